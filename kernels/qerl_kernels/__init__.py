@@ -1,0 +1,1 @@
+"""GPU kernels of QeRL-JAX, each beside its readable reference. Imports nothing of `qerl_jax`."""

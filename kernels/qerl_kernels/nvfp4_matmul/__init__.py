@@ -1,0 +1,1 @@
+"""Matrix product with a 4-bit floating point weight: types in `api`, plain JAX in `reference`."""

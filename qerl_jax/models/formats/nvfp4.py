@@ -1,0 +1,87 @@
+"""NVFP4 quantizer, byte for byte that of compressed-tensors 0.20 (`nvfp4-pack-quantized`).
+
+Written in numpy on purpose: under jit XLA keeps the excess precision of `amax/6` where compressed-tensors rounds it to the weight's own
+dtype, and then most bf16 scales come out wrong.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from qerl_kernels.nvfp4_matmul.api import NVFP4_BLOCK, Nvfp4
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+ZERO_SCALE = 0.125  # what compressed-tensors stores for a block whose scale would be zero
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_ROWS_AT_ONCE = 1 << 22  # weights quantized together; bounds the fp32 temporaries to some 50 MB
+
+
+def encode_e2m1(values: np.ndarray) -> np.ndarray:
+    """Nearest E2M1 code (bit 3 the sign), ties to the even code, saturating at ±6; a negative that rounds to zero keeps code 8."""
+    magnitude = np.abs(values)
+    codes = np.zeros(values.shape, np.uint8)
+    for i, midpoint in enumerate(_MIDPOINTS):  # the tie at midpoint i lies between codes i and i + 1: odd i rounds up
+        codes += magnitude >= midpoint if i % 2 else magnitude > midpoint
+    return codes | (np.signbit(values).astype(np.uint8) << 3)
+
+
+def pack_codes(codes: np.ndarray) -> np.ndarray:
+    """Two codes a byte, even column in the low nibble: u8[n, k] -> u8[n, k/2]."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def global_scale(amax: float) -> np.float32:
+    """The divisor `G = 448 · 6 / amax` of a tensor, or of fused tensors that share it. An all-zero tensor gets 1."""
+    return np.float32(E4M3_MAX * E2M1_MAX) / np.float32(amax) if amax > 0 else np.float32(1)
+
+
+def block_scales(weight: np.ndarray, divisor: np.float32) -> np.ndarray:
+    """`e4m3(G · amax_block / 6)`, with `amax_block / 6` rounded to the weight's own dtype first; zero becomes 0.125."""
+    n, k = weight.shape
+    amax = np.abs(weight).reshape(n, k // NVFP4_BLOCK, NVFP4_BLOCK).max(-1).astype(np.float32)
+    sixth = (amax / np.float32(E2M1_MAX)).astype(weight.dtype).astype(np.float32)
+    scales = np.clip(divisor * sixth, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+    return np.where(scales == 0, ml_dtypes.float8_e4m3fn(ZERO_SCALE), scales)
+
+
+def quantize(weight: np.ndarray, divisor: np.float32 | None = None) -> Nvfp4:
+    """Quantize a weight [n, k] to NVFP4, in slices of rows so that no whole fp32 copy exists.
+
+    Args:
+      weight: bf16, fp16 or fp32; may be memory-mapped.
+      divisor: the global scale; None computes it from this tensor alone.
+
+    Raises:
+      ValueError: k is not a multiple of 16, or the weight is not finite.
+    """
+    n, k = weight.shape
+    if k % NVFP4_BLOCK:
+        raise ValueError(f"NVFP4 needs input features divisible by {NVFP4_BLOCK}, got a weight of {n} x {k}")
+    divisor = global_scale(max_magnitude(weight)) if divisor is None else divisor
+    codes = np.empty((n, k // 2), np.uint8)
+    scales = np.empty((n, k // NVFP4_BLOCK), ml_dtypes.float8_e4m3fn)
+    for start, stop in _row_slices(n, k):
+        rows = np.asarray(weight[start:stop])
+        scales[start:stop] = block_scales(rows, divisor)
+        step = scales[start:stop].astype(np.float32) / divisor
+        blocks = rows.astype(np.float32).reshape(stop - start, k // NVFP4_BLOCK, NVFP4_BLOCK)
+        codes[start:stop] = pack_codes(encode_e2m1(blocks / step[..., None]).reshape(stop - start, k))
+    return Nvfp4(codes, scales, np.full(n, divisor, np.float32), divides=True)
+
+
+def max_magnitude(weight: np.ndarray) -> float:
+    """Largest |w|, in slices of rows. Raises ValueError if a value is NaN or infinite."""
+    n, k = weight.shape
+    amax = 0.0
+    for start, stop in _row_slices(n, k):
+        largest = float(np.abs(np.asarray(weight[start:stop])).max())
+        if not np.isfinite(largest):
+            raise ValueError(f"rows {start} to {stop - 1} hold a value that is not finite")
+        amax = max(amax, largest)
+    return amax
+
+
+def _row_slices(n: int, k: int) -> list[tuple[int, int]]:
+    rows = max(1, _ROWS_AT_ONCE // k)
+    return [(start, min(n, start + rows)) for start in range(0, n, rows)]

@@ -1,0 +1,114 @@
+"""The one seam through which every projection of the model goes.
+
+Axes: B sequences, T tokens, K input features, N output features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+from qerl_kernels.nvfp4_matmul import reference as fp4
+
+from qerl_jax.models.formats import Dense, Nf4, Weight, nf4
+from qerl_jax.models.lora import Lora
+
+# On an fp32 model the products must be fp32 too: the GPU's default would be tf32, three digits.
+FP32_PRECISION = jax.lax.Precision.HIGHEST
+
+
+def linear(
+    x: Float[Array, "... K"],
+    weight: Weight,
+    bias: Float[Array, " N"] | None = None,
+    lora: Lora | Sequence[Lora] | None = None,
+) -> Float[Array, "... N"]:
+    """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded once to x's dtype.
+
+    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient, and the backward pass dequantizes it again instead of
+    keeping a copy.
+
+    Args:
+      x: activations, bf16 or fp32.
+      weight: one of the formats, [N, K].
+      bias: in any float dtype; added in fp32.
+      lora: the adapter, or one for each adapted part of a fused projection (they carry their row offsets).
+
+    Raises:
+      ValueError: K of x and of the weight differ.
+    """
+    n, k = weight.shape
+    if x.shape[-1] != k:
+        raise ValueError(f"linear: x has {x.shape[-1]} input features, the weight {k} (shape {n} x {k})")
+    rows = x.reshape(-1, k)
+    y = _frozen_matmul(rows, weight)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    parts = [lora] if isinstance(lora, Lora) else list(lora or ())
+    if parts:
+        y = y + _lora_delta(rows, parts, n)
+    return y.astype(x.dtype).reshape(*x.shape[:-1], n)
+
+
+def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32[Array, "M N"]:
+    """Every part's `scale · (x A) B` at its rows, zero elsewhere. `x A` is accumulated in fp32 and rounded once to x's dtype."""
+    pieces, end = [], 0
+    for part in sorted(parts, key=lambda part: part.offset):
+        if part.offset > end:
+            pieces.append(jnp.zeros((rows.shape[0], part.offset - end), jnp.float32))
+        shrunk = _matmul_fp32(rows, part.a.astype(rows.dtype)).astype(rows.dtype)
+        pieces.append(part.scale * _matmul_fp32(shrunk, part.b.astype(rows.dtype)))
+        end = part.offset + part.b.shape[-1]
+    if end < n:
+        pieces.append(jnp.zeros((rows.shape[0], n - end), jnp.float32))
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
+
+
+def _matmul_fp32(x: Array, w: Array) -> Float32[Array, "M N"]:
+    precision = FP32_PRECISION if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32, precision=precision)
+
+
+@jax.custom_vjp
+def _frozen_matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, "M N"]:
+    matrix, row_scale = _factors(weight, rows.dtype)
+    y = _matmul_fp32(rows, matrix.T)
+    return y if row_scale is None else y * row_scale
+
+
+def _factors(weight: Weight, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The weight as a matrix in the compute dtype and an fp32 factor for each output row (None: one).
+
+    bf16 compute keeps NVFP4 and MXFP4 exact (`bf16_parts`); NF4's block scale cannot leave the sum, so there the value is rounded to bf16, as
+    QLoRA rounds it.
+    """
+    if isinstance(weight, Dense):
+        return weight.values.astype(dtype), None
+    if isinstance(weight, Nf4):
+        return nf4.dequantize(weight).astype(dtype), None
+    if dtype == jnp.bfloat16:
+        return fp4.bf16_parts(weight)
+    return fp4.dequantize(weight).astype(dtype), None
+
+
+def _frozen_matmul_fwd(rows, weight):
+    return _frozen_matmul(rows, weight), (weight, jnp.zeros((0,), rows.dtype))
+
+
+def _frozen_matmul_bwd(residual, dy):
+    weight, like = residual
+    matrix, row_scale = _factors(weight, like.dtype)
+    dy = (dy if row_scale is None else dy * row_scale).astype(like.dtype)
+    return _matmul_fp32(dy, matrix).astype(like.dtype), jax.tree.map(_no_gradient, weight)
+
+
+def _no_gradient(leaf: Array) -> np.ndarray | Array:
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+_frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)

@@ -1,0 +1,265 @@
+"""Qwen2.5 in Flax NNX: the module describes the model, plain functions run it.
+
+Source: Qwen2.5 technical report (arXiv 2412.15115); numerics as in transformers' `modeling_qwen2.py`, in fp32 where precision is decided (norms,
+rotary angles, softmax).
+
+Axes: B sequences, T tokens, S cache slots, L layers, D model, F ffn, N query heads, K key/value heads, G query heads a key/value head, H head
+dim, V vocab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from qerl_jax.models import cache as kv
+from qerl_jax.models.cache import KVCache
+from qerl_jax.models.formats import Weight
+from qerl_jax.models.linear import FP32_PRECISION, linear
+from qerl_jax.models.lora import Lora
+
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_MASKED = -1e30  # finite, so that a row with nothing to attend to stays a number
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Qwen2-architecture model; hashable, so that it can be static under jit.
+
+    Attributes:
+      eos_token_ids: every id that ends a completion (config.json and generation_config.json).
+      pad_token_id: fills a batch; never read through a mask.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+
+    def projection_shapes(self) -> dict[str, tuple[int, int]]:
+        """(output, input) features of each of the seven projections of a layer."""
+        q, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        d, f = self.hidden_size, self.intermediate_size
+        return {
+            "q_proj": (q, d),
+            "k_proj": (kv_dim, d),
+            "v_proj": (kv_dim, d),
+            "o_proj": (d, q),
+            "gate_proj": (f, d),
+            "up_proj": (f, d),
+            "down_proj": (d, f),
+        }
+
+    def parameter_count(self) -> int:
+        """Parameters of the unadapted model, a tied head counted once."""
+        shapes = self.projection_shapes()
+        layer = sum(n * k for n, k in shapes.values()) + sum(shapes[p][0] for p in FUSED["qkv_proj"]) + 2 * self.hidden_size
+        heads = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
+
+
+class Frozen(nnx.Variable):
+    """A weight that no optimizer ever sees. Not an `nnx.Param`."""
+
+
+class Norm(nnx.Variable):
+    """The weight of a layer norm: what AQN perturbs and `train_norms` trains. Always fp32."""
+
+
+class Adapter(nnx.Variable):
+    """A `Lora`, or the `Lora`s of a fused projection by the name of their part."""
+
+
+class Projection(nnx.Module):
+    """One (possibly fused) projection: a frozen weight, a bias or None, and its adapters."""
+
+    def __init__(self, weight: Weight, bias: Array | None, adapters: Mapping[str, Lora]):
+        self.weight = Frozen(weight)
+        self.bias = None if bias is None else Frozen(bias)
+        self.lora = Adapter(dict(adapters)) if adapters else None
+
+    def __call__(self, x: Float[Array, "B T K"]) -> Float[Array, "B T N"]:
+        lora = None if self.lora is None else list(self.lora.get_value().values())
+        bias = None if self.bias is None else self.bias.get_value()
+        return linear(x, self.weight.get_value(), bias, lora)
+
+
+class RMSNorm(nnx.Module):
+    """`w ⊙ x / sqrt(mean(x²) + eps)` in fp32, rounded once to x's dtype."""
+
+    def __init__(self, variable: nnx.Variable, eps: float):
+        self.weight = variable
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.weight.get_value()).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; q, k and v in one matmul."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
+        self.config = config
+        self.qkv_proj = Projection(weights["qkv_proj"], weights["qkv_bias"], adapters["qkv_proj"])
+        self.o_proj = Projection(weights["o_proj"], None, adapters["o_proj"])
+
+    def __call__(self, x, angles, mask, layer_cache, positions):
+        c = self.config
+        batch, length, _ = x.shape
+        q_dim, kv_dim = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q, k, v = jnp.split(self.qkv_proj(x), (q_dim, q_dim + kv_dim), axis=-1)
+        q = rotate(q.reshape(batch, length, c.num_heads, c.head_dim), angles)
+        k = rotate(k.reshape(batch, length, c.num_kv_heads, c.head_dim), angles)
+        v = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
+        if layer_cache is not None:
+            layer_cache = (kv.write(layer_cache[0], positions, k), kv.write(layer_cache[1], positions, v))
+            if length == 1:  # decode reads the cache; prefill starts an empty one, so its own keys are all there is
+                k, v = layer_cache
+        return self.o_proj(attend(q, k, v, mask).reshape(batch, length, q_dim)), layer_cache
+
+
+class Mlp(nnx.Module):
+    """`down(silu(gate(x)) · up(x))`, gate and up in one matmul."""
+
+    def __init__(self, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
+        self.gate_up_proj = Projection(weights["gate_up_proj"], None, adapters["gate_up_proj"])
+        self.down_proj = Projection(weights["down_proj"], None, adapters["down_proj"])
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate, up = jnp.split(self.gate_up_proj(x).astype(jnp.float32), 2, axis=-1)
+        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
+        self.input_layernorm = RMSNorm(Norm(weights["input_layernorm"]), config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(Norm(weights["post_attention_layernorm"]), config.rms_norm_eps)
+        self.self_attn = Attention(config, weights, adapters)
+        self.mlp = Mlp(weights, adapters)
+
+    def __call__(self, x, angles, mask, layer_cache, positions):
+        attended, layer_cache = self.self_attn(self.input_layernorm(x), angles, mask, layer_cache, positions)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), layer_cache
+
+
+class Qwen2(nnx.Module):
+    """Qwen2.5 decoder: tokens in, final hidden states out; `logits` is a step of its own, so that callers choose which positions need it.
+
+    Args:
+      config: the shape.
+      weights: `{"embed_tokens": [V, D], "norm": f32[D], "lm_head": [V, D] or None when tied, "layers": [{"qkv_proj": Weight, "qkv_bias": [N],
+        "o_proj": Weight, "gate_up_proj": Weight, "down_proj": Weight, "input_layernorm": f32[D], "post_attention_layernorm": f32[D]}, ...]}`.
+      adapters: for each layer, `{fused projection: {part: Lora}}`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: list[Mapping[str, Mapping[str, Lora]]]):
+        self.config = config
+        self.embed_tokens = Frozen(weights["embed_tokens"])
+        self.lm_head = None if config.tie_word_embeddings else Frozen(weights["lm_head"])
+        self.norm = RMSNorm(Frozen(weights["norm"]), config.rms_norm_eps)
+        self.layers = nnx.List(
+            DecoderLayer(config, layer, layer_adapters) for layer, layer_adapters in zip(weights["layers"], adapters, strict=True)
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        attention_mask: Bool[Array, "B T"],
+        remat: bool = False,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of whole sequences. Padding may stand on either side; positions are the mask's running count."""
+        positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
+        order = jnp.arange(tokens.shape[1])
+        mask = (order[:, None] >= order[None, :]) & attention_mask[:, None, :]
+        return self._run(tokens, positions, mask, None, remat)[0]
+
+    def prefill(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], cache: KVCache
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Hidden states of right-padded prompts, and the cache filled with them. Slots past a prompt's end hold what the padding left there;
+        decode overwrites each before it is first read."""
+        order = jnp.arange(tokens.shape[1])
+        positions = jnp.broadcast_to(order, tokens.shape)
+        mask = (order[:, None] >= order[None, :]) & (order < lengths[:, None])[:, None, :]
+        return self._run(tokens, positions, mask, cache, False)
+
+    def decode(self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache) -> tuple[Float[Array, "B D"], KVCache]:
+        """Hidden states of one more token a sequence, at its own position; reads slots 0 .. position."""
+        slots = cache.keys[0].shape[1]
+        mask = (jnp.arange(slots) <= positions[:, None])[:, None, :]
+        hidden, cache = self._run(tokens[:, None], positions[:, None], mask, cache, False)
+        return hidden[:, 0], cache
+
+    def _run(self, tokens, positions, mask, cache, remat):
+        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.embed_tokens.get_value()[tokens]
+        keys, values = [], []
+        for i, layer in enumerate(self.layers):
+            if cache is not None:
+                x, (k, v) = layer(x, angles, mask, (cache.keys[i], cache.values[i]), positions)
+                keys.append(k)
+                values.append(v)
+            elif remat:
+                x = jax.checkpoint(lambda x, layer=layer: layer(x, angles, mask, None, positions)[0])(x)
+            else:
+                x, _ = layer(x, angles, mask, None, positions)
+        return self.norm(x), None if cache is None else KVCache(tuple(keys), tuple(values))
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
+        """fp32 logits of hidden states, through the embedding where the head is tied."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        precision = FP32_PRECISION if hidden.dtype == jnp.float32 else None
+        return jnp.matmul(hidden, head.get_value().T, preferred_element_type=jnp.float32, precision=precision)
+
+
+def rotary_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> Float32[Array, "B T H/2"]:
+    """`position · theta^(−2i / H)` in fp32."""
+    frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    return positions[..., None].astype(jnp.float32) * frequencies
+
+
+def rotate(x: Float[Array, "B T N H"], angles: Float32[Array, "B T H/2"]) -> Float[Array, "B T N H"]:
+    """Rotary embedding in transformers' half-split order: pairs (i, i + H/2)."""
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], mask: Bool[Array, "B T S"]
+) -> Float[Array, "B T N H"]:
+    """Softmax attention, `softmax(q kᵀ / sqrt(H)) v`; scores and softmax in fp32, each group of N/K query heads reads one k/v head."""
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    precision = FP32_PRECISION if q.dtype == jnp.float32 else None
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=precision)
+    scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32, precision=precision)
+    return out.reshape(batch, length, heads, head_dim).astype(q.dtype)
