@@ -87,7 +87,7 @@ class Norm(nnx.Variable):
 
 
 class Adapter(nnx.Variable):
-    """A `Lora`, or the `Lora`s of a fused projection by the name of their part."""
+    """The `Lora` of one of the seven projections."""
 
 
 class Projection(nnx.Module):
@@ -96,10 +96,10 @@ class Projection(nnx.Module):
     def __init__(self, weight: Weight, bias: Array | None, adapters: Mapping[str, Lora]):
         self.weight = Frozen(weight)
         self.bias = None if bias is None else Frozen(bias)
-        self.lora = Adapter(dict(adapters)) if adapters else None
+        self.lora = nnx.Dict({part: Adapter(lora) for part, lora in adapters.items()})
 
     def __call__(self, x: Float[Array, "B T K"]) -> Float[Array, "B T N"]:
-        lora = None if self.lora is None else list(self.lora.get_value().values())
+        lora = [adapter.get_value() for adapter in self.lora.values()]
         bias = None if self.bias is None else self.bias.get_value()
         return linear(x, self.weight.get_value(), bias, lora)
 

@@ -1,0 +1,107 @@
+"""Adaptive Quantization Noise (QeRL, arXiv 2510.11696, §3.3, eq. 7–12, Alg. 1): the schedule and the perturbation, both pure functions.
+
+Axes: L layers, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+NOISE_SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")
+NOISE_FORMULAS = ("qerl", "paper")
+
+
+class NoiseConfig(Protocol):
+    """What `sigma` reads; `qerl_jax.config.Config` has it."""
+
+    sigma_start: float
+    sigma_end: float
+    num_stages: int
+    noise_schedule: str
+    noise_formula: str
+
+
+def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
+    """Standard deviation of the noise at rollout `step` of `total_steps`.
+
+    The run is cut into K = `num_stages` equal stages, `k = min(step · K // total_steps, K − 1)`; stage 0 has no noise. With
+    `u = (k − 1) / (K − 2)` (formula `qerl`, the released code: the last stage reaches `sigma_end` exactly) or `u = (k − 1) / (K − 1)` (formula
+    `paper`, eq. 11), s = `sigma_start`, e = `sigma_end`:
+
+      exponential  s (e / s)^u
+      linear       s − (s − e) u
+      cosine       e + (s − e) (1 + cos πu) / 2
+      logarithmic  s − (s − e) ln(1 + u (e₀ − 1)), e₀ Euler's number
+
+    Departures from QeRL: integer stages, where its float `//` misplaces some borders; linear, cosine and logarithmic are named by the paper
+    without a formula.
+
+    Raises:
+      ValueError: step outside the run, or a schedule that divides zero by zero (`qerl` with K = 2).
+    """
+    stages, start, end = config.num_stages, config.sigma_start, config.sigma_end
+    if not 0 <= step < total_steps:
+        raise ValueError(f"step {step} lies outside a run of {total_steps} steps")
+    check(config)
+    stage = min(step * stages // total_steps, stages - 1)
+    if stage == 0 or start == 0:
+        return 0.0
+    u = (stage - 1) / (stages - 2 if config.noise_formula == "qerl" else stages - 1)
+    match config.noise_schedule:
+        case "exponential":
+            return start * (end / start) ** u
+        case "linear":
+            return start - (start - end) * u
+        case "cosine":
+            return end + (start - end) * (1 + math.cos(math.pi * u)) / 2
+        case "logarithmic":
+            return start - (start - end) * math.log(1 + u * (math.e - 1))
+    raise AssertionError(config.noise_schedule)
+
+
+def check(config: NoiseConfig) -> None:
+    """Raise ValueError for a schedule that cannot be computed."""
+    if config.noise_schedule not in NOISE_SCHEDULES:
+        raise ValueError(f"noise_schedule {config.noise_schedule!r} is not one of {list(NOISE_SCHEDULES)}")
+    if config.noise_formula not in NOISE_FORMULAS:
+        raise ValueError(f"noise_formula {config.noise_formula!r} is not one of {list(NOISE_FORMULAS)}")
+    if config.sigma_start < 0 or config.sigma_end < 0:
+        raise ValueError(f"sigma_start {config.sigma_start} and sigma_end {config.sigma_end} must not be negative")
+    if config.sigma_start > 0 and config.noise_schedule == "exponential" and config.sigma_end <= 0:
+        raise ValueError(f"an exponential noise_schedule cannot end at sigma_end {config.sigma_end}: it must be above 0")
+    fewest = 3 if config.noise_formula == "qerl" else 2
+    if config.sigma_start > 0 and config.num_stages < fewest:
+        raise ValueError(f"num_stages {config.num_stages} is too few for noise_formula {config.noise_formula!r}: at least {fewest}")
+    if config.sigma_start == 0 and config.sigma_end > 0:
+        raise ValueError(f"sigma_start 0 with sigma_end {config.sigma_end}: the schedule decays; set both to 0 for no noise")
+
+
+def perturb(norms: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
+    """`w + Z`, `Z ~ N(0, σ² I)`, one vector for each layer norm, in fp32 and always from the clean weights.
+
+    Added before the normalized input of q/k/v and of gate/up, the noise equals multiplying column j of those weights by `1 + Z_j / w_j` (eq. 12).
+    In bf16 a σ below 3.2e-4 would change nothing near 1, hence fp32. σ = 0 returns the same bits.
+
+    Args:
+      norms: the 2 L layer norms of a policy.
+      sigma: standard deviation, of `sigma(...)`.
+      key: one for each rollout; the noise of norm i uses `fold_in(key, i)`.
+    """
+    leaves, treedef = jax.tree.flatten(norms)
+    noisy = []
+    for i, weight in enumerate(leaves):
+        if weight.dtype != jnp.float32:
+            raise ValueError(f"layer norm {i} is {weight.dtype}: noise must be added in float32")
+        noise = jax.random.normal(jax.random.fold_in(key, i), weight.shape, jnp.float32)
+        noisy.append(jnp.where(sigma == 0, weight, weight + sigma * noise))
+    return jax.tree.unflatten(treedef, noisy)
+
+
+def count(norms: Any) -> int:
+    """How many norms `perturb` reaches; a run asserts that it is 2 L, because the released QeRL silently reaches none."""
+    return len(jax.tree.leaves(norms))

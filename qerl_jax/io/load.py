@@ -1,0 +1,229 @@
+"""A Hugging Face directory to a `Policy`: bf16 or NVFP4, single or sharded, memory-mapped, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK
+
+from qerl_jax import aqn, keys
+from qerl_jax.io import hf_config, names
+from qerl_jax.io.adapter import adapter_config, import_adapter
+from qerl_jax.io.safetensors import CheckpointError, Tensors, open_checkpoint
+from qerl_jax.models.formats import WEIGHT_FORMATS, Dense, Mxfp4, Nf4, Nvfp4, Weight, mxfp4, nf4, nvfp4
+from qerl_jax.models.lora import LoraConfig, init_lora
+from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, Adapter, Frozen, ModelConfig, Norm, Qwen2
+from qerl_jax.types import Policy
+
+_BLOCK = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK, "nf4": nf4.NF4_BLOCK, "bf16": 1}
+
+
+def load_policy(
+    path: str | Path,
+    weight_format: str | None = None,
+    lora: LoraConfig | None = None,
+    dtype: jnp.dtype = jnp.bfloat16,
+    adapter: str | Path | None = None,
+    seed: int = 0,
+) -> Policy:
+    """Load a Qwen2.5 model directory as a policy with fresh or imported adapters.
+
+    Args:
+      path: Hugging Face directory with config.json and safetensors, bf16 or NVFP4 (compressed-tensors or ModelOpt). A directory without a
+        tokenizer is legal.
+      weight_format: "bf16", "nvfp4", "mxfp4" or "nf4" to quantize an unquantized checkpoint while loading; None keeps what is stored.
+      lora: shape of the adapters; None is `LoraConfig(rank=32)`, or the adapter's own shape where `adapter` is given.
+      dtype: compute dtype, bfloat16 or float32; also of dense weights.
+      adapter: PEFT directory to start from, norms included.
+      seed: of the adapters' initial A.
+
+    Raises:
+      FileNotFoundError: no such directory, config or weights.
+      CheckpointError (a ValueError): missing, unknown, misshapen or non-finite tensors, naming file, key and both values.
+      ValueError: an unknown format, or one that the checkpoint cannot be brought into.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"model directory {path} does not exist")
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
+    config = hf_config.model_config(path)
+    if lora is None:
+        lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
+    weights = load_weights(path, config, weight_format, dtype)
+    policy = build_policy(config, weights, lora, seed).replace(tokenizer=load_tokenizer(path))
+    return policy if adapter is None else import_adapter(policy, Path(adapter))
+
+
+def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int) -> Policy:
+    """A policy over given weights (as `Qwen2` describes them), split once into its trees."""
+    model = Qwen2(config, weights, init_adapters(config, lora, seed))
+    graphdef, frozen, norms, adapters = nnx.split(model, Frozen, Norm, Adapter)
+    trees = [nnx.to_pure_dict(state) for state in (frozen, norms, adapters)]
+    policy = Policy(*trees, graphdef=graphdef, config=config, lora_config=lora)
+    expected = 2 * config.num_layers
+    if aqn.count(policy.norms) != expected:
+        raise AssertionError(f"{aqn.count(policy.norms)} layer norms for {config.num_layers} layers, expected {expected}")
+    return policy
+
+
+def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict[str, dict]]:
+    """Fresh adapters of every layer: `{fused projection: {part: Lora}}`."""
+    shapes = config.projection_shapes()
+    key = keys.for_step(seed, keys.Purpose.LORA_INIT, 0)
+    layers = []
+    for layer in range(config.num_layers):
+        layer_key = jax.random.fold_in(key, layer)
+        adapters: dict[str, dict] = {}
+        for fused, parts in {**FUSED, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+            offset, adapters[fused] = 0, {}
+            for part in parts:
+                n, k = shapes[part]
+                if lora.rank and part in lora.target_modules:
+                    part_key = jax.random.fold_in(layer_key, list(shapes).index(part))
+                    adapters[fused][part] = init_lora(lora, k, n, offset, part_key)
+                offset += n
+        layers.append(adapters)
+    return layers
+
+
+def load_tokenizer(path: Path):
+    """The directory's tokenizer, or None where it has none. Never asks a hub."""
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+
+
+def load_weights(path: Path, config: ModelConfig, weight_format: str | None, dtype: jnp.dtype) -> dict:
+    """Every weight of the model on the default device, q/k/v and gate/up fused by concatenating rows."""
+    if weight_format is not None and weight_format not in WEIGHT_FORMATS:
+        raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
+    json_config = hf_config.read_json(path / "config.json")
+    scheme = hf_config.quantization_format(json_config, str(path / "config.json"))
+    if scheme is not None and weight_format not in (None, "nvfp4"):
+        raise ValueError(f"{path} holds NVFP4 weights ({scheme}); weight_format {weight_format!r} would need the unquantized checkpoint")
+    source = _Source(open_checkpoint(path), scheme, weight_format or "bf16", dtype)
+    d = config.hidden_size
+    weights = {
+        "embed_tokens": source.dense(names.EMBED, (config.vocab_size, d)),
+        "norm": source.vector(names.FINAL_NORM, d, jnp.float32),
+        "lm_head": None if config.tie_word_embeddings else source.dense(names.LM_HEAD, (config.vocab_size, d)),
+        "layers": [_load_layer(source, config, layer) for layer in range(config.num_layers)],
+    }
+    if config.tie_word_embeddings:
+        source.used.add(names.LM_HEAD)  # some tied checkpoints store the head once more
+    source.refuse_unknown()
+    return weights
+
+
+def _load_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
+    shapes = config.projection_shapes()
+
+    def fused(parts: tuple[str, ...]) -> Weight:
+        return source.projection([(names.projection(layer, part), shapes[part]) for part in parts])
+
+    biases = [source.vector(f"{names.projection(layer, p)}.bias", shapes[p][0], source.dtype) for p in names.BIASED]
+    return {
+        "qkv_proj": fused(FUSED["qkv_proj"]),
+        "qkv_bias": jnp.concatenate(biases),
+        "o_proj": fused(("o_proj",)),
+        "gate_up_proj": fused(FUSED["gate_up_proj"]),
+        "down_proj": fused(("down_proj",)),
+        **{norm: source.vector(names.layer_norm(layer, norm), config.hidden_size, jnp.float32) for norm in LAYER_NORMS},
+    }
+
+
+class _Source:
+    """Reads tensors by name with their expected shape, and remembers which were used."""
+
+    def __init__(self, tensors: Tensors, scheme: str | None, weight_format: str, dtype: jnp.dtype):
+        self.tensors, self.scheme, self.weight_format, self.dtype = tensors, scheme, weight_format, dtype
+        self.used: set[str] = set()
+
+    def read(self, name: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> np.ndarray:
+        if name not in self.tensors:
+            hint = ""
+            if self.scheme is None and f"{name}_packed" in self.tensors:
+                hint = "; it is stored quantized, but config.json has no quantization_config"
+            raise CheckpointError(f"tensor {name!r} is missing from the checkpoint{hint}")
+        self.used.add(name)
+        array, where = self.tensors[name], self.tensors.file_of(name)
+        if array.shape != shape:
+            raise CheckpointError(f"{where}: {name!r} has shape {list(array.shape)}, the config asks for {list(shape)}")
+        if array.dtype.name not in kinds:
+            raise CheckpointError(f"{where}: {name!r} has dtype {array.dtype.name}, expected one of {list(kinds)}")
+        return array
+
+    def _finite(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The array, once every value is known to be finite; in slices of rows, so that no whole copy is made."""
+        try:
+            nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
+        except ValueError as error:
+            raise CheckpointError(f"{self.tensors.file_of(name)}: {name!r}: {error}") from error
+        return array
+
+    def dense(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray(self._finite(name, self.read(name, shape, _FLOATS))).astype(self.dtype)
+
+    def vector(self, name: str, size: int, dtype: jnp.dtype) -> jax.Array:
+        return jnp.asarray(self._finite(name, self.read(name, (size,), _FLOATS))).astype(dtype)
+
+    def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
+        """The parts of a fused projection, one below the other."""
+        if self.scheme is not None:
+            return _concatenate([self._stored_nvfp4(module, shape) for module, shape in parts])
+        arrays = [self._finite(f"{m}.weight", self.read(f"{m}.weight", shape, _FLOATS)) for m, shape in parts]
+        if self.weight_format == "bf16":
+            return Dense(jnp.concatenate([jnp.asarray(array) for array in arrays]).astype(self.dtype))
+        block, k = _BLOCK[self.weight_format], parts[0][1][1]
+        if k % block:
+            raise ValueError(f"{parts[0][0]}: {k} input features are not a multiple of {block}, which {self.weight_format} needs")
+        return _concatenate([quantizer(array) for quantizer, array in zip(_quantizers(self.weight_format, arrays), arrays, strict=True)])
+
+    def _stored_nvfp4(self, module: str, shape: tuple[int, int]) -> Nvfp4:
+        n, k = shape
+        codes_name, scale_name, global_name, activation = (f"{module}.{suffix}" for suffix in names.QUANTIZED[self.scheme])
+        if codes_name not in self.tensors and f"{module}.weight" in self.tensors:
+            raise CheckpointError(f"{self.tensors.file_of(f'{module}.weight')}: {module!r} is not quantized, but config.json says NVFP4")
+        codes = self.read(codes_name, (n, k // 2), ("uint8",))
+        scales = self.read(scale_name, (n, k // NVFP4_BLOCK), ("float8_e4m3fn",))
+        divides = self.scheme == "compressed-tensors"
+        value = self.read(global_name, (1,) if divides else (), ("float32",)).reshape(-1)
+        if activation in self.tensors:
+            self.used.add(activation)  # of W4A4 inference; weight-only arithmetic has no use for it
+        where = self.tensors.file_of(scale_name)
+        if not (np.isfinite(value[0]) and value[0] > 0):
+            raise CheckpointError(f"{self.tensors.file_of(global_name)}: {global_name!r} is {value[0]}, must be finite and above 0")
+        bits = np.asarray(scales).view(np.uint8)
+        if bits.max() > _E4M3_LARGEST:  # sign bit set, or the NaN 0x7F
+            row, column = np.argwhere(bits > _E4M3_LARGEST)[0]
+            raise CheckpointError(f"{where}: {scale_name!r}[{row}, {column}] is {scales[row, column]}, must be a number of at least 0")
+        return Nvfp4(codes, scales, np.full(n, value[0], np.float32), divides)
+
+    def refuse_unknown(self) -> None:
+        unknown = sorted(set(self.tensors) - self.used - {n for n in self.tensors if n.endswith("rotary_emb.inv_freq")})
+        if unknown:
+            raise CheckpointError(f"{self.tensors.file_of(unknown[0])}: {len(unknown)} tensors have no place in the model, first {unknown[0]!r}")
+
+
+_FLOATS = ("bfloat16", "float16", "float32")
+_E4M3_LARGEST = 0x7E
+
+
+def _quantizers(weight_format: str, arrays: list[np.ndarray]) -> list[Callable[[np.ndarray], Weight]]:
+    if weight_format == "nvfp4":  # one global scale for the whole fused projection, as llm-compressor writes it
+        divisor = nvfp4.global_scale(max(nvfp4.max_magnitude(array) for array in arrays))
+        return [lambda array: nvfp4.quantize(array, divisor)] * len(arrays)
+    return [{"mxfp4": mxfp4.quantize, "nf4": nf4.quantize}[weight_format]] * len(arrays)
+
+
+def _concatenate(parts: list[Nvfp4] | list[Mxfp4] | list[Nf4]) -> Weight:
+    """Fused parts in one weight on the device: every field is a matrix or vector with a row for each output feature."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves]), *parts)

@@ -1,0 +1,43 @@
+"""Hugging Face's parameter names of a Qwen2 checkpoint, as one table."""
+
+from __future__ import annotations
+
+from qerl_jax.models.lora import PROJECTIONS
+from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS
+
+EMBED = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+BIASED = ("q_proj", "k_proj", "v_proj")
+
+# Suffixes of a quantized projection's tensors, in the order (codes, block scales, global scale, ignored activation scale).
+QUANTIZED = {
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+}
+
+# Where a projection's adapter lives in the model tree: part -> (block, fused projection).
+BLOCK = {p: ("self_attn" if p in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp") for p in PROJECTIONS}
+FUSED_NAME = {part: fused for fused, parts in FUSED.items() for part in parts}
+
+
+def layer_prefix(layer: int) -> str:
+    """Prefix of everything in a decoder layer."""
+    return f"model.layers.{layer}."
+
+
+def projection(layer: int, name: str) -> str:
+    """Module path of a projection, without `.weight`."""
+    return f"{layer_prefix(layer)}{BLOCK[name]}.{name}"
+
+
+def layer_norm(layer: int, name: str) -> str:
+    """Name of a layer norm's weight."""
+    if name not in LAYER_NORMS:
+        raise ValueError(f"{name!r} is not a layer norm: {list(LAYER_NORMS)}")
+    return f"{layer_prefix(layer)}{name}.weight"
+
+
+def tree_path(name: str) -> tuple[str, str, str]:
+    """(block, fused projection, part) of a projection in the model's trees."""
+    return BLOCK[name], FUSED_NAME.get(name, name), name

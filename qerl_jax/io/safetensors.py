@@ -1,0 +1,191 @@
+"""Safetensors files read memory-mapped and written tensor by tensor.
+
+The library's numpy front end knows neither bf16 nor E4M3 and writes only from memory; the format is a JSON header and raw little-endian bytes
+(huggingface/safetensors, README "Format"), so it is read here directly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it claims to be; the message names file, key and both values."""
+
+
+def read_header(path: Path) -> tuple[dict[str, dict], int]:
+    """Tensor table of a file and the offset where its bytes start. Raises CheckpointError for a file cut short or malformed."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors header")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(_MAX_HEADER, size - 8):
+            raise CheckpointError(f"{path}: the header claims {length} bytes, the file has {size}")
+        try:
+            table = json.loads(file.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{path}: the header is not JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: the header is a {type(table).__name__}, not a table of tensors")
+    table.pop("__metadata__", None)
+    start = 8 + length
+    for name, entry in table.items():
+        _check_entry(path, name, entry, size - start)
+    return table, start
+
+
+def _check_entry(path: Path, name: str, entry: dict, available: int) -> None:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        sane = begin >= 0 and all(isinstance(side, int) and side >= 0 for side in shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: entry {name!r} is malformed: {entry!r}") from error
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name!r} has dtype {dtype!r}, known are {sorted(DTYPES)}")
+    expected = math.prod(shape) * DTYPES[dtype].itemsize if sane else -1
+    if end - begin != expected:
+        raise CheckpointError(f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its entry spans {end - begin}")
+    if end > available:
+        raise CheckpointError(f"{path}: {name!r} ends at byte {end}, but only {available} follow the header: the file is cut short")
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """Read-only view of one or several safetensors files: arrays are memory-mapped, nothing is read until it is used."""
+
+    def __init__(self, files: Iterable[Path]):
+        self._entries: dict[str, tuple[Path, dict, int]] = {}
+        for path in files:
+            table, start = read_header(path)
+            for name, entry in table.items():
+                if name in self._entries:
+                    raise CheckpointError(f"tensor {name!r} stands in both {self._entries[name][0]} and {path}")
+                self._entries[name] = (path, entry, start)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        path, entry, start = self._entries[name]
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if math.prod(shape) == 0:
+            return np.empty(shape, dtype)
+        # The offset need not suit the dtype's alignment (the format promises none), so map bytes and reinterpret them.
+        begin, end = entry["data_offsets"]
+        raw = np.memmap(path, np.uint8, "r", offset=start + begin, shape=(end - begin,))
+        return raw.view(dtype).reshape(shape)
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def file_of(self, name: str) -> Path:
+        """The file a tensor stands in."""
+        return self._entries[name][0]
+
+    def spec(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """dtype and shape without touching the data."""
+        entry = self._entries[name][1]
+        return DTYPES[entry["dtype"]], tuple(entry["shape"])
+
+
+def open_checkpoint(directory: Path) -> Tensors:
+    """The tensors of a Hugging Face model directory, single file or sharded.
+
+    Raises:
+      FileNotFoundError: no weights there.
+      CheckpointError: a shard that the index names is missing or lacks a tensor that the index puts there.
+    """
+    index_path = directory / INDEX_FILE
+    if not index_path.exists():
+        if not (directory / SINGLE_FILE).exists():
+            raise FileNotFoundError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        return Tensors([directory / SINGLE_FILE])
+    weight_map = read_index(index_path)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (directory / shard).exists()]
+    if missing:
+        raise CheckpointError(f"{index_path} names {len(shards)} shards, of which {missing} are missing")
+    tensors = Tensors(directory / shard for shard in shards)
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors.file_of(name).name != shard:
+            where = tensors.file_of(name).name if name in tensors else "no shard"
+            raise CheckpointError(f"{index_path} puts {name!r} into {shard}, found in {where}")
+    return tensors
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """tensor name -> shard file name."""
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors index: {error!r}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+    return weight_map
+
+
+Spec = tuple[np.dtype, tuple[int, ...]]
+
+
+def write_file(path: Path, specs: Mapping[str, Spec], tensor: Callable[[str], np.ndarray]) -> None:
+    """Write a file one tensor at a time, so that memory holds one tensor.
+
+    Args:
+      path: replaced if it exists; the caller makes the whole directory atomic.
+      specs: dtype and shape by name. The order on disk is that of the library: wider dtypes first, then by name.
+      tensor: gives each tensor when its turn comes.
+    """
+    names = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
+    table: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        dtype, shape = specs[name]
+        end = offset + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for name in names:
+            array = np.ascontiguousarray(tensor(name))
+            if (array.dtype, array.shape) != (specs[name][0], tuple(specs[name][1])):
+                raise AssertionError(f"{name}: announced {specs[name]}, got {array.dtype} {array.shape}")
+            file.write(array.reshape(-1).view(np.uint8))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays that are in memory."""
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    write_file(path, {name: (array.dtype, array.shape) for name, array in arrays.items()}, arrays.__getitem__)

@@ -1,0 +1,40 @@
+"""Every random number of a run is a function of (seed, step, purpose, problem, sample, refill round, position), never of a slot or a batch.
+
+Axes: B sequences.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import jax
+from jaxtyping import Array, Int
+
+
+class Purpose(enum.IntEnum):
+    """What a key is for. The numbers are part of every run's reproducibility: never renumber."""
+
+    LORA_INIT = 0
+    AQN = 1
+    SAMPLE = 2
+    EVALUATE = 3
+
+
+def for_step(seed: int, purpose: Purpose, step: int) -> Array:
+    """The key of one purpose at one step."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), int(purpose)), step)
+
+
+def for_round(key: Array, refill_round: int) -> Array:
+    """The key of one round of dynamic sampling; round 0 is the first."""
+    return jax.random.fold_in(key, refill_round)
+
+
+def for_rows(key: Array, problem_ids: Int[Array, " B"], samples: Int[Array, " B"]) -> Array:
+    """One key for each sequence, from its problem and its place in the group."""
+    return jax.vmap(lambda p, g: jax.random.fold_in(jax.random.fold_in(key, p), g))(problem_ids, samples)
+
+
+def for_positions(row_keys: Array, positions: Int[Array, " B"]) -> Array:
+    """One key for each sequence's next token, from its position."""
+    return jax.vmap(jax.random.fold_in)(row_keys, positions)

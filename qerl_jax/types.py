@@ -1,0 +1,243 @@
+"""The pytrees that travel between the stages of a run.
+
+Axes: B sequences, P prompts, G group (B = P · G, row = p · G + g), T tokens, L layers, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
+
+
+class Finish(enum.IntEnum):
+    """Why a completion ended."""
+
+    LENGTH = 0
+    """It was cut off at its token limit: truncated."""
+    EOS = 1
+    """It ended by one of the model's EOS ids, which is its last token."""
+    STOP = 2
+    """Its text reached one of the `stop` strings."""
+    FAILED = 3
+    """A logit was NaN: the row holds nothing to learn from."""
+
+
+class _Replace:
+    def replace(self, **changes):
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["frozen", "norms", "lora"],
+    meta_fields=["graphdef", "config", "lora_config"],
+    drop_fields=["tokenizer"],
+)
+@dataclasses.dataclass(frozen=True)
+class Policy(_Replace):
+    """A language model split for training: one frozen copy of the weights, and the small trees that change.
+
+    Attributes:
+      frozen: everything no optimizer touches: projections, biases, embedding, head, final norm.
+      norms: the 2 L layer norms, fp32: `{"layers": {i: {"input_layernorm": {"weight"}, "post_attention_layernorm": {"weight"}}}}`.
+      lora: the adapters, fp32 masters.
+      graphdef: the NNX structure; `nnx.merge(graphdef, frozen, norms, lora)` is the model.
+      config: `qerl_jax.models.qwen2.ModelConfig`.
+      lora_config: `qerl_jax.models.lora.LoraConfig`, shape of the adapters and what an export writes of them.
+      tokenizer: a transformers tokenizer or None. Not part of the pytree: it is lost inside jit.
+    """
+
+    frozen: Any
+    norms: Any
+    lora: Any
+    graphdef: nnx.GraphDef
+    config: Any
+    lora_config: Any
+    tokenizer: Any = None
+
+    def model(self) -> nnx.Module:
+        """The callable module over these trees. Cheap; call it inside jit."""
+        return merge_model(self.graphdef, self.frozen, self.norms, self.lora)
+
+
+def merge_model(graphdef: nnx.GraphDef, frozen: Any, norms: Any, lora: Any) -> nnx.Module:
+    """The module of a split policy. An unadapted policy has an empty lora tree."""
+    return nnx.merge(graphdef, frozen, norms, lora)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms"],
+    meta_fields=["graphdef", "config", "optimizer"],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState(_Replace):
+    """Everything an update changes, and the static description of how.
+
+    Attributes:
+      step: i32[], rollouts completed.
+      cursor: i32[], problems drawn from the data stream so far.
+      norms, lora: the trees being trained (norms only under `train_norms`).
+      opt_state: optax's state over the trained trees.
+      reference_norms: the norms before training where the KL term needs them (`train_norms` and `beta` > 0), else None.
+      graphdef: the NNX structure.
+      config: `qerl_jax.config.Config`.
+      optimizer: the optax transformation.
+    """
+
+    step: Int32[Array, ""]
+    cursor: Int32[Array, ""]
+    norms: Any
+    lora: Any
+    opt_state: Any
+    reference_norms: Any
+    graphdef: nnx.GraphDef
+    config: Any
+    optimizer: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "lengths", "ids"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Prompts(_Replace):
+    """Right-padded prompts.
+
+    Attributes:
+      tokens: token ids, padding after `lengths`.
+      lengths: tokens of each prompt.
+      ids: the problem each belongs to; sampling keys depend on it, so equal ids in one call draw equal samples.
+    """
+
+    tokens: Int32[Array, "P T"]
+    lengths: Int32[Array, " P"]
+    ids: Int32[Array, " P"]
+
+    @classmethod
+    def from_lists(cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None, pad: int = 0) -> Prompts:
+        """Pad token lists on the right to `length` (None: the longest). ids default to 0, 1, 2, …
+
+        Raises ValueError for an empty list, an empty prompt or one longer than `length`.
+        """
+        if not prompts:
+            raise ValueError("no prompts: need at least one")
+        lengths = [len(prompt) for prompt in prompts]
+        if min(lengths) == 0:
+            raise ValueError(f"prompt {lengths.index(0)} is empty: a completion needs at least one token before it")
+        width = max(lengths) if length is None else length
+        if max(lengths) > width:
+            raise ValueError(f"prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, more than the {width} allowed")
+        tokens = np.full((len(prompts), width), pad, np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        ids = range(len(prompts)) if ids is None else ids
+        return cls(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), jnp.asarray(list(ids), jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling(_Replace):
+    """How completions are drawn. Hashable: static under jit.
+
+    Attributes:
+      max_new_tokens: limit of a completion, the EOS included.
+      temperature: divides the logits; 0 means greedy.
+      top_k: keep the k likeliest tokens; 0 keeps all.
+      top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
+      min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
+      num_generations: completions of each prompt, G.
+      stop: strings that end a completion; the text is cut by whoever decodes it, the tokens stay.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    num_generations: int = 1
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name, low in (("max_new_tokens", 1), ("num_generations", 1), ("temperature", 0), ("top_k", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "logprobs", "prompt_lengths", "lengths", "finish", "prompt_index"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Rollout(_Replace):
+    """Prompts and their completions, each row contiguous from column 0.
+
+    Attributes:
+      tokens: prompt, then completion, then padding.
+      logprobs: behaviour log-probability, in nats, of each completion token under the distribution it was drawn from; 0 elsewhere.
+      prompt_lengths: tokens of the prompt.
+      lengths: tokens of prompt and completion together.
+      finish: a `Finish`.
+      prompt_index: p, the row's prompt.
+    """
+
+    tokens: Int32[Array, "B T"]
+    logprobs: Float32[Array, "B T"]
+    prompt_lengths: Int32[Array, " B"]
+    lengths: Int32[Array, " B"]
+    finish: Int8[Array, " B"]
+    prompt_index: Int32[Array, " B"]
+
+    @property
+    def attention_mask(self) -> Bool[Array, "B T"]:
+        """True on prompt and completion."""
+        return jnp.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+    @property
+    def completion_mask(self) -> Bool[Array, "B T"]:
+        """True on the completion, its EOS included."""
+        return self.attention_mask & (jnp.arange(self.tokens.shape[1]) >= self.prompt_lengths[:, None])
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "logprobs", "prompt_lengths", "lengths", "finish", "prompt_index", "advantages", "loss_mask"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Batch(Rollout):
+    """A scored rollout.
+
+    Attributes:
+      advantages: one for each sequence.
+      loss_mask: True on the tokens that enter the loss (column t: the token at t is predicted from those before it).
+    """
+
+    advantages: Float32[Array, " B"]
+    loss_mask: Bool[Array, "B T"]
+
+
+def completion_ids(rollout: Rollout) -> list[list[int]]:
+    """Token ids of every completion, EOS included, as host lists."""
+    tokens, starts, ends = (np.asarray(x) for x in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
+    return [row[start:end].tolist() for row, start, end in zip(tokens, starts, ends, strict=True)]
+
+
+def as_lengths(value: Int[Array, " P"], group: int) -> Int[Array, " B"]:
+    """Repeat a per-prompt array for each member of its group."""
+    return jnp.repeat(value, group, axis=0)
