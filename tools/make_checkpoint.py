@@ -2,8 +2,8 @@
 
     python tools/make_checkpoint.py 0.5B OUT [--format bf16|nvfp4] [--tokenizer DIR] [--seed 0]
 
-The shapes are those of the published models; the values are random, so that the model talks nonsense at the true speed. Written one tensor at a
-time: a 32B checkpoint needs little memory.
+The shapes are those of the published models; the values are random, so that the model talks nonsense at the true
+speed. Written one tensor at a time: a 32B checkpoint needs little memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from qerl_jax.models.lora import PROJECTIONS
 from qerl_jax.models.qwen2 import LAYER_NORMS, ModelConfig
 from qerl_jax.quantize import QUANTIZATION_CONFIG
 
-# size: hidden, ffn, layers, heads, kv heads, head dim, vocab, tied (arXiv 2412.15115, table 1, and the published config.json files)
+# size: hidden, ffn, layers, heads, kv heads, head dim, vocab, tied (arXiv 2412.15115, table 1, and the published
+# config.json files)
 SIZES = {
     "0.5B": (896, 4864, 24, 14, 2, 64, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 128, 151936, True),
@@ -90,7 +91,9 @@ def specs_of_layer(config: ModelConfig, layer: int, quantized: bool) -> dict[str
 
 
 def random_tensor(name: str, spec: Spec, rng: np.random.Generator) -> np.ndarray:
-    """Norms are 1; codes uniform, with scales and divisor such that weights have about the published standard deviation."""
+    """Norms are 1; codes uniform, with scales and divisor such that weights have about the published standard
+    deviation.
+    """
     dtype, shape = spec
     if name.endswith("norm.weight"):
         return np.ones(shape, dtype)

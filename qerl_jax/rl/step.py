@@ -56,8 +56,8 @@ def init_state(policy: Policy, config: Config) -> TrainState:
     """
     if policy.lora_config.dropout > 0:
         raise ValueError(
-            f"the adapter has lora_dropout {policy.lora_config.dropout}: with dropout the trainer's policy differs from "
-            "the one that sampled, so the ratio would measure the dropout mask; set lora_dropout to 0 in "
+            f"the adapter has lora_dropout {policy.lora_config.dropout}: with dropout the trainer's policy differs "
+            "from the one that sampled, so the ratio would measure the dropout mask; set lora_dropout to 0 in "
             "adapter_config.json"
         )
     optimizer = make_optimizer(config)
@@ -110,7 +110,9 @@ def grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState,
 
 
 def _completion_rows(batch: Batch, width: int) -> dict[str, Array]:
-    """What the loss needs of a batch, its token arrays [B, C] starting where each completion starts: prompts have no logits."""
+    """What the loss needs of a batch, its token arrays [B, C] starting where each completion starts: prompts have no
+    logits.
+    """
     columns = batch.prompt_lengths[:, None] + jnp.arange(width)
     inside = columns < batch.tokens.shape[1]
     columns = jnp.where(inside, columns, 1)
