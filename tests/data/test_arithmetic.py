@@ -1,0 +1,92 @@
+"""Generated problems: their answers against an independent evaluation, and what is held out of training."""
+
+import ast
+import operator
+
+import pytest
+
+from qerl_jax.data import arithmetic
+from qerl_jax.data.arithmetic import (
+    HELD_OUT_NUMBERS,
+    HELD_OUT_TEMPLATES,
+    TRAIN_TEMPLATES,
+    arithmetic_problem,
+    arithmetic_problems,
+    given_numbers,
+)
+
+TRAIN = [arithmetic_problem("train", 0, index) for index in range(3000)]
+HELDOUT = [arithmetic_problem("heldout", 0, index) for index in range(1000)]
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def evaluate(expression: str) -> float:
+    node = ast.parse(expression, mode="eval").body
+    return OPERATORS[type(node.op)](node.left.value, node.right.value)
+
+
+@pytest.mark.parametrize("split", arithmetic.SPLITS)
+def test_pure_function_of_split_seed_and_index(split):
+    first = arithmetic_problems(split, 50, seed=3)
+    assert first == arithmetic_problems(split, 80, seed=3)[:50]
+    assert first != arithmetic_problems(split, 50, seed=4)
+    assert first[7] == (arithmetic_problem(split, 3, 7).question, arithmetic_problem(split, 3, 7).answer)
+
+
+def test_the_stream_stays_what_it_was():
+    """Recorded accuracies are of these problems: a change of the generator has to be deliberate."""
+    assert arithmetic_problems("train", 1) == [
+        (
+            "A bus has 81 riders. At a stop 82 riders get on. Then 2 groups of 3 riders get off. "
+            "How many riders are on the bus now?",
+            "157",
+        )
+    ]
+    assert arithmetic_problems("heldout", 2)[1] == (
+        "Leo has 26 pens. Leo loses 17 pens. Max has 35 more pens than Leo. How many pens do they have together?",
+        "53",
+    )
+
+
+@pytest.mark.parametrize("problem", TRAIN[:300] + HELDOUT[:300], ids=lambda problem: problem.template)
+def test_steps_are_true_and_end_in_the_answer(problem):
+    assert 2 <= len(problem.steps) <= 4
+    for step in problem.steps:
+        left, right = str(step).split("=")
+        assert evaluate(left) == int(right) and 0 < int(right) <= arithmetic.LARGEST
+    assert problem.answer == str(problem.steps[-1].result)
+
+
+@pytest.mark.parametrize("problem", HELDOUT[:200], ids=lambda problem: problem.template)
+def test_operands_are_given_or_computed(problem):
+    """The story states every number that the solution uses and did not compute."""
+    known = given_numbers(problem.question)
+    for step in problem.steps:
+        assert {step.left, step.right} <= known
+        known.add(step.result)
+
+
+def test_templates_are_disjoint():
+    assert len(TRAIN_TEMPLATES) >= 8 and len(HELD_OUT_TEMPLATES) >= 2
+    assert not set(TRAIN_TEMPLATES) & set(HELD_OUT_TEMPLATES)
+    assert not set(TRAIN_TEMPLATES.values()) & set(HELD_OUT_TEMPLATES.values())
+
+
+def test_training_never_states_a_held_out_number_or_template():
+    assert {problem.template for problem in TRAIN} == set(TRAIN_TEMPLATES)
+    assert not any(given_numbers(problem.question) & HELD_OUT_NUMBERS for problem in TRAIN)
+
+
+def test_held_out_problems_are_of_both_kinds():
+    by_number, by_template = HELDOUT[0::2], HELDOUT[1::2]
+    assert all(given_numbers(problem.question) & HELD_OUT_NUMBERS for problem in by_number)
+    assert not any(
+        n >= 10 and n not in HELD_OUT_NUMBERS for problem in by_number for n in given_numbers(problem.question)
+    )
+    assert {problem.template for problem in by_template} == set(HELD_OUT_TEMPLATES)
+    assert not {problem.question for problem in HELDOUT} & {problem.question for problem in TRAIN}
+
+
+def test_unknown_split():
+    with pytest.raises(ValueError, match="test"):
+        arithmetic_problems("test", 1)
