@@ -67,8 +67,8 @@ def calculate(left: int, op: str, right: int) -> int:
     return {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}[op](left, right)
 
 
-# A clause is its sentence and what it does to the running value v. Slots: {a} a two-digit number, {k} and {m} small ones,
-# {A} {B} names, {o} an object. Effects: "=a", "=k*m" open; "+a", "-a", "*k", "/k" are one operation; "+k*m", "-k*m" two;
+# A clause is its sentence and what it does to the running value v. Slots: {a} a two-digit number, {k}, {m} small ones,
+# {A} {B} names, {o} an object. Effects: "=a", "=k*m" open; "+a", "-a", "*k", "/k" are one operation, "+k*m", "-k*m" two;
 # "a+" compares (w = v + a, then v + w), "a-" likewise.
 _CLAUSES: dict[str, tuple[str, str]] = {
     # a collection
