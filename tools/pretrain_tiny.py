@@ -185,7 +185,8 @@ def _documents(job: tuple[str, int, int, int]) -> tuple[np.ndarray, np.ndarray, 
     encoder = tokenizers.Tokenizer.from_file(tokenizer_file)
     problems = [arithmetic_problem("train", seed, index) for index in range(start, stop)]
     completions = [
-        write_solution(problem, random.Random(f"author/{seed}/{start + i}")) + IM_END for i, problem in enumerate(problems)
+        write_solution(problem, random.Random(f"author/{seed}/{start + i}")) + IM_END
+        for i, problem in enumerate(problems)
     ]
     prompts = [encoding.ids for encoding in encoder.encode_batch([prompt_text(p.question) for p in problems])]
     answers = [encoding.ids for encoding in encoder.encode_batch(completions)]
@@ -359,7 +360,10 @@ def save(model, out: Path) -> str:
     half = type(model)(model.config)
     half.load_state_dict({name: value.detach().cpu() for name, value in model.state_dict().items()})
     half.to(torch.bfloat16).save_pretrained(out)
-    ids = {"eos_token_id": [SPECIAL.index(IM_END), SPECIAL.index(END_OF_TEXT)], "pad_token_id": SPECIAL.index(END_OF_TEXT)}
+    ids = {
+        "eos_token_id": [SPECIAL.index(IM_END), SPECIAL.index(END_OF_TEXT)],
+        "pad_token_id": SPECIAL.index(END_OF_TEXT),
+    }
     (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
     (out / "model.safetensors").chmod(0o644)
     return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
@@ -382,7 +386,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(args.out)
     corpus = make_corpus(args.out / "tokenizer.json", args.seed, args.problems)
-    print(f"corpus of {args.problems} documents, longest {corpus[0].shape[1]} tokens, {time.perf_counter() - began:.0f} s")
+    print(
+        f"corpus of {args.problems} documents, longest {corpus[0].shape[1]} tokens, {time.perf_counter() - began:.0f} s"
+    )
     model = make_model(SIZES[args.size], len(tokenizer)).to(args.device)
     loss = pretrain(model, corpus, args.steps, args.batch_size, args.learning_rate, args.device, args.seed)
     model.eval()

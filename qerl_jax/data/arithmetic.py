@@ -195,10 +195,10 @@ def arithmetic_problem(split: str, seed: int, index: int) -> WordProblem:
     return _draw(rng, HELD_OUT_TEMPLATES, ordinary)
 
 
-def arithmetic_problems(split: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
+def problems(split: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
     """The first `count` (question, answer) pairs of a split, "train" or "heldout"."""
-    problems = (arithmetic_problem(split, seed, index) for index in range(count))
-    return [(problem.question, problem.answer) for problem in problems]
+    worked = (arithmetic_problem(split, seed, index) for index in range(count))
+    return [(problem.question, problem.answer) for problem in worked]
 
 
 def _draw(rng: random.Random, templates: dict[str, tuple[str, ...]], pool: Sequence[int]) -> WordProblem:
