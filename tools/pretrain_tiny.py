@@ -1,4 +1,4 @@
-"""Pretrain the bundled tiny policy: generated problems, a corpus of human-like unreliability, a tokenizer and a Qwen2 model, in one command.
+"""Pretrain the bundled tiny policy: corpus, tokenizer and a Qwen2 model in one command.
 
     python tools/pretrain_tiny.py --out qerl_jax/assets/tiny-qwen2            # a CUDA device if there is one
 
@@ -42,7 +42,10 @@ from qerl_jax.models.formats import nvfp4
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, IM_START, IM_END, "<think>", "</think>", "<answer>", "</answer>")
 # Qwen2.5's own pattern: every digit is a token of its own.
-PATTERN = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TEMPLATE = """{%- if messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\n<think>steps</think><answer>number</answer><|im_end|>\\n' }}
 {%- endif %}
@@ -198,7 +201,7 @@ def _documents(job: tuple[str, int, int, int]) -> tuple[np.ndarray, np.ndarray, 
 
 
 def make_corpus(tokenizer_file: Path, seed: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The corpus in all processes of the machine. Problems of another stream than the RL run's (whose seeds are small)."""
+    """The corpus, in as many processes as there are cores. Its problems are another stream than the RL run's."""
     chunk = 5000
     jobs = [
         (str(tokenizer_file), 1_000_000 + seed, start, min(start + chunk, count)) for start in range(0, count, chunk)
@@ -269,7 +272,7 @@ def pretrain(model, corpus, steps: int, batch_size: int, learning_rate: float, d
 
 
 def quantized(model) -> transformers.Qwen2ForCausalLM:
-    """A copy in fp32 whose projections hold the values of their NVFP4 form, scales shared as `load_policy` shares them."""
+    """A copy in fp32 whose projections hold the values of their NVFP4 form, scales shared as in `load_policy`."""
     clone = type(model)(model.config).to(model.device)
     clone.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
     for layer in clone.model.layers:

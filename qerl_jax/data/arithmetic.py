@@ -68,7 +68,7 @@ def calculate(left: int, op: str, right: int) -> int:
 
 
 # A clause is its sentence and what it does to the running value v. Slots: {a} a two-digit number, {k}, {m} small ones,
-# {A} {B} names, {o} an object. Effects: "=a", "=k*m" open; "+a", "-a", "*k", "/k" are one operation, "+k*m", "-k*m" two;
+# {A} {B} names, {o} an object. Effects: "=a", "=k*m" open; "+a", "-a", "*k", "/k" one operation, "+k*m", "-k*m" two;
 # "a+" compares (w = v + a, then v + w), "a-" likewise.
 _CLAUSES: dict[str, tuple[str, str]] = {
     # a collection
