@@ -1,0 +1,365 @@
+"""Configuration: one flat frozen dataclass with TRL's names, read from YAML and the command line; an unknown or contradictory value is an error.
+
+Defaults are the paper's (QeRL, arXiv 2510.11696, §4 and appendix); `configs/` holds complete recipes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from qerl_jax import aqn
+from qerl_jax.models.formats import WEIGHT_FORMATS
+from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+from qerl_jax.types import Sampling
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message names the field, and both values where two contradict."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that decides a run."""
+
+    model: str = ""
+    """Hugging Face directory of the model: config.json, safetensors (bf16 or NVFP4), tokenizer. "tiny" is the bundled policy."""
+    adapter: str | None = None
+    """PEFT adapter directory to start from; its rank and targets must be those asked for here."""
+    weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4"] | None = None
+    """Format of the frozen projections. None keeps what the checkpoint stores; an unquantized one can be quantized while loading."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of the model."""
+
+    dataset: str = "gsm8k"
+    """Problems to train on: "gsm8k" (from the hub), "arithmetic" (generated), or a local .jsonl, .json or .parquet file."""
+    prompt_column: str = "question"
+    """Column of a dataset file that holds the problem."""
+    answer_column: str = "answer"
+    """Column that holds the answer; what follows a last "####" counts, as in GSM8K."""
+    system_prompt: str | None = None
+    """System message of every prompt. None takes the dataset's own (gsm8k: asks for <think> and <answer>); "" sends none."""
+    max_prompt_length: int = 512
+    """Longest prompt in tokens, chat template included; longer ones are dropped and counted."""
+
+    output_dir: str = "runs/qerl"
+    """Where the run writes: config.yaml, metrics.jsonl, completions/, checkpoints/, adapter/, plots/, evaluation.json."""
+    resume: str = "never"
+    """"never" refuses an output_dir that holds a run, "auto" continues it if there is one, a path continues that checkpoint directory."""
+    overwrite: bool = False
+    """Delete a run that stands in output_dir and start anew."""
+    save_steps: int = 50
+    """Save a checkpoint every so many steps, and at the end."""
+    save_total_limit: int = 3
+    """Checkpoints to keep."""
+    seed: int = 0
+    """Of everything random: adapters, data order, noise, samples."""
+
+    max_steps: int = 200
+    """Rollouts of the run. Schedules span all of them."""
+    batch_size: int = 128
+    """Completions a step; `batch_size / num_generations` prompts."""
+    gradient_accumulation_steps: int = 1
+    """Equal parts in which a batch passes through the model; the gradient is that of the whole batch."""
+    num_iterations: int = 4
+    """Optimizer updates made from each rollout."""
+    learning_rate: float = 1e-5
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after the warm-up: to zero by a cosine or a line, or none."""
+    warmup_ratio: float = 0.1
+    """Share of all updates in which the learning rate rises from zero."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.99
+    """Decay of AdamW's second moment."""
+    adam_epsilon: float = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: float = 0.2
+    """Clip the gradient's global norm to this."""
+
+    lora_rank: int = 32
+    """Rank of the adapters; 0 trains none (then train_norms must be on)."""
+    lora_alpha: float | None = None
+    """Numerator of the adapters' scale; None is the rank, so a scale of 1."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) in place of alpha / rank."""
+    lora_target_modules: tuple[str, ...] = PROJECTIONS
+    """Which of the seven projections carry an adapter."""
+    train_norms: bool = False
+    """Also train the 2 L layer norms, as QeRL's scripts do (--ln)."""
+
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
+    """How token losses are averaged: within each sequence first (grpo), over all tokens (bnpo, dapo, cispo), or over batch x length (dr_grpo);
+    cispo weights log-probabilities by clipped ratios."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or one a sequence (GSPO)."""
+    epsilon: float = 0.2
+    """Lower clip: ratios below 1 - epsilon."""
+    epsilon_high: float | None = 0.28
+    """Upper clip: ratios above 1 + epsilon_high (None: epsilon). For cispo the cap of the ratio itself."""
+    delta: float | None = None
+    """Upper bound of the unclipped ratio (two-sided clipping); None: none."""
+    beta: float = 0.0
+    """Weight of the k3 KL term against the adapter-free policy."""
+    importance_sampling_cap: float | None = 2.0
+    """Cap of the truncated importance weight exp(old_logp - behaviour_logp); None leaves rollout and trainer uncorrected."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide centred rewards by the standard deviation of their group, of the batch, or not."""
+    mask_truncated_completions: bool = False
+    """Leave completions that hit max_completion_length out of the loss."""
+    num_generations: int = 8
+    """Completions of each prompt: the group."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by fresh prompts."""
+    max_refill_rounds: int = 4
+    """Rounds of dynamic sampling after the first; then equal groups stay."""
+    reward_funcs: tuple[str, ...] = ("answer", "soft_format")
+    """Rewards: "answer", "soft_format", "strict_format", or "file.py:function"."""
+    reward_weights: tuple[float, ...] = (2.0, 0.2)
+    """Weight of each of reward_funcs."""
+
+    max_completion_length: int = 4096
+    """Longest completion in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature of rollouts; the trainer's log-probabilities use the same."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens only; 0: all. The trainer renormalizes over its own k likeliest."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1: all. The trainer renormalizes likewise."""
+    min_p: float = 0.0
+    """Never sample a token less likely than min_p times the likeliest; 0: any. The trainer renormalizes likewise."""
+    rollout_memory_gb: float | None = None
+    """Memory for the rollout's key-value cache in 1e9 bytes; a larger batch is rolled out in several parts. None: all at once."""
+
+    sigma_start: float = 1e-2
+    """Standard deviation of the noise on the layer norms in the first noisy stage; 0 turns AQN off (then sigma_end must be 0, too)."""
+    sigma_end: float = 5e-4
+    """Standard deviation in the last stage."""
+    num_stages: int = 10
+    """Equal stages of the schedule; the first has no noise."""
+    noise_schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
+    """How the standard deviation falls from stage to stage."""
+    noise_formula: Literal["qerl", "paper"] = "qerl"
+    """"qerl" reaches sigma_end in the last stage, as the released code; "paper" is equation 11."""
+
+    gradient_checkpointing: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    logprob_chunk_size: int = 1024
+    """Tokens whose logits exist at one time in the update."""
+
+    eval_dataset: str | None = None
+    """Problems to evaluate on before and after the run, named as `dataset`; None: no evaluation."""
+    eval_samples: int = 200
+    """How many problems of eval_dataset, from its start."""
+    eval_num_generations: int = 1
+    """Completions of each evaluation problem."""
+    eval_temperature: float = 0.6
+    """Sampling temperature of evaluations; 0 is greedy."""
+    eval_top_p: float = 0.95
+    """top_p of evaluations."""
+    eval_batch_size: int = 64
+    """Completions decoded together in evaluations."""
+
+    def __post_init__(self):
+        for name, hint in typing.get_type_hints(type(self)).items():
+            object.__setattr__(self, name, coerce(name, getattr(self, name), hint))
+        _check_ranges(self)
+        _check_contradictions(self)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a step, P."""
+        return self.batch_size // self.num_generations
+
+    @property
+    def lora(self) -> LoraConfig:
+        """Shape of the adapters."""
+        return LoraConfig(self.lora_rank, self.lora_alpha, self.use_rslora, self.lora_target_modules)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How training completions are drawn."""
+        return Sampling(self.max_completion_length, self.temperature, self.top_k, self.top_p, self.min_p, self.num_generations)
+
+    @property
+    def eval_sampling(self) -> Sampling:
+        """How evaluation completions are drawn."""
+        return Sampling(
+            self.max_completion_length,
+            temperature=self.eval_temperature,
+            top_p=self.eval_top_p,
+            num_generations=self.eval_num_generations,
+        )
+
+    @property
+    def upper_clip(self) -> float:
+        """`epsilon_high`, or `epsilon` where it is None."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+# Fields that may differ between a checkpoint and the run that continues it.
+FREE_ON_RESUME = frozenset({"output_dir", "resume", "overwrite", "save_steps", "save_total_limit", "rollout_memory_gb", "eval_batch_size"})
+
+_AT_LEAST: dict[str, float] = {
+    "max_prompt_length": 1,
+    "max_completion_length": 1,
+    "save_steps": 1,
+    "save_total_limit": 1,
+    "max_steps": 1,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "num_generations": 2,
+    "max_refill_rounds": 0,
+    "logprob_chunk_size": 1,
+    "eval_samples": 1,
+    "eval_num_generations": 1,
+    "eval_batch_size": 1,
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "lora_rank": 0,
+    "beta": 0,
+    "epsilon": 0,
+    "seed": 0,
+}
+_ABOVE_ZERO = ("temperature", "max_grad_norm", "adam_epsilon", "rollout_memory_gb", "importance_sampling_cap", "delta", "lora_alpha")
+
+
+def _check_ranges(config: Config) -> None:
+    for name, low in _AT_LEAST.items():
+        if getattr(config, name) < low:
+            raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")
+    for name in _ABOVE_ZERO:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} must be above 0, got {value}")
+    for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")
+
+
+def _check_contradictions(config: Config) -> None:
+    def divides(part: str, whole: str) -> None:
+        if getattr(config, whole) % getattr(config, part):
+            raise ConfigError(f"{part} {getattr(config, part)} does not divide {whole} {getattr(config, whole)}")
+
+    divides("num_generations", "batch_size")
+    divides("gradient_accumulation_steps", "batch_size")
+    if len(config.reward_funcs) != len(config.reward_weights):
+        raise ConfigError(f"{len(config.reward_funcs)} reward_funcs but {len(config.reward_weights)} reward_weights")
+    if not config.reward_funcs:
+        raise ConfigError("reward_funcs is empty: there would be nothing to learn from")
+    if config.lora_rank == 0 and not config.train_norms:
+        raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
+    if config.overwrite and config.resume != "never":
+        raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would continue")
+    if config.delta is not None and config.loss_type == "cispo":
+        raise ConfigError(f"delta {config.delta} has no meaning for loss_type 'cispo', whose ratio is capped by epsilon_high")
+    if config.delta is not None and config.delta <= 1 + config.upper_clip:
+        raise ConfigError(f"delta {config.delta} must exceed the upper clip 1 + {config.upper_clip}")
+    try:
+        aqn.check(config)
+        LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)
+        _ = config.sampling, config.eval_sampling
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    assert set(WEIGHT_FORMATS) == set(typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0]))
+
+
+def coerce(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the field's type: lists become tuples, and numbers written as text ("1e-5" is text in YAML 1.1) numbers.
+
+    Raises ConfigError where that loses something.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (inner,) = [a for a in arguments if a is not type(None)]
+        return coerce(name, value, inner)
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{name} {value!r} is not one of {list(arguments)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} must be a list, got {value!r}")
+        return tuple(coerce(name, item, arguments[0]) for item in value)
+    if hint in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} must be a number, got {value!r}") from error
+        if hint is float and number == number and abs(number) != float("inf"):
+            return number
+        if hint is int and number == int(number):
+            return int(value) if isinstance(value, int) else int(number)
+    if hint in (bool, str) and isinstance(value, hint):
+        return value
+    raise ConfigError(f"{name} must be of type {hint.__name__}, got {value!r}")
+
+
+def from_mapping(values: dict[str, Any], where: str) -> Config:
+    """A Config from YAML's mapping; `-` in a key means `_`. `where` names the file in errors."""
+    fields = {field.name for field in dataclasses.fields(Config)}
+    known = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            raise ConfigError(f"{where}: unknown key {key!r}{_suggestion(name, fields)}")
+        known[name] = value
+    try:
+        return Config(**known)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def load(path: str | Path) -> Config:
+    """Read a YAML file. Raises ConfigError naming the file."""
+    import yaml
+
+    path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of fields")
+    return from_mapping(values, str(path))
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """Plain values, tuples as lists: what `dump` writes and a checkpoint keeps."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def dump(config: Config) -> str:
+    """The config as YAML that `load` reads back to an equal one."""
+    import yaml
+
+    return yaml.safe_dump(to_mapping(config), sort_keys=False)
+
+
+def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
+    """Fields in which a checkpoint's config contradicts ours, as "name: theirs -> ours"; those free to change left out."""
+    mine = to_mapping(ours)
+    return [
+        f"{name}: {theirs.get(name)!r} -> {mine[name]!r}" for name in mine if name not in FREE_ON_RESUME and theirs.get(name) != mine[name]
+    ]

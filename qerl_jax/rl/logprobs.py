@@ -1,0 +1,90 @@
+"""Token log-probabilities and entropy without ever holding the logits of a whole batch.
+
+Axes: B sequences, T tokens, C tokens at once, D model, V vocab.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from qerl_jax.models.lora import compute_copy
+from qerl_jax.models.qwen2 import Qwen2
+from qerl_jax.rollout.engine import compute_dtype
+from qerl_jax.rollout.sampling import sampled_logits
+from qerl_jax.types import Policy, Sampling
+
+_FULL = Sampling(max_new_tokens=1)
+CHUNK = 1024
+
+
+def policy_logits(
+    policy: Policy, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"] | None = None
+) -> Float32[Array, "B T V"]:
+    """fp32 logits of every position, all at once: for tests and small research models. Padding may stand on either side."""
+    model = policy.replace(lora=compute_copy(policy.lora, compute_dtype(policy))).model()
+    mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
+    return model.logits(model(jnp.asarray(tokens), mask))
+
+
+def token_logprobs(
+    policy: Policy,
+    tokens: Int[Array, "B T"],
+    attention_mask: Bool[Array, "B T"] | None = None,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+) -> Float32[Array, "B T-1"]:
+    """`log p(token[t+1] | token[≤ t])` of every position under the policy at a temperature, in nats; meaningless where either token is padding.
+
+    Args:
+      policy: rolled out or trained.
+      tokens: sequences, padded on either side.
+      attention_mask: True on real tokens; None: all.
+      temperature: divides the logits.
+      chunk: tokens whose logits exist at one time.
+    """
+    model = policy.replace(lora=compute_copy(policy.lora, compute_dtype(policy))).model()
+    mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
+    tokens = jnp.asarray(tokens)
+    return logprobs_and_entropy(model, model(tokens, mask)[:, :-1], tokens[:, 1:], _FULL.replace(temperature=temperature), chunk)[0]
+
+
+def logprobs_and_entropy(
+    model: Qwen2, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"], sampling: Sampling, chunk: int = CHUNK
+) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+    """Log-probability of each target and entropy (no gradient) of each position, in nats, `chunk` tokens at a time.
+
+    Where `sampling` truncates, the distribution is renormalized over the tokens that this model keeps and the target, which the sampler kept: with
+    equal logits that is the set sampled from.
+    """
+    batch, length, width = hidden.shape
+    count = batch * length
+    chunk = min(chunk, count)
+    padding = -count % chunk
+    flat = jnp.pad(hidden.reshape(count, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
+    wanted = jnp.pad(targets.reshape(count), (0, padding)).reshape(-1, chunk)
+
+    @jax.checkpoint
+    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        states, tokens = inputs
+        return _chunk(model.logits(states), tokens, sampling)
+
+    logprobs, entropy = jax.lax.map(one, (flat, wanted))
+    return logprobs.reshape(-1)[:count].reshape(batch, length), entropy.reshape(-1)[:count].reshape(batch, length)
+
+
+def _chunk(
+    logits: Float32[Array, "C V"], targets: Int[Array, " C"], sampling: Sampling
+) -> tuple[Float32[Array, " C"], Float32[Array, " C"]]:
+    if sampling.truncates:
+        kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), sampling))
+        kept |= jnp.arange(logits.shape[-1]) == targets[:, None]
+        scaled = jnp.where(kept, logits / sampling.temperature, -jnp.inf)
+    else:
+        scaled = logits / sampling.temperature
+    normalizer = jax.nn.logsumexp(scaled, axis=-1)
+    chosen = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
+    constant = jax.lax.stop_gradient(scaled - normalizer[:, None])
+    entropy = -jnp.sum(jnp.where(jnp.isfinite(constant), jnp.exp(constant) * constant, 0), axis=-1)
+    return chosen - normalizer, entropy
