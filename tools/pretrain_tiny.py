@@ -81,7 +81,7 @@ SIZES = {
 }
 
 # Share of authors who work through every step, by the number of steps: the longer the problem, the more of them tire.
-CAREFUL = {2: 0.50, 3: 0.33, 4: 0.27}
+CAREFUL = {2: 0.45, 3: 0.28, 4: 0.20}
 # What the others do.
 STOP_EARLY, IN_THE_HEAD, WRONG_OPERATION, SLIP = "stops early", "in the head", "wrong operation", "slip"
 AUTHORS = {STOP_EARLY: 0.62, IN_THE_HEAD: 0.16, WRONG_OPERATION: 0.12, SLIP: 0.10}

@@ -20,6 +20,10 @@ HELDOUT = [arithmetic_problem("heldout", 0, index) for index in range(1000)]
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
+def flat(templates: dict[str, dict[int, list[tuple[str, ...]]]]) -> set[tuple[str, ...]]:
+    return {clauses for by_operations in templates.values() for part in by_operations.values() for clauses in part}
+
+
 def evaluate(expression: str) -> float:
     node = ast.parse(expression, mode="eval").body
     return OPERATORS[type(node.op)](node.left.value, node.right.value)
@@ -48,7 +52,7 @@ def test_the_stream_stays_what_it_was():
     )
 
 
-@pytest.mark.parametrize("problem", TRAIN[:300] + HELDOUT[:300], ids=lambda problem: problem.template)
+@pytest.mark.parametrize("problem", TRAIN[:100] + HELDOUT[:100], ids=lambda problem: "-".join(problem.template))
 def test_steps_are_true_and_end_in_the_answer(problem):
     assert 2 <= len(problem.steps) <= 4
     for step in problem.steps:
@@ -57,7 +61,7 @@ def test_steps_are_true_and_end_in_the_answer(problem):
     assert problem.answer == str(problem.steps[-1].result)
 
 
-@pytest.mark.parametrize("problem", HELDOUT[:200], ids=lambda problem: problem.template)
+@pytest.mark.parametrize("problem", HELDOUT[:100], ids=lambda problem: "-".join(problem.template))
 def test_operands_are_given_or_computed(problem):
     """The story states every number that the solution uses and did not compute."""
     known = given_numbers(problem.question)
@@ -67,13 +71,13 @@ def test_operands_are_given_or_computed(problem):
 
 
 def test_templates_are_disjoint():
-    assert len(TRAIN_TEMPLATES) >= 8 and len(HELD_OUT_TEMPLATES) >= 2
-    assert not set(TRAIN_TEMPLATES) & set(HELD_OUT_TEMPLATES)
-    assert not set(TRAIN_TEMPLATES.values()) & set(HELD_OUT_TEMPLATES.values())
+    train, held_out = flat(TRAIN_TEMPLATES), flat(HELD_OUT_TEMPLATES)
+    assert len(train) >= 8 and len(held_out) >= 8 and not train & held_out
+    assert {clause for clauses in held_out for clause in clauses} <= {clause for clauses in train for clause in clauses}
 
 
 def test_training_never_states_a_held_out_number_or_template():
-    assert {problem.template for problem in TRAIN} == set(TRAIN_TEMPLATES)
+    assert {problem.template for problem in TRAIN} <= flat(TRAIN_TEMPLATES)
     assert not any(given_numbers(problem.question) & HELD_OUT_NUMBERS for problem in TRAIN)
 
 
@@ -83,7 +87,8 @@ def test_held_out_problems_are_of_both_kinds():
     assert not any(
         n >= 10 and n not in HELD_OUT_NUMBERS for problem in by_number for n in given_numbers(problem.question)
     )
-    assert {problem.template for problem in by_template} == set(HELD_OUT_TEMPLATES)
+    assert {problem.template for problem in by_number} <= flat(TRAIN_TEMPLATES)
+    assert {problem.template for problem in by_template} <= flat(HELD_OUT_TEMPLATES)
     assert not {problem.question for problem in HELDOUT} & {problem.question for problem in TRAIN}
 
 
