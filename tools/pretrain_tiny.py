@@ -375,13 +375,13 @@ def save(model, out: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--size", choices=SIZES, default="medium")
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--problems", type=int, default=1_000_000, help="size of the corpus")
+    parser.add_argument("--problems", type=int, default=400_000, help="size of the corpus")
     args = parser.parse_args()
 
     began = time.perf_counter()

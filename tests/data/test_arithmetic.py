@@ -39,16 +39,14 @@ def test_pure_function_of_split_seed_and_index(split):
 
 def test_the_stream_stays_what_it_was():
     """Recorded accuracies are of these problems: a change of the generator has to be deliberate."""
-    assert problems("train", 1) == [
-        (
-            "A bus has 81 riders. At a stop 82 riders get on. Then 2 groups of 3 riders get off. "
-            "How many riders are on the bus now?",
-            "157",
-        )
-    ]
+    assert problems("train", 1)[0] == (
+        "Eva plants 5 rows of 4 trees. Eva plants 2 more rows of 9 trees. How many trees are there now?",
+        "38",
+    )
     assert problems("heldout", 2)[1] == (
-        "Leo has 26 pens. Leo loses 17 pens. Max has 35 more pens than Leo. How many pens do they have together?",
-        "53",
+        "A bus has 95 riders. At a stop 83 riders get on. Then 2 groups of 7 riders get on. At a stop 58 riders get off. "
+        "How many riders are on the bus now?",
+        "134",
     )
 
 
