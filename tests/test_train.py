@@ -53,10 +53,12 @@ def test_metrics_of_a_run(finished):
     rows = read_metrics(directory)
     assert [row["step"] for row in rows] == list(range(1, 7))
     expected = {
-        "loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl", "num_tokens", "epoch", "step_time",
+        "loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl", "num_tokens", "epoch",
+        "step_time",
         "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean",
         "rewards/answer/mean", "rewards/soft_format/mean", "sampling/sampling_logp_difference/mean",
-        "sampling/sampling_logp_difference/max", "sampling/kl", "aqn/sigma", "aqn/norms", "tokens_per_second", "skipped",
+        "sampling/sampling_logp_difference/max", "sampling/kl", "aqn/sigma", "aqn/norms",
+        "tokens_per_second", "skipped",
     }  # fmt: skip
     assert expected <= set(rows[0])
     layers = train.load(config).config.num_layers

@@ -193,10 +193,12 @@ def main() -> None:
     write_rows(args.out / "rollout.json", [rollout_row])
     write_rows(args.out / "update.json", update_rows)
     print(
-        f"load {load_seconds:.1f} s, weights {weight_bytes / 1e9:.2f} GB, first rollout {rollout_compile:.1f} s, first update {update_compile:.1f} s"
+        f"load {load_seconds:.1f} s, weights {weight_bytes / 1e9:.2f} GB, "
+        f"first rollout {rollout_compile:.1f} s, first update {update_compile:.1f} s"
     )
     print(
-        f"rollout {rollout_seconds:.3f} s = {new_tokens / rollout_seconds:.0f} tokens/s, peak {rollout_peak / 1e9:.2f} GB"
+        f"rollout {rollout_seconds:.3f} s = {new_tokens / rollout_seconds:.0f} tokens/s, "
+        f"peak {rollout_peak / 1e9:.2f} GB"
     )
     print(f"update {update_seconds:.3f} s, step {whole:.3f} s, peak {peak_bytes() / 1e9:.2f} GB")
     print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {value:.2e}" for name, value in agreement.items()))
