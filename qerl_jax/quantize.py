@@ -55,6 +55,7 @@ QUANTIZATION_CONFIG = {
     "quantization_status": "compressed",
     "global_compression_ratio": None,
     "ignore": ["lm_head"],
+    "moe_sparsity_config": None,
 }
 
 

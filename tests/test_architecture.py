@@ -63,14 +63,18 @@ def layer_of(name: str) -> str | None:
     return parts[1] if parts[0] == "qerl_jax" and len(parts) > 1 else None
 
 
-@pytest.mark.parametrize(("layer", "path"), modules(), ids=lambda value: value.stem if isinstance(value, Path) else value)
+@pytest.mark.parametrize(
+    ("layer", "path"), modules(), ids=lambda value: value.stem if isinstance(value, Path) else value
+)
 def test_imports_point_downwards(layer: str, path: Path):
     for name in imported(path):
         other = layer_of(name)
         if other in LEVEL and other != layer:
             assert LEVEL[other] <= LEVEL[layer], f"{path.relative_to(ROOT)} ({layer}) imports {name}"
         forbidden = FORBIDDEN.get(layer, set())
-        assert other not in forbidden and name.split(".")[0] not in forbidden, f"{path.relative_to(ROOT)} imports {name}"
+        assert other not in forbidden and name.split(".")[0] not in forbidden, (
+            f"{path.relative_to(ROOT)} imports {name}"
+        )
         assert name.split(".")[0] != "torch", f"{path.relative_to(ROOT)} imports torch"
         assert not re.fullmatch(r"transformers\.\w*Model\w*", name), f"{path.relative_to(ROOT)} imports {name}"
 
@@ -93,11 +97,19 @@ def test_every_config_field_is_read():
 
 
 def test_every_config_field_is_described():
-    body = next(node for node in ast.walk(ast.parse((PACKAGE / "config.py").read_text())) if isinstance(node, ast.ClassDef) and node.name == "Config").body
+    body = next(
+        node
+        for node in ast.walk(ast.parse((PACKAGE / "config.py").read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == "Config"
+    ).body
     fields = [i for i, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
     for i in fields:
         following = body[i + 1]
-        described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) and isinstance(following.value.value, str)
+        described = (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        )
         assert described and len(following.value.value) > 10, f"{body[i].target.id} has no description"
 
 
@@ -114,17 +126,21 @@ def public_functions() -> list[tuple[str, ast.FunctionDef]]:
     return found
 
 
-@pytest.mark.parametrize(("where", "function"), public_functions(), ids=lambda value: value if isinstance(value, str) else "")
-def test_public_functions_are_annotated_and_documented(where: str, function: ast.FunctionDef):
-    assert ast.get_docstring(function), f"{where} has no docstring"
-    assert function.returns is not None, f"{where} has no return annotation"
-    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    missing = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
-    assert not missing, f"{where}: {missing} have no annotation"
+def test_public_functions_are_annotated_and_documented():
+    problems = []
+    for where, function in public_functions():
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        problems += [
+            f"{where}: {a.arg} has no annotation" for a in arguments if not (a.annotation or a.arg in ("self", "cls"))
+        ]
+        if function.returns is None and function.name != "__init__":
+            problems.append(f"{where} has no return annotation")
+        if not ast.get_docstring(function):
+            problems.append(f"{where} has no docstring")
+    assert not problems, "\n".join(problems)
 
 
 def test_all_names_of_the_api_exist():
-    assert sorted(qerl_jax.__all__) == qerl_jax.__all__ or set(qerl_jax.__all__) <= set(dir(qerl_jax))
     for name in qerl_jax.__all__:
         assert hasattr(qerl_jax, name)
 
@@ -144,7 +160,12 @@ print(json.dumps({
 
 
 def test_import_is_light_and_starts_no_device():
-    runs = [json.loads(subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True).stdout) for _ in range(2)]
+    runs = [
+        json.loads(
+            subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True).stdout
+        )
+        for _ in range(2)
+    ]
     assert runs[0]["backends"] == []
     assert runs[0]["heavy"] == []
     assert min(run["seconds"] for run in runs) < 3

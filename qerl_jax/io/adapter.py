@@ -7,6 +7,7 @@ an overlay for the base.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def norm_tensors(policy: Policy) -> dict[str, np.ndarray]:
     return tensors
 
 
-def map_adapters(function, lora: Any) -> Any:
+def map_adapters(function: Callable[[tuple, int, str, Lora], Lora], lora: Any) -> Any:
     """Apply `function(tree path, layer, part, Lora)` to every adapter of a policy's lora tree."""
 
     def visit(path, leaf: Lora) -> Lora:
@@ -187,7 +188,7 @@ def map_adapters(function, lora: Any) -> Any:
     return jax.tree_util.tree_map_with_path(visit, lora, is_leaf=lambda node: isinstance(node, Lora))
 
 
-def map_norms(function, norms: Any) -> Any:
+def map_norms(function: Callable[[int, str, jax.Array], jax.Array], norms: Any) -> Any:
     """Apply `function(layer, name, weight)` to every layer norm of a policy's norms tree."""
 
     def visit(path, leaf: jax.Array) -> jax.Array:

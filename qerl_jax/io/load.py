@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict
     return layers
 
 
-def load_tokenizer(path: Path):
+def load_tokenizer(path: Path) -> Any:
     """The directory's tokenizer, or None where it has none. Never asks a hub."""
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None

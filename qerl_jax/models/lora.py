@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +81,12 @@ def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: i
     return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
 
 
-def compute_copy(lora, dtype: jnp.dtype):
+def compute_copy(lora: Any, dtype: jnp.dtype) -> Any:
     """The adapters in the compute dtype: cast once an update, used by rollout and trainer alike."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), lora)
 
 
-def without_adapter(lora):
+def without_adapter(lora: Any) -> Any:
     """The same tree with B = 0, so that the policy equals its base (for the reference of the KL term)."""
 
     def zero(adapter: Lora) -> Lora:

@@ -14,7 +14,10 @@ from qerl_jax.data.prompts import encode, encode_problems, to_prompts
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_tokenizer
 
-ROWS = [{"question": "How many?", "answer": "Two and two is <<2+2=4>>4.\n#### 4"}, {"question": "Cost?", "answer": "#### 1,200"}]
+ROWS = [
+    {"question": "How many?", "answer": "Two and two is <<2+2=4>>4.\n#### 4"},
+    {"question": "Cost?", "answer": "#### 1,200"},
+]
 
 
 @pytest.fixture(scope="module")

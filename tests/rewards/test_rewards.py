@@ -74,12 +74,24 @@ def test_same_answer(given, gold, equal):
 def test_answer_takes_the_last_block():
     assert extract_answer("<answer>1</answer> no: <answer> 2\n</answer>") == "2"
     assert extract_answer("the answer is 2") is None
-    assert functions.answer(completions=["<answer> 42 </answer>", "42", "<answer>41</answer>"], answer=["42"] * 3) == [1.0, 0.0, 0.0]
+    assert functions.answer(completions=["<answer> 42 </answer>", "42", "<answer>41</answer>"], answer=["42"] * 3) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_formats():
-    good = "<think>one\ntwo\n\nthree</think>\n<answer>3</answer>"  # thoughts of several lines never matched in the release
-    cases = [good, f"Well. {good}", "<answer>3</answer><think>x</think>", "<think>x</think> then <answer>3</answer>", f"{good}{good}"]
+    good = (
+        "<think>one\ntwo\n\nthree</think>\n<answer>3</answer>"  # thoughts of several lines never matched in the release
+    )
+    cases = [
+        good,
+        f"Well. {good}",
+        "<answer>3</answer><think>x</think>",
+        "<think>x</think> then <answer>3</answer>",
+        f"{good}{good}",
+    ]
     assert functions.strict_format(completions=cases) == [1, 0, 0, 0, 0]
     assert functions.soft_format(completions=cases) == [1, 1, 0, 0, 1]
 
@@ -107,7 +119,9 @@ def test_score_refuses(reward, words):
 
 def test_reward_from_a_file(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def shout(prompts, completions, answer, **kwargs):\n    return [float(c.isupper()) for c in completions]\n")
+    path.write_text(
+        "def shout(prompts, completions, answer, **kwargs):\n    return [float(c.isupper()) for c in completions]\n"
+    )
     assert load_reward(f"{path}:shout")(prompts=["", ""], completions=["A", "a"], answer=["", ""]) == [1.0, 0.0]
     for name, words in [
         (f"{path}:whisper", "no function 'whisper'"),
