@@ -195,7 +195,7 @@ def _choose_template(rng: random.Random, held_out: bool) -> tuple[str, ...]:
     return rng.choice(by_operations[rng.choice(list(by_operations))])
 
 
-def arithmetic_problems(split: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
+def problems(split: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
     """The first `count` (question, answer) pairs of a split, "train" or "heldout"."""
     worked = (arithmetic_problem(split, seed, index) for index in range(count))
     return [(problem.question, problem.answer) for problem in worked]

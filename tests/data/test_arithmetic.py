@@ -11,8 +11,8 @@ from qerl_jax.data.arithmetic import (
     HELD_OUT_TEMPLATES,
     TRAIN_TEMPLATES,
     arithmetic_problem,
-    arithmetic_problems,
     given_numbers,
+    problems,
 )
 
 TRAIN = [arithmetic_problem("train", 0, index) for index in range(3000)]
@@ -31,19 +31,19 @@ def evaluate(expression: str) -> float:
 
 @pytest.mark.parametrize("split", arithmetic.SPLITS)
 def test_pure_function_of_split_seed_and_index(split):
-    first = arithmetic_problems(split, 50, seed=3)
-    assert first == arithmetic_problems(split, 80, seed=3)[:50]
-    assert first != arithmetic_problems(split, 50, seed=4)
+    first = problems(split, 50, seed=3)
+    assert first == problems(split, 80, seed=3)[:50]
+    assert first != problems(split, 50, seed=4)
     assert first[7] == (arithmetic_problem(split, 3, 7).question, arithmetic_problem(split, 3, 7).answer)
 
 
 def test_the_stream_stays_what_it_was():
     """Recorded accuracies are of these problems: a change of the generator has to be deliberate."""
-    assert arithmetic_problems("train", 1)[0] == (
+    assert problems("train", 1)[0] == (
         "Eva plants 5 rows of 4 trees. Eva plants 2 more rows of 9 trees. How many trees are there now?",
         "38",
     )
-    assert arithmetic_problems("heldout", 2)[1] == (
+    assert problems("heldout", 2)[1] == (
         "A bus has 95 riders. At a stop 83 riders get on. "
         "Then 2 groups of 7 riders get on. At a stop 58 riders get off. "
         "How many riders are on the bus now?",
@@ -93,4 +93,4 @@ def test_held_out_problems_are_of_both_kinds():
 
 def test_unknown_split():
     with pytest.raises(ValueError, match="test"):
-        arithmetic_problems("test", 1)
+        problems("test", 1)
