@@ -74,7 +74,7 @@ def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
         "generations": before["generations"],
         "pass_at_8_before": before["pass_at_k"],
         "pass_at_8_after": after["pass_at_k"],
-        "greedy_before": greedy(config, None, cores, work / f"{variant}-{seed}-greedy-before.json"),
+        "greedy_before": greedy(config, None, cores, work / f"greedy-before-{config['weight_format']}.json"),
         "greedy_after": greedy(config, directory / "adapter", cores, work / f"{variant}-{seed}-greedy-after.json"),
         "format_before": before["format"],
         "format_after": after["format"],
@@ -88,6 +88,8 @@ def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
 
 def greedy(config: dict, adapter: Path | None, cores: list[int], output: Path) -> float:
     """Greedy accuracy on the problems of the run's own evaluation."""
+    if output.exists():
+        return json.loads(output.read_text())["accuracy"]
     command = ["-m", "qerl_jax.evaluate", config["model"], "--dataset", config["eval_dataset"]]
     command += ["--temperature", "0", "--top-p", "1", "--samples", str(config["eval_samples"])]
     for name in ("weight_format", "dtype", "max_prompt_length", "max_completion_length"):
