@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -77,7 +78,7 @@ def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: i
     return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
 
 
-def compute_copy(lora, dtype: jnp.dtype):
+def compute_copy(lora, dtype: DTypeLike):
     """The adapters in the compute dtype: cast once an update, used by rollout and trainer alike."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), lora)
 

@@ -237,7 +237,7 @@ class Qwen2(nnx.Module):
         return jnp.matmul(hidden, head.get_value().T, preferred_element_type=jnp.float32, precision=precision)
 
 
-def rotary_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> Float32[Array, "B T H/2"]:
+def rotary_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> Float32[Array, "B T {head_dim//2}"]:
     """`position · theta^(−2i / H)` in fp32."""
     frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     return positions[..., None].astype(jnp.float32) * frequencies
