@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("qerl_jax", "beartype.beartype")
+install_import_hook("qerl_jax", "typecheck.check")
 
 import jax
 import pytest

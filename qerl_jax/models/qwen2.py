@@ -135,7 +135,9 @@ class Attention(nnx.Module):
         v = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
         if layer_cache is not None:
             layer_cache = (kv.write(layer_cache[0], positions, k), kv.write(layer_cache[1], positions, v))
-            if length == 1:  # decode reads the cache; prefill starts an empty one, so its own keys are all there is
+            # Decode's mask spans the cache and reads it; prefill starts an empty one, so its own keys are all there is. Not a question of
+            # length: a prompt may have one token, too.
+            if mask.shape[-1] != length:
                 k, v = layer_cache
         return self.o_proj(attend(q, k, v, mask).reshape(batch, length, q_dim)), layer_cache
 
