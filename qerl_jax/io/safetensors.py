@@ -64,15 +64,17 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     return table, start
 
 
-def _check_entry(path: Path, name: str, entry: dict, available: int) -> None:
+def _check_entry(path: Path, name: str, entry: object, available: int) -> None:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        sane = begin >= 0 and all(isinstance(side, int) and side >= 0 for side in shape)
+        sane = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: entry {name!r} is malformed: {entry!r}") from error
+    if not sane:
+        raise CheckpointError(f"{path}: entry {name!r} is malformed: {entry!r}")
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name!r} has dtype {dtype!r}, known are {sorted(DTYPES)}")
-    expected = math.prod(shape) * DTYPES[dtype].itemsize if sane else -1
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
         raise CheckpointError(f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its entry spans {end - begin}")
     if end > available:
@@ -177,7 +179,7 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensor: Callable[[str], np
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         for name in names:
-            array = np.ascontiguousarray(tensor(name))
+            array = np.asarray(tensor(name), order="C")  # ascontiguousarray would turn a scalar into a vector
             if (array.dtype, array.shape) != (specs[name][0], tuple(specs[name][1])):
                 raise AssertionError(f"{name}: announced {specs[name]}, got {array.dtype} {array.shape}")
             file.write(array.reshape(-1).view(np.uint8))
