@@ -16,18 +16,19 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+# In the order in which the library lays tensors out: widest first, and among equals the reverse of its enumeration.
 DTYPES = {
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
+    "I16": np.dtype(np.int16),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
@@ -163,10 +164,11 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensor: Callable[[str], np
 
     Args:
       path: replaced if it exists; the caller makes the whole directory atomic.
-      specs: dtype and shape by name. The order on disk is that of the library: wider dtypes first, then by name.
+      specs: dtype and shape by name. The order on disk is that of the library: by dtype as in `DTYPES`, then by name.
       tensor: gives each tensor when its turn comes.
     """
-    names = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
+    ranks = list(DTYPES.values())
+    names = sorted(specs, key=lambda name: (ranks.index(specs[name][0]), name))
     table: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
