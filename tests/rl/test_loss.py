@@ -87,7 +87,13 @@ def theirs(case, settings, function=torch_grpo.loss):
 
 
 GRID = [
-    Settings(*choice[:2], delta=choice[2], beta=choice[3], importance_sampling_cap=choice[4])
+    Settings(
+        *choice[:2],
+        epsilon_high=1.2 if choice[0] == "cispo" else 0.28,
+        delta=choice[2],
+        beta=choice[3],
+        importance_sampling_cap=choice[4],
+    )
     for choice in itertools.product(LOSSES, ("token", "sequence"), (None, 1.4), (0.0, 0.3), (None, 1.5))
     if not (choice[0] == "cispo" and choice[2])
 ]
