@@ -1,4 +1,5 @@
-"""Adaptive Quantization Noise (QeRL, arXiv 2510.11696, §3.3, eq. 7–12, Alg. 1): the schedule and the perturbation, both pure functions.
+"""Adaptive Quantization Noise (QeRL, arXiv 2510.11696, §3.3, eq. 7–12, Alg. 1): the schedule and the perturbation,
+both pure functions.
 
 Axes: L layers, D model.
 """
@@ -30,16 +31,17 @@ class NoiseConfig(Protocol):
 def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
     """Standard deviation of the noise at rollout `step` of `total_steps`.
 
-    The run is cut into K = `num_stages` equal stages, `k = min(step · K // total_steps, K − 1)`; stage 0 has no noise. With
-    `u = (k − 1) / (K − 2)` (formula `qerl`, the released code: the last stage reaches `sigma_end` exactly) or `u = (k − 1) / (K − 1)` (formula
-    `paper`, eq. 11), s = `sigma_start`, e = `sigma_end`:
+    The run is cut into K = `num_stages` equal stages, `k = min(step · K // total_steps, K − 1)`; stage 0 has no noise.
+    With `u = (k − 1) / (K − 2)` (formula `qerl`, the released code: the last stage reaches `sigma_end` exactly) or `u
+    = (k − 1) / (K − 1)` (formula `paper`, eq. 11), s = `sigma_start`, e = `sigma_end`:
 
       exponential  s (e / s)^u
       linear       s − (s − e) u
       cosine       e + (s − e) (1 + cos πu) / 2
       logarithmic  s − (s − e) ln(1 + u (e₀ − 1)), e₀ Euler's number
 
-    Departures from QeRL: integer stages, where its float `//` misplaces some borders; linear, cosine and logarithmic are named by the paper
+    Departures from QeRL: integer stages, where its float `//` misplaces some borders; linear, cosine and logarithmic
+      are named by the paper
     without a formula.
 
     Raises:
@@ -74,19 +76,26 @@ def check(config: NoiseConfig) -> None:
     if config.sigma_start < 0 or config.sigma_end < 0:
         raise ValueError(f"sigma_start {config.sigma_start} and sigma_end {config.sigma_end} must not be negative")
     if config.sigma_start > 0 and config.noise_schedule == "exponential" and config.sigma_end <= 0:
-        raise ValueError(f"an exponential noise_schedule cannot end at sigma_end {config.sigma_end}: it must be above 0")
+        raise ValueError(
+            f"an exponential noise_schedule cannot end at sigma_end {config.sigma_end}: it must be above 0"
+        )
     fewest = 3 if config.noise_formula == "qerl" else 2
     if config.sigma_start > 0 and config.num_stages < fewest:
-        raise ValueError(f"num_stages {config.num_stages} is too few for noise_formula {config.noise_formula!r}: at least {fewest}")
+        raise ValueError(
+            f"num_stages {config.num_stages} is too few for noise_formula {config.noise_formula!r}: at least {fewest}"
+        )
     if config.sigma_start == 0 and config.sigma_end > 0:
-        raise ValueError(f"sigma_start 0 with sigma_end {config.sigma_end}: the schedule decays; set both to 0 for no noise")
+        raise ValueError(
+            f"sigma_start 0 with sigma_end {config.sigma_end}: the schedule decays; set both to 0 for no noise"
+        )
 
 
 def perturb(norms: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
     """`w + Z`, `Z ~ N(0, σ² I)`, one vector for each layer norm, in fp32 and always from the clean weights.
 
-    Added before the normalized input of q/k/v and of gate/up, the noise equals multiplying column j of those weights by `1 + Z_j / w_j` (eq. 12).
-    In bf16 a σ below 3.2e-4 would change nothing near 1, hence fp32. σ = 0 returns the same bits.
+    Added before the normalized input of q/k/v and of gate/up, the noise equals multiplying column j of those weights
+    by `1 + Z_j / w_j` (eq. 12). In bf16 a σ below 3.2e-4 would change nothing near 1, hence fp32. σ = 0 returns the
+    same bits.
 
     Args:
       norms: the 2 L layer norms of a policy.
@@ -104,5 +113,7 @@ def perturb(norms: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
 
 
 def count(norms: Any) -> int:
-    """How many norms `perturb` reaches; a run asserts that it is 2 L, because the released QeRL silently reaches none."""
+    """How many norms `perturb` reaches; a run asserts that it is 2 L, because the released QeRL silently reaches
+    none.
+    """
     return len(jax.tree.leaves(norms))

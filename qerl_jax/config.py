@@ -1,4 +1,5 @@
-"""Configuration: one flat frozen dataclass with TRL's names, read from YAML and the command line; an unknown or contradictory value is an error.
+"""Configuration: one flat frozen dataclass with TRL's names, read from YAML and the command line; an unknown or
+contradictory value is an error.
 
 Defaults are the paper's (QeRL, arXiv 2510.11696, §4 and appendix); `configs/` holds complete recipes.
 """
@@ -26,29 +27,29 @@ class Config:
     """Everything that decides a run."""
 
     model: str = ""
-    """Hugging Face directory of the model: config.json, safetensors (bf16 or NVFP4), tokenizer. "tiny" is the bundled policy."""
+    """Hugging Face directory (config.json, bf16 or NVFP4 safetensors, tokenizer), or "tiny", the bundled policy."""
     adapter: str | None = None
     """PEFT adapter directory to start from; its rank and targets must be those asked for here."""
     weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4"] | None = None
-    """Format of the frozen projections. None keeps what the checkpoint stores; an unquantized one can be quantized while loading."""
+    """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
 
     dataset: str = "gsm8k"
-    """Problems to train on: "gsm8k" (from the hub), "arithmetic" (generated), or a local .jsonl, .json or .parquet file."""
+    """"gsm8k" (from the hub), "arithmetic" (generated), or a local .jsonl, .json or .parquet file."""
     prompt_column: str = "question"
     """Column of a dataset file that holds the problem."""
     answer_column: str = "answer"
     """Column that holds the answer; what follows a last "####" counts, as in GSM8K."""
     system_prompt: str | None = None
-    """System message of every prompt. None takes the dataset's own (gsm8k: asks for <think> and <answer>); "" sends none."""
+    """System message of every prompt. None takes the dataset's own, "" sends none."""
     max_prompt_length: int = 512
     """Longest prompt in tokens, chat template included; longer ones are dropped and counted."""
 
     output_dir: str = "runs/qerl"
-    """Where the run writes: config.yaml, metrics.jsonl, completions/, checkpoints/, adapter/, plots/, evaluation.json."""
+    """Where the run writes everything it leaves."""
     resume: str = "never"
-    """"never" refuses an output_dir that holds a run, "auto" continues it if there is one, a path continues that checkpoint directory."""
+    """"never" refuses a used output_dir, "auto" continues the run there, a path continues that run."""
     overwrite: bool = False
     """Delete a run that stands in output_dir and start anew."""
     save_steps: int = 50
@@ -95,8 +96,7 @@ class Config:
     """Also train the 2 L layer norms, as QeRL's scripts do (--ln)."""
 
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
-    """How token losses are averaged: within each sequence first (grpo), over all tokens (bnpo, dapo, cispo), or over batch x length (dr_grpo);
-    cispo weights log-probabilities by clipped ratios."""
+    """grpo: mean of sequence means; bnpo, dapo: mean of tokens; dr_grpo: over length limit; cispo: clipped weights."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratio of each token, or one a sequence (GSPO)."""
     epsilon: float = 0.2
@@ -108,7 +108,7 @@ class Config:
     beta: float = 0.0
     """Weight of the k3 KL term against the adapter-free policy."""
     importance_sampling_cap: float | None = 2.0
-    """Cap of the truncated importance weight exp(old_logp - behaviour_logp); None leaves rollout and trainer uncorrected."""
+    """Cap of the truncated importance weight exp(old_logp - behaviour_logp); None: no correction."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of their group, of the batch, or not."""
     mask_truncated_completions: bool = False
@@ -135,10 +135,10 @@ class Config:
     min_p: float = 0.0
     """Never sample a token less likely than min_p times the likeliest; 0: any. The trainer renormalizes likewise."""
     rollout_memory_gb: float | None = None
-    """Memory for the rollout's key-value cache in 1e9 bytes; a larger batch is rolled out in several parts. None: all at once."""
+    """Key-value cache in 1e9 bytes; a larger batch is rolled out in parts. None: all at once."""
 
     sigma_start: float = 1e-2
-    """Standard deviation of the noise on the layer norms in the first noisy stage; 0 turns AQN off (then sigma_end must be 0, too)."""
+    """Noise on the layer norms in the first noisy stage; 0 turns AQN off (sigma_end must be 0, too)."""
     sigma_end: float = 5e-4
     """Standard deviation in the last stage."""
     num_stages: int = 10
@@ -185,7 +185,9 @@ class Config:
     @property
     def sampling(self) -> Sampling:
         """How training completions are drawn."""
-        return Sampling(self.max_completion_length, self.temperature, self.top_k, self.top_p, self.min_p, self.num_generations)
+        return Sampling(
+            self.max_completion_length, self.temperature, self.top_k, self.top_p, self.min_p, self.num_generations
+        )
 
     @property
     def eval_sampling(self) -> Sampling:
@@ -204,7 +206,9 @@ class Config:
 
 
 # Fields that may differ between a checkpoint and the run that continues it.
-FREE_ON_RESUME = frozenset({"output_dir", "resume", "overwrite", "save_steps", "save_total_limit", "rollout_memory_gb", "eval_batch_size"})
+FREE_ON_RESUME = frozenset(
+    {"output_dir", "resume", "overwrite", "save_steps", "save_total_limit", "rollout_memory_gb", "eval_batch_size"}
+)
 
 _AT_LEAST: dict[str, float] = {
     "max_prompt_length": 1,
@@ -228,7 +232,15 @@ _AT_LEAST: dict[str, float] = {
     "epsilon": 0,
     "seed": 0,
 }
-_ABOVE_ZERO = ("temperature", "max_grad_norm", "adam_epsilon", "rollout_memory_gb", "importance_sampling_cap", "delta", "lora_alpha")
+_ABOVE_ZERO = (
+    "temperature",
+    "max_grad_norm",
+    "adam_epsilon",
+    "rollout_memory_gb",
+    "importance_sampling_cap",
+    "delta",
+    "lora_alpha",
+)
 
 
 def _check_ranges(config: Config) -> None:
@@ -260,7 +272,9 @@ def _check_contradictions(config: Config) -> None:
     if config.overwrite and config.resume != "never":
         raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would continue")
     if config.delta is not None and config.loss_type == "cispo":
-        raise ConfigError(f"delta {config.delta} has no meaning for loss_type 'cispo', whose ratio is capped by epsilon_high")
+        raise ConfigError(
+            f"delta {config.delta} has no meaning for loss_type 'cispo', whose ratio is capped by epsilon_high"
+        )
     if config.delta is not None and config.delta <= 1 + config.upper_clip:
         raise ConfigError(f"delta {config.delta} must exceed the upper clip 1 + {config.upper_clip}")
     try:
@@ -273,7 +287,8 @@ def _check_contradictions(config: Config) -> None:
 
 
 def coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the field's type: lists become tuples, and numbers written as text ("1e-5" is text in YAML 1.1) numbers.
+    """`value` as the field's type: lists become tuples, and numbers written as text ("1e-5" is text in YAML 1.1)
+    numbers.
 
     Raises ConfigError where that loses something.
     """
@@ -358,8 +373,12 @@ def dump(config: Config) -> str:
 
 
 def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
-    """Fields in which a checkpoint's config contradicts ours, as "name: theirs -> ours"; those free to change left out."""
+    """Fields in which a checkpoint's config contradicts ours, as "name: theirs -> ours"; those free to change left
+    out.
+    """
     mine = to_mapping(ours)
     return [
-        f"{name}: {theirs.get(name)!r} -> {mine[name]!r}" for name in mine if name not in FREE_ON_RESUME and theirs.get(name) != mine[name]
+        f"{name}: {theirs.get(name)!r} -> {mine[name]!r}"
+        for name in mine
+        if name not in FREE_ON_RESUME and theirs.get(name) != mine[name]
     ]

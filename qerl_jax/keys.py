@@ -1,4 +1,5 @@
-"""Every random number of a run is a function of (seed, step, purpose, problem, sample, refill round, position), never of a slot or a batch.
+"""Every random number of a run is a function of (seed, step, purpose, problem, sample, refill round, position), never
+of a slot or a batch.
 
 Axes: B sequences.
 """

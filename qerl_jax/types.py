@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
+from jaxtyping import Array, Bool, Float32, Int8, Int32
 
 
 class Finish(enum.IntEnum):
@@ -48,7 +48,8 @@ class Policy(_Replace):
 
     Attributes:
       frozen: everything no optimizer touches: projections, biases, embedding, head, final norm.
-      norms: the 2 L layer norms, fp32: `{"layers": {i: {"input_layernorm": {"weight"}, "post_attention_layernorm": {"weight"}}}}`.
+      norms: the 2 L layer norms, fp32: `{"layers": {i: {"input_layernorm": {"weight"}, "post_attention_layernorm":
+        {"weight"}}}}`.
       lora: the adapters, fp32 masters.
       graphdef: the NNX structure; `nnx.merge(graphdef, frozen, norms, lora)` is the model.
       config: `qerl_jax.models.qwen2.ModelConfig`.
@@ -63,6 +64,11 @@ class Policy(_Replace):
     config: Any
     lora_config: Any
     tokenizer: Any = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Compute dtype, bf16 or fp32: that of the embedding."""
+        return self.frozen["embed_tokens"].dtype
 
     def model(self) -> nnx.Module:
         """The callable module over these trees. Cheap; call it inside jit."""
@@ -121,7 +127,9 @@ class Prompts(_Replace):
     ids: Int32[Array, " P"]
 
     @classmethod
-    def from_lists(cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None, pad: int = 0) -> Prompts:
+    def from_lists(
+        cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None, pad: int = 0
+    ) -> Prompts:
         """Pad token lists on the right to `length` (None: the longest). ids default to 0, 1, 2, …
 
         Raises ValueError for an empty list, an empty prompt or one longer than `length`.
@@ -133,7 +141,9 @@ class Prompts(_Replace):
             raise ValueError(f"prompt {lengths.index(0)} is empty: a completion needs at least one token before it")
         width = max(lengths) if length is None else length
         if max(lengths) > width:
-            raise ValueError(f"prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, more than the {width} allowed")
+            raise ValueError(
+                f"prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, more than the {width} allowed"
+            )
         tokens = np.full((len(prompts), width), pad, np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -189,7 +199,8 @@ class Rollout(_Replace):
 
     Attributes:
       tokens: prompt, then completion, then padding.
-      logprobs: behaviour log-probability, in nats, of each completion token under the distribution it was drawn from; 0 elsewhere.
+      logprobs: behaviour log-probability, in nats, of each completion token under the distribution it was drawn from;
+        0 elsewhere.
       prompt_lengths: tokens of the prompt.
       lengths: tokens of prompt and completion together.
       finish: a `Finish`.
@@ -216,7 +227,16 @@ class Rollout(_Replace):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "logprobs", "prompt_lengths", "lengths", "finish", "prompt_index", "advantages", "loss_mask"],
+    data_fields=[
+        "tokens",
+        "logprobs",
+        "prompt_lengths",
+        "lengths",
+        "finish",
+        "prompt_index",
+        "advantages",
+        "loss_mask",
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +256,3 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     """Token ids of every completion, EOS included, as host lists."""
     tokens, starts, ends = (np.asarray(x) for x in (rollout.tokens, rollout.prompt_lengths, rollout.lengths))
     return [row[start:end].tolist() for row, start, end in zip(tokens, starts, ends, strict=True)]
-
-
-def as_lengths(value: Int[Array, " P"], group: int) -> Int[Array, " B"]:
-    """Repeat a per-prompt array for each member of its group."""
-    return jnp.repeat(value, group, axis=0)

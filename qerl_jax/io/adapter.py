@@ -1,11 +1,13 @@
 """PEFT adapters in and out: LoRA of the seven projections, and trained layer norms as `modules_to_save`.
 
-vLLM refuses an adapter with norms in it, so an export with norms also holds `vllm/`: the LoRA alone, and the norms as an overlay for the base.
+vLLM refuses an adapter with norms in it, so an export with norms also holds `vllm/`: the LoRA alone, and the norms as
+an overlay for the base.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,21 @@ _PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 OVERLAY_FILE = "norms.safetensors"
-_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices")
+_UNSUPPORTED = (
+    "use_dora",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "trainable_token_indices",
+)
 
 
 def adapter_config(directory: Path) -> LoraConfig:
     """Shape of a PEFT adapter.
 
-    Raises CheckpointError for what a plain LoRA of the seven projections cannot express (DoRA, rank patterns, other modules, biases).
+    Raises CheckpointError for what a plain LoRA of the seven projections cannot express (DoRA, rank patterns, other
+    modules, biases).
     """
     path = directory / CONFIG_FILE
     if not path.exists():
@@ -50,7 +60,9 @@ def adapter_config(directory: Path) -> LoraConfig:
         raise CheckpointError(f"{path}: target_modules {sorted(modules)} go beyond the projections {list(PROJECTIONS)}")
     extra = set(config.get("modules_to_save") or ()) - set(LAYER_NORMS)
     if extra:
-        raise CheckpointError(f"{path}: modules_to_save {sorted(extra)}, supported are the layer norms {list(LAYER_NORMS)}")
+        raise CheckpointError(
+            f"{path}: modules_to_save {sorted(extra)}, supported are the layer norms {list(LAYER_NORMS)}"
+        )
     return LoraConfig(
         rank=int(config["r"]),
         alpha=float(config["lora_alpha"]),
@@ -94,8 +106,8 @@ def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_mod
     Args:
       policy: any policy with adapters.
       dst: directory; replaced if it exists.
-      norms: include the layer norms, as `modules_to_save` that `peft` loads; `dst/vllm` then holds the LoRA alone and `norms.safetensors`, whose
-        names are those of the base checkpoint.
+      norms: include the layer norms, as `modules_to_save` that `peft` loads; `dst/vllm` then holds the LoRA alone and
+        `norms.safetensors`, whose names are those of the base checkpoint.
       base_model: path or hub id written as `base_model_name_or_path`.
 
     Raises ValueError if the policy has no adapters.
@@ -166,7 +178,7 @@ def norm_tensors(policy: Policy) -> dict[str, np.ndarray]:
     return tensors
 
 
-def map_adapters(function, lora: Any) -> Any:
+def map_adapters(function: Callable[[tuple, int, str, Lora], Lora], lora: Any) -> Any:
     """Apply `function(tree path, layer, part, Lora)` to every adapter of a policy's lora tree."""
 
     def visit(path, leaf: Lora) -> Lora:
@@ -176,7 +188,7 @@ def map_adapters(function, lora: Any) -> Any:
     return jax.tree_util.tree_map_with_path(visit, lora, is_leaf=lambda node: isinstance(node, Lora))
 
 
-def map_norms(function, norms: Any) -> Any:
+def map_norms(function: Callable[[int, str, jax.Array], jax.Array], norms: Any) -> Any:
     """Apply `function(layer, name, weight)` to every layer norm of a policy's norms tree."""
 
     def visit(path, leaf: jax.Array) -> jax.Array:
@@ -191,7 +203,9 @@ class _Reader:
 
     def __init__(self, path: Path):
         if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: an adapter directory holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+            raise FileNotFoundError(
+                f"{path} does not exist: an adapter directory holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+            )
         self.path, self.tensors, self.used = path, safetensors.Tensors([path]), set()
 
     def read(self, name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -199,7 +213,9 @@ class _Reader:
             raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
         array = self.tensors[name].astype(np.float32)
         if array.shape != tuple(shape):
-            raise CheckpointError(f"{self.path}: {name!r} has shape {list(array.shape)}, the model asks for {list(shape)}")
+            raise CheckpointError(
+                f"{self.path}: {name!r} has shape {list(array.shape)}, the model asks for {list(shape)}"
+            )
         if not np.isfinite(array).all():
             raise CheckpointError(f"{self.path}: {name!r} holds a value that is not finite")
         self.used.add(name)
@@ -208,4 +224,6 @@ class _Reader:
     def refuse_unknown(self) -> None:
         unknown = sorted(set(self.tensors) - self.used)
         if unknown:
-            raise CheckpointError(f"{self.path}: {len(unknown)} tensors have no place in the policy, first {unknown[0]!r}")
+            raise CheckpointError(
+                f"{self.path}: {len(unknown)} tensors have no place in the policy, first {unknown[0]!r}"
+            )

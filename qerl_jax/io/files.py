@@ -14,7 +14,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory beside `target` that takes its place when the block ends without an error, and vanishes when it does not."""
+    """A temporary directory beside `target` that takes its place when the block ends without an error, and vanishes
+    when it does not.
+    """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))

@@ -1,4 +1,6 @@
-"""Hugging Face `config.json` and `generation_config.json` to `ModelConfig`, and what their quantization sections mean."""
+"""Hugging Face `config.json` and `generation_config.json` to `ModelConfig`, and what their quantization sections
+mean.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ def model_config(directory: Path) -> ModelConfig:
 
     Raises:
       FileNotFoundError: no config.json.
-      CheckpointError: not a Qwen2 model, or a feature that is not implemented (another activation, scaled rotary positions, sliding windows);
-        the message names file, key and value.
+      CheckpointError: not a Qwen2 model, or a feature that is not implemented (another activation, scaled rotary
+        positions, sliding windows); the message names file, key and value.
     """
     path = directory / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: a model is a Hugging Face directory with config.json and safetensors")
+        raise FileNotFoundError(
+            f"{path} does not exist: a model is a Hugging Face directory with config.json and safetensors"
+        )
     config = read_json(path)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
@@ -53,7 +57,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
 
     heads, hidden = positive("num_attention_heads"), positive("hidden_size")
     if config.get("head_dim") is None and hidden % heads:
-        raise CheckpointError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and no head_dim is given")
+        raise CheckpointError(
+            f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and no head_dim is given"
+        )
     head_dim = positive("head_dim", default=hidden // heads)
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim {head_dim} is odd: rotary positions turn pairs")
@@ -119,10 +125,16 @@ def quantization_format(config: dict[str, Any], where: str) -> str | None:
     method, algorithm = section.get("quant_method"), section.get("quant_algo")
     if method == "compressed-tensors":
         if section.get("format") != "nvfp4-pack-quantized":
-            raise CheckpointError(f"{where}: compressed-tensors format {section.get('format')!r}, supported is 'nvfp4-pack-quantized'")
+            raise CheckpointError(
+                f"{where}: compressed-tensors format {section.get('format')!r}, supported is 'nvfp4-pack-quantized'"
+            )
         return "compressed-tensors"
     if method == "modelopt" or (section.get("producer") or {}).get("name") == "modelopt":
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-            raise CheckpointError(f"{where}: ModelOpt quant_algo {algorithm!r}, supported are 'NVFP4' and 'W4A16_NVFP4'")
+            raise CheckpointError(
+                f"{where}: ModelOpt quant_algo {algorithm!r}, supported are 'NVFP4' and 'W4A16_NVFP4'"
+            )
         return "modelopt"
-    raise CheckpointError(f"{where}: quantization method {method!r}, supported are 'compressed-tensors' and 'modelopt' with NVFP4")
+    raise CheckpointError(
+        f"{where}: quantization method {method!r}, supported are 'compressed-tensors' and 'modelopt' with NVFP4"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,10 @@ def load_policy(
     """Load a Qwen2.5 model directory as a policy with fresh or imported adapters.
 
     Args:
-      path: Hugging Face directory with config.json and safetensors, bf16 or NVFP4 (compressed-tensors or ModelOpt). A directory without a
-        tokenizer is legal.
-      weight_format: "bf16", "nvfp4", "mxfp4" or "nf4" to quantize an unquantized checkpoint while loading; None keeps what is stored.
+      path: Hugging Face directory with config.json and safetensors, bf16 or NVFP4 (compressed-tensors or ModelOpt). A
+        directory without a tokenizer is legal.
+      weight_format: "bf16", "nvfp4", "mxfp4" or "nf4" to quantize an unquantized checkpoint while loading; None keeps
+        what is stored.
       lora: shape of the adapters; None is `LoraConfig(rank=32)`, or the adapter's own shape where `adapter` is given.
       dtype: compute dtype, bfloat16 or float32; also of dense weights.
       adapter: PEFT directory to start from, norms included.
@@ -45,7 +47,8 @@ def load_policy(
 
     Raises:
       FileNotFoundError: no such directory, config or weights.
-      CheckpointError (a ValueError): missing, unknown, misshapen or non-finite tensors, naming file, key and both values.
+      CheckpointError (a ValueError): missing, unknown, misshapen or non-finite tensors, naming file, key and both
+      values.
       ValueError: an unknown format, or one that the checkpoint cannot be brought into.
     """
     path = Path(path)
@@ -69,7 +72,9 @@ def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int
     policy = Policy(*trees, graphdef=graphdef, config=config, lora_config=lora)
     expected = 2 * config.num_layers
     if aqn.count(policy.norms) != expected:
-        raise AssertionError(f"{aqn.count(policy.norms)} layer norms for {config.num_layers} layers, expected {expected}")
+        raise AssertionError(
+            f"{aqn.count(policy.norms)} layer norms for {config.num_layers} layers, expected {expected}"
+        )
     return policy
 
 
@@ -93,7 +98,7 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict
     return layers
 
 
-def load_tokenizer(path: Path):
+def load_tokenizer(path: Path) -> Any:
     """The directory's tokenizer, or None where it has none. Never asks a hub."""
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
@@ -109,7 +114,10 @@ def load_weights(path: Path, config: ModelConfig, weight_format: str | None, dty
     json_config = hf_config.read_json(path / "config.json")
     scheme = hf_config.quantization_format(json_config, str(path / "config.json"))
     if scheme is not None and weight_format not in (None, "nvfp4"):
-        raise ValueError(f"{path} holds NVFP4 weights ({scheme}); weight_format {weight_format!r} would need the unquantized checkpoint")
+        raise ValueError(
+            f"{path} holds NVFP4 weights ({scheme}); weight_format {weight_format!r} would need the unquantized "
+            "checkpoint"
+        )
     source = _Source(open_checkpoint(path), scheme, weight_format or "bf16", dtype)
     d = config.hidden_size
     weights = {
@@ -185,14 +193,22 @@ class _Source:
             return Dense(jnp.concatenate([jnp.asarray(array) for array in arrays]).astype(self.dtype))
         block, k = _BLOCK[self.weight_format], parts[0][1][1]
         if k % block:
-            raise ValueError(f"{parts[0][0]}: {k} input features are not a multiple of {block}, which {self.weight_format} needs")
-        return _concatenate([quantizer(array) for quantizer, array in zip(_quantizers(self.weight_format, arrays), arrays, strict=True)])
+            raise ValueError(
+                f"{parts[0][0]}: {k} input features are not a multiple of {block}, which {self.weight_format} needs"
+            )
+        return _concatenate(
+            [quantizer(array) for quantizer, array in zip(_quantizers(self.weight_format, arrays), arrays, strict=True)]
+        )
 
     def _stored_nvfp4(self, module: str, shape: tuple[int, int]) -> Nvfp4:
         n, k = shape
-        codes_name, scale_name, global_name, activation = (f"{module}.{suffix}" for suffix in names.QUANTIZED[self.scheme])
+        codes_name, scale_name, global_name, activation = (
+            f"{module}.{suffix}" for suffix in names.QUANTIZED[self.scheme]
+        )
         if codes_name not in self.tensors and f"{module}.weight" in self.tensors:
-            raise CheckpointError(f"{self.tensors.file_of(f'{module}.weight')}: {module!r} is not quantized, but config.json says NVFP4")
+            raise CheckpointError(
+                f"{self.tensors.file_of(f'{module}.weight')}: {module!r} is not quantized, but config.json says NVFP4"
+            )
         codes = self.read(codes_name, (n, k // 2), ("uint8",))
         scales = self.read(scale_name, (n, k // NVFP4_BLOCK), ("float8_e4m3fn",))
         divides = self.scheme == "compressed-tensors"
@@ -201,17 +217,24 @@ class _Source:
             self.used.add(activation)  # of W4A4 inference; weight-only arithmetic has no use for it
         where = self.tensors.file_of(scale_name)
         if not (np.isfinite(value[0]) and value[0] > 0):
-            raise CheckpointError(f"{self.tensors.file_of(global_name)}: {global_name!r} is {value[0]}, must be finite and above 0")
+            raise CheckpointError(
+                f"{self.tensors.file_of(global_name)}: {global_name!r} is {value[0]}, must be finite and above 0"
+            )
         bits = np.asarray(scales).view(np.uint8)
         if bits.max() > _E4M3_LARGEST:  # sign bit set, or the NaN 0x7F
             row, column = np.argwhere(bits > _E4M3_LARGEST)[0]
-            raise CheckpointError(f"{where}: {scale_name!r}[{row}, {column}] is {scales[row, column]}, must be a number of at least 0")
+            raise CheckpointError(
+                f"{where}: {scale_name!r}[{row}, {column}] is {scales[row, column]}, must be a number of at least 0"
+            )
         return Nvfp4(codes, scales, np.full(n, value[0], np.float32), divides)
 
     def refuse_unknown(self) -> None:
         unknown = sorted(set(self.tensors) - self.used - {n for n in self.tensors if n.endswith("rotary_emb.inv_freq")})
         if unknown:
-            raise CheckpointError(f"{self.tensors.file_of(unknown[0])}: {len(unknown)} tensors have no place in the model, first {unknown[0]!r}")
+            raise CheckpointError(
+                f"{self.tensors.file_of(unknown[0])}: {len(unknown)} tensors have no place in the model, "
+                f"first {unknown[0]!r}"
+            )
 
 
 _FLOATS = ("bfloat16", "float16", "float32")

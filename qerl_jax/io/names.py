@@ -10,7 +10,8 @@ LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 BIASED = ("q_proj", "k_proj", "v_proj")
 
-# Suffixes of a quantized projection's tensors, in the order (codes, block scales, global scale, ignored activation scale).
+# Suffixes of a quantized projection's tensors, in the order (codes, block scales, global scale, ignored activation
+# scale).
 QUANTIZED = {
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),

@@ -1,7 +1,7 @@
 """Safetensors files read memory-mapped and written tensor by tensor.
 
-The library's numpy front end knows neither bf16 nor E4M3 and writes only from memory; the format is a JSON header and raw little-endian bytes
-(huggingface/safetensors, README "Format"), so it is read here directly.
+The library's numpy front end knows neither bf16 nor E4M3 and writes only from memory; the format is a JSON header and
+raw little-endian bytes (huggingface/safetensors, README "Format"), so it is read here directly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class CheckpointError(ValueError):
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """Tensor table of a file and the offset where its bytes start. Raises CheckpointError for a file cut short or malformed."""
+    """Tensor table of a file and the offset where its bytes start. Raises CheckpointError for a file cut short or
+    malformed.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -77,13 +79,19 @@ def _check_entry(path: Path, name: str, entry: object, available: int) -> None:
         raise CheckpointError(f"{path}: {name!r} has dtype {dtype!r}, known are {sorted(DTYPES)}")
     expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
-        raise CheckpointError(f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its entry spans {end - begin}")
+        raise CheckpointError(
+            f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its entry spans {end - begin}"
+        )
     if end > available:
-        raise CheckpointError(f"{path}: {name!r} ends at byte {end}, but only {available} follow the header: the file is cut short")
+        raise CheckpointError(
+            f"{path}: {name!r} ends at byte {end}, but only {available} follow the header: the file is cut short"
+        )
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """Read-only view of one or several safetensors files: arrays are memory-mapped, nothing is read until it is used."""
+    """Read-only view of one or several safetensors files: arrays are memory-mapped, nothing is read until it is
+    used.
+    """
 
     def __init__(self, files: Iterable[Path]):
         self._entries: dict[str, tuple[Path, dict, int]] = {}

@@ -29,8 +29,8 @@ def linear(
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded once to x's dtype.
 
-    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient, and the backward pass dequantizes it again instead of
-    keeping a copy.
+    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient, and the backward pass
+    dequantizes it again instead of keeping a copy.
 
     Args:
       x: activations, bf16 or fp32.
@@ -55,7 +55,9 @@ def linear(
 
 
 def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32[Array, "M N"]:
-    """Every part's `scale · (x A) B` at its rows, zero elsewhere. `x A` is accumulated in fp32 and rounded once to x's dtype."""
+    """Every part's `scale · (x A) B` at its rows, zero elsewhere. `x A` is accumulated in fp32 and rounded once to x's
+    dtype.
+    """
     pieces, end = [], 0
     for part in sorted(parts, key=lambda part: part.offset):
         if part.offset > end:
@@ -83,8 +85,8 @@ def _frozen_matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, 
 def _factors(weight: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
     """The weight as a matrix in the compute dtype and an fp32 factor for each output row (None: one).
 
-    bf16 compute keeps NVFP4 and MXFP4 exact (`bf16_parts`); NF4's block scale cannot leave the sum, so there the value is rounded to bf16, as
-    QLoRA rounds it.
+    bf16 compute keeps NVFP4 and MXFP4 exact (`bf16_parts`); NF4's block scale cannot leave the sum, so there the value
+    is rounded to bf16, as QLoRA rounds it.
     """
     if isinstance(weight, Dense):
         return weight.values.astype(dtype), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale", "offset"])
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """One adapter: adds `scale · (x A) B` to the output features `offset : offset + N` of a (possibly fused) projection.
+    """One adapter: adds `scale · (x A) B` to the output features `offset : offset + N` of a (possibly fused)
+    projection.
 
     Attributes:
       a: A, fp32 master (or its bf16 compute copy). PEFT's `lora_A.weight` transposed.
@@ -72,18 +74,20 @@ class LoraConfig:
 
 
 def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: int, key: Array) -> Lora:
-    """A drawn as PEFT draws it (Kaiming uniform with a = sqrt(5): ±1/sqrt(K)), B zero, both fp32: the adapted policy starts as the base."""
+    """A drawn as PEFT draws it (Kaiming uniform with a = sqrt(5): ±1/sqrt(K)), B zero, both fp32: the adapted policy
+    starts as the base.
+    """
     bound = 1.0 / math.sqrt(in_features)
     a = jax.random.uniform(key, (in_features, config.rank), jnp.float32, -bound, bound)
     return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
 
 
-def compute_copy(lora, dtype: DTypeLike):
+def compute_copy(lora: Any, dtype: DTypeLike) -> Any:
     """The adapters in the compute dtype: cast once an update, used by rollout and trainer alike."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), lora)
 
 
-def without_adapter(lora):
+def without_adapter(lora: Any) -> Any:
     """The same tree with B = 0, so that the policy equals its base (for the reference of the KL term)."""
 
     def zero(adapter: Lora) -> Lora:

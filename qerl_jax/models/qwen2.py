@@ -1,10 +1,10 @@
 """Qwen2.5 in Flax NNX: the module describes the model, plain functions run it.
 
-Source: Qwen2.5 technical report (arXiv 2412.15115); numerics as in transformers' `modeling_qwen2.py`, in fp32 where precision is decided (norms,
-rotary angles, softmax).
+Source: Qwen2.5 technical report (arXiv 2412.15115); numerics as in transformers' `modeling_qwen2.py`, in fp32 where
+precision is decided (norms, rotary angles, softmax).
 
-Axes: B sequences, T tokens, S cache slots, L layers, D model, F ffn, N query heads, K key/value heads, G query heads a key/value head, H head
-dim, V vocab.
+Axes: B sequences, T tokens, S cache slots, L layers, D model, F ffn, N query heads, K key/value heads, G query heads a
+key/value head, H head dim, V vocab.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """(output, input) features of each of the seven projections of a layer."""
@@ -73,7 +75,9 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Parameters of the unadapted model, a tied head counted once."""
         shapes = self.projection_shapes()
-        layer = sum(n * k for n, k in shapes.values()) + sum(shapes[p][0] for p in FUSED["qkv_proj"]) + 2 * self.hidden_size
+        layer = (
+            sum(n * k for n, k in shapes.values()) + sum(shapes[p][0] for p in FUSED["qkv_proj"]) + 2 * self.hidden_size
+        )
         heads = 1 if self.tie_word_embeddings else 2
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
 
@@ -135,8 +139,8 @@ class Attention(nnx.Module):
         v = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
         if layer_cache is not None:
             layer_cache = (kv.write(layer_cache[0], positions, k), kv.write(layer_cache[1], positions, v))
-            # Decode's mask spans the cache and reads it; prefill starts an empty one, so its own keys are all there is. Not a question of
-            # length: a prompt may have one token, too.
+            # Decode's mask spans the cache and reads it; prefill starts an empty one, so its own keys are all there is.
+            # Not a question of length: a prompt may have one token, too.
             if mask.shape[-1] != length:
                 k, v = layer_cache
         return self.o_proj(attend(q, k, v, mask).reshape(batch, length, q_dim)), layer_cache
@@ -170,22 +174,27 @@ class DecoderLayer(nnx.Module):
 
 
 class Qwen2(nnx.Module):
-    """Qwen2.5 decoder: tokens in, final hidden states out; `logits` is a step of its own, so that callers choose which positions need it.
+    """Qwen2.5 decoder: tokens in, final hidden states out; `logits` is a step of its own, so that callers choose which
+    positions need it.
 
     Args:
       config: the shape.
-      weights: `{"embed_tokens": [V, D], "norm": f32[D], "lm_head": [V, D] or None when tied, "layers": [{"qkv_proj": Weight, "qkv_bias": [N],
-        "o_proj": Weight, "gate_up_proj": Weight, "down_proj": Weight, "input_layernorm": f32[D], "post_attention_layernorm": f32[D]}, ...]}`.
+      weights: `{"embed_tokens": [V, D], "norm": f32[D], "lm_head": [V, D] or None when tied, "layers": [{"qkv_proj":
+        Weight, "qkv_bias": [N], "o_proj": Weight, "gate_up_proj": Weight, "down_proj": Weight, "input_layernorm":
+        f32[D], "post_attention_layernorm": f32[D]}, ...]}`.
       adapters: for each layer, `{fused projection: {part: Lora}}`.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: list[Mapping[str, Mapping[str, Lora]]]):
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Any], adapters: list[Mapping[str, Mapping[str, Lora]]]
+    ):
         self.config = config
         self.embed_tokens = Frozen(weights["embed_tokens"])
         self.lm_head = None if config.tie_word_embeddings else Frozen(weights["lm_head"])
         self.norm = RMSNorm(Frozen(weights["norm"]), config.rms_norm_eps)
         self.layers = nnx.List(
-            DecoderLayer(config, layer, layer_adapters) for layer, layer_adapters in zip(weights["layers"], adapters, strict=True)
+            DecoderLayer(config, layer, layer_adapters)
+            for layer, layer_adapters in zip(weights["layers"], adapters, strict=True)
         )
 
     def __call__(
@@ -194,7 +203,9 @@ class Qwen2(nnx.Module):
         attention_mask: Bool[Array, "B T"],
         remat: bool = False,
     ) -> Float[Array, "B T D"]:
-        """Hidden states of whole sequences. Padding may stand on either side; positions are the mask's running count."""
+        """Hidden states of whole sequences. Padding may stand on either side; positions are the mask's running
+        count.
+        """
         positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
         order = jnp.arange(tokens.shape[1])
         mask = (order[:, None] >= order[None, :]) & attention_mask[:, None, :]
@@ -203,14 +214,16 @@ class Qwen2(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], cache: KVCache
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Hidden states of right-padded prompts, and the cache filled with them. Slots past a prompt's end hold what the padding left there;
-        decode overwrites each before it is first read."""
+        """Hidden states of right-padded prompts, and the cache filled with them. Slots past a prompt's end hold what
+        the padding left there; decode overwrites each before it is first read."""
         order = jnp.arange(tokens.shape[1])
         positions = jnp.broadcast_to(order, tokens.shape)
         mask = (order[:, None] >= order[None, :]) & (order < lengths[:, None])[:, None, :]
         return self._run(tokens, positions, mask, cache, False)
 
-    def decode(self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache) -> tuple[Float[Array, "B D"], KVCache]:
+    def decode(
+        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
+    ) -> tuple[Float[Array, "B D"], KVCache]:
         """Hidden states of one more token a sequence, at its own position; reads slots 0 .. position."""
         slots = cache.keys[0].shape[1]
         mask = (jnp.arange(slots) <= positions[:, None])[:, None, :]
@@ -255,7 +268,9 @@ def rotate(x: Float[Array, "B T N H"], angles: Float32[Array, "B T H/2"]) -> Flo
 def attend(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], mask: Bool[Array, "B T S"]
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention, `softmax(q kᵀ / sqrt(H)) v`; scores and softmax in fp32, each group of N/K query heads reads one k/v head."""
+    """Softmax attention, `softmax(q kᵀ / sqrt(H)) v`; scores and softmax in fp32, each group of N/K query heads reads
+    one k/v head.
+    """
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     precision = FP32_PRECISION if q.dtype == jnp.float32 else None

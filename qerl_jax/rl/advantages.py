@@ -1,23 +1,25 @@
 """Group-relative advantages (GRPO, arXiv 2402.03300, §4.1) and the batch they make of a rollout.
 
-Axes: B sequences, P prompts, G group, T tokens.
+Axes: B sequences, G group.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
 from qerl_jax.types import Batch, Finish, Rollout
 
 _EPSILON = 1e-4  # of TRL and QeRL
 
 
-def group_advantages(rewards: Float32[Array, " B"], num_generations: int, scale_rewards: str = "group") -> Float32[Array, " B"]:
+def group_advantages(
+    rewards: Float32[Array, " B"], num_generations: int, scale_rewards: str = "group"
+) -> Float32[Array, " B"]:
     """`(r − mean_group) / (std + 1e-4)`, std with Bessel's correction over the group, over the batch, or no division.
 
-    A NaN reward means that nothing could score the row: it gets advantage 0 and counts in no mean or deviation. Equal rewards give exactly 0.
+    A NaN reward means that nothing could score the row: it gets advantage 0 and counts in no mean or deviation. Equal
+      rewards give exactly 0.
 
     Args:
       rewards: row = p · G + g.
@@ -34,7 +36,10 @@ def group_advantages(rewards: Float32[Array, " B"], num_generations: int, scale_
     count = valid.sum(axis=1, keepdims=True)
     filled = jnp.where(valid, grouped, 0)
     centred = jnp.where(valid, filled - filled.sum(axis=1, keepdims=True) / jnp.maximum(count, 1), 0)
-    centred = jnp.where(equal_groups(rewards, num_generations)[:, None], 0, centred)
+    high, low = (jnp.where(valid, grouped, fill) for fill in (-jnp.inf, jnp.inf))
+    centred = jnp.where(
+        high.max(axis=1, keepdims=True) > low.min(axis=1, keepdims=True), centred, 0
+    )  # rounding of the mean aside
     match scale_rewards:
         case "group":
             deviation = jnp.sqrt((centred**2).sum(axis=1, keepdims=True) / jnp.maximum(count - 1, 1))
@@ -48,15 +53,6 @@ def group_advantages(rewards: Float32[Array, " B"], num_generations: int, scale_
     return (centred / (deviation + _EPSILON)).reshape(-1)
 
 
-def equal_groups(rewards: Float32[Array, " B"], num_generations: int) -> Bool[Array, " P"]:
-    """Groups that teach nothing: all their valid rewards are equal, or fewer than two are valid."""
-    grouped = jnp.asarray(rewards, jnp.float32).reshape(-1, num_generations)
-    valid = ~jnp.isnan(grouped)
-    low = jnp.where(valid, grouped, jnp.inf).min(axis=1)
-    high = jnp.where(valid, grouped, -jnp.inf).max(axis=1)
-    return (low >= high) | (valid.sum(axis=1) < 2)
-
-
 def make_batch(
     rollout: Rollout,
     advantages: Float32[Array, " B"],
@@ -65,7 +61,8 @@ def make_batch(
 ) -> Batch:
     """A rollout with its advantages and the tokens that enter the loss: the completion, its EOS included.
 
-    Rows leave the loss whole if their reward is NaN, their rollout failed, or they were truncated under `mask_truncated_completions`.
+    Rows leave the loss whole if their reward is NaN, their rollout failed, or they were truncated under
+    `mask_truncated_completions`.
     """
     rows = rollout.finish != Finish.FAILED
     if rewards is not None:
@@ -82,18 +79,3 @@ def make_batch(
         advantages=jnp.asarray(advantages, jnp.float32),
         loss_mask=rollout.completion_mask & rows[:, None],
     )
-
-
-def replace_groups(kept: Rollout, fresh: Rollout, slots: np.ndarray, sources: np.ndarray, num_generations: int) -> Rollout:
-    """The rollout with the groups at `slots` replaced by groups `sources` of another (dynamic sampling's refill)."""
-
-    def rows(groups: np.ndarray) -> np.ndarray:
-        return (groups[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
-
-    to, of = rows(slots), rows(sources)
-
-    def put(old: Array, new: Array) -> Array:
-        return old.at[to].set(new[of])
-
-    names = ("tokens", "logprobs", "prompt_lengths", "lengths", "finish")
-    return kept.replace(**{name: put(getattr(kept, name), getattr(fresh, name)) for name in names})

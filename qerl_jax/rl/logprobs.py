@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from qerl_jax.models.lora import compute_copy
 from qerl_jax.models.qwen2 import Qwen2
-from qerl_jax.rollout.engine import compute_dtype
 from qerl_jax.rollout.sampling import sampled_logits
 from qerl_jax.types import Policy, Sampling
 
@@ -22,8 +21,10 @@ CHUNK = 1024
 def policy_logits(
     policy: Policy, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"] | None = None
 ) -> Float32[Array, "B T V"]:
-    """fp32 logits of every position, all at once: for tests and small research models. Padding may stand on either side."""
-    model = policy.replace(lora=compute_copy(policy.lora, compute_dtype(policy))).model()
+    """fp32 logits of every position, all at once: for tests and small research models. Padding may stand on either
+    side.
+    """
+    model = policy.replace(lora=compute_copy(policy.lora, policy.dtype)).model()
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     return model.logits(model(jnp.asarray(tokens), mask))
 
@@ -35,7 +36,8 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = CHUNK,
 ) -> Float32[Array, "B T-1"]:
-    """`log p(token[t+1] | token[≤ t])` of every position under the policy at a temperature, in nats; meaningless where either token is padding.
+    """`log p(token[t+1] | token[≤ t])` of every position under the policy at a temperature, in nats; meaningless where
+    either token is padding.
 
     Args:
       policy: rolled out or trained.
@@ -44,10 +46,12 @@ def token_logprobs(
       temperature: divides the logits.
       chunk: tokens whose logits exist at one time.
     """
-    model = policy.replace(lora=compute_copy(policy.lora, compute_dtype(policy))).model()
+    model = policy.replace(lora=compute_copy(policy.lora, policy.dtype)).model()
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     tokens = jnp.asarray(tokens)
-    return logprobs_and_entropy(model, model(tokens, mask)[:, :-1], tokens[:, 1:], _FULL.replace(temperature=temperature), chunk)[0]
+    return logprobs_and_entropy(
+        model, model(tokens, mask)[:, :-1], tokens[:, 1:], _FULL.replace(temperature=temperature), chunk
+    )[0]
 
 
 def logprobs_and_entropy(
@@ -55,8 +59,8 @@ def logprobs_and_entropy(
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
     """Log-probability of each target and entropy (no gradient) of each position, in nats, `chunk` tokens at a time.
 
-    Where `sampling` truncates, the distribution is renormalized over the tokens that this model keeps and the target, which the sampler kept: with
-    equal logits that is the set sampled from.
+    Where `sampling` truncates, the distribution is renormalized over the tokens that this model keeps and the target,
+    which the sampler kept: with equal logits that is the set sampled from.
     """
     batch, length, width = hidden.shape
     count = batch * length

@@ -1,10 +1,11 @@
 """GRPO and its relatives as one sum of weighted token losses.
 
-`loss = Σ_t weight_t · token_loss_t`: the five variants differ in the weights (`token_weights`) and, for CISPO, in the token loss. The weights come
-from the whole batch, so the parts of an accumulated gradient add up to it exactly, and a masked row is the same as an absent one.
+`loss = Σ_t weight_t · token_loss_t`: the five variants differ in the weights (`token_weights`) and, for CISPO, in the
+token loss. The weights come from the whole batch, so the parts of an accumulated gradient add up to it exactly, and a
+masked row is the same as an absent one.
 
-Sources: GRPO arXiv 2402.03300 eq. 3; DAPO 2503.14476 eq. 8; Dr. GRPO 2503.20783; CISPO 2506.13585 eq. 4; GSPO 2507.18071; two-sided clipping
-INTELLECT-2 2505.07291; names and formulas as in TRL's `GRPOTrainer`.
+Sources: GRPO arXiv 2402.03300 eq. 3; DAPO 2503.14476 eq. 8; Dr. GRPO 2503.20783; CISPO 2506.13585 eq. 4; GSPO
+2507.18071; two-sided clipping INTELLECT-2 2505.07291; names and formulas as in TRL's `GRPOTrainer`.
 
 Axes: B sequences, T tokens (the predicted ones: column t of a batch's mask is column t − 1 here).
 """
@@ -105,10 +106,15 @@ def token_losses(
 
 
 def _clip_flags(ratio: Array, advantage: Array, mask: Array, config: LossConfig) -> dict[str, Float32[Array, "B T"]]:
-    """1 where the clip stops the gradient: below for negative advantages, above for positive ones (for CISPO, wherever the cap binds)."""
+    """1 where the clip stops the gradient: below for negative advantages, above for positive ones (for CISPO, wherever
+    the cap binds).
+    """
     if config.loss_type == "cispo":
         low, high = jnp.zeros_like(ratio, bool), ratio > config.upper_clip
     else:
         low = (ratio < 1 - config.epsilon) & (advantage < 0)
         high = (ratio > 1 + config.upper_clip) & (advantage > 0)
-    return {name: jnp.where(mask, flag, False).astype(jnp.float32) for name, flag in (("clip_low", low), ("clip_high", high))}
+    return {
+        name: jnp.where(mask, flag, False).astype(jnp.float32)
+        for name, flag in (("clip_low", low), ("clip_high", high))
+    }

@@ -1,6 +1,7 @@
 """Rollout: prompts to completions with their behaviour log-probabilities, in one jitted prefill and decode loop.
 
-The plain version: every row decodes until the last one ends. Each prompt is prefilled once and its cache repeated for its group.
+The plain version: every row decodes until the last one ends. Each prompt is prefilled once and its cache repeated for
+its group.
 
 Axes: B sequences, P prompts, G group (row = p · G + g), T tokens, S cache slots, D model, V vocab.
 """
@@ -28,24 +29,26 @@ def generate(
     prompts: Prompts | list[list[int]],
     sampling: Sampling,
     key: Array,
-    memory_gb: float | None = None,
+    at_once: int | None = None,
 ) -> Rollout:
     """Sample `sampling.num_generations` completions of each prompt.
 
     A row's samples depend on `key`, its prompt's id, its place in the group and its logits, not on the batch it is in.
 
     Args:
-      policy: with the norms (noisy or not) and adapters to sample from; `policy.tokenizer` is needed for `stop` strings only.
+      policy: with the norms (noisy or not) and adapters to sample from; `policy.tokenizer` is needed for `stop`
+        strings only.
       prompts: `Prompts`, or token lists.
       sampling: how to draw.
       key: of this rollout; `keys.for_step`.
-      memory_gb: limit of the key-value cache in 1e9 bytes; prompts are then rolled out in several equal parts. None: all at once.
+      at_once: at most so many prompts at one time (`prompts_at_once` finds how many fit a memory limit), in equal
+        parts. None: all.
 
     Returns:
       B = P · G rows of width prompt width + max_new_tokens.
 
     Raises:
-      ValueError: no prompts, an empty one, prompt + completion beyond the model's positions, a cache limit below one group, or `stop` without a
+      ValueError: no prompts, an empty one, prompt + completion beyond the model's positions, or `stop` without a
         tokenizer.
     """
     config: ModelConfig = policy.config
@@ -59,31 +62,33 @@ def generate(
         )
     if sampling.stop and policy.tokenizer is None:
         raise ValueError(f"stop strings {list(sampling.stop)} need a tokenizer, and the policy has none")
-    parts = _split(prompts, prompts_at_once(policy, width, sampling.num_generations, memory_gb))
+    parts = _split(prompts, at_once)
     rollouts = [_generate(policy, part, sampling.replace(stop=()), key) for part in parts]
     rollout = _join(rollouts, prompts.tokens.shape[0], sampling.num_generations)
     return cut_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
 
 
 def prompts_at_once(policy: Policy, width: int, group: int, memory_gb: float | None) -> int | None:
-    """How many prompts' groups fit into the cache limit; None without a limit. Raises ValueError with the numbers if not one does."""
+    """How many prompts' groups fit when the key-value cache may take `memory_gb` (1e9 bytes); None without a limit.
+
+    Args:
+      width: tokens of prompt and completion together.
+      group: completions of each prompt.
+
+    Raises ValueError with the numbers if not one group fits.
+    """
     if memory_gb is None:
         return None
     config: ModelConfig = policy.config
-    element = jnp.dtype(compute_dtype(policy)).itemsize
+    element = jnp.dtype(policy.dtype).itemsize
     group_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * element * width * group
     fits = int(memory_gb * 1e9 // group_bytes)
     if fits < 1:
         raise ValueError(
-            f"rollout_memory_gb {memory_gb} cannot hold one group: {group} sequences of {width} tokens need {group_bytes / 1e9:.3f} GB; lower "
-            "num_generations or max_completion_length, or raise rollout_memory_gb"
+            f"rollout_memory_gb {memory_gb} cannot hold one group: {group} sequences of {width} tokens need "
+            f"{group_bytes / 1e9:.3f} GB; lower num_generations or max_completion_length, or raise rollout_memory_gb"
         )
     return fits
-
-
-def compute_dtype(policy: Policy) -> jnp.dtype:
-    """bf16 or fp32: that of the embedding."""
-    return policy.frozen["embed_tokens"].dtype
 
 
 def _split(prompts: Prompts, at_once: int | None) -> list[Prompts]:
@@ -107,7 +112,7 @@ def _join(rollouts: list[Rollout], prompts: int, group: int) -> Rollout:
 @functools.partial(jax.jit, static_argnames="sampling")
 def _generate(policy: Policy, prompts: Prompts, sampling: Sampling, key: Array) -> Rollout:
     config: ModelConfig = policy.config
-    dtype = compute_dtype(policy)
+    dtype = policy.dtype
     model = policy.replace(lora=compute_copy(policy.lora, dtype)).model()
     group, limit = sampling.num_generations, sampling.max_new_tokens
     count, prompt_width = prompts.tokens.shape
@@ -116,7 +121,9 @@ def _generate(policy: Policy, prompts: Prompts, sampling: Sampling, key: Array) 
     cache = kv.init_cache(count, width, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     hidden, cache = model.prefill(prompts.tokens, prompts.lengths, cache)
     last = jnp.take_along_axis(hidden, (prompts.lengths - 1)[:, None, None], axis=1)[:, 0]
-    cache, last, lengths, ids = jax.tree.map(lambda leaf: jnp.repeat(leaf, group, axis=0), (cache, last, prompts.lengths, prompts.ids))
+    cache, last, lengths, ids = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, group, axis=0), (cache, last, prompts.lengths, prompts.ids)
+    )
     row_keys = keys.for_rows(key, ids, jnp.tile(jnp.arange(group), count))
 
     padded = jnp.where(jnp.arange(prompt_width) < prompts.lengths[:, None], prompts.tokens, config.pad_token_id)
@@ -147,7 +154,9 @@ def _generate(policy: Policy, prompts: Prompts, sampling: Sampling, key: Array) 
     )
 
 
-def _decode_step(model: Qwen2, eos_ids: tuple[int, ...], sampling: Sampling, row_keys: Array, state: dict[str, Any]) -> dict[str, Any]:
+def _decode_step(
+    model: Qwen2, eos_ids: tuple[int, ...], sampling: Sampling, row_keys: Array, state: dict[str, Any]
+) -> dict[str, Any]:
     """Sample each live row's next token, then run the model on it. Rows that ended write nothing any more."""
     logits = model.logits(state["hidden"])
     positions = state["lengths"]
@@ -175,7 +184,9 @@ def _decode_step(model: Qwen2, eos_ids: tuple[int, ...], sampling: Sampling, row
 
 def cut_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: int) -> Rollout:
     """End each completion with the token that completes the first stop string in its text; on the host."""
-    tokens, logprobs, lengths, finish = (np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finish))
+    tokens, logprobs, lengths, finish = (
+        np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finish)
+    )
     for row, ids in enumerate(completion_ids(rollout)):
         if not any(string in tokenizer.decode(ids) for string in stop):
             continue
@@ -183,5 +194,8 @@ def cut_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: in
         lengths[row] = int(rollout.prompt_lengths[row]) + kept
         tokens[row, lengths[row] :], logprobs[row, lengths[row] :], finish[row] = pad, 0, Finish.STOP
     return rollout.replace(
-        tokens=jnp.asarray(tokens), logprobs=jnp.asarray(logprobs), lengths=jnp.asarray(lengths), finish=jnp.asarray(finish)
+        tokens=jnp.asarray(tokens),
+        logprobs=jnp.asarray(logprobs),
+        lengths=jnp.asarray(lengths),
+        finish=jnp.asarray(finish),
     )

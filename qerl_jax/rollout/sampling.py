@@ -15,8 +15,8 @@ from qerl_jax.types import Sampling
 def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float32[Array, "... V"]:
     """Logits of the distribution that is sampled: divided by the temperature, dropped tokens at −inf.
 
-    top-k, then top-p over what is left, then min-p, each as a threshold on the logit, so that tokens tied with the last kept one stay. At
-    temperature 0 the logits pass unchanged and only the likeliest token remains.
+    top-k, then top-p over what is left, then min-p, each as a threshold on the logit, so that tokens tied with the
+    last kept one stay. At temperature 0 the logits pass unchanged and only the likeliest token remains.
     """
     if sampling.temperature == 0:
         return jnp.where(jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True), logits, -jnp.inf)

@@ -1,7 +1,7 @@
 """The 4-bit weight types that the loader writes and the kernels read.
 
-Axes: n output features, k input features. Both types keep what the file stores, byte for byte, so that loading, dequantizing and writing
-back are exact.
+Axes: n output features, k input features. Both types keep what the file stores, byte for byte, so that loading,
+dequantizing and writing back are exact.
 """
 
 from __future__ import annotations

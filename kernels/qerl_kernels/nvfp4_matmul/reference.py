@@ -44,15 +44,18 @@ def _e8m0(exponents: UInt8[Array, "n k/32"]) -> Float32[Array, "n k/32"]:
 
 
 def multiplier(weight: Nvfp4) -> Float32[Array, " n"]:
-    """The factor of each output row by which `code × scale` must be multiplied (one fp32 rounding where the file divides)."""
+    """The factor of each output row by which `code × scale` must be multiplied (one fp32 rounding where the file
+    divides).
+    """
     return 1.0 / weight.global_scale if weight.divides else weight.global_scale
 
 
 def bf16_parts(weight: Nvfp4 | Mxfp4) -> tuple[BFloat16[Array, "n k"], Float32[Array, " n"] | None]:
     """The weight as an exact bf16 matrix and an fp32 factor for each row.
 
-    E2M1 × E4M3 has at most six significant bits and MXFP4's scale is a power of two, so neither product rounds in bf16; only the global scale
-    needs fp32, and that leaves the sum over k. Hence a bf16 matrix product that never rounds a weight.
+    E2M1 × E4M3 has at most six significant bits and MXFP4's scale is a power of two, so neither product rounds in
+    bf16; only the global scale needs fp32, and that leaves the sum over k. Hence a bf16 matrix product that never
+    rounds a weight.
     """
     values = unpack_codes(weight.codes)
     if isinstance(weight, Mxfp4):

@@ -36,7 +36,9 @@ NF4_VALUES = (
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "absmax"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Nf4:
-    """NF4 weight: `NF4_VALUES[code] × absmax`; two codes a byte, even column in the low nibble; no double quantization."""
+    """NF4 weight: `NF4_VALUES[code] × absmax`; two codes a byte, even column in the low nibble; no double
+    quantization.
+    """
 
     codes: UInt8[Array | np.ndarray, "n half_k"]
     absmax: Float32[Array | np.ndarray, "n k_blocks"]
@@ -48,8 +50,9 @@ class Nf4:
 
 
 def quantize(weight: np.ndarray) -> Nf4:
-    """Nearest NF4 value of `weight / absmax` in blocks of 64 along the input. Raises ValueError if k is not a multiple of 64,
-    or for a value that is not finite."""
+    """Nearest NF4 value of `weight / absmax` in blocks of 64 along the input. Raises ValueError if k is not a multiple
+    of 64, or for a value that is not finite.
+    """
     n, k = weight.shape
     if k % NF4_BLOCK:
         raise ValueError(f"NF4 needs input features divisible by {NF4_BLOCK}, got a weight of {n} x {k}")

@@ -1,7 +1,7 @@
 """NVFP4 quantizer, byte for byte that of compressed-tensors 0.20 (`nvfp4-pack-quantized`).
 
-Written in numpy on purpose: under jit XLA keeps the excess precision of `amax/6` where compressed-tensors rounds it to the weight's own
-dtype, and then most bf16 scales come out wrong.
+Written in numpy on purpose: under jit XLA keeps the excess precision of `amax/6` where compressed-tensors rounds it to
+the weight's own dtype, and then most bf16 scales come out wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _ROWS_AT_ONCE = 1 << 22  # weights quantized together; bounds the fp32 temporari
 
 
 def encode_e2m1(values: np.ndarray) -> np.ndarray:
-    """Nearest E2M1 code (bit 3 the sign), ties to the even code, saturating at ±6; a negative that rounds to zero keeps code 8."""
+    """Nearest E2M1 code (bit 3 the sign), ties to the even code, saturating at ±6; a negative that rounds to zero
+    keeps code 8.
+    """
     magnitude = np.abs(values)
     codes = np.zeros(values.shape, np.uint8)
     for i, midpoint in enumerate(_MIDPOINTS):  # the tie at midpoint i lies between codes i and i + 1: odd i rounds up
@@ -34,8 +36,8 @@ def pack_codes(codes: np.ndarray) -> np.ndarray:
 def global_scale(amax: float) -> np.float32:
     """The divisor `G = 448 · 6 / amax` of a tensor, or of fused tensors that share it. An all-zero tensor gets 1.
 
-    Computed as `(1 / amax) · 2688` in fp32, two roundings, because that is what torch makes of `2688.0 / tensor`; a plain division differs by
-    one unit in the last place for some tensors, and then in codes too.
+    Computed as `(1 / amax) · 2688` in fp32, two roundings, because that is what torch makes of `2688.0 / tensor`; a
+    plain division differs by one unit in the last place for some tensors, and then in codes too.
     """
     return np.float32(1) / np.float32(amax) * np.float32(E4M3_MAX * E2M1_MAX) if amax > 0 else np.float32(1)
 
@@ -87,7 +89,9 @@ def max_magnitude(weight: np.ndarray) -> float:
 
 
 def _magnitudes(values: np.ndarray) -> np.ndarray:
-    """|values| as unsigned bits, which sort like the numbers (NaN above all): integer arithmetic, many times faster than ml_dtypes' bf16."""
+    """|values| as unsigned bits, which sort like the numbers (NaN above all): integer arithmetic, many times faster
+    than ml_dtypes' bf16.
+    """
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
     return values.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
 

@@ -1,0 +1,48 @@
+"""QeRL in JAX: reinforcement learning of Qwen2.5 on a frozen NVFP4 base, with LoRA and adaptive quantization noise.
+
+Nothing happens at import beyond the imports themselves: no device is started, no file is read.
+"""
+
+from qerl_jax import aqn, keys
+from qerl_jax.config import Config
+from qerl_jax.data.problems import Problem
+from qerl_jax.evaluate import evaluate
+from qerl_jax.io.adapter import export_adapter, import_adapter
+from qerl_jax.io.load import load_policy
+from qerl_jax.models.lora import Lora, LoraConfig
+from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.quantize import quantize_checkpoint
+from qerl_jax.rl.advantages import group_advantages, make_batch
+from qerl_jax.rl.logprobs import policy_logits, token_logprobs
+from qerl_jax.rl.step import grpo_step, init_state
+from qerl_jax.rollout.engine import generate
+from qerl_jax.types import Batch, Finish, Policy, Prompts, Rollout, Sampling, TrainState
+
+__all__ = [
+    "Batch",
+    "Config",
+    "Finish",
+    "Lora",
+    "LoraConfig",
+    "ModelConfig",
+    "Policy",
+    "Problem",
+    "Prompts",
+    "Rollout",
+    "Sampling",
+    "TrainState",
+    "aqn",
+    "evaluate",
+    "export_adapter",
+    "generate",
+    "group_advantages",
+    "grpo_step",
+    "import_adapter",
+    "init_state",
+    "keys",
+    "load_policy",
+    "make_batch",
+    "policy_logits",
+    "quantize_checkpoint",
+    "token_logprobs",
+]

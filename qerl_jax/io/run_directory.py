@@ -1,0 +1,68 @@
+"""The directory a run owns: when it may be written, its config.yaml, dumps of bad batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from qerl_jax.config import Config, ConfigError, dump
+from qerl_jax.io.checkpoint import CHECKPOINTS_DIR
+from qerl_jax.io.files import write_text
+from qerl_jax.types import Batch
+
+CONFIG_FILE = "config.yaml"
+ADAPTER_DIR = "adapter"
+_OWNED = (
+    CONFIG_FILE,
+    "evaluation.json",
+    "metrics.jsonl",
+    "completions",
+    CHECKPOINTS_DIR,
+    ADAPTER_DIR,
+    "plots",
+    "nonfinite",
+)
+
+
+def check(directory: Path, config: Config) -> None:
+    """Raise ConfigError if the directory holds a run that `config` neither continues nor overwrites, or a resume path
+    holds none.
+    """
+    if config.resume == "never" and not config.overwrite and (directory / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"output_dir {directory} holds a run already: continue it with --resume auto, start anew with --overwrite, "
+            "or name another --output-dir"
+        )
+    elsewhere = config.resume not in ("never", "auto")
+    if elsewhere and Path(config.resume).resolve() != directory.resolve() and (directory / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"output_dir {directory} holds another run than resume {config.resume!r}: name a new --output-dir"
+        )
+    if elsewhere and not (Path(config.resume) / CHECKPOINTS_DIR).is_dir():
+        raise ConfigError(
+            f"resume {config.resume!r} is neither 'never', 'auto' nor a run directory with {CHECKPOINTS_DIR}/"
+        )
+
+
+def open_run(directory: Path, config: Config) -> None:
+    """Create the directory (emptied of an old run under `overwrite`) and write the resolved config."""
+    if config.overwrite:
+        for name in _OWNED:
+            path = directory / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / CONFIG_FILE, dump(dataclasses.replace(config, resume="never", overwrite=False)))
+
+
+def dump_batch(directory: Path, step: int, batch: Batch) -> None:
+    """Keep a batch whose update was not finite, `nonfinite/step_000012.npz`, to be looked at."""
+    folder = directory / "nonfinite"
+    folder.mkdir(exist_ok=True)
+    arrays = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    np.savez_compressed(folder / f"step_{step + 1:06d}.npz", **arrays)

@@ -1,0 +1,62 @@
+"""What a person watches: a live bar in a terminal, plain lines elsewhere, and the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_PLAIN_LINES = 20  # lines of a whole run where there is no terminal
+
+
+class TrainingProgress:
+    """Progress of a run: step, reward, entropy, σ, completion length, tokens/s, time left."""
+
+    def __init__(self, start: int, total: int, console: Console):
+        self._console, self._start, self._total = console, start, total
+        self._live = console.is_terminal
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("train", total=total, completed=start, text="compiling …")
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, value, trace)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step; `step` counts from 1."""
+        text = (
+            f"reward {metrics['reward']:.3f}  entropy {metrics['entropy']:.3f}  σ {metrics['aqn/sigma']:.1e}  "
+            f"length {metrics['completions/mean_length']:.0f}  {metrics['tokens_per_second']:.0f} tok/s"
+        )
+        self._bar.update(self._task, completed=step, text=text)
+        if not self._live and (step == self._total or (step - self._start) % max(1, self._total // _PLAIN_LINES) == 0):
+            self._console.print(
+                f"step {step}/{self._total}  {text}  {metrics['step_time']:.2f} s/step", highlight=False
+            )
+
+
+def summary_table(console: Console, results: list[tuple[str, str]], files: list[tuple[str, str]]) -> None:
+    """Print results, then where the files are."""
+    table = Table(show_header=False, title="Run finished", title_justify="left")
+    for name, value in results:
+        table.add_row(name, value)
+    table.add_section()
+    for name, path in files:
+        table.add_row(name, path)
+    console.print(table)

@@ -1,0 +1,81 @@
+"""A step's experience as numbers and columns, under TRL's names.
+
+Axes: B sequences, P prompts, G group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float32
+
+from qerl_jax.rollout.collect import Experience, equal_groups
+from qerl_jax.types import Finish
+
+
+def step_metrics(
+    experience: Experience, update: Mapping[str, Array], num_generations: int, timing: Mapping[str, float]
+) -> dict[str, float]:
+    """Metrics of a step: those of the update, and of its completions and rewards.
+
+    `reward_std` is the mean over groups of the standard deviation within each; lengths are in tokens, times in seconds.
+    """
+    rollout = experience.rollout
+    lengths = np.asarray(rollout.lengths - rollout.prompt_lengths)
+    clipped = np.asarray(rollout.finish) == Finish.LENGTH
+    ended = lengths[~clipped]
+    grouped = experience.rewards.reshape(-1, num_generations)
+    metrics = {name: float(value) for name, value in update.items()}
+    metrics |= {
+        "reward": _mean(experience.rewards),
+        "reward_std": _mean([_deviation(group) for group in grouped]),
+        "frac_reward_zero_std": float(equal_groups(experience.rewards, num_generations).mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(clipped.mean()),
+        "completions/mean_terminated_length": float(ended.mean()) if len(ended) else 0.0,
+        "completions/min_terminated_length": float(ended.min()) if len(ended) else 0.0,
+        "completions/max_terminated_length": float(ended.max()) if len(ended) else 0.0,
+        "completions/failed": float((np.asarray(rollout.finish) == Finish.FAILED).sum()),
+        "tokens_per_second": float(lengths.sum()) / timing["time/rollout"],
+        "step_time": sum(timing.values()),
+        "dynamic_sampling/refilled_groups": float(experience.refilled),
+        "dynamic_sampling/rounds": float(experience.rounds),
+        **timing,
+    }
+    for name, values in experience.reward_parts.items():
+        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(values), _deviation(values)
+    return metrics
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
+
+
+def _deviation(values: Sequence[float] | np.ndarray) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
+
+
+def completion_columns(
+    experience: Experience, texts: list[str], advantages: Float32[Array, " B"]
+) -> dict[str, list[Any]]:
+    """Columns of the step's completions file, a row for each completion."""
+    rollout = experience.rollout
+    rows = [experience.items[p].problem for p in np.asarray(rollout.prompt_index)]
+    return {
+        "problem_id": [problem.id for problem in rows],
+        "prompt": [problem.prompt for problem in rows],
+        "completion": texts,
+        "answer": [problem.answer for problem in rows],
+        "reward": experience.rewards.tolist(),
+        **{f"rewards/{name}": values.tolist() for name, values in experience.reward_parts.items()},
+        "advantage": np.asarray(advantages).tolist(),
+        "length": np.asarray(rollout.lengths - rollout.prompt_lengths).tolist(),
+        "finish": [Finish(int(value)).name.lower() for value in np.asarray(rollout.finish)],
+    }

@@ -1,0 +1,314 @@
+"""`python -m qerl_jax.train`: the whole program, from config to adapter, as one straight line.
+
+config -> problems -> prompts -> rollout (noisy policy) -> rewards -> advantages -> update -> checkpoint / export
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from qerl_jax import aqn, keys
+from qerl_jax import config as configuration
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.data.problems import at_cursor, load_dataset
+from qerl_jax.data.prompts import EncodedProblem, encode_problems, to_prompts
+from qerl_jax.evaluate import completion_texts, evaluate
+from qerl_jax.io import assets, run_directory
+from qerl_jax.io.adapter import export_adapter
+from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.io.load import load_policy
+from qerl_jax.reporting import metrics as sink
+from qerl_jax.reporting.evaluation import Evaluation, Results
+from qerl_jax.reporting.plots import write_plots
+from qerl_jax.reporting.progress import TrainingProgress, summary_table
+from qerl_jax.reporting.summaries import completion_columns, step_metrics
+from qerl_jax.rewards import functions
+from qerl_jax.rl.advantages import group_advantages, make_batch
+from qerl_jax.rl.step import grpo_step, init_state, learning_rate
+from qerl_jax.rollout.collect import Experience, collect
+from qerl_jax.rollout.engine import generate, prompts_at_once
+from qerl_jax.types import Policy, Rollout, TrainState
+
+STOPPED = 130  # exit code
+perturb = jax.jit(aqn.perturb)
+
+
+def train(config: Config, console: Console | None = None) -> TrainState:
+    """Run, or continue, the training that `config` describes; everything it leaves is in `config.output_dir`.
+
+    Raises ConfigError, CheckpointError, DataError, RewardError or FileNotFoundError for input it cannot use, before
+    the first step where possible. A first SIGINT or SIGTERM ends the run after the step in flight, with a checkpoint.
+    """
+    console = console or Console(highlight=False)
+    directory = Path(config.output_dir)
+    run_directory.check(directory, config)
+
+    policy = load(config)
+    problems, test_problems = load_problems(config, policy, console)
+    rewards = {name: functions.load_reward(name) for name in config.reward_funcs}
+    state = init_state(policy, config)
+    at_once = prompts_at_once(
+        policy,
+        config.max_prompt_length + config.max_completion_length,
+        config.num_generations,
+        config.rollout_memory_gb,
+    )
+
+    run_directory.open_run(directory, config)
+    checkpoints = Checkpointer(directory, config.save_total_limit)
+    state = restore(config, checkpoints, state, console)
+    tokens_seen = sink.cut_back(directory, int(state.step))
+    results = Results(directory)
+    if test_problems and results.get("before") is None:
+        results.put("before", evaluate_state(config, policy, state, test_problems))
+
+    with StopSignals() as stop, TrainingProgress(int(state.step), config.max_steps, console) as progress:
+        for step in range(int(state.step), config.max_steps):
+            started = time.perf_counter()
+            sigma = aqn.sigma(config, step, config.max_steps)
+            noisy = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
+            actor = policy.replace(norms=noisy, lora=state.lora)
+
+            experience = collect_step(config, actor, state, problems, rewards, at_once)
+            rolled_out = time.perf_counter()
+            advantages = group_advantages(experience.rewards, config.num_generations, config.scale_rewards)
+            batch = make_batch(experience.rollout, advantages, experience.rewards, config.mask_truncated_completions)
+            advanced = state.replace(cursor=state.cursor + experience.drawn)
+            state, update = jax.block_until_ready(grpo_step(advanced, policy.frozen, batch))
+            if update["skipped"] > 0:
+                run_directory.dump_batch(directory, step, batch)
+
+            timing = {"time/rollout": rolled_out - started, "time/update": time.perf_counter() - rolled_out}
+            noise = {
+                "aqn/sigma": sigma,
+                "aqn/norms": aqn.count(noisy),
+                "learning_rate": float(learning_rate(config)(step * config.num_iterations)),
+            }
+            metrics = step_metrics(experience, update, config.num_generations, timing) | noise
+            tokens_seen += int(experience.rollout.lengths.sum())
+            sink.append_metrics(
+                directory, step + 1, metrics | {"num_tokens": tokens_seen, "epoch": int(state.cursor) / len(problems)}
+            )
+            sink.write_completions(
+                directory,
+                step + 1,
+                completion_columns(experience, completion_texts(experience.rollout, policy.tokenizer), advantages),
+            )
+            progress.update(step + 1, metrics)
+            if (step + 1) % config.save_steps == 0 or step + 1 == config.max_steps or stop.requested:
+                checkpoints.save(state)
+            if stop.requested:
+                break
+    checkpoints.close()
+    finish(config, policy, state, test_problems, results, stop.requested, console)
+    return state
+
+
+def load(config: Config) -> Policy:
+    """The policy of a config, its adapters initialized from the seed or imported."""
+    if not config.model:
+        raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
+    return load_policy(
+        assets.model_path(config.model),
+        config.weight_format,
+        config.lora,
+        jnp.dtype(config.dtype),
+        config.adapter,
+        config.seed,
+    )
+
+
+def load_problems(
+    config: Config, policy: Policy, console: Console
+) -> tuple[list[EncodedProblem], list[EncodedProblem]]:
+    """Training problems, and those of the evaluation (empty without one)."""
+
+    def encoded(name: str, split: str, count: int | None) -> list[EncodedProblem]:
+        dataset = load_dataset(name, split, config.prompt_column, config.answer_column)
+        system_prompt = dataset.system_prompt if config.system_prompt is None else config.system_prompt
+        items, dropped = encode_problems(
+            dataset.problems[:count], policy.tokenizer, system_prompt, config.max_prompt_length
+        )
+        if dropped:
+            console.print(
+                f"{name}: dropped {dropped} of {dropped + len(items)} prompts longer than "
+                f"{config.max_prompt_length} tokens"
+            )
+        return items
+
+    evaluation = encoded(config.eval_dataset, "test", config.eval_samples) if config.eval_dataset else []
+    return encoded(config.dataset, "train", None), evaluation
+
+
+def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
+    """The state to start from: `state` itself, or the newest checkpoint under `resume`."""
+    if config.resume == "never" or (config.resume == "auto" and checkpoints.latest_step() is None):
+        return state
+    if config.resume == "auto":
+        state = checkpoints.restore(state)
+    else:
+        source = Checkpointer(Path(config.resume), config.save_total_limit)
+        state = source.restore(state)
+        source.close()
+    console.print(f"continuing after step {int(state.step)} of {config.max_steps}")
+    return state
+
+
+def collect_step(
+    config: Config,
+    actor: Policy,
+    state: TrainState,
+    problems: list[EncodedProblem],
+    rewards: dict[str, functions.Reward],
+    at_once: int | None,
+) -> Experience:
+    """Roll out and score one step's prompts from the data cursor on."""
+
+    def draw(offset: int, count: int) -> list[EncodedProblem]:
+        return at_cursor(problems, config.seed, int(state.cursor) + offset, count)
+
+    def roll(items: list[EncodedProblem], key: jax.Array) -> Rollout:
+        return generate(
+            actor, to_prompts(items, config.max_prompt_length, actor.config.pad_token_id), config.sampling, key, at_once
+        )
+
+    def score(items: list[EncodedProblem], rollout: Rollout) -> tuple[list[float], dict[str, list[float]]]:
+        rows = [items[p].problem for p in np.asarray(rollout.prompt_index)]
+        texts = completion_texts(rollout, actor.tokenizer)
+        return functions.score(
+            rewards, config.reward_weights, [p.prompt for p in rows], texts, [p.answer for p in rows]
+        )
+
+    key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
+    refills = config.max_refill_rounds if config.dynamic_sampling else 0
+    return collect(draw, roll, score, key, config.num_prompts, config.num_generations, refills)
+
+
+def evaluate_state(config: Config, policy: Policy, state: TrainState, problems: list[EncodedProblem]) -> Evaluation:
+    """The noise-free policy on the evaluation problems; the same samples' keys before and after."""
+    current = policy.replace(norms=state.norms, lora=state.lora)
+    return evaluate(current, problems, config.eval_sampling, config.seed, config.eval_batch_size)
+
+
+def finish(
+    config: Config,
+    policy: Policy,
+    state: TrainState,
+    test_problems: list[EncodedProblem],
+    results: Results,
+    stopped: int,
+    console: Console,
+) -> None:
+    """Plots always; evaluation, adapter and the closing table once all steps are done."""
+    directory = Path(config.output_dir)
+    write_plots(directory, sink.read_metrics(directory))
+    if int(state.step) < config.max_steps:
+        name = signal.Signals(stopped).name
+        console.print(
+            f"stopped by {name} after step {int(state.step)} of {config.max_steps}, checkpoint saved; go on with"
+        )
+        console.print(
+            f"  python -m qerl_jax.train --config {directory / run_directory.CONFIG_FILE} --resume auto", soft_wrap=True
+        )
+        return
+    if test_problems and results.get("after") is None:
+        results.put("after", evaluate_state(config, policy, state, test_problems))
+    rows = [(name, results.get(name).describe()) for name in ("before", "after") if results.get(name)]
+    files = [
+        ("metrics", sink.METRICS_FILE),
+        ("completions", sink.COMPLETIONS_DIR),
+        ("checkpoints", "checkpoints"),
+        ("plots", "plots"),
+    ]
+    if config.lora_rank:
+        trained = policy.replace(norms=state.norms, lora=state.lora)
+        export_adapter(
+            trained, directory / run_directory.ADAPTER_DIR, norms=config.train_norms, base_model=str(config.model)
+        )
+        files.append(("adapter", run_directory.ADAPTER_DIR))
+    summary_table(console, rows, [(name, str(directory / path)) for name, path in files])
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual."""
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _request(self, number: int, _: object) -> None:
+        self.requested = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def parse(argv: list[str] | None) -> Config:
+    """The config of a command line: `--config FILE`, with flags over it. Without either `--config` or `--model`, the
+    bundled `tiny` run.
+    """
+    import tyro
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, path = take_option(argv, "--config")
+    names_model = any(argument == "--model" or argument.startswith("--model=") for argument in argv)
+    default = configuration.load(path or assets.config_path("tiny")) if path or not names_model else Config()
+    description = (
+        "Train a Qwen2.5 policy with GRPO on a quantized base. --config FILE reads a YAML file with the fields below; "
+        "flags override it. Without --config and --model it runs the bundled tiny policy (configs/tiny.yaml)."
+    )
+    return tyro.cli(Config, default=default, args=argv, prog="python -m qerl_jax.train", description=description)
+
+
+def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """Remove `name VALUE` or `name=VALUE` from a command line; returns the rest and the value. Raises ConfigError
+    without a value.
+    """
+    rest, value = [], None
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument == name:
+            value = next(arguments, None)
+            if value is None:
+                raise ConfigError(f"{name} needs a file")
+        elif argument.startswith(f"{name}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return rest, value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line. Exit code 0: finished; 2: bad input, with one line that says what is wrong; 130: stopped by a
+    signal, to be resumed.
+    """
+    try:
+        config = parse(argv)
+        state = train(config)
+    except (ValueError, OSError) as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
+        return 2
+    return 0 if int(state.step) == config.max_steps else STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Generated problems: their answers against an independent evaluation, and what is held out of training."""
+
+import ast
+import operator
+
+import pytest
+
+from qerl_jax.data import arithmetic
+from qerl_jax.data.arithmetic import (
+    HELD_OUT_NUMBERS,
+    HELD_OUT_TEMPLATES,
+    TRAIN_TEMPLATES,
+    arithmetic_problem,
+    given_numbers,
+    problems,
+)
+
+TRAIN = [arithmetic_problem("train", 0, index) for index in range(3000)]
+HELDOUT = [arithmetic_problem("heldout", 0, index) for index in range(1000)]
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def flat(templates: dict[str, dict[int, list[tuple[str, ...]]]]) -> set[tuple[str, ...]]:
+    return {clauses for by_operations in templates.values() for part in by_operations.values() for clauses in part}
+
+
+def evaluate(expression: str) -> float:
+    node = ast.parse(expression, mode="eval").body
+    return OPERATORS[type(node.op)](node.left.value, node.right.value)
+
+
+@pytest.mark.parametrize("split", arithmetic.SPLITS)
+def test_pure_function_of_split_seed_and_index(split):
+    first = problems(split, 50, seed=3)
+    assert first == problems(split, 80, seed=3)[:50]
+    assert first != problems(split, 50, seed=4)
+    assert first[7] == (arithmetic_problem(split, 3, 7).question, arithmetic_problem(split, 3, 7).answer)
+
+
+def test_the_stream_stays_what_it_was():
+    """Recorded accuracies are of these problems: a change of the generator has to be deliberate."""
+    assert problems("train", 1)[0] == (
+        "Eva plants 5 rows of 4 trees. Eva plants 2 more rows of 9 trees. How many trees are there now?",
+        "38",
+    )
+    assert problems("heldout", 2)[1] == (
+        "A bus has 95 riders. At a stop 83 riders get on. Then 2 groups of 7 riders get on. At a stop 58 riders get off. "
+        "How many riders are on the bus now?",
+        "134",
+    )
+
+
+@pytest.mark.parametrize("problem", TRAIN[:100] + HELDOUT[:100], ids=lambda problem: "-".join(problem.template))
+def test_steps_are_true_and_end_in_the_answer(problem):
+    assert 2 <= len(problem.steps) <= 4
+    for step in problem.steps:
+        left, right = str(step).split("=")
+        assert evaluate(left) == int(right) and 0 < int(right) <= arithmetic.LARGEST
+    assert problem.answer == str(problem.steps[-1].result)
+
+
+@pytest.mark.parametrize("problem", HELDOUT[:100], ids=lambda problem: "-".join(problem.template))
+def test_operands_are_given_or_computed(problem):
+    """The story states every number that the solution uses and did not compute."""
+    known = given_numbers(problem.question)
+    for step in problem.steps:
+        assert {step.left, step.right} <= known
+        known.add(step.result)
+
+
+def test_templates_are_disjoint():
+    train, held_out = flat(TRAIN_TEMPLATES), flat(HELD_OUT_TEMPLATES)
+    assert len(train) >= 8 and len(held_out) >= 8 and not train & held_out
+    assert {clause for clauses in held_out for clause in clauses} <= {clause for clauses in train for clause in clauses}
+
+
+def test_training_never_states_a_held_out_number_or_template():
+    assert {problem.template for problem in TRAIN} <= flat(TRAIN_TEMPLATES)
+    assert not any(given_numbers(problem.question) & HELD_OUT_NUMBERS for problem in TRAIN)
+
+
+def test_held_out_problems_are_of_both_kinds():
+    by_number, by_template = HELDOUT[0::2], HELDOUT[1::2]
+    assert all(given_numbers(problem.question) & HELD_OUT_NUMBERS for problem in by_number)
+    assert not any(
+        n >= 10 and n not in HELD_OUT_NUMBERS for problem in by_number for n in given_numbers(problem.question)
+    )
+    assert {problem.template for problem in by_number} <= flat(TRAIN_TEMPLATES)
+    assert {problem.template for problem in by_template} <= flat(HELD_OUT_TEMPLATES)
+    assert not {problem.question for problem in HELDOUT} & {problem.question for problem in TRAIN}
+
+
+def test_unknown_split():
+    with pytest.raises(ValueError, match="test"):
+        problems("test", 1)

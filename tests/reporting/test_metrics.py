@@ -1,0 +1,36 @@
+"""metrics.jsonl and completions/: cut back to a step, whole lines only."""
+
+from __future__ import annotations
+
+import math
+
+import pyarrow.parquet
+
+from qerl_jax.reporting import metrics as sink
+from qerl_jax.reporting.plots import write_plots
+
+
+def test_cut_back(tmp_path):
+    for step in (1, 2, 3):
+        sink.append_metrics(tmp_path, step, {"reward": step / 2, "kl": math.nan, "num_tokens": 10 * step})
+        sink.write_completions(tmp_path, step, {"completion": ["a", "b"]})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # a kill in the middle of a line
+    (tmp_path / "completions" / "step_000004.tmp").write_text("")
+    assert [row["step"] for row in sink.read_metrics(tmp_path)] == [1, 2, 3]
+    assert sink.cut_back(tmp_path, 2) == 20
+    assert sink.read_metrics(tmp_path)[-1] == {"step": 2, "reward": 1.0, "kl": None, "num_tokens": 20}
+    assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [
+        "step_000001.parquet",
+        "step_000002.parquet",
+    ]
+    assert pyarrow.parquet.read_table(tmp_path / "completions" / "step_000001.parquet").to_pydict() == {
+        "completion": ["a", "b"]
+    }
+    assert sink.cut_back(tmp_path, 0) == 0 and sink.read_metrics(tmp_path) == []
+
+
+def test_plots_leave_out_what_was_not_recorded(tmp_path):
+    rows = [{"step": s, "reward": s / 10, "reward_std": 0.1, "entropy": 1.0, "aqn/sigma": 0.0} for s in range(1, 30)]
+    assert sorted(path.stem for path in write_plots(tmp_path, rows)) == ["entropy", "reward"]
+    assert write_plots(tmp_path, []) == []

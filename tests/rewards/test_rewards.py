@@ -1,0 +1,135 @@
+"""Rewards: numbers in text, formats, and the calling convention; each defect of the released scorer is a case."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from qerl_jax.rewards import functions
+from qerl_jax.rewards.answers import extract_answer, parse_number, same_answer, unbox
+from qerl_jax.rewards.functions import RewardError, load_reward, score
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42),
+        ("-3", -3),
+        ("−3", -3),
+        ("+7", 7),
+        ("3.50", Fraction(7, 2)),
+        (".5", Fraction(1, 2)),
+        ("1,234", 1234),
+        ("1,234,567.25", Fraction(123456725, 100)),
+        ("$1,500", 1500),
+        ("\\$20", 20),
+        ("75%", 75),
+        ("18 eggs", 18),
+        ("x = 12", 12),
+        ("\\boxed{42}", 42),
+        ("so \\boxed{\\frac{3}{4}}", Fraction(3, 4)),
+        ("3/4", Fraction(3, 4)),
+        ("-1/2", Fraction(-1, 2)),
+        ("-\\frac{1}{2}", Fraction(-1, 2)),
+        ("1e3", 1000),
+        ("5 of 5", 5),
+        ("5 or 6", None),
+        ("none", None),
+        ("", None),
+        ("1/0", None),
+        ("12,34", None),
+        ("1e999999999", None),
+    ],
+)
+def test_parse_number(text, value):
+    assert parse_number(text) == value
+
+
+def test_unbox_balances_braces():
+    assert unbox("a \\boxed{x_{1} + {2}} b") == "x_{1} + {2}"
+    assert unbox("\\boxed{1} then \\boxed{2}") == "2"
+
+
+@pytest.mark.parametrize(
+    ("given", "gold", "equal"),
+    [
+        ("19", "1234", False),  # the released scorer compares the first character
+        ("1234", "1,234", True),  # gold answers with commas could never match
+        (" 42 ", "42", True),
+        ("42.0", "42", True),
+        ("$42", "42", True),
+        ("42 dollars", "42", True),
+        ("0.5", "1/2", True),
+        ("420", "42", False),
+        ("four", "4", False),
+        ("Paris", "paris", True),
+    ],
+)
+def test_same_answer(given, gold, equal):
+    assert same_answer(given, gold) is equal
+
+
+def test_answer_takes_the_last_block():
+    assert extract_answer("<answer>1</answer> no: <answer> 2\n</answer>") == "2"
+    assert extract_answer("the answer is 2") is None
+    assert functions.answer(completions=["<answer> 42 </answer>", "42", "<answer>41</answer>"], answer=["42"] * 3) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
+
+
+def test_formats():
+    good = (
+        "<think>one\ntwo\n\nthree</think>\n<answer>3</answer>"  # thoughts of several lines never matched in the release
+    )
+    cases = [
+        good,
+        f"Well. {good}",
+        "<answer>3</answer><think>x</think>",
+        "<think>x</think> then <answer>3</answer>",
+        f"{good}{good}",
+    ]
+    assert functions.strict_format(completions=cases) == [1, 0, 0, 0, 0]
+    assert functions.soft_format(completions=cases) == [1, 1, 0, 0, 1]
+
+
+def test_score_sums_weighted_and_none_means_not_applicable():
+    rewards = {"a": lambda completions, **_: [1, None, None], "b": lambda completions, **_: [0.5, 2, None]}
+    totals, each = score(rewards, (2.0, 0.1), ["p"] * 3, ["c"] * 3, ["x"] * 3)
+    assert totals[:2] == pytest.approx([2.05, 0.2]) and math.isnan(totals[2])
+    assert each["a"][0] == 1 and math.isnan(each["a"][1])
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (lambda **_: 1 / 0, "ZeroDivisionError"),
+        (lambda **_: [1.0], "1 values for 2 completions"),
+        (lambda **_: [1.0, math.nan], "nan for completion 1"),
+        (lambda **_: ["x", 1.0], "'x' for completion 0"),
+    ],
+)
+def test_score_refuses(reward, words):
+    with pytest.raises(RewardError, match=words):
+        score({"mine": reward}, (1.0,), ["p"] * 2, ["c"] * 2, ["x"] * 2)
+
+
+def test_reward_from_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def shout(prompts, completions, answer, **kwargs):\n    return [float(c.isupper()) for c in completions]\n"
+    )
+    assert load_reward(f"{path}:shout")(prompts=["", ""], completions=["A", "a"], answer=["", ""]) == [1.0, 0.0]
+    for name, words in [
+        (f"{path}:whisper", "no function 'whisper'"),
+        (f"{tmp_path}/none.py:f", "does not exist"),
+        ("answr", "neither one of"),
+    ]:
+        with pytest.raises(RewardError, match=words):
+            load_reward(name)
+    path.write_text("import nothing_of_this_name")
+    with pytest.raises(RewardError, match="failed to load"):
+        load_reward(f"{path}:shout")

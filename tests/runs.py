@@ -1,0 +1,117 @@
+"""Short training runs of the bundled policy, in processes of their own, and what two runs must share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+
+from qerl_jax.config import Config
+from qerl_jax.io import run_directory
+from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.rl.step import init_state
+from qerl_jax.train import load
+
+# Small enough for seconds, but every part of the program at work: two iterations, accumulation, norms, KL, refills,
+# noise.
+SMALL = {
+    "model": "tiny",
+    "weight_format": "nvfp4",
+    "dtype": "float32",
+    "dataset": "arithmetic",
+    "max_steps": 6,
+    "batch_size": 8,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "gradient_accumulation_steps": 2,
+    "max_prompt_length": 96,
+    "max_completion_length": 24,
+    "learning_rate": 1e-3,
+    "lora_rank": 4,
+    "train_norms": True,
+    "beta": 0.01,
+    "num_stages": 3,
+    "dynamic_sampling": True,
+    "max_refill_rounds": 1,
+    "save_steps": 1,
+    "save_total_limit": 2,
+}
+TIMES = ("time/", "step_time", "tokens_per_second")
+
+
+def config(directory: Path, **changes: object) -> Config:
+    """A small run into `directory`."""
+    return Config(**(SMALL | {"output_dir": str(directory)} | changes))
+
+
+def command(config_file: Path, *flags: str) -> list[str]:
+    """Command line of a run."""
+    return [sys.executable, "-m", "qerl_jax.train", "--config", str(config_file), *flags]
+
+
+def start(config_file: Path, *flags: str) -> subprocess.Popen:
+    """Start a run in its own process."""
+    return subprocess.Popen(command(config_file, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(directory: Path, step: int, process: subprocess.Popen, timeout: float = 240) -> None:
+    """Wait until the run has written that step's metrics."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if any(row["step"] >= step for row in read_metrics(directory)):
+            return
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended early with {process.returncode}: {process.stdout.read()}")
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step} after {timeout} s")
+
+
+def final_arrays(directory: Path) -> dict[str, np.ndarray]:
+    """Every array of the newest checkpoint, as bytes compare them."""
+    resolved = run_config(directory)
+    checkpoints = Checkpointer(directory, 2)
+    state = checkpoints.restore(init_state(load(resolved), resolved))
+    checkpoints.close()
+    import jax
+
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+    }
+
+
+def run_config(directory: Path) -> Config:
+    """The resolved config of a run."""
+    from qerl_jax.config import load as load_config
+
+    return load_config(directory / run_directory.CONFIG_FILE)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Bit-identical state, metrics but for times, completions and adapter."""
+    first, second = final_arrays(one), final_arrays(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name].view(np.uint8), second[name].view(np.uint8), err_msg=name)
+    rows = [
+        [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(d)] for d in (one, other)
+    ]
+    assert rows[0] == rows[1]
+    files = [sorted(path.name for path in (d / "completions").iterdir()) for d in (one, other)]
+    assert files[0] == files[1] == [f"step_{i + 1:06d}.parquet" for i in range(len(rows[0]))]
+    for name in files[0]:
+        assert pyarrow.parquet.read_table(one / "completions" / name) == pyarrow.parquet.read_table(
+            other / "completions" / name
+        )
+    for path in (one / "adapter").rglob("*.safetensors"):
+        assert path.read_bytes() == (other / path.relative_to(one)).read_bytes()
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file."""
+    return json.loads(path.read_text())

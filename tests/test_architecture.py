@@ -1,0 +1,171 @@
+"""The layout's promises: import direction, no dead knob, no torch in the package, a light import."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qerl_jax
+from qerl_jax.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(qerl_jax.__file__).parent
+KERNELS = ROOT / "kernels" / "qerl_kernels"
+
+# Each layer may import itself and those before it (DESIGN: import direction).
+LAYERS = [
+    ("qerl_kernels",),
+    ("models", "aqn", "keys", "types", "config"),
+    ("data", "rollout", "rl", "rewards"),
+    ("io", "reporting"),
+    ("evaluate", "quantize"),
+    ("train",),
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# config reads the shapes of an adapter and a format's name; types only numbers: nothing below them may import config.
+FORBIDDEN = {"rewards": {"jax", "flax", "models"}, "models": {"config"}, "types": {"config", "models"}}
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(layer, file) of every module of both packages."""
+    found = [("qerl_kernels", path) for path in KERNELS.rglob("*.py")]
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts != ("__init__",):
+            found.append((parts[0], path))
+    return found
+
+
+def imported(path: Path) -> list[str]:
+    """Dotted names that a module imports, wherever in it."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def layer_of(name: str) -> str | None:
+    parts = name.split(".")
+    if parts[0] == "qerl_kernels":
+        return "qerl_kernels"
+    return parts[1] if parts[0] == "qerl_jax" and len(parts) > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("layer", "path"), modules(), ids=lambda value: value.stem if isinstance(value, Path) else value
+)
+def test_imports_point_downwards(layer: str, path: Path):
+    for name in imported(path):
+        other = layer_of(name)
+        if other in LEVEL and other != layer:
+            assert LEVEL[other] <= LEVEL[layer], f"{path.relative_to(ROOT)} ({layer}) imports {name}"
+        forbidden = FORBIDDEN.get(layer, set())
+        assert other not in forbidden and name.split(".")[0] not in forbidden, (
+            f"{path.relative_to(ROOT)} imports {name}"
+        )
+        assert name.split(".")[0] != "torch", f"{path.relative_to(ROOT)} imports torch"
+        assert not re.fullmatch(r"transformers\.\w*Model\w*", name), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_every_layer_is_known():
+    assert {layer for layer, _ in modules()} <= set(LEVEL)
+
+
+def test_every_config_field_is_read():
+    """No dead knob: each field is read as an attribute somewhere outside config.py, or by a property that is."""
+    read: set[str] = set()
+    for _, path in modules():
+        if path.name != "config.py":
+            read |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    for name, member in vars(Config).items():
+        if isinstance(member, property) and name in read:
+            tree = ast.parse(inspect.cleandoc(inspect.getsource(member.fget).replace("    @property", "@property", 1)))
+            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not {field.name for field in dataclasses.fields(Config)} - read
+
+
+def test_every_config_field_is_described():
+    body = next(
+        node
+        for node in ast.walk(ast.parse((PACKAGE / "config.py").read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == "Config"
+    ).body
+    fields = [i for i, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
+    for i in fields:
+        following = body[i + 1]
+        described = (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        )
+        assert described and len(following.value.value) > 10, f"{body[i].target.id} has no description"
+
+
+def public_functions() -> list[tuple[str, ast.FunctionDef]]:
+    found = []
+    for _, path in modules():
+        for node in ast.parse(path.read_text()).body:
+            members = node.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_") else [node]
+            found += [
+                (f"{path.relative_to(ROOT)}:{member.name}", member)
+                for member in members
+                if isinstance(member, ast.FunctionDef) and not member.name.startswith("_")
+            ]
+    return found
+
+
+def test_public_functions_are_annotated_and_documented():
+    problems = []
+    for where, function in public_functions():
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        problems += [
+            f"{where}: {a.arg} has no annotation" for a in arguments if not (a.annotation or a.arg in ("self", "cls"))
+        ]
+        if function.returns is None and function.name != "__init__":
+            problems.append(f"{where} has no return annotation")
+        if not ast.get_docstring(function):
+            problems.append(f"{where} has no docstring")
+    assert not problems, "\n".join(problems)
+
+
+def test_all_names_of_the_api_exist():
+    for name in qerl_jax.__all__:
+        assert hasattr(qerl_jax, name)
+
+
+IMPORT_PROBE = """
+import json, sys, time
+started = time.perf_counter()
+import qerl_jax
+seconds = time.perf_counter() - started
+from jax._src import xla_bridge
+print(json.dumps({
+    "seconds": seconds,
+    "backends": sorted(xla_bridge._backends),
+    "heavy": sorted({"torch", "transformers", "datasets", "matplotlib", "tyro", "pyarrow"} & set(sys.modules)),
+}))
+"""
+
+
+def test_import_is_light_and_starts_no_device():
+    runs = [
+        json.loads(
+            subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True).stdout
+        )
+        for _ in range(2)
+    ]
+    assert runs[0]["backends"] == []
+    assert runs[0]["heavy"] == []
+    assert min(run["seconds"] for run in runs) < 3

@@ -1,0 +1,126 @@
+"""Config: YAML and command line in, errors that name the field and both values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from qerl_jax import train
+from qerl_jax.config import Config, ConfigError, differences, dump, load, to_mapping
+from qerl_jax.io import assets
+
+
+def test_round_trip_through_yaml(tmp_path):
+    config = Config(model="m", lora_target_modules=("q_proj", "v_proj"), learning_rate=3e-5, delta=2.0, top_p=0.9)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config))
+    assert load(path) == config
+
+
+def test_yaml_numbers_and_dashes(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("learning-rate: 1e-5\nsigma_end: 1e-4\nmax_steps: 1e2\nlora_alpha: 16\n")
+    config = load(path)
+    assert (config.learning_rate, config.sigma_end, config.max_steps, config.lora_alpha) == (1e-5, 1e-4, 100, 16.0)
+    assert isinstance(config.max_steps, int) and isinstance(config.lora_alpha, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lerning_rate: 1", ["unknown key 'lerning_rate'", "'learning_rate'"]),
+        ("loss_type: ppo", ["loss_type", "'ppo'", "dapo"]),
+        ("max_steps: many", ["max_steps", "'many'"]),
+        ("max_steps: 1.5", ["max_steps", "1.5"]),
+        ("train_norms: 1", ["train_norms", "1"]),
+        ("top_p: 0", ["top_p", "0"]),
+        ("temperature: 0", ["temperature", "0"]),
+        ("learning_rate: .nan", ["learning_rate", "nan"]),
+        ("batch_size: 12", ["num_generations 8", "batch_size 12"]),
+        ("gradient_accumulation_steps: 3", ["gradient_accumulation_steps 3", "batch_size 128"]),
+        ("reward_funcs: [answer]", ["1 reward_funcs", "2 reward_weights"]),
+        ("lora_rank: 0", ["lora_rank 0", "train_norms"]),
+        ("lora_target_modules: [q_proj, x_proj]", ["x_proj", "down_proj"]),
+        ("sigma_end: 0", ["sigma_end 0"]),
+        ("sigma_start: 0", ["sigma_start 0", "sigma_end 0.0005"]),
+        ("num_stages: 2", ["num_stages 2", "'qerl'"]),
+        ("delta: 1.1", ["delta 1.1", "0.28"]),
+        ("{loss_type: cispo, delta: 4}", ["delta 4", "cispo"]),
+        ("{overwrite: true, resume: auto}", ["overwrite", "'auto'"]),
+        ("- a list", ["list", "mapping"]),
+        ("a: [", ["not YAML"]),
+    ],
+)
+def test_errors_name_file_field_and_values(tmp_path, text, words):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    for word in ["bad.yaml", *words]:
+        assert word in str(error.value)
+
+
+def test_missing_file():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        load("nowhere.yaml")
+
+
+def test_command_line_over_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: m\nlearning_rate: 1e-4\nmax_steps: 7\n")
+    config = train.parse(
+        [
+            "--config",
+            str(path),
+            "--max-steps",
+            "9",
+            "--lora_rank",
+            "4",
+            "--reward-funcs",
+            "answer",
+            "--reward-weights",
+            "1",
+        ]
+    )
+    assert (config.model, config.learning_rate, config.max_steps, config.lora_rank) == ("m", 1e-4, 9, 4)
+    assert config.reward_funcs == ("answer",)
+
+
+def test_command_line_defaults():
+    assert train.parse([]) == load(assets.config_path("tiny"))
+    assert train.parse(["--seed", "3"]) == dataclasses.replace(load(assets.config_path("tiny")), seed=3)
+    assert train.parse(["--model", "m"]) == Config(model="m")
+
+
+def test_command_line_refuses(capsys):
+    assert train.main(["--config"]) == 2
+    assert "--config needs a file" in capsys.readouterr().err
+    for arguments, words in [
+        (["--model", "m", "--batch-size", "12"], "num_generations 8 does not divide batch_size 12"),
+        (["--no-such-flag", "1"], "no-such-flag"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            train.main(arguments)
+        assert stop.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.parse(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(Config):
+        assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_differences_name_both_values_and_spare_free_fields():
+    ours = Config(model="m", learning_rate=1e-4, output_dir="b", save_steps=3)
+    theirs = to_mapping(Config(model="m", learning_rate=1e-5, output_dir="a"))
+    assert differences(ours, theirs) == ["learning_rate: 1e-05 -> 0.0001"]
+
+
+def test_published_recipes_load():
+    for path in assets.config_path("tiny").parent.glob("*.yaml"):
+        assert load(path).model

@@ -1,0 +1,201 @@
+"""The whole program on the bundled policy: what a run leaves, and that kills, signals and bad batches lose nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import pytest
+import runs
+
+from qerl_jax import train
+from qerl_jax.config import ConfigError, dump
+from qerl_jax.data.problems import Problem
+from qerl_jax.evaluate import evaluate
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.load import load_policy
+from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.types import Sampling
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that went through, with an evaluation before and after."""
+    directory = tmp_path_factory.mktemp("runs") / "through"
+    config = runs.config(directory, eval_dataset="arithmetic", eval_samples=8, eval_batch_size=8)
+    train.train(config)
+    return directory, config
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    directory, config = finished
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "evaluation.json",
+        "adapter/adapter_config.json",
+        "adapter/vllm/norms.safetensors",
+    ):
+        assert (directory / name).stat().st_size > 0, name
+    assert runs.run_config(directory) == config
+    for name in ("reward", "accuracy", "entropy", "length", "mismatch"):
+        assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
+    assert set(runs.read_json(directory / "evaluation.json")) == {"before", "after"}
+
+
+def test_metrics_of_a_run(finished):
+    directory, config = finished
+    rows = read_metrics(directory)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    expected = {
+        "loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl", "num_tokens", "epoch", "step_time",
+        "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean",
+        "rewards/answer/mean", "rewards/soft_format/mean", "sampling/sampling_logp_difference/mean",
+        "sampling/sampling_logp_difference/max", "sampling/kl", "aqn/sigma", "aqn/norms", "tokens_per_second", "skipped",
+    }  # fmt: skip
+    assert expected <= set(rows[0])
+    layers = train.load(config).config.num_layers
+    assert all(row["aqn/norms"] == 2 * layers for row in rows)
+    # Stages of six steps in thirds: none, sigma_start, sigma_end.
+    np.testing.assert_allclose([row["aqn/sigma"] for row in rows], [0, 0, 1e-2, 1e-2, 5e-4, 5e-4])
+    quiet, noisy = rows[0], rows[2]
+    assert quiet["sampling/sampling_logp_difference/max"] < 1e-4 and quiet["sampling/kl"] < 1e-6
+    assert noisy["sampling/sampling_logp_difference/max"] > 1e-3 and noisy["sampling/kl"] > 0
+    assert [row["num_tokens"] for row in rows] == sorted(row["num_tokens"] for row in rows)
+
+
+def test_completions_of_a_run_agree_with_its_metrics(finished):
+    directory, config = finished
+    for row in read_metrics(directory):
+        table = pyarrow.parquet.read_table(directory / "completions" / f"step_{row['step']:06d}.parquet").to_pydict()
+        assert len(table["completion"]) == config.batch_size
+        np.testing.assert_allclose(np.mean(table["reward"]), row["reward"], rtol=1e-6)
+        np.testing.assert_allclose(np.mean(table["length"]), row["completions/mean_length"])
+        groups = np.reshape(table["problem_id"], (-1, config.num_generations))
+        assert (groups == groups[:, :1]).all()
+        for reward, correct, soft in zip(
+            table["reward"], table["rewards/answer"], table["rewards/soft_format"], strict=True
+        ):
+            assert reward == pytest.approx(2 * correct + 0.2 * soft)
+
+
+def test_killed_and_resumed_ends_bit_identical(finished, tmp_path):
+    """Real SIGKILLs: after the second step, wherever the run then is, and once more right after resuming."""
+    through, config = finished
+    directory = tmp_path / "killed"
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(dataclasses.replace(config, output_dir=str(directory))))
+    for step, flags in ((2, ()), (4, ("--resume", "auto"))):
+        process = runs.start(file, *flags)
+        runs.wait_for_step(directory, step, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    process = runs.start(file, "--resume", "auto")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "continuing after step" in output
+    runs.assert_same_run(through, directory)
+    assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
+
+
+def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
+    directory = tmp_path / "stopped"
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        dump(runs.config(directory, max_steps=500, save_steps=400, num_iterations=1, beta=0.0, dynamic_sampling=False))
+    )
+    process = runs.start(file)
+    runs.wait_for_step(directory, 1, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == train.STOPPED
+    assert "stopped by SIGTERM" in output and f"--config {directory}/config.yaml --resume auto" in output
+    last = read_metrics(directory)[-1]["step"]
+    assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
+
+
+def test_used_directory_and_other_config_are_refused(finished, tmp_path):
+    directory, config = finished
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train.train(config)
+    other = dataclasses.replace(config, resume="auto", learning_rate=2e-3)
+    with pytest.raises(ConfigError, match=r"learning_rate: 0\.001 -> 0\.002"):
+        train.train(other)
+    with pytest.raises(ConfigError, match="neither 'never', 'auto' nor a run directory"):
+        train.train(dataclasses.replace(config, output_dir=str(tmp_path / "new"), resume=str(tmp_path)))
+    assert len(read_metrics(directory)) == 6  # nothing was lost
+
+
+def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):
+    """A behaviour log-probability of −inf makes the importance weight, uncapped, infinite."""
+    real = train.collect_step
+
+    def poisoned(*arguments):
+        experience = real(*arguments)
+        logprobs = experience.rollout.logprobs.at[:, :].set(-jnp.inf)
+        return dataclasses.replace(experience, rollout=experience.rollout.replace(logprobs=logprobs))
+
+    monkeypatch.setattr(train, "collect_step", poisoned)
+    directory = tmp_path / "poisoned"
+    config = runs.config(directory, max_steps=1, importance_sampling_cap=None, dynamic_sampling=False)
+    state = train.train(config)
+    policy = train.load(config)
+    for old, new in zip(jax.tree.leaves(policy.lora), jax.tree.leaves(state.lora), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert read_metrics(directory)[0]["skipped"] == config.num_iterations
+    dumped = np.load(directory / "nonfinite" / "step_000001.npz")
+    assert np.isneginf(dumped["logprobs"]).any() and dumped["advantages"].shape == (8,)
+
+
+def test_sigma_zero_equals_no_noise(tmp_path):
+    """A schedule whose stage 0 spans the run equals one with no AQN at all, bit for bit."""
+    common = {"max_steps": 2, "num_iterations": 1, "dynamic_sampling": False, "beta": 0.0}
+    quiet = train.train(runs.config(tmp_path / "none", sigma_start=0.0, sigma_end=0.0, **common))
+    stage0 = train.train(
+        runs.config(tmp_path / "stage0", sigma_start=1e-2, sigma_end=1e-2, num_stages=3, **common | {"max_steps": 2})
+    )
+    rows = [read_metrics(tmp_path / name) for name in ("none", "stage0")]
+    assert rows[1][0]["aqn/sigma"] == 0 and rows[0][0]["reward"] == rows[1][0]["reward"]
+    assert rows[1][1]["aqn/sigma"] > 0
+    assert jax.tree.structure(quiet.lora) == jax.tree.structure(stage0.lora)
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
+    for flags, words in [
+        (["--model", str(tmp_path / "none")], "does not exist"),
+        (["--model", "tiny", "--dataset", "nothing"], "'nothing' is neither"),
+        (
+            ["--model", "tiny", "--dataset", "arithmetic", "--reward-funcs", "x", "--reward-weights", "1"],
+            "reward 'x' is neither",
+        ),
+        (
+            ["--model", "tiny", "--dataset", "arithmetic", "--max-completion-length", "100000"],
+            "max_position_embeddings",
+        ),
+        (
+            ["--model", "tiny", "--dataset", "arithmetic", "--rollout-memory-gb", "1e-9"],
+            "rollout_memory_gb 1e-09 cannot hold one group",
+        ),
+        (
+            ["--model", "tiny", "--dataset", "arithmetic", "--max-prompt-length", "1"],
+            "max_prompt_length 1; the shortest has",
+        ),
+    ]:
+        assert train.main([*flags, "--output-dir", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error, error
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluate_counts_the_bundled_policy():
+    """`evaluate` against a count by hand over its own completions, and its interval against known values."""
+    policy = load_policy(model_path("tiny"), "nvfp4", dtype=jnp.float32)
+    problems = [Problem(i, "Tom has 3 apples. He buys 4 more. How many?", "7") for i in range(6)]
+    result = evaluate(policy, problems, Sampling(24, temperature=0.0, num_generations=2))
+    assert result.accuracy in (0.0, 1.0)  # greedy: six equal problems, two equal completions each
+    assert (result.problems, result.generations, result.pass_at_k) == (6, 2, result.accuracy)
