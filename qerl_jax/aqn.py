@@ -7,7 +7,7 @@ Axes: L layers, D model.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ NOISE_SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")
 NOISE_FORMULAS = ("qerl", "paper")
 
 
+@runtime_checkable
 class NoiseConfig(Protocol):
     """What `sigma` reads; `qerl_jax.config.Config` has it."""
 

@@ -48,28 +48,36 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
     """`ModelConfig` from the two JSON objects; `where` names the file in errors."""
     _refuse_unsupported(config, where)
 
-    def need(key: str) -> Any:
-        if not isinstance(config.get(key), int | float) or isinstance(config[key], bool) or config[key] <= 0:
-            raise CheckpointError(f"{where}: {key} must be a positive number, got {config.get(key)!r}")
-        return config[key]
+    def positive(key: str, kind: type = int, default: Any = None) -> Any:
+        value = config.get(key) if config.get(key) is not None else default
+        if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
+            noun = "whole number" if kind is int else "number"
+            raise CheckpointError(f"{where}: {key} must be a {noun} above 0, got {value!r}")
+        return value
 
-    heads = need("num_attention_heads")
-    head_dim = config.get("head_dim") or need("hidden_size") // heads
+    heads, hidden = positive("num_attention_heads"), positive("hidden_size")
+    if config.get("head_dim") is None and hidden % heads:
+        raise CheckpointError(
+            f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and no head_dim is given"
+        )
+    head_dim = positive("head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim {head_dim} is odd: rotary positions turn pairs")
     eos = _eos_ids(config, generation)
     pad = next((p for p in (generation.get("pad_token_id"), config.get("pad_token_id")) if isinstance(p, int)), None)
     try:
         return ModelConfig(
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
+            vocab_size=positive("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=positive("intermediate_size"),
+            num_layers=positive("num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
+            num_kv_heads=positive("num_key_value_heads", default=heads),
             head_dim=head_dim,
             rope_theta=float(rope_theta(config)),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(positive("rms_norm_eps", float, 1e-6)),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_position_embeddings=need("max_position_embeddings"),
+            max_position_embeddings=positive("max_position_embeddings"),
             eos_token_ids=eos,
             pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
         )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK
 
 from qerl_jax import aqn, keys
@@ -28,7 +29,7 @@ def load_policy(
     path: str | Path,
     weight_format: str | None = None,
     lora: LoraConfig | None = None,
-    dtype: jnp.dtype = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     adapter: str | Path | None = None,
     seed: int = 0,
 ) -> Policy:
@@ -106,7 +107,7 @@ def load_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
 
 
-def load_weights(path: Path, config: ModelConfig, weight_format: str | None, dtype: jnp.dtype) -> dict:
+def load_weights(path: Path, config: ModelConfig, weight_format: str | None, dtype: DTypeLike) -> dict:
     """Every weight of the model on the default device, q/k/v and gate/up fused by concatenating rows."""
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
@@ -151,7 +152,7 @@ def _load_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
 class _Source:
     """Reads tensors by name with their expected shape, and remembers which were used."""
 
-    def __init__(self, tensors: Tensors, scheme: str | None, weight_format: str, dtype: jnp.dtype):
+    def __init__(self, tensors: Tensors, scheme: str | None, weight_format: str, dtype: DTypeLike):
         self.tensors, self.scheme, self.weight_format, self.dtype = tensors, scheme, weight_format, dtype
         self.used: set[str] = set()
 
@@ -180,7 +181,7 @@ class _Source:
     def dense(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         return jnp.asarray(self._finite(name, self.read(name, shape, _FLOATS))).astype(self.dtype)
 
-    def vector(self, name: str, size: int, dtype: jnp.dtype) -> jax.Array:
+    def vector(self, name: str, size: int, dtype: DTypeLike) -> jax.Array:
         return jnp.asarray(self._finite(name, self.read(name, (size,), _FLOATS))).astype(dtype)
 
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:

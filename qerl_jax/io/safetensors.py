@@ -16,18 +16,19 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+# In the order in which the library lays tensors out: widest first, and among equals the reverse of its enumeration.
 DTYPES = {
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
+    "I16": np.dtype(np.int16),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
@@ -66,15 +67,17 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     return table, start
 
 
-def _check_entry(path: Path, name: str, entry: dict, available: int) -> None:
+def _check_entry(path: Path, name: str, entry: object, available: int) -> None:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        sane = begin >= 0 and all(isinstance(side, int) and side >= 0 for side in shape)
+        sane = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: entry {name!r} is malformed: {entry!r}") from error
+    if not sane:
+        raise CheckpointError(f"{path}: entry {name!r} is malformed: {entry!r}")
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name!r} has dtype {dtype!r}, known are {sorted(DTYPES)}")
-    expected = math.prod(shape) * DTYPES[dtype].itemsize if sane else -1
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
         raise CheckpointError(
             f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its entry spans {end - begin}"
@@ -169,10 +172,11 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensor: Callable[[str], np
 
     Args:
       path: replaced if it exists; the caller makes the whole directory atomic.
-      specs: dtype and shape by name. The order on disk is that of the library: wider dtypes first, then by name.
+      specs: dtype and shape by name. The order on disk is that of the library: by dtype as in `DTYPES`, then by name.
       tensor: gives each tensor when its turn comes.
     """
-    names = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
+    ranks = list(DTYPES.values())
+    names = sorted(specs, key=lambda name: (ranks.index(specs[name][0]), name))
     table: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
@@ -185,7 +189,7 @@ def write_file(path: Path, specs: Mapping[str, Spec], tensor: Callable[[str], np
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         for name in names:
-            array = np.ascontiguousarray(tensor(name))
+            array = np.asarray(tensor(name), order="C")  # ascontiguousarray would turn a scalar into a vector
             if (array.dtype, array.shape) != (specs[name][0], tuple(specs[name][1])):
                 raise AssertionError(f"{name}: announced {specs[name]}, got {array.dtype} {array.shape}")
             file.write(array.reshape(-1).view(np.uint8))

@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -22,7 +23,7 @@ class KVCache:
     values: tuple[Float[Array, "B S K H"], ...]
 
 
-def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
+def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
     """An empty cache of `2 · layers · batch · slots · kv_heads · head_dim` elements."""
 
     def arrays():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.nvfp4_matmul import reference as fp4
 
@@ -81,7 +82,7 @@ def _frozen_matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, 
     return y if row_scale is None else y * row_scale
 
 
-def _factors(weight: Weight, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+def _factors(weight: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
     """The weight as a matrix in the compute dtype and an fp32 factor for each output row (None: one).
 
     bf16 compute keeps NVFP4 and MXFP4 exact (`bf16_parts`); NF4's block scale cannot leave the sum, so there the value

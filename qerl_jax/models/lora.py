@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -81,7 +82,7 @@ def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: i
     return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
 
 
-def compute_copy(lora: Any, dtype: jnp.dtype) -> Any:
+def compute_copy(lora: Any, dtype: DTypeLike) -> Any:
     """The adapters in the compute dtype: cast once an update, used by rollout and trainer alike."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), lora)
 

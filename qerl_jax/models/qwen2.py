@@ -139,7 +139,9 @@ class Attention(nnx.Module):
         v = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
         if layer_cache is not None:
             layer_cache = (kv.write(layer_cache[0], positions, k), kv.write(layer_cache[1], positions, v))
-            if length == 1:  # decode reads the cache; prefill starts an empty one, so its own keys are all there is
+            # Decode's mask spans the cache and reads it; prefill starts an empty one, so its own keys are all there is.
+            # Not a question of length: a prompt may have one token, too.
+            if mask.shape[-1] != length:
                 k, v = layer_cache
         return self.o_proj(attend(q, k, v, mask).reshape(batch, length, q_dim)), layer_cache
 
@@ -250,7 +252,7 @@ class Qwen2(nnx.Module):
         return jnp.matmul(hidden, head.get_value().T, preferred_element_type=jnp.float32, precision=precision)
 
 
-def rotary_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> Float32[Array, "B T H/2"]:
+def rotary_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> Float32[Array, "B T {head_dim//2}"]:
     """`position · theta^(−2i / H)` in fp32."""
     frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     return positions[..., None].astype(jnp.float32) * frequencies

@@ -12,13 +12,14 @@ Axes: B sequences, T tokens (the predicted ones: column t of a batch's mask is c
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 
+@runtime_checkable
 class LossConfig(Protocol):
     """What the loss reads; `qerl_jax.config.Config` has it."""
 

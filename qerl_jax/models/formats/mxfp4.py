@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, Mxfp4
 
-from qerl_jax.models.formats.nvfp4 import encode_e2m1, pack_codes
+from qerl_jax.models.formats.nvfp4 import encode_e2m1, max_magnitude, pack_codes
 
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 · 2^2
 
@@ -13,11 +13,12 @@ _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 · 2^2
 def quantize(weight: np.ndarray) -> Mxfp4:
     """`e = floor(log2(amax)) − 2` for each block of 32, codes by round to nearest, ties to even, saturating at ±6.
 
-    Raises ValueError if k is not a multiple of 32.
+    Raises ValueError if k is not a multiple of 32, or for a value that is not finite.
     """
     n, k = weight.shape
     if k % MXFP4_BLOCK:
         raise ValueError(f"MXFP4 needs input features divisible by {MXFP4_BLOCK}, got a weight of {n} x {k}")
+    max_magnitude(weight)
     blocks = np.asarray(weight, np.float32).reshape(n, k // MXFP4_BLOCK, MXFP4_BLOCK)
     amax = np.abs(blocks).max(-1)
     exponent = np.frexp(amax)[1] - 1 - _E2M1_MAX_EXPONENT

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
+from qerl_jax.models.formats.nvfp4 import max_magnitude
+
 NF4_BLOCK = 64
 NF4_VALUES = (
     -1.0,
@@ -38,8 +40,8 @@ class Nf4:
     quantization.
     """
 
-    codes: UInt8[Array, "n k/2"]
-    absmax: Float32[Array, "n k/64"]
+    codes: UInt8[Array | np.ndarray, "n half_k"]
+    absmax: Float32[Array | np.ndarray, "n k_blocks"]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,11 +51,12 @@ class Nf4:
 
 def quantize(weight: np.ndarray) -> Nf4:
     """Nearest NF4 value of `weight / absmax` in blocks of 64 along the input. Raises ValueError if k is not a multiple
-    of 64.
+    of 64, or for a value that is not finite.
     """
     n, k = weight.shape
     if k % NF4_BLOCK:
         raise ValueError(f"NF4 needs input features divisible by {NF4_BLOCK}, got a weight of {n} x {k}")
+    max_magnitude(weight)
     blocks = np.asarray(weight, np.float32).reshape(n, k // NF4_BLOCK, NF4_BLOCK)
     absmax = np.abs(blocks).max(-1)
     unit = blocks / np.where(absmax > 0, absmax, 1)[..., None]

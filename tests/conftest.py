@@ -1,0 +1,61 @@
+"""What every test shares: the CPU, strict annotations, and the data as files.
+
+jaxtyping's import hook checks the shape annotations of `qerl_jax` with beartype while the tests run; it must be installed before anything of
+`qerl_jax` is imported, so nothing above it imports the package.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import shutil
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("qerl_jax", "typecheck.check")
+
+import jax
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+# Third-party warnings only, each for one message of one library; everything else is an error (pyproject).
+IGNORED_WARNINGS: tuple[str, ...] = ()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.config.update("jax_enable_compilation_cache", False)
+    for line in IGNORED_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of `tests/data` with the .xz files unpacked. Read-only by agreement: tests that change files copy them first."""
+    root = tmp_path_factory.mktemp("data")
+    for source in sorted(DATA.rglob("*")):
+        target = root / source.relative_to(DATA)
+        if source.is_dir():
+            target.mkdir()
+        elif source.suffix == ".xz":
+            target.with_suffix("").write_bytes(lzma.decompress(source.read_bytes()))
+        else:
+            shutil.copyfile(source, target)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(data: Path) -> Path:
+    """Random three-shard Qwen2: 3 layers, hidden 128, 4 / 2 heads, untied head, biases."""
+    return data / "tiny-random-qwen2-hf"
+
+
+@pytest.fixture(scope="session")
+def stories_dir(data: Path) -> Path:
+    """Really trained 260k-parameter model: 5 layers, hidden 64, 8 / 4 heads, tied head."""
+    return data / "stories260K-qwen2-hf"

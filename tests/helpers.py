@@ -1,0 +1,49 @@
+"""Small policies and compiled functions that many tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.io.load import load_policy
+from qerl_jax.models.lora import Lora, LoraConfig
+from qerl_jax.rl.logprobs import policy_logits, token_logprobs
+from qerl_jax.types import Policy
+
+logits_of = jax.jit(policy_logits)
+logprobs_of = jax.jit(token_logprobs, static_argnames=("temperature", "chunk"))
+
+
+def fp32_policy(directory: Path, rank: int = 4, **options: Any) -> Policy:
+    """The model of a directory in fp32, with fresh adapters on all seven projections."""
+    return load_policy(directory, lora=LoraConfig(rank=rank), dtype=jnp.float32, **options)
+
+
+def randomized(policy: Policy, seed: int, size: float = 0.1) -> Policy:
+    """The policy with normal A and B, as if it had been trained."""
+    rng = np.random.default_rng(seed)
+
+    def draw(lora: Lora) -> Lora:
+        a, b = (jnp.asarray(rng.normal(size=x.shape, scale=size), jnp.float32) for x in (lora.a, lora.b))
+        return dataclasses.replace(lora, a=a, b=b)
+
+    return policy.replace(lora=jax.tree.map(draw, policy.lora, is_leaf=lambda node: isinstance(node, Lora)))
+
+
+def with_norm_offsets(policy: Policy, seed: int, size: float = 0.1) -> Policy:
+    """The policy with every layer norm moved by normal noise of numpy's, not of `aqn`."""
+    rng = np.random.default_rng(seed)
+    norms = jax.tree.map(lambda w: w + jnp.asarray(rng.normal(size=w.shape, scale=size), jnp.float32), policy.norms)
+    return policy.replace(norms=norms)
+
+
+def assert_trees_equal(a: Any, b: Any) -> None:
+    """Same structure and the same bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

@@ -1,0 +1,154 @@
+"""Published configurations against transformers' own reading of them, and refusals that name file, key and value."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from qerl_jax.io.hf_config import model_config, parse_config, quantization_format, read_json
+from qerl_jax.io.safetensors import CheckpointError
+
+# size -> config file, published parameter count in billions, [hidden, ffn, layers, heads, kv heads, vocab], tied, eps (FACTS: Qwen2.5 report, table 1)
+PUBLISHED = {
+    "0.5B": ("Qwen2.5-0.5B-Instruct/config.resaved.json", 0.49, (896, 4864, 24, 14, 2, 151936), True, 1e-6),
+    "1.5B": ("Qwen2.5-1.5B/config.json", 1.54, (1536, 8960, 28, 12, 2, 151936), True, 1e-6),
+    "3B": ("Qwen2.5-3B/config.json", 3.09, (2048, 11008, 36, 16, 2, 151936), True, 1e-6),
+    "7B": ("Qwen2.5-7B/config.json", 7.61, (3584, 18944, 28, 28, 4, 152064), False, 1e-6),
+    "7B-other-copy": ("Qwen2.5-7B/config.llmprof.json", 7.61, (3584, 18944, 28, 28, 4, 152064), False, 1e-6),
+    "14B": ("Qwen2.5-14B/config.json", 14.7, (5120, 13824, 48, 40, 8, 152064), False, 1e-5),
+    "32B": ("Qwen2.5-32B/config.json", 32.5, (5120, 27648, 64, 40, 8, 152064), False, 1e-5),
+    "32B-other-copy": ("Qwen2.5-32B/config.llmprof.json", 32.5, (5120, 27648, 64, 40, 8, 152064), False, 1e-5),
+    "32B-Instruct": ("Qwen2.5-32B-Instruct/config.json", 32.5, (5120, 27648, 64, 40, 8, 152064), False, 1e-6),
+    "72B": ("Qwen2.5-72B/config.json", 72.7, (8192, 29568, 80, 64, 8, 152064), False, 1e-5),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_config(data, size):
+    file, billions, shape, tied, eps = PUBLISHED[size]
+    raw = read_json(data / "qwen2.5_configs" / file)
+    config = parse_config(raw, {}, file)
+    fields = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
+    assert tuple(getattr(config, field) for field in fields) == shape
+    assert (config.tie_word_embeddings, config.rms_norm_eps, config.rope_theta) == (tied, eps, 1e6)
+    assert config.head_dim == (64 if size == "0.5B" else 128)
+
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{k: v for k, v in raw.items() if k != "_name_or_path"}))
+    assert config.parameter_count() == sum(p.numel() for p in model.parameters())
+    assert config.parameter_count() / 1e9 == pytest.approx(billions, rel=0.01)
+    for name, projection in (("q_proj", model.model.layers[0].self_attn.q_proj), ("down_proj", model.model.layers[0].mlp.down_proj)):
+        assert config.projection_shapes()[name] == tuple(projection.weight.shape)
+
+
+def test_every_eos_id_of_both_files(data):
+    folder = data / "qwen2.5_configs/Qwen2.5-32B-Instruct"
+    config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"), "x")
+    assert set(config.eos_token_ids) == {151643, 151645} and len(config.eos_token_ids) == 2
+    assert config.pad_token_id == 151643
+    base = parse_config(read_json(data / "qwen2.5_configs/Qwen2.5-7B/config.json"), {}, "x")
+    assert base.eos_token_ids == (151643,)
+    small = data / "qwen2.5_configs/Qwen2.5-0.5B-Instruct"
+    config = parse_config(
+        read_json(small / "config.resaved.json"), read_json(small / "generation_config.resaved.json"), "x"
+    )
+    assert set(config.eos_token_ids) == {151643, 151645}
+
+
+MINIMAL = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+}
+
+
+def test_head_dim_is_the_configs_own_where_it_states_one():
+    assert parse_config(MINIMAL, {}, "x").head_dim == 8
+    assert parse_config({**MINIMAL, "head_dim": 12}, {}, "x").head_dim == 12
+    assert parse_config({**MINIMAL, "head_dim": None}, {}, "x").head_dim == 8
+
+
+@pytest.mark.parametrize("parameters", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}])
+def test_rope_theta_at_either_place(parameters):
+    assert parse_config({**MINIMAL, **parameters}, {}, "x").rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "llama"}, ("model_type", "llama")),
+        ({"model_type": None}, ("model_type", "None")),
+        ({"use_sliding_window": True, "sliding_window": 16}, ("use_sliding_window", "true")),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, ("rope_parameters", "linear")),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+        ({"num_attention_heads": 5, "head_dim": 8}, ("num_attention_heads", "5", "2")),
+        ({"vocab_size": "64"}, ("vocab_size", "'64'")),
+        ({"hidden_size": None}, ("hidden_size", "None")),
+        ({"num_hidden_layers": -1}, ("num_hidden_layers", "-1")),
+        ({"intermediate_size": 48.5}, ("intermediate_size", "48.5")),
+        ({"num_key_value_heads": 2.0}, ("num_key_value_heads", "2.0")),
+        ({"head_dim": -8}, ("head_dim", "-8")),
+        ({"head_dim": 7}, ("head_dim", "7")),
+        ({"hidden_size": 30}, ("hidden_size", "30", "4")),
+        ({"rms_norm_eps": "1e-6x"}, ("rms_norm_eps", "1e-6x")),
+    ],
+)
+def test_refusals_name_file_key_and_value(tmp_path, changes, named):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MINIMAL, **changes}))
+    with pytest.raises(CheckpointError) as error:
+        model_config(tmp_path)
+    for word in (str(path), *named):
+        assert word in str(error.value)
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        model_config(tmp_path)
+    for text in ("{", "[1]", "\x00"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            model_config(tmp_path)
+
+
+def test_quantization_sections_of_published_checkpoints(data):
+    folder = data / "nvfp4"
+    for name, expected in (("compressed-tensors", "compressed-tensors"), ("modelopt", "modelopt")):
+        config = read_json(folder / f"fixture-{name}-tiny-qwen2/config.json")
+        assert quantization_format(config, "x") == expected
+    mixed = read_json(folder / "nvidia--Qwen3.6-27B-NVFP4_config.json")
+    with pytest.raises(CheckpointError, match="here.json.*MIXED_PRECISION"):
+        quantization_format(mixed, "here.json")
+    for name in ("nvidia--Qwen3.6-27B-NVFP4_config.json", "nvidia--Qwen3-235B-A22B-NVFP4_config.json"):
+        with pytest.raises(CheckpointError, match="here.json.*qwen3"):
+            parse_config(read_json(folder / name), {}, "here.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack-quantized"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8"),
+        ({"producer": {"name": "modelopt"}, "quant_algo": "FP8"}, "FP8"),
+    ],
+)
+def test_other_quantizations_are_refused(section, named):
+    with pytest.raises(CheckpointError, match=f"here.json.*{named}"):
+        quantization_format({"quantization_config": section}, "here.json")
+
+
+def test_no_quantization():
+    assert quantization_format({}, "x") is None
+    assert quantization_format({"quantization_config": None}, "x") is None

@@ -1,0 +1,105 @@
+"""The losses in PyTorch, one sequence and one token at a time, from the papers' formulas; and TRL's own, called on a stand-in trainer."""
+
+from __future__ import annotations
+
+import collections
+import types
+
+import torch
+
+
+def token_loss(ratio, logp, advantage, settings) -> torch.Tensor:
+    """GRPO's clipped surrogate (arXiv 2402.03300 eq. 3; two-sided: 2505.07291), or CISPO's (2506.13585 eq. 4, without its lower clip)."""
+    if settings.loss_type == "cispo":
+        return -torch.minimum(ratio, torch.tensor(settings.epsilon_high)).detach() * advantage * logp
+    bounded = ratio if settings.delta is None else torch.minimum(ratio, torch.tensor(settings.delta))
+    low, high = 1 - settings.epsilon, 1 + settings.epsilon_high
+    clipped = low if ratio < low else high if ratio > high else ratio
+    return -torch.minimum(bounded * advantage, clipped * advantage)
+
+
+def loss(logp, old, behaviour, reference, advantages, mask, settings) -> torch.Tensor:
+    """Scalar loss of a batch; rows without a token are absent.
+
+    Per token: surrogate · min(π_old / π_behaviour, cap) + β (e^d − d − 1), d = log π_ref − log π. Then `grpo`: mean over the tokens of each row,
+    mean over rows; `bnpo`, `dapo`, `cispo`: mean over all tokens; `dr_grpo`: sum over rows · max length.
+    """
+    rows = []
+    for b in range(len(logp)):
+        where = [t for t in range(logp.shape[1]) if mask[b][t]]
+        if not where:
+            continue
+        log_ratios = {t: logp[b, t] - old[b, t] for t in where}
+        if settings.importance_sampling_level == "sequence":  # GSPO, arXiv 2507.18071 eq. 7
+            mean = sum(log_ratios.values()) / len(where)
+            log_ratios = dict.fromkeys(where, mean)
+        losses = []
+        for t in where:
+            value = token_loss(torch.exp(log_ratios[t]), logp[b, t], advantages[b], settings)
+            if settings.importance_sampling_cap is not None:
+                value = value * torch.exp(old[b, t] - behaviour[b, t]).clamp(max=settings.importance_sampling_cap)
+            if settings.beta:
+                d = reference[b, t] - logp[b, t]
+                value = value + settings.beta * (torch.exp(d) - d - 1)
+            losses.append(value)
+        rows.append(losses)
+    if not rows:
+        return logp.sum() * 0
+    if settings.loss_type == "grpo":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    total = sum(sum(row) for row in rows)
+    if settings.loss_type == "dr_grpo":
+        return total / (len(rows) * settings.max_completion_length)
+    return total / sum(len(row) for row in rows)
+
+
+class _Accelerator:
+    num_processes = 1
+    sync_gradients = False
+
+    def gather(self, x):
+        return x
+
+    def reduce(self, x, reduction):
+        return x
+
+
+def trl_loss(logp, old, behaviour, reference, advantages, mask, settings) -> tuple[torch.Tensor, dict[str, float]]:
+    """`GRPOTrainer._compute_loss` on a stand-in whose model returns `logp`, and the metrics it logged. Every row needs a token."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    metrics = {"eval": collections.defaultdict(list)}
+    trainer = types.SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, torch.zeros_like(logp), None),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=settings.importance_sampling_level,
+        beta=settings.beta,
+        loss_type=settings.loss_type,
+        epsilon_low=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        use_vllm=settings.importance_sampling_cap is not None,
+        vllm_importance_sampling_correction=True,
+        model=types.SimpleNamespace(training=False),
+        max_completion_length=settings.max_completion_length,
+        accelerator=_Accelerator(),
+        _entropy_bonus_enabled=False,
+        _metrics=metrics,
+        args=types.SimpleNamespace(delta=settings.delta, use_bias_correction_kl=False),
+    )
+    ids = torch.zeros(logp.shape, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask.to(logp.dtype),
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": mask.sum(),
+    }
+    if settings.importance_sampling_cap is not None:
+        inputs["importance_sampling_ratio"] = torch.exp(old - behaviour).clamp(max=settings.importance_sampling_cap)
+    value = GRPOTrainer._compute_loss(trainer, None, inputs)
+    return value, {name: values[0] for name, values in metrics["eval"].items()}

@@ -1,0 +1,198 @@
+"""Loss values and gradients against PyTorch from the formulas and against TRL."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from oracles import torch_grpo
+
+from qerl_jax.rl.loss import token_losses, token_weights
+
+LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
+B, T = 4, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    loss_type: str = "grpo"
+    importance_sampling_level: str = "token"
+    epsilon: float = 0.2
+    epsilon_high: float = 0.28
+    delta: float | None = None
+    beta: float = 0.0
+    importance_sampling_cap: float | None = None
+    max_completion_length: int = 9
+
+    @property
+    def upper_clip(self) -> float:
+        return self.epsilon_high
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def case() -> dict[str, np.ndarray]:
+    """Ratios from 0.3 to 3, of whole sequences, too, and advantages of both signs, so that every clip binds somewhere; a mask of different
+    lengths with a hole."""
+    rng = np.random.default_rng(0)
+    shift = np.array([-0.5, 0.6, 0.1, -0.6], np.float32)[:, None]
+    logp = -rng.gamma(2, 1, (B, T)).astype(np.float32)
+    mask = np.arange(T) < np.array([6, 3, 1, 5])[:, None]
+    mask[3, 2] = False
+    return {
+        "logp": logp,
+        "old": logp + shift + rng.normal(size=(B, T), scale=0.5).astype(np.float32),
+        "behaviour": logp + rng.normal(size=(B, T), scale=0.8).astype(np.float32),
+        "reference": logp + rng.normal(size=(B, T), scale=0.5).astype(np.float32),
+        "advantages": np.array([1.3, -0.7, 0.4, -1.1], np.float32),
+        "mask": mask,
+    }
+
+
+def ours(case: dict[str, np.ndarray], settings: Settings) -> tuple[float, np.ndarray, dict]:
+    """Loss, its gradient in the log-probabilities, and the values to report."""
+    mask = jnp.asarray(case["mask"])
+    weights = token_weights(mask, settings.loss_type, settings.max_completion_length)
+    arrays = {k: jnp.asarray(v) for k, v in case.items()}
+
+    def total(logp):
+        reference = arrays["reference"] if settings.beta else None
+        losses, values = token_losses(
+            logp, arrays["old"], arrays["behaviour"], reference, arrays["advantages"], mask, settings
+        )
+        assert losses.shape == mask.shape and (jnp.where(mask, 0, losses) == 0).all()
+        return jnp.sum(weights * losses), values
+
+    (value, values), gradient = jax.value_and_grad(total, has_aux=True)(arrays["logp"])
+    return float(value), np.asarray(gradient), values
+
+
+def theirs(case, settings, function=torch_grpo.loss):
+    tensors = {k: torch.tensor(v, dtype=torch.bool if k == "mask" else torch.float64) for k, v in case.items()}
+    tensors["logp"].requires_grad_(True)
+    result = function(**tensors, settings=settings)
+    value, metrics = result if isinstance(result, tuple) else (result, None)
+    value.backward()
+    return value.item(), tensors["logp"].grad.numpy(), metrics
+
+
+GRID = [
+    Settings(
+        *choice[:2],
+        epsilon_high=1.2 if choice[0] == "cispo" else 0.28,
+        delta=choice[2],
+        beta=choice[3],
+        importance_sampling_cap=choice[4],
+    )
+    for choice in itertools.product(LOSSES, ("token", "sequence"), (None, 1.4), (0.0, 0.3), (None, 1.5))
+    if not (choice[0] == "cispo" and choice[2])
+]
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_values_and_gradients_equal_the_formulas(case, loss_type):
+    for settings in (s for s in GRID if s.loss_type == loss_type):
+        value, gradient, _ = ours(case, settings)
+        expected, expected_gradient, _ = theirs(case, settings)
+        assert value == pytest.approx(expected, abs=1e-6), settings
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6, err_msg=str(settings))
+        assert (gradient[~case["mask"]] == 0).all()
+
+
+def test_the_case_makes_every_setting_matter(case):
+    """Each of the settings changes the loss, so that the comparison above can tell them apart; and every clip binds."""
+    base = Settings()
+    values = [ours(case, s)[0] for s in GRID]
+    assert len({round(v, 6) for v in values}) == len([s for s in GRID if s.loss_type != "bnpo"])  # bnpo is dapo
+    for changes in ({"epsilon": 0.05}, {"epsilon_high": 0.05}, {"delta": 1.4}, {"beta": 0.3}, {"importance_sampling_cap": 1.5}):
+        assert abs(ours(case, dataclasses.replace(base, **changes))[0] - ours(case, base)[0]) > 1e-4, changes
+    flags = ours(case, base)[2]
+    assert flags["clip_low"].sum() > 0 and flags["clip_high"].sum() > 0
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_values_gradients_and_metrics_equal_trl(case, loss_type):
+    """TRL divides `grpo` and `dr_grpo` by all rows where we leave empty ones out: no row is empty here. `bnpo` and `dapo` differ there by the
+    batch they normalize over, which is one batch here."""
+    for settings in (s for s in GRID if s.loss_type == loss_type):
+        value, gradient, values = ours(case, settings)
+        expected, expected_gradient, metrics = theirs(case, settings, torch_grpo.trl_loss)
+        assert value == pytest.approx(expected, abs=1e-6), settings
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6, err_msg=str(settings))
+        tokens = case["mask"].sum()
+        if settings.beta:
+            assert float(values["kl"].sum() / tokens) == pytest.approx(metrics["kl"], abs=1e-6)
+        if settings.importance_sampling_level == "token" and loss_type != "cispo":
+            for side in ("low", "high"):
+                ratio = float(values[f"clip_{side}"].sum() / tokens)
+                assert ratio == pytest.approx(metrics[f"clip_ratio/{side}_mean"], abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_token_weights_by_hand(loss_type):
+    mask = jnp.asarray([[True, True, False, True], [False, False, True, False], [False] * 4])
+    weights = np.asarray(token_weights(mask, loss_type, 10))
+    expected = {
+        "grpo": [1 / 6, 1 / 6, 0, 1 / 6, 0, 0, 1 / 2, 0],
+        "dr_grpo": [1 / 20, 1 / 20, 0, 1 / 20, 0, 0, 1 / 20, 0],
+    }.get(loss_type, [1 / 4, 1 / 4, 0, 1 / 4, 0, 0, 1 / 4, 0])
+    np.testing.assert_allclose(weights.reshape(-1), [*expected, 0, 0, 0, 0], rtol=1e-6)
+    empty = token_weights(jnp.zeros((2, 3), bool), loss_type, 10)
+    assert (np.asarray(empty) == 0).all()
+
+
+def test_unknown_loss_type_is_refused():
+    with pytest.raises(ValueError, match="'gspo'"):
+        token_weights(jnp.ones((1, 2), bool), "gspo", 3)
+
+
+@pytest.mark.parametrize("settings", [Settings(t, lvl, beta=0.3) for t in LOSSES for lvl in ("token", "sequence")], ids=str)
+def test_a_masked_row_or_token_is_an_absent_one(case, settings):
+    """Garbage, infinities and NaN behind the mask change nothing."""
+    masked = {k: v.copy() for k, v in case.items()}
+    masked["mask"][1] = False
+    dropped = {k: np.delete(v, 1, axis=0) for k, v in case.items()}
+    value, gradient, _ = ours(dropped, settings)
+    for garbage in (3.0, -1e30, np.nan):
+        for name in ("logp", "old", "behaviour", "reference"):
+            masked[name][~masked["mask"]] = garbage
+        got, got_gradient, values = ours(masked, settings)
+        assert got == pytest.approx(value, abs=1e-6)
+        np.testing.assert_allclose(np.delete(got_gradient, 1, axis=0), gradient, atol=1e-6)
+        assert (got_gradient[1] == 0).all()
+        assert all(np.isfinite(v).all() for v in jax.tree.leaves(values))
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_first_update_gradient_is_reinforce(case, loss_type):
+    """At ratio 1 every variant's gradient is -weight · A: nothing clips. (CISPO's cap, above 1, does not bind either.)"""
+    on_policy = {**case, "old": case["logp"]}
+    settings = Settings(loss_type, epsilon_high=3.0 if loss_type == "cispo" else 0.28)
+    _, gradient, _ = ours(on_policy, settings)
+    weights = np.asarray(token_weights(jnp.asarray(case["mask"]), loss_type, 9))
+    np.testing.assert_allclose(gradient, -weights * case["advantages"][:, None], atol=1e-6)
+
+
+def test_the_importance_weight_has_no_gradient(case):
+    """d loss / d behaviour and d old through the weight: the weight multiplies the loss, it is not trained."""
+    settings = Settings("bnpo", importance_sampling_cap=1.5)
+    mask = jnp.asarray(case["mask"])
+    arrays = {k: jnp.asarray(v) for k, v in case.items()}
+
+    def total(behaviour):
+        losses, _ = token_losses(
+            arrays["logp"], arrays["old"], behaviour, None, arrays["advantages"], mask, settings
+        )
+        return losses.sum()
+
+    assert (np.asarray(jax.grad(total)(arrays["behaviour"])) == 0).all()
