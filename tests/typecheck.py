@@ -22,7 +22,9 @@ def check(function: Callable) -> Callable:
         checked = _check(function)
     except BeartypeDecorHintPep673Exception:  # `Self` means something to beartype within a decorated class only
         return function
-    if function.__qualname__ == "Config.__init__":  # turns text and lists into its own types, and refuses what it cannot
+    if (
+        function.__qualname__ == "Config.__init__"
+    ):  # turns text and lists into its own types, and refuses what it cannot
         return function
     if function.__name__ != "__init__":
         return checked

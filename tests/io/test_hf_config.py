@@ -37,10 +37,15 @@ def test_published_config(data, size):
     assert config.head_dim == (64 if size == "0.5B" else 128)
 
     with torch.device("meta"):
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{k: v for k, v in raw.items() if k != "_name_or_path"}))
+        model = transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(**{k: v for k, v in raw.items() if k != "_name_or_path"})
+        )
     assert config.parameter_count() == sum(p.numel() for p in model.parameters())
     assert config.parameter_count() / 1e9 == pytest.approx(billions, rel=0.01)
-    for name, projection in (("q_proj", model.model.layers[0].self_attn.q_proj), ("down_proj", model.model.layers[0].mlp.down_proj)):
+    for name, projection in (
+        ("q_proj", model.model.layers[0].self_attn.q_proj),
+        ("down_proj", model.model.layers[0].mlp.down_proj),
+    ):
         assert config.projection_shapes()[name] == tuple(projection.weight.shape)
 
 
@@ -77,7 +82,9 @@ def test_head_dim_is_the_configs_own_where_it_states_one():
     assert parse_config({**MINIMAL, "head_dim": None}, {}, "x").head_dim == 8
 
 
-@pytest.mark.parametrize("parameters", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}])
+@pytest.mark.parametrize(
+    "parameters", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
+)
 def test_rope_theta_at_either_place(parameters):
     assert parse_config({**MINIMAL, **parameters}, {}, "x").rope_theta == 5e5
 

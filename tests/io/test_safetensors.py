@@ -39,7 +39,9 @@ def torch_tensors() -> dict[str, torch.Tensor]:
     tensors = {}
     for i, (name, dtype) in enumerate(sorted(TORCH_DTYPES.items())):
         size = torch.empty((), dtype=dtype).element_size()
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (3, (5 + 2 * i) * size), dtype=torch.uint8, generator=generator)
+        raw = torch.randint(
+            0, 2 if name == "BOOL" else 256, (3, (5 + 2 * i) * size), dtype=torch.uint8, generator=generator
+        )
         tensors[f"t.{name}"] = raw.view(dtype)
     tensors["scalar"] = torch.tensor(2.5)
     tensors["empty"] = torch.empty((0, 7), dtype=torch.bfloat16)

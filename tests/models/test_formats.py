@@ -44,7 +44,9 @@ def test_dequantized_weights_equal_the_library_goldens_bit_for_bit(data, scheme)
                 continue
             packed = tensors[f"{module}.{codes}"]
             row = np.full(len(packed), tensors[f"{module}.{top}"].reshape(()), np.float32)
-            weight = Nvfp4(jnp.asarray(packed), jnp.asarray(tensors[f"{module}.{scale}"]), jnp.asarray(row), scheme != "modelopt")
+            weight = Nvfp4(
+                jnp.asarray(packed), jnp.asarray(tensors[f"{module}.{scale}"]), jnp.asarray(row), scheme != "modelopt"
+            )
             ours = np.asarray(reference.dequantize(weight))
             if scheme == "compressed-tensors":  # its decompress rounds to the checkpoint's dtype
                 ours, expected = ours.astype(BF16).astype(np.float32), expected.float()
@@ -78,7 +80,16 @@ TIES = [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.
 
 
 def test_e2m1_ties_go_to_the_even_code_and_large_values_saturate():
-    for value, expected in [*TIES, (0.2501, 0.5), (0.7499, 0.5), (4.999, 4.0), (5.001, 6.0), (6.0, 6.0), (7.9, 6.0), (1e9, 6.0)]:
+    for value, expected in [
+        *TIES,
+        (0.2501, 0.5),
+        (0.7499, 0.5),
+        (4.999, 4.0),
+        (5.001, 6.0),
+        (6.0, 6.0),
+        (7.9, 6.0),
+        (1e9, 6.0),
+    ]:
         for sign in (1, -1):
             code = nvfp4.encode_e2m1(np.array([sign * value], np.float32))[0]
             assert oracle.E2M1[code] == sign * expected, (value, sign)

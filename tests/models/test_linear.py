@@ -36,7 +36,9 @@ def make_weight(name: str) -> tuple[Weight, np.ndarray]:
     weight = nvfp4.quantize(values)
     rows = np.random.default_rng(2).uniform(0.5, 2, N).astype(np.float32)
     divides = name == "nvfp4"
-    weight = dataclasses.replace(weight, global_scale=weight.global_scale * rows if divides else rows / weight.global_scale, divides=divides)
+    weight = dataclasses.replace(
+        weight, global_scale=weight.global_scale * rows if divides else rows / weight.global_scale, divides=divides
+    )
     exact = oracle.nvfp4(weight.codes, weight.scales, weight.global_scale, divides)
     return jax.tree.map(jnp.asarray, weight), exact
 

@@ -37,7 +37,9 @@ def test_logits_equal_the_recorded_and_the_live_ones(tiny, golden, tiny_dir):
     "shape",
     [
         pytest.param({"tie_word_embeddings": True}, id="tied"),
-        pytest.param({"tie_word_embeddings": False, "head_dim": 12, "num_key_value_heads": 1}, id="untied-head_dim-mqa"),
+        pytest.param(
+            {"tie_word_embeddings": False, "head_dim": 12, "num_key_value_heads": 1}, id="untied-head_dim-mqa"
+        ),
         pytest.param({"rms_norm_eps": 0.1, "rope_theta": 100.0, "num_key_value_heads": 4}, id="eps-theta-mha"),
     ],
 )

@@ -89,9 +89,7 @@ def rollout() -> Rollout:
 
 
 def test_loss_mask_is_the_completion_without_what_cannot_teach():
-    completion = np.array(
-        [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0]], bool
-    )
+    completion = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0]], bool)
     advantage = jnp.asarray([1.0, 2, 3, 4])
     np.testing.assert_array_equal(make_batch(rollout(), advantage).loss_mask, completion)
     masked = make_batch(rollout(), advantage, mask_truncated_completions=True).loss_mask

@@ -114,7 +114,13 @@ def test_the_case_makes_every_setting_matter(case):
     base = Settings()
     values = [ours(case, s)[0] for s in GRID]
     assert len({round(v, 6) for v in values}) == len([s for s in GRID if s.loss_type != "bnpo"])  # bnpo is dapo
-    for changes in ({"epsilon": 0.05}, {"epsilon_high": 0.05}, {"delta": 1.4}, {"beta": 0.3}, {"importance_sampling_cap": 1.5}):
+    for changes in (
+        {"epsilon": 0.05},
+        {"epsilon_high": 0.05},
+        {"delta": 1.4},
+        {"beta": 0.3},
+        {"importance_sampling_cap": 1.5},
+    ):
         assert abs(ours(case, dataclasses.replace(base, **changes))[0] - ours(case, base)[0]) > 1e-4, changes
     flags = ours(case, base)[2]
     assert flags["clip_low"].sum() > 0 and flags["clip_high"].sum() > 0
@@ -156,7 +162,9 @@ def test_unknown_loss_type_is_refused():
         token_weights(jnp.ones((1, 2), bool), "gspo", 3)
 
 
-@pytest.mark.parametrize("settings", [Settings(t, lvl, beta=0.3) for t in LOSSES for lvl in ("token", "sequence")], ids=str)
+@pytest.mark.parametrize(
+    "settings", [Settings(t, lvl, beta=0.3) for t in LOSSES for lvl in ("token", "sequence")], ids=str
+)
 def test_a_masked_row_or_token_is_an_absent_one(case, settings):
     """Garbage, infinities and NaN behind the mask change nothing."""
     masked = {k: v.copy() for k, v in case.items()}
@@ -190,9 +198,7 @@ def test_the_importance_weight_has_no_gradient(case):
     arrays = {k: jnp.asarray(v) for k, v in case.items()}
 
     def total(behaviour):
-        losses, _ = token_losses(
-            arrays["logp"], arrays["old"], behaviour, None, arrays["advantages"], mask, settings
-        )
+        losses, _ = token_losses(arrays["logp"], arrays["old"], behaviour, None, arrays["advantages"], mask, settings)
         return losses.sum()
 
     assert (np.asarray(jax.grad(total)(arrays["behaviour"])) == 0).all()

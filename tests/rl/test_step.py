@@ -305,7 +305,9 @@ def test_advantages_of_zero_give_no_gradient(micro, batch):
     assert float(metrics["entropy"]) > 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss_type": "grpo", "beta": 0.3, "importance_sampling_level": "sequence"}], ids=["dapo", "kl"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss_type": "grpo", "beta": 0.3, "importance_sampling_level": "sequence"}], ids=["dapo", "kl"]
+)
 def test_a_batch_without_any_token_is_zero_and_no_nan(micro, batch, changes):
     config = make_config(**changes, importance_sampling_cap=2.0)
     state = init_state(micro, config)
