@@ -58,7 +58,9 @@ def command(config_file: Path, *flags: str) -> list[str]:
 
 
 def start(config_file: Path, *flags: str) -> subprocess.Popen:
-    """Start a run in its own process. All runs of a test session share a compile cache, because compiling is most of their time."""
+    """Start a run in its own process. All runs of a test session share a compile cache, because compiling is most of
+    their time.
+    """
     cache = Path(tempfile.gettempdir()) / f"qerl-test-cache-{os.getpid()}"
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -112,7 +114,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     first, second = final_arrays(one), final_arrays(other)
     assert first.keys() == second.keys()
     for name in first:
-        np.testing.assert_array_equal(first[name].view(np.uint8), second[name].view(np.uint8), err_msg=name)
+        assert first[name].tobytes() == second[name].tobytes(), name
     rows = [
         [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(d)] for d in (one, other)
     ]

@@ -1,7 +1,7 @@
 """The run-time type checker of the tests: beartype, where an int will do for a float (PEP 484's numeric tower).
 
-A dataclass that is a pytree is checked where the code builds it, not where jax rebuilds it: there the leaves may be gradients (`float0`),
-placeholders or None.
+A dataclass that is a pytree is checked where the code builds it, not where jax rebuilds it: there the leaves may be
+gradients (`float0`), placeholders or None.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import transformers
 from qerl_jax.io.hf_config import model_config, parse_config, quantization_format, read_json
 from qerl_jax.io.safetensors import CheckpointError
 
-# size -> config file, published parameter count in billions, [hidden, ffn, layers, heads, kv heads, vocab], tied, eps (FACTS: Qwen2.5 report, table 1)
+# size -> config file, published parameter count in billions, [hidden, ffn, layers, heads, kv heads, vocab], tied, eps
+# (FACTS: Qwen2.5 report, table 1)
 PUBLISHED = {
     "0.5B": ("Qwen2.5-0.5B-Instruct/config.resaved.json", 0.49, (896, 4864, 24, 14, 2, 151936), True, 1e-6),
     "1.5B": ("Qwen2.5-1.5B/config.json", 1.54, (1536, 8960, 28, 12, 2, 151936), True, 1e-6),

@@ -34,7 +34,9 @@ TORCH_DTYPES = {
 
 
 def torch_tensors() -> dict[str, torch.Tensor]:
-    """One tensor of each dtype with random bytes in it, odd sizes so that the ones behind are misaligned, and a scalar and an empty one."""
+    """One tensor of each dtype with random bytes in it, odd sizes so that the ones behind are misaligned, and a scalar
+    and an empty one.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for i, (name, dtype) in enumerate(sorted(TORCH_DTYPES.items())):

@@ -1,4 +1,6 @@
-"""Weight formats: values against float64 and the published goldens, quantizers against slow ones and the files of the original libraries."""
+"""Weight formats: values against float64 and the published goldens, quantizers against slow ones and the files of the
+original libraries.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_logits_of_published_quantizations(data, scheme, golden):
 
 
 def test_quantizing_while_loading_gives_the_published_quantization(data, tiny_dir):
-    """Codes, block scales and the global scale shared over q/k/v and gate/up, byte for byte those of compressed-tensors."""
+    """Codes, block scales and the global scale shared over q/k/v and gate/up, byte for byte those of
+    compressed-tensors.
+    """
     ours = fp32_policy(tiny_dir, weight_format="nvfp4")
     theirs = fp32_policy(data / "nvfp4/fixture-compressed-tensors-tiny-qwen2")
     assert_trees_equal(ours.frozen, theirs.frozen)
@@ -148,7 +152,9 @@ def test_mxfp4_against_the_slow_one(seed):
 
 
 def test_mxfp4_by_hand():
-    """amax 7 = 1.75 · 2²: exponent 0, and 7 saturates to 6. amax 0.5: exponent -3, so 0.5 is code 6 (4 · 2^-3), and 0.03125 a tie that goes to zero."""
+    """amax 7 = 1.75 · 2²: exponent 0, and 7 saturates to 6. amax 0.5: exponent -3, so 0.5 is code 6 (4 · 2^-3), and
+    0.03125 a tie that goes to zero.
+    """
     weight = np.zeros((1, 64), np.float32)
     weight[0, :4] = [7.0, -5.0, 0.25, 0.75]
     weight[0, 32:35] = [0.5, -0.1875, 0.03125]
@@ -185,7 +191,9 @@ def test_values_that_are_not_finite_are_refused(quantize, value):
 
 
 def test_bf16_parts_are_exact():
-    """code × scale in bf16 and the row's fp32 factor: no rounding but the one of the factor, over all codes and all scales."""
+    """code × scale in bf16 and the row's fp32 factor: no rounding but the one of the factor, over all codes and all
+    scales.
+    """
     every_scale = np.arange(0, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     codes = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8), (len(every_scale), 1))
     weight = Nvfp4(jnp.asarray(codes), jnp.asarray(every_scale[:, None]), jnp.full(len(codes), 3.0), divides=False)

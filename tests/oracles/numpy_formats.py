@@ -39,7 +39,9 @@ def nf4(codes, absmax) -> np.ndarray:
 
 
 def quantize_nvfp4(weight: np.ndarray, divisor: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """(codes [n, k], scales e4m3 [n, k/16]) as compressed-tensors computes them, on torch tensors; codes by ml_dtypes' cast to E2M1."""
+    """(codes [n, k], scales e4m3 [n, k/16]) as compressed-tensors computes them, on torch tensors; codes by ml_dtypes'
+    cast to E2M1.
+    """
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[weight.dtype.name]
     blocks = torch.tensor(weight.astype(np.float32)).to(kind).unflatten(-1, (-1, 16))
     sixth = blocks.abs().amax(-1) / 6
@@ -51,7 +53,9 @@ def quantize_nvfp4(weight: np.ndarray, divisor: np.float32) -> tuple[np.ndarray,
 
 
 def quantize_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, exponent bytes), one block at a time, by the OCP text: the largest power of two in the block over that in E2M1 (4)."""
+    """(codes, exponent bytes), one block at a time, by the OCP text: the largest power of two in the block over that
+    in E2M1 (4).
+    """
     n, k = weight.shape
     codes, exponents = np.empty((n, k), np.uint8), np.empty((n, k // 32), np.uint8)
     for row in range(n):

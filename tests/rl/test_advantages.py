@@ -25,7 +25,9 @@ def test_group_scale_by_hand():
 
 
 def test_batch_scale_by_hand():
-    """Centred in the group, divided by the deviation of all six rewards: mean 1.5, squares 0.25 0.25 2.25 2.25 2.25 2.25, sum 9.5, / 5."""
+    """Centred in the group, divided by the deviation of all six rewards: mean 1.5, squares 0.25 0.25 2.25 2.25 2.25
+    2.25, sum 9.5, / 5.
+    """
     deviation = (9.5 / 5) ** 0.5 + 1e-4
     expected = np.array([-1, 0, 1, -1, -1, 2]) / deviation
     np.testing.assert_allclose(advantages([1, 2, 3, 0, 0, 3], 3, "batch"), expected, rtol=1e-6)
@@ -38,7 +40,9 @@ def test_no_scale():
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("value", [0.0, 0.1, 2.2, 50.3, 1 / 3])
 def test_equal_rewards_are_exactly_zero(scale, value):
-    """0.1 seven times does not sum to 0.7 in fp32: the mean must not leave a remainder that the division then blows up."""
+    """0.1 seven times does not sum to 0.7 in fp32: the mean must not leave a remainder that the division then blows
+    up.
+    """
     result = advantages([value] * 7 + list(range(7)), 7, scale)
     assert (result[:7] == 0).all() and np.abs(result[7:]).max() > 0.01
 

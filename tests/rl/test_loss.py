@@ -42,8 +42,8 @@ def strict_ranks():
 
 @pytest.fixture(scope="module")
 def case() -> dict[str, np.ndarray]:
-    """Ratios from 0.3 to 3, of whole sequences, too, and advantages of both signs, so that every clip binds somewhere; a mask of different
-    lengths with a hole."""
+    """Ratios from 0.3 to 3, of whole sequences, too, and advantages of both signs, so that every clip binds somewhere;
+    a mask of different lengths with a hole."""
     rng = np.random.default_rng(0)
     shift = np.array([-0.5, 0.6, 0.1, -0.6], np.float32)[:, None]
     logp = -rng.gamma(2, 1, (B, T)).astype(np.float32)
@@ -128,8 +128,8 @@ def test_the_case_makes_every_setting_matter(case):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_values_gradients_and_metrics_equal_trl(case, loss_type):
-    """TRL divides `grpo` and `dr_grpo` by all rows where we leave empty ones out: no row is empty here. `bnpo` and `dapo` differ there by the
-    batch they normalize over, which is one batch here."""
+    """TRL divides `grpo` and `dr_grpo` by all rows where we leave empty ones out: no row is empty here. `bnpo` and
+    `dapo` differ there by the batch they normalize over, which is one batch here."""
     for settings in (s for s in GRID if s.loss_type == loss_type):
         value, gradient, values = ours(case, settings)
         expected, expected_gradient, metrics = theirs(case, settings, torch_grpo.trl_loss)
@@ -183,7 +183,9 @@ def test_a_masked_row_or_token_is_an_absent_one(case, settings):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_first_update_gradient_is_reinforce(case, loss_type):
-    """At ratio 1 every variant's gradient is -weight · A: nothing clips. (CISPO's cap, above 1, does not bind either.)"""
+    """At ratio 1 every variant's gradient is -weight · A: nothing clips. (CISPO's cap, above 1, does not bind
+    either.)
+    """
     on_policy = {**case, "old": case["logp"]}
     settings = Settings(loss_type, epsilon_high=3.0 if loss_type == "cispo" else 0.28)
     _, gradient, _ = ours(on_policy, settings)

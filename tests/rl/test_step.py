@@ -1,4 +1,6 @@
-"""The whole update against PyTorch: transformers' Qwen2 with plain LoRA, the loss from the formulas, torch's AdamW; and its invariants."""
+"""The whole update against PyTorch: transformers' Qwen2 with plain LoRA, the loss from the formulas, torch's AdamW;
+and its invariants.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def make_config(**changes) -> Config:
 
 
 def make_batch(vocab: int, seed: int = 0, rows: int = ROWS) -> Batch:
-    """Random prompts and completions of different lengths, right-padded; behaviour log-probabilities are near no policy's."""
+    """Random prompts and completions of different lengths, right-padded; behaviour log-probabilities are near no
+    policy's.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, LENGTH)).astype(np.int32)
     prompts = rng.integers(1, PROMPT + 1, rows)
