@@ -81,7 +81,7 @@ class _Arguments:
 
     model: str
     """Hugging Face directory, or "tiny" for the bundled policy."""
-    dataset: str
+    dataset: str = "gsm8k"
     """"gsm8k" (from the hub), "arithmetic" (generated), or a .jsonl, .json or .parquet file."""
     adapter: str | None = None
     """PEFT adapter directory, norms included if it has them."""

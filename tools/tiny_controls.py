@@ -3,10 +3,11 @@
     python tools/tiny_controls.py                 # 3 seeds x (default, lr0, sigma0, bf16), one run after another
     python tools/tiny_controls.py --jobs 8        # eight runs at a time, two cores each
 
-Every run is the command a newcomer types, `python -m qerl_jax.train`, with the flags of its variant; `seconds` is its
-whole wall time, start, compilation and both evaluations included, `load_average` the machine's (5 minutes) at its end:
-above 2 x jobs, other work slowed the run. Greedy accuracies come from `python -m
-qerl_jax.evaluate` on the same held-out problems. A finished run is not repeated, so an interrupted series goes on.
+Every run is the command a newcomer types, `python -m qerl_jax.train`, with the flags of its variant. `seconds` is its
+whole wall time, start, compilation and both evaluations included, on a machine of `load_average` (5 minutes, at its
+end: above 2 x jobs, other work slowed it); `cpu_seconds` counts its own processor time. Greedy accuracies come from
+`python -m qerl_jax.evaluate` on the same held-out problems. A finished run is not repeated, so an interrupted series
+goes on.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-def run(command: list[str], cores: list[int], log: Path) -> float:
-    """Run a command on some cores; returns its seconds. Raises RuntimeError with the log's end if it fails."""
+def run(command: list[str], cores: list[int], log: Path) -> tuple[float, float]:
+    """Run a command on some cores; returns its wall and its processor seconds.
+
+    Raises RuntimeError with the log's end if it fails.
+    """
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     pinned = ["taskset", "-c", ",".join(map(str, cores))] if cores and shutil.which("taskset") else []
     began = time.perf_counter()
     with log.open("w") as output:
-        code = subprocess.call([*pinned, sys.executable, *command], stdout=output, stderr=output, env=environment)
-    if code:
+        process = subprocess.Popen([*pinned, sys.executable, *command], stdout=output, stderr=output, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if code := process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {code}: {log.read_text()[-2000:]}")
-    return time.perf_counter() - began
+    return time.perf_counter() - began, usage.ru_utime + usage.ru_stime
 
 
 def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
@@ -56,7 +62,7 @@ def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
     if row_file.exists():
         return json.loads(row_file.read_text())
     flags = [*VARIANTS[variant], "--seed", str(seed), "--output-dir", str(directory), "--overwrite"]
-    seconds = run(["-m", "qerl_jax.train", *flags], cores, work / f"{variant}-{seed}.log")
+    seconds, cpu_seconds = run(["-m", "qerl_jax.train", *flags], cores, work / f"{variant}-{seed}.log")
     load = os.getloadavg()[1]
     config = yaml.safe_load((directory / "config.yaml").read_text())
     results = json.loads((directory / "evaluation.json").read_text())
@@ -68,6 +74,7 @@ def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
         "accuracy_after": after["accuracy"],
         "steps": config["max_steps"],
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "cores": len(cores),
         "load_average": load,
         "problems": before["problems"],
