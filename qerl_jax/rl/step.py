@@ -153,7 +153,7 @@ def _update(state: TrainState, frozen: Any, rows: dict[str, Array]) -> tuple[Tra
     zeros = jax.tree.map(jnp.zeros_like, params)
     gradient, (sums, logprobs) = jax.lax.scan(accumulate, zeros, jax.tree.map(part, rows))
     metrics = _reduce(sums)
-    metrics["grad_norm"] = optax.global_norm(gradient)
+    metrics["grad_norm"] = optax.tree.norm(gradient)
 
     updates, opt_state = state.optimizer.update(gradient, state.opt_state, params)
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
