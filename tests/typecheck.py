@@ -11,13 +11,19 @@ import sys
 from collections.abc import Callable
 
 from beartype import BeartypeConf, beartype
+from beartype.roar import BeartypeDecorHintPep673Exception
 
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def check(function: Callable) -> Callable:
     """`function` with its annotations checked at every call."""
-    checked = _check(function)
+    try:
+        checked = _check(function)
+    except BeartypeDecorHintPep673Exception:  # `Self` means something to beartype within a decorated class only
+        return function
+    if function.__qualname__ == "Config.__init__":  # turns text and lists into its own types, and refuses what it cannot
+        return function
     if function.__name__ != "__init__":
         return checked
 

@@ -1,0 +1,101 @@
+"""Advantages by hand, and the batch they make of a rollout."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.rl.advantages import group_advantages, make_batch
+from qerl_jax.types import Finish, Rollout
+
+NAN = float("nan")
+
+
+def advantages(rewards, group, scale="group"):
+    with jax.numpy_rank_promotion("raise"):
+        return np.asarray(group_advantages(jnp.asarray(rewards, jnp.float32), group, scale))
+
+
+def test_group_scale_by_hand():
+    """(1, 2, 3): mean 2, std 1 with Bessel's correction. (0, 0, 3): mean 1, std sqrt(3)."""
+    expected = [-1 / 1.0001, 0, 1 / 1.0001, -1 / (3**0.5 + 1e-4), -1 / (3**0.5 + 1e-4), 2 / (3**0.5 + 1e-4)]
+    np.testing.assert_allclose(advantages([1, 2, 3, 0, 0, 3], 3), expected, rtol=1e-6)
+
+
+def test_batch_scale_by_hand():
+    """Centred in the group, divided by the deviation of all six rewards: mean 1.5, squares 0.25 0.25 2.25 2.25 2.25 2.25, sum 9.5, / 5."""
+    deviation = (9.5 / 5) ** 0.5 + 1e-4
+    expected = np.array([-1, 0, 1, -1, -1, 2]) / deviation
+    np.testing.assert_allclose(advantages([1, 2, 3, 0, 0, 3], 3, "batch"), expected, rtol=1e-6)
+
+
+def test_no_scale():
+    np.testing.assert_allclose(advantages([1, 2, 3, 0, 0, 3], 3, "none"), [-1, 0, 1, -1, -1, 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("value", [0.0, 0.1, 2.2, 50.3, 1 / 3])
+def test_equal_rewards_are_exactly_zero(scale, value):
+    """0.1 seven times does not sum to 0.7 in fp32: the mean must not leave a remainder that the division then blows up."""
+    result = advantages([value] * 7 + list(range(7)), 7, scale)
+    assert (result[:7] == 0).all() and np.abs(result[7:]).max() > 0.01
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_nan_rewards_count_nowhere(scale):
+    """A row that nothing could score: the others get what they would get without it."""
+    got = advantages([1, NAN, 3, 8, 5, 5, 9, NAN], 4, scale)
+    assert (got[[1, 7]] == 0).all()
+    clean = np.array([1, 3, 8, 5, 5, 9.0])
+    centred = clean - np.repeat([4, 19 / 3], 3)
+    deviation = {"group": np.repeat([clean[:3].std(ddof=1), clean[3:].std(ddof=1)], 3), "batch": clean.std(ddof=1)}
+    expected = centred if scale == "none" else centred / (deviation[scale] + 1e-4)
+    np.testing.assert_allclose(got[[0, 2, 3, 4, 5, 6]], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_all_nan_and_single_valid():
+    for scale in ("group", "batch", "none"):
+        assert (advantages([NAN] * 4 + [NAN, 3, NAN, NAN], 4, scale) == 0).all()
+
+
+def test_permuting_groups_and_members_permutes_advantages():
+    rng = np.random.default_rng(0)
+    rewards = rng.normal(size=(5, 4)).astype(np.float32)
+    base = advantages(rewards.reshape(-1), 4).reshape(5, 4)
+    groups, members = rng.permutation(5), rng.permutation(4)
+    got = advantages(rewards[groups][:, members].reshape(-1), 4).reshape(5, 4)
+    np.testing.assert_allclose(got, base[groups][:, members], rtol=1e-5, atol=1e-6)
+
+
+def test_errors_name_both_numbers():
+    with pytest.raises(ValueError, match="7 rewards are not a multiple of num_generations 3"):
+        group_advantages(jnp.zeros(7), 3)
+    with pytest.raises(ValueError, match="'std'"):
+        group_advantages(jnp.zeros(6), 3, "std")
+
+
+def rollout() -> Rollout:
+    """Four rows: ended, truncated, failed, stopped."""
+    return Rollout(
+        tokens=jnp.arange(24, dtype=jnp.int32).reshape(4, 6),
+        logprobs=jnp.zeros((4, 6)),
+        prompt_lengths=jnp.asarray([2, 2, 1, 1], jnp.int32),
+        lengths=jnp.asarray([4, 6, 3, 5], jnp.int32),
+        finish=jnp.asarray([Finish.EOS, Finish.LENGTH, Finish.FAILED, Finish.STOP], jnp.int8),
+        prompt_index=jnp.asarray([0, 0, 1, 1], jnp.int32),
+    )
+
+
+def test_loss_mask_is_the_completion_without_what_cannot_teach():
+    completion = np.array(
+        [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0]], bool
+    )
+    advantage = jnp.asarray([1.0, 2, 3, 4])
+    np.testing.assert_array_equal(make_batch(rollout(), advantage).loss_mask, completion)
+    masked = make_batch(rollout(), advantage, mask_truncated_completions=True).loss_mask
+    np.testing.assert_array_equal(masked, completion & np.array([1, 0, 1, 1], bool)[:, None])
+    unscored = make_batch(rollout(), advantage, jnp.asarray([0.0, 1, 0, NAN])).loss_mask
+    np.testing.assert_array_equal(unscored, completion & np.array([1, 1, 1, 0], bool)[:, None])
+    np.testing.assert_array_equal(make_batch(rollout(), advantage).advantages, advantage)

@@ -1,0 +1,156 @@
+"""Chunked log-probabilities and entropy against the full softmax."""
+
+from __future__ import annotations
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import fp32_policy, logits_of, logprobs_of, randomized
+
+from qerl_jax.rl.logprobs import logprobs_and_entropy
+from qerl_jax.types import Sampling
+
+B, T, D, V = 2, 7, 5, 23
+
+
+class Head:
+    """The one thing that `logprobs_and_entropy` asks of a model."""
+
+    def __init__(self, head):
+        self.head = head
+
+    def logits(self, hidden):
+        return hidden @ self.head
+
+
+@pytest.fixture(autouse=True)
+def any_model(monkeypatch):
+    """Lets a head stand for the model: the annotation asks for a `Qwen2`."""
+    from qerl_jax.rl import logprobs
+
+    monkeypatch.setitem(globals(), "logprobs_and_entropy", getattr(logprobs.logprobs_and_entropy, "__wrapped__", logprobs.logprobs_and_entropy))
+
+
+@pytest.fixture(scope="module")
+def case():
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(B, T, D)), 2 * rng.normal(size=(D, V))
+    targets = rng.integers(0, V, (B, T))
+    targets[:, ::2] = (hidden @ head).argmax(-1)[:, ::2]
+    return jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(targets)
+
+
+def full(hidden, head, targets, temperature):
+    """In float64 numpy: log-probabilities and entropy."""
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64) / temperature
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return np.take_along_axis(logp, np.asarray(targets)[..., None], -1)[..., 0], -(np.exp(logp) * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 14, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_equal_the_full_softmax(case, chunk, temperature):
+    hidden, head, targets = case
+    sampling = Sampling(1, temperature=temperature)
+    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling, chunk)
+    expected, expected_entropy = full(hidden, head, targets, temperature)
+    np.testing.assert_allclose(logp, expected, atol=1e-5)
+    np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, 14])
+def test_gradients_equal_those_of_log_softmax_and_entropy_has_none(case, chunk):
+    hidden, head, targets = case
+    probe = jnp.asarray(np.random.default_rng(1).normal(size=(B, T)), jnp.float32)
+
+    def ours(hidden, head):
+        logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6), chunk)
+        return jnp.sum(probe * logp) + 100 * entropy.sum()
+
+    def plain(hidden, head):
+        logp = jax.nn.log_softmax(hidden @ head / 0.6)
+        return jnp.sum(probe * jnp.take_along_axis(logp, targets[..., None], -1)[..., 0])
+
+    for got, want in zip(jax.grad(ours, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_entropy_in_closed_form():
+    hidden, targets = jnp.ones((1, 2, 1)), jnp.zeros((1, 2), int)
+    uniform = logprobs_and_entropy(Head(jnp.zeros((1, V))), hidden, targets, Sampling(1), 2)
+    np.testing.assert_allclose(uniform[1], np.log(V), rtol=1e-6)
+    np.testing.assert_allclose(uniform[0], -np.log(V), rtol=1e-6)
+    certain = logprobs_and_entropy(Head(jnp.full((1, V), -1e9).at[0, 0].set(0)), hidden, targets, Sampling(1), 2)
+    np.testing.assert_allclose(certain[1], 0, atol=1e-6)
+    half = logprobs_and_entropy(Head(jnp.full((1, V), -jnp.inf).at[0, :2].set(3.0)), hidden, targets, Sampling(1), 2)
+    np.testing.assert_allclose(half[1], np.log(2), rtol=1e-6)
+
+
+def test_no_array_of_the_size_of_all_logits(case):
+    """The jaxpr of value and gradient holds nothing of B · T · V elements; chunks of 2 tokens do."""
+    hidden, head, targets = case
+
+    def loss(hidden):
+        return logprobs_and_entropy(Head(head), hidden, targets, Sampling(1), 2)[0].sum()
+
+    sizes = set()
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            sizes.update(v.aval.size for v in equation.outvars if hasattr(v.aval, "size"))
+            for value in equation.params.values():
+                for inner in value if isinstance(value, list | tuple) else [value]:
+                    if hasattr(inner, "jaxpr"):
+                        visit(inner.jaxpr)
+                    elif hasattr(inner, "eqns"):
+                        visit(inner)
+
+    visit(jax.make_jaxpr(jax.value_and_grad(loss))(hidden).jaxpr)
+    assert 2 * V in sizes and max(sizes) < B * T * V
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1, 0.8, top_k=5), Sampling(1, 0.8, top_p=0.7), Sampling(1, 0.8, min_p=0.2)], ids=["k", "p", "min"]
+)
+def test_truncated_distributions_are_renormalized_over_the_kept_set_and_the_target(case, sampling):
+    """Slow set arithmetic; the target is in the set whatever this model thinks of it, because the sampler had kept it."""
+    hidden, head, targets = case
+    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling, 3)
+    logits = np.asarray(hidden @ head, np.float64) / sampling.temperature
+    outside = 0
+    for b in range(B):
+        for t in range(T):
+            p = np.exp(logits[b, t]) / np.exp(logits[b, t]).sum()
+            order = np.argsort(-p)
+            if sampling.top_k:
+                kept = set(order[: sampling.top_k])
+            elif sampling.top_p < 1:
+                kept = set(order[: int(np.searchsorted(np.cumsum(p[order]), sampling.top_p)) + 1])
+            else:
+                kept = set(np.flatnonzero(p >= sampling.min_p * p.max()))
+            target = int(targets[b, t])
+            outside += target not in kept
+            kept = sorted(kept | {target})
+            q = p[kept] / p[kept].sum()
+            assert float(logp[b, t]) == pytest.approx(np.log(q[kept.index(target)]), abs=1e-5)
+            assert float(entropy[b, t]) == pytest.approx(-(q * np.log(q)).sum(), abs=1e-5)
+    assert 0 < outside < B * T
+
+
+def test_token_logprobs_are_those_of_the_logits(stories_dir):
+    policy = randomized(fp32_policy(stories_dir), 1)
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 512, (3, 9))
+    mask = np.arange(9) >= np.array([0, 4, 2])[:, None]
+    logits = np.asarray(logits_of(policy, tokens, mask), np.float64)
+    for temperature, chunk in ((1.0, 1024), (0.5, 5)):
+        got = np.asarray(logprobs_of(policy, tokens, mask, temperature=temperature, chunk=chunk))
+        assert got.shape == (3, 8)
+        scaled = logits[:, :-1] / temperature
+        logp = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+        expected = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
+        np.testing.assert_allclose(got[mask[:, :-1]], expected[mask[:, :-1]], atol=1e-4)
+
+

@@ -1,0 +1,381 @@
+"""The whole update against PyTorch: transformers' Qwen2 with plain LoRA, the loss from the formulas, torch's AdamW; and its invariants."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
+from oracles import torch_grpo, torch_qwen2
+
+from qerl_jax.config import Config
+from qerl_jax.io.adapter import map_adapters, map_norms
+from qerl_jax.rl.step import grpo_step, init_state, learning_rate
+from qerl_jax.types import Batch, Finish, Policy, TrainState
+
+PROMPT, LENGTH, ROWS = 4, 11, 4
+COMPLETION = LENGTH - PROMPT
+STARTS: dict[Config, TrainState] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """These tests cost compile time, not run time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    STARTS.clear()
+
+
+def start(policy: Policy, config: Config) -> TrainState:
+    """`init_state`, one optimizer object for each config: it is static, and a new one would be a new trace."""
+    if config not in STARTS:
+        STARTS[config] = init_state(policy, config)
+    return STARTS[config]
+
+
+
+
+def make_config(**changes) -> Config:
+    defaults = {
+        "model": "x",
+        "batch_size": ROWS,
+        "num_generations": 2,
+        "num_iterations": 1,
+        "max_completion_length": COMPLETION,
+        "max_steps": 10,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "weight_decay": 0.0,
+        "adam_epsilon": 1e-3,  # a step then is no mere sign of the gradient, and fp32 noise in tiny entries stays noise
+        "max_grad_norm": 1e9,
+        "importance_sampling_cap": None,
+        "sigma_start": 0.0,
+        "sigma_end": 0.0,
+        "logprob_chunk_size": 5,
+        "gradient_checkpointing": False,
+    }
+    return Config(**{**defaults, **changes})
+
+
+def make_batch(vocab: int, seed: int = 0, rows: int = ROWS) -> Batch:
+    """Random prompts and completions of different lengths, right-padded; behaviour log-probabilities are near no policy's."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab, (rows, LENGTH)).astype(np.int32)
+    prompts = rng.integers(1, PROMPT + 1, rows)
+    lengths = prompts + rng.integers(1, COMPLETION + 1, rows)
+    columns = np.arange(LENGTH)
+    mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
+    return Batch(
+        tokens=jnp.asarray(np.where(columns < lengths[:, None], tokens, 0)),
+        logprobs=jnp.asarray(np.where(mask, -rng.gamma(8, 0.5, mask.shape), 0), jnp.float32),
+        prompt_lengths=jnp.asarray(prompts, jnp.int32),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        finish=jnp.full(rows, Finish.EOS, jnp.int8),
+        prompt_index=jnp.asarray(np.arange(rows) // 2, jnp.int32),
+        advantages=jnp.asarray(rng.normal(size=rows), jnp.float32),
+        loss_mask=jnp.asarray(mask),
+    )
+
+
+@pytest.fixture(scope="module")
+def micro_dir(tmp_path_factory):
+    """Two layers, hidden 32, vocab 64."""
+    path = tmp_path_factory.mktemp("micro")
+    torch_qwen2.make(path, seed=0, scale=0.3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def micro(micro_dir) -> Policy:
+    return randomized(fp32_policy(micro_dir, rank=2), 1, 0.3)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return make_batch(64)
+
+
+class TorchTrainer:
+    """The same update in float64 PyTorch."""
+
+    def __init__(self, directory, policy: Policy, config: Config):
+        self.config, self.scale = config, policy.lora_config.scale
+        adapters = {}
+
+        def collect(path, layer, part, lora):
+            adapters[layer, part] = (np.asarray(lora.a).T, np.asarray(lora.b).T, lora.scale)
+            return lora
+
+        map_adapters(collect, policy.lora)
+        self.base = torch_qwen2.load(directory).double()
+        self.model = torch_qwen2.load(directory)
+        torch_qwen2.attach_lora(self.model, adapters)
+        self.model.double()
+        for model in (self.base, self.model):
+            self._set_norms(model, policy)
+        self.parameters = {
+            (i, part, kind): getattr(getattr(getattr(self.model.model.layers[i], torch_qwen2.PARENT[part]), part), kind)
+            for i, part in adapters
+            for kind in "ab"
+        }
+        if config.train_norms:
+            for i, layer in enumerate(self.model.model.layers):
+                for name in ("input_layernorm", "post_attention_layernorm"):
+                    self.parameters[i, name, "w"] = getattr(layer, name).weight.requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+        )
+
+    @staticmethod
+    def _set_norms(model, policy):
+        def put(layer, name, weight):
+            getattr(model.model.layers[layer], name).weight.data = torch.tensor(np.asarray(weight)).double()
+            return weight
+
+        map_norms(put, policy.norms)
+
+    def logprobs(self, model, batch: Batch) -> torch.Tensor:
+        tokens = torch.tensor(np.asarray(batch.tokens)).long()
+        mask = torch.tensor(np.asarray(batch.attention_mask)).long()
+        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1] / self.config.temperature
+        return torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+    def step(self, batch: Batch) -> list[float]:
+        """num_iterations updates; the losses."""
+        mask = torch.tensor(np.asarray(batch.loss_mask))[:, 1:]
+        behaviour = torch.tensor(np.asarray(batch.logprobs)).double()[:, 1:]
+        advantages = torch.tensor(np.asarray(batch.advantages)).double()
+        with torch.no_grad():
+            reference = self.logprobs(self.base, batch)
+        old, losses = None, []
+        for _ in range(self.config.num_iterations):
+            logp = self.logprobs(self.model, batch)
+            old = logp.detach() if old is None else old
+            loss = torch_grpo.loss(logp, old, behaviour, reference, advantages, mask, self.config)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm).item()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+
+def parameters(state: TrainState, config: Config) -> dict:
+    found = {}
+
+    def adapter(path, layer, part, lora):
+        found[layer, part, "a"], found[layer, part, "b"] = np.asarray(lora.a).T, np.asarray(lora.b).T
+        return lora
+
+    def norm(layer, name, weight):
+        found[layer, name, "w"] = np.asarray(weight)
+        return weight
+
+    map_adapters(adapter, state.lora)
+    if config.train_norms:
+        map_norms(norm, state.norms)
+    return found
+
+
+ORACLE = {
+    "plain": {},
+    "everything-dapo": {
+        "num_iterations": 3,
+        "gradient_accumulation_steps": 2,
+        "temperature": 0.7,
+        "importance_sampling_cap": 1.5,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.05,
+        "learning_rate": 3e-2,
+        "delta": 1.4,
+        "loss_type": "dapo",
+    },
+    "norms-and-kl": {
+        "train_norms": True,
+        "beta": 0.3,
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "num_iterations": 2,
+        "gradient_checkpointing": True,
+    },
+    "kl-without-norms-dr_grpo": {"beta": 0.5, "loss_type": "dr_grpo", "max_completion_length": 9},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "num_iterations": 2, "importance_sampling_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize("case", ORACLE)
+def test_two_steps_equal_pytorch(micro_dir, micro, case):
+    """Two whole steps on different batches: losses, gradient norm and every trained parameter."""
+    config = make_config(**ORACLE[case])
+    policy = with_norm_offsets(micro, 2) if config.train_norms else micro
+    torch_trainer = TorchTrainer(micro_dir, policy, config)
+    state = init_state(policy, config)
+    for step in range(2):
+        scored = make_batch(64, seed=step)
+        losses = torch_trainer.step(scored)
+        state, metrics = grpo_step(state, policy.frozen, scored)
+        assert float(metrics["loss"]) == pytest.approx(np.mean(losses), abs=1e-5)
+        if config.num_iterations == 1:
+            assert float(metrics["grad_norm"]) == pytest.approx(torch_trainer.norm, rel=1e-4)
+        assert int(state.step) == step + 1 and float(metrics["skipped"]) == 0
+    ours, before = parameters(state, config), parameters(init_state(policy, config), config)
+    assert set(ours) == set(torch_trainer.parameters)
+    for name, theirs in torch_trainer.parameters.items():
+        theirs = theirs.detach().numpy()
+        assert np.abs(theirs - before[name]).max() > 1e-4, name
+        np.testing.assert_allclose(ours[name], theirs, atol=2e-5, err_msg=str(name))
+
+
+def test_one_step_of_the_tiny_fixture_equals_pytorch(tiny_dir):
+    """Three bf16-born layers of hidden 128 with vocab 1024, the default loss and optimizer settings."""
+    config = make_config(learning_rate=1e-3, max_grad_norm=0.2, weight_decay=0.1, importance_sampling_cap=2.0)
+    policy = randomized(fp32_policy(tiny_dir), 4, 0.05)
+    scored = make_batch(1024, seed=3)
+    torch_trainer = TorchTrainer(tiny_dir, policy, config)
+    (loss,) = torch_trainer.step(scored)
+    state, metrics = grpo_step(init_state(policy, config), policy.frozen, scored)
+    assert float(metrics["loss"]) == pytest.approx(loss, abs=1e-5)
+    ours = parameters(state, config)
+    for name, theirs in torch_trainer.parameters.items():
+        np.testing.assert_allclose(ours[name], theirs.detach().numpy(), atol=1e-5, err_msg=str(name))
+
+
+def test_the_rollouts_logprobs_at_the_first_update_are_the_trainers(micro, batch):
+    """On-policy behaviour log-probabilities: mismatch zero, ratio one."""
+    config = make_config(importance_sampling_cap=2.0)
+    logp = logprobs_of(micro, batch.tokens, batch.attention_mask)
+    mine = jnp.where(batch.loss_mask, jnp.pad(logp, ((0, 0), (1, 0))), 0)
+    _, metrics = grpo_step(start(micro, config), micro.frozen, batch.replace(logprobs=mine))
+    assert float(metrics["sampling/sampling_logp_difference/max"]) < 1e-5
+    assert float(metrics["sampling/importance_sampling_ratio/min"]) == pytest.approx(1, abs=1e-5)
+    assert abs(float(metrics["sampling/kl"])) < 1e-6 and float(metrics["clip_ratio/region_mean"]) == 0
+
+
+def test_mismatch_metrics_by_hand(micro, batch):
+    config = make_config(importance_sampling_cap=2.0)
+    mask = np.asarray(batch.loss_mask)
+    logp = np.pad(np.asarray(logprobs_of(micro, batch.tokens, batch.attention_mask), np.float64), ((0, 0), (1, 0)))
+    d = (logp - np.asarray(batch.logprobs, np.float64))[mask]
+    _, metrics = grpo_step(start(micro, config), micro.frozen, batch)
+    expected = {
+        "sampling/sampling_logp_difference/mean": np.abs(d).mean(),
+        "sampling/sampling_logp_difference/max": np.abs(d).max(),
+        "sampling/importance_sampling_ratio/mean": np.exp(d).mean(),
+        "sampling/importance_sampling_ratio/min": np.exp(d).min(),
+        "sampling/importance_sampling_ratio/max": np.exp(d).max(),
+        "sampling/kl": (np.exp(d) - d - 1).mean(),
+    }
+    for name, value in expected.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-3), name
+    assert float(metrics["tokens"]) == mask.sum()
+
+
+def test_accumulation_equals_the_big_batch(micro, batch):
+    """Rows of different lengths, so that means over parts are not the mean over the whole."""
+    whole, parts = (
+        make_config(gradient_accumulation_steps=n, loss_type="grpo", importance_sampling_cap=2.0) for n in (1, 2)
+    )
+    _same(grpo_step(start(micro, whole), micro.frozen, batch), grpo_step(start(micro, parts), micro.frozen, batch))
+
+
+def _same(first, second) -> None:
+    for a, b in zip(jax.tree.leaves(first[0].lora), jax.tree.leaves(second[0].lora), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    for name in first[1]:
+        np.testing.assert_allclose(first[1][name], second[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_masked_rows_are_absent_ones_and_groups_have_no_order(micro, loss_type):
+    config = make_config(loss_type=loss_type, importance_sampling_cap=2.0)
+    state = start(micro, config)
+    six = make_batch(64, seed=5, rows=6)
+    keep = np.array([0, 1, 4, 5])
+    masked = six.replace(loss_mask=six.loss_mask.at[np.array([2, 3])].set(False))
+    dropped = jax.tree.map(lambda leaf: leaf[keep], six)
+    _same(grpo_step(state, micro.frozen, masked), grpo_step(state, micro.frozen, dropped))
+    order = np.array([4, 5, 0, 1, 2, 3])
+    shuffled = jax.tree.map(lambda leaf: leaf[order], masked)
+    _same(grpo_step(state, micro.frozen, masked), grpo_step(state, micro.frozen, shuffled))
+
+
+def test_advantages_of_zero_give_no_gradient(micro, batch):
+    config = make_config(importance_sampling_cap=2.0)
+    state = start(micro, config)
+    after, metrics = grpo_step(state, micro.frozen, batch.replace(advantages=jnp.zeros(ROWS)))
+    assert float(metrics["grad_norm"]) == 0 and float(metrics["loss"]) == 0 and float(metrics["skipped"]) == 0
+    assert_trees_equal(after.lora, state.lora)
+    assert float(metrics["entropy"]) > 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "grpo", "beta": 0.3, "importance_sampling_level": "sequence"}], ids=["dapo", "kl"])
+def test_a_batch_without_any_token_is_zero_and_no_nan(micro, batch, changes):
+    config = make_config(**changes, importance_sampling_cap=2.0)
+    state = start(micro, config)
+    after, metrics = grpo_step(state, micro.frozen, batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask)))
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
+    assert float(metrics["grad_norm"]) == 0 and float(metrics["loss"]) == 0
+    assert_trees_equal(after.lora, state.lora)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("advantages", np.nan), ("advantages", np.inf), ("logprobs", np.nan), ("logprobs", -np.inf)]
+)
+def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batch, field, value):
+    config = make_config(num_iterations=2, importance_sampling_cap=2.0)
+    state, _ = grpo_step(start(micro, config), micro.frozen, batch)
+    place = (0,) if field == "advantages" else (0, int(batch.prompt_lengths[0]))
+    bad = batch.replace(**{field: getattr(batch, field).at[place].set(value)})
+    after, metrics = grpo_step(state, micro.frozen, bad)
+    if (field, value) == ("logprobs", -np.inf):  # an infinite importance weight, which the cap makes 2
+        assert float(metrics["skipped"]) == 0
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.lora))
+        return
+    assert float(metrics["skipped"]) == 2
+    for name in ("lora", "norms", "opt_state"):
+        assert_trees_equal(getattr(after, name), getattr(state, name))
+    assert int(after.step) == int(state.step) + 1
+    again, metrics = grpo_step(after, micro.frozen, batch)
+    assert float(metrics["skipped"]) == 0
+    expected, _ = grpo_step(state, micro.frozen, batch)
+    assert_trees_equal(again.lora, expected.lora)
+
+
+def test_one_trace_serves_every_step(micro):
+    config = make_config(num_iterations=2, max_steps=7)
+    state = start(micro, config)
+    before = grpo_step._cache_size()
+    for step in range(4):
+        state, _ = grpo_step(state, micro.frozen, make_batch(64, seed=step))
+    assert grpo_step._cache_size() == before + 1
+    state.lora, micro.frozen, jax.tree.map(np.asarray, (state.lora, micro.frozen))  # nothing was donated
+
+
+def test_dropout_is_refused_with_the_reason(micro):
+    policy = micro.replace(lora_config=dataclasses.replace(micro.lora_config, dropout=0.1))
+    with pytest.raises(ValueError, match=r"lora_dropout 0\.1.*dropout mask"):
+        init_state(policy, make_config())
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_learning_rate_in_closed_form(kind):
+    """10 steps of 4 updates, a tenth of them warm-up: 0, ¼, ½, ¾ of the peak, then the decay over 36 to zero."""
+    schedule = learning_rate(make_config(lr_scheduler_type=kind, warmup_ratio=0.1, num_iterations=4, learning_rate=2.0))
+    for count in range(41):
+        if count < 4:
+            expected = 2 * count / 4
+        else:
+            u = (count - 4) / 36
+            expected = {"cosine": 1 + math.cos(math.pi * u), "linear": 2 * (1 - u), "constant": 2.0}[kind]
+        assert float(schedule(count)) == pytest.approx(expected, abs=1e-6), count
