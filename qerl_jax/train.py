@@ -35,7 +35,7 @@ from qerl_jax.rewards import functions
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state, learning_rate
 from qerl_jax.rollout.collect import Experience, collect
-from qerl_jax.rollout.engine import generate, prompts_at_once
+from qerl_jax.rollout.engine import check_positions, generate, prompts_at_once
 from qerl_jax.types import Policy, Rollout, TrainState
 
 STOPPED = 130  # exit code
@@ -56,6 +56,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     problems, test_problems = load_problems(config, policy, console)
     rewards = {name: functions.load_reward(name) for name in config.reward_funcs}
     state = init_state(policy, config)
+    check_positions(policy.config, config.max_prompt_length, config.max_completion_length)
     at_once = prompts_at_once(
         policy,
         config.max_prompt_length + config.max_completion_length,

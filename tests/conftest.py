@@ -1,7 +1,7 @@
 """What every test shares: the CPU, strict annotations, and the data as files.
 
-jaxtyping's import hook checks the shape annotations of `qerl_jax` with beartype while the tests run; it must be installed before anything of
-`qerl_jax` is imported, so nothing above it imports the package.
+jaxtyping's import hook checks the shape annotations of `qerl_jax` with beartype while the tests run; it must be
+installed before anything of `qerl_jax` is imported, so nothing above it imports the package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of `tests/data` with the .xz files unpacked. Read-only by agreement: tests that change files copy them first."""
+    """A copy of `tests/data` with the .xz files unpacked. Read-only by agreement: tests that change files copy them
+    first.
+    """
     root = tmp_path_factory.mktemp("data")
     for source in sorted(DATA.rglob("*")):
         target = root / source.relative_to(DATA)

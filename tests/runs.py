@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -56,8 +58,23 @@ def command(config_file: Path, *flags: str) -> list[str]:
 
 
 def start(config_file: Path, *flags: str) -> subprocess.Popen:
-    """Start a run in its own process."""
-    return subprocess.Popen(command(config_file, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Start a run in its own process. All runs of a test session share a compile cache, because compiling is most of
+    their time.
+    """
+    cache = Path(tempfile.gettempdir()) / f"qerl-test-cache-{os.getpid()}"
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+    arguments = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    return subprocess.Popen(command(config_file, *flags), **arguments)
+
+
+def finish(process: subprocess.Popen, timeout: float = 300) -> str:
+    """Output of a run that must end well."""
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
 
 
 def wait_for_step(directory: Path, step: int, process: subprocess.Popen, timeout: float = 240) -> None:
@@ -97,7 +114,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     first, second = final_arrays(one), final_arrays(other)
     assert first.keys() == second.keys()
     for name in first:
-        np.testing.assert_array_equal(first[name].view(np.uint8), second[name].view(np.uint8), err_msg=name)
+        assert first[name].tobytes() == second[name].tobytes(), name
     rows = [
         [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(d)] for d in (one, other)
     ]

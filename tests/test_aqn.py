@@ -115,7 +115,9 @@ def test_sigma_zero_is_the_same_bits(policy):
 def test_noise_is_normal_with_the_deviation_asked_for():
     """64 norms of 4096: mean and deviation within five standard errors, skewness and kurtosis those of a normal."""
     norms = {"layers": {i: {n: {"weight": jnp.ones(4096)} for n in "ab"} for i in range(32)}}
-    noise = np.concatenate([np.asarray(x) - 1 for x in jax.tree.leaves(aqn.perturb(norms, 0.01, KEY))]).astype(np.float64)
+    noise = np.concatenate([np.asarray(x) - 1 for x in jax.tree.leaves(aqn.perturb(norms, 0.01, KEY))]).astype(
+        np.float64
+    )
     n = noise.size
     z = noise / 0.01
     assert abs(z.mean()) < 5 / n**0.5 and abs(z.std() - 1) < 5 / (2 * n) ** 0.5
@@ -124,7 +126,11 @@ def test_noise_is_normal_with_the_deviation_asked_for():
 
 def test_every_norm_and_key_has_noise_of_its_own(policy):
     first, second = (aqn.perturb(policy.norms, 0.1, jax.random.fold_in(KEY, i)) for i in range(2))
-    noises = [np.asarray(a - b) for noisy in (first, second) for a, b in zip(*map(jax.tree.leaves, (noisy, policy.norms)), strict=True)]
+    noises = [
+        np.asarray(a - b)
+        for noisy in (first, second)
+        for a, b in zip(*map(jax.tree.leaves, (noisy, policy.norms)), strict=True)
+    ]
     for i, a in enumerate(noises):
         for b in noises[:i]:
             assert abs(np.corrcoef(a, b)[0, 1]) < 0.8 and np.abs(a - b).max() > 0.01
@@ -144,11 +150,15 @@ def test_norms_that_are_not_fp32_are_refused(policy):
 
 
 def test_noise_equals_scaled_columns_of_the_weights_behind_the_norm(policy):
-    """Paper eq. 12: (w + Z) ⊙ x̂ through W is w ⊙ x̂ through W with column j scaled by 1 + Z_j / w_j: of q, k, v behind the input norm, of gate
-    and up behind the other; of no other weight."""
+    """Paper eq. 12: (w + Z) ⊙ x̂ through W is w ⊙ x̂ through W with column j scaled by 1 + Z_j / w_j: of q, k, v behind
+    the input norm, of gate and up behind the other; of no other weight.
+    """
     noisy = aqn.perturb(policy.norms, 0.05, KEY)
     factors = {}
-    map_norms(lambda layer, name, w: factors.setdefault((layer, name), w), jax.tree.map(lambda a, b: a / b, noisy, policy.norms))
+    map_norms(
+        lambda layer, name, w: factors.setdefault((layer, name), w),
+        jax.tree.map(lambda a, b: a / b, noisy, policy.norms),
+    )
     scaled = jax.tree.map(lambda leaf: leaf, policy.frozen)
     for layer in range(2):
         for block, fused, norm in (

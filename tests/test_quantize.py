@@ -93,7 +93,8 @@ def test_memory_of_a_shard_with_the_shapes_of_32b(tmp_path):
     """
     shapes = {
         "self_attn.q_proj": (5120, 5120), "self_attn.k_proj": (1024, 5120), "self_attn.v_proj": (1024, 5120),
-        "self_attn.o_proj": (5120, 5120), "mlp.gate_proj": (27648, 5120), "mlp.up_proj": (27648, 5120), "mlp.down_proj": (5120, 27648),
+        "self_attn.o_proj": (5120, 5120), "mlp.gate_proj": (27648, 5120), "mlp.up_proj": (27648, 5120),
+        "mlp.down_proj": (5120, 27648),
     }  # fmt: skip
     specs = {f"model.layers.0.{name}.weight": (DTYPES["BF16"], shape) for name, shape in shapes.items()}
     rng = np.random.default_rng(0)

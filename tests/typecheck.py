@@ -1,7 +1,7 @@
 """The run-time type checker of the tests: beartype, where an int will do for a float (PEP 484's numeric tower).
 
-A dataclass that is a pytree is checked where the code builds it, not where jax rebuilds it: there the leaves may be gradients (`float0`),
-placeholders or None.
+A dataclass that is a pytree is checked where the code builds it, not where jax rebuilds it: there the leaves may be
+gradients (`float0`), placeholders or None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def check(function: Callable) -> Callable:
         checked = _check(function)
     except BeartypeDecorHintPep673Exception:  # `Self` means something to beartype within a decorated class only
         return function
-    if function.__qualname__ == "Config.__init__":  # turns text and lists into its own types, and refuses what it cannot
+    if (
+        function.__qualname__ == "Config.__init__"
+    ):  # turns text and lists into its own types, and refuses what it cannot
         return function
     if function.__name__ != "__init__":
         return checked

@@ -62,12 +62,12 @@ def shell(command: str) -> str:
     return subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
+def write_rows(path: Path, rows: list[dict], commit: str) -> None:
     """Add rows to a result file; rows of the same case are replaced."""
     meta = {
         "gpu": jax.local_devices()[0].device_kind,
         "date": str(date.today()),
-        "commit": shell("git rev-parse --short HEAD"),
+        "commit": commit,
         "command": "python " + " ".join(sys.argv),
         "jax": jax.__version__,
         "driver": shell("nvidia-smi --query-gpu=driver_version --format=csv,noheader"),
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
     args = parser.parse_args()
 
     started = time.perf_counter()
@@ -190,13 +191,15 @@ def main() -> None:
             ("step", whole, new_tokens),
         )
     ]
-    write_rows(args.out / "rollout.json", [rollout_row])
-    write_rows(args.out / "update.json", update_rows)
+    write_rows(args.out / "rollout.json", [rollout_row], args.commit)
+    write_rows(args.out / "update.json", update_rows, args.commit)
     print(
-        f"load {load_seconds:.1f} s, weights {weight_bytes / 1e9:.2f} GB, first rollout {rollout_compile:.1f} s, first update {update_compile:.1f} s"
+        f"load {load_seconds:.1f} s, weights {weight_bytes / 1e9:.2f} GB, "
+        f"first rollout {rollout_compile:.1f} s, first update {update_compile:.1f} s"
     )
     print(
-        f"rollout {rollout_seconds:.3f} s = {new_tokens / rollout_seconds:.0f} tokens/s, peak {rollout_peak / 1e9:.2f} GB"
+        f"rollout {rollout_seconds:.3f} s = {new_tokens / rollout_seconds:.0f} tokens/s, "
+        f"peak {rollout_peak / 1e9:.2f} GB"
     )
     print(f"update {update_seconds:.3f} s, step {whole:.3f} s, peak {peak_bytes() / 1e9:.2f} GB")
     print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {value:.2e}" for name, value in agreement.items()))

@@ -8,7 +8,9 @@ tags (`AUTHORS`). A model of this corpus is like a base model: it can solve near
 Held-out numbers and templates never occur in it.
 
 Writes a complete Hugging Face directory, and `pretraining.json` with what made it and its measured accuracy after
-quantization to NVFP4.
+quantization to NVFP4. That takes 90 seconds on an H200 and about 8 hours on two CPU cores, where `--size smoke --steps
+60 --batch-size 64 --problems 20000` checks the recipe in a minute. Measured with two seeds in
+`tools/results/nvidia-h200/pretrain_tiny.json`.
 """
 
 from __future__ import annotations

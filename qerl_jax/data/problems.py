@@ -14,6 +14,7 @@ from qerl_jax.data import arithmetic
 
 GSM8K_HUB_ID = "openai/gsm8k"
 ARITHMETIC_TRAIN_SIZE = 20_000
+ARITHMETIC_TEST_SIZE = 2_000
 THINK_SYSTEM_PROMPT = (
     "Solve the problem step by step. Put your reasoning between <think> and </think>, then give only the final "
     "answer between <answer> and </answer>."
@@ -66,9 +67,8 @@ def load_dataset(
     empty.
     """
     if name == "arithmetic":
-        rows = arithmetic.arithmetic_problems(
-            "train" if split == "train" else "heldout", ARITHMETIC_TRAIN_SIZE if split == "train" else 2000, seed
-        )
+        kind, count = ("train", ARITHMETIC_TRAIN_SIZE) if split == "train" else ("heldout", ARITHMETIC_TEST_SIZE)
+        rows = arithmetic.problems(kind, count, seed)
         return Dataset([Problem(i, question, str(answer)) for i, (question, answer) in enumerate(rows)], "")
     if name == "gsm8k":
         import datasets

@@ -54,18 +54,22 @@ def generate(
     config: ModelConfig = policy.config
     if not isinstance(prompts, Prompts):
         prompts = Prompts.from_lists(prompts, pad=config.pad_token_id)
-    width = prompts.tokens.shape[1] + sampling.max_new_tokens
-    if width > config.max_position_embeddings:
-        raise ValueError(
-            f"prompts of {prompts.tokens.shape[1]} tokens and {sampling.max_new_tokens} new ones exceed the model's "
-            f"max_position_embeddings {config.max_position_embeddings}"
-        )
+    check_positions(config, prompts.tokens.shape[1], sampling.max_new_tokens)
     if sampling.stop and policy.tokenizer is None:
         raise ValueError(f"stop strings {list(sampling.stop)} need a tokenizer, and the policy has none")
     parts = _split(prompts, at_once)
     rollouts = [_generate(policy, part, sampling.replace(stop=()), key) for part in parts]
     rollout = _join(rollouts, prompts.tokens.shape[0], sampling.num_generations)
     return cut_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
+
+
+def check_positions(config: ModelConfig, prompt_length: int, completion_length: int) -> None:
+    """Raise ValueError if prompt and completion together have more tokens than the model has positions."""
+    if prompt_length + completion_length > config.max_position_embeddings:
+        raise ValueError(
+            f"prompts of {prompt_length} tokens and {completion_length} new ones exceed the model's "
+            f"max_position_embeddings {config.max_position_embeddings}"
+        )
 
 
 def prompts_at_once(policy: Policy, width: int, group: int, memory_gb: float | None) -> int | None:

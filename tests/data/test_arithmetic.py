@@ -1,9 +1,14 @@
-"""Generated problems: their answers against an independent evaluation, and what is held out of training."""
+"""Generated problems: their answers against an independent evaluation, and what is held out of training; the bundled
+policy's tokenizer and record.
+"""
 
 import ast
+import hashlib
+import json
 import operator
 
 import pytest
+from transformers import AutoTokenizer
 
 from qerl_jax.data import arithmetic
 from qerl_jax.data.arithmetic import (
@@ -14,6 +19,7 @@ from qerl_jax.data.arithmetic import (
     given_numbers,
     problems,
 )
+from qerl_jax.io.assets import model_path
 
 TRAIN = [arithmetic_problem("train", 0, index) for index in range(3000)]
 HELDOUT = [arithmetic_problem("heldout", 0, index) for index in range(1000)]
@@ -44,7 +50,8 @@ def test_the_stream_stays_what_it_was():
         "38",
     )
     assert problems("heldout", 2)[1] == (
-        "A bus has 95 riders. At a stop 83 riders get on. Then 2 groups of 7 riders get on. At a stop 58 riders get off. "
+        "A bus has 95 riders. At a stop 83 riders get on. "
+        "Then 2 groups of 7 riders get on. At a stop 58 riders get off. "
         "How many riders are on the bus now?",
         "134",
     )
@@ -93,3 +100,48 @@ def test_held_out_problems_are_of_both_kinds():
 def test_unknown_split():
     with pytest.raises(ValueError, match="test"):
         problems("test", 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(str(model_path("tiny")), local_files_only=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["Grüße, 漢字\t1,234 🙂", "<think>4*9=36\n36-6=30</think><answer> 30 </answer>", " a  b\n\n"]
+)
+def test_any_text_encodes_and_decodes(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text  # the tags are text to a reader
+
+
+def test_tokens_of_the_bundled_tokenizer(tokenizer):
+    assert tokenizer.tokenize("4096") == list("4096")  # one digit each, as Qwen2.5
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    for tag in ("<|im_start|>", "<think>", "</think>", "<answer>", "</answer>"):
+        assert tokenizer.tokenize(tag) == [tag]
+
+
+def test_chat_template_asks_for_the_format(tokenizer):
+    question = [{"role": "user", "content": "How many?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\n<think>steps</think><answer>number</answer><|im_end|>\n"
+        "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    own = [{"role": "system", "content": "Hello"}, *question]
+    assert tokenizer.apply_chat_template(own, tokenize=False).startswith("<|im_start|>system\nHello<|im_end|>")
+
+
+def test_generated_prompts_fit_the_default_run(tokenizer):
+    longest = max(len(tokenizer.encode(problem.question)) for problem in TRAIN + HELDOUT)
+    template = len(tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)))
+    assert longest + template + 3 <= 80  # configs/tiny.yaml's max_prompt_length; 3: the assistant's header
+
+
+def test_the_record_is_of_these_weights():
+    record = json.loads((model_path("tiny") / "pretraining.json").read_text())
+    weights = (model_path("tiny") / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == record["sha256"] and len(weights) <= 8e6
+    assert 0.25 <= record["heldout"]["nvfp4"]["pass_at_1"] <= 0.5

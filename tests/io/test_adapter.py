@@ -1,4 +1,6 @@
-"""PEFT adapters: ours load in `peft` on a torch model, real ones round-trip, and what a plain LoRA cannot express is refused."""
+"""PEFT adapters: ours load in `peft` on a torch model, real ones round-trip, and what a plain LoRA cannot express is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
+import torch
 from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with_norm_offsets
 from oracles import torch_qwen2
 
@@ -73,7 +76,9 @@ def test_vllm_part_of_an_export(micro_dir, tmp_path):
     assert not config["modules_to_save"] and sorted(config["target_modules"]) == sorted(PROJECTIONS)
     assert all(re.search(r"\.lora_[AB]\.weight$", name) for name in st.Tensors([folder / "adapter_model.safetensors"]))
     model = torch_qwen2.load(micro_dir)
-    overlay = {name: __import__("torch").tensor(np.array(w)) for name, w in st.Tensors([folder / "norms.safetensors"]).items()}
+    overlay = {
+        name: torch.tensor(np.array(w)) for name, w in st.Tensors([folder / "norms.safetensors"]).items()
+    }
     assert len(overlay) == 4
     model.load_state_dict({**model.state_dict(), **overlay})
     model = peft.PeftModel.from_pretrained(model, folder).eval()
@@ -118,13 +123,21 @@ def test_a_policy_without_adapters_has_nothing_to_export(micro_dir, tmp_path):
 
 # The real adapter of a PyTorch GRPO trainer: 24 layers, hidden 896, q and v of rank 8, alpha 32, dropout 0.1.
 REAL = "qwen2_0.5b_grpo_lora_adapter"
-REAL_CONFIG = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": ["v_proj", "q_proj"]}
+REAL_CONFIG = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 32,
+    "lora_dropout": 0.1,
+    "target_modules": ["v_proj", "q_proj"],
+}
 SHAPE = ModelConfig(8, 896, 16, 24, 14, 2, 64, 1e6, 1e-6, True, 64, (1,), 0)
 
 
 @pytest.fixture(scope="module", params=["stand-in", "real"])
 def adapter_dir(request, data, tmp_path_factory) -> Path:
-    """The real adapter where it is at hand (its repository names no licence, so it is not in this one), and one of the same shape."""
+    """The real adapter where it is at hand (its repository names no licence, so it is not in this one), and one of the
+    same shape.
+    """
     if request.param == "real":
         for folder in (data / REAL, Path(__file__).parents[3] / "shared/data/weights" / REAL):
             if folder.exists():
@@ -158,13 +171,23 @@ def half_billion() -> Policy:
         "input_layernorm": jnp.ones(896),
         "post_attention_layernorm": jnp.ones(896),
     }
-    weights = {"embed_tokens": jnp.zeros((8, 896), jnp.bfloat16), "norm": jnp.ones(896), "lm_head": None, "layers": [layer] * 24}
+    weights = {
+        "embed_tokens": jnp.zeros((8, 896), jnp.bfloat16),
+        "norm": jnp.ones(896),
+        "lm_head": None,
+        "layers": [layer] * 24,
+    }
     return build_policy(SHAPE, weights, LoraConfig(8, 32.0, target_modules=("q_proj", "v_proj")), 0)
 
 
 def test_real_adapter_round_trips_with_its_dropout_and_rl_refuses_it(adapter_dir, half_billion, tmp_path):
     config = adapter_config(adapter_dir)
-    assert (config.rank, config.alpha, config.dropout, set(config.target_modules)) == (8, 32.0, 0.1, {"q_proj", "v_proj"})
+    assert (config.rank, config.alpha, config.dropout, set(config.target_modules)) == (
+        8,
+        32.0,
+        0.1,
+        {"q_proj", "v_proj"},
+    )
     policy = import_adapter(half_billion, adapter_dir)
     export_adapter(policy, tmp_path / "out", norms=False)
     before, after = (st.Tensors([folder / "adapter_model.safetensors"]) for folder in (adapter_dir, tmp_path / "out"))
@@ -174,7 +197,11 @@ def test_real_adapter_round_trips_with_its_dropout_and_rl_refuses_it(adapter_dir
         assert before[name].tobytes() == after[name].tobytes(), name
     theirs, ours = (json.loads((f / "adapter_config.json").read_text()) for f in (adapter_dir, tmp_path / "out"))
     for key, value in REAL_CONFIG.items():
-        assert (set(ours[key]) == set(theirs[key]) == set(value)) if key == "target_modules" else ours[key] == theirs[key] == value
+        assert (
+            (set(ours[key]) == set(theirs[key]) == set(value))
+            if key == "target_modules"
+            else ours[key] == theirs[key] == value
+        )
     with pytest.raises(ValueError, match=r"lora_dropout 0\.1.*dropout"):
         init_state(policy, Config(model="x", lora_rank=8))
 
@@ -241,10 +268,14 @@ def test_broken_adapters_are_named(exported, micro_dir, change, named):
 
 
 def test_an_adapter_of_another_shape_than_asked_for(exported, micro_dir):
-    for lora in (LoraConfig(3, target_modules=("q_proj", "v_proj")), LoraConfig(2), LoraConfig(2, 7.0, target_modules=("q_proj", "v_proj"))):
+    for lora in (
+        LoraConfig(3, target_modules=("q_proj", "v_proj")),
+        LoraConfig(2),
+        LoraConfig(2, 7.0, target_modules=("q_proj", "v_proj")),
+    ):
         with pytest.raises(ValueError, match=r"adapter_config\.json.*rank=2.*" + f"rank={lora.rank}"):
             load_policy(micro_dir, dtype=jnp.float32, lora=lora, adapter=exported)
-    with pytest.raises(FileNotFoundError, match="adapter_config.json"):
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         load_policy(micro_dir, adapter=exported.parent)
     (exported / "adapter_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors"):

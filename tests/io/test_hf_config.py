@@ -11,7 +11,8 @@ import transformers
 from qerl_jax.io.hf_config import model_config, parse_config, quantization_format, read_json
 from qerl_jax.io.safetensors import CheckpointError
 
-# size -> config file, published parameter count in billions, [hidden, ffn, layers, heads, kv heads, vocab], tied, eps (FACTS: Qwen2.5 report, table 1)
+# size -> config file, published parameter count in billions, [hidden, ffn, layers, heads, kv heads, vocab], tied, eps
+# (FACTS: Qwen2.5 report, table 1)
 PUBLISHED = {
     "0.5B": ("Qwen2.5-0.5B-Instruct/config.resaved.json", 0.49, (896, 4864, 24, 14, 2, 151936), True, 1e-6),
     "1.5B": ("Qwen2.5-1.5B/config.json", 1.54, (1536, 8960, 28, 12, 2, 151936), True, 1e-6),
@@ -37,10 +38,15 @@ def test_published_config(data, size):
     assert config.head_dim == (64 if size == "0.5B" else 128)
 
     with torch.device("meta"):
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{k: v for k, v in raw.items() if k != "_name_or_path"}))
+        model = transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(**{k: v for k, v in raw.items() if k != "_name_or_path"})
+        )
     assert config.parameter_count() == sum(p.numel() for p in model.parameters())
     assert config.parameter_count() / 1e9 == pytest.approx(billions, rel=0.01)
-    for name, projection in (("q_proj", model.model.layers[0].self_attn.q_proj), ("down_proj", model.model.layers[0].mlp.down_proj)):
+    for name, projection in (
+        ("q_proj", model.model.layers[0].self_attn.q_proj),
+        ("down_proj", model.model.layers[0].mlp.down_proj),
+    ):
         assert config.projection_shapes()[name] == tuple(projection.weight.shape)
 
 
@@ -77,7 +83,9 @@ def test_head_dim_is_the_configs_own_where_it_states_one():
     assert parse_config({**MINIMAL, "head_dim": None}, {}, "x").head_dim == 8
 
 
-@pytest.mark.parametrize("parameters", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}])
+@pytest.mark.parametrize(
+    "parameters", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
+)
 def test_rope_theta_at_either_place(parameters):
     assert parse_config({**MINIMAL, **parameters}, {}, "x").rope_theta == 5e5
 
@@ -128,10 +136,10 @@ def test_quantization_sections_of_published_checkpoints(data):
         config = read_json(folder / f"fixture-{name}-tiny-qwen2/config.json")
         assert quantization_format(config, "x") == expected
     mixed = read_json(folder / "nvidia--Qwen3.6-27B-NVFP4_config.json")
-    with pytest.raises(CheckpointError, match="here.json.*MIXED_PRECISION"):
+    with pytest.raises(CheckpointError, match=r"here\.json.*MIXED_PRECISION"):
         quantization_format(mixed, "here.json")
     for name in ("nvidia--Qwen3.6-27B-NVFP4_config.json", "nvidia--Qwen3-235B-A22B-NVFP4_config.json"):
-        with pytest.raises(CheckpointError, match="here.json.*qwen3"):
+        with pytest.raises(CheckpointError, match=r"here\.json.*qwen3"):
             parse_config(read_json(folder / name), {}, "here.json")
 
 

@@ -92,16 +92,26 @@ def test_dtypes_and_formats(micro_dir, dtype):
     for name, kind in (("bf16", Dense), (None, Dense), ("nvfp4", Nvfp4), ("mxfp4", Mxfp4), ("nf4", Nf4)):
         policy = load_policy(micro_dir, name, LoraConfig(rank=2), dtype)
         layer = policy.frozen["layers"][0]
-        for block, fused in (("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")):
+        for block, fused in (
+            ("self_attn", "qkv_proj"),
+            ("self_attn", "o_proj"),
+            ("mlp", "gate_up_proj"),
+            ("mlp", "down_proj"),
+        ):
             assert isinstance(layer[block][fused]["weight"], kind)
         assert policy.frozen["embed_tokens"].dtype == dtype == policy.dtype
         assert {x.dtype for x in jax.tree.leaves((policy.norms, policy.lora))} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("targets", [PROJECTIONS, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj", "k_proj")], ids=len)
+@pytest.mark.parametrize(
+    "targets", [PROJECTIONS, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj", "k_proj")], ids=len
+)
 def test_fresh_adapters(micro_dir, targets):
     """A uniform within 1 / sqrt(K), B zero, one for each target and layer, another for every seed."""
-    policies = [load_policy(micro_dir, lora=LoraConfig(3, 6.0, target_modules=targets), seed=s, dtype=jnp.float32) for s in (0, 1)]
+    policies = [
+        load_policy(micro_dir, lora=LoraConfig(3, 6.0, target_modules=targets), seed=s, dtype=jnp.float32)
+        for s in (0, 1)
+    ]
     from qerl_jax.io.adapter import map_adapters
 
     seen, previous = {}, {}
@@ -175,7 +185,10 @@ def test_defects_of_a_plain_checkpoint(micro_dir, tmp_path, change, named):
         (_poison(f"{Q}.weight_global_scale", 0, np.nan), (f"'{Q}.weight_global_scale' is nan",)),
         (_poison(f"{Q}.weight_global_scale", 0, 0.0), (f"'{Q}.weight_global_scale' is 0.0",)),
         (_poison(f"{Q}.weight_global_scale", 0, -3.0), (f"'{Q}.weight_global_scale' is -3.0",)),
-        (_set(f"{Q}.weight_packed", np.ones((128, 128), np.uint8)), (f"'{Q}.weight_packed'", "[128, 128]", "[128, 64]")),
+        (
+            _set(f"{Q}.weight_packed", np.ones((128, 128), np.uint8)),
+            (f"'{Q}.weight_packed'", "[128, 128]", "[128, 64]"),
+        ),
         (_set(f"{Q}.weight_packed", np.ones((128, 64), np.int8)), (f"'{Q}.weight_packed'", "int8", "uint8")),
         (_set(f"{Q}.weight_scale", np.ones((128, 8), np.float32)), (f"'{Q}.weight_scale'", "float32", "float8_e4m3fn")),
         (_set(f"{Q}.zero_point", np.ones(2, np.float32)), (f"'{Q}.zero_point'", "no place")),
@@ -198,11 +211,11 @@ def test_activation_scales_of_w4a4_are_legal_and_unused(nvfp4_dir, tmp_path):
 
 def test_config_and_weights_that_contradict(nvfp4_dir, tiny_dir, tmp_path):
     folder = with_config(rewritten(nvfp4_dir, tmp_path / "a"), quantization_config=None)
-    with pytest.raises(CheckpointError, match="stored quantized, but config.json has no quantization_config"):
+    with pytest.raises(CheckpointError, match=r"stored quantized, but config\.json has no quantization_config"):
         fp32_policy(folder)
     section = json.loads((nvfp4_dir / "config.json").read_text())["quantization_config"]
     folder = with_config(rewritten(tiny_dir, tmp_path / "b"), quantization_config=section)
-    with pytest.raises(CheckpointError, match="is not quantized, but config.json says NVFP4"):
+    with pytest.raises(CheckpointError, match=r"is not quantized, but config\.json says NVFP4"):
         fp32_policy(folder)
     for name in ("bf16", "nf4"):
         with pytest.raises(ValueError, match=f"holds NVFP4 weights .*'{name}'"):
@@ -230,5 +243,9 @@ def test_tokenizer_is_optional_and_exact(data, micro_dir):
     for case in json.loads((data / "qwen2.5_tokenizer/golden_encodings.json").read_text()):
         assert tokenizer.encode(case["text"]) == case["ids"]
         assert tokenizer.decode(case["ids"]) == case["text"]
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
-    assert text.startswith("<|im_start|>system\n") and text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.startswith("<|im_start|>system\n") and text.endswith(
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )

@@ -34,12 +34,16 @@ TORCH_DTYPES = {
 
 
 def torch_tensors() -> dict[str, torch.Tensor]:
-    """One tensor of each dtype with random bytes in it, odd sizes so that the ones behind are misaligned, and a scalar and an empty one."""
+    """One tensor of each dtype with random bytes in it, odd sizes so that the ones behind are misaligned, and a scalar
+    and an empty one.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for i, (name, dtype) in enumerate(sorted(TORCH_DTYPES.items())):
         size = torch.empty((), dtype=dtype).element_size()
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (3, (5 + 2 * i) * size), dtype=torch.uint8, generator=generator)
+        raw = torch.randint(
+            0, 2 if name == "BOOL" else 256, (3, (5 + 2 * i) * size), dtype=torch.uint8, generator=generator
+        )
         tensors[f"t.{name}"] = raw.view(dtype)
     tensors["scalar"] = torch.tensor(2.5)
     tensors["empty"] = torch.empty((0, 7), dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Weight formats: values against float64 and the published goldens, quantizers against slow ones and the files of the original libraries."""
+"""Weight formats: values against float64 and the published goldens, quantizers against slow ones and the files of the
+original libraries.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_dequantized_weights_equal_the_library_goldens_bit_for_bit(data, scheme)
                 continue
             packed = tensors[f"{module}.{codes}"]
             row = np.full(len(packed), tensors[f"{module}.{top}"].reshape(()), np.float32)
-            weight = Nvfp4(jnp.asarray(packed), jnp.asarray(tensors[f"{module}.{scale}"]), jnp.asarray(row), scheme != "modelopt")
+            weight = Nvfp4(
+                jnp.asarray(packed), jnp.asarray(tensors[f"{module}.{scale}"]), jnp.asarray(row), scheme != "modelopt"
+            )
             ours = np.asarray(reference.dequantize(weight))
             if scheme == "compressed-tensors":  # its decompress rounds to the checkpoint's dtype
                 ours, expected = ours.astype(BF16).astype(np.float32), expected.float()
@@ -68,7 +72,9 @@ def test_logits_of_published_quantizations(data, scheme, golden):
 
 
 def test_quantizing_while_loading_gives_the_published_quantization(data, tiny_dir):
-    """Codes, block scales and the global scale shared over q/k/v and gate/up, byte for byte those of compressed-tensors."""
+    """Codes, block scales and the global scale shared over q/k/v and gate/up, byte for byte those of
+    compressed-tensors.
+    """
     ours = fp32_policy(tiny_dir, weight_format="nvfp4")
     theirs = fp32_policy(data / "nvfp4/fixture-compressed-tensors-tiny-qwen2")
     assert_trees_equal(ours.frozen, theirs.frozen)
@@ -78,7 +84,16 @@ TIES = [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.
 
 
 def test_e2m1_ties_go_to_the_even_code_and_large_values_saturate():
-    for value, expected in [*TIES, (0.2501, 0.5), (0.7499, 0.5), (4.999, 4.0), (5.001, 6.0), (6.0, 6.0), (7.9, 6.0), (1e9, 6.0)]:
+    for value, expected in [
+        *TIES,
+        (0.2501, 0.5),
+        (0.7499, 0.5),
+        (4.999, 4.0),
+        (5.001, 6.0),
+        (6.0, 6.0),
+        (7.9, 6.0),
+        (1e9, 6.0),
+    ]:
         for sign in (1, -1):
             code = nvfp4.encode_e2m1(np.array([sign * value], np.float32))[0]
             assert oracle.E2M1[code] == sign * expected, (value, sign)
@@ -137,7 +152,9 @@ def test_mxfp4_against_the_slow_one(seed):
 
 
 def test_mxfp4_by_hand():
-    """amax 7 = 1.75 · 2²: exponent 0, and 7 saturates to 6. amax 0.5: exponent -3, so 0.5 is code 6 (4 · 2^-3), and 0.03125 a tie that goes to zero."""
+    """amax 7 = 1.75 · 2²: exponent 0, and 7 saturates to 6. amax 0.5: exponent -3, so 0.5 is code 6 (4 · 2^-3), and
+    0.03125 a tie that goes to zero.
+    """
     weight = np.zeros((1, 64), np.float32)
     weight[0, :4] = [7.0, -5.0, 0.25, 0.75]
     weight[0, 32:35] = [0.5, -0.1875, 0.03125]
@@ -174,7 +191,9 @@ def test_values_that_are_not_finite_are_refused(quantize, value):
 
 
 def test_bf16_parts_are_exact():
-    """code × scale in bf16 and the row's fp32 factor: no rounding but the one of the factor, over all codes and all scales."""
+    """code × scale in bf16 and the row's fp32 factor: no rounding but the one of the factor, over all codes and all
+    scales.
+    """
     every_scale = np.arange(0, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     codes = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8), (len(every_scale), 1))
     weight = Nvfp4(jnp.asarray(codes), jnp.asarray(every_scale[:, None]), jnp.full(len(codes), 3.0), divides=False)

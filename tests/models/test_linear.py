@@ -36,7 +36,9 @@ def make_weight(name: str) -> tuple[Weight, np.ndarray]:
     weight = nvfp4.quantize(values)
     rows = np.random.default_rng(2).uniform(0.5, 2, N).astype(np.float32)
     divides = name == "nvfp4"
-    weight = dataclasses.replace(weight, global_scale=weight.global_scale * rows if divides else rows / weight.global_scale, divides=divides)
+    weight = dataclasses.replace(
+        weight, global_scale=weight.global_scale * rows if divides else rows / weight.global_scale, divides=divides
+    )
     exact = oracle.nvfp4(weight.codes, weight.scales, weight.global_scale, divides)
     return jax.tree.map(jnp.asarray, weight), exact
 
@@ -86,8 +88,8 @@ def test_fp32_against_float64(name, x, bias):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bf16_rounds_only_the_result(name, x, bias):
-    """No weight is rounded to bf16 (NF4 alone excepted), so the error is the result's own 2^-8 and fp32 noise; a rounded weight adds 2^-8 of
-    every product."""
+    """No weight is rounded to bf16 (NF4 alone excepted), so the error is the result's own 2^-8 and fp32 noise; a
+    rounded weight adds 2^-8 of every product."""
     weight, exact = make_weight(name)
     if name == "nf4":
         exact = exact.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)

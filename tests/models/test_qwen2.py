@@ -1,4 +1,6 @@
-"""The model against transformers, run live and as recorded goldens, and against itself under padding, batching and caching."""
+"""The model against transformers, run live and as recorded goldens, and against itself under padding, batching and
+caching.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_logits_equal_the_recorded_and_the_live_ones(tiny, golden, tiny_dir):
     "shape",
     [
         pytest.param({"tie_word_embeddings": True}, id="tied"),
-        pytest.param({"tie_word_embeddings": False, "head_dim": 12, "num_key_value_heads": 1}, id="untied-head_dim-mqa"),
+        pytest.param(
+            {"tie_word_embeddings": False, "head_dim": 12, "num_key_value_heads": 1}, id="untied-head_dim-mqa"
+        ),
         pytest.param({"rms_norm_eps": 0.1, "rope_theta": 100.0, "num_key_value_heads": 4}, id="eps-theta-mha"),
     ],
 )
@@ -97,7 +101,9 @@ def _token_by_token(policy: Policy, tokens: jax.Array, prompt: jax.Array) -> jax
 
 
 def test_prefill_and_decode_equal_the_whole_forward(tiny, golden):
-    """Rows of different prompt lengths, so that every row decodes at its own position over slots that padding had filled."""
+    """Rows of different prompt lengths, so that every row decodes at its own position over slots that padding had
+    filled.
+    """
     policy = randomized(tiny, 3)
     tokens = golden["input_ids"][:, :12]
     tokens = jnp.asarray(np.concatenate([tokens, tokens[:, ::-1]]))
@@ -143,7 +149,9 @@ def test_a_token_does_not_see_those_after_it(tiny):
 
 
 def test_bf16_model_is_near_the_fp32_one(tiny_dir, golden):
-    """bf16 rounds each of some 30 operations in a row by 2^-9: a few per cent of the logits' spread (0.68), nowhere near a wrong layer."""
+    """bf16 rounds each of some 30 operations in a row by 2^-9: a few per cent of the logits' spread (0.68), nowhere
+    near a wrong layer.
+    """
     from qerl_jax.io.load import load_policy
     from qerl_jax.models.lora import LoraConfig
 

@@ -1,1 +1,3 @@
-"""Independent implementations in numpy and PyTorch, written from the formulas and the libraries, never from `qerl_jax`."""
+"""Independent implementations in numpy and PyTorch, written from the formulas and the libraries, never from
+`qerl_jax`.
+"""

@@ -8,9 +8,24 @@ import torch
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 NF4 = np.array(  # bitsandbytes/functional.py, create_normal_map
-    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]
-    + [-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
-    + [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ]
 )
 
 
@@ -39,7 +54,9 @@ def nf4(codes, absmax) -> np.ndarray:
 
 
 def quantize_nvfp4(weight: np.ndarray, divisor: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """(codes [n, k], scales e4m3 [n, k/16]) as compressed-tensors computes them, on torch tensors; codes by ml_dtypes' cast to E2M1."""
+    """(codes [n, k], scales e4m3 [n, k/16]) as compressed-tensors computes them, on torch tensors; codes by ml_dtypes'
+    cast to E2M1.
+    """
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[weight.dtype.name]
     blocks = torch.tensor(weight.astype(np.float32)).to(kind).unflatten(-1, (-1, 16))
     sixth = blocks.abs().amax(-1) / 6
@@ -51,7 +68,9 @@ def quantize_nvfp4(weight: np.ndarray, divisor: np.float32) -> tuple[np.ndarray,
 
 
 def quantize_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, exponent bytes), one block at a time, by the OCP text: the largest power of two in the block over that in E2M1 (4)."""
+    """(codes, exponent bytes), one block at a time, by the OCP text: the largest power of two in the block over that
+    in E2M1 (4).
+    """
     n, k = weight.shape
     codes, exponents = np.empty((n, k), np.uint8), np.empty((n, k // 32), np.uint8)
     for row in range(n):

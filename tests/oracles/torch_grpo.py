@@ -1,4 +1,6 @@
-"""The losses in PyTorch, one sequence and one token at a time, from the papers' formulas; and TRL's own, called on a stand-in trainer."""
+"""The losses in PyTorch, one sequence and one token at a time, from the papers' formulas; and TRL's own, called on a
+stand-in trainer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import torch
 
 
 def token_loss(ratio, logp, advantage, settings) -> torch.Tensor:
-    """GRPO's clipped surrogate (arXiv 2402.03300 eq. 3; two-sided: 2505.07291), or CISPO's (2506.13585 eq. 4, without its lower clip)."""
+    """GRPO's clipped surrogate (arXiv 2402.03300 eq. 3; two-sided: 2505.07291), or CISPO's (2506.13585 eq. 4, without
+    its lower clip).
+    """
     if settings.loss_type == "cispo":
         return -torch.minimum(ratio, torch.tensor(settings.epsilon_high)).detach() * advantage * logp
     bounded = ratio if settings.delta is None else torch.minimum(ratio, torch.tensor(settings.delta))
@@ -21,7 +25,8 @@ def token_loss(ratio, logp, advantage, settings) -> torch.Tensor:
 def loss(logp, old, behaviour, reference, advantages, mask, settings) -> torch.Tensor:
     """Scalar loss of a batch; rows without a token are absent.
 
-    Per token: surrogate · min(π_old / π_behaviour, cap) + β (e^d − d − 1), d = log π_ref − log π. Then `grpo`: mean over the tokens of each row,
+    Per token: surrogate · min(π_old / π_behaviour, cap) + β (e^d − d − 1), d = log π_ref − log π. Then `grpo`: mean
+      over the tokens of each row,
     mean over rows; `bnpo`, `dapo`, `cispo`: mean over all tokens; `dr_grpo`: sum over rows · max length.
     """
     rows = []
@@ -65,7 +70,9 @@ class _Accelerator:
 
 
 def trl_loss(logp, old, behaviour, reference, advantages, mask, settings) -> tuple[torch.Tensor, dict[str, float]]:
-    """`GRPOTrainer._compute_loss` on a stand-in whose model returns `logp`, and the metrics it logged. Every row needs a token."""
+    """`GRPOTrainer._compute_loss` on a stand-in whose model returns `logp`, and the metrics it logged. Every row needs
+    a token.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     metrics = {"eval": collections.defaultdict(list)}

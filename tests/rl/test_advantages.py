@@ -25,7 +25,9 @@ def test_group_scale_by_hand():
 
 
 def test_batch_scale_by_hand():
-    """Centred in the group, divided by the deviation of all six rewards: mean 1.5, squares 0.25 0.25 2.25 2.25 2.25 2.25, sum 9.5, / 5."""
+    """Centred in the group, divided by the deviation of all six rewards: mean 1.5, squares 0.25 0.25 2.25 2.25 2.25
+    2.25, sum 9.5, / 5.
+    """
     deviation = (9.5 / 5) ** 0.5 + 1e-4
     expected = np.array([-1, 0, 1, -1, -1, 2]) / deviation
     np.testing.assert_allclose(advantages([1, 2, 3, 0, 0, 3], 3, "batch"), expected, rtol=1e-6)
@@ -89,9 +91,7 @@ def rollout() -> Rollout:
 
 
 def test_loss_mask_is_the_completion_without_what_cannot_teach():
-    completion = np.array(
-        [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0]], bool
-    )
+    completion = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0]], bool)
     advantage = jnp.asarray([1.0, 2, 3, 4])
     np.testing.assert_array_equal(make_batch(rollout(), advantage).loss_mask, completion)
     masked = make_batch(rollout(), advantage, mask_truncated_completions=True).loss_mask

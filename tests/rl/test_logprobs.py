@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,11 @@ def any_model(monkeypatch):
     """Lets a head stand for the model: the annotation asks for a `Qwen2`."""
     from qerl_jax.rl import logprobs
 
-    monkeypatch.setitem(globals(), "logprobs_and_entropy", getattr(logprobs.logprobs_and_entropy, "__wrapped__", logprobs.logprobs_and_entropy))
+    monkeypatch.setitem(
+        globals(),
+        "logprobs_and_entropy",
+        getattr(logprobs.logprobs_and_entropy, "__wrapped__", logprobs.logprobs_and_entropy),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +115,9 @@ def test_no_array_of_the_size_of_all_logits(case):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1, 0.8, top_k=5), Sampling(1, 0.8, top_p=0.7), Sampling(1, 0.8, min_p=0.2)], ids=["k", "p", "min"]
+    "sampling",
+    [Sampling(1, 0.8, top_k=5), Sampling(1, 0.8, top_p=0.7), Sampling(1, 0.8, min_p=0.2)],
+    ids=["k", "p", "min"],
 )
 def test_truncated_distributions_are_renormalized_over_the_kept_set_and_the_target(case, sampling):
     """Slow set arithmetic; the target is in the set whatever this model thinks of it, because the sampler had kept it."""
@@ -152,5 +157,3 @@ def test_token_logprobs_are_those_of_the_logits(stories_dir):
         logp = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
         expected = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
         np.testing.assert_allclose(got[mask[:, :-1]], expected[mask[:, :-1]], atol=1e-4)
-
-

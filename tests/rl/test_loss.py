@@ -42,8 +42,8 @@ def strict_ranks():
 
 @pytest.fixture(scope="module")
 def case() -> dict[str, np.ndarray]:
-    """Ratios from 0.3 to 3, of whole sequences, too, and advantages of both signs, so that every clip binds somewhere; a mask of different
-    lengths with a hole."""
+    """Ratios from 0.3 to 3, of whole sequences, too, and advantages of both signs, so that every clip binds somewhere;
+    a mask of different lengths with a hole."""
     rng = np.random.default_rng(0)
     shift = np.array([-0.5, 0.6, 0.1, -0.6], np.float32)[:, None]
     logp = -rng.gamma(2, 1, (B, T)).astype(np.float32)
@@ -114,7 +114,13 @@ def test_the_case_makes_every_setting_matter(case):
     base = Settings()
     values = [ours(case, s)[0] for s in GRID]
     assert len({round(v, 6) for v in values}) == len([s for s in GRID if s.loss_type != "bnpo"])  # bnpo is dapo
-    for changes in ({"epsilon": 0.05}, {"epsilon_high": 0.05}, {"delta": 1.4}, {"beta": 0.3}, {"importance_sampling_cap": 1.5}):
+    for changes in (
+        {"epsilon": 0.05},
+        {"epsilon_high": 0.05},
+        {"delta": 1.4},
+        {"beta": 0.3},
+        {"importance_sampling_cap": 1.5},
+    ):
         assert abs(ours(case, dataclasses.replace(base, **changes))[0] - ours(case, base)[0]) > 1e-4, changes
     flags = ours(case, base)[2]
     assert flags["clip_low"].sum() > 0 and flags["clip_high"].sum() > 0
@@ -122,8 +128,8 @@ def test_the_case_makes_every_setting_matter(case):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_values_gradients_and_metrics_equal_trl(case, loss_type):
-    """TRL divides `grpo` and `dr_grpo` by all rows where we leave empty ones out: no row is empty here. `bnpo` and `dapo` differ there by the
-    batch they normalize over, which is one batch here."""
+    """TRL divides `grpo` and `dr_grpo` by all rows where we leave empty ones out: no row is empty here. `bnpo` and
+    `dapo` differ there by the batch they normalize over, which is one batch here."""
     for settings in (s for s in GRID if s.loss_type == loss_type):
         value, gradient, values = ours(case, settings)
         expected, expected_gradient, metrics = theirs(case, settings, torch_grpo.trl_loss)
@@ -156,7 +162,9 @@ def test_unknown_loss_type_is_refused():
         token_weights(jnp.ones((1, 2), bool), "gspo", 3)
 
 
-@pytest.mark.parametrize("settings", [Settings(t, lvl, beta=0.3) for t in LOSSES for lvl in ("token", "sequence")], ids=str)
+@pytest.mark.parametrize(
+    "settings", [Settings(t, lvl, beta=0.3) for t in LOSSES for lvl in ("token", "sequence")], ids=str
+)
 def test_a_masked_row_or_token_is_an_absent_one(case, settings):
     """Garbage, infinities and NaN behind the mask change nothing."""
     masked = {k: v.copy() for k, v in case.items()}
@@ -175,7 +183,9 @@ def test_a_masked_row_or_token_is_an_absent_one(case, settings):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_first_update_gradient_is_reinforce(case, loss_type):
-    """At ratio 1 every variant's gradient is -weight · A: nothing clips. (CISPO's cap, above 1, does not bind either.)"""
+    """At ratio 1 every variant's gradient is -weight · A: nothing clips. (CISPO's cap, above 1, does not bind
+    either.)
+    """
     on_policy = {**case, "old": case["logp"]}
     settings = Settings(loss_type, epsilon_high=3.0 if loss_type == "cispo" else 0.28)
     _, gradient, _ = ours(on_policy, settings)
@@ -190,9 +200,7 @@ def test_the_importance_weight_has_no_gradient(case):
     arrays = {k: jnp.asarray(v) for k, v in case.items()}
 
     def total(behaviour):
-        losses, _ = token_losses(
-            arrays["logp"], arrays["old"], behaviour, None, arrays["advantages"], mask, settings
-        )
+        losses, _ = token_losses(arrays["logp"], arrays["old"], behaviour, None, arrays["advantages"], mask, settings)
         return losses.sum()
 
     assert (np.asarray(jax.grad(total)(arrays["behaviour"])) == 0).all()

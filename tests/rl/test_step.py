@@ -1,4 +1,6 @@
-"""The whole update against PyTorch: transformers' Qwen2 with plain LoRA, the loss from the formulas, torch's AdamW; and its invariants."""
+"""The whole update against PyTorch: transformers' Qwen2 with plain LoRA, the loss from the formulas, torch's AdamW; and
+its invariants.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,6 @@ def start(policy: Policy, config: Config) -> TrainState:
     return STARTS[config]
 
 
-
-
 def make_config(**changes) -> Config:
     defaults = {
         "model": "x",
@@ -65,7 +65,9 @@ def make_config(**changes) -> Config:
 
 
 def make_batch(vocab: int, seed: int = 0, rows: int = ROWS) -> Batch:
-    """Random prompts and completions of different lengths, right-padded; behaviour log-probabilities are near no policy's."""
+    """Random prompts and completions of different lengths, right-padded; behaviour log-probabilities are near no
+    policy's.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, LENGTH)).astype(np.int32)
     prompts = rng.integers(1, PROMPT + 1, rows)
@@ -319,7 +321,9 @@ def test_advantages_of_zero_give_no_gradient(micro, batch):
     assert float(metrics["entropy"]) > 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss_type": "grpo", "beta": 0.3, "importance_sampling_level": "sequence"}], ids=["dapo", "kl"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss_type": "grpo", "beta": 0.3, "importance_sampling_level": "sequence"}], ids=["dapo", "kl"]
+)
 def test_a_batch_without_any_token_is_zero_and_no_nan(micro, batch, changes):
     config = make_config(**changes, importance_sampling_cap=2.0)
     state = start(micro, config)

@@ -1,4 +1,6 @@
-"""Rollouts against the policy's own log-probabilities, against cuts of an unhindered rollout, and under every change that must not matter."""
+"""Rollouts against the policy's own log-probabilities, against cuts of an unhindered rollout, and under every change
+that must not matter.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_shape_of_a_rollout(free):
     completion = np.asarray(free.completion_mask)
     assert completion.sum(1).tolist() == [NEW] * 8
     assert (np.asarray(free.logprobs)[~completion] == 0).all() and (np.asarray(free.logprobs)[completion] < 0).all()
-    for row, (prompt, ids) in enumerate(zip([p for p in PROMPTS for _ in range(GROUP)], completion_ids(free), strict=True)):
+    for row, (prompt, ids) in enumerate(
+        zip([p for p in PROMPTS for _ in range(GROUP)], completion_ids(free), strict=True)
+    ):
         tokens = np.asarray(free.tokens[row])
         assert tokens[: len(prompt)].tolist() == prompt
         assert tokens[len(prompt) : len(prompt) + NEW].tolist() == ids
@@ -120,7 +124,9 @@ def test_greedy_is_the_argmax_of_the_logits(policy):
 
 
 def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, free):
-    """Positions key the draws, so a row with EOS ids is the free one, cut behind the first of them; one of them is some row's first token."""
+    """Positions key the draws, so a row with EOS ids is the free one, cut behind the first of them; one of them is some
+    row's first token.
+    """
     completions = completion_ids(free)
     eos = (completions[0][0], completions[3][4], completions[5][6])
     rollout = generate(with_eos(policy, *eos), PROMPTS, FREE, KEY)

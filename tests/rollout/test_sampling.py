@@ -77,7 +77,9 @@ def test_greedy_takes_the_first_of_the_likeliest():
     assert tokens.tolist() == [1, 0] and logprobs.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1, 0.7), Sampling(1, top_k=4), Sampling(1, top_p=0.8), Sampling(1, min_p=0.2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1, 0.7), Sampling(1, top_k=4), Sampling(1, top_p=0.8), Sampling(1, min_p=0.2)], ids=str
+)
 def test_draws_follow_the_distribution_and_report_its_logprob(sampling):
     """Chi-square over 20,000 draws with fixed keys; 99.99 % quantiles by Wilson and Hilferty."""
     row = np.random.default_rng(1).normal(size=9).astype(np.float32)
@@ -93,7 +95,9 @@ def test_draws_follow_the_distribution_and_report_its_logprob(sampling):
     quantile = df * (1 - 2 / (9 * df) + 3.72 * (2 / (9 * df)) ** 0.5) ** 3
     assert chi2 < quantile
     wrong = slow(row, Sampling(1, 0.8 * sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p))
-    assert ((observed[live] - count * wrong[live]) ** 2 / np.maximum(count * wrong[live], 1)).sum() > quantile, "would not notice"
+    assert ((observed[live] - count * wrong[live]) ** 2 / np.maximum(count * wrong[live], 1)).sum() > quantile, (
+        "would not notice"
+    )
     np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-5)
 
 
@@ -102,7 +106,9 @@ def test_a_rows_draw_depends_on_its_own_key_and_logits_only(logits):
     whole = sample(jnp.asarray(logits), Sampling(1), keys)
     for row in (0, 5):
         alone = sample(jnp.asarray(logits[row : row + 1]), Sampling(1), keys[row : row + 1])
-        assert int(alone[0][0]) == int(whole[0][row]) and float(alone[1][0]) == pytest.approx(float(whole[1][row]), abs=1e-6)
+        assert int(alone[0][0]) == int(whole[0][row]) and float(alone[1][0]) == pytest.approx(
+            float(whole[1][row]), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize(

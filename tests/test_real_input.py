@@ -1,0 +1,72 @@
+"""Real input from end to end: the exact Qwen2.5 tokenizer, a checkpoint of the 0.5B's shapes, GSM8K rows; stop,
+resume, export, evaluate.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+from qerl_jax import train
+from qerl_jax.io.adapter import adapter_config
+from qerl_jax.reporting.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def half_billion(tmp_path_factory, data):
+    """A Hugging Face directory with the 0.5B's true shapes, random weights and the published tokenizer."""
+    out = tmp_path_factory.mktemp("real") / "qwen-0.5b"
+    command = [
+        sys.executable,
+        ROOT / "tools" / "make_checkpoint.py",
+        "0.5B",
+        out,
+        "--tokenizer",
+        data / "qwen2.5_tokenizer",
+    ]
+    made = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert made["parameters"] == 494_032_768  # the published count
+    return out
+
+
+@pytest.mark.slow
+def test_three_steps_stopped_resumed_exported_and_evaluated(half_billion, data, tmp_path):
+    directory = tmp_path / "run"
+    flags = [
+        *("--model", str(half_billion), "--weight-format", "nvfp4", "--dataset", str(data / "gsm8k" / "train.jsonl")),
+        *("--output-dir", str(directory), "--max-steps", "3", "--batch-size", "4", "--num-generations", "2"),
+        *("--num-iterations", "1", "--max-prompt-length", "256", "--max-completion-length", "16", "--dtype", "float32"),
+        *("--save-steps", "1", "--train-norms"),
+    ]
+    environment_free = [sys.executable, "-m", "qerl_jax.train", *flags]
+    process = subprocess.Popen(environment_free, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    runs.wait_for_step(directory, 1, process, timeout=900)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == train.STOPPED, output
+    stopped_at = read_metrics(directory)[-1]["step"]
+    assert stopped_at < 3 and "--resume auto" in output
+    resumed = subprocess.run([*environment_free, "--resume", "auto"], capture_output=True, text=True, check=True).stdout
+    assert f"continuing after step {stopped_at} of 3" in resumed
+    rows = read_metrics(directory)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["aqn/norms"] == 48 for row in rows)
+    assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4  # rollout and trainer agree where σ = 0
+    assert adapter_config(directory / "adapter").rank == 32
+
+    command = [
+        *(sys.executable, "-m", "qerl_jax.evaluate", str(half_billion), "--adapter", str(directory / "adapter")),
+        *("--dataset", str(data / "gsm8k" / "test.jsonl"), "--samples", "2", "--weight-format", "nvfp4"),
+        *("--dtype", "float32", "--max-completion-length", "16", "--output", str(tmp_path / "result.json")),
+    ]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "pass@1" in printed and "2 problems" in printed
+    assert runs.read_json(tmp_path / "result.json")["truncated"] == 1.0

@@ -1,0 +1,47 @@
+"""The built wheel runs the default from another directory: model, configs and kernels travel in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_default_run_from_the_wheel(tmp_path):
+    wheels = tmp_path / "wheels"
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site)
+    assert not [name for name in names if name.startswith(("tests", "tools", "kernels/"))]
+    assert {"qerl_jax/configs/tiny.yaml", "qerl_jax/assets/tiny-qwen2/model.safetensors"} <= set(names)
+    assert wheel.stat().st_size < 10e6
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "qerl_jax.train",
+        "--max-steps",
+        "1",
+        "--batch-size",
+        "8",
+        "--eval-samples",
+        "4",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    run = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "after" in run.stdout and (elsewhere / "runs" / "tiny" / "adapter" / "adapter_model.safetensors").exists()
+    where = subprocess.run(
+        [sys.executable, "-P", "-c", "import qerl_jax, qerl_kernels; print(qerl_jax.__file__, qerl_kernels.__file__)"],
+        cwd=elsewhere, env=environment, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert all(path.startswith(str(site)) for path in where.split())
