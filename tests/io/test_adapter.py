@@ -68,7 +68,7 @@ def test_export_loads_in_peft_and_gives_the_same_logits(micro_dir, tmp_path, lor
 
 
 def test_vllm_part_of_an_export(micro_dir, tmp_path):
-    """LoRA alone, and the norms under the base checkpoint's names: laid over the base, both together give the policy."""
+    """LoRA alone, and the norms under the base checkpoint's names: laid over the base they give the policy."""
     policy = trained(micro_dir, CONFIGS[0])
     export_adapter(policy, tmp_path / "out")
     folder = tmp_path / "out/vllm"
@@ -76,9 +76,7 @@ def test_vllm_part_of_an_export(micro_dir, tmp_path):
     assert not config["modules_to_save"] and sorted(config["target_modules"]) == sorted(PROJECTIONS)
     assert all(re.search(r"\.lora_[AB]\.weight$", name) for name in st.Tensors([folder / "adapter_model.safetensors"]))
     model = torch_qwen2.load(micro_dir)
-    overlay = {
-        name: torch.tensor(np.array(w)) for name, w in st.Tensors([folder / "norms.safetensors"]).items()
-    }
+    overlay = {name: torch.tensor(np.array(w)) for name, w in st.Tensors([folder / "norms.safetensors"]).items()}
     assert len(overlay) == 4
     model.load_state_dict({**model.state_dict(), **overlay})
     model = peft.PeftModel.from_pretrained(model, folder).eval()

@@ -1,4 +1,4 @@
-"""Sampling filters against slow set arithmetic and transformers' processors, draws against the distribution they claim."""
+"""Sampling filters against slow set arithmetic and transformers' processors, draws against the distribution claimed."""
 
 from __future__ import annotations
 
