@@ -73,8 +73,10 @@ def check(config: NoiseConfig) -> None:
         raise ValueError(f"noise_schedule {config.noise_schedule!r} is not one of {list(NOISE_SCHEDULES)}")
     if config.noise_formula not in NOISE_FORMULAS:
         raise ValueError(f"noise_formula {config.noise_formula!r} is not one of {list(NOISE_FORMULAS)}")
-    if config.sigma_start < 0 or config.sigma_end < 0:
-        raise ValueError(f"sigma_start {config.sigma_start} and sigma_end {config.sigma_end} must not be negative")
+    if not (0 <= config.sigma_start < math.inf and 0 <= config.sigma_end < math.inf):
+        raise ValueError(
+            f"sigma_start {config.sigma_start} and sigma_end {config.sigma_end} must be finite and not negative"
+        )
     if config.sigma_start > 0 and config.noise_schedule == "exponential" and config.sigma_end <= 0:
         raise ValueError(
             f"an exponential noise_schedule cannot end at sigma_end {config.sigma_end}: it must be above 0"

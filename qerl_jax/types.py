@@ -175,7 +175,7 @@ class Sampling(_Replace):
 
     def __post_init__(self):
         for name, low in (("max_new_tokens", 1), ("num_generations", 1), ("temperature", 0), ("top_k", 0)):
-            if getattr(self, name) < low:
+            if not getattr(self, name) >= low:  # so that NaN is refused, too
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")

@@ -33,6 +33,10 @@ _UNSUPPORTED = (
     "rank_pattern",
     "alpha_pattern",
     "layers_to_transform",
+    "layer_replication",
+    "exclude_modules",
+    "lora_bias",
+    "target_parameters",
     "trainable_token_indices",
 )
 
@@ -52,7 +56,7 @@ def adapter_config(directory: Path) -> LoraConfig:
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{path}: bias is {config['bias']!r}, supported is 'none'")
     for key in _UNSUPPORTED:
-        if config.get(key):
+        if not _unset(config.get(key)):
             raise CheckpointError(f"{path}: {key} is {config[key]!r}, which is not supported")
     modules = config.get("target_modules") or []
     targets = PROJECTIONS if modules == "all-linear" else tuple(p for p in PROJECTIONS if p in modules)
@@ -63,6 +67,9 @@ def adapter_config(directory: Path) -> LoraConfig:
         raise CheckpointError(
             f"{path}: modules_to_save {sorted(extra)}, supported are the layer norms {list(LAYER_NORMS)}"
         )
+    for key in ("r", "lora_alpha"):
+        if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float) or config[key] <= 0:
+            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, it must be a number above 0")
     return LoraConfig(
         rank=int(config["r"]),
         alpha=float(config["lora_alpha"]),
@@ -70,6 +77,11 @@ def adapter_config(directory: Path) -> LoraConfig:
         target_modules=targets,
         dropout=float(config.get("lora_dropout", 0.0)),
     )
+
+
+def _unset(value: Any) -> bool:
+    """Whether an option asks for nothing. 0 does ask: `layers_to_transform: 0` is the first layer."""
+    return value is None or value is False or value in ([], {}, "")
 
 
 def import_adapter(policy: Policy, directory: Path) -> Policy:
@@ -85,7 +97,7 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
         raise ValueError(f"{directory / CONFIG_FILE} describes {config}, the policy was asked for {ours}")
     source = _Reader(directory / WEIGHTS_FILE)
 
-    def lora(path: tuple[str, ...], layer: int, part: str, old: Lora) -> Lora:
+    def lora(path: tuple[str | int, ...], layer: int, part: str, old: Lora) -> Lora:
         module = f"{_PREFIX}{names.projection(layer, part)}"
         a = source.read(f"{module}.lora_A.weight", old.a.shape[::-1])
         b = source.read(f"{module}.lora_B.weight", old.b.shape[::-1])
@@ -156,7 +168,7 @@ def adapter_tensors(policy: Policy) -> dict[str, np.ndarray]:
     """PEFT name -> fp32 array of every adapter."""
     tensors = {}
 
-    def collect(path: tuple[str, ...], layer: int, part: str, lora: Lora) -> Lora:
+    def collect(path: tuple[str | int, ...], layer: int, part: str, lora: Lora) -> Lora:
         module = f"{_PREFIX}{names.projection(layer, part)}"
         tensors[f"{module}.lora_A.weight"] = np.ascontiguousarray(np.asarray(lora.a, np.float32).T)
         tensors[f"{module}.lora_B.weight"] = np.ascontiguousarray(np.asarray(lora.b, np.float32).T)

@@ -136,10 +136,10 @@ def test_quantization_sections_of_published_checkpoints(data):
         config = read_json(folder / f"fixture-{name}-tiny-qwen2/config.json")
         assert quantization_format(config, "x") == expected
     mixed = read_json(folder / "nvidia--Qwen3.6-27B-NVFP4_config.json")
-    with pytest.raises(CheckpointError, match="here.json.*MIXED_PRECISION"):
+    with pytest.raises(CheckpointError, match=r"here\.json.*MIXED_PRECISION"):
         quantization_format(mixed, "here.json")
     for name in ("nvidia--Qwen3.6-27B-NVFP4_config.json", "nvidia--Qwen3-235B-A22B-NVFP4_config.json"):
-        with pytest.raises(CheckpointError, match="here.json.*qwen3"):
+        with pytest.raises(CheckpointError, match=r"here\.json.*qwen3"):
             parse_config(read_json(folder / name), {}, "here.json")
 
 

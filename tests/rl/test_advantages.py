@@ -40,9 +40,7 @@ def test_no_scale():
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("value", [0.0, 0.1, 2.2, 50.3, 1 / 3])
 def test_equal_rewards_are_exactly_zero(scale, value):
-    """0.1 seven times does not sum to 0.7 in fp32: the mean must not leave a remainder that the division then blows
-    up.
-    """
+    """0.1 seven times is not 0.7 in fp32: the mean must leave no remainder that the division then blows up."""
     result = advantages([value] * 7 + list(range(7)), 7, scale)
     assert (result[:7] == 0).all() and np.abs(result[7:]).max() > 0.01
 

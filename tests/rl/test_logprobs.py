@@ -120,9 +120,7 @@ def test_no_array_of_the_size_of_all_logits(case):
     ids=["k", "p", "min"],
 )
 def test_truncated_distributions_are_renormalized_over_the_kept_set_and_the_target(case, sampling):
-    """Slow set arithmetic; the target is in the set whatever this model thinks of it, because the sampler had kept
-    it.
-    """
+    """Slow set arithmetic; the target is in the set whatever this model thinks of it: the sampler had kept it."""
     hidden, head, targets = case
     logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling, 3)
     logits = np.asarray(hidden @ head, np.float64) / sampling.temperature

@@ -1,5 +1,5 @@
-"""The whole update against PyTorch: transformers' Qwen2 with plain LoRA, the loss from the formulas, torch's AdamW;
-and its invariants.
+"""The whole update against PyTorch: transformers' Qwen2 with plain LoRA, the loss from the formulas, torch's AdamW; and
+its invariants.
 """
 
 from __future__ import annotations
@@ -22,6 +22,23 @@ from qerl_jax.types import Batch, Finish, Policy, TrainState
 
 PROMPT, LENGTH, ROWS = 4, 11, 4
 COMPLETION = LENGTH - PROMPT
+STARTS: dict[Config, TrainState] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """These tests cost compile time, not run time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    STARTS.clear()
+
+
+def start(policy: Policy, config: Config) -> TrainState:
+    """`init_state`, one optimizer object for each config: it is static, and a new one would be a new trace."""
+    if config not in STARTS:
+        STARTS[config] = init_state(policy, config)
+    return STARTS[config]
 
 
 def make_config(**changes) -> Config:
@@ -42,6 +59,7 @@ def make_config(**changes) -> Config:
         "sigma_start": 0.0,
         "sigma_end": 0.0,
         "logprob_chunk_size": 5,
+        "gradient_checkpointing": False,
     }
     return Config(**{**defaults, **changes})
 
@@ -191,7 +209,7 @@ ORACLE = {
         "loss_type": "grpo",
         "importance_sampling_level": "sequence",
         "num_iterations": 2,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": True,
     },
     "kl-without-norms-dr_grpo": {"beta": 0.5, "loss_type": "dr_grpo", "max_completion_length": 9},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "num_iterations": 2, "importance_sampling_cap": 2.0},
@@ -240,7 +258,7 @@ def test_the_rollouts_logprobs_at_the_first_update_are_the_trainers(micro, batch
     config = make_config(importance_sampling_cap=2.0)
     logp = logprobs_of(micro, batch.tokens, batch.attention_mask)
     mine = jnp.where(batch.loss_mask, jnp.pad(logp, ((0, 0), (1, 0))), 0)
-    _, metrics = grpo_step(init_state(micro, config), micro.frozen, batch.replace(logprobs=mine))
+    _, metrics = grpo_step(start(micro, config), micro.frozen, batch.replace(logprobs=mine))
     assert float(metrics["sampling/sampling_logp_difference/max"]) < 1e-5
     assert float(metrics["sampling/importance_sampling_ratio/min"]) == pytest.approx(1, abs=1e-5)
     assert abs(float(metrics["sampling/kl"])) < 1e-6 and float(metrics["clip_ratio/region_mean"]) == 0
@@ -251,7 +269,7 @@ def test_mismatch_metrics_by_hand(micro, batch):
     mask = np.asarray(batch.loss_mask)
     logp = np.pad(np.asarray(logprobs_of(micro, batch.tokens, batch.attention_mask), np.float64), ((0, 0), (1, 0)))
     d = (logp - np.asarray(batch.logprobs, np.float64))[mask]
-    _, metrics = grpo_step(init_state(micro, config), micro.frozen, batch)
+    _, metrics = grpo_step(start(micro, config), micro.frozen, batch)
     expected = {
         "sampling/sampling_logp_difference/mean": np.abs(d).mean(),
         "sampling/sampling_logp_difference/max": np.abs(d).max(),
@@ -262,21 +280,15 @@ def test_mismatch_metrics_by_hand(micro, batch):
     }
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-3), name
-    assert float(metrics["tokens"]) == mask.sum() if "tokens" in metrics else True
+    assert float(metrics["tokens"]) == mask.sum()
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
-def test_accumulation_equals_the_big_batch(micro, loss_type):
+def test_accumulation_equals_the_big_batch(micro, batch):
     """Rows of different lengths, so that means over parts are not the mean over the whole."""
-    results = []
-    for parts in (1, 2, 4):
-        config = make_config(gradient_accumulation_steps=parts, loss_type=loss_type, importance_sampling_cap=2.0)
-        results.append(grpo_step(init_state(micro, config), micro.frozen, make_batch(64)))
-    for state, metrics in results[1:]:
-        for a, b in zip(jax.tree.leaves(state.lora), jax.tree.leaves(results[0][0].lora), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-6)
-        for name in metrics:
-            np.testing.assert_allclose(metrics[name], results[0][1][name], rtol=1e-4, atol=1e-6, err_msg=name)
+    whole, parts = (
+        make_config(gradient_accumulation_steps=n, loss_type="grpo", importance_sampling_cap=2.0) for n in (1, 2)
+    )
+    _same(grpo_step(start(micro, whole), micro.frozen, batch), grpo_step(start(micro, parts), micro.frozen, batch))
 
 
 def _same(first, second) -> None:
@@ -286,10 +298,10 @@ def _same(first, second) -> None:
         np.testing.assert_allclose(first[1][name], second[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_masked_rows_are_absent_ones_and_groups_have_no_order(micro, loss_type):
     config = make_config(loss_type=loss_type, importance_sampling_cap=2.0)
-    state = init_state(micro, config)
+    state = start(micro, config)
     six = make_batch(64, seed=5, rows=6)
     keep = np.array([0, 1, 4, 5])
     masked = six.replace(loss_mask=six.loss_mask.at[np.array([2, 3])].set(False))
@@ -301,8 +313,8 @@ def test_masked_rows_are_absent_ones_and_groups_have_no_order(micro, loss_type):
 
 
 def test_advantages_of_zero_give_no_gradient(micro, batch):
-    config = make_config(weight_decay=0.0, importance_sampling_cap=2.0)
-    state = init_state(micro, config)
+    config = make_config(importance_sampling_cap=2.0)
+    state = start(micro, config)
     after, metrics = grpo_step(state, micro.frozen, batch.replace(advantages=jnp.zeros(ROWS)))
     assert float(metrics["grad_norm"]) == 0 and float(metrics["loss"]) == 0 and float(metrics["skipped"]) == 0
     assert_trees_equal(after.lora, state.lora)
@@ -314,26 +326,26 @@ def test_advantages_of_zero_give_no_gradient(micro, batch):
 )
 def test_a_batch_without_any_token_is_zero_and_no_nan(micro, batch, changes):
     config = make_config(**changes, importance_sampling_cap=2.0)
-    state = init_state(micro, config)
+    state = start(micro, config)
     after, metrics = grpo_step(state, micro.frozen, batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask)))
     assert all(np.isfinite(value) for value in metrics.values()), metrics
     assert float(metrics["grad_norm"]) == 0 and float(metrics["loss"]) == 0
     assert_trees_equal(after.lora, state.lora)
 
 
-@pytest.mark.parametrize("field", ["advantages", "logprobs"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("field", "value"), [("advantages", np.nan), ("advantages", np.inf), ("logprobs", np.nan), ("logprobs", -np.inf)]
+)
 def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batch, field, value):
-    """-inf where behaviour says so too: exp(old - behaviour) is then infinite or NaN without the cap."""
-    config = make_config(num_iterations=2)
-    state, _ = grpo_step(init_state(micro, config), micro.frozen, batch)
-    array = getattr(batch, field)
+    config = make_config(num_iterations=2, importance_sampling_cap=2.0)
+    state, _ = grpo_step(start(micro, config), micro.frozen, batch)
     place = (0,) if field == "advantages" else (0, int(batch.prompt_lengths[0]))
-    if field == "logprobs":
-        config = make_config(num_iterations=2, importance_sampling_cap=2.0)
-        state = init_state(micro, config)
-    bad = batch.replace(**{field: array.at[place].set(value if field == "advantages" else np.nan)})
+    bad = batch.replace(**{field: getattr(batch, field).at[place].set(value)})
     after, metrics = grpo_step(state, micro.frozen, bad)
+    if (field, value) == ("logprobs", -np.inf):  # an infinite importance weight, which the cap makes 2
+        assert float(metrics["skipped"]) == 0
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.lora))
+        return
     assert float(metrics["skipped"]) == 2
     for name in ("lora", "norms", "opt_state"):
         assert_trees_equal(getattr(after, name), getattr(state, name))
@@ -346,7 +358,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batc
 
 def test_one_trace_serves_every_step(micro):
     config = make_config(num_iterations=2, max_steps=7)
-    state = init_state(micro, config)
+    state = start(micro, config)
     before = grpo_step._cache_size()
     for step in range(4):
         state, _ = grpo_step(state, micro.frozen, make_batch(64, seed=step))

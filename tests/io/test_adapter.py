@@ -1,0 +1,293 @@
+"""PEFT adapters: ours load in `peft` on a torch model, real ones round-trip, and what a plain LoRA cannot express is
+refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with_norm_offsets
+from oracles import torch_qwen2
+
+from qerl_jax.config import Config
+from qerl_jax.io import safetensors as st
+from qerl_jax.io.adapter import adapter_config, export_adapter, import_adapter
+from qerl_jax.io.load import build_policy, load_policy
+from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.models.formats import Dense
+from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.rl.step import init_state
+from qerl_jax.types import Policy
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 9))
+
+
+@pytest.fixture(scope="module")
+def micro_dir(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("micro") / "m"
+    torch_qwen2.make(path, seed=0, scale=0.3)
+    return path
+
+
+def trained(directory: Path, lora: LoraConfig) -> Policy:
+    """Random A and B and moved norms."""
+    policy = load_policy(directory, lora=lora, dtype=jnp.float32)
+    return with_norm_offsets(randomized(policy, 1, 0.3), 2)
+
+
+CONFIGS = [
+    LoraConfig(3),
+    LoraConfig(4, 10.0, use_rslora=True),
+    LoraConfig(2, 3.0, target_modules=("q_proj", "v_proj")),
+    LoraConfig(2, 1.0, target_modules=("k_proj", "o_proj", "up_proj", "down_proj")),
+]
+
+
+@pytest.mark.parametrize("lora", CONFIGS, ids=lambda c: f"r{c.rank}-{'rs' if c.use_rslora else len(c.target_modules)}")
+@pytest.mark.parametrize("norms", [True, False], ids=["norms", "lora-only"])
+def test_export_loads_in_peft_and_gives_the_same_logits(micro_dir, tmp_path, lora, norms):
+    policy = trained(micro_dir, lora)
+    if not norms:
+        policy = policy.replace(norms=fp32_policy(micro_dir).norms)
+    export_adapter(policy, tmp_path / "out", norms=norms, base_model=str(micro_dir))
+    model = peft.PeftModel.from_pretrained(torch_qwen2.load(micro_dir), tmp_path / "out").eval()
+    theirs = torch_qwen2.logits(model, TOKENS)
+    ours = np.asarray(logits_of(policy, TOKENS))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert np.abs(theirs - torch_qwen2.logits(torch_qwen2.load(micro_dir), TOKENS)).max() > 0.05
+
+
+def test_vllm_part_of_an_export(micro_dir, tmp_path):
+    """LoRA alone, and the norms under the base checkpoint's names: laid over the base they give the policy."""
+    policy = trained(micro_dir, CONFIGS[0])
+    export_adapter(policy, tmp_path / "out")
+    folder = tmp_path / "out/vllm"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert not config["modules_to_save"] and sorted(config["target_modules"]) == sorted(PROJECTIONS)
+    assert all(re.search(r"\.lora_[AB]\.weight$", name) for name in st.Tensors([folder / "adapter_model.safetensors"]))
+    model = torch_qwen2.load(micro_dir)
+    overlay = {name: torch.tensor(np.array(w)) for name, w in st.Tensors([folder / "norms.safetensors"]).items()}
+    assert len(overlay) == 4
+    model.load_state_dict({**model.state_dict(), **overlay})
+    model = peft.PeftModel.from_pretrained(model, folder).eval()
+    np.testing.assert_allclose(np.asarray(logits_of(policy, TOKENS)), torch_qwen2.logits(model, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize("lora", CONFIGS, ids=lambda c: f"r{c.rank}-{len(c.target_modules)}")
+def test_export_and_import_are_inverse_bit_for_bit(micro_dir, tmp_path, lora):
+    policy = trained(micro_dir, lora)
+    export_adapter(policy, tmp_path / "a")
+    back = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "a")
+    assert_trees_equal((back.lora, back.norms), (policy.lora, policy.norms))
+    assert back.lora_config == dataclasses.replace(lora, alpha=lora.effective_alpha)
+    export_adapter(back, tmp_path / "b")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_an_adapter_that_peft_wrote_is_read(micro_dir, tmp_path):
+    """peft draws A and, with init_lora_weights=False, B; its logits are ours after the import."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(torch_qwen2.load(micro_dir), config).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    policy = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "theirs")
+    np.testing.assert_allclose(np.asarray(logits_of(policy, TOKENS)), torch_qwen2.logits(model, TOKENS), atol=1e-4)
+
+
+def test_export_replaces_a_directory_whole(micro_dir, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/stale").write_text("x")
+    export_adapter(trained(micro_dir, CONFIGS[2]), tmp_path / "out", norms=False)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_policy_without_adapters_has_nothing_to_export(micro_dir, tmp_path):
+    with pytest.raises(ValueError, match="lora_rank 0"):
+        export_adapter(load_policy(micro_dir, lora=LoraConfig(rank=0), dtype=jnp.float32), tmp_path / "out")
+
+
+# The real adapter of a PyTorch GRPO trainer: 24 layers, hidden 896, q and v of rank 8, alpha 32, dropout 0.1.
+REAL = "qwen2_0.5b_grpo_lora_adapter"
+REAL_CONFIG = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 32,
+    "lora_dropout": 0.1,
+    "target_modules": ["v_proj", "q_proj"],
+}
+SHAPE = ModelConfig(8, 896, 16, 24, 14, 2, 64, 1e6, 1e-6, True, 64, (1,), 0)
+
+
+@pytest.fixture(scope="module", params=["stand-in", "real"])
+def adapter_dir(request, data, tmp_path_factory) -> Path:
+    """The real adapter where it is at hand (its repository names no licence, so it is not in this one), and one of the
+    same shape.
+    """
+    if request.param == "real":
+        for folder in (data / REAL, Path(__file__).parents[3] / "shared/data/weights" / REAL):
+            if folder.exists():
+                return folder
+        pytest.skip(f"{REAL} is not at hand")
+    folder = tmp_path_factory.mktemp("adapter")
+    rng, tensors = np.random.default_rng(0), {}
+    for layer in range(24):
+        for part, n in (("q_proj", 896), ("v_proj", 128)):
+            module = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{module}.lora_A.weight"] = rng.normal(size=(8, 896)).astype(np.float32)
+            tensors[f"{module}.lora_B.weight"] = rng.normal(size=(n, 8)).astype(np.float32)
+    st.save(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({**REAL_CONFIG, "bias": "none", "use_dora": False}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def half_billion() -> Policy:
+    """The attention of Qwen2-0.5B over a vocabulary of 8 and an ffn of 16, all zeros but the norms."""
+
+    def dense(n: int, k: int) -> Dense:
+        return Dense(jnp.zeros((n, k), jnp.bfloat16))
+
+    layer = {
+        "qkv_proj": dense(896 + 256, 896),
+        "qkv_bias": jnp.zeros(896 + 256, jnp.bfloat16),
+        "o_proj": dense(896, 896),
+        "gate_up_proj": dense(32, 896),
+        "down_proj": dense(896, 16),
+        "input_layernorm": jnp.ones(896),
+        "post_attention_layernorm": jnp.ones(896),
+    }
+    weights = {
+        "embed_tokens": jnp.zeros((8, 896), jnp.bfloat16),
+        "norm": jnp.ones(896),
+        "lm_head": None,
+        "layers": [layer] * 24,
+    }
+    return build_policy(SHAPE, weights, LoraConfig(8, 32.0, target_modules=("q_proj", "v_proj")), 0)
+
+
+def test_real_adapter_round_trips_with_its_dropout_and_rl_refuses_it(adapter_dir, half_billion, tmp_path):
+    config = adapter_config(adapter_dir)
+    assert (config.rank, config.alpha, config.dropout, set(config.target_modules)) == (
+        8,
+        32.0,
+        0.1,
+        {"q_proj", "v_proj"},
+    )
+    policy = import_adapter(half_billion, adapter_dir)
+    export_adapter(policy, tmp_path / "out", norms=False)
+    before, after = (st.Tensors([folder / "adapter_model.safetensors"]) for folder in (adapter_dir, tmp_path / "out"))
+    assert set(before) == set(after) and len(before) == 24 * 4
+    for name in before:
+        assert before.spec(name) == after.spec(name)
+        assert before[name].tobytes() == after[name].tobytes(), name
+    theirs, ours = (json.loads((f / "adapter_config.json").read_text()) for f in (adapter_dir, tmp_path / "out"))
+    for key, value in REAL_CONFIG.items():
+        assert (
+            (set(ours[key]) == set(theirs[key]) == set(value))
+            if key == "target_modules"
+            else ours[key] == theirs[key] == value
+        )
+    with pytest.raises(ValueError, match=r"lora_dropout 0\.1.*dropout"):
+        init_state(policy, Config(model="x", lora_rank=8))
+
+
+@pytest.fixture
+def exported(micro_dir, tmp_path) -> Path:
+    export_adapter(trained(micro_dir, LoraConfig(2, target_modules=("q_proj", "v_proj"))), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"peft_type": "LOHA"}, ("peft_type", "LOHA")),
+        ({"bias": "all"}, ("bias", "all")),
+        ({"use_dora": True}, ("use_dora", "True")),
+        ({"rank_pattern": {"q_proj": 4}}, ("rank_pattern", "4")),
+        ({"alpha_pattern": {"q_proj": 4}}, ("alpha_pattern", "4")),
+        ({"layers_to_transform": [0]}, ("layers_to_transform", "[0]")),
+        ({"layers_to_transform": 0}, ("layers_to_transform", "0")),
+        ({"fan_in_fan_out": True}, ("fan_in_fan_out", "True")),
+        ({"lora_bias": True}, ("lora_bias", "True")),
+        ({"target_modules": ["q_proj", "lm_head"]}, ("target_modules", "lm_head")),
+        ({"modules_to_save": ["embed_tokens"]}, ("modules_to_save", "embed_tokens")),
+        ({"r": "8"}, ("r ", "'8'")),
+        ({"r": None}, ("r ", "None")),
+        ({"lora_alpha": None}, ("lora_alpha", "None")),
+    ],
+)
+def test_adapters_that_are_no_plain_lora_are_refused(exported, changes, named):
+    path = exported / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(CheckpointError) as error:
+        adapter_config(exported)
+    for word in (str(path), *named):
+        assert word in str(error.value)
+
+
+def _change_tensors(folder: Path, change) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = {name: np.array(value) for name, value in st.Tensors([path]).items()}
+    change(tensors)
+    st.save(path, tensors)
+
+
+A = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop(A), (A, "missing")),
+        (lambda t: t.update({A: np.ones((2, 31), np.float32)}), (A, "[2, 31]", "[2, 32]")),
+        (lambda t: t.update({A: np.full((2, 32), np.nan, np.float32)}), (A, "not finite")),
+        (lambda t: t.update({A.replace("v_proj", "k_proj"): t[A]}), ("k_proj.lora_A", "no place")),
+    ],
+)
+def test_broken_adapters_are_named(exported, micro_dir, change, named):
+    _change_tensors(exported, change)
+    with pytest.raises(CheckpointError) as error:
+        load_policy(micro_dir, dtype=jnp.float32, adapter=exported)
+    for word in (str(exported / "adapter_model.safetensors"), *named):
+        assert word in str(error.value)
+
+
+def test_an_adapter_of_another_shape_than_asked_for(exported, micro_dir):
+    for lora in (
+        LoraConfig(3, target_modules=("q_proj", "v_proj")),
+        LoraConfig(2),
+        LoraConfig(2, 7.0, target_modules=("q_proj", "v_proj")),
+    ):
+        with pytest.raises(ValueError, match=r"adapter_config\.json.*rank=2.*" + f"rank={lora.rank}"):
+            load_policy(micro_dir, dtype=jnp.float32, lora=lora, adapter=exported)
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
+        load_policy(micro_dir, adapter=exported.parent)
+    (exported / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors"):
+        load_policy(micro_dir, adapter=exported)
+
+
+def test_no_leaf_of_an_import_shares_its_memory_with_the_file(exported, micro_dir):
+    """The file may be replaced while the policy lives."""
+    policy = load_policy(micro_dir, dtype=jnp.float32, adapter=exported)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(policy.lora)]
+    path = exported / "adapter_model.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\0" * (size // 2))
+    for a, b in zip(before, jax.tree.leaves(policy.lora), strict=True):
+        np.testing.assert_array_equal(a, b)

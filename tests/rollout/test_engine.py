@@ -1,0 +1,257 @@
+"""Rollouts against the policy's own log-probabilities, against cuts of an unhindered rollout, and under every change
+that must not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import fp32_policy, logits_of, logprobs_of, randomized
+from oracles import torch_qwen2
+
+from qerl_jax import keys
+from qerl_jax.rl.logprobs import logprobs_and_entropy
+from qerl_jax.rollout.engine import generate, prompts_at_once
+from qerl_jax.types import Finish, Policy, Prompts, Rollout, Sampling, completion_ids
+
+PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
+NEW, GROUP, PAD = 8, 2, 63
+FREE = Sampling(NEW, temperature=0.9, num_generations=GROUP)
+KEY = jax.random.key(11)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """These tests cost compile time, not run time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def with_eos(policy: Policy, *ids: int) -> Policy:
+    return policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=ids, pad_token_id=PAD))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Policy:
+    """Two layers, vocab 64, untied, no EOS."""
+    path = tmp_path_factory.mktemp("micro")
+    torch_qwen2.make(path, seed=0, scale=0.3)
+    return with_eos(randomized(fp32_policy(path, rank=2), 1, 0.3))
+
+
+@pytest.fixture(scope="module")
+def free(policy) -> Rollout:
+    """Nothing ends it but the limit."""
+    return generate(policy, PROMPTS, FREE, KEY)
+
+
+def assert_same_rows(a: Rollout, rows_a, b: Rollout, rows_b) -> None:
+    """The same tokens and, within 1e-5, log-probabilities; widths may differ."""
+    width = min(a.tokens.shape[1], b.tokens.shape[1])
+    for i, j in zip(rows_a, rows_b, strict=True):
+        for name in ("prompt_lengths", "lengths", "finish"):
+            assert int(getattr(a, name)[i]) == int(getattr(b, name)[j])
+        np.testing.assert_array_equal(a.tokens[i, :width], b.tokens[j, :width])
+        np.testing.assert_allclose(a.logprobs[i, :width], b.logprobs[j, :width], atol=1e-5)
+
+
+def test_shape_of_a_rollout(free):
+    lengths = [len(p) for p in PROMPTS for _ in range(GROUP)]
+    assert free.tokens.shape == (len(PROMPTS) * GROUP, 5 + NEW)
+    assert free.prompt_lengths.tolist() == lengths and free.lengths.tolist() == [n + NEW for n in lengths]
+    assert free.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (np.asarray(free.finish) == Finish.LENGTH).all()
+    completion = np.asarray(free.completion_mask)
+    assert completion.sum(1).tolist() == [NEW] * 8
+    assert (np.asarray(free.logprobs)[~completion] == 0).all() and (np.asarray(free.logprobs)[completion] < 0).all()
+    for row, (prompt, ids) in enumerate(
+        zip([p for p in PROMPTS for _ in range(GROUP)], completion_ids(free), strict=True)
+    ):
+        tokens = np.asarray(free.tokens[row])
+        assert tokens[: len(prompt)].tolist() == prompt
+        assert tokens[len(prompt) : len(prompt) + NEW].tolist() == ids
+        assert (tokens[len(prompt) + NEW :] == PAD).all()
+    assert len({tuple(ids) for ids in completion_ids(free)}) == 8, "samples of a group differ"
+
+
+def test_behaviour_logprobs_are_the_trainers(policy, free):
+    expected = logprobs_of(policy, free.tokens, free.attention_mask, temperature=0.9)
+    mask = np.asarray(free.completion_mask)[:, 1:]
+    np.testing.assert_allclose(np.asarray(free.logprobs)[:, 1:][mask], np.asarray(expected)[mask], atol=1e-4)
+
+
+def test_behaviour_logprobs_of_truncated_sampling_are_the_trainers(policy):
+    sampling = FREE.replace(top_k=9, top_p=0.8, min_p=0.02)
+    rollout = generate(policy, PROMPTS, sampling, KEY)
+
+    @jax.jit
+    def trainer(tokens, mask):
+        model = policy.model()
+        hidden = model(tokens, mask)[:, :-1]
+        return logprobs_and_entropy(model, hidden, tokens[:, 1:], sampling, 16)[0]
+
+    mask = np.asarray(rollout.completion_mask)[:, 1:]
+    expected = np.asarray(trainer(rollout.tokens, rollout.attention_mask))
+    np.testing.assert_allclose(np.asarray(rollout.logprobs)[:, 1:][mask], expected[mask], atol=1e-4)
+    untruncated = np.asarray(logprobs_of(policy, rollout.tokens, rollout.attention_mask, temperature=0.9))
+    assert np.abs(untruncated - expected)[mask].max() > 0.1
+
+
+def test_first_tokens_follow_the_policys_distribution(policy):
+    """Chi-square of 4,000 first tokens against the softmax of the policy's logits, rare tokens in one class."""
+    count = 4000
+    rollout = generate(policy, [PROMPTS[0]], Sampling(1, num_generations=count), KEY)
+    p = np.asarray(jax.nn.softmax(logits_of(policy, np.array([PROMPTS[0]]))[0, -1]), np.float64)
+    observed = np.bincount(np.asarray(rollout.tokens[:, 3]), minlength=64)
+    common = p * count >= 10
+    classes = np.append(p[common], p[~common].sum()) * count
+    seen = np.append(observed[common], observed[~common].sum())
+    chi2, df = ((seen - classes) ** 2 / classes).sum(), len(classes) - 1
+    assert df > 10 and chi2 < df * (1 - 2 / (9 * df) + 3.72 * (2 / (9 * df)) ** 0.5) ** 3
+
+
+def test_greedy_is_the_argmax_of_the_logits(policy):
+    rollout = generate(policy, PROMPTS, Sampling(NEW, temperature=0), KEY)
+    best = np.asarray(logits_of(policy, rollout.tokens, rollout.attention_mask)).argmax(-1)
+    mask = np.asarray(rollout.completion_mask)[:, 1:]
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 1:][mask], best[:, :-1][mask])
+    assert (np.asarray(rollout.logprobs) == 0).all()
+
+
+def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, free):
+    """Positions key the draws, so a row with EOS ids is the free one, cut behind the first of them; one of them is some
+    row's first token.
+    """
+    completions = completion_ids(free)
+    eos = (completions[0][0], completions[3][4], completions[5][6])
+    rollout = generate(with_eos(policy, *eos), PROMPTS, FREE, KEY)
+    ends = set()
+    for row, ids in enumerate(completions):
+        hits = [i for i, token in enumerate(ids) if token in eos]
+        kept = hits[0] + 1 if hits else NEW
+        start = int(free.prompt_lengths[row])
+        assert int(rollout.lengths[row]) == start + kept
+        assert int(rollout.finish[row]) == (Finish.EOS if hits else Finish.LENGTH)
+        np.testing.assert_array_equal(rollout.tokens[row, : start + kept], free.tokens[row, : start + kept])
+        assert (np.asarray(rollout.tokens[row, start + kept :]) == PAD).all()
+        np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
+        assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
+        assert np.asarray(rollout.completion_mask[row]).sum() == kept
+        ends.add(ids[kept - 1])
+    assert set(eos) <= ends and int(rollout.lengths[0]) == int(rollout.prompt_lengths[0]) + 1
+
+
+def test_eos_on_the_last_allowed_token_is_an_end_not_a_truncation(policy, free):
+    row, ids = next((r, i) for r, i in enumerate(completion_ids(free)) if i[-1] not in i[:-1])
+    rollout = generate(with_eos(policy, ids[-1]), PROMPTS, FREE, KEY)
+    assert int(rollout.finish[row]) == Finish.EOS and int(rollout.lengths[row]) == int(free.lengths[row])
+
+
+def test_samples_do_not_depend_on_the_batch(policy, free):
+    """Order of the prompts, absence of neighbours, size of the group, and parts made for memory."""
+    order = [2, 0, 3, 1]
+    shuffled = generate(policy, Prompts.from_lists([PROMPTS[p] for p in order], ids=order), FREE, KEY)
+    for place, p in enumerate(order):
+        assert_same_rows(shuffled, [2 * place, 2 * place + 1], free, [2 * p, 2 * p + 1])
+    alone = generate(policy, Prompts.from_lists([PROMPTS[3]], ids=[3]), FREE, KEY)
+    assert_same_rows(alone, [0, 1], free, [6, 7])
+    larger = generate(policy, PROMPTS, FREE.replace(num_generations=3), KEY)
+    assert_same_rows(larger, [0, 1, 9, 10], free, [0, 1, 6, 7])
+
+
+def test_parts_made_for_memory_change_nothing(policy, free):
+    for at_once in (1, 3, 4):  # four parts of one, two of two, one of four
+        parts = generate(policy, PROMPTS, FREE, KEY, at_once=at_once)
+        assert_same_rows(parts, range(8), free, range(8))
+        assert parts.tokens.shape == free.tokens.shape
+        assert parts.prompt_index.tolist() == free.prompt_index.tolist()
+    three = Prompts.from_lists(PROMPTS[:3], length=5)  # the last part is filled up
+    parts = generate(policy, three, FREE, KEY, at_once=2)
+    assert parts.tokens.shape[0] == 6
+    assert_same_rows(parts, range(6), free, range(6))
+
+
+def test_prompts_that_fit_a_memory_limit(policy):
+    """2 (K, V) x 2 layers x 2 heads x 8 x 4 bytes x 13 slots x 2 sequences = 6656 bytes a group."""
+    group = 2 * 2 * 2 * 8 * 4 * 13 * 2
+    assert prompts_at_once(policy, 13, 2, None) is None
+    for groups in (1, 3):
+        assert prompts_at_once(policy, 13, 2, (groups + 0.01) * group / 1e9) == groups
+        assert prompts_at_once(policy, 13, 2, (groups + 0.99) * group / 1e9) == groups
+    with pytest.raises(ValueError, match=r"rollout_memory_gb .* 2 sequences of 13 tokens"):
+        prompts_at_once(policy, 13, 2, 0.99 * group / 1e9)
+
+
+def test_keys_make_the_samples(policy, free):
+    """Equal ids draw equally; another id, key or step draws differently."""
+    twice = generate(policy, Prompts.from_lists([PROMPTS[0]] * 4, ids=[0, 0, 1, 9]), FREE, KEY)
+    assert_same_rows(twice, [0, 1], twice, [2, 3])
+    assert_same_rows(twice, [0, 1], free, [0, 1])
+    ids = completion_ids(twice)
+    assert len({tuple(i) for i in ids}) == 6
+    other = generate(policy, PROMPTS, FREE, jax.random.fold_in(KEY, 1))
+    assert all(a != b for a, b in zip(completion_ids(other), completion_ids(free), strict=True))
+
+
+def test_every_key_of_a_run_is_another():
+    rows = keys.for_rows(KEY, jnp.arange(3), jnp.arange(3))
+    cells = [keys.for_positions(rows, jnp.full(3, t)) for t in range(4)]
+    cells += [keys.for_step(seed, p, step)[None] for seed in (0, 1) for p in keys.Purpose for step in (0, 1)]
+    cells += [keys.for_round(KEY, r)[None] for r in (1, 2)]
+    data = np.concatenate([np.asarray(jax.random.key_data(c)) for c in cells])
+    assert len({tuple(row) for row in data.tolist()}) == len(data)
+
+
+def test_a_row_with_nan_fails_alone(policy, free):
+    """A NaN in the embedding of a token that only prompt 3 holds."""
+    used = {token for ids in [*PROMPTS, *completion_ids(free)] for token in ids}
+    token = next(t for t in range(64) if t not in used)
+    poisoned = policy.replace(
+        frozen={**policy.frozen, "embed_tokens": policy.frozen["embed_tokens"].at[token].set(jnp.nan)}
+    )
+    rollout = generate(poisoned, [*PROMPTS[:3], [40, token]], FREE, KEY)
+    assert_same_rows(rollout, range(6), free, range(6))
+    for row in (6, 7):
+        assert int(rollout.finish[row]) == Finish.FAILED and int(rollout.lengths[row]) == 2
+        assert (np.asarray(rollout.tokens[row, 2:]) == PAD).all() and (np.asarray(rollout.logprobs[row]) == 0).all()
+
+
+class Letters:
+    """Token 1 is "b", 26 and up are capitals, and so on: a tokenizer whose text has one character a token."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i in ids)
+
+
+def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free):
+    texts = [Letters().decode(ids) for ids in completion_ids(free)]
+    stop = (texts[0][2:4], texts[5][0], texts[7][-2:])
+    rollout = generate(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY)
+    stopped = 0
+    for row, text in enumerate(texts):
+        ends = [text.find(s) + len(s) for s in stop if s in text]
+        kept, start = min(ends, default=NEW), int(free.prompt_lengths[row])
+        stopped += bool(ends)
+        assert completion_ids(rollout)[row] == completion_ids(free)[row][:kept]
+        assert int(rollout.finish[row]) == (Finish.STOP if ends else Finish.LENGTH)
+        assert (np.asarray(rollout.tokens[row, start + kept :]) == PAD).all()
+        assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
+        np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
+    assert 3 <= stopped < 8
+    with pytest.raises(ValueError, match="tokenizer"):
+        generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)
+
+
+def test_errors_name_the_numbers(policy):
+    with pytest.raises(ValueError, match=r"5 tokens and 124 new ones exceed.*max_position_embeddings 128"):
+        generate(policy, PROMPTS, Sampling(124), KEY)
+    for prompts, message in (([], "no prompts"), ([[1], []], "prompt 1 is empty")):
+        with pytest.raises(ValueError, match=message):
+            generate(policy, prompts, FREE, KEY)
+    with pytest.raises(ValueError, match="prompt 1 has 3 tokens, more than the 2 allowed"):
+        Prompts.from_lists([[1], [1, 2, 3]], length=2)

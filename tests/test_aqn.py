@@ -1,0 +1,176 @@
+"""AQN: schedules in closed form at every stage border, and the noise itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_trees_equal, fp32_policy, logits_of, with_norm_offsets
+from oracles import torch_qwen2
+
+from qerl_jax import aqn
+from qerl_jax.io.adapter import map_norms
+
+KEY = jax.random.key(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    sigma_start: float = 1e-2
+    sigma_end: float = 5e-4
+    num_stages: int = 10
+    noise_schedule: str = "exponential"
+    noise_formula: str = "qerl"
+
+
+def closed_form(config: Noise, stage: int) -> float:
+    """σ of a stage, from the text of the paper's eq. 11 and of the released code."""
+    if stage == 0:
+        return 0.0
+    s, e, k = config.sigma_start, config.sigma_end, config.num_stages
+    u = (stage - 1) / (k - 2) if config.noise_formula == "qerl" else (stage - 1) / (k - 1)
+    return {
+        "exponential": s * (e / s) ** u,
+        "linear": s - (s - e) * u,
+        "cosine": e + (s - e) * (1 + math.cos(math.pi * u)) / 2,
+        "logarithmic": s - (s - e) * math.log(1 + u * (math.e - 1)),
+    }[config.noise_schedule]
+
+
+@pytest.mark.parametrize("formula", aqn.NOISE_FORMULAS)
+@pytest.mark.parametrize("schedule", aqn.NOISE_SCHEDULES)
+@pytest.mark.parametrize(("steps", "stages"), [(200, 10), (97, 10), (7, 10), (30, 3), (11, 4), (1, 5)])
+def test_every_step_has_its_stages_sigma(formula, schedule, steps, stages):
+    """Stage k starts at the first step with step · K >= k · M, in integers."""
+    config = Noise(noise_schedule=schedule, noise_formula=formula, num_stages=stages)
+    borders = [-(-k * steps // stages) for k in range(stages + 1)]
+    for stage in range(stages):
+        for step in range(borders[stage], borders[stage + 1]):
+            assert aqn.sigma(config, step, steps) == pytest.approx(closed_form(config, stage), rel=1e-12, abs=0), step
+
+
+def test_ends_of_the_schedules():
+    for schedule in aqn.NOISE_SCHEDULES:
+        config = Noise(noise_schedule=schedule)
+        assert [aqn.sigma(config, step, 200) for step in (0, 19)] == [0.0, 0.0]
+        assert aqn.sigma(config, 20, 200) == pytest.approx(1e-2, rel=1e-12)
+        assert aqn.sigma(config, 199, 200) == pytest.approx(5e-4, rel=1e-12)
+        values = [aqn.sigma(config, step, 200) for step in range(20, 200)]
+        assert values == sorted(values, reverse=True) and len(set(values)) == 9
+    paper = Noise(noise_formula="paper")
+    assert aqn.sigma(paper, 199, 200) == pytest.approx(1e-2 * 0.05 ** (8 / 9), rel=1e-12)
+    assert aqn.sigma(Noise(num_stages=2, noise_formula="paper"), 1, 2) == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Noise(num_stages=2), "num_stages 2 .* 'qerl'.* 3"),
+        (Noise(num_stages=1, noise_formula="paper"), "num_stages 1 .* 'paper'.* 2"),
+        (Noise(sigma_end=0.0), r"exponential .* 0\.0"),
+        (Noise(sigma_start=-1.0), r"-1\.0"),
+        (Noise(sigma_start=0.0), r"sigma_start 0 with sigma_end 0\.0005"),
+        (Noise(noise_schedule="step"), "'step'"),
+        (Noise(noise_formula="mine"), "'mine'"),
+        (Noise(sigma_start=float("nan")), "nan"),
+        (Noise(sigma_end=float("inf")), "inf"),
+    ],
+)
+def test_schedules_that_cannot_be(config, message):
+    with pytest.raises(ValueError, match=message):
+        aqn.sigma(config, 5, 10)
+
+
+@pytest.mark.parametrize("step", [-1, 10, 11])
+def test_steps_outside_the_run(step):
+    with pytest.raises(ValueError, match=f"step {step} lies outside a run of 10 steps"):
+        aqn.sigma(Noise(), step, 10)
+
+
+def test_no_noise_at_all():
+    assert aqn.sigma(Noise(sigma_start=0.0, sigma_end=0.0, num_stages=2), 9, 10) == 0.0
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    path = tmp_path_factory.mktemp("micro")
+    torch_qwen2.make(path, seed=0, scale=0.3)
+    return with_norm_offsets(fp32_policy(path), 1)
+
+
+def test_count_is_two_a_layer(policy, stories_dir):
+    assert aqn.count(policy.norms) == 2 * 2
+    assert aqn.count(fp32_policy(stories_dir).norms) == 2 * 5
+
+
+def test_sigma_zero_is_the_same_bits(policy):
+    assert_trees_equal(aqn.perturb(policy.norms, 0.0, KEY), policy.norms)
+    assert_trees_equal(jax.jit(aqn.perturb)(policy.norms, jnp.float32(0), KEY), policy.norms)
+
+
+def test_noise_is_normal_with_the_deviation_asked_for():
+    """64 norms of 4096: mean and deviation within five standard errors, skewness and kurtosis those of a normal."""
+    norms = {"layers": {i: {n: {"weight": jnp.ones(4096)} for n in "ab"} for i in range(32)}}
+    noise = np.concatenate([np.asarray(x) - 1 for x in jax.tree.leaves(aqn.perturb(norms, 0.01, KEY))]).astype(
+        np.float64
+    )
+    n = noise.size
+    z = noise / 0.01
+    assert abs(z.mean()) < 5 / n**0.5 and abs(z.std() - 1) < 5 / (2 * n) ** 0.5
+    assert abs((z**3).mean()) < 5 * (15 / n) ** 0.5 and abs((z**4).mean() - 3) < 5 * (96 / n) ** 0.5
+
+
+def test_every_norm_and_key_has_noise_of_its_own(policy):
+    first, second = (aqn.perturb(policy.norms, 0.1, jax.random.fold_in(KEY, i)) for i in range(2))
+    noises = [
+        np.asarray(a - b)
+        for noisy in (first, second)
+        for a, b in zip(*map(jax.tree.leaves, (noisy, policy.norms)), strict=True)
+    ]
+    for i, a in enumerate(noises):
+        for b in noises[:i]:
+            assert abs(np.corrcoef(a, b)[0, 1]) < 0.8 and np.abs(a - b).max() > 0.01
+    assert_trees_equal(aqn.perturb(policy.norms, 0.1, jax.random.fold_in(KEY, 0)), first)
+
+
+def test_small_sigma_survives(policy):
+    """In bf16 a deviation of 1e-4 on weights near 1 is nothing."""
+    noisy = aqn.perturb(policy.norms, 1e-4, KEY)
+    for a, b in zip(jax.tree.leaves(noisy), jax.tree.leaves(policy.norms), strict=True):
+        assert a.dtype == jnp.float32 and (np.asarray(a) != np.asarray(b)).mean() > 0.99
+
+
+def test_norms_that_are_not_fp32_are_refused(policy):
+    with pytest.raises(ValueError, match="bfloat16"):
+        aqn.perturb(jax.tree.map(lambda w: w.astype(jnp.bfloat16), policy.norms), 0.1, KEY)
+
+
+def test_noise_equals_scaled_columns_of_the_weights_behind_the_norm(policy):
+    """Paper eq. 12: (w + Z) ⊙ x̂ through W is w ⊙ x̂ through W with column j scaled by 1 + Z_j / w_j: of q, k, v behind
+    the input norm, of gate and up behind the other; of no other weight.
+    """
+    noisy = aqn.perturb(policy.norms, 0.05, KEY)
+    factors = {}
+    map_norms(
+        lambda layer, name, w: factors.setdefault((layer, name), w),
+        jax.tree.map(lambda a, b: a / b, noisy, policy.norms),
+    )
+    scaled = jax.tree.map(lambda leaf: leaf, policy.frozen)
+    for layer in range(2):
+        for block, fused, norm in (
+            ("self_attn", "qkv_proj", "input_layernorm"),
+            ("mlp", "gate_up_proj", "post_attention_layernorm"),
+        ):
+            place = scaled["layers"][layer][block][fused]
+            place["weight"] = dataclasses.replace(
+                place["weight"], values=place["weight"].values * factors[layer, norm][None, :]
+            )
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 9))
+    got = np.asarray(logits_of(policy.replace(norms=noisy), tokens))
+    expected = np.asarray(logits_of(policy.replace(frozen=scaled), tokens))
+    np.testing.assert_allclose(got, expected, atol=2e-4)
+    assert np.abs(got - np.asarray(logits_of(policy, tokens))).max() > 0.05
