@@ -53,7 +53,6 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     run_directory.check(directory, config)
 
     policy = load(config)
-    problems, test_problems = load_problems(config, policy, console)
     rewards = {name: functions.load_reward(name) for name in config.reward_funcs}
     state = init_state(policy, config)
     check_positions(policy.config, config.max_prompt_length, config.max_completion_length)
@@ -63,10 +62,13 @@ def train(config: Config, console: Console | None = None) -> TrainState:
         config.num_generations,
         config.rollout_memory_gb,
     )
+    problems, test_problems = load_problems(config, policy, console)
 
-    run_directory.open_run(directory, config)
+    if config.overwrite:
+        run_directory.clear(directory)
     checkpoints = Checkpointer(directory, config.save_total_limit)
     state = restore(config, checkpoints, state, console)
+    run_directory.write_config(directory, config)
     tokens_seen = sink.cut_back(directory, int(state.step))
     results = Results(directory)
     if test_problems and results.get("before") is None:
@@ -81,8 +83,10 @@ def train(config: Config, console: Console | None = None) -> TrainState:
 
             experience = collect_step(config, actor, state, problems, rewards, at_once)
             rolled_out = time.perf_counter()
-            advantages = group_advantages(experience.rewards, config.num_generations, config.scale_rewards)
-            batch = make_batch(experience.rollout, advantages, experience.rewards, config.mask_truncated_completions)
+            advantages = group_advantages(jnp.asarray(experience.rewards), config.num_generations, config.scale_rewards)
+            batch = make_batch(
+                experience.rollout, advantages, jnp.asarray(experience.rewards), config.mask_truncated_completions
+            )
             advanced = state.replace(cursor=state.cursor + experience.drawn)
             state, update = jax.block_until_ready(grpo_step(advanced, policy.frozen, batch))
             if update["skipped"] > 0:
@@ -308,6 +312,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
         return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted outside of a step: nothing to save")
+        return STOPPED
     return 0 if int(state.step) == config.max_steps else STOPPED
 
 

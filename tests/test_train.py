@@ -129,7 +129,7 @@ def test_used_directory_and_other_config_are_refused(finished, tmp_path):
         train.train(other)
     with pytest.raises(ConfigError, match="neither 'never', 'auto' nor a run directory"):
         train.train(dataclasses.replace(config, output_dir=str(tmp_path / "new"), resume=str(tmp_path)))
-    assert len(read_metrics(directory)) == 6  # nothing was lost
+    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == config  # nothing was lost
 
 
 def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ import numpy as np
 from qerl_jax.data import arithmetic
 
 GSM8K_HUB_ID = "openai/gsm8k"
-ARITHMETIC_TRAIN_SIZE = 20_000
-ARITHMETIC_TEST_SIZE = 2_000
+ARITHMETIC_TRAIN_SIZE = 4_000
+ARITHMETIC_TEST_SIZE = 1_000
 THINK_SYSTEM_PROMPT = (
     "Solve the problem step by step. Put your reasoning between <think> and </think>, then give only the final "
     "answer between <answer> and </answer>."

@@ -26,7 +26,8 @@ def encode_problems(
     """
     if tokenizer is None:
         raise DataError("the model directory has no tokenizer, and text prompts need one")
-    encoded = [EncodedProblem(problem, tuple(encode(problem.prompt, tokenizer, system_prompt))) for problem in problems]
+    ids = encode([problem.prompt for problem in problems], tokenizer, system_prompt)
+    encoded = [EncodedProblem(problem, tuple(tokens)) for problem, tokens in zip(problems, ids, strict=True)]
     kept = [item for item in encoded if 0 < len(item.tokens) <= max_prompt_length]
     if not kept:
         shortest = min(len(item.tokens) for item in encoded)
@@ -37,16 +38,18 @@ def encode_problems(
     return kept, len(encoded) - len(kept)
 
 
-def encode(prompt: str, tokenizer: Any, system_prompt: str) -> list[int]:
-    """Token ids of a prompt, ready for the assistant's turn. Without a chat template: system prompt, blank line,
+def encode(prompts: list[str], tokenizer: Any, system_prompt: str) -> list[list[int]]:
+    """Token ids of each prompt, ready for the assistant's turn. Without a chat template: system prompt, blank line,
     prompt.
     """
     if not tokenizer.chat_template:
-        return tokenizer.encode(f"{system_prompt}\n\n{prompt}" if system_prompt else prompt)
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": prompt})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer([f"{system_prompt}\n\n{prompt}" if system_prompt else prompt for prompt in prompts])[
+            "input_ids"
+        ]
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    conversations = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+    texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:

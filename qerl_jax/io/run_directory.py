@@ -47,15 +47,18 @@ def check(directory: Path, config: Config) -> None:
         )
 
 
-def open_run(directory: Path, config: Config) -> None:
-    """Create the directory (emptied of an old run under `overwrite`) and write the resolved config."""
-    if config.overwrite:
-        for name in _OWNED:
-            path = directory / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+def clear(directory: Path) -> None:
+    """Delete what an old run left; files that no run writes stay."""
+    for name in _OWNED:
+        path = directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def write_config(directory: Path, config: Config) -> None:
+    """Write the resolved config, such that `--config` reads it back for a new run or, with `--resume auto`, to go on."""
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / CONFIG_FILE, dump(dataclasses.replace(config, resume="never", overwrite=False)))
 

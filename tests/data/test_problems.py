@@ -91,7 +91,7 @@ def test_order_is_a_function_of_seed_and_epoch():
 
 def test_generated_problems_are_disjoint():
     train, test = load_dataset("arithmetic", "train").problems, load_dataset("arithmetic", "test").problems
-    assert len(train) >= 10_000 and len(test) >= 1000
+    assert len(train) >= 4_000 and len(test) >= 1000
     assert not {p.prompt for p in train} & {p.prompt for p in test}
     assert all(p.answer.lstrip("-").isdigit() for p in test)
 
@@ -117,8 +117,8 @@ def test_prompt_without_a_chat_template():
     class Plain:
         chat_template = None
 
-        def encode(self, text):
-            return list(text)
+        def __call__(self, texts):
+            return {"input_ids": [list(text) for text in texts]}
 
-    assert "".join(encode("p", Plain(), "s")) == "s\n\np"
-    assert "".join(encode("p", Plain(), "")) == "p"
+    assert ["".join(ids) for ids in encode(["p", "q"], Plain(), "s")] == ["s\n\np", "s\n\nq"]
+    assert ["".join(ids) for ids in encode(["p"], Plain(), "")] == ["p"]
