@@ -85,7 +85,7 @@ def load_dataset(
     return Dataset(_problems(read_rows(path), prompt_column, answer_column, str(path)), THINK_SYSTEM_PROMPT)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Any]:
     """Rows of a JSON lines, JSON list or parquet file. Raises DataError naming file and line."""
     if path.suffix == ".parquet":
         import pyarrow
