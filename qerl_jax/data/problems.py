@@ -118,7 +118,7 @@ def read_rows(path: Path) -> list[Any]:
     return rows
 
 
-def _problems(rows: Iterable[Mapping[str, Any]], prompt_column: str, answer_column: str, where: str) -> list[Problem]:
+def _problems(rows: Iterable[Any], prompt_column: str, answer_column: str, where: str) -> list[Problem]:
     problems = []
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
