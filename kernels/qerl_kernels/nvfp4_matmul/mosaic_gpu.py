@@ -1,0 +1,588 @@
+"""The NVFP4 matrix product for Hopper in Pallas Mosaic GPU: one kernel for decode, prefill, training forward and backward dx.
+
+    forward    y[m, n]  = multiplier[n] · Σ_k x[m, k]  · w[n, k]  (+ bias[n])  (+ scale · Σ_r t[m, r] · b[r, n])
+    transposed dx[m, k] = multiplier    · Σ_n dy[m, n] · w[n, k]               (one multiplier for all rows)
+
+How a tile of the result is made. The tensor cores multiply A (64 features × 16) from registers with B (16 × tokens) from shared memory; the weight
+is A, so that few tokens waste little of the machine. A block (CTA) has `rows × slices` consumer warpgroups and one producer warpgroup. Consumer
+(r, q) owns 64 output features of the tile's `64 · rows` and every `slices`-th part of the contraction. The producer streams words, scales and
+activations into a ring of `stages` slots by TMA; consumers turn words into bf16 registers (see `packing`), multiply, and free the slot.
+
+How tiles are shared out. The grid is as large as the machine and each cluster of blocks walks over its tiles. Laid end to end, the steps of a
+cluster's tiles are cut into `cluster` equal runs, one for each block, so that all blocks finish together even where the tiles do not divide
+evenly; a run may begin or end within a tile. The block that has a tile's first step owns it: those that continue the tile send it their sums
+through distributed shared memory, and it adds them in a fixed order, scales and stores. So the result is deterministic.
+
+What TMA does at the borders: loads past the end of an array are zero-filled, stores past it are dropped. Hence no padding of x or y, for any
+number of tokens, and features in multiples of 8 (the 16-byte rule of a tensor map's strides).
+
+Barriers, and why none can hang. Every wait is answered by arrivals that do not themselves wait for the waiter:
+- `full[slot]` completes once for every pass of the ring: the producer's 2 + slices copies arrive on it. `empty[slot]` completes once a pass: every
+  consumer arrives after its last read. Producer and consumers of a block make the same passes in the same order, and the producer waits on `empty`
+  only from the second round on.
+- `sums[r]` completes once for every segment (a tile or a part of one): the slices - 1 consumers that share feature rows arrive with their sums.
+  They reuse their place only after `taken[r]`, on which the reader arrives for every segment but the last.
+- `remote[r, d]` completes at most once in a kernel: a run can end within at most one tile, so a block owns at most one tile that others continue,
+  and each of those sends once, when it has done its first segment. Owner and senders compute the same cut points, so that the owner waits exactly
+  for those who send; senders wait for nobody. An owner cannot leave before its senders' data has come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
+
+SMEM_BYTES = 227 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the work is cut; found by `tools/tune_matmul.py`.
+
+    Attributes:
+      tokens: rows of x in a tile (8 to 256, a multiple of 8).
+      rows: consumer warpgroups side by side, 64 output features each.
+      slices: consumer warpgroups that share the contraction of the same features.
+      cluster: blocks that walk over the same tiles, cut into equal runs (1, 2, 4 or 8).
+      depth: units of 64 along the contraction that a consumer takes from one slot of the ring.
+      stages: slots of the ring.
+      blocks_per_sm: blocks resident on one multiprocessor.
+      warp_mma: multiply with `mma.sync` (a warp's own instruction) and not `wgmma`: for few tokens, where `wgmma` takes as long for 8 as for 32.
+    """
+
+    tokens: int
+    rows: int = 4
+    slices: int = 1
+    cluster: int = 1
+    depth: int = 2
+    stages: int = 4
+    blocks_per_sm: int = 1
+    warp_mma: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups of a block."""
+        return self.rows * self.slices
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block (without the barriers)."""
+        units = self.slices * self.depth
+        slot = units * (self.rows * (512 + 64) * 4 + self.tokens * TILE * 2)
+        return self.stages * slot + self.rows * self.tokens * TILE * (2 + 4 * (self.slices + self.cluster - 2))
+
+
+# ---- registers ----
+
+_WORDS = plgpu.Layout.WG_STRIDED((4, 128), vec_size=4)
+_SCALES = plgpu.Layout.TILED(
+    plgpu.Tiling(((64,), (16,), (2,))), warp_dims=(-3,), lane_dims=(-2, plgpu.Replicated(4)), vector_dim=-1
+)
+# The transposed product reads the tile so that warp w gets step w of the rows of every warp: its 16 rows of wᵀ.
+_WORDS_T = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4, 4), (4, 1))), warp_dims=(-3,), lane_dims=(-5,), vector_dim=-1)
+_SCALES_T = plgpu.Layout.TILED(
+    plgpu.Tiling(((64,), (16,), (2,), (1,))),
+    warp_dims=(-2, plgpu.Replicated(2)),
+    lane_dims=(-3, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
+
+# $0-$3: the A registers. $4: word of codes. $5: scales, already rotated. Bit patterns: see `packing`.
+_DEQUANTIZE = f"""{{
+.reg .b32 p, lo, hi, t, u;
+.reg .b16 l, h;
+and.b32 p, $5, {SCALE_MASK:#x};
+or.b32 p, p, {SCALE_BIAS:#x};
+mov.b32 {{l, h}}, p;
+mov.b32 lo, {{l, l}};
+mov.b32 hi, {{h, h}};
+and.b32 t, $4, 0x81C081C0;
+mul.rn.bf16x2 $0, t, lo;
+shl.b32 t, $4, 3;
+and.b32 t, t, 0x81C081C0;
+mul.rn.bf16x2 $1, t, hi;
+shl.b32 t, $4, 1;
+and.b32 t, t, 0x80008000;
+shl.b32 u, $4, 6;
+lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+mul.rn.bf16x2 $2, t, lo;
+shl.b32 t, $4, 2;
+and.b32 t, t, 0x80008000;
+shr.b32 u, $4, 3;
+lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+mul.rn.bf16x2 $3, t, hi;
+}}"""
+
+
+def _dequantize(words: jax.Array, scales: jax.Array, transposed: bool) -> jax.Array:
+    """A tile of words and scales in registers -> its [64, 64] bf16 values (weight × 2^-13) as `wgmma` wants A."""
+    layouts = (_WORDS_T, _SCALES_T) if transposed else (_WORDS, _SCALES)
+    lane = _dequantize_lane_transposed if transposed else _dequantize_lane
+    out = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=out)(lane)(words, scales)
+
+
+def _four_registers(word: ir.Value, scale: ir.Value) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    out = llvm.inline_asm(llvm.StructType.get_literal([i32] * 4), [word, scale], _DEQUANTIZE, "=&r,=&r,=&r,=&r,r,r")
+    return [llvm.extractvalue(i32, out, [j]) for j in range(4)]
+
+
+def _element(vec: ir.Value, i: int) -> ir.Value:
+    return vector.extract(vec, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
+
+def _rotate(word: ir.Value, bits: ir.Value) -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [word, bits], "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
+
+
+def _constant(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:
+    """registers[step][j], j = row half + 2 × column half -> the array in the layout of A."""
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE))
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    flat = np.empty((8, 2), dtype=object)  # (column half of each step, row half)
+    for step, regs in enumerate(registers):
+        for j, reg in enumerate(regs):
+            flat[2 * step + j // 2, j % 2] = mgpu.utils.bitcast(reg, pair)
+    return mgpu.FragmentedArray(_registers=flat.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _dequantize_lane(ctx, words, scales):
+    del ctx
+    [word], [scale] = words.registers.flat, scales.registers.flat
+    out = []
+    for step in range(4):
+        pair = _element(scale, step // 2)
+        out.append(_four_registers(_element(word, step), _rotate(pair, _constant(8)) if step % 2 else pair))
+    return _as_fragments(out)
+
+
+def _dequantize_lane_transposed(ctx, words, scales):
+    """As above for wᵀ: dequantize 8 × 8 blocks as they lie, then transpose each within its warp (`movmatrix`)."""
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    warp = mgpu.utils.warp_idx(sync=False)
+    bits = llvm.inline_asm(i32, [warp], "{ .reg .b32 t; and.b32 t, $1, 1; shl.b32 $0, t, 3; }", "=r,r")
+    out = []
+    for word, scale in zip(words.registers.flat, scales.registers.flat, strict=True):
+        regs = _four_registers(_element(word, 0), _rotate(_element(scale, 0), bits))
+        turned = [
+            llvm.inline_asm(
+                i32, [reg], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", has_side_effects=True
+            )
+            for reg in regs
+        ]
+        out.append([turned[0], turned[2], turned[1], turned[3]])
+    return _as_fragments(out)
+
+
+# ---- products of few tokens: mma.sync ----
+
+
+def _warp_multiply(total: jax.Array, a: jax.Array, x_s, unit: int, depth: int) -> jax.Array:
+    """total [64, tokens] + a [64, 64] · xᵀ for one unit of x_s [tokens, depth · 64], by `mma.sync.m16n8k16`."""
+    tokens = total.shape[1]
+    lane = functools.partial(_warp_multiply_lane, unit=unit, depth=depth)
+    return plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.RefType(_swizzle(TILE, 2))),
+        return_type=plgpu.ShapeDtypeStruct((TILE, tokens), jnp.float32, layout=plgpu.Layout.WGMMA),
+    )(lane)(total, a, x_s)
+
+
+def _warp_multiply_lane(ctx, total, a, x_s, *, unit, depth):
+    """Accumulators and A lie as for `wgmma`; B comes by `ldmatrix`: 8 tokens × 32 input features at a time.
+
+    x_s is stored in 8 × 64 tiles of 1 KiB whose 16-byte chunks are swizzled: chunk c of row r lies at c ^ r.
+    """
+    del ctx
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    sums = total.registers.reshape(-1, 2).copy()  # (8 tokens, row half)
+    fragments = a.registers.reshape(8, 2)  # (column half of each step, row half)
+    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x_s))
+    lane = mgpu.utils.thread_idx()
+    start = llvm.inline_asm(
+        i32,
+        [base, lane],
+        """{
+        .reg .b32 r, c, t;
+        and.b32 r, $2, 7;
+        bfe.u32 c, $2, 3, 2;
+        xor.b32 c, c, r;
+        shl.b32 t, r, 7;
+        shl.b32 c, c, 4;
+        add.u32 t, t, c;
+        add.u32 $0, t, $1;
+        }""",
+        "=r,r,r",
+    )
+    other = llvm.inline_asm(i32, [start], "xor.b32 $0, $1, 64;", "=r,r")
+    quad = llvm.StructType.get_literal([i32] * 4)
+    for group in range(sums.shape[0]):
+        offset = (group * depth + unit) * 1024
+        for half, address in enumerate((start, other)):
+            loaded = llvm.inline_asm(
+                quad,
+                [address],
+                f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+                "=r,=r,=r,=r,r",
+                has_side_effects=True,
+            )
+            b = [llvm.extractvalue(i32, loaded, [j]) for j in range(4)]
+            for step in (2 * half, 2 * half + 1):
+                low, high = sums[group]
+                regs = [fragments[2 * step, 0], fragments[2 * step, 1], fragments[2 * step + 1, 0], fragments[2 * step + 1, 1]]
+                out = llvm.inline_asm(
+                    llvm.StructType.get_literal([f32] * 4),
+                    [*(mgpu.utils.bitcast(reg, i32) for reg in regs), *b[2 * (step % 2) : 2 * (step % 2) + 2]]
+                    + [_element(low, 0), _element(low, 1), _element(high, 0), _element(high, 1)],
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+                    "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+                )
+                new = [llvm.extractvalue(f32, out, [j]) for j in range(4)]
+                pair = ir.VectorType.get((2,), f32)
+                sums[group] = [vector.from_elements(pair, new[:2]), vector.from_elements(pair, new[2:])]
+    return mgpu.FragmentedArray(
+        _registers=sums.reshape(total.registers.shape), _layout=total.layout, _is_signed=total.is_signed
+    )
+
+
+# ---- the kernel ----
+
+
+def _swizzle(columns: int, itemsize: int) -> tuple:
+    """Tiling and swizzle of a shared-memory array whose rows have `columns` elements: what TMA and `wgmma` agree on."""
+    bytes_ = next(size for size in (128, 64, 32) if columns * itemsize % size == 0)
+    return plgpu.TilingTransform((8, bytes_ // itemsize)), plgpu.SwizzleTransform(bytes_)
+
+
+def matmul(
+    x: jax.Array,
+    weight: PackedNvfp4,
+    tile: Tile,
+    *,
+    transposed: bool = False,
+    bias: jax.Array | None = None,
+    sms: int = 132,
+) -> jax.Array:
+    """The equation of the module's docstring: x bf16 [m, k] -> bf16 [m, n] (transposed: [m, n] -> [m, k])."""
+    n, k = weight.shape
+    features, contraction = (k, n) if transposed else (n, k)
+    tokens = x.shape[0]
+    if x.shape != (tokens, contraction):
+        raise ValueError(f"matmul: x is {x.shape}, the weight {n} x {k}, transposed={transposed}")
+    if tile.smem_bytes > SMEM_BYTES:
+        raise ValueError(f"matmul: {tile} needs {tile.smem_bytes} bytes of shared memory, a block has {SMEM_BYTES}")
+    padded_features = -(-features // 8) * 8
+    if bias is not None:
+        bias = jnp.pad(bias, (0, weight.multiplier.shape[0] - n))
+    out = _call(x, weight, bias, tile, transposed, padded_features, sms)
+    return out[:, :features] if padded_features != features else out
+
+
+def _call(x, weight, bias, tile, transposed, features, sms):
+    tokens, contraction = x.shape
+    token_tiles = -(-tokens // tile.tokens)
+    feature_tiles = -(-features // (TILE * tile.rows))
+    units = tile.slices * tile.depth
+    tiles = token_tiles * feature_tiles
+    plan = _Plan(
+        token_tiles=token_tiles,
+        feature_tiles=feature_tiles,
+        steps=-(-contraction // (TILE * units)),
+        groups=min(tiles, max(1, sms * tile.blocks_per_sm // tile.cluster)),
+    )
+    weight_block = (units, tile.rows) if transposed else (tile.rows, units)
+    sums = (TILE, tile.tokens)
+    scratch = {
+        "words_s": plgpu.SMEM((tile.stages, *weight_block, 4, 128), jnp.uint32),
+        "scales_s": plgpu.SMEM((tile.stages, *weight_block, 64), jnp.uint32),
+        "x_s": plgpu.SMEM(
+            (tile.stages, tile.slices, tile.tokens, tile.depth * TILE), jnp.bfloat16, transforms=_swizzle(TILE, 2)
+        ),
+        "out_s": plgpu.SMEM((tile.rows, tile.tokens, TILE), jnp.bfloat16, transforms=_swizzle(TILE, 2)),
+        "full": plgpu.Barrier(num_arrivals=2 + tile.slices, num_barriers=tile.stages),
+        "empty": plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=tile.stages),
+    }
+    if tile.slices > 1:
+        scratch |= {
+            "local_s": plgpu.SMEM(
+                (tile.rows, tile.slices - 1, *sums), jnp.float32, transforms=_swizzle(tile.tokens, 4)
+            ),
+            "sums": plgpu.Barrier(num_arrivals=tile.slices - 1, num_barriers=tile.rows),
+            "taken": plgpu.Barrier(num_barriers=tile.rows),
+        }
+    if tile.cluster > 1:
+        scratch |= {
+            "remote_s": plgpu.SMEM(
+                (tile.rows, tile.cluster - 1, *sums), jnp.float32, transforms=_swizzle(tile.tokens, 4)
+            ),
+            "remote": plgpu.Barrier(num_barriers=tile.rows * (tile.cluster - 1)),
+        }
+    call = plgpu.kernel(
+        functools.partial(_body, tile=tile, plan=plan, transposed=transposed, has_bias=bias is not None),
+        out_type=jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16),
+        grid=(plan.groups,),
+        grid_names=("group",),
+        cluster=(tile.cluster,),
+        cluster_names=("part",),
+        num_threads=tile.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name=f"nvfp4_{'dx' if transposed else 'matmul'}_m{tile.tokens}",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    return call(x, weight.words, weight.scales, weight.multiplier, *(() if bias is None else (bias,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How many tiles there are, steps (passes of the ring) in a tile, and clusters that share the tiles."""
+
+    token_tiles: int
+    feature_tiles: int
+    steps: int
+    groups: int
+
+    def tiles_of(self, group):
+        """Number of tiles of a cluster."""
+        return lax.div(self.token_tiles * self.feature_tiles - group + self.groups - 1, self.groups)
+
+    def origin(self, group, i):
+        """(token tile, feature tile) of a cluster's i-th tile: clusters at work at the same time share x and w in the L2."""
+        index = group + i * self.groups
+        if self.token_tiles == 1:
+            return jnp.int32(0), index
+        return plgpu.planar_snake(index, (self.token_tiles, self.feature_tiles), 1, 8)
+
+
+def _body(
+    x_g, words_g, scales_g, multiplier_g, *rest, words_s, scales_s, x_s, out_s, full, empty, local_s=None, sums=None,
+    taken=None, remote_s=None, remote=None, tile, plan, transposed, has_bias,
+):  # fmt: skip
+    *bias_g, out_g = rest
+    warpgroup = lax.axis_index("warpgroup")
+    group = lax.axis_index("group")
+    part = lax.axis_index("part")
+    units = tile.slices * tile.depth
+    registers = _register_split(tile)
+    passes = plan.tiles_of(group) * plan.steps
+
+    def cut(p):
+        """First pass, counted over the cluster's tiles, of block p; block p ends where p + 1 begins."""
+        return lax.div(p * passes, tile.cluster)
+
+    begin, end = cut(part), cut(part + 1)
+
+    def produce():
+        if registers:
+            plgpu.set_max_registers(registers[0], action="decrease")
+
+        def one_pass(at, carry):
+            m, f = plan.origin(group, lax.div(at, plan.steps))
+            unit = lax.rem(at, plan.steps) * units
+            slot = lax.rem(at - begin, tile.stages)
+
+            @pl.when(at - begin >= tile.stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            along_k, along_f = pl.ds(unit, units), pl.ds(f * tile.rows, tile.rows)
+            where = (along_k, along_f) if transposed else (along_f, along_k)
+            plgpu.copy_gmem_to_smem(words_g.at[where], words_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(scales_g.at[where], scales_s.at[slot], full.at[slot])
+            for q in range(tile.slices):
+                columns = pl.ds((unit + q * tile.depth) * TILE, tile.depth * TILE)
+                source = x_g.at[pl.ds(m * tile.tokens, tile.tokens), columns]
+                plgpu.copy_gmem_to_smem(source, x_s.at[slot, q], full.at[slot])
+            return carry
+
+        lax.fori_loop(begin, end, one_pass, None)
+
+    def consume():
+        if registers:
+            plgpu.set_max_registers(registers[1], action="increase")
+        q, r = lax.div(warpgroup, tile.rows), lax.rem(warpgroup, tile.rows)
+        first_tile = lax.div(begin, plan.steps)
+        segments = jnp.where(end > begin, lax.div(end - 1, plan.steps) - first_tile + 1, 0)
+
+        def weights(slot, d):
+            at = (slot, q * tile.depth + d, r) if transposed else (slot, r, q * tile.depth + d)
+            words = plgpu.load(words_s.at[at], layout=_WORDS_T if transposed else _WORDS, optimized=False)
+            scales = plgpu.load(scales_s.at[at], layout=_SCALES_T if transposed else _SCALES, optimized=False)
+            return _dequantize(words, scales, transposed)
+
+        def over_passes(low, high, init, one_slot):
+            def one_pass(at, carry):
+                slot = lax.rem(at - begin, tile.stages)
+                plgpu.barrier_wait(full.at[slot])
+                carry = one_slot(slot, carry)
+                plgpu.barrier_arrive(empty.at[slot])
+                return carry
+
+            return lax.fori_loop(low, high, one_pass, init)
+
+        def multiply(low, high):
+            """Sum of this consumer over passes low : high, [64, tokens] fp32."""
+
+            def by_warpgroup(acc):
+                def one_slot(slot, carry):
+                    for d in range(tile.depth):
+                        plgpu.wgmma(acc, weights(slot, d), x_s.at[slot, q, :, pl.ds(d * TILE, TILE)].T)
+                    plgpu.wgmma_wait(0)
+                    return carry
+
+                over_passes(low, high, None, one_slot)
+                return acc[...]
+
+            def by_warp(slot, total):
+                for d in range(tile.depth):
+                    total = _warp_multiply(total, weights(slot, d), x_s.at[slot, q], d, tile.depth)
+                return total
+
+            if tile.warp_mma:
+                zero = plgpu.layout_cast(jnp.zeros((TILE, tile.tokens), jnp.float32), plgpu.Layout.WGMMA)
+                return over_passes(low, high, zero, by_warp)
+            return pl.run_scoped(by_warpgroup, plgpu.ACC((TILE, tile.tokens), jnp.float32))
+
+        def row_terms(i):
+            """Multiplier and bias of this consumer's rows in the cluster's i-th tile; read before the sum, which hides their latency."""
+            _, f = plan.origin(group, i)
+            # A tile's last rows may lie past the weight; what is stored there is dropped, but the reads must stay inside.
+            first = jnp.minimum((f * tile.rows + r) * TILE, multiplier_g.shape[0] - TILE)
+            rows = pl.ds(0 if transposed else first, TILE)
+            refs = (multiplier_g, *bias_g)
+            return [plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in refs]
+
+        def store(total, i, terms):
+            """total · multiplier (+ bias) as bf16 to its place in y."""
+            m, f = plan.origin(group, i)
+            total = total * lax.broadcast_in_dim(terms[0], total.shape, (0,))
+            if has_bias:
+                total = total + lax.broadcast_in_dim(terms[1].astype(jnp.float32), total.shape, (0,))
+            y = plgpu.layout_cast(total.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has left the buffer
+            out_s.at[r].T[...] = y
+            plgpu.commit_smem()
+            where = pl.ds(m * tile.tokens, tile.tokens), pl.ds((f * tile.rows + r) * TILE, TILE)
+            plgpu.copy_smem_to_gmem(out_s.at[r], out_g.at[where])
+
+        def added(total, ref):
+            return total + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def finish(total, i, terms):
+            """The sum over this block's slices is complete: send it to the tile's owner, or own the tile."""
+            tile_begin, tile_end = i * plan.steps, (i + 1) * plan.steps
+            if tile.cluster == 1:
+                store(total, i, terms)
+                return
+            owner = sum((cut(jnp.int32(p)) <= tile_begin).astype(jnp.int32) for p in range(tile.cluster)) - 1
+            senders = sum(
+                ((p > part) & (cut(jnp.int32(p)) < tile_end) & (cut(jnp.int32(p)) < cut(jnp.int32(p + 1)))).astype(jnp.int32)
+                for p in range(1, tile.cluster)
+            )
+
+            @pl.when(owner != part)
+            def _():
+                place = part - owner - 1
+                plgpu.async_store_smem(
+                    total, remote_s.at[r, place], remote.at[r * (tile.cluster - 1) + place],
+                    cluster_idx=owner, cluster_dim="part", optimized=False,
+                )  # fmt: skip
+
+            @pl.when(owner == part)
+            def _():
+                def add_one(place, total):
+                    plgpu.barrier_wait(remote.at[r * (tile.cluster - 1) + place])
+                    return added(total, remote_s.at[r, place])
+
+                store(lax.fori_loop(0, senders, add_one, total), i, terms)
+
+        def one_segment(s, carry):
+            i = first_tile + s
+            terms = row_terms(i)
+            total = multiply(jnp.maximum(begin, i * plan.steps), jnp.minimum(end, (i + 1) * plan.steps))
+            if tile.slices == 1:
+                finish(total, i, terms)
+                return carry
+
+            @pl.when(q > 0)
+            def _():
+                @pl.when(s > 0)
+                def _():
+                    plgpu.barrier_wait(taken.at[r])
+
+                local_s.at[r, q - 1][...] = total
+                plgpu.barrier_arrive(sums.at[r])
+
+            @pl.when(q == 0)
+            def _():
+                plgpu.barrier_wait(sums.at[r])
+                whole = total
+                for place in range(tile.slices - 1):
+                    whole = added(whole, local_s.at[r, place])
+
+                @pl.when(s < segments - 1)
+                def _():
+                    plgpu.barrier_arrive(taken.at[r])
+
+                finish(whole, i, terms)
+
+            return carry
+
+        lax.fori_loop(0, segments, one_segment, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(warpgroup == tile.consumers)
+    def _():
+        produce()
+
+    @pl.when(warpgroup < tile.consumers)
+    def _():
+        consume()
+
+
+def _register_split(tile: Tile) -> tuple[int, int] | None:
+    """Registers of a producer and of a consumer thread, or None to leave them even.
+
+    `setmaxnreg` moves registers within what the block was launched with: the largest multiple of 8 that fits 64 Ki for all its threads. Asking
+    for more than that in all would wait for ever.
+    """
+    if tile.consumers == 1 or tile.blocks_per_sm > 1:
+        return None
+    threads = (tile.consumers + 1) * 128
+    at_launch = 65536 // threads // 8 * 8 * threads
+    producer = 40 if tile.consumers <= 2 else 24
+    consumer = min(240, (at_launch // 128 - producer) // tile.consumers // 8 * 8)
+    return producer, consumer
+
+
+def fits(tile: Tile) -> bool:
+    """Whether the hardware can hold `tile`: shared memory, threads, and fp32 sums in registers."""
+    registers = _register_split(tile)
+    most = registers[1] if registers else 240
+    return (
+        tile.smem_bytes * tile.blocks_per_sm <= SMEM_BYTES
+        and (tile.consumers + 1) * 128 <= 1024
+        and tile.tokens // 2 + 16 * tile.depth + 40 <= most
+        and math.log2(tile.cluster).is_integer()
+    )
