@@ -18,7 +18,8 @@ def say_once(message: str) -> None:
 
 
 def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike) -> str | None:
-    """What keeps the Mosaic GPU kernels from running on the default device with activations of `dtype`; None where they run."""
+    """What keeps the Mosaic GPU kernels from running on the default device with activations of `dtype`; None where
+    they run."""
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"jax 0.11 or later (this is {jax.__version__})"
     device = jax.devices()[0]
@@ -32,7 +33,8 @@ def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike) -> str | None:
 
 
 def choose(kernel: str, requested: str | None, missing: str | None) -> str:
-    """The implementation to run: the one asked for by name, else Mosaic GPU where nothing is missing, else XLA (said once).
+    """The implementation to run: the one asked for by name, else Mosaic GPU where nothing is missing, else XLA (said
+    once).
 
     Raises:
       ValueError: the name is unknown, or what was asked for cannot run here.

@@ -56,7 +56,7 @@ def test_any_shape_round_trips(n, k, divides):
     weight = random_weight(n, k, n + k, divides)
     packed = packing.pack(weight)
     back = packing.unpack(packed)
-    assert packed.shape == weight.shape and not packed.uniform or n == 1
+    assert (packed.shape == weight.shape and not packed.uniform) or n == 1
     np.testing.assert_array_equal(back.codes, weight.codes)
     np.testing.assert_array_equal(as_bytes(back.scales), as_bytes(weight.scales))
     np.testing.assert_array_equal(reference.dequantize(back), reference.dequantize(weight))
@@ -95,7 +95,9 @@ def test_mxfp4_round_trips_and_is_worth_the_same(span):
     np.testing.assert_array_equal(back.codes, weight.codes)
     np.testing.assert_array_equal(back.exponents, weight.exponents)
     matrix, multiplier = packing.packed_parts(packed)
-    np.testing.assert_array_equal(np.asarray(matrix, np.float32) * np.asarray(multiplier)[:, None], reference.dequantize(weight))
+    np.testing.assert_array_equal(
+        np.asarray(matrix, np.float32) * np.asarray(multiplier)[:, None], reference.dequantize(weight)
+    )
 
 
 def test_mxfp4_blocks_of_zeros_do_not_count():

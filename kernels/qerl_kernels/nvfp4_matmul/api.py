@@ -1,7 +1,8 @@
 """The 4-bit weight types that the loader writes and the kernels read.
 
-Axes: n output features, k input features. `Nvfp4` and `Mxfp4` keep what the file stores, byte for byte, so that loading, dequantizing and
-writing back are exact. `PackedNvfp4` is the same weight in the order in which the tensor cores of a Hopper GPU want it.
+Axes: n output features, k input features. `Nvfp4` and `Mxfp4` keep what the file stores, byte for byte, so that
+loading, dequantizing and writing back are exact. `PackedNvfp4` is the same weight in the order in which the tensor
+cores of a Hopper GPU want it.
 """
 
 from __future__ import annotations
@@ -73,15 +74,17 @@ class PackedNvfp4:
     A tile is 64 output by 64 input features. Weights past `shape` are zero.
 
     Attributes:
-      words: E2M1 codes. `words[i, j, warp, 4 * lane + s]` holds the eight codes that one thread of a warpgroup needs for step `s` (16 input
-        features) of tile (i, j); the order of the bits is explained in `packing`.
+      words: E2M1 codes. `words[i, j, warp, 4 * lane + s]` holds the eight codes that one thread of a warpgroup needs
+        for step `s` (16 input features) of tile (i, j); the order of the bits is explained in `packing`.
       scales: block scales re-encoded as E5M3, four in a word.
       multiplier: what the fp32 sum of an output row is multiplied by: 2^13 × global scale.
-      global_scale: the global scale of every row as the file stores it (MXFP4: the power of two that was taken out of the row).
+      global_scale: the global scale of every row as the file stores it (MXFP4: the power of two that was taken out of
+        the row).
       shape: (n, k) of the weight it stands for.
       divides: as in `Nvfp4`.
       block: 16 where it was packed from NVFP4, 32 from MXFP4.
-      uniform: True where all rows are known to have the same multiplier (then the backward pass need not scale its input first).
+      uniform: True where all rows are known to have the same multiplier (then the backward pass need not scale its
+        input first).
     """
 
     words: UInt32[Array, "n/64 k/64 4 128"]

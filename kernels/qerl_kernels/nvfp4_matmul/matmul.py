@@ -19,6 +19,8 @@ from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 
+_SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
+
 
 class Adapter(Protocol):
     """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`."""
@@ -49,7 +51,8 @@ def nvfp4_matmul(
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded to x's dtype.
 
-    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32 and rounded once.
+    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
+    and rounded once.
 
     Args:
       x: activations; bf16 for the kernels, any float dtype for XLA.
@@ -57,7 +60,8 @@ def nvfp4_matmul(
       bias: added in fp32.
       loras: one adapter for each adapted part of a fused projection.
       implementation: "mosaic_gpu" or "xla"; None picks (and logs once why where it is not Mosaic GPU).
-      batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most shapes).
+      batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
+        shapes).
 
     Raises:
       ValueError: K of x and of the weight differ, or the implementation asked for cannot run here.
@@ -78,24 +82,58 @@ def _matmul(static, x, weight, bias, pairs):
 
 
 def _forward(static, x, weight, bias, pairs):
-    shrunk = tuple(_fp32_matmul(x, a).astype(x.dtype) for a, _ in pairs)
+    shrunk = _shrink(x, [a for a, _ in pairs])
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
         y = _fp32_matmul(x, matrix.astype(x.dtype).T) * row
         y = y if bias is None else y + bias.astype(jnp.float32)
+        y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
     else:
-        y = _kernel(static, False, x, weight, bias)
-    if pairs:
-        y = y.astype(jnp.float32) + _expand(static, shrunk, pairs, weight.shape[0])
+        y = _kernel_forward(static, x, weight, bias, shrunk, pairs)
     return y.astype(x.dtype), (x, weight, bias, pairs, shrunk)
+
+
+def _shrink(x: Array, a: list[Array]) -> Array | None:
+    """`x A` of all adapters in one product, [M, Σ R padded to multiples of 64]: accumulated in fp32, rounded once."""
+    if not a:
+        return None
+    side_by_side = jnp.concatenate([jnp.pad(part, ((0, 0), (0, -part.shape[1] % _SLOT))) for part in a], axis=1)
+    return _fp32_matmul(x, side_by_side).astype(x.dtype)
+
+
+def _shrunk_parts(shrunk: Array, pairs) -> list[Array]:
+    """`x A` of each adapter, [M, R]."""
+    parts, first = [], 0
+    for a, _ in pairs:
+        parts.append(shrunk[:, first : first + a.shape[1]])
+        first += a.shape[1] + -a.shape[1] % _SLOT
+    return parts
 
 
 def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
-    out = jnp.zeros((shrunk[0].shape[0], n), jnp.float32)
-    for (scale, offset), t, (_, b) in zip(static.adapters, shrunk, pairs, strict=True):
+    out = jnp.zeros((shrunk.shape[0], n), jnp.float32)
+    for (scale, offset), t, (_, b) in zip(static.adapters, _shrunk_parts(shrunk, pairs), pairs, strict=True):
         out = out.at[:, offset : offset + b.shape[1]].add(scale * _fp32_matmul(t, b))
     return out
+
+
+def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs) -> Array:
+    """The product with its adapters added within the kernel where they fit it, else around it."""
+    from qerl_kernels.nvfp4_matmul import tiles
+
+    if not pairs:
+        return _kernel(static, False, x, weight, bias)
+    n, _ = weight.shape
+    order = sorted(range(len(pairs)), key=lambda part: static.adapters[part][1])
+    starts = [static.adapters[part][1] for part in order]
+    shapes = [pairs[part][1].shape for part in order]
+    adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
+    scales = {scale for scale, _ in static.adapters}
+    tile = tiles.tile_for(x.shape[0], *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
+    if not (adjacent and order == sorted(order) and len(scales) == 1 and 0.0 not in scales and tile):
+        return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
+    return _kernel(static, False, x, weight, bias, shrunk, tuple(pairs[part][1] for part in order), scales.pop())
 
 
 def _fp32_matmul(a: Array, b: Array) -> Float32[Array, "i j"]:
@@ -103,31 +141,37 @@ def _fp32_matmul(a: Array, b: Array) -> Float32[Array, "i j"]:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _kernel(static: _Static, transposed: bool, x, weight: PackedNvfp4, bias) -> Array:
+def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, expand=(), scale=1.0) -> Array:
     """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product."""
     from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles  # jax ≥ 0.11: imported where it runs
 
     @jax.custom_batching.custom_vmap
-    def product(x, weight, bias):
+    def product(rows, weight, bias, expand):
+        x, shrunk = rows
         tile = tiles.tile_for(
-            x.shape[0], *weight.shape, transposed=transposed, batch_invariant=static.batch_invariant
+            x.shape[0], *weight.shape, transposed=transposed, adapters=[b.shape for b in expand],
+            batch_invariant=static.batch_invariant,
+        )  # fmt: skip
+        return mosaic_gpu.matmul(
+            x, weight, tile, transposed=transposed, bias=bias, shrunk=shrunk, expand=expand, scale=scale
         )
-        return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, bias=bias)
 
     @product.def_vmap
-    def batched(size, in_batched, x, weight, bias):
+    def batched(size, in_batched, rows, weight, bias, expand):
         if any(jax.tree.leaves(in_batched[1:])):
-            raise ValueError("nvfp4_matmul: vmap over x only; the weight and the bias have no batch axis")
-        return product(x.reshape(-1, x.shape[-1]), weight, bias).reshape(size, x.shape[1], -1), True
+            raise ValueError("nvfp4_matmul: vmap over x only; weight, bias and adapters have no batch axis")
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), rows)
+        return product(flat, weight, bias, expand).reshape(size, rows[0].shape[1], -1), True
 
-    return product(x, weight, bias)
+    return product((x, shrunk), weight, bias, expand)
 
 
 def _backward(static, residual, dy):
     x, weight, bias, pairs, shrunk = residual
     dx = _input_gradient(static, dy, weight)
     d_pairs = []
-    for (scale, offset), t, (a, b) in zip(static.adapters, shrunk, pairs, strict=True):
+    parts = _shrunk_parts(shrunk, pairs)
+    for (scale, offset), t, (a, b) in zip(static.adapters, parts, pairs, strict=True):
         part = dy[:, offset : offset + b.shape[1]]
         through_b = (scale * _fp32_matmul(part, b.T)).astype(x.dtype)
         dx = dx + _fp32_matmul(through_b, a.T)
@@ -138,7 +182,8 @@ def _backward(static, residual, dy):
 
 
 def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:
-    """`dy · W`. Where rows differ in their multiplier it goes into dy first, as the ratio to the largest (one bf16 rounding)."""
+    """`dy · W`. Where rows differ in their multiplier it goes into dy first, as the ratio to the largest (one bf16
+    rounding)."""
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
         return _fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))

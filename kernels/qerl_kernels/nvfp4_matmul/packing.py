@@ -1,28 +1,33 @@
-"""The packed form of a 4-bit weight: `pack`, its exact inverse `unpack`, and the arithmetic of the kernels in plain JAX.
+"""The packed form of a 4-bit weight: `pack`, its exact inverse `unpack`, and the arithmetic of the kernels in plain
+JAX.
 
-Hopper's `wgmma` multiplies a 64 × 16 matrix A, which may lie in registers, with a matrix B in shared memory. The weight is A: a tile of 64 output
-features (rows) times four steps of 16 input features (columns). PTX fixes which eight elements of a step one thread holds:
+Hopper's `wgmma` multiplies a 64 × 16 matrix A, which may lie in registers, with a matrix B in shared memory. The
+weight is A: a tile of 64 output features (rows) times four steps of 16 input features (columns). PTX fixes which eight
+elements of a step one thread holds:
 
     warp w, lane 4 g + q, register j = h + 2 c, half e  <->  row 16 w + 8 h + g,  column 8 c + 2 q + e
 
-so one 32-bit word stores exactly those eight codes, and the four steps of a thread lie side by side: one 128-bit load brings 32 weights, and no
-element ever moves between threads.
+so one 32-bit word stores exactly those eight codes, and the four steps of a thread lie side by side: one 128-bit load
+brings 32 weights, and no element ever moves between threads.
 
-**Codes.** An E2M1 code is sign S and magnitude bits EEM. In a bf16 the pattern `S 000000EE M000000` is the code's value times 2^-126 (subnormals
-included), so a register is made from the word by shifts and ANDs. Half e of a word holds, from bit 15 down:
+**Codes.** An E2M1 code is sign S and magnitude bits EEM. In a bf16 the pattern `S 000000EE M000000` is the code's
+value times 2^-126 (subnormals included), so a register is made from the word by shifts and ANDs. Half e of a word
+holds, from bit 15 down:
 
     bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     code  S0 S2 S3 S1 E3 E3 M3 E0 E0 M0 E1 E1 M1 E2 E2 M2
 
-Registers 0 and 1 cost a shift by 0 or 3 and an AND; for 2 and 3 the sign is fetched apart. Left shifts and multiplications run beside the logic
-operations, of which a word takes seven: the logic unit is what bounds a product of few tokens.
+Registers 0 and 1 cost a shift by 0 or 3 and an AND; for 2 and 3 the sign is fetched apart. Left shifts and
+multiplications run beside the logic operations, of which a word takes seven: the logic unit is what bounds a product
+of few tokens.
 
-**Scales.** E4M3 with its subnormals becomes E5M3 with an exponent bias of 16 (no subnormals in range, so no branch). Placed at bits 4-11 of a half
-and OR-ed with 0x7000 the byte is the bf16 scale × 2^113. One word holds the scales of rows g and g + 8 for two steps: those of the second step
-appear at the same bits after a rotation by 8. Code × 2^-126 times scale × 2^113 is weight × 2^-13, exactly; `multiplier` carries 2^13.
+**Scales.** E4M3 with its subnormals becomes E5M3 with an exponent bias of 16 (no subnormals in range, so no branch).
+Placed at bits 4-11 of a half and OR-ed with 0x7000 the byte is the bf16 scale × 2^113. One word holds the scales of
+rows g and g + 8 for two steps: those of the second step appear at the same bits after a rotation by 8. Code × 2^-126
+times scale × 2^113 is weight × 2^-13, exactly; `multiplier` carries 2^13.
 
-MXFP4 fits where the exponents of a row's non-zero blocks span at most 30 binades: they are counted down from the row's largest, which goes to the
-multiplier, and each is stored for two blocks of 16.
+MXFP4 fits where the exponents of a row's non-zero blocks span at most 30 binades: they are counted down from the row's
+largest, which goes to the multiplier, and each is stored for two blocks of 16.
 """
 
 from __future__ import annotations
@@ -68,11 +73,12 @@ E4M3_OF_E5M3 = _e4m3_of_e5m3()
 def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
     """The kernels' form of `weight`; `unpack` gives it back.
 
-    A block whose scale is zero is worth zero whatever its codes; its codes are stored as zeros (so `unpack` returns zeros there). Runs under
-    `jit` too, where `uniform` is then False because the values are not known.
+    A block whose scale is zero is worth zero whatever its codes; its codes are stored as zeros (so `unpack` returns
+    zeros there). Runs under `jit` too, where `uniform` is then False because the values are not known.
 
     Raises:
-      ValueError: k is not a multiple of 16 (32 for MXFP4), or, outside `jit`, the exponents of a row of an MXFP4 weight span more than 30
+      ValueError: k is not a multiple of 16 (32 for MXFP4), or, outside `jit`, the exponents of a row of an MXFP4
+      weight span more than 30
         binades (use the XLA path for such a weight).
     """
     n, k = weight.shape
@@ -82,7 +88,9 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
     concrete = not isinstance(weight.codes, jax.core.Tracer)
     if isinstance(weight, Mxfp4):
         if concrete and (span := int(_exponent_span(weight))) > MXFP4_SPAN:
-            raise ValueError(f"pack: the block exponents of a row span {span} binades, the packed form holds {MXFP4_SPAN}")
+            raise ValueError(
+                f"pack: the block exponents of a row span {span} binades, the packed form holds {MXFP4_SPAN}"
+            )
         words, scales, factor = _pack_mxfp4(weight)
         stored, divides = factor, False
     else:
@@ -181,7 +189,8 @@ def registers(words: UInt32[Array, "n/64 k/64 4 128"]) -> tuple[Array, Array, Ar
 
 
 def scale_pairs(scales: UInt32[Array, "n/64 k/64 64"]) -> tuple[Array, Array]:
-    """For the first and the second step of each word: the bf16 scales × 2^113 of rows g (low half) and g + 8 (high half)."""
+    """For the first and the second step of each word: the bf16 scales × 2^113 of rows g (low half) and g + 8 (high
+    half)."""
     rotated = (scales >> 8) | (scales << 24)
     return tuple((word & jnp.uint32(SCALE_MASK)) | jnp.uint32(SCALE_BIAS) for word in (scales, rotated))
 
@@ -202,14 +211,17 @@ def _scale_halves(packed: PackedNvfp4) -> UInt32[Array, "n k/16"]:
     """bf16 bits of scale × 2^113 for every row and block of 16."""
     tiles, steps = packed.scales.shape[:2]
     pairs = jnp.stack(scale_pairs(packed.scales), axis=-1)
-    pairs = jnp.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).reshape(tiles, steps, 4, 8, 2, 2, 2)  # t u w g pair step h
+    pairs = jnp.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).reshape(
+        tiles, steps, 4, 8, 2, 2, 2
+    )  # t u w g pair step h
     pairs = pairs.transpose(0, 2, 6, 3, 1, 4, 5).reshape(tiles * TILE, steps * 4)
     return pairs[: packed.shape[0], : packed.shape[1] // NVFP4_BLOCK]
 
 
 @jax.jit
 def unpack(packed: PackedNvfp4) -> Nvfp4 | Mxfp4:
-    """The canonical form, byte for byte; blocks worth zero come back with zero codes (NVFP4) or a zero exponent (MXFP4)."""
+    """The canonical form, byte for byte; blocks worth zero come back with zero codes (NVFP4) or a zero exponent
+    (MXFP4)."""
     codes = _codes(packed)
     codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     byte = ((_scale_halves(packed) >> 4) & 0xFF).astype(jnp.uint8)
@@ -226,7 +238,8 @@ def unpack(packed: PackedNvfp4) -> Nvfp4 | Mxfp4:
 def packed_parts(packed: PackedNvfp4) -> tuple[BFloat16[Array, "n k"], Float32[Array, " n"]]:
     """The weight as the kernels multiply it: an exact bf16 matrix (weight × 2^-13) and the fp32 multiplier of each row.
 
-    The same bit operations as on the GPU. Codes go through a table and not through bf16 subnormals, which the CPU backend flushes to zero.
+    The same bit operations as on the GPU. Codes go through a table and not through bf16 subnormals, which the CPU
+    backend flushes to zero.
     """
     values = jnp.asarray(E2M1_VALUES, jnp.float32)[_codes(packed)]
     scales = jax.lax.bitcast_convert_type(_scale_halves(packed) << 16, jnp.float32) * 2.0 ** -(113 + PRODUCT_LOG2)
