@@ -17,8 +17,8 @@ first step owns it: those that continue the tile send it their sums through dist
 in a fixed order, scales and stores. So the result is deterministic.
 
 What TMA does at the borders: loads past the end of an array are zero-filled, stores past it are dropped. Hence no
-padding of x or y for any number of tokens. Features that are no multiple of 64, which no projection of a model has,
-are padded around the kernel.
+padding of x or y for up to 8 tokens or a multiple of 8; other numbers of tokens, and features that are no multiple of
+64 (which no projection of a model has), are padded around the kernel.
 
 Barriers, and why none can hang. Every wait is answered by arrivals that do not themselves wait for the waiter:
 - `full[slot]` completes once for every pass of the ring: the producer's 2 + slices copies arrive on it. `empty[slot]`
@@ -320,13 +320,15 @@ def matmul(
         raise ValueError(f"matmul: {tile} needs {smem} bytes of shared memory, a block has {SMEM_BYTES}")
     if expand and not can_fuse(tile, n, [b.shape for b in expand]):
         raise ValueError(f"matmul: adapters of shapes {[b.shape for b in expand]} do not fit {tile} and {n} features")
-    padded_features = -(-features // TILE) * TILE
-    if contraction % TILE:
-        x = jnp.pad(x, ((0, 0), (0, -contraction % TILE)))
+    more_tokens = -tokens % 8 if tokens > 8 else 0
+    x = jnp.pad(x, ((0, more_tokens), (0, -contraction % TILE)))
+    if expand:
+        shrunk = jnp.pad(shrunk, ((0, more_tokens), (0, 0)))
     if bias is not None:
         bias = jnp.pad(bias, (0, weight.multiplier.shape[0] - n))
+    padded_features = -(-features // TILE) * TILE
     out = _call(x, weight, bias, shrunk, tuple(expand), scale, tile, transposed, padded_features, sms)
-    return out[:, :features] if padded_features != features else out
+    return out[:tokens, :features]
 
 
 def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
@@ -638,8 +640,14 @@ def _body(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has left the buffer
             out_s.at[r].T[...] = y
             plgpu.commit_smem()
-            where = pl.ds(m * tile.tokens, tile.tokens), pl.ds((f * tile.rows + r) * TILE, TILE)
-            plgpu.copy_smem_to_gmem(out_s.at[r], out_g.at[where])
+            first = (f * tile.rows + r) * TILE
+
+            # TMA would drop a store past the end by itself, but not where y is one tile wide: Mosaic leaves an axis of
+            # size one and its index out of the copy, and the store would land on the tile before.
+            @pl.when(first < out_g.shape[1])
+            def _():
+                where = pl.ds(m * tile.tokens, tile.tokens), pl.ds(first, TILE)
+                plgpu.copy_smem_to_gmem(out_s.at[r], out_g.at[where])
 
         def added(total, ref):
             return total + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)

@@ -15,6 +15,7 @@ from importlib import resources
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits
 
 TABLE = "tiles_h200.json"
+SMALL = 512  # features below which a weight is no projection of a model and takes the plainest tile
 
 
 def table() -> list[dict]:
@@ -38,11 +39,12 @@ def tile_for(
       adapters: shape of B of each adapter that the kernel is to add.
       batch_invariant: one tile for every m, whose sums are cut along the contraction in the same places whatever m is.
     """
-    tile = (
-        Tile(tokens=64, rows=2, slices=2, cluster=1, depth=1, stages=4)
-        if batch_invariant
-        else _tuned(m, n, k, transposed)
-    )
+    if n < SMALL or k < SMALL:
+        tile = Tile(tokens=64, depth=1, rows=1, stages=4)
+    elif batch_invariant:
+        tile = Tile(tokens=64, rows=2, slices=2, depth=1, stages=4)
+    else:
+        tile = _tuned(m, n, k, transposed)
     if not adapters:
         return tile
     for rows in (tile.rows, 4, 2, 1):
