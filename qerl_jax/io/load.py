@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
+from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK
+from qerl_kernels.nvfp4_matmul.packing import fits, pack
 
 from qerl_jax import aqn, keys
 from qerl_jax.io import hf_config, names
@@ -185,7 +187,10 @@ class _Source:
         return jnp.asarray(self._finite(name, self.read(name, (size,), _FLOATS))).astype(dtype)
 
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
-        """The parts of a fused projection, one below the other."""
+        """The parts of a fused projection, one below the other; in the kernels' form where the kernels run."""
+        return kernel_form(self._canonical(parts), self.dtype)
+
+    def _canonical(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         if self.scheme is not None:
             return _concatenate([self._stored_nvfp4(module, shape) for module, shape in parts])
         arrays = [self._finite(f"{m}.weight", self.read(f"{m}.weight", shape, _FLOATS)) for m, shape in parts]
@@ -239,6 +244,15 @@ class _Source:
 
 _FLOATS = ("bfloat16", "float16", "float32")
 _E4M3_LARGEST = 0x7E
+
+
+def kernel_form(weight: Weight, dtype: DTypeLike) -> Weight:
+    """The packed form of a 4-bit weight where the kernels run on the default device, else the weight itself (said once
+    on a GPU, with the reason)."""
+    if not isinstance(weight, Nvfp4 | Mxfp4) or jax.default_backend() != "gpu":
+        return weight
+    missing = dispatch.missing_for_mosaic_gpu(dtype) or fits(weight)
+    return pack(weight) if dispatch.choose("nvfp4_matmul", None, missing) == "mosaic_gpu" else weight
 
 
 def _quantizers(weight_format: str, arrays: list[np.ndarray]) -> list[Callable[[np.ndarray], Weight]]:

@@ -13,8 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.nvfp4_matmul import reference as fp4
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
 
-from qerl_jax.models.formats import Dense, Nf4, Weight, nf4
+from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4
 from qerl_jax.models.lora import Lora
 
 # On an fp32 model the products must be fp32 too: the GPU's default would be tf32, three digits.
@@ -44,11 +45,13 @@ def linear(
     n, k = weight.shape
     if x.shape[-1] != k:
         raise ValueError(f"linear: x has {x.shape[-1]} input features, the weight {k} (shape {n} x {k})")
+    parts = [lora] if isinstance(lora, Lora) else list(lora or ())
+    if isinstance(weight, PackedNvfp4):
+        return nvfp4_matmul(x, weight, bias, parts)
     rows = x.reshape(-1, k)
     y = _frozen_matmul(rows, weight)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    parts = [lora] if isinstance(lora, Lora) else list(lora or ())
     if parts:
         y = y + _lora_delta(rows, parts, n)
     return y.astype(x.dtype).reshape(*x.shape[:-1], n)

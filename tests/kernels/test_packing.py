@@ -111,7 +111,7 @@ def test_mxfp4_blocks_of_zeros_do_not_count():
 
 
 def test_mxfp4_of_a_wider_span_is_refused():
-    with pytest.raises(ValueError, match="span 31 binades"):
+    with pytest.raises(ValueError, match="they span 31"):
         packing.pack(mxfp4(31))
 
 

@@ -11,18 +11,22 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from oracles import numpy_formats as oracle
+from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.models.formats import Dense, Weight, mxfp4, nf4, nvfp4
 from qerl_jax.models.linear import linear
 from qerl_jax.models.lora import Lora
 
 N, K, R = 24, 64, 3
-FORMATS = ("bf16", "nvfp4", "nvfp4-multiplies", "mxfp4", "nf4")
+FORMATS = ("bf16", "nvfp4", "nvfp4-multiplies", "mxfp4", "nf4", "nvfp4-packed", "mxfp4-packed")
 PARTS = ((0, 10), (10, 6), (16, 8))  # offset, features of a fused projection
 
 
 def make_weight(name: str) -> tuple[Weight, np.ndarray]:
     """A weight [N, K] of a format with a global scale of its own for each row, and its value in float64."""
+    if name.endswith("-packed"):
+        weight, exact = make_weight(name.removesuffix("-packed"))
+        return pack(weight), exact
     values = np.random.default_rng(1).normal(size=(N, K)).astype(np.float32)
     if name == "bf16":
         dense = jnp.asarray(values, jnp.bfloat16)

@@ -87,10 +87,8 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
         raise ValueError(f"pack: {k} input features are not a multiple of the block of {block}")
     concrete = not isinstance(weight.codes, jax.core.Tracer)
     if isinstance(weight, Mxfp4):
-        if concrete and (span := int(_exponent_span(weight))) > MXFP4_SPAN:
-            raise ValueError(
-                f"pack: the block exponents of a row span {span} binades, the packed form holds {MXFP4_SPAN}"
-            )
+        if concrete and (missing := fits(weight)):
+            raise ValueError(f"pack: the packed form needs {missing}")
         words, scales, factor = _pack_mxfp4(weight)
         stored, divides = factor, False
     else:
@@ -99,6 +97,13 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
     uniform = concrete and bool(jnp.all(factor == factor[0]))
     padded = jnp.pad(factor * 2.0**PRODUCT_LOG2, (0, words.shape[0] * TILE - n), mode="edge")
     return PackedNvfp4(words, scales, padded, stored, (n, k), divides, block, uniform)
+
+
+def fits(weight: Nvfp4 | Mxfp4) -> str | None:
+    """What keeps a weight from being packed; None where it can be."""
+    if isinstance(weight, Mxfp4) and (span := int(_exponent_span(weight))) > MXFP4_SPAN:
+        return f"the block exponents of a row to span at most {MXFP4_SPAN} binades (they span {span})"
+    return None
 
 
 @jax.jit

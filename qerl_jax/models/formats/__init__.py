@@ -1,13 +1,15 @@
-"""Weight formats of a frozen projection: `Dense`, `Nvfp4`, `Mxfp4`, `Nf4`; quantizers in numpy, one file a format."""
+"""Weight formats of a frozen projection: `Dense`, `Nvfp4`, `Mxfp4`, `Nf4`, and `PackedNvfp4`, the kernels' form of the
+two middle ones; quantizers in numpy, one file a format.
+"""
 
 from __future__ import annotations
 
-from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4
+from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4, PackedNvfp4
 
 from qerl_jax.models.formats.dense import Dense
 from qerl_jax.models.formats.nf4 import Nf4
 
-Weight = Dense | Nvfp4 | Mxfp4 | Nf4
+Weight = Dense | Nvfp4 | Mxfp4 | Nf4 | PackedNvfp4
 WEIGHT_FORMATS = ("bf16", "nvfp4", "mxfp4", "nf4")
 
-__all__ = ["WEIGHT_FORMATS", "Dense", "Mxfp4", "Nf4", "Nvfp4", "Weight"]
+__all__ = ["WEIGHT_FORMATS", "Dense", "Mxfp4", "Nf4", "Nvfp4", "PackedNvfp4", "Weight"]
