@@ -6,12 +6,12 @@ Nothing happens at import beyond the imports themselves: no device is started, n
 from qerl_jax import aqn, keys
 from qerl_jax.config import Config
 from qerl_jax.data.problems import Problem
-from qerl_jax.evaluate import evaluate
+from qerl_jax.evaluation import evaluate
 from qerl_jax.io.adapter import export_adapter, import_adapter
 from qerl_jax.io.load import load_policy
+from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.models.qwen2 import ModelConfig
-from qerl_jax.quantize import quantize_checkpoint
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.rl.step import grpo_step, init_state

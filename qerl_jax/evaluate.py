@@ -1,78 +1,22 @@
-"""`python -m qerl_jax.evaluate MODEL [--adapter DIR] --dataset …`: pass@1 and avg@k of a noise-free policy, with an
-interval.
-"""
+"""`python -m qerl_jax.evaluate MODEL [--adapter DIR] --dataset …`: pass@1 or avg@k of a policy, with an interval."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 
-from qerl_jax import keys
-from qerl_jax.data.problems import Problem, load_dataset
-from qerl_jax.data.prompts import EncodedProblem, encode_problems, to_prompts
+from qerl_jax.data.problems import load_dataset
+from qerl_jax.data.prompts import encode_problems
+from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.files import write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.reporting.evaluation import Evaluation, interval
-from qerl_jax.rewards import functions
-from qerl_jax.rollout.engine import generate
-from qerl_jax.types import Finish, Policy, Rollout, Sampling, completion_ids
-
-
-def evaluate(
-    policy: Policy,
-    problems: Sequence[Problem] | Sequence[EncodedProblem],
-    sampling: Sampling,
-    seed: int = 0,
-    batch_size: int = 64,
-    system_prompt: str = "",
-    max_prompt_length: int = 512,
-) -> Evaluation:
-    """Sample completions of every problem from the policy as it is (noise-free norms) and score their `<answer>`.
-
-    Args:
-      policy: with a tokenizer.
-      problems: plain, or encoded already (`system_prompt` is then unused).
-      sampling: `num_generations` completions of each problem.
-      seed: of the samples.
-      batch_size: completions decoded together.
-      system_prompt, max_prompt_length: of the encoding; prompts over the limit are left out.
-    """
-    if not isinstance(problems[0], EncodedProblem):
-        problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
-    longest = max(len(item.tokens) for item in problems)
-    prompts = to_prompts(list(problems), longest, policy.config.pad_token_id)
-    at_once = max(1, batch_size // sampling.num_generations)
-    rollout = generate(policy, prompts, sampling, keys.for_step(seed, keys.Purpose.EVALUATE, 0), at_once)
-    texts = completion_texts(rollout, policy.tokenizer)
-    gold = [item.problem.answer for item in problems for _ in range(sampling.num_generations)]
-    correct = np.reshape(functions.answer(completions=texts, answer=gold), (len(problems), sampling.num_generations))
-    low, high = interval(correct)
-    return Evaluation(
-        accuracy=float(correct.mean()),
-        low=low,
-        high=high,
-        pass_at_k=float((correct.max(axis=1) > 0).mean()),
-        format=float(np.mean(functions.soft_format(completions=texts))),
-        truncated=float(np.mean(np.asarray(rollout.finish) == Finish.LENGTH)),
-        mean_length=float(np.mean(np.asarray(rollout.lengths - rollout.prompt_lengths))),
-        problems=len(problems),
-        generations=sampling.num_generations,
-    )
-
-
-def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Text of every completion, without the EOS that ended it; other special tokens stay, because rewards look for
-    them.
-    """
-    ended = np.asarray(rollout.finish) == Finish.EOS
-    return [tokenizer.decode(ids[:-1] if eos else ids) for ids, eos in zip(completion_ids(rollout), ended, strict=True)]
+from qerl_jax.reporting.evaluation import Evaluation
+from qerl_jax.types import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,20 +83,18 @@ def main(argv: list[str] | None = None) -> int:
         f"mean length {result.mean_length:.1f} tokens"
     )
     if arguments.output is not None:
-        from pathlib import Path
-
         write_json(Path(arguments.output), dataclasses.asdict(result))
     return 0
 
 
-def _run(arguments: _Arguments, load: Callable = load_policy) -> tuple[Evaluation, int]:
+def _run(arguments: _Arguments) -> tuple[Evaluation, int]:
     sampling = Sampling(
         arguments.max_completion_length,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         num_generations=arguments.num_generations,
     )
-    policy = load(
+    policy = load_policy(
         model_path(arguments.model),
         arguments.weight_format,
         lora=LoraConfig(rank=0) if arguments.adapter is None else None,

@@ -20,8 +20,8 @@ from qerl_jax import aqn, keys
 from qerl_jax import config as configuration
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import at_cursor, load_dataset
-from qerl_jax.data.prompts import EncodedProblem, encode_problems, to_prompts
-from qerl_jax.evaluate import completion_texts, evaluate
+from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_problems, to_prompts
+from qerl_jax.evaluation import evaluate
 from qerl_jax.io import assets, run_directory
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import Checkpointer

@@ -26,7 +26,7 @@ LAYERS = [
     ("models", "aqn", "keys", "types", "config"),
     ("data", "rollout", "rl", "rewards"),
     ("io", "reporting"),
-    ("evaluate", "quantize"),
+    ("evaluation", "evaluate", "quantize"),
     ("train",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

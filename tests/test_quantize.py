@@ -14,7 +14,8 @@ import pytest
 
 from qerl_jax import quantize
 from qerl_jax.io.hf_config import quantization_format
-from qerl_jax.io.safetensors import DTYPES, CheckpointError, open_checkpoint, save, write_file
+from qerl_jax.io.quantize import quantize_checkpoint
+from qerl_jax.io.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save, write_file
 
 DATA = Path(__file__).parent / "data"
 SOURCE = DATA / "tiny-random-qwen2-hf"
@@ -62,12 +63,12 @@ def test_refusals_leave_nothing_behind(quantized, tmp_path, capsys):
     for file in SOURCE.glob("*.json"):
         (broken / file.name).write_bytes(file.read_bytes())
     for file in SOURCE.glob("*.safetensors"):
-        tensors = {name: np.array(array) for name, array in quantize.Tensors([file]).items()}
+        tensors = {name: np.array(array) for name, array in Tensors([file]).items()}
         if "model.layers.1.mlp.down_proj.weight" in tensors:
             tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = np.nan
         save(broken / file.name, tensors)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight.*rows 0 to .* not finite"):
-        quantize.quantize_checkpoint(broken, out)
+        quantize_checkpoint(broken, out)
     assert [p.name for p in tmp_path.iterdir()] == ["broken"]
 
 
@@ -77,7 +78,7 @@ from pathlib import Path
 import numpy as np
 from qerl_jax.io.safetensors import Tensors, write_file
 from qerl_jax.models.formats import nvfp4
-from qerl_jax.quantize import _ShardWriter
+from qerl_jax.io.quantize import _ShardWriter
 src, dst = map(Path, sys.argv[1:])
 tensors = Tensors([src])
 divisors = {n.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(tensors[n])) for n in tensors}

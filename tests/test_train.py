@@ -15,7 +15,7 @@ import runs
 from qerl_jax import train
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.data.problems import Problem
-from qerl_jax.evaluate import evaluate
+from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics

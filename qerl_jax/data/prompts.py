@@ -1,12 +1,14 @@
-"""Problems to token ids through the tokenizer's chat template."""
+"""Problems to token ids through the tokenizer's chat template, and completions back to text."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from qerl_jax.data.problems import DataError, Problem
-from qerl_jax.types import Prompts
+from qerl_jax.types import Finish, Prompts, Rollout, completion_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +59,11 @@ def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
     return Prompts.from_lists(
         [list(item.tokens) for item in encoded], [item.problem.id for item in encoded], length, pad
     )
+
+
+def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
+    """Text of every completion, without the EOS that ended it; other special tokens stay, because rewards look for
+    them.
+    """
+    ended = np.asarray(rollout.finish) == Finish.EOS
+    return [tokenizer.decode(ids[:-1] if eos else ids) for ids, eos in zip(completion_ids(rollout), ended, strict=True)]

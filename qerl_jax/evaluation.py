@@ -1,0 +1,60 @@
+"""Accuracy of a noise-free policy on problems with known answers.
+
+Axes: P problems, k completions of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qerl_jax import keys
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_problems, to_prompts
+from qerl_jax.reporting.evaluation import Evaluation, interval
+from qerl_jax.rewards import functions
+from qerl_jax.rollout.engine import generate
+from qerl_jax.types import Finish, Policy, Sampling
+
+
+def evaluate(
+    policy: Policy,
+    problems: Sequence[Problem] | Sequence[EncodedProblem],
+    sampling: Sampling,
+    seed: int = 0,
+    batch_size: int = 64,
+    system_prompt: str = "",
+    max_prompt_length: int = 512,
+) -> Evaluation:
+    """Sample completions of every problem from the policy as it is (noise-free norms) and score their `<answer>`.
+
+    Args:
+      policy: with a tokenizer.
+      problems: plain, or encoded already (`system_prompt` is then unused).
+      sampling: `num_generations` completions of each problem.
+      seed: of the samples.
+      batch_size: completions decoded together.
+      system_prompt, max_prompt_length: of the encoding; prompts over the limit are left out.
+    """
+    if not isinstance(problems[0], EncodedProblem):
+        problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
+    longest = max(len(item.tokens) for item in problems)
+    prompts = to_prompts(list(problems), longest, policy.config.pad_token_id)
+    at_once = max(1, batch_size // sampling.num_generations)
+    rollout = generate(policy, prompts, sampling, keys.for_step(seed, keys.Purpose.EVALUATE, 0), at_once)
+    texts = completion_texts(rollout, policy.tokenizer)
+    gold = [item.problem.answer for item in problems for _ in range(sampling.num_generations)]
+    correct = np.reshape(functions.answer(completions=texts, answer=gold), (len(problems), sampling.num_generations))
+    low, high = interval(correct)
+    return Evaluation(
+        accuracy=float(correct.mean()),
+        low=low,
+        high=high,
+        pass_at_k=float((correct.max(axis=1) > 0).mean()),
+        format=float(np.mean(functions.soft_format(completions=texts))),
+        truncated=float(np.mean(np.asarray(rollout.finish) == Finish.LENGTH)),
+        mean_length=float(np.mean(np.asarray(rollout.lengths - rollout.prompt_lengths))),
+        problems=len(problems),
+        generations=sampling.num_generations,
+    )

@@ -1,0 +1,188 @@
+"""A bf16 checkpoint to NVFP4, byte for byte as compressed-tensors writes it, one tensor at a time: memory holds one
+projection, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from qerl_jax.io import hf_config, names
+from qerl_jax.io.files import atomic_directory, write_json
+from qerl_jax.io.safetensors import (
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointError,
+    Spec,
+    Tensors,
+    open_checkpoint,
+    write_file,
+)
+from qerl_jax.models.formats import nvfp4
+from qerl_jax.models.qwen2 import FUSED
+
+_PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
+_QUANTIZABLE = ("bfloat16", "float16", "float32")
+
+QUANTIZATION_CONFIG = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "group_size": nvfp4.NVFP4_BLOCK,
+                "strategy": "tensor_group",
+                "dynamic": False,
+                "scale_dtype": "torch.float8_e4m3fn",
+            },
+            "input_activations": None,
+            "output_activations": None,
+            "format": None,
+        }
+    },
+    "quant_method": "compressed-tensors",
+    "kv_cache_scheme": None,
+    "format": "nvfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "global_compression_ratio": None,
+    "ignore": ["lm_head"],
+    "moe_sparsity_config": None,
+}
+
+
+def quantize_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    weight_format: str = "nvfp4",
+    overwrite: bool = False,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> None:
+    """Quantize the seven projections of every layer; everything else is copied as it is, shard by shard.
+
+    The global scale is shared over q/k/v and over gate/up, as llm-compressor shares it, so that fused kernels need one.
+
+    Args:
+      src: Hugging Face directory, bf16, fp16 or fp32, single or sharded.
+      dst: appears whole or not at all.
+      weight_format: "nvfp4", the only format with an interchange layout here.
+      overwrite: replace a `dst` that exists.
+      progress: called with a stage's name, tensors done and in all.
+
+    Raises:
+      FileExistsError: `dst` exists.
+      CheckpointError: the checkpoint is quantized already, incomplete or not finite.
+      ValueError: another format, or input features that are no multiple of 16.
+    """
+    src, dst = Path(src), Path(dst)
+    if weight_format != "nvfp4":
+        raise ValueError(
+            f"weight_format {weight_format!r} has no checkpoint layout; quantize_checkpoint writes 'nvfp4'"
+        )
+    if dst.exists() and not overwrite:
+        raise FileExistsError(f"{dst} already exists")
+    config = hf_config.model_config(src)
+    where = src / "config.json"
+    raw_config = hf_config.read_json(where)
+    if hf_config.quantization_format(raw_config, str(where)):
+        raise CheckpointError(
+            f"{where}: the checkpoint is quantized already ({raw_config['quantization_config'].get('quant_method')})"
+        )
+    tensors = open_checkpoint(src)
+    divisors = _global_scales(tensors, config.num_layers, progress)
+
+    shards: dict[str, list[str]] = {}
+    for name in tensors:
+        shards.setdefault(tensors.file_of(name).name, []).append(name)
+    with atomic_directory(dst) as directory:
+        weight_map, size, done = {}, 0, 0
+        for shard, members in sorted(shards.items()):
+            writer = _ShardWriter(tensors, members, divisors)
+            write_file(directory / shard, writer.specs, writer.tensor)
+            weight_map |= dict.fromkeys(writer.specs, shard)
+            size += sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in writer.specs.values())
+            done += len(members)
+            progress("quantize", done, len(tensors))
+        if set(shards) != {SINGLE_FILE}:
+            write_json(
+                directory / INDEX_FILE,
+                {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
+            )
+        _copy_rest(src, directory)
+        write_json(directory / "config.json", {**raw_config, "quantization_config": QUANTIZATION_CONFIG})
+
+
+def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[str, np.float32]:
+    """Module -> divisor; the modules that are fused at run time share theirs."""
+    groups = [*FUSED.values(), ("o_proj",), ("down_proj",)]
+    divisors = {}
+    for layer in range(layers):
+        for group in groups:
+            modules = [names.projection(layer, part) for part in group]
+            divisor = nvfp4.global_scale(max(_max_magnitude(tensors, f"{module}.weight") for module in modules))
+            divisors |= dict.fromkeys(modules, divisor)
+        progress("scan", layer + 1, layers)
+    return divisors
+
+
+def _max_magnitude(tensors: Tensors, name: str) -> float:
+    if name not in tensors:
+        raise CheckpointError(f"tensor {name!r} is missing from the checkpoint")
+    array = tensors[name]
+    if array.ndim != 2 or array.dtype.name not in _QUANTIZABLE:
+        raise CheckpointError(
+            f"{tensors.file_of(name)}: {name!r} is {array.dtype.name} {list(array.shape)}, "
+            f"expected a matrix of {list(_QUANTIZABLE)}"
+        )
+    try:
+        return nvfp4.max_magnitude(array)
+    except ValueError as error:
+        raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
+
+
+class _ShardWriter:
+    """The tensors of one output shard, made when they are asked for; holds the one projection quantized last."""
+
+    def __init__(self, tensors: Tensors, members: list[str], divisors: dict[str, np.float32]):
+        self._tensors, self._divisors = tensors, divisors
+        self._module, self._weight = "", None
+        self.specs: dict[str, Spec] = {}
+        for name in members:
+            dtype, shape = tensors.spec(name)
+            module = name.removesuffix(".weight")
+            if module not in divisors:
+                self.specs[name] = (dtype, shape)
+                continue
+            n, k = shape
+            self.specs[f"{module}.{_PACKED}"] = (DTYPES["U8"], (n, k // 2))
+            self.specs[f"{module}.{_SCALE}"] = (DTYPES["F8_E4M3"], (n, k // nvfp4.NVFP4_BLOCK))
+            self.specs[f"{module}.{_GLOBAL}"] = (DTYPES["F32"], (1,))
+
+    def tensor(self, name: str) -> np.ndarray:
+        if name in self._tensors and name.removesuffix(".weight") not in self._divisors:
+            return self._tensors[name]
+        module, suffix = name.rsplit(".", 1)
+        if suffix == _GLOBAL:
+            return self._divisors[module].reshape(1)
+        if module != self._module:  # codes and scales follow each other in the file
+            self._module, self._weight = (
+                module,
+                nvfp4.quantize(self._tensors[f"{module}.weight"], self._divisors[module]),
+            )
+        return self._weight.codes if suffix == _PACKED else self._weight.scales
+
+
+def _copy_rest(src: Path, directory: Path) -> None:
+    """Tokenizer, generation config and licence: every file that is not weights."""
+    for file in src.iterdir():
+        if (
+            file.is_file()
+            and file.suffix not in (".safetensors", ".bin", ".npz", ".pt", ".pth")
+            and file.name not in ("config.json", INDEX_FILE)
+        ):
+            shutil.copyfile(file, directory / file.name)
