@@ -85,8 +85,8 @@ def load_dataset(
     return Dataset(_problems(read_rows(path), prompt_column, answer_column, str(path)), THINK_SYSTEM_PROMPT)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON lines, JSON list or parquet file. Raises DataError naming file and line."""
+def read_rows(path: Path) -> list[Any]:
+    """Rows of a JSON lines, JSON list or parquet file, as they stand there. Raises DataError naming file and line."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -118,7 +118,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _problems(rows: Iterable[Mapping[str, Any]], prompt_column: str, answer_column: str, where: str) -> list[Problem]:
+def _problems(rows: Iterable[Any], prompt_column: str, answer_column: str, where: str) -> list[Problem]:
     problems = []
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
