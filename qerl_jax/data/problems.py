@@ -86,7 +86,7 @@ def load_dataset(
 
 
 def read_rows(path: Path) -> list[Any]:
-    """Rows of a JSON lines, JSON list or parquet file, as they stand there. Raises DataError naming file and line."""
+    """Rows of a JSON lines, JSON list or parquet file. Raises DataError naming file and line."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet

@@ -58,7 +58,9 @@ def clear(directory: Path) -> None:
 
 
 def write_config(directory: Path, config: Config) -> None:
-    """Write the resolved config, such that `--config` reads it back for a new run or, with `--resume auto`, to go on."""
+    """Write the resolved config, such that `--config` reads it back for a new run or, with `--resume auto`, to go
+    on.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / CONFIG_FILE, dump(dataclasses.replace(config, resume="never", overwrite=False)))
 

@@ -47,7 +47,9 @@ class TrainingProgress:
         self._bar.update(self._task, completed=step, text=text)
         if not self._live and (step == self._total or (step - self._start) % max(1, self._total // _PLAIN_LINES) == 0):
             self._console.print(
-                f"step {step}/{self._total}  {text}  {metrics['step_time']:.2f} s/step", highlight=False
+                f"step {step}/{self._total}  {text}  {metrics['step_time']:.2f} s/step",
+                highlight=False,
+                soft_wrap=True,
             )
 
 

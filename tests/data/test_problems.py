@@ -118,10 +118,7 @@ def test_prompt_without_a_chat_template():
         chat_template = None
 
         def __call__(self, texts):
-            return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+            return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
-    def texts(prompts, system):
-        return ["".join(map(chr, ids)) for ids in encode(prompts, Plain(), system)]
-
-    assert texts(["p", "q"], "s") == ["s\n\np", "s\n\nq"]
-    assert texts(["p"], "") == ["p"]
+    assert ["".join(map(chr, ids)) for ids in encode(["p", "q"], Plain(), "s")] == ["s\n\np", "s\n\nq"]
+    assert ["".join(map(chr, ids)) for ids in encode(["p"], Plain(), "")] == ["p"]

@@ -1,7 +1,8 @@
 """The 4-bit weight types that the loader writes and the kernels read.
 
-Axes: n output features, k input features. Both types keep what the file stores, byte for byte, so that loading,
-dequantizing and writing back are exact.
+Axes: n output features, k input features. `Nvfp4` and `Mxfp4` keep what the file stores, byte for byte, so that
+loading, dequantizing and writing back are exact. `PackedNvfp4` is the same weight in the order in which the tensor
+cores of a Hopper GPU want it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import functools
 
 import jax
-from jaxtyping import Array, Float, Float8e4m3fn, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, UInt8, UInt32
 
 NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
@@ -59,3 +60,38 @@ class Mxfp4:
     def shape(self) -> tuple[int, int]:
         """(n, k) of the weight it stands for."""
         return self.codes.shape[-2], self.codes.shape[-1] * 2
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words", "scales", "multiplier", "global_scale"],
+    meta_fields=["shape", "divides", "block", "uniform"],
+)
+@dataclasses.dataclass(frozen=True)
+class PackedNvfp4:
+    """A 4-bit weight as the kernels read it, 4.5 bits a weight; made by `packing.pack` once at load.
+
+    A tile is 64 output by 64 input features. Weights past `shape` are zero.
+
+    Attributes:
+      words: E2M1 codes. `words[i, j, warp, 4 * lane + s]` holds the eight codes that one thread of a warpgroup needs
+        for step `s` (16 input features) of tile (i, j); the order of the bits is explained in `packing`.
+      scales: block scales re-encoded as E5M3, four in a word.
+      multiplier: what the fp32 sum of an output row is multiplied by: 2^13 × global scale.
+      global_scale: the global scale of every row as the file stores it (MXFP4: the power of two that was taken out of
+        the row).
+      shape: (n, k) of the weight it stands for.
+      divides: as in `Nvfp4`.
+      block: 16 where it was packed from NVFP4, 32 from MXFP4.
+      uniform: True where all rows are known to have the same multiplier (then the backward pass need not scale its
+        input first).
+    """
+
+    words: UInt32[Array, "n/64 k/64 4 128"]
+    scales: UInt32[Array, "n/64 k/64 64"]
+    multiplier: Float[Array, " n_padded"]
+    global_scale: Float[Array, " n"]
+    shape: tuple[int, int]
+    divides: bool
+    block: int
+    uniform: bool

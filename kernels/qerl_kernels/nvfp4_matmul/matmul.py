@@ -1,0 +1,204 @@
+"""`nvfp4_matmul`: the product with a packed 4-bit weight as the model calls it, with its gradients.
+
+Axes: M tokens, K input features, N output features, R rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from qerl_kernels import dispatch
+from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.packing import packed_parts
+
+_SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
+
+
+class Adapter(Protocol):
+    """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`."""
+
+    a: Float[Array, "K R"]
+    b: Float[Array, "R N"]
+    scale: float
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is fixed at trace time: (scale, offset) of each adapter, and how to run."""
+
+    adapters: tuple[tuple[float, int], ...]
+    implementation: str
+    batch_invariant: bool
+
+
+def nvfp4_matmul(
+    x: Float[Array, "... K"],
+    weight: PackedNvfp4,
+    bias: Float[Array, " N"] | None = None,
+    loras: Sequence[Adapter] = (),
+    *,
+    implementation: str | None = None,
+    batch_invariant: bool = False,
+) -> Float[Array, "... N"]:
+    """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded to x's dtype.
+
+    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
+    and rounded once.
+
+    Args:
+      x: activations; bf16 for the kernels, any float dtype for XLA.
+      weight: from `packing.pack`.
+      bias: added in fp32.
+      loras: one adapter for each adapted part of a fused projection.
+      implementation: "mosaic_gpu" or "xla"; None picks (and logs once why where it is not Mosaic GPU).
+      batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
+        shapes).
+
+    Raises:
+      ValueError: K of x and of the weight differ, or the implementation asked for cannot run here.
+    """
+    k = weight.shape[1]
+    if x.shape[-1] != k:
+        raise ValueError(f"nvfp4_matmul: x has {x.shape[-1]} input features, the weight {weight.shape[0]} x {k}")
+    chosen = dispatch.choose("nvfp4_matmul", implementation, dispatch.missing_for_mosaic_gpu(x.dtype))
+    static = _Static(tuple((float(lora.scale), int(lora.offset)) for lora in loras), chosen, batch_invariant)
+    pairs = tuple((lora.a.astype(x.dtype), lora.b.astype(x.dtype)) for lora in loras)
+    y = _matmul(static, x.reshape(-1, k), weight, bias, pairs)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(static, x, weight, bias, pairs):
+    return _forward(static, x, weight, bias, pairs)[0]
+
+
+def _forward(static, x, weight, bias, pairs):
+    shrunk = _shrink(x, [a for a, _ in pairs])
+    if static.implementation == "xla":
+        matrix, row = packed_parts(weight)
+        y = _fp32_matmul(x, matrix.astype(x.dtype).T) * row
+        y = y if bias is None else y + bias.astype(jnp.float32)
+        y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
+    else:
+        y = _kernel_forward(static, x, weight, bias, shrunk, pairs)
+    return y.astype(x.dtype), (x, weight, bias, pairs, shrunk)
+
+
+def _shrink(x: Array, a: list[Array]) -> Array | None:
+    """`x A` of all adapters in one product, [M, Σ R padded to multiples of 64]: accumulated in fp32, rounded once."""
+    if not a:
+        return None
+    side_by_side = jnp.concatenate([jnp.pad(part, ((0, 0), (0, -part.shape[1] % _SLOT))) for part in a], axis=1)
+    return _fp32_matmul(x, side_by_side).astype(x.dtype)
+
+
+def _shrunk_parts(shrunk: Array, pairs) -> list[Array]:
+    """`x A` of each adapter, [M, R]."""
+    parts, first = [], 0
+    for a, _ in pairs:
+        parts.append(shrunk[:, first : first + a.shape[1]])
+        first += a.shape[1] + -a.shape[1] % _SLOT
+    return parts
+
+
+def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
+    """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
+    out = jnp.zeros((shrunk.shape[0], n), jnp.float32)
+    for (scale, offset), t, (_, b) in zip(static.adapters, _shrunk_parts(shrunk, pairs), pairs, strict=True):
+        out = out.at[:, offset : offset + b.shape[1]].add(scale * _fp32_matmul(t, b))
+    return out
+
+
+def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs) -> Array:
+    """The product with its adapters added within the kernel where they fit it, else around it."""
+    from qerl_kernels.nvfp4_matmul import tiles
+
+    if not pairs:
+        return _kernel(static, False, x, weight, bias)
+    n, _ = weight.shape
+    order = sorted(range(len(pairs)), key=lambda part: static.adapters[part][1])
+    starts = [static.adapters[part][1] for part in order]
+    shapes = [pairs[part][1].shape for part in order]
+    adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
+    scales = {scale for scale, _ in static.adapters}
+    tile = tiles.tile_for(x.shape[0], *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
+    if not (adjacent and order == sorted(order) and len(scales) == 1 and 0.0 not in scales and tile):
+        return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
+    return _kernel(static, False, x, weight, bias, shrunk, tuple(pairs[part][1] for part in order), scales.pop())
+
+
+def _fp32_matmul(a: Array, b: Array) -> Float32[Array, "i j"]:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, expand=(), scale=1.0) -> Array:
+    """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product."""
+    from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles  # jax ≥ 0.11: imported where it runs
+
+    @jax.custom_batching.custom_vmap
+    def product(rows, weight, bias, expand):
+        x, shrunk = rows
+        tile = tiles.tile_for(
+            x.shape[0], *weight.shape, transposed=transposed, adapters=[b.shape for b in expand],
+            batch_invariant=static.batch_invariant,
+        )  # fmt: skip
+        return mosaic_gpu.matmul(
+            x, weight, tile, transposed=transposed, bias=bias, shrunk=shrunk, expand=expand, scale=scale
+        )
+
+    @product.def_vmap
+    def batched(size, in_batched, rows, weight, bias, expand):
+        if any(jax.tree.leaves(in_batched[1:])):
+            raise ValueError("nvfp4_matmul: vmap over x only; weight, bias and adapters have no batch axis")
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), rows)
+        return product(flat, weight, bias, expand).reshape(size, rows[0].shape[1], -1), True
+
+    return product((x, shrunk), weight, bias, expand)
+
+
+def _backward(static, residual, dy):
+    x, weight, bias, pairs, shrunk = residual
+    dx = _input_gradient(static, dy, weight)
+    d_pairs = []
+    parts = _shrunk_parts(shrunk, pairs)
+    for (scale, offset), t, (a, b) in zip(static.adapters, parts, pairs, strict=True):
+        part = dy[:, offset : offset + b.shape[1]]
+        through_b = (scale * _fp32_matmul(part, b.T)).astype(x.dtype)
+        dx = dx + _fp32_matmul(through_b, a.T)
+        d_b = scale * _fp32_matmul(t.T, part)
+        d_pairs.append((_fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
+    d_bias = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
+    return dx.astype(x.dtype), jax.tree.map(_no_gradient, weight), d_bias, tuple(d_pairs)
+
+
+def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:
+    """`dy · W`. Where rows differ in their multiplier it goes into dy first, as the ratio to the largest (one bf16
+    rounding)."""
+    if static.implementation == "xla":
+        matrix, row = packed_parts(weight)
+        return _fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))
+    if not weight.uniform:
+        row = weight.multiplier[: weight.shape[0]]
+        largest = jnp.max(jnp.abs(row))
+        dy = (dy * (row / largest)).astype(dy.dtype)
+        weight = dataclasses.replace(weight, multiplier=jnp.full_like(weight.multiplier, largest))
+    return _kernel(static, True, dy, weight, None)
+
+
+def _no_gradient(leaf: Array) -> np.ndarray | Array:
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+_matmul.defvjp(_forward, _backward)

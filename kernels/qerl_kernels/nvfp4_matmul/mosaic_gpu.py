@@ -1,0 +1,759 @@
+"""The NVFP4 matrix product for Hopper in Pallas Mosaic GPU: one kernel for decode, prefill, training forward and
+backward dx.
+
+    forward    y[m, n]  = multiplier[n] · Σ_k x[m, k]  · w[n, k]  (+ bias[n])  (+ scale · Σ_r t[m, r] · b[r, n])
+    transposed dx[m, k] = multiplier    · Σ_n dy[m, n] · w[n, k]               (one multiplier for all rows)
+
+How a tile of the result is made. The tensor cores multiply A (64 features × 16) from registers with B (16 × tokens)
+from shared memory; the weight is A, so that few tokens waste little of the machine. A block (CTA) has `rows × slices`
+consumer warpgroups and one producer warpgroup. Consumer (r, q) owns 64 output features of the tile's `64 · rows` and
+every `slices`-th part of the contraction. The producer streams words, scales and activations into a ring of `stages`
+slots by TMA; consumers turn words into bf16 registers (see `packing`), multiply, and free the slot.
+
+How tiles are shared out. The grid is as large as the machine and each cluster of blocks walks over its tiles. Laid end
+to end, the steps of a cluster's tiles are cut into `cluster` equal runs, one for each block, so that all blocks finish
+together even where the tiles do not divide evenly; a run may begin or end within a tile. The block that has a tile's
+first step owns it: those that continue the tile send it their sums through distributed shared memory, and it adds them
+in a fixed order, scales and stores. So the result is deterministic.
+
+What TMA does at the borders: loads past the end of an array are zero-filled, stores past it are dropped. Hence no
+padding of x or y for up to 8 tokens or a multiple of 8; other numbers of tokens, and features that are no multiple of
+64 (which no projection of a model has), are padded around the kernel.
+
+Barriers, and why none can hang. Every wait is answered by arrivals that do not themselves wait for the waiter:
+- `full[slot]` completes once for every pass of the ring: the producer's 2 + slices copies arrive on it. `empty[slot]`
+  completes once a pass: every consumer arrives after its last read. Producer and consumers of a block make the same
+  passes in the same order, and the producer waits on `empty` only from the second round on.
+- `sums[r]` completes once for every segment (a tile or a part of one): the slices - 1 consumers that share feature
+  rows arrive with their sums. They reuse their place only after `taken[r]`, on which the reader arrives for every
+  segment but the last.
+- `remote[r, d]` completes at most once in a kernel: a run can end within at most one tile, so a block owns at most one
+  tile that others continue, and each of those sends once, when it has done its first segment. Owner and senders
+  compute the same cut points, so that the owner waits exactly for those who send; senders wait for nobody. An owner
+  cannot leave before its senders' data has come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
+
+SMEM_BYTES = 227 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the work is cut; found by `tools/tune_matmul.py`.
+
+    Attributes:
+      tokens: rows of x in a tile (8 to 256, a multiple of 8).
+      rows: consumer warpgroups side by side, 64 output features each.
+      slices: consumer warpgroups that share the contraction of the same features.
+      cluster: blocks that walk over the same tiles, cut into equal runs (1, 2, 4 or 8).
+      depth: units of 64 along the contraction that a consumer takes from one slot of the ring.
+      stages: slots of the ring.
+      blocks_per_sm: blocks resident on one multiprocessor.
+      warp_mma: multiply with `mma.sync` (a warp's own instruction) and not `wgmma`: for few tokens, where `wgmma`
+        takes as long for 8 as for 32.
+    """
+
+    tokens: int
+    rows: int = 4
+    slices: int = 1
+    cluster: int = 1
+    depth: int = 2
+    stages: int = 4
+    blocks_per_sm: int = 1
+    warp_mma: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups of a block."""
+        return self.rows * self.slices
+
+    def smem_bytes(self, adapted: bool = False) -> int:
+        """Shared memory of a block, with or without adapters (and without the barriers)."""
+        units = self.slices * self.depth
+        slot = units * (self.rows * (512 + 64) * 4 + self.tokens * TILE * 2)
+        sums = self.rows * self.tokens * TILE * (2 + 4 * (self.slices + self.cluster - 2))
+        return self.stages * slot + sums + adapted * self.rows * TILE * TILE * 2
+
+
+# ---- registers ----
+
+_WORDS = plgpu.Layout.WG_STRIDED((4, 128), vec_size=4)
+_SCALES = plgpu.Layout.TILED(
+    plgpu.Tiling(((64,), (16,), (2,))), warp_dims=(-3,), lane_dims=(-2, plgpu.Replicated(4)), vector_dim=-1
+)
+# The transposed product reads the tile so that warp w gets step w of the rows of every warp: its 16 rows of wᵀ.
+_WORDS_T = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4, 4), (4, 1))), warp_dims=(-3,), lane_dims=(-5,), vector_dim=-1)
+_SCALES_T = plgpu.Layout.TILED(
+    plgpu.Tiling(((64,), (16,), (2,), (1,))),
+    warp_dims=(-2, plgpu.Replicated(2)),
+    lane_dims=(-3, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
+
+# $0-$3: the A registers. $4: word of codes. $5: scales, already rotated. Bit patterns: see `packing`.
+_DEQUANTIZE = f"""{{
+.reg .b32 p, lo, hi, t, u;
+.reg .b16 l, h;
+and.b32 p, $5, {SCALE_MASK:#x};
+or.b32 p, p, {SCALE_BIAS:#x};
+mov.b32 {{l, h}}, p;
+mov.b32 lo, {{l, l}};
+mov.b32 hi, {{h, h}};
+and.b32 t, $4, 0x81C081C0;
+mul.rn.bf16x2 $0, t, lo;
+shl.b32 t, $4, 3;
+and.b32 t, t, 0x81C081C0;
+mul.rn.bf16x2 $1, t, hi;
+shl.b32 t, $4, 1;
+and.b32 t, t, 0x80008000;
+shl.b32 u, $4, 6;
+lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+mul.rn.bf16x2 $2, t, lo;
+shl.b32 t, $4, 2;
+and.b32 t, t, 0x80008000;
+shr.b32 u, $4, 3;
+lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+mul.rn.bf16x2 $3, t, hi;
+}}"""
+
+
+def _dequantize(words: jax.Array, scales: jax.Array, transposed: bool) -> jax.Array:
+    """A tile of words and scales in registers -> its [64, 64] bf16 values (weight × 2^-13) as `wgmma` wants A."""
+    layouts = (_WORDS_T, _SCALES_T) if transposed else (_WORDS, _SCALES)
+    lane = _dequantize_lane_transposed if transposed else _dequantize_lane
+    out = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=out)(lane)(words, scales)
+
+
+def _four_registers(word: ir.Value, scale: ir.Value) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    out = llvm.inline_asm(llvm.StructType.get_literal([i32] * 4), [word, scale], _DEQUANTIZE, "=&r,=&r,=&r,=&r,r,r")
+    return [llvm.extractvalue(i32, out, [j]) for j in range(4)]
+
+
+def _element(vec: ir.Value, i: int) -> ir.Value:
+    return vector.extract(vec, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
+
+def _rotate(word: ir.Value, bits: ir.Value) -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [word, bits], "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
+
+
+def _constant(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:
+    """registers[step][j], j = row half + 2 × column half -> the array in the layout of A."""
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE))
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    flat = np.empty((8, 2), dtype=object)  # (column half of each step, row half)
+    for step, regs in enumerate(registers):
+        for j, reg in enumerate(regs):
+            flat[2 * step + j // 2, j % 2] = mgpu.utils.bitcast(reg, pair)
+    return mgpu.FragmentedArray(_registers=flat.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _dequantize_lane(ctx, words, scales):
+    del ctx
+    [word], [scale] = words.registers.flat, scales.registers.flat
+    out = []
+    for step in range(4):
+        pair = _element(scale, step // 2)
+        out.append(_four_registers(_element(word, step), _rotate(pair, _constant(8)) if step % 2 else pair))
+    return _as_fragments(out)
+
+
+def _dequantize_lane_transposed(ctx, words, scales):
+    """As above for wᵀ: dequantize 8 × 8 blocks as they lie, then transpose each within its warp (`movmatrix`)."""
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    warp = mgpu.utils.warp_idx(sync=False)
+    bits = llvm.inline_asm(i32, [warp], "{ .reg .b32 t; and.b32 t, $1, 1; shl.b32 $0, t, 3; }", "=r,r")
+    out = []
+    for word, scale in zip(words.registers.flat, scales.registers.flat, strict=True):
+        regs = _four_registers(_element(word, 0), _rotate(_element(scale, 0), bits))
+        turned = [
+            llvm.inline_asm(i32, [reg], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", has_side_effects=True)
+            for reg in regs
+        ]
+        out.append([turned[0], turned[2], turned[1], turned[3]])
+    return _as_fragments(out)
+
+
+# ---- products of few tokens: mma.sync ----
+
+
+def _warp_multiply(total: jax.Array, a: jax.Array, x_s, unit: int, depth: int) -> jax.Array:
+    """total [64, tokens] + a [64, 64] · xᵀ for one unit of x_s [tokens, depth · 64], by `mma.sync.m16n8k16`."""
+    tokens = total.shape[1]
+    lane = functools.partial(_warp_multiply_lane, unit=unit, depth=depth)
+    return plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.RefType(_swizzle(TILE, 2))),
+        return_type=plgpu.ShapeDtypeStruct((TILE, tokens), jnp.float32, layout=plgpu.Layout.WGMMA),
+    )(lane)(total, a, x_s)
+
+
+def _warp_multiply_lane(ctx, total, a, x_s, *, unit, depth):
+    """Accumulators and A lie as for `wgmma`; B comes by `ldmatrix`: 8 tokens × 32 input features at a time.
+
+    x_s is stored in 8 × 64 tiles of 1 KiB whose 16-byte chunks are swizzled: chunk c of row r lies at c ^ r.
+    """
+    del ctx
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    sums = total.registers.reshape(-1, 2).copy()  # (8 tokens, row half)
+    fragments = a.registers.reshape(8, 2)  # (column half of each step, row half)
+    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x_s))
+    lane = mgpu.utils.thread_idx()
+    start = llvm.inline_asm(
+        i32,
+        [base, lane],
+        """{
+        .reg .b32 r, c, t;
+        and.b32 r, $2, 7;
+        bfe.u32 c, $2, 3, 2;
+        xor.b32 c, c, r;
+        shl.b32 t, r, 7;
+        shl.b32 c, c, 4;
+        add.u32 t, t, c;
+        add.u32 $0, t, $1;
+        }""",
+        "=r,r,r",
+    )
+    other = llvm.inline_asm(i32, [start], "xor.b32 $0, $1, 64;", "=r,r")
+    quad = llvm.StructType.get_literal([i32] * 4)
+    for group in range(sums.shape[0]):
+        offset = (group * depth + unit) * 1024
+        for half, address in enumerate((start, other)):
+            loaded = llvm.inline_asm(
+                quad,
+                [address],
+                f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+                "=r,=r,=r,=r,r",
+                has_side_effects=True,
+            )
+            b = [llvm.extractvalue(i32, loaded, [j]) for j in range(4)]
+            for step in (2 * half, 2 * half + 1):
+                low, high = sums[group]
+                regs = [
+                    fragments[2 * step, 0],
+                    fragments[2 * step, 1],
+                    fragments[2 * step + 1, 0],
+                    fragments[2 * step + 1, 1],
+                ]
+                sum_ = [_element(low, 0), _element(low, 1), _element(high, 0), _element(high, 1)]
+                out = llvm.inline_asm(
+                    llvm.StructType.get_literal([f32] * 4),
+                    [*(mgpu.utils.bitcast(reg, i32) for reg in regs), *b[2 * (step % 2) :][:2], *sum_],
+                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+                    "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+                )
+                new = [llvm.extractvalue(f32, out, [j]) for j in range(4)]
+                pair = ir.VectorType.get((2,), f32)
+                sums[group] = [vector.from_elements(pair, new[:2]), vector.from_elements(pair, new[2:])]
+    return mgpu.FragmentedArray(
+        _registers=sums.reshape(total.registers.shape), _layout=total.layout, _is_signed=total.is_signed
+    )
+
+
+# ---- the kernel ----
+
+
+def _swizzle(columns: int, itemsize: int) -> tuple:
+    """Tiling and swizzle of a shared-memory array whose rows have `columns` elements: what TMA and `wgmma` agree on."""
+    bytes_ = next(size for size in (128, 64, 32) if columns * itemsize % size == 0)
+    return plgpu.TilingTransform((8, bytes_ // itemsize)), plgpu.SwizzleTransform(bytes_)
+
+
+def matmul(
+    x: jax.Array,
+    weight: PackedNvfp4,
+    tile: Tile,
+    *,
+    transposed: bool = False,
+    bias: jax.Array | None = None,
+    shrunk: jax.Array | None = None,
+    expand: Sequence[jax.Array] = (),
+    scale: float = 1.0,
+    sms: int = 132,
+) -> jax.Array:
+    """The equation of the module's docstring: x bf16 [m, k] -> bf16 [m, n] (transposed: [m, n] -> [m, k]).
+
+    Args:
+      x: activations.
+      weight: the packed weight.
+      tile: how to cut the work.
+      transposed: multiply with W and not with Wᵀ.
+      bias: [n], any float dtype.
+      shrunk: `x A` of the adapters side by side, bf16 [m, 64 · adapters], each padded to a rank of 64 with zeros.
+      expand: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
+      scale: of the adapters.
+      sms: multiprocessors of the GPU.
+    """
+    n, k = weight.shape
+    features, contraction = (k, n) if transposed else (n, k)
+    tokens = x.shape[0]
+    if x.shape != (tokens, contraction):
+        raise ValueError(f"matmul: x is {x.shape}, the weight {n} x {k}, transposed={transposed}")
+    smem = tile.smem_bytes(bool(expand))
+    if smem > SMEM_BYTES:
+        raise ValueError(f"matmul: {tile} needs {smem} bytes of shared memory, a block has {SMEM_BYTES}")
+    if expand and not can_fuse(tile, n, [b.shape for b in expand]):
+        raise ValueError(f"matmul: adapters of shapes {[b.shape for b in expand]} do not fit {tile} and {n} features")
+    more_tokens = -tokens % 8 if tokens > 8 else 0
+    x = jnp.pad(x, ((0, more_tokens), (0, -contraction % TILE)))
+    if expand:
+        shrunk = jnp.pad(shrunk, ((0, more_tokens), (0, 0)))
+    if bias is not None:
+        bias = jnp.pad(bias, (0, weight.multiplier.shape[0] - n))
+    padded_features = -(-features // TILE) * TILE
+    out = _call(x, weight, bias, shrunk, tuple(expand), scale, tile, transposed, padded_features, sms)
+    return out[:tokens, :features]
+
+
+def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
+    """Whether adapters with B of these shapes can be added within the kernel.
+
+    Their ranks are multiples of 8 up to 64, they cover all n features, and none begins within a tile.
+    """
+    ends = np.cumsum([features for _, features in shapes])
+    return (
+        bool(len(ends))
+        and ends[-1] == n
+        and all(rank % 8 == 0 and rank <= TILE for rank, _ in shapes)
+        and all(end % (TILE * tile.rows) == 0 for end in ends[:-1])
+        and n % TILE == 0
+    )
+
+
+def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sms):
+    tokens, contraction = x.shape
+    token_tiles = -(-tokens // tile.tokens)
+    feature_tiles = -(-features // (TILE * tile.rows))
+    units = tile.slices * tile.depth
+    tiles = token_tiles * feature_tiles
+    plan = _Plan(
+        token_tiles=token_tiles,
+        feature_tiles=feature_tiles,
+        steps=-(-contraction // (TILE * units)),
+        groups=min(tiles, max(1, sms * tile.blocks_per_sm // tile.cluster)),
+    )
+    weight_block = (units, tile.rows) if transposed else (tile.rows, units)
+    sums = (TILE, tile.tokens)
+    scratch = {
+        "words_s": plgpu.SMEM((tile.stages, *weight_block, 4, 128), jnp.uint32),
+        "scales_s": plgpu.SMEM((tile.stages, *weight_block, 64), jnp.uint32),
+        "x_s": plgpu.SMEM(
+            (tile.stages, tile.slices, tile.tokens, tile.depth * TILE), jnp.bfloat16, transforms=_swizzle(TILE, 2)
+        ),
+        "out_s": plgpu.SMEM((tile.rows, tile.tokens, TILE), jnp.bfloat16, transforms=_swizzle(TILE, 2)),
+        "full": plgpu.Barrier(num_arrivals=_arrivals(tile, bool(expand)), num_barriers=tile.stages),
+        "empty": plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=tile.stages),
+    }
+    if tile.slices > 1:
+        scratch |= {
+            "local_s": plgpu.SMEM(
+                (tile.rows, tile.slices - 1, *sums), jnp.float32, transforms=_swizzle(tile.tokens, 4)
+            ),
+            "sums": plgpu.Barrier(num_arrivals=tile.slices - 1, num_barriers=tile.rows),
+            "taken": plgpu.Barrier(num_barriers=tile.rows),
+        }
+    if tile.cluster > 1:
+        scratch |= {
+            "remote_s": plgpu.SMEM(
+                (tile.rows, tile.cluster - 1, *sums), jnp.float32, transforms=_swizzle(tile.tokens, 4)
+            ),
+            "remote": plgpu.Barrier(num_barriers=tile.rows * (tile.cluster - 1)),
+        }
+    if expand:
+        scratch |= {
+            "expand_s": plgpu.SMEM((tile.rows, TILE, TILE), jnp.bfloat16, transforms=_swizzle(TILE, 2)),
+            "expanded": plgpu.Barrier(num_arrivals=tile.rows),
+        }
+    options = _Options(transposed, bias is not None, tuple(b.shape[1] for b in expand), scale)
+    call = plgpu.kernel(
+        functools.partial(_body, tile=tile, plan=plan, options=options),
+        out_type=jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16),
+        grid=(plan.groups,),
+        grid_names=("group",),
+        cluster=(tile.cluster,),
+        cluster_names=("part",),
+        num_threads=tile.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name=f"nvfp4_{'dx' if transposed else 'matmul'}_m{tile.tokens}",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    extra = (() if bias is None else (bias,)) + (((shrunk, *expand)) if expand else ())
+    return call(x, weight.words, weight.scales, weight.multiplier, *extra)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Which terms the product has; `expand`: the features of each adapter."""
+
+    transposed: bool
+    has_bias: bool
+    expand: tuple[int, ...]
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How many tiles there are, steps (passes of the ring) in a tile, and clusters that share the tiles."""
+
+    token_tiles: int
+    feature_tiles: int
+    steps: int
+    groups: int
+
+    def tiles_of(self, group):
+        """Number of tiles of a cluster."""
+        return lax.div(self.token_tiles * self.feature_tiles - group + self.groups - 1, self.groups)
+
+    def origin(self, group, i):
+        """(token tile, feature tile) of a cluster's i-th tile: clusters at work at the same time share x and w in the
+        L2."""
+        index = group + i * self.groups
+        if self.token_tiles == 1:
+            return jnp.int32(0), index
+        return plgpu.planar_snake(index, (self.token_tiles, self.feature_tiles), 1, 8)
+
+
+def _arrivals(tile: Tile, adapted: bool) -> int:
+    """Arrivals that complete `full`: a pass has 2 + slices copies, an adapter 1 + rows; the one with fewer arrives the
+    rest by hand."""
+    return max(2 + tile.slices, 1 + tile.rows) if adapted else 2 + tile.slices
+
+
+def _body(
+    x_g, words_g, scales_g, multiplier_g, *rest, words_s, scales_s, x_s, out_s, full, empty, local_s=None, sums=None,
+    taken=None, remote_s=None, remote=None, expand_s=None, expanded=None, tile, plan, options,
+):  # fmt: skip
+    *rest, out_g = rest
+    bias_g = rest[:1] if options.has_bias else []
+    shrunk_g, *expand_g = rest[len(bias_g) :] or (None,)
+    transposed = options.transposed
+    warpgroup = lax.axis_index("warpgroup")
+    group = lax.axis_index("group")
+    part = lax.axis_index("part")
+    units = tile.slices * tile.depth
+    registers = _register_split(tile)
+    passes = plan.tiles_of(group) * plan.steps
+
+    def cut(p):
+        """First pass, counted over the cluster's tiles, of block p; block p ends where p + 1 begins."""
+        return lax.div(p * passes, tile.cluster)
+
+    # A segment is what this block does of one tile: passes low : high of tile i. It owns the tile if it has the first.
+    begin, end = cut(part), cut(part + 1)
+    first_tile = lax.div(begin, plan.steps)
+    segments = jnp.where(end > begin, lax.div(end - 1, plan.steps) - first_tile + 1, 0)
+    starts_within = (begin > first_tile * plan.steps).astype(jnp.int32)  # then segment 0 is of another's tile
+
+    def segment(s):
+        i = first_tile + s
+        return i, jnp.maximum(begin, i * plan.steps), jnp.minimum(end, (i + 1) * plan.steps)
+
+    def owned_before(s):
+        return jnp.maximum(s - starts_within, 0)
+
+    def ring(s, at):
+        """Which use of the ring pass `at` of segment s is; with adapters every owned tile has one use more, at its
+        end."""
+        return at - begin + (owned_before(s) if expand_g else 0)
+
+    def produce():
+        if registers:
+            plgpu.set_max_registers(registers[0], action="decrease")
+
+        def free_slot(use):
+            slot = lax.rem(use, tile.stages)
+
+            @pl.when(use >= tile.stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            return slot
+
+        def one_segment(s, carry):
+            i, low, high = segment(s)
+            m, f = plan.origin(group, i)
+            tokens = pl.ds(m * tile.tokens, tile.tokens)
+
+            def one_pass(at, carry):
+                unit = (at - i * plan.steps) * units
+                slot = free_slot(ring(s, at))
+                along_k, along_f = pl.ds(unit, units), pl.ds(f * tile.rows, tile.rows)
+                where = (along_k, along_f) if transposed else (along_f, along_k)
+                plgpu.copy_gmem_to_smem(words_g.at[where], words_s.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(scales_g.at[where], scales_s.at[slot], full.at[slot])
+                for q in range(tile.slices):
+                    columns = pl.ds((unit + q * tile.depth) * TILE, tile.depth * TILE)
+                    plgpu.copy_gmem_to_smem(x_g.at[tokens, columns], x_s.at[slot, q], full.at[slot])
+                for _ in range(_arrivals(tile, bool(expand_g)) - 2 - tile.slices):
+                    plgpu.barrier_arrive(full.at[slot])
+                return carry
+
+            lax.fori_loop(low, high, one_pass, None)
+            if expand_g:
+
+                @pl.when(low == i * plan.steps)
+                def _():
+                    load_adapter(s, high, tokens, f)
+
+            return carry
+
+        def load_adapter(s, high, tokens, f):
+            """One more use of the ring: x A into the place of x, and B beside it (zero-filled past its rank)."""
+
+            @pl.when(owned_before(s) > 0)
+            def _():
+                plgpu.barrier_wait(expanded)
+
+            slot = free_slot(ring(s, high))
+            offset = 0
+            for number, (features, b_g) in enumerate(zip(options.expand, expand_g, strict=True)):
+                first = f * tile.rows * TILE
+
+                @pl.when((first >= offset) & (first < offset + features))
+                def _(number=number, b_g=b_g, offset=offset, first=first):
+                    columns = pl.ds(number * TILE + 0 * slot, tile.depth * TILE)  # a traced start may pass the end
+                    plgpu.copy_gmem_to_smem(shrunk_g.at[tokens, columns], x_s.at[slot, 0], full.at[slot])
+                    for r in range(tile.rows):
+                        where = pl.ds(0 * slot, TILE), pl.ds(first - offset + r * TILE, TILE)
+                        plgpu.copy_gmem_to_smem(b_g.at[where], expand_s.at[r], full.at[slot])
+
+                offset += features
+            for _ in range(_arrivals(tile, True) - 1 - tile.rows):
+                plgpu.barrier_arrive(full.at[slot])
+
+        lax.fori_loop(0, segments, one_segment, None)
+
+    def consume():
+        if registers:
+            plgpu.set_max_registers(registers[1], action="increase")
+        q, r = lax.div(warpgroup, tile.rows), lax.rem(warpgroup, tile.rows)
+
+        def weights(slot, d):
+            at = (slot, q * tile.depth + d, r) if transposed else (slot, r, q * tile.depth + d)
+            words = plgpu.load(words_s.at[at], layout=_WORDS_T if transposed else _WORDS, optimized=False)
+            scales = plgpu.load(scales_s.at[at], layout=_SCALES_T if transposed else _SCALES, optimized=False)
+            return _dequantize(words, scales, transposed)
+
+        def over_passes(s, init, one_slot):
+            _, low, high = segment(s)
+
+            def one_pass(at, carry):
+                slot = lax.rem(ring(s, at), tile.stages)
+                plgpu.barrier_wait(full.at[slot])
+                carry = one_slot(slot, carry)
+                plgpu.barrier_arrive(empty.at[slot])
+                return carry
+
+            return lax.fori_loop(low, high, one_pass, init)
+
+        def multiply(s):
+            """Sum of this consumer over its segment, [64, tokens] fp32."""
+
+            def by_warpgroup(acc):
+                def one_slot(slot, carry):
+                    for d in range(tile.depth):
+                        plgpu.wgmma(acc, weights(slot, d), x_s.at[slot, q, :, pl.ds(d * TILE, TILE)].T)
+                    plgpu.wgmma_wait(0)
+                    return carry
+
+                over_passes(s, None, one_slot)
+                return acc[...]
+
+            def by_warp(slot, total):
+                for d in range(tile.depth):
+                    total = _warp_multiply(total, weights(slot, d), x_s.at[slot, q], d, tile.depth)
+                return total
+
+            if tile.warp_mma:
+                zero = plgpu.layout_cast(jnp.zeros((TILE, tile.tokens), jnp.float32), plgpu.Layout.WGMMA)
+                return over_passes(s, zero, by_warp)
+            return pl.run_scoped(by_warpgroup, plgpu.ACC((TILE, tile.tokens), jnp.float32))
+
+        def row_terms(i):
+            """Multiplier and bias of this consumer's rows in the cluster's i-th tile; read before the sum, which hides
+            their latency."""
+            _, f = plan.origin(group, i)
+            # A tile's last rows may lie past the weight; what is stored there is dropped, but the reads must stay
+            # inside.
+            first = jnp.minimum((f * tile.rows + r) * TILE, multiplier_g.shape[0] - TILE)
+            rows = pl.ds(0 if transposed else first, TILE)
+            refs = (multiplier_g, *bias_g)
+            return [plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in refs]
+
+        def add_adapter(total, slot):
+            """total + scale · (x A) B, accumulated upon the sum."""
+
+            def multiply(acc):
+                plgpu.wgmma(acc, expand_s.at[r].T, x_s.at[slot, 0, :, pl.ds(0, TILE)].T)
+                plgpu.wgmma_wait(0)
+
+            # the sum enters and leaves divided by the scale: one fp32 rounding
+            if options.scale == 1.0:
+                return pl.run_state(multiply)(plgpu.ACC.init(total))
+            return pl.run_state(multiply)(plgpu.ACC.init(total * (1.0 / options.scale))) * options.scale
+
+        def store(total, s, terms):
+            """total · multiplier (+ bias) (+ adapter) as bf16 to its place in y."""
+            i, _, high = segment(s)
+            m, f = plan.origin(group, i)
+            total = total * lax.broadcast_in_dim(terms[0], total.shape, (0,))
+            if options.has_bias:
+                total = total + lax.broadcast_in_dim(terms[1].astype(jnp.float32), total.shape, (0,))
+            if expand_g:
+                slot = lax.rem(ring(s, high), tile.stages)
+                plgpu.barrier_wait(full.at[slot])
+                total = add_adapter(total, slot)
+                plgpu.barrier_arrive(empty.at[slot])
+
+                @pl.when(s < segments - 1)
+                def _():
+                    plgpu.barrier_arrive(expanded)
+
+            y = plgpu.layout_cast(total.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has left the buffer
+            out_s.at[r].T[...] = y
+            plgpu.commit_smem()
+            first = (f * tile.rows + r) * TILE
+
+            # TMA would drop a store past the end by itself, but not where y is one tile wide: Mosaic leaves an axis of
+            # size one and its index out of the copy, and the store would land on the tile before.
+            @pl.when(first < out_g.shape[1])
+            def _():
+                where = pl.ds(m * tile.tokens, tile.tokens), pl.ds(first, TILE)
+                plgpu.copy_smem_to_gmem(out_s.at[r], out_g.at[where])
+
+        def added(total, ref):
+            return total + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def finish(total, s, terms):
+            """The sum over this block's slices is complete: send it to the tile's owner, or own the tile."""
+            i, _, _ = segment(s)
+            tile_begin, tile_end = i * plan.steps, (i + 1) * plan.steps
+            if tile.cluster == 1:
+                store(total, s, terms)
+                return
+            owner = sum((cut(jnp.int32(p)) <= tile_begin).astype(jnp.int32) for p in range(tile.cluster)) - 1
+            senders = sum(
+                ((p > part) & (cut(jnp.int32(p)) < tile_end) & (cut(jnp.int32(p)) < cut(jnp.int32(p + 1)))).astype(
+                    jnp.int32
+                )
+                for p in range(1, tile.cluster)
+            )
+
+            @pl.when(owner != part)
+            def _():
+                place = part - owner - 1
+                plgpu.async_store_smem(
+                    total, remote_s.at[r, place], remote.at[r * (tile.cluster - 1) + place],
+                    cluster_idx=owner, cluster_dim="part", optimized=False,
+                )  # fmt: skip
+
+            @pl.when(owner == part)
+            def _():
+                def add_one(place, total):
+                    plgpu.barrier_wait(remote.at[r * (tile.cluster - 1) + place])
+                    return added(total, remote_s.at[r, place])
+
+                store(lax.fori_loop(0, senders, add_one, total), s, terms)
+
+        def one_segment(s, carry):
+            i, low, high = segment(s)
+            terms = row_terms(i)
+            total = multiply(s)
+            if tile.slices == 1:
+                finish(total, s, terms)
+                return carry
+
+            @pl.when(q > 0)
+            def _():
+                @pl.when(s > 0)
+                def _():
+                    plgpu.barrier_wait(taken.at[r])
+
+                local_s.at[r, q - 1][...] = total
+                plgpu.barrier_arrive(sums.at[r])
+                if expand_g:
+
+                    @pl.when(low == i * plan.steps)
+                    def _():  # the adapter's slot is freed by all consumers
+                        slot = lax.rem(ring(s, high), tile.stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        plgpu.barrier_arrive(empty.at[slot])
+
+            @pl.when(q == 0)
+            def _():
+                plgpu.barrier_wait(sums.at[r])
+                whole = total
+                for place in range(tile.slices - 1):
+                    whole = added(whole, local_s.at[r, place])
+
+                @pl.when(s < segments - 1)
+                def _():
+                    plgpu.barrier_arrive(taken.at[r])
+
+                finish(whole, s, terms)
+
+            return carry
+
+        lax.fori_loop(0, segments, one_segment, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(warpgroup == tile.consumers)
+    def _():
+        produce()
+
+    @pl.when(warpgroup < tile.consumers)
+    def _():
+        consume()
+
+
+def _register_split(tile: Tile) -> tuple[int, int] | None:
+    """Registers of a producer and of a consumer thread, or None to leave them even.
+
+    `setmaxnreg` moves registers within what the block was launched with: the largest multiple of 8 that fits 64 Ki for
+    all its threads. Asking for more than that in all would wait for ever.
+    """
+    if tile.consumers == 1 or tile.blocks_per_sm > 1:
+        return None
+    threads = (tile.consumers + 1) * 128
+    at_launch = 65536 // threads // 8 * 8 * threads
+    producer = 40 if tile.consumers <= 2 else 24
+    consumer = min(240, (at_launch // 128 - producer) // tile.consumers // 8 * 8)
+    return producer, consumer
+
+
+def fits(tile: Tile, adapted: bool = False) -> bool:
+    """Whether a multiprocessor can hold `tile`: shared memory and threads."""
+    return (
+        tile.smem_bytes(adapted) * tile.blocks_per_sm <= SMEM_BYTES
+        and (tile.consumers + 1) * 128 * tile.blocks_per_sm <= 2048
+        and tile.consumers <= 7
+        and tile.cluster in (1, 2, 4, 8)
+    )

@@ -1,0 +1,66 @@
+"""Which tile a product uses: a table found by `tools/tune_matmul.py` and stored as data, one file for a kind of GPU.
+
+A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m it was tuned for) and the fields of
+`Tile`. A shape that is not in the table takes the row of the shape nearest to it in log n and log k.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from importlib import resources
+
+from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits
+
+TABLE = "tiles_h200.json"
+SMALL = 512  # features below which a weight is no projection of a model and takes the plainest tile
+
+
+def table() -> list[dict]:
+    """All rows, as stored."""
+    return json.loads(resources.files("qerl_kernels.nvfp4_matmul").joinpath(TABLE).read_text())["rows"]
+
+
+def tile_for(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    transposed: bool = False,
+    adapters: Sequence[tuple[int, int]] = (),
+    batch_invariant: bool = False,
+) -> Tile | None:
+    """The tile for x [m, k] (transposed: [m, n]) and a weight [n, k]; None where the adapters cannot be added within
+    the kernel.
+
+    Args:
+      adapters: shape of B of each adapter that the kernel is to add.
+      batch_invariant: one tile for every m, whose sums are cut along the contraction in the same places whatever m is.
+    """
+    if n < SMALL or k < SMALL:
+        tile = Tile(tokens=64, depth=1, rows=1, stages=4)
+    elif batch_invariant:
+        tile = Tile(tokens=64, rows=2, slices=2, depth=1, stages=4)
+    else:
+        tile = _tuned(m, n, k, transposed)
+    if not adapters:
+        return tile
+    for rows in (tile.rows, 4, 2, 1):
+        narrower = dataclasses.replace(tile, rows=rows)
+        if rows <= tile.rows and fits(narrower, adapted=True) and can_fuse(narrower, n, adapters):
+            return narrower
+    return None
+
+
+def _tuned(m: int, n: int, k: int, transposed: bool) -> Tile:
+    rows = [row for row in table() if row["direction"] == ("dx" if transposed else "forward")]
+
+    def distance(row: dict) -> float:
+        return abs(math.log(n / row["n"])) + abs(math.log(k / row["k"]))
+
+    nearest = min(distance(row) for row in rows)
+    same_shape = sorted((row for row in rows if distance(row) == nearest), key=lambda row: row["tokens"])
+    row = next((row for row in same_shape if row["tokens"] >= m), same_shape[-1])
+    return Tile(**row["tile"])

@@ -1,0 +1,58 @@
+"""Compiles kernels for an H200 on a machine without a GPU and prints their PTX. `test_compile.py` runs it.
+
+    python compile_for_h200.py CUDA_DIR CASE [CASE ...]
+
+CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
+(m, n, k, Tile(...), transposed, number of adapters).
+"""
+
+import os
+import pathlib
+import sys
+
+CUDA_DIR = sys.argv[1]
+os.environ["PATH"] = f"{CUDA_DIR}/bin:{os.environ['PATH']}"
+os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+os.environ["XLA_FLAGS"] = (
+    f"--xla_gpu_cuda_data_dir={CUDA_DIR} --xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false"
+)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
+from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+
+
+def weight(n: int, k: int) -> PackedNvfp4:
+    tiles, units = -(-n // 64), -(-k // 64)
+    words = jax.ShapeDtypeStruct((tiles, units, 4, 128), jnp.uint32)
+    scales = jax.ShapeDtypeStruct((tiles, units, 64), jnp.uint32)
+    rows = jax.ShapeDtypeStruct((tiles * 64,), jnp.float32)
+    return PackedNvfp4(words, scales, rows, jax.ShapeDtypeStruct((n,), jnp.float32), (n, k), True, 16, True)
+
+
+def compile_case(m: int, n: int, k: int, tile: Tile, transposed: bool, adapters: int) -> None:
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    args = [bf16(m, n if transposed else k), weight(n, k)]
+    if adapters:
+        args += [bf16(n), bf16(m, 64 * adapters), *[bf16(32, n // adapters)] * adapters]
+
+    def call(x, weight, bias=None, shrunk=None, *expand):
+        return matmul(x, weight, tile, transposed=transposed, bias=bias, shrunk=shrunk, expand=expand, scale=2.0)
+
+    target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), args)
+    with jax.set_mesh(mesh):
+        jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        compile_case(*eval(case))

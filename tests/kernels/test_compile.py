@@ -1,0 +1,92 @@
+"""Every tile in the table compiles for sm_90a without spills and with the tensor-core instruction it should use.
+
+Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+PACKAGES = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "nvidia.cu13")
+
+
+def missing() -> str | None:
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
+        return f"needs jax 0.11 or later (this is {jax.__version__})"
+    for package in PACKAGES:
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"needs the package of {package} (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc, nvidia-nvvm)"
+    return None
+
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def cuda_dir() -> pathlib.Path:
+    return pathlib.Path(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)))
+
+
+def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]]:
+    """(PTX, what ptxas says of registers and spills) of each kernel."""
+    script = pathlib.Path(__file__).parent / "compile_for_h200.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, script, cuda_dir(), *map(repr, cases)], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    kernels = [part for part in re.split(r"(?=^\.version )", run.stdout + run.stderr, flags=re.M) if ".entry" in part]
+    found = []
+    for i, kernel in enumerate(kernels):
+        source = tmp_path / f"{i}.ptx"
+        source.write_text(kernel.rsplit("}\n", 1)[0] + "}\n")
+        command = [cuda_dir() / "bin/ptxas", "-v", "-arch=sm_90a", source, "-o", tmp_path / f"{i}.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True)
+        assert report.returncode == 0, report.stderr
+        found.append((kernel, report.stderr))
+    assert len(found) == len(cases)
+    return found
+
+
+def table_cases() -> list[tuple]:
+    from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles
+
+    cases = {}
+    for row in tiles.table():
+        tile, transposed = mosaic_gpu.Tile(**row["tile"]), row["direction"] == "dx"
+        assert mosaic_gpu.fits(tile), tile
+        cases.setdefault((tile, transposed), (min(row["tokens"], 512), row["n"], row["k"], tile, transposed, 0))
+    return list(cases.values())
+
+
+def check(cases, kernels):
+    for case, (kernel, report) in zip(cases, kernels, strict=True):
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
+        instruction = "mma.sync.aligned.m16n8k16" if case[3].warp_mma else "wgmma.mma_async.sync.aligned.m64"
+        assert instruction in kernel, case
+        assert "serialized" not in report, (case, report)
+
+
+def test_every_tile_of_the_table(tmp_path):
+    cases = table_cases()
+    check(cases, compiled(cases, tmp_path))
+
+
+def test_with_adapters(tmp_path):
+    from qerl_kernels.nvfp4_matmul import tiles
+
+    cases = []
+    for m in (1, 16, 64, 128, 4096):
+        tile = tiles.tile_for(m, 37888, 3584, adapters=[(32, 18944), (32, 18944)])
+        assert tile is not None, m
+        cases.append((m, 37888, 3584, tile, False, 2))
+    check(cases, compiled(cases, tmp_path))

@@ -1,0 +1,79 @@
+"""`nvfp4_matmul` on the CPU: the XLA path against the reference, its gradients, and what dispatch says."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from qerl_kernels import dispatch
+from qerl_kernels.nvfp4_matmul import packing, reference
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+from test_packing import mxfp4, random_weight
+
+
+def adapters(k, widths, rank, dtype=jnp.float32):
+    keys = iter(jax.random.split(jax.random.key(3), 2 * len(widths)))
+    offsets = np.cumsum([0, *widths[:-1]])
+    return [
+        types.SimpleNamespace(
+            a=jax.random.normal(next(keys), (k, rank), dtype) / k**0.5,
+            b=jax.random.normal(next(keys), (rank, width), dtype),
+            scale=0.5,
+            offset=int(offset),
+        )
+        for width, offset in zip(widths, offsets, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("weight", [random_weight(96, 80, 0, True), mxfp4(12)], ids=["nvfp4", "mxfp4"])
+def test_agrees_with_the_reference(weight):
+    n, k = weight.shape
+    x = jax.random.normal(jax.random.key(0), (2, 5, k), jnp.bfloat16)
+    y = nvfp4_matmul(x, packing.pack(weight), implementation="xla")
+    expected = np.asarray(x.reshape(-1, k), np.float64) @ np.asarray(reference.dequantize(weight), np.float64).T
+    assert y.shape == (2, 5, n) and y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64).reshape(-1, n), expected, rtol=2.0**-8, atol=1e-5 * abs(expected).max()
+    )
+
+
+def test_bias_and_adapters_are_added():
+    weight, x = random_weight(96, 80, 1), jax.random.normal(jax.random.key(0), (6, 80))
+    loras, bias = adapters(80, (64, 32), 8), jnp.arange(96.0)
+    plain = nvfp4_matmul(x, packing.pack(weight), implementation="xla")
+    y = nvfp4_matmul(x, packing.pack(weight), bias, loras, implementation="xla")
+    delta = jnp.concatenate([0.5 * (x @ lora.a) @ lora.b for lora in loras], axis=1)
+    np.testing.assert_allclose(y - plain, bias + delta, atol=2e-3 * float(jnp.abs(plain).max()), rtol=1e-4)
+
+
+def test_gradients():
+    packed, loras = packing.pack(random_weight(32, 48, 2)), adapters(48, (16, 16), 8)
+    x, bias = jax.random.normal(jax.random.key(0), (3, 48)), jnp.ones(32)
+
+    def call(x, bias, pairs):
+        parts = [types.SimpleNamespace(a=a, b=b, scale=0.5, offset=16 * i) for i, (a, b) in enumerate(pairs)]
+        return nvfp4_matmul(x, packed, bias, parts, implementation="xla") / 100
+
+    check_grads(call, (x, bias, [(lora.a, lora.b) for lora in loras]), order=1, modes=["rev"], atol=0.05, rtol=0.02)
+
+
+def test_an_implementation_that_cannot_run_here_is_refused():
+    packed, x = packing.pack(random_weight(64, 64, 0)), jnp.zeros((2, 64), jnp.float32)
+    with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
+        nvfp4_matmul(x, packed, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="no implementation 'triton'"):
+        nvfp4_matmul(x, packed, implementation="triton")
+    with pytest.raises(ValueError, match="x has 63 input features"):
+        nvfp4_matmul(x[:, :63], packed)
+
+
+def test_the_choice_is_said_once(caplog):
+    dispatch.say_once.cache_clear()
+    for _ in range(2):
+        assert dispatch.choose("kernel", None, "a Hopper GPU") == "xla"
+    assert [record.message for record in caplog.records] == [
+        "kernel: the XLA path runs, because Mosaic GPU needs a Hopper GPU"
+    ]
+    assert dispatch.choose("kernel", None, None) == "mosaic_gpu"

@@ -1,0 +1,205 @@
+"""The Mosaic GPU product on a Hopper GPU, against sums in fp64 of the dequantized weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from qerl_kernels import dispatch
+from qerl_kernels.nvfp4_matmul import packing, reference
+from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        dispatch.missing_for_mosaic_gpu(jnp.bfloat16) is not None,
+        reason=f"needs {dispatch.missing_for_mosaic_gpu(jnp.bfloat16)}",
+    ),
+]
+
+
+class Lora:
+    def __init__(self, a, b, scale, offset):
+        self.a, self.b, self.scale, self.offset = a, b, scale, offset
+
+
+def weight_of(n, k, seed=0, uniform=True):
+    """Random codes (±0 and ±6 among them), scales from subnormal to 448, some zero blocks."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+    scales = rng.integers(1, 127, (n, k // 16), dtype=np.uint8)
+    scales[rng.random(scales.shape) < 0.05] = 0
+    world = np.full(n, 0.7, np.float32) if uniform else rng.uniform(0.25, 2, n).astype(np.float32)
+    return Nvfp4(jnp.asarray(codes), jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(world), True)
+
+
+def exact(x, weight):
+    """x · Wᵀ in fp64, W as the packed form holds it."""
+    matrix, row = packing.packed_parts(packing.pack(weight))
+    w = np.asarray(matrix.astype(jnp.float32), np.float64) * np.asarray(row, np.float64)[:, None]
+    return np.asarray(x.astype(jnp.float32), np.float64), w
+
+
+def check(y, expected, x, w, k):
+    """2.5e-3 in norm, and for each element bf16's rounding plus that of a sum of k products in fp32."""
+    y = np.asarray(y.astype(jnp.float32), np.float64)
+    assert np.linalg.norm(y - expected) <= 2.5e-3 * np.linalg.norm(expected)
+    slack = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None]
+    bound = 2.0**-8 * np.abs(expected) + 8 * np.sqrt(k) * 2.0**-24 * slack
+    assert np.all(np.abs(y - expected) <= bound)
+
+
+def activations(m, k, seed=1):
+    return jax.random.normal(jax.random.key(seed), (m, k), jnp.bfloat16)
+
+
+kernel = functools.partial(nvfp4_matmul, implementation="mosaic_gpu")
+EDGES = [*range(1, 18), 31, 32, 33, 47, 63, 64, 65, 95, 127, 128, 129, 130, 257, 600, 2050]
+
+
+@pytest.mark.parametrize("n, k", [(512, 1024), (576, 3584)])
+def test_every_number_of_tokens(n, k):
+    weight = weight_of(n, k)
+    packed = packing.pack(weight)
+    for m in EDGES:
+        x = activations(m, k, m)
+        x64, w = exact(x, weight)
+        check(jax.jit(kernel)(x, packed), x64 @ w.T, x64, w, k)
+
+
+@pytest.mark.parametrize("n, k", [(1, 16), (8, 48), (64, 64), (70, 80), (200, 1040), (1000, 208), (4608, 3584)])
+@pytest.mark.parametrize("m", [1, 5, 16, 40, 200])
+def test_any_shape(m, n, k):
+    weight = weight_of(n, k, seed=n)
+    bias = jnp.asarray(np.random.default_rng(m).normal(size=n), jnp.bfloat16)
+    x = activations(m, k)
+    x64, w = exact(x, weight)
+    expected = x64 @ w.T
+    check(kernel(x, packing.pack(weight)), expected, x64, w, k)
+    shifted = expected + np.asarray(bias.astype(jnp.float32), np.float64)
+    y = np.asarray(kernel(x, packing.pack(weight), bias).astype(jnp.float32))
+    np.testing.assert_allclose(y, shifted, rtol=2.0**-8, atol=2.0**-8 * np.abs(expected).max() * 0.05 + 1e-6)
+
+
+@pytest.mark.parametrize("m", [3, 64, 300])
+def test_mxfp4(m):
+    rng = np.random.default_rng(0)
+    exponents = rng.integers(110, 141, (640, 1024 // 32), dtype=np.uint8)
+    weight = Mxfp4(jnp.asarray(rng.integers(0, 256, (640, 512), dtype=np.uint8)), jnp.asarray(exponents))
+    x = activations(m, 1024)
+    x64, w = np.asarray(x, np.float64), np.asarray(reference.dequantize(weight), np.float64)
+    check(kernel(x, packing.pack(weight)), x64 @ w.T, x64, w, 1024)
+
+
+def adapters(k, widths, rank, seed=0, scale=2.0):
+    rng = np.random.default_rng(seed)
+    out, offset = [], 0
+    for width in widths:
+        a = jnp.asarray(rng.normal(size=(k, rank)) / k**0.5, jnp.bfloat16)
+        b = jnp.asarray(rng.normal(size=(rank, width)) * 50, jnp.bfloat16)
+        out.append(Lora(a, b, scale, offset))
+        offset += width
+    return out
+
+
+@pytest.mark.parametrize("m", [1, 8, 17, 33, 64, 130, 700])
+@pytest.mark.parametrize(
+    "widths, rank", [((512,), 32), ((384, 64, 64), 32), ((256, 256), 16), ((256, 192), 24), ((512,), 80)]
+)
+def test_adapters(m, widths, rank):
+    """Within the kernel where they fit, around it where they do not (a part without adapter, a rank above 64)."""
+    weight, k = weight_of(512, 1024), 1024
+    loras = adapters(k, widths, rank)
+    x, bias = activations(m, k), jnp.full(512, 3.0, jnp.bfloat16)
+    x64, w = exact(x, weight)
+    expected = x64 @ w.T + 3.0
+    for lora in loras:
+        shrunk = jnp.matmul(x, lora.a, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+        delta = np.asarray(shrunk, np.float64) @ np.asarray(lora.b, np.float64) * lora.scale
+        expected[:, lora.offset : lora.offset + delta.shape[1]] += delta
+    y = np.asarray(kernel(x, packing.pack(weight), bias, loras), np.float64)
+    assert np.linalg.norm(y - expected) <= 2.6e-3 * np.linalg.norm(expected)
+    assert np.abs(y - expected).max() <= 2.0**-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("m", [8, 300])
+@pytest.mark.parametrize("uniform", [True, False])
+def test_gradients_agree_with_xla(m, uniform):
+    weight = weight_of(512, 1024, uniform=uniform)
+    packed, bias = packing.pack(weight), jnp.ones(512, jnp.bfloat16)
+    assert packed.uniform == uniform
+    pairs = [(lora.a, lora.b) for lora in adapters(1024, (384, 128), 32)]
+    target = activations(m, 512, 7)
+
+    def loss(x, bias, pairs, implementation):
+        loras = [Lora(a, b, 2.0, offset) for (a, b), offset in zip(pairs, (0, 384), strict=True)]
+        y = nvfp4_matmul(x, packed, bias, loras, implementation=implementation)
+        return jnp.vdot(y.astype(jnp.float32), target.astype(jnp.float32))
+
+    grads = [jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(activations(m, 1024), bias, pairs, name)
+             for name in ("mosaic_gpu", "xla")]  # fmt: skip
+    for ours, theirs in zip(*map(jax.tree.leaves, grads), strict=True):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(ours - theirs) <= 4e-3 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("m", [8, 64, 300])
+def test_a_thousand_runs_give_the_same_bits(m):
+    weight = packing.pack(weight_of(4608, 3584))
+    x = activations(m, 3584)
+
+    @jax.jit
+    def differing(x):
+        first = kernel(x, weight)
+
+        def once(i, count):
+            # the slice moves, so that no run is taken out of the loop; the rows are the same
+            again = kernel(jax.lax.dynamic_slice(jnp.concatenate([x, x]), (0 * i, 0), x.shape), weight)
+            return count + jnp.sum(jax.lax.bitcast_convert_type(again, jnp.uint16)
+                                   != jax.lax.bitcast_convert_type(first, jnp.uint16))  # fmt: skip
+
+        return jax.lax.fori_loop(0, 1000, once, 0)
+
+    assert int(differing(x)) == 0
+
+
+def test_transformations():
+    """scan, while_loop, remat and vmap (folded into the tokens) give what plain calls give."""
+    packed = packing.pack(weight_of(1024, 1024))
+    x = activations(24, 1024).reshape(3, 8, 1024)
+    plain = jnp.stack([kernel(part, packed) for part in x])
+    np.testing.assert_array_equal(jax.lax.scan(lambda c, part: (c, kernel(part, packed)), 0, x)[1], plain)
+    np.testing.assert_array_equal(jax.checkpoint(lambda part: kernel(part, packed))(x[0]), plain[0])
+    folded = jax.vmap(lambda part: kernel(part, packed))(x)
+    slack = 1e-3 * float(jnp.abs(plain).max())
+    np.testing.assert_allclose(np.asarray(folded, np.float32), np.asarray(plain, np.float32), rtol=2.0**-7, atol=slack)
+    end = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, kernel(x[1], packed)), (0, plain[0]))
+    np.testing.assert_array_equal(end[1], plain[1])
+
+
+def test_batch_invariant_rows_do_not_depend_on_the_others():
+    packed = packing.pack(weight_of(1024, 3584))
+    x = activations(700, 3584)
+    call = functools.partial(kernel, batch_invariant=True)
+    whole = np.asarray(call(x, packed)).view(np.uint16)
+    for first, m in ((0, 1), (0, 8), (5, 33), (64, 64), (100, 200), (3, 697)):
+        part = np.asarray(call(x[first : first + m], packed)).view(np.uint16)
+        np.testing.assert_array_equal(part, whole[first : first + m])
+
+
+def test_pipelines_of_every_depth_end():
+    """A wrong barrier would hang or tear: rings of one to six slots over many lengths of the contraction."""
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
+
+    for k in (64, 192, 256, 1088, 2048):
+        weight = weight_of(320, k, seed=k)
+        packed = packing.pack(weight)
+        x = activations(20, k)
+        x64, w = exact(x, weight)
+        for stages in (1, 2, 3, 6):
+            for shape in ((1, 1, 1), (2, 2, 2), (1, 3, 4)):
+                tile = Tile(16, *shape, depth=1, stages=stages, warp_mma=shape[1] == 2)
+                check(matmul(x, packed, tile), x64 @ w.T, x64, w, k)
