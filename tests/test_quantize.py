@@ -73,7 +73,7 @@ def test_refusals_leave_nothing_behind(quantized, tmp_path, capsys):
 
 
 SHARD_PROBE = """
-import resource, sys
+import re, sys
 from pathlib import Path
 import numpy as np
 from qerl_jax.io.safetensors import Tensors, write_file
@@ -84,7 +84,8 @@ tensors = Tensors([src])
 divisors = {n.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(tensors[n])) for n in tensors}
 writer = _ShardWriter(tensors, list(tensors), divisors)
 write_file(dst, writer.specs, writer.tensor)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# of this program alone: ru_maxrss would start at the peak of the process that started it
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
 """
 
 
