@@ -31,7 +31,7 @@ Barriers, and why none can hang. Every wait is answered by arrivals that do not 
   tile that others continue, and each of those sends once, when it has done its first segment. Owner and senders
   compute the same cut points, so that the owner waits exactly for those who send; senders wait for nobody. An owner
   cannot leave before its senders' data has come.
-- With adapters, an owned tile has one more use of the ring, which all consumers wait for and free. B has a single place:
+- With adapters, an owned tile has one more use of the ring, which all consumers wait for and free. B has one place:
   the producer refills it after `expanded`, on which each of the `rows` readers arrives for every owned tile but the
   last.
 """
