@@ -50,7 +50,9 @@ def compile_case(m: int, n: int, k: int, tile: Tile, transposed: bool, adapters:
     whole = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), args)
     with jax.set_mesh(mesh):
-        jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+        program = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
+    copied = [line for line in program.splitlines() if " = u32[" in line and " parameter(" not in line]
+    assert not copied, f"the weight is copied: {copied}"
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def exact(x, weight):
 def check(y, expected, x, w, k):
     """2.5e-3 in norm, and for each element bf16's rounding plus that of a sum of k products in fp32."""
     y = np.asarray(y.astype(jnp.float32), np.float64)
-    assert np.linalg.norm(y - expected) <= 2.5e-3 * np.linalg.norm(expected)
+    # One rounding to bf16 is at most 2^-8 and 1.7e-3 in the mean over many elements.
+    assert np.linalg.norm(y - expected) <= (2.5e-3 if y.size >= 2000 else 2.0**-8) * np.linalg.norm(expected)
     slack = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None]
     bound = 2.0**-8 * np.abs(expected) + 8 * np.sqrt(k) * 2.0**-24 * slack
     assert np.all(np.abs(y - expected) <= bound)
@@ -157,7 +158,7 @@ def test_a_thousand_runs_give_the_same_bits(m):
 
         def once(i, count):
             # the slice moves, so that no run is taken out of the loop; the rows are the same
-            again = kernel(jax.lax.dynamic_slice(jnp.concatenate([x, x]), (0 * i, 0), x.shape), weight)
+            again = kernel(jax.lax.dynamic_slice(jnp.concatenate([x, x]), (i % 2 * m, 0), x.shape), weight)
             return count + jnp.sum(jax.lax.bitcast_convert_type(again, jnp.uint16)
                                    != jax.lax.bitcast_convert_type(first, jnp.uint16))  # fmt: skip
 

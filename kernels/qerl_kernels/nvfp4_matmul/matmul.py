@@ -93,27 +93,26 @@ def _forward(static, x, weight, bias, pairs):
     return y.astype(x.dtype), (x, weight, bias, pairs, shrunk)
 
 
-def _shrink(x: Array, a: list[Array]) -> Array | None:
-    """`x A` of all adapters in one product, [M, Σ R padded to multiples of 64]: accumulated in fp32, rounded once."""
+def _shrink(x: Array, a: list[Array]) -> list[Array]:
+    """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once.
+
+    The A side by side do not change within a decode loop, so XLA can move them out of it.
+    """
     if not a:
-        return None
-    side_by_side = jnp.concatenate([jnp.pad(part, ((0, 0), (0, -part.shape[1] % _SLOT))) for part in a], axis=1)
-    return _fp32_matmul(x, side_by_side).astype(x.dtype)
+        return []
+    together = _fp32_matmul(x, a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)).astype(x.dtype)
+    return jnp.split(together, np.cumsum([part.shape[1] for part in a])[:-1], axis=1)
 
 
-def _shrunk_parts(shrunk: Array, pairs) -> list[Array]:
-    """`x A` of each adapter, [M, R]."""
-    parts, first = [], 0
-    for a, _ in pairs:
-        parts.append(shrunk[:, first : first + a.shape[1]])
-        first += a.shape[1] + -a.shape[1] % _SLOT
-    return parts
+def _in_slots(shrunk: list[Array]) -> Array:
+    """`x A` of the adapters side by side, each padded to a rank of 64: [M, 64 · adapters]."""
+    return jnp.concatenate([jnp.pad(t, ((0, 0), (0, -t.shape[1] % _SLOT))) for t in shrunk], axis=1)
 
 
 def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
-    out = jnp.zeros((shrunk.shape[0], n), jnp.float32)
-    for (scale, offset), t, (_, b) in zip(static.adapters, _shrunk_parts(shrunk, pairs), pairs, strict=True):
+    out = jnp.zeros((shrunk[0].shape[0], n), jnp.float32)
+    for (scale, offset), t, (_, b) in zip(static.adapters, shrunk, pairs, strict=True):
         out = out.at[:, offset : offset + b.shape[1]].add(scale * _fp32_matmul(t, b))
     return out
 
@@ -125,15 +124,14 @@ def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs
     if not pairs:
         return _kernel(static, False, x, weight, bias)
     n, _ = weight.shape
-    order = sorted(range(len(pairs)), key=lambda part: static.adapters[part][1])
-    starts = [static.adapters[part][1] for part in order]
-    shapes = [pairs[part][1].shape for part in order]
+    starts = [offset for _, offset in static.adapters]
+    shapes = [b.shape for _, b in pairs]
     adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
     scales = {scale for scale, _ in static.adapters}
     tile = tiles.tile_for(x.shape[0], *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
-    if not (adjacent and order == sorted(order) and len(scales) == 1 and 0.0 not in scales and tile):
+    if not (adjacent and len(scales) == 1 and 0.0 not in scales and tile):
         return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
-    return _kernel(static, False, x, weight, bias, shrunk, tuple(pairs[part][1] for part in order), scales.pop())
+    return _kernel(static, False, x, weight, bias, _in_slots(shrunk), tuple(b for _, b in pairs), scales.pop())
 
 
 def _fp32_matmul(a: Array, b: Array) -> Float32[Array, "i j"]:
@@ -170,8 +168,7 @@ def _backward(static, residual, dy):
     x, weight, bias, pairs, shrunk = residual
     dx = _input_gradient(static, dy, weight)
     d_pairs = []
-    parts = _shrunk_parts(shrunk, pairs)
-    for (scale, offset), t, (a, b) in zip(static.adapters, parts, pairs, strict=True):
+    for (scale, offset), t, (a, b) in zip(static.adapters, shrunk, pairs, strict=True):
         part = dy[:, offset : offset + b.shape[1]]
         through_b = (scale * _fp32_matmul(part, b.T)).astype(x.dtype)
         dx = dx + _fp32_matmul(through_b, a.T)
