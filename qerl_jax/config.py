@@ -34,6 +34,8 @@ class Config:
     """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
+    matmul_kernel: Literal["xla", "mosaic_gpu"] = "xla"
+    """Product with 4-bit weights: plain XLA, or the Pallas kernels of a Hopper GPU (bf16, jax 0.11)."""
 
     dataset: str = "gsm8k"
     """"gsm8k" (from the hub), "arithmetic" (generated), or a local .jsonl, .json or .parquet file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -55,6 +56,8 @@ class _Arguments:
     """Quantize an unquantized checkpoint while loading: nvfp4, mxfp4 or nf4."""
     dtype: str = "bfloat16"
     """Compute dtype: bfloat16 or float32."""
+    matmul_kernel: Literal["xla", "mosaic_gpu"] = "xla"
+    """Product with 4-bit weights: plain XLA, or the Pallas kernels of a Hopper GPU."""
     seed: int = 0
     """Of the samples."""
     output: str | None = None
@@ -100,6 +103,7 @@ def _run(arguments: _Arguments) -> tuple[Evaluation, int]:
         lora=LoraConfig(rank=0) if arguments.adapter is None else None,
         dtype=jnp.dtype(arguments.dtype),
         adapter=arguments.adapter,
+        matmul_kernel=arguments.matmul_kernel,
     )
     dataset = load_dataset(arguments.dataset, arguments.split, arguments.prompt_column, arguments.answer_column)
     system_prompt = dataset.system_prompt if arguments.system_prompt is None else arguments.system_prompt

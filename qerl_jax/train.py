@@ -129,6 +129,7 @@ def load(config: Config) -> Policy:
         jnp.dtype(config.dtype),
         config.adapter,
         config.seed,
+        config.matmul_kernel,
     )
 
 

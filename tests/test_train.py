@@ -168,25 +168,16 @@ def test_sigma_zero_equals_no_noise(tmp_path):
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
     short = ["--max-prompt-length", "80", "--max-completion-length", "16"]
+    tiny = ["--model", "tiny", "--dataset", "arithmetic", *short]
     for flags, words in [
         (["--model", str(tmp_path / "none")], "does not exist"),
-        (["--model", "tiny", "--dataset", "nothing"], "'nothing' is neither"),
-        (
-            ["--model", "tiny", "--dataset", "arithmetic", "--reward-funcs", "x", "--reward-weights", "1"],
-            "reward 'x' is neither",
-        ),
-        (
-            ["--model", "tiny", "--dataset", "arithmetic", "--max-completion-length", "100000"],
-            "max_position_embeddings",
-        ),
-        (
-            ["--model", "tiny", "--dataset", "arithmetic", *short, "--rollout-memory-gb", "1e-9"],
-            "rollout_memory_gb 1e-09 cannot hold one group",
-        ),
-        (
-            ["--model", "tiny", "--dataset", "arithmetic", "--max-prompt-length", "1"],
-            "max_prompt_length 1; the shortest has",
-        ),
+        ([*tiny, "--dataset", "nothing"], "'nothing' is neither"),
+        ([*tiny, "--reward-funcs", "x", "--reward-weights", "1"], "reward 'x' is neither"),
+        ([*tiny, "--max-completion-length", "100000"], "max_position_embeddings"),
+        ([*tiny, "--rollout-memory-gb", "1e-9"], "rollout_memory_gb 1e-09 cannot hold one group"),
+        ([*tiny, "--max-prompt-length", "1"], "max_prompt_length 1; the shortest has"),
+        ([*tiny, "--weight-format", "nf4", "--matmul-kernel", "mosaic_gpu"], "needs NVFP4 or MXFP4 weights"),
+        ([*tiny, "--weight-format", "nvfp4", "--matmul-kernel", "mosaic_gpu"], "'mosaic_gpu' needs"),
     ]:
         assert train.main([*flags, "--output-dir", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err

@@ -34,6 +34,7 @@ def load_policy(
     dtype: DTypeLike = jnp.bfloat16,
     adapter: str | Path | None = None,
     seed: int = 0,
+    matmul_kernel: str = "xla",
 ) -> Policy:
     """Load a Qwen2.5 model directory as a policy with fresh or imported adapters.
 
@@ -46,6 +47,7 @@ def load_policy(
       dtype: compute dtype, bfloat16 or float32; also of dense weights.
       adapter: PEFT directory to start from, norms included.
       seed: of the adapters' initial A.
+      matmul_kernel: "xla", or "mosaic_gpu": the Pallas kernels for 4-bit weights on a Hopper GPU.
 
     Raises:
       FileNotFoundError: no such directory, config or weights.
@@ -61,7 +63,7 @@ def load_policy(
     config = hf_config.model_config(path)
     if lora is None:
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
-    weights = load_weights(path, config, weight_format, dtype)
+    weights = load_weights(path, config, weight_format, dtype, matmul_kernel)
     policy = build_policy(config, weights, lora, seed).replace(tokenizer=load_tokenizer(path))
     return policy if adapter is None else import_adapter(policy, Path(adapter))
 
@@ -109,7 +111,9 @@ def load_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
 
 
-def load_weights(path: Path, config: ModelConfig, weight_format: str | None, dtype: DTypeLike) -> dict:
+def load_weights(
+    path: Path, config: ModelConfig, weight_format: str | None, dtype: DTypeLike, matmul_kernel: str = "xla"
+) -> dict:
     """Every weight of the model on the default device, q/k/v and gate/up fused by concatenating rows."""
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
@@ -120,7 +124,7 @@ def load_weights(path: Path, config: ModelConfig, weight_format: str | None, dty
             f"{path} holds NVFP4 weights ({scheme}); weight_format {weight_format!r} would need the unquantized "
             "checkpoint"
         )
-    source = _Source(open_checkpoint(path), scheme, weight_format or "bf16", dtype)
+    source = _Source(open_checkpoint(path), scheme, weight_format or "bf16", dtype, matmul_kernel)
     d = config.hidden_size
     weights = {
         "embed_tokens": source.dense(names.EMBED, (config.vocab_size, d)),
@@ -154,8 +158,9 @@ def _load_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
 class _Source:
     """Reads tensors by name with their expected shape, and remembers which were used."""
 
-    def __init__(self, tensors: Tensors, scheme: str | None, weight_format: str, dtype: DTypeLike):
-        self.tensors, self.scheme, self.weight_format, self.dtype = tensors, scheme, weight_format, dtype
+    def __init__(self, tensors: Tensors, scheme: str | None, weight_format: str, dtype: DTypeLike, matmul_kernel: str):
+        self.tensors, self.scheme, self.weight_format = tensors, scheme, weight_format
+        self.dtype, self.matmul_kernel = dtype, matmul_kernel
         self.used: set[str] = set()
 
     def read(self, name: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> np.ndarray:
@@ -187,8 +192,8 @@ class _Source:
         return jnp.asarray(self._finite(name, self.read(name, (size,), _FLOATS))).astype(dtype)
 
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
-        """The parts of a fused projection, one below the other; in the kernels' form where the kernels run."""
-        return kernel_form(self._canonical(parts), self.dtype)
+        """The parts of a fused projection, one below the other, as the matmul in use reads them."""
+        return kernel_form(self._canonical(parts), self.dtype, self.matmul_kernel)
 
     def _canonical(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         if self.scheme is not None:
@@ -246,13 +251,21 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _E4M3_LARGEST = 0x7E
 
 
-def kernel_form(weight: Weight, dtype: DTypeLike) -> Weight:
-    """The packed form of a 4-bit weight where the kernels run on the default device, else the weight itself (said once
-    on a GPU, with the reason)."""
-    if not isinstance(weight, Nvfp4 | Mxfp4) or jax.default_backend() != "gpu":
+def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
+    """The weight as `matmul_kernel` reads it: itself for "xla", packed for "mosaic_gpu".
+
+    An MXFP4 weight whose exponents span too much for the packed form stays as it is (said once).
+
+    Raises ValueError where "mosaic_gpu" cannot run, naming what is missing, or has no 4-bit weight to run on.
+    """
+    if matmul_kernel == "xla":
         return weight
-    missing = dispatch.missing_for_mosaic_gpu(dtype) or fits(weight)
-    return pack(weight) if dispatch.choose("nvfp4_matmul", None, missing) == "mosaic_gpu" else weight
+    if not isinstance(weight, Nvfp4 | Mxfp4):
+        raise ValueError(
+            f"matmul_kernel {matmul_kernel!r} needs NVFP4 or MXFP4 weights, these are {type(weight).__name__}"
+        )
+    dispatch.choose("nvfp4_matmul", matmul_kernel, dispatch.missing_for_mosaic_gpu(dtype))
+    return pack(weight) if dispatch.choose("nvfp4_matmul", None, fits(weight)) == "mosaic_gpu" else weight
 
 
 def _quantizers(weight_format: str, arrays: list[np.ndarray]) -> list[Callable[[np.ndarray], Weight]]:

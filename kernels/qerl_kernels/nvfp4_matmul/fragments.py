@@ -124,7 +124,7 @@ def _dequantize_lane_transposed(ctx, words, scales):
     return _as_fragments(out)
 
 
-def warp_multiply(total: jax.Array, a: jax.Array, x_s, unit: int, depth: int) -> jax.Array:
+def warp_multiply(total: jax.Array, a: jax.Array, x_s: jax.Ref, unit: int, depth: int) -> jax.Array:
     """total [64, tokens] + a [64, 64] · xᵀ for one unit of x_s [tokens, depth · 64], by `mma.sync.m16n8k16`."""
     tokens = total.shape[1]
     lane = functools.partial(_warp_multiply_lane, unit=unit, depth=depth)
