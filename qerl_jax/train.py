@@ -71,7 +71,10 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     run_directory.write_config(directory, config)
     tokens_seen = sink.cut_back(directory, int(state.step))
     results = Results(directory)
+    parameters = policy.config.parameter_count() / 1e6
+    console.print(f"{config.model}: {parameters:,.1f} M parameters, {len(problems)} problems, into {directory}")
     if test_problems and results.get("before") is None:
+        console.print(f"evaluating the policy on {len(test_problems)} problems before the run …")
         results.put("before", evaluate_state(config, policy, state, test_problems))
 
     with StopSignals() as stop, TrainingProgress(int(state.step), config.max_steps, console) as progress:
@@ -227,6 +230,7 @@ def finish(
         )
         return
     if test_problems and results.get("after") is None:
+        console.print("evaluating the trained policy on the same problems …")
         results.put("after", evaluate_state(config, policy, state, test_problems))
     rows = [(name, results.get(name).describe()) for name in ("before", "after") if results.get(name)]
     files = [
