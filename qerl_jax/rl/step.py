@@ -203,7 +203,7 @@ def _sums(loss: Array, mask: Array, entropy: Array, values: dict[str, Array]) ->
         "clip_ratio/high_mean": total(values["clip_high"]),
         "sampling/sampling_logp_difference/mean": total(jnp.abs(mismatch)),
         "sampling/sampling_logp_difference/max": jnp.max(jnp.where(mask, jnp.abs(mismatch), 0)),
-        "sampling/kl": total(importance - mismatch - 1),
+        "sampling/kl": total(jnp.expm1(mismatch) - mismatch),
         "sampling/token_mult_prob_error": total(jnp.exp(jnp.abs(mismatch))),
         "sampling/importance_sampling_ratio/mean": total(importance),
         "sampling/importance_sampling_ratio/min": jnp.min(jnp.where(mask, importance, jnp.inf)),
