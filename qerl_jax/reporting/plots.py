@@ -81,9 +81,9 @@ def _entropy(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _length(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for name, label in (("mean", "mean"), ("min", "shortest"), ("max", "longest")):
+    for name, label, line in (("max", "longest", "--"), ("mean", "mean", "-"), ("min", "shortest", ":")):
         steps, values = _series(rows, f"completions/{name}_length")
-        axes.plot(steps, values, color=_INK, alpha=1 if name == "mean" else 0.35, label=label)
+        axes.plot(steps, values, line, color=_INK, alpha=1 if name == "mean" else 0.6, label=label)
     axes.set_ylim(bottom=0)
     axes.legend()
     axes.set_title("Completion length")
