@@ -24,11 +24,11 @@ from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_probl
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io import assets, run_directory
 from qerl_jax.io.adapter import export_adapter
-from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.io.checkpoint import CHECKPOINTS_DIR, Checkpointer
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import metrics as sink
 from qerl_jax.reporting.evaluation import Evaluation, Results
-from qerl_jax.reporting.plots import write_plots
+from qerl_jax.reporting.plots import PLOTS_DIR, write_plots
 from qerl_jax.reporting.progress import TrainingProgress, summary_table
 from qerl_jax.reporting.summaries import completion_columns, step_metrics
 from qerl_jax.rewards import functions
@@ -236,8 +236,8 @@ def finish(
     files = [
         ("metrics", sink.METRICS_FILE),
         ("completions", sink.COMPLETIONS_DIR),
-        ("checkpoints", "checkpoints"),
-        ("plots", "plots"),
+        ("checkpoints", CHECKPOINTS_DIR),
+        ("plots", PLOTS_DIR),
     ]
     if config.lora_rank:
         trained = policy.replace(norms=state.norms, lora=state.lora)

@@ -76,8 +76,11 @@ class Policy(_Replace):
 
 
 def merge_model(graphdef: nnx.GraphDef, frozen: Any, norms: Any, lora: Any) -> nnx.Module:
-    """The module of a split policy. An unadapted policy has an empty lora tree."""
-    return nnx.merge(graphdef, frozen, norms, lora)
+    """The module of a split policy, its fp32 adapters as one copy in the compute dtype. An unadapted policy has an
+    empty lora tree.
+    """
+    dtype = frozen["embed_tokens"].dtype
+    return nnx.merge(graphdef, frozen, norms, jax.tree.map(lambda leaf: leaf.astype(dtype), lora))
 
 
 @functools.partial(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from qerl_kernels.nvfp4_matmul.packing import fits, pack
 from qerl_jax import aqn, keys
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.adapter import adapter_config, import_adapter
-from qerl_jax.io.safetensors import CheckpointError, Tensors, open_checkpoint
+from qerl_jax.io.quantize import max_magnitude
+from qerl_jax.io.safetensors import FLOATS, CheckpointError, Tensors, open_checkpoint
 from qerl_jax.models.formats import WEIGHT_FORMATS, Dense, Mxfp4, Nf4, Nvfp4, Weight, mxfp4, nf4, nvfp4
 from qerl_jax.models.lora import LoraConfig, init_lora
 from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, Adapter, Frozen, ModelConfig, Norm, Qwen2
@@ -177,19 +179,16 @@ class _Source:
             raise CheckpointError(f"{where}: {name!r} has dtype {array.dtype.name}, expected one of {list(kinds)}")
         return array
 
-    def _finite(self, name: str, array: np.ndarray) -> np.ndarray:
-        """The array, once every value is known to be finite; in slices of rows, so that no whole copy is made."""
-        try:
-            nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
-        except ValueError as error:
-            raise CheckpointError(f"{self.tensors.file_of(name)}: {name!r}: {error}") from error
-        return array
+    def _finite(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, float]:
+        """An unquantized tensor and its largest magnitude, once every value is known to be finite."""
+        array = self.read(name, shape, FLOATS)
+        return array, max_magnitude(self.tensors, name, array)
 
     def dense(self, name: str, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.asarray(self._finite(name, self.read(name, shape, _FLOATS))).astype(self.dtype)
+        return jnp.asarray(self._finite(name, shape)[0]).astype(self.dtype)
 
     def vector(self, name: str, size: int, dtype: DTypeLike) -> jax.Array:
-        return jnp.asarray(self._finite(name, self.read(name, (size,), _FLOATS))).astype(dtype)
+        return jnp.asarray(self._finite(name, (size,))[0]).astype(dtype)
 
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         """The parts of a fused projection, one below the other, as the matmul in use reads them."""
@@ -198,7 +197,7 @@ class _Source:
     def _canonical(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         if self.scheme is not None:
             return _concatenate([self._stored_nvfp4(module, shape) for module, shape in parts])
-        arrays = [self._finite(f"{m}.weight", self.read(f"{m}.weight", shape, _FLOATS)) for m, shape in parts]
+        arrays, largest = zip(*(self._finite(f"{module}.weight", shape) for module, shape in parts), strict=True)
         if self.weight_format == "bf16":
             return Dense(jnp.concatenate([jnp.asarray(array) for array in arrays]).astype(self.dtype))
         block, k = _BLOCK[self.weight_format], parts[0][1][1]
@@ -206,9 +205,8 @@ class _Source:
             raise ValueError(
                 f"{parts[0][0]}: {k} input features are not a multiple of {block}, which {self.weight_format} needs"
             )
-        return _concatenate(
-            [quantizer(array) for quantizer, array in zip(_quantizers(self.weight_format, arrays), arrays, strict=True)]
-        )
+        quantize = _quantizer(self.weight_format, max(largest))
+        return _concatenate([quantize(array) for array in arrays])
 
     def _stored_nvfp4(self, module: str, shape: tuple[int, int]) -> Nvfp4:
         n, k = shape
@@ -247,7 +245,6 @@ class _Source:
             )
 
 
-_FLOATS = ("bfloat16", "float16", "float32")
 _E4M3_LARGEST = 0x7E
 
 
@@ -268,11 +265,11 @@ def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
     return pack(weight) if dispatch.choose("nvfp4_matmul", None, fits(weight)) == "mosaic_gpu" else weight
 
 
-def _quantizers(weight_format: str, arrays: list[np.ndarray]) -> list[Callable[[np.ndarray], Weight]]:
+def _quantizer(weight_format: str, largest: float) -> Callable[[np.ndarray], Weight]:
+    """The quantizer of the parts of a fused projection, whose largest magnitude is given."""
     if weight_format == "nvfp4":  # one global scale for the whole fused projection, as llm-compressor writes it
-        divisor = nvfp4.global_scale(max(nvfp4.max_magnitude(array) for array in arrays))
-        return [lambda array: nvfp4.quantize(array, divisor)] * len(arrays)
-    return [{"mxfp4": mxfp4.quantize, "nf4": nf4.quantize}[weight_format]] * len(arrays)
+        return functools.partial(nvfp4.quantize, divisor=nvfp4.global_scale(largest))
+    return {"mxfp4": mxfp4.quantize, "nf4": nf4.quantize}[weight_format]
 
 
 def _concatenate(parts: list[Nvfp4] | list[Mxfp4] | list[Nf4]) -> Weight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qerl_jax.models.lora import PROJECTIONS
-from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS
+from qerl_jax.models.qwen2 import LAYER_NORMS
 
 EMBED = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -17,9 +17,8 @@ QUANTIZED = {
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
 }
 
-# Where a projection's adapter lives in the model tree: part -> (block, fused projection).
+# The block of a decoder layer that a projection stands in.
 BLOCK = {p: ("self_attn" if p in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp") for p in PROJECTIONS}
-FUSED_NAME = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 def layer_prefix(layer: int) -> str:
@@ -37,8 +36,3 @@ def layer_norm(layer: int, name: str) -> str:
     if name not in LAYER_NORMS:
         raise ValueError(f"{name!r} is not a layer norm: {list(LAYER_NORMS)}")
     return f"{layer_prefix(layer)}{name}.weight"
-
-
-def tree_path(name: str) -> tuple[str, str, str]:
-    """(block, fused projection, part) of a projection in the model's trees."""
-    return BLOCK[name], FUSED_NAME.get(name, name), name

@@ -14,6 +14,7 @@ from qerl_jax.io import hf_config, names
 from qerl_jax.io.files import atomic_directory, write_json
 from qerl_jax.io.safetensors import (
     DTYPES,
+    FLOATS,
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointError,
@@ -26,7 +27,6 @@ from qerl_jax.models.formats import nvfp4
 from qerl_jax.models.qwen2 import FUSED
 
 _PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
-_QUANTIZABLE = ("bfloat16", "float16", "float32")
 
 QUANTIZATION_CONFIG = {
     "config_groups": {
@@ -124,23 +124,28 @@ def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[st
     for layer in range(layers):
         for group in groups:
             modules = [names.projection(layer, part) for part in group]
-            divisor = nvfp4.global_scale(max(_max_magnitude(tensors, f"{module}.weight") for module in modules))
+            divisor = nvfp4.global_scale(max(_projection_magnitude(tensors, f"{module}.weight") for module in modules))
             divisors |= dict.fromkeys(modules, divisor)
         progress("scan", layer + 1, layers)
     return divisors
 
 
-def _max_magnitude(tensors: Tensors, name: str) -> float:
+def _projection_magnitude(tensors: Tensors, name: str) -> float:
     if name not in tensors:
         raise CheckpointError(f"tensor {name!r} is missing from the checkpoint")
     array = tensors[name]
-    if array.ndim != 2 or array.dtype.name not in _QUANTIZABLE:
+    if array.ndim != 2 or array.dtype.name not in FLOATS:
         raise CheckpointError(
             f"{tensors.file_of(name)}: {name!r} is {array.dtype.name} {list(array.shape)}, "
-            f"expected a matrix of {list(_QUANTIZABLE)}"
+            f"expected a matrix of {list(FLOATS)}"
         )
+    return max_magnitude(tensors, name, array)
+
+
+def max_magnitude(tensors: Tensors, name: str, array: np.ndarray) -> float:
+    """Largest |value| of a tensor. Raises CheckpointError naming file and tensor if a value is not finite."""
     try:
-        return nvfp4.max_magnitude(array)
+        return nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
     except ValueError as error:
         raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
 

@@ -11,19 +11,23 @@ import numpy as np
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.io.checkpoint import CHECKPOINTS_DIR
 from qerl_jax.io.files import write_text
+from qerl_jax.reporting.evaluation import EVALUATION_FILE
+from qerl_jax.reporting.metrics import COMPLETIONS_DIR, METRICS_FILE
+from qerl_jax.reporting.plots import PLOTS_DIR
 from qerl_jax.types import Batch
 
 CONFIG_FILE = "config.yaml"
 ADAPTER_DIR = "adapter"
+NONFINITE_DIR = "nonfinite"
 _OWNED = (
     CONFIG_FILE,
-    "evaluation.json",
-    "metrics.jsonl",
-    "completions",
+    EVALUATION_FILE,
+    METRICS_FILE,
+    COMPLETIONS_DIR,
     CHECKPOINTS_DIR,
     ADAPTER_DIR,
-    "plots",
-    "nonfinite",
+    PLOTS_DIR,
+    NONFINITE_DIR,
 )
 
 
@@ -67,7 +71,7 @@ def write_config(directory: Path, config: Config) -> None:
 
 def dump_batch(directory: Path, step: int, batch: Batch) -> None:
     """Keep a batch whose update was not finite, `nonfinite/step_000012.npz`, to be looked at."""
-    folder = directory / "nonfinite"
+    folder = directory / NONFINITE_DIR
     folder.mkdir(exist_ok=True)
     arrays = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
     np.savez_compressed(folder / f"step_{step + 1:06d}.npz", **arrays)

@@ -32,6 +32,7 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+FLOATS = ("bfloat16", "float16", "float32")  # what an unquantized weight may be stored in
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

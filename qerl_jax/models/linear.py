@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.nvfp4_matmul import reference as fp4
@@ -65,23 +64,18 @@ def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32
     for part in sorted(parts, key=lambda part: part.offset):
         if part.offset > end:
             pieces.append(jnp.zeros((rows.shape[0], part.offset - end), jnp.float32))
-        shrunk = _matmul_fp32(rows, part.a.astype(rows.dtype)).astype(rows.dtype)
-        pieces.append(part.scale * _matmul_fp32(shrunk, part.b.astype(rows.dtype)))
+        shrunk = fp4.fp32_matmul(rows, part.a.astype(rows.dtype)).astype(rows.dtype)
+        pieces.append(part.scale * fp4.fp32_matmul(shrunk, part.b.astype(rows.dtype)))
         end = part.offset + part.b.shape[-1]
     if end < n:
         pieces.append(jnp.zeros((rows.shape[0], n - end), jnp.float32))
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
 
 
-def _matmul_fp32(x: Array, w: Array) -> Float32[Array, "M N"]:
-    precision = FP32_PRECISION if x.dtype == jnp.float32 else None
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32, precision=precision)
-
-
 @jax.custom_vjp
 def _frozen_matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, "M N"]:
     matrix, row_scale = _factors(weight, rows.dtype)
-    y = _matmul_fp32(rows, matrix.T)
+    y = fp4.fp32_matmul(rows, matrix.T)
     return y if row_scale is None else y * row_scale
 
 
@@ -108,13 +102,7 @@ def _frozen_matmul_bwd(residual, dy):
     weight, like = residual
     matrix, row_scale = _factors(weight, like.dtype)
     dy = (dy if row_scale is None else dy * row_scale).astype(like.dtype)
-    return _matmul_fp32(dy, matrix).astype(like.dtype), jax.tree.map(_no_gradient, weight)
-
-
-def _no_gradient(leaf: Array) -> np.ndarray | Array:
-    if jnp.issubdtype(leaf.dtype, jnp.integer):
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-    return jnp.zeros(leaf.shape, leaf.dtype)
+    return fp4.fp32_matmul(dy, matrix).astype(like.dtype), jax.tree.map(fp4.no_gradient, weight)
 
 
 _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)

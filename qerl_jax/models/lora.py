@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -80,11 +79,6 @@ def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: i
     bound = 1.0 / math.sqrt(in_features)
     a = jax.random.uniform(key, (in_features, config.rank), jnp.float32, -bound, bound)
     return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
-
-
-def compute_copy(lora: Any, dtype: DTypeLike) -> Any:
-    """The adapters in the compute dtype: cast once an update, used by rollout and trainer alike."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), lora)
 
 
 def without_adapter(lora: Any) -> Any:

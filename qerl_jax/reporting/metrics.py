@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.io.files import write_text
+
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_DIR = "completions"
 
@@ -52,10 +54,7 @@ def cut_back(directory: Path, step: int) -> int:
     stays.
     """
     rows = [row for row in read_metrics(directory) if row["step"] <= step]
-    path = directory / METRICS_FILE
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(temporary, path)
+    write_text(directory / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     for file in (directory / COMPLETIONS_DIR).glob("step_*"):
         if file.suffix != ".parquet" or int(file.stem.split("_")[1]) > step:
             file.unlink()

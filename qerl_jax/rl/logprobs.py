@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from qerl_jax.models.lora import compute_copy
 from qerl_jax.models.qwen2 import Qwen2
 from qerl_jax.rollout.sampling import sampled_logits
 from qerl_jax.types import Policy, Sampling
@@ -24,7 +23,7 @@ def policy_logits(
     """fp32 logits of every position, all at once: for tests and small research models. Padding may stand on either
     side.
     """
-    model = policy.replace(lora=compute_copy(policy.lora, policy.dtype)).model()
+    model = policy.model()
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     return model.logits(model(jnp.asarray(tokens), mask))
 
@@ -46,7 +45,7 @@ def token_logprobs(
       temperature: divides the logits.
       chunk: tokens whose logits exist at one time.
     """
-    model = policy.replace(lora=compute_copy(policy.lora, policy.dtype)).model()
+    model = policy.model()
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     tokens = jnp.asarray(tokens)
     return logprobs_and_entropy(

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Float32
 
 from qerl_jax.config import Config
-from qerl_jax.models.lora import compute_copy, without_adapter
+from qerl_jax.models.lora import without_adapter
 from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rl.loss import token_losses, token_weights
 from qerl_jax.types import Batch, Policy, TrainState, merge_model
@@ -168,11 +168,10 @@ def _loss(
 ) -> tuple[Array, tuple[dict[str, Array], Array]]:
     """Weighted loss of some rows, with sums for the metrics and the rows' log-probabilities."""
     config: Config = state.config
-    dtype = frozen["embed_tokens"].dtype
     mask = rows["mask"]
 
     def evaluate(lora: Any, norms: Any) -> tuple[Array, Array]:
-        model = merge_model(state.graphdef, frozen, norms, compute_copy(lora, dtype))
+        model = merge_model(state.graphdef, frozen, norms, lora)
         hidden = model(rows["tokens"], rows["attention_mask"], remat=config.gradient_checkpointing)
         before = jnp.take_along_axis(hidden, rows["columns"][:, :, None] - 1, axis=1)
         return logprobs_and_entropy(model, before, rows["targets"], config.sampling, config.logprob_chunk_size)

@@ -18,7 +18,6 @@ from jaxtyping import Array
 
 from qerl_jax import keys
 from qerl_jax.models import cache as kv
-from qerl_jax.models.lora import compute_copy
 from qerl_jax.models.qwen2 import ModelConfig, Qwen2
 from qerl_jax.rollout.sampling import sample
 from qerl_jax.types import Finish, Policy, Prompts, Rollout, Sampling, completion_ids
@@ -117,7 +116,7 @@ def _join(rollouts: list[Rollout], prompts: int, group: int) -> Rollout:
 def _generate(policy: Policy, prompts: Prompts, sampling: Sampling, key: Array) -> Rollout:
     config: ModelConfig = policy.config
     dtype = policy.dtype
-    model = policy.replace(lora=compute_copy(policy.lora, dtype)).model()
+    model = policy.model()
     group, limit = sampling.num_generations, sampling.max_new_tokens
     count, prompt_width = prompts.tokens.shape
     width = prompt_width + limit

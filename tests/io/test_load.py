@@ -24,6 +24,16 @@ from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 Q = "model.layers.0.self_attn.q_proj"
 
 
+def assert_refused(folder: Path, named: tuple[str, ...]) -> None:
+    """Loading fails with a message that holds every word, and the file unless a tensor is missing from it."""
+    with pytest.raises(CheckpointError) as error:
+        fp32_policy(folder)
+    for word in named:
+        assert word in str(error.value)
+    if "missing" not in named[0]:
+        assert str(folder / st.SINGLE_FILE) in str(error.value)
+
+
 def rewritten(source: Path, target: Path, change=lambda tensors: None) -> Path:
     """A single-file copy of a checkpoint after `change(dict of arrays)`."""
     target.mkdir(parents=True)
@@ -166,12 +176,7 @@ F8 = ml_dtypes.float8_e4m3fn
 )
 def test_defects_of_a_plain_checkpoint(micro_dir, tmp_path, change, named):
     folder = rewritten(micro_dir, tmp_path / "bad", change)
-    with pytest.raises(CheckpointError) as error:
-        fp32_policy(folder)
-    for word in named:
-        assert word in str(error.value)
-    if "missing" not in named[0]:
-        assert str(folder / st.SINGLE_FILE) in str(error.value)
+    assert_refused(folder, named)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +201,7 @@ def test_defects_of_a_plain_checkpoint(micro_dir, tmp_path, change, named):
 )
 def test_defects_of_a_quantized_checkpoint(nvfp4_dir, tmp_path, change, named):
     folder = rewritten(nvfp4_dir, tmp_path / "bad", change)
-    with pytest.raises(CheckpointError) as error:
-        fp32_policy(folder)
-    for word in named:
-        assert word in str(error.value)
-    if "missing" not in named[0]:
-        assert str(folder / st.SINGLE_FILE) in str(error.value)
+    assert_refused(folder, named)
 
 
 def test_activation_scales_of_w4a4_are_legal_and_unused(nvfp4_dir, tmp_path):

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32
 from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, no_gradient
 
 _SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
 
@@ -85,7 +86,7 @@ def _forward(static, x, weight, bias, pairs):
     shrunk = _shrink(x, [a for a, _ in pairs])
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
-        y = _fp32_matmul(x, matrix.astype(x.dtype).T) * row
+        y = fp32_matmul(x, matrix.astype(x.dtype).T) * row
         y = y if bias is None else y + bias.astype(jnp.float32)
         y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
     else:
@@ -100,7 +101,7 @@ def _shrink(x: Array, a: list[Array]) -> list[Array]:
     """
     if not a:
         return []
-    together = _fp32_matmul(x, a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)).astype(x.dtype)
+    together = fp32_matmul(x, a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)).astype(x.dtype)
     return jnp.split(together, np.cumsum([part.shape[1] for part in a])[:-1], axis=1)
 
 
@@ -113,7 +114,7 @@ def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
     out = jnp.zeros((shrunk[0].shape[0], n), jnp.float32)
     for (scale, offset), t, (_, b) in zip(static.adapters, shrunk, pairs, strict=True):
-        out = out.at[:, offset : offset + b.shape[1]].add(scale * _fp32_matmul(t, b))
+        out = out.at[:, offset : offset + b.shape[1]].add(scale * fp32_matmul(t, b))
     return out
 
 
@@ -132,11 +133,6 @@ def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs
     if not (adjacent and len(scales) == 1 and 0.0 not in scales and tile):
         return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
     return _kernel(static, False, x, weight, bias, _in_slots(shrunk), tuple(b for _, b in pairs), scales.pop())
-
-
-def _fp32_matmul(a: Array, b: Array) -> Float32[Array, "i j"]:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
 def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, expand=(), scale=1.0) -> Array:
@@ -170,12 +166,12 @@ def _backward(static, residual, dy):
     d_pairs = []
     for (scale, offset), t, (a, b) in zip(static.adapters, shrunk, pairs, strict=True):
         part = dy[:, offset : offset + b.shape[1]]
-        through_b = (scale * _fp32_matmul(part, b.T)).astype(x.dtype)
-        dx = dx + _fp32_matmul(through_b, a.T)
-        d_b = scale * _fp32_matmul(t.T, part)
-        d_pairs.append((_fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
+        through_b = (scale * fp32_matmul(part, b.T)).astype(x.dtype)
+        dx = dx + fp32_matmul(through_b, a.T)
+        d_b = scale * fp32_matmul(t.T, part)
+        d_pairs.append((fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
     d_bias = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
-    return dx.astype(x.dtype), jax.tree.map(_no_gradient, weight), d_bias, tuple(d_pairs)
+    return dx.astype(x.dtype), jax.tree.map(no_gradient, weight), d_bias, tuple(d_pairs)
 
 
 def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:
@@ -183,19 +179,13 @@ def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:
     rounding)."""
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
-        return _fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))
+        return fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))
     if not weight.uniform:
         row = weight.multiplier[: weight.shape[0]]
         largest = jnp.max(jnp.abs(row))
         dy = (dy * (row / largest)).astype(dy.dtype)
         weight = dataclasses.replace(weight, multiplier=jnp.full_like(weight.multiplier, largest))
     return _kernel(static, True, dy, weight, None)
-
-
-def _no_gradient(leaf: Array) -> np.ndarray | Array:
-    if jnp.issubdtype(leaf.dtype, jnp.integer):
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-    return jnp.zeros(leaf.shape, leaf.dtype)
 
 
 _matmul.defvjp(_forward, _backward)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
 from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
@@ -41,6 +42,19 @@ def dequantize(weight: Nvfp4 | Mxfp4) -> Float32[Array, "n k"]:
 
 def _e8m0(exponents: UInt8[Array, "n k/32"]) -> Float32[Array, "n k/32"]:
     return jnp.ldexp(jnp.float32(1), exponents.astype(jnp.int32) - 127)
+
+
+def fp32_matmul(a: Float[Array, "i k"], b: Float[Array, "k j"]) -> Float32[Array, "i j"]:
+    """`a b` accumulated and returned in fp32; fp32 operands multiply in fp32, where a GPU's default would be tf32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def no_gradient(leaf: Array) -> np.ndarray | Array:
+    """What a custom backward pass returns for an array that is frozen: zeros, `float0` for integers."""
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    return jnp.zeros(leaf.shape, leaf.dtype)
 
 
 def multiplier(weight: Nvfp4) -> Float32[Array, " n"]:
