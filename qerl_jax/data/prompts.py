@@ -50,7 +50,10 @@ def encode(prompts: list[str], tokenizer: Any, system_prompt: str) -> list[list[
         ]
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     conversations = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
-    texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    try:
+        texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise DataError(f"the model's chat template fails on {conversations[0]!r}: {error!r}") from error
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 

@@ -5,24 +5,17 @@ mean.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.io.safetensors import CheckpointError, read_json
+from qerl_jax.models.formats.nvfp4 import NVFP4_BLOCK
 from qerl_jax.models.qwen2 import ModelConfig
 
-_DEFAULT_ROPE_THETA = 1e6
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError, or CheckpointError naming the file."""
-    try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
+_DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
+# What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean NVFP4.
+_NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": NVFP4_BLOCK, "dynamic": False}
 
 
 def model_config(directory: Path) -> ModelConfig:
@@ -48,11 +41,10 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
     """`ModelConfig` from the two JSON objects; `where` names the file in errors."""
     _refuse_unsupported(config, where)
 
-    def positive(key: str, kind: type = int, default: Any = None) -> Any:
+    def positive(key: str, default: int | None = None) -> int:
         value = config.get(key) if config.get(key) is not None else default
-        if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
-            noun = "whole number" if kind is int else "number"
-            raise CheckpointError(f"{where}: {key} must be a {noun} above 0, got {value!r}")
+        if type(value) is not int or value <= 0:
+            raise CheckpointError(f"{where}: {key} must be a whole number above 0, got {value!r}")
         return value
 
     heads, hidden = positive("num_attention_heads"), positive("hidden_size")
@@ -63,26 +55,49 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
     head_dim = positive("head_dim", default=hidden // heads)
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim {head_dim} is odd: rotary positions turn pairs")
-    eos = _eos_ids(config, generation)
-    pad = next((p for p in (generation.get("pad_token_id"), config.get("pad_token_id")) if isinstance(p, int)), None)
+    vocab = positive("vocab_size")
+    eos = _token_ids("eos_token_id", config, generation, vocab, where)
+    pad = _token_ids("pad_token_id", config, generation, vocab, where)
+    fields = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": positive("intermediate_size"),
+        "num_layers": positive("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": positive("num_key_value_heads", default=heads),
+        "head_dim": head_dim,
+        "rope_theta": rope_theta(config, where),
+        "rms_norm_eps": _positive_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6), where),
+        "tie_word_embeddings": _flag("tie_word_embeddings", config, where),
+        "max_position_embeddings": positive("max_position_embeddings"),
+        "eos_token_ids": eos,
+        "pad_token_id": (*pad, *eos, 0)[0],
+    }
     try:
-        return ModelConfig(
-            vocab_size=positive("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=positive("intermediate_size"),
-            num_layers=positive("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=positive("num_key_value_heads", default=heads),
-            head_dim=head_dim,
-            rope_theta=float(rope_theta(config)),
-            rms_norm_eps=float(positive("rms_norm_eps", float, 1e-6)),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_position_embeddings=positive("max_position_embeddings"),
-            eos_token_ids=eos,
-            pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
-        )
+        return ModelConfig(**fields)
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
+
+
+def _positive_number(key: str, value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"{where}: {key} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def _flag(key: str, config: dict[str, Any], where: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{where}: {key} must be true or false, got {value!r}")
+    return value
+
+
+def _section(key: str, config: dict[str, Any], where: str) -> dict[str, Any]:
+    """A nested object; empty if it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{where}: {key} must be an object, got {value!r}")
+    return value or {}
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
@@ -91,25 +106,43 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act is {config['hidden_act']!r}, supported is 'silu'")
     if config.get("use_sliding_window"):
-        raise CheckpointError(f"{where}: use_sliding_window is true; only full attention is implemented")
+        raise CheckpointError(
+            f"{where}: use_sliding_window is {json.dumps(config['use_sliding_window'])}; only full attention is "
+            "implemented"
+        )
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise CheckpointError(f"{where}: layer_types is {layer_types!r}; only 'full_attention' is implemented")
     for key in ("rope_scaling", "rope_parameters"):
-        kind = (config.get(key) or {}).get("rope_type", (config.get(key) or {}).get("type", "default"))
+        section = _section(key, config, where)
+        kind = section.get("rope_type", section.get("type", "default"))
         if kind != "default":
             raise CheckpointError(f"{where}: {key} asks for rotary positions of type {kind!r}, supported is 'default'")
 
 
-def rope_theta(config: dict[str, Any]) -> float:
-    """Base of the rotary angles: at top level, or in `rope_parameters` (transformers 5)."""
-    return config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta") or _DEFAULT_ROPE_THETA
+def rope_theta(config: dict[str, Any], where: str) -> float:
+    """Base of the rotary angles: at top level, or in `rope_parameters` (transformers 5). Raises CheckpointError for
+    what is no number above 0.
+    """
+    nested = _section("rope_parameters", config, where).get("rope_theta")
+    value = config.get("rope_theta") if config.get("rope_theta") is not None else nested
+    return _DEFAULT_ROPE_THETA if value is None else _positive_number("rope_theta", value, where)
 
 
-def _eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """Every EOS id of both files, generation_config.json first."""
+def _token_ids(
+    key: str, config: dict[str, Any], generation: dict[str, Any], vocab_size: int, where: str
+) -> tuple[int, ...]:
+    """Every id that generation_config.json and config.json give for a key, in this order."""
     ids: list[int] = []
     for source in (generation, config):
-        value = source.get("eos_token_id")
+        value = source.get(key)
         for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and token not in ids:
+            if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
+                file = where if source is config else f"generation_config.json beside {where}"
+                raise CheckpointError(
+                    f"{file}: {key} is {value!r}, but token ids are whole numbers below vocab_size {vocab_size}"
+                )
+            if token is not None and token not in ids:
                 ids.append(token)
     return tuple(ids)
 
@@ -119,17 +152,24 @@ def quantization_format(config: dict[str, Any], where: str) -> str | None:
 
     Raises CheckpointError for a scheme that is not weight-only NVFP4.
     """
-    section = config.get("quantization_config")
-    if not section:
+    if config.get("quantization_config") is None:
         return None
+    section = _section("quantization_config", config, where)
     method, algorithm = section.get("quant_method"), section.get("quant_algo")
     if method == "compressed-tensors":
         if section.get("format") != "nvfp4-pack-quantized":
             raise CheckpointError(
                 f"{where}: compressed-tensors format {section.get('format')!r}, supported is 'nvfp4-pack-quantized'"
             )
+        for name, group in _section("config_groups", section, where).items():
+            weights = (group.get("weights") if isinstance(group, dict) else None) or {}
+            for key, expected in _NVFP4_WEIGHTS.items():
+                if not isinstance(weights, dict) or weights.get(key, expected) != expected:
+                    raise CheckpointError(
+                        f"{where}: config_groups.{name}.weights is {weights!r}, NVFP4 has {key} {expected!r}"
+                    )
         return "compressed-tensors"
-    if method == "modelopt" or (section.get("producer") or {}).get("name") == "modelopt":
+    if method == "modelopt" or _section("producer", section, where).get("name") == "modelopt":
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(
                 f"{where}: ModelOpt quant_algo {algorithm!r}, supported are 'NVFP4' and 'W4A16_NVFP4'"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from qerl_jax.io import hf_config, names
 from qerl_jax.io.adapter import adapter_config, import_adapter
 from qerl_jax.io.quantize import max_magnitude
 from qerl_jax.io.safetensors import FLOATS, CheckpointError, Tensors, open_checkpoint
+from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.formats import WEIGHT_FORMATS, Dense, Mxfp4, Nf4, Nvfp4, Weight, mxfp4, nf4, nvfp4
 from qerl_jax.models.lora import LoraConfig, init_lora
 from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, Adapter, Frozen, ModelConfig, Norm, Qwen2
@@ -65,8 +65,9 @@ def load_policy(
     config = hf_config.model_config(path)
     if lora is None:
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
+    tokenizer = load_tokenizer(path, config.vocab_size)
     weights = load_weights(path, config, weight_format, dtype, matmul_kernel)
-    policy = build_policy(config, weights, lora, seed).replace(tokenizer=load_tokenizer(path))
+    policy = build_policy(config, weights, lora, seed).replace(tokenizer=tokenizer)
     return policy if adapter is None else import_adapter(policy, Path(adapter))
 
 
@@ -104,15 +105,6 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict
     return layers
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The directory's tokenizer, or None where it has none. Never asks a hub."""
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-
-
 def load_weights(
     path: Path, config: ModelConfig, weight_format: str | None, dtype: DTypeLike, matmul_kernel: str = "xla"
 ) -> dict:
@@ -134,8 +126,8 @@ def load_weights(
         "lm_head": None if config.tie_word_embeddings else source.dense(names.LM_HEAD, (config.vocab_size, d)),
         "layers": [_load_layer(source, config, layer) for layer in range(config.num_layers)],
     }
-    if config.tie_word_embeddings:
-        source.used.add(names.LM_HEAD)  # some tied checkpoints store the head once more
+    if config.tie_word_embeddings and names.LM_HEAD in source.tensors:  # some tied checkpoints store it once more
+        source.refuse_other_head((config.vocab_size, d))
     source.refuse_unknown()
     return weights
 
@@ -166,11 +158,9 @@ class _Source:
         self.used: set[str] = set()
 
     def read(self, name: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> np.ndarray:
-        if name not in self.tensors:
-            hint = ""
-            if self.scheme is None and f"{name}_packed" in self.tensors:
-                hint = "; it is stored quantized, but config.json has no quantization_config"
-            raise CheckpointError(f"tensor {name!r} is missing from the checkpoint{hint}")
+        quantized = self.scheme is None and f"{name}_packed" in self.tensors
+        hint = "; it is stored quantized, but config.json has no quantization_config" if quantized else ""
+        self.tensors.require(name, hint)
         self.used.add(name)
         array, where = self.tensors[name], self.tensors.file_of(name)
         if array.shape != shape:
@@ -182,7 +172,13 @@ class _Source:
     def _finite(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, float]:
         """An unquantized tensor and its largest magnitude, once every value is known to be finite."""
         array = self.read(name, shape, FLOATS)
-        return array, max_magnitude(self.tensors, name, array)
+        largest = max_magnitude(self.tensors, name, array)
+        if not np.isfinite(jnp.asarray(largest, self.dtype)):
+            raise CheckpointError(
+                f"{self.tensors.file_of(name)}: {name!r} holds a value of magnitude {largest:.3g}, which "
+                f"{jnp.dtype(self.dtype).name} cannot hold"
+            )
+        return array, largest
 
     def dense(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         return jnp.asarray(self._finite(name, shape)[0]).astype(self.dtype)
@@ -228,6 +224,12 @@ class _Source:
             raise CheckpointError(
                 f"{self.tensors.file_of(global_name)}: {global_name!r} is {value[0]}, must be finite and above 0"
             )
+        multiplier = 1 / float(value[0]) if divides else float(value[0])
+        if not _SMALLEST <= multiplier <= _LARGEST:
+            raise CheckpointError(
+                f"{self.tensors.file_of(global_name)}: {global_name!r} is {value[0]}, which multiplies weights by "
+                f"{multiplier:.3g}; it must lie between {_SMALLEST:.3g} and {_LARGEST:.3g} for them to be numbers"
+            )
         bits = np.asarray(scales).view(np.uint8)
         if bits.max() > _E4M3_LARGEST:  # sign bit set, or the NaN 0x7F
             row, column = np.argwhere(bits > _E4M3_LARGEST)[0]
@@ -235,6 +237,16 @@ class _Source:
                 f"{where}: {scale_name!r}[{row}, {column}] is {scales[row, column]}, must be a number of at least 0"
             )
         return Nvfp4(codes, scales, np.full(n, value[0], np.float32), divides)
+
+    def refuse_other_head(self, shape: tuple[int, int]) -> None:
+        """A tied model's head, where the file holds one, must be its embedding."""
+        head, embedding = (self.read(name, shape, FLOATS) for name in (names.LM_HEAD, names.EMBED))
+        bits = f"u{head.dtype.itemsize}"
+        if head.dtype != embedding.dtype or not np.array_equal(head.view(bits), embedding.view(bits)):
+            raise CheckpointError(
+                f"{self.tensors.file_of(names.LM_HEAD)}: {names.LM_HEAD!r} differs from {names.EMBED!r}, but "
+                "config.json says tie_word_embeddings true"
+            )
 
     def refuse_unknown(self) -> None:
         unknown = sorted(set(self.tensors) - self.used - {n for n in self.tensors if n.endswith("rotary_emb.inv_freq")})
@@ -246,6 +258,9 @@ class _Source:
 
 
 _E4M3_LARGEST = 0x7E
+# Bounds of a global scale as a multiplier: normal in fp32, and code · scale · multiplier at most its largest number.
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max) / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)
 
 
 def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:

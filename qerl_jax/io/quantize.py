@@ -131,8 +131,7 @@ def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[st
 
 
 def _projection_magnitude(tensors: Tensors, name: str) -> float:
-    if name not in tensors:
-        raise CheckpointError(f"tensor {name!r} is missing from the checkpoint")
+    tensors.require(name)
     array = tensors[name]
     if array.ndim != 2 or array.dtype.name not in FLOATS:
         raise CheckpointError(

@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +44,17 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read as what it claims to be; the message names file, key and both values."""
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises FileNotFoundError, or CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, nested too deep
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
     """Tensor table of a file and the offset where its bytes start. Raises CheckpointError for a file cut short or
     malformed.
@@ -57,7 +69,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
             raise CheckpointError(f"{path}: the header claims {length} bytes, the file has {size}")
         try:
             table = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: the header is not JSON ({error})") from error
     if not isinstance(table, dict):
         raise CheckpointError(f"{path}: the header is a {type(table).__name__}, not a table of tensors")
@@ -65,6 +77,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     start = 8 + length
     for name, entry in table.items():
         _check_entry(path, name, entry, size - start)
+    _check_cover(path, table, size - start)
     return table, start
 
 
@@ -89,14 +102,34 @@ def _check_entry(path: Path, name: str, entry: object, available: int) -> None:
         )
 
 
+def _check_cover(path: Path, table: dict[str, dict], available: int) -> None:
+    """Refuse entries that overlap or leave bytes without an owner, as the library does: a changed offset would
+    otherwise read another tensor's bytes.
+    """
+    reached = 0
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        if begin != reached:
+            raise CheckpointError(
+                f"{path}: {name!r} starts at byte {begin}, but the tensors before it end at {reached}: the header or "
+                "the file is damaged"
+            )
+        reached = end
+    if reached != available:
+        raise CheckpointError(
+            f"{path}: the tensors end at byte {reached}, but {available} follow the header: the file is damaged"
+        )
+
+
 class Tensors(Mapping[str, np.ndarray]):
     """Read-only view of one or several safetensors files: arrays are memory-mapped, nothing is read until it is
     used.
     """
 
     def __init__(self, files: Iterable[Path]):
+        self._files = list(files)
         self._entries: dict[str, tuple[Path, dict, int]] = {}
-        for path in files:
+        for path in self._files:
             table, start = read_header(path)
             for name, entry in table.items():
                 if name in self._entries:
@@ -118,6 +151,12 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def require(self, name: str, hint: str = "") -> None:
+        """Raise CheckpointError naming the files if there is no such tensor."""
+        if name not in self._entries:
+            where = self._files[0] if len(self._files) == 1 else f"{self._files[0].parent} ({len(self._files)} files)"
+            raise CheckpointError(f"{where}: tensor {name!r} is missing from the checkpoint{hint}")
 
     def file_of(self, name: str) -> Path:
         """The file a tensor stands in."""
@@ -143,7 +182,7 @@ def open_checkpoint(directory: Path) -> Tensors:
         return Tensors([directory / SINGLE_FILE])
     weight_map = read_index(index_path)
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (directory / shard).exists()]
+    missing = [shard for shard in shards if not (directory / shard).is_file()]
     if missing:
         raise CheckpointError(f"{index_path} names {len(shards)} shards, of which {missing} are missing")
     tensors = Tensors(directory / shard for shard in shards)
@@ -156,10 +195,7 @@ def open_checkpoint(directory: Path) -> Tensors:
 
 def read_index(path: Path) -> dict[str, str]:
     """tensor name -> shard file name."""
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors index: {error!r}") from error
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
     return weight_map

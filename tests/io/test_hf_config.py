@@ -90,6 +90,10 @@ def test_rope_theta_at_either_place(parameters):
     assert parse_config({**MINIMAL, **parameters}, {}, "x").rope_theta == 5e5
 
 
+def test_rope_theta_of_a_config_without_one_is_that_of_transformers():
+    assert parse_config(MINIMAL, {}, "x").rope_theta == transformers.Qwen2Config().rope_parameters["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -110,6 +114,15 @@ def test_rope_theta_at_either_place(parameters):
         ({"head_dim": 7}, ("head_dim", "7")),
         ({"hidden_size": 30}, ("hidden_size", "30", "4")),
         ({"rms_norm_eps": "1e-6x"}, ("rms_norm_eps", "1e-6x")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
+        ({"rope_theta": 0}, ("rope_theta", "0")),
+        ({"rope_theta": [1e6]}, ("rope_theta", "[1000000.0]")),
+        ({"rope_scaling": "yarn"}, ("rope_scaling", "'yarn'", "object")),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "sliding_attention")),
+        ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings", "'yes'")),
+        ({"eos_token_id": 64}, ("eos_token_id", "64", "vocab_size 64")),
+        ({"eos_token_id": [1, "2"]}, ("eos_token_id", "'2'")),
+        ({"pad_token_id": -1}, ("pad_token_id", "-1")),
     ],
 )
 def test_refusals_name_file_key_and_value(tmp_path, changes, named):

@@ -1,0 +1,52 @@
+"""A model directory's tokenizer."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.io.safetensors import CheckpointError
+
+_VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
+
+_PROBE = "What is 17 times 23?"
+
+
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
+    """The directory's tokenizer, or None where it has no file of one. Never asks a hub.
+
+    Args:
+      path: model directory.
+      vocab_size: rows of the embedding, which every id of the tokenizer must have.
+
+    Raises CheckpointError for files that make no tokenizer, a chat template that fails on a user's message or drops
+    it, or ids beyond the embedding.
+    """
+    present = [name for name in _FILES if (path / name).exists()]
+    if not present:
+        return None
+    if not any(all((path / name).is_file() for name in names) for names in _VOCABULARIES):
+        raise CheckpointError(
+            f"{path} holds {present} but neither tokenizer.json nor vocab.json with merges.txt: the tokenizer has no "
+            "vocabulary"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        probe = [{"role": "user", "content": _PROBE}]
+        text = tokenizer.apply_chat_template(probe, tokenize=False) if tokenizer.chat_template else _PROBE
+        tokenizer(text)
+        largest = max(tokenizer.get_vocab().values(), default=-1)
+    except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")
+        raise CheckpointError(f"{path}: the tokenizer files {present} cannot be read: {said}") from error
+    if _PROBE not in text:
+        raise CheckpointError(f"{path}: the chat template loses the user's message; of {_PROBE!r} it makes {text!r}")
+    if vocab_size is not None and largest >= vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer's ids reach {largest}, but the embedding has vocab_size {vocab_size} rows"
+        )
+    return tokenizer

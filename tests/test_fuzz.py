@@ -1,0 +1,221 @@
+"""500 random mutations of model directories, configs and datasets, through the command line's `main`: each is refused
+by one line and exit code 2, or what was loaded is exactly what the files say, by independent readers.
+
+A wrong success is: a safetensors file that the format's own library refuses; a weight, a scale or a shape that differs
+from the stored bytes; a value that is not finite; a key that was read as something else than it states; a tokenizer
+whose ids exceed the embedding; a row of a dataset that is neither a problem nor counted. Changed data bytes that make
+another finite weight, another legal text or number cannot be told from the real ones: they may pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import mutations
+import numpy as np
+import pytest
+import safetensors
+import small
+
+from qerl_jax import train
+from qerl_jax.io import names
+from qerl_jax.models.qwen2 import FUSED
+from qerl_jax.types import Policy
+
+SECONDS = 20  # of one case; they take some 30 ms
+
+
+PROBE = "Tom has 3 apples."
+PROBE_IDS = [503, 306, 227, 25, 493, 20]  # by the tokenizers library from the bundled tokenizer.json
+FIELDS = {  # of config.json -> of ModelConfig
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+}
+
+
+class Loaded(Exception):
+    """Everything the run reads has been read, and was accepted."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int):
+    """A hang becomes an error."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"no answer within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def attempt(monkeypatch, capsys):
+    """Run `main` up to where it has read all its input. Returns its error, or None and what `load` and `load_problems`
+    gave.
+    """
+    seen = {}
+
+    def remember(name):
+        real = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda *args: seen.setdefault(name, real(*args)))
+
+    def stop(*_: object):
+        raise Loaded
+
+    remember("load")
+    remember("load_problems")
+    monkeypatch.setattr(train, "Checkpointer", stop)
+
+    def run(flags: list[str]) -> tuple[str | None, dict]:
+        seen.clear()
+        try:
+            with time_limit(SECONDS):
+                code = train.main(flags)
+        except Loaded:
+            capsys.readouterr()
+            return None, seen
+        error = capsys.readouterr().err
+        assert code == 2
+        assert error.startswith("error: ") and len(error) > 20 and "Traceback" not in error, error
+        return error, seen
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """One model in three layouts: two bf16 shards with an index, compressed-tensors, ModelOpt."""
+    root = tmp_path_factory.mktemp("models")
+    return [layout(root / layout.__name__) for layout in (small.bf16, small.nvfp4, small.modelopt)]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """Eight rows, of which none is wrong."""
+    path = tmp_path_factory.mktemp("dataset") / "rows.jsonl"
+    rows = [{"question": f"What is {i} + {i}? “{i}”", "answer": f"so\n#### {2 * i}", "n": i} for i in range(8)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(rows)))
+    return path
+
+
+def flags(model: Path, dataset: Path, directory: Path) -> list[str]:
+    """A run so small that reading its input is all of its time."""
+    lengths = ["--max-prompt-length", "120", "--max-completion-length", "8"]
+    return [
+        "--model",
+        str(model),
+        "--dataset",
+        str(dataset),
+        "--output-dir",
+        str(directory),
+        "--lora-rank",
+        "2",
+        *lengths,
+    ]
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_a_damaged_model_is_refused_or_loaded_as_stored(models, dataset, attempt, tmp_path, block):
+    """40 mutations a block, over the three layouts."""
+    refused = 0
+    for case in range(40 * block, 40 * block + 40):
+        rng, source = np.random.default_rng([1, case]), models[case % len(models)]
+        model = tmp_path / f"model{case}"
+        shutil.copytree(source, model)
+        what = f"case {case}, {source.name}, {mutations.change_directory(model, rng)}"
+        try:
+            error, seen = attempt(flags(model, dataset, tmp_path / "out"))
+            if error is None:
+                assert_loaded_as_stored(seen["load"], model, source)
+            else:
+                refused += 1
+                assert str(model) in error or "max_position_embeddings" in error, error
+        except Exception as error:
+            raise AssertionError(what) from error
+        shutil.rmtree(model)
+    assert 10 < refused < 40  # otherwise the mutations are not what they should be
+
+
+def assert_loaded_as_stored(policy: Policy, model: Path, original: Path) -> None:
+    """Bytes by the safetensors library, shapes and numbers by the JSON itself, token ids by the unharmed tokenizer."""
+    assert all(
+        np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves((policy.frozen, policy.norms))
+    )
+    stored = {}
+    for file in model.glob("*.safetensors"):
+        for name, tensor in safetensors.deserialize(file.read_bytes()):
+            assert name not in stored
+            stored[name] = tensor
+    loaded = dict(loaded_bytes(policy))
+    assert stored.keys() >= loaded.keys()
+    for name, data in loaded.items():
+        assert bytes(stored[name]["data"]) == data, name
+    assert stored.keys() - loaded.keys() <= {names.LM_HEAD}
+    if stored.keys() != loaded.keys():  # a tied head stored once more
+        assert bytes(stored[names.LM_HEAD]["data"]) == loaded[names.EMBED]
+    config = json.loads((model / "config.json").read_text())
+    for key, field in FIELDS.items():
+        if config.get(key) is not None:
+            value = getattr(policy.config, field)
+            assert value == config[key] and isinstance(value, bool) == isinstance(config[key], bool), key
+    assert all(0 <= token < policy.config.vocab_size for token in policy.config.eos_token_ids)
+    if policy.tokenizer is not None:
+        assert max(policy.tokenizer.get_vocab().values()) < policy.config.vocab_size
+        if (model / "tokenizer.json").read_bytes() == (original / "tokenizer.json").read_bytes():
+            assert policy.tokenizer.encode(PROBE) == PROBE_IDS
+
+
+def loaded_bytes(policy: Policy):
+    """(name in the file, bytes) of everything a policy holds of its model, taken apart again."""
+    frozen, config = policy.frozen, policy.config
+    yield names.EMBED, np.asarray(frozen["embed_tokens"]).tobytes()
+    yield names.FINAL_NORM, as_stored(frozen["norm"]["weight"])
+    if not config.tie_word_embeddings:
+        yield names.LM_HEAD, np.asarray(frozen["lm_head"]).tobytes()
+    for layer, blocks in frozen["layers"].items():
+        for norm, value in policy.norms["layers"][layer].items():
+            yield names.layer_norm(layer, norm), as_stored(value["weight"])
+        for fused, parts in {**FUSED, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+            block, row = blocks[names.BLOCK[parts[0]]][fused], 0
+            for part in parts:
+                module, rows = names.projection(layer, part), config.projection_shapes()[part][0]
+                here = slice(row, row + rows)
+                if part in names.BIASED:
+                    yield f"{module}.bias", np.asarray(block["bias"][here]).tobytes()
+                yield from weight_bytes(module, block["weight"], here)
+                row += rows
+
+
+def weight_bytes(module: str, weight: object, rows: slice):
+    """One part of a fused projection."""
+    if hasattr(weight, "values"):
+        yield f"{module}.weight", np.asarray(weight.values[rows]).tobytes()
+        return
+    suffixes = names.QUANTIZED["compressed-tensors" if weight.divides else "modelopt"]
+    yield f"{module}.{suffixes[0]}", np.asarray(weight.codes[rows]).tobytes()
+    yield f"{module}.{suffixes[1]}", np.asarray(weight.scales[rows]).tobytes()
+    yield f"{module}.{suffixes[2]}", np.asarray(weight.global_scale[rows][:1]).tobytes()
+
+
+def as_stored(vector: jax.Array) -> bytes:
+    """A norm is kept in fp32 and stored in bf16, which loses nothing on the way back."""
+    return np.asarray(vector).astype(jax.numpy.bfloat16).tobytes()
