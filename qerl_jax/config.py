@@ -37,16 +37,24 @@ class Config:
     matmul_kernel: Literal["xla", "mosaic_gpu"] = "xla"
     """Product with 4-bit weights: plain XLA, or the Pallas kernels of a Hopper GPU (bf16, jax 0.11)."""
 
-    dataset: str = "gsm8k"
-    """"gsm8k" (from the hub), "arithmetic" (generated), or a local .jsonl, .json or .parquet file."""
+    dataset: tuple[str, ...] = ("gsm8k",)
+    """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),
+    PRESET:PATH (a local copy of one of these), arithmetic (generated), or a .jsonl, .json or .parquet file or a
+    directory of them."""
+    dataset_weights: tuple[float, ...] | None = None
+    """Relative frequency with which prompts are drawn from each dataset. None: as if all were one."""
     prompt_column: str = "question"
-    """Column of a dataset file that holds the problem."""
+    """Column of a file of no preset that holds the problem: text, or a list of {role, content}."""
     answer_column: str = "answer"
-    """Column that holds the answer; what follows a last "####" counts, as in GSM8K."""
+    """Column of such a file that holds the answer; what follows a last "####" counts, as in GSM8K."""
+    reward_columns: tuple[str, ...] = ()
+    """Further columns that reach the rewards, each as a list of that name."""
     system_prompt: str | None = None
-    """System message of every prompt. None takes the dataset's own, "" sends none."""
+    """System message of every prompt, in place of any. None takes the dataset's or the prompt's own, "" sends none."""
     max_prompt_length: int = 512
-    """Longest prompt in tokens, chat template included; longer ones are dropped and counted."""
+    """Longest prompt in tokens, chat template included."""
+    overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
+    """What becomes of longer ones: left out and counted, cut to their last max_prompt_length tokens, or an error."""
 
     output_dir: str = "runs/qerl"
     """Where the run writes everything it leaves."""
@@ -121,10 +129,10 @@ class Config:
     """Replace groups whose rewards are all equal by fresh prompts."""
     max_refill_rounds: int = 4
     """Rounds of dynamic sampling after the first; then equal groups stay."""
-    reward_funcs: tuple[str, ...] = ("answer", "soft_format")
-    """Rewards: "answer", "soft_format", "strict_format", or "file.py:function"."""
-    reward_weights: tuple[float, ...] = (2.0, 0.2)
-    """Weight of each of reward_funcs."""
+    reward_funcs: tuple[str, ...] | None = None
+    """Rewards: "answer", "soft_format", "strict_format", or "file.py:function". None: those of the dataset."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weight of each of reward_funcs. None: 1 each, or those of the dataset."""
 
     max_completion_length: int = 4096
     """Longest completion in tokens."""
@@ -265,10 +273,8 @@ def _check_contradictions(config: Config) -> None:
 
     divides("num_generations", "batch_size")
     divides("gradient_accumulation_steps", "batch_size")
-    if len(config.reward_funcs) != len(config.reward_weights):
-        raise ConfigError(f"{len(config.reward_funcs)} reward_funcs but {len(config.reward_weights)} reward_weights")
-    if not config.reward_funcs:
-        raise ConfigError("reward_funcs is empty: there would be nothing to learn from")
+    _check_datasets(config)
+    _check_rewards(config)
     if config.lora_rank == 0 and not config.train_norms:
         raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
     if config.overwrite and config.resume != "never":
@@ -288,9 +294,34 @@ def _check_contradictions(config: Config) -> None:
     assert set(WEIGHT_FORMATS) == set(typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0]))
 
 
+def _check_datasets(config: Config) -> None:
+    if not config.dataset:
+        raise ConfigError("dataset is empty: name at least one")
+    if twice := sorted({name for name in config.dataset if config.dataset.count(name) > 1}):
+        raise ConfigError(f"dataset names {twice[0]!r} twice: give it more weight by dataset_weights")
+    if config.dataset_weights is None:
+        return
+    if len(config.dataset_weights) != len(config.dataset):
+        raise ConfigError(f"{len(config.dataset)} dataset but {len(config.dataset_weights)} dataset_weights")
+    for name, weight in zip(config.dataset, config.dataset_weights, strict=True):
+        if weight <= 0:
+            raise ConfigError(f"dataset_weights must be above 0, got {weight} for {name!r}: leave that dataset out")
+
+
+def _check_rewards(config: Config) -> None:
+    if config.reward_funcs is None:
+        if config.reward_weights is not None:
+            raise ConfigError(f"reward_weights {list(config.reward_weights)} without reward_funcs")
+        return
+    if not config.reward_funcs:
+        raise ConfigError("reward_funcs is empty: there would be nothing to learn from")
+    if config.reward_weights is not None and len(config.reward_funcs) != len(config.reward_weights):
+        raise ConfigError(f"{len(config.reward_funcs)} reward_funcs but {len(config.reward_weights)} reward_weights")
+
+
 def coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the field's type: lists become tuples, and numbers written as text ("1e-5" is text in YAML 1.1)
-    numbers.
+    """`value` as the field's type: lists become tuples, one text a tuple of one, and numbers written as text ("1e-5" is
+    text in YAML 1.1) numbers.
 
     Raises ConfigError where that loses something.
     """
@@ -305,6 +336,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
             raise ConfigError(f"{name} {value!r} is not one of {list(arguments)}")
         return value
     if origin is tuple:
+        if isinstance(value, str) and arguments[0] is str:
+            value = (value,)
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{name} must be a list, got {value!r}")
         return tuple(coerce(name, item, arguments[0]) for item in value)

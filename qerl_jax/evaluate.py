@@ -9,8 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from qerl_jax.data.problems import load_dataset
-from qerl_jax.data.prompts import encode_problems
+from qerl_jax.data.prompts import load_encoded
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.files import write_json
@@ -27,17 +26,18 @@ class _Arguments:
     model: str
     """Hugging Face directory, or "tiny" for the bundled policy."""
     dataset: str = "gsm8k"
-    """"gsm8k" (from the hub), "arithmetic" (generated), or a .jsonl, .json or .parquet file."""
+    """gsm8k, math, math500 (from the hub), PRESET:PATH (a local copy of one), arithmetic (generated), or a .jsonl,
+    .json or .parquet file or a directory of them."""
     adapter: str | None = None
     """PEFT adapter directory, norms included if it has them."""
     split: str = "test"
     """Split of a named dataset."""
     prompt_column: str = "question"
-    """Column of a dataset file that holds the problem."""
+    """Column of a file of no preset that holds the problem."""
     answer_column: str = "answer"
-    """Column that holds the answer."""
+    """Column of such a file that holds the answer."""
     system_prompt: str | None = None
-    """System message; None takes the dataset's own, "" sends none."""
+    """System message; None takes the dataset's or the prompt's own, "" sends none."""
     samples: int | None = None
     """Only the first so many problems."""
     num_generations: int = 1
@@ -47,7 +47,9 @@ class _Arguments:
     top_p: float = 0.95
     """Sample from the smallest set of tokens with this probability."""
     max_prompt_length: int = 512
-    """Longest prompt in tokens; longer ones are left out."""
+    """Longest prompt in tokens."""
+    overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
+    """What becomes of longer ones: left out and counted, cut to their last tokens, or an error."""
     max_completion_length: int = 4096
     """Longest completion in tokens."""
     batch_size: int = 64
@@ -72,12 +74,12 @@ def main(argv: list[str] | None = None) -> int:
         _Arguments, args=argv, prog="python -m qerl_jax.evaluate", config=(tyro.conf.PositionalRequiredArgs,)
     )
     try:
-        result, dropped = _run(arguments)
+        result, notes = _run(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if dropped:
-        print(f"left out {dropped} prompts of more than {arguments.max_prompt_length} tokens")
+    for note in notes:
+        print(note)
     print(result.describe())
     if result.generations > 1:
         print(f"pass@{result.generations} {100 * result.pass_at_k:.1f} %")
@@ -90,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _run(arguments: _Arguments) -> tuple[Evaluation, int]:
+def _run(arguments: _Arguments) -> tuple[Evaluation, list[str]]:
     sampling = Sampling(
         arguments.max_completion_length,
         temperature=arguments.temperature,
@@ -105,11 +107,19 @@ def _run(arguments: _Arguments) -> tuple[Evaluation, int]:
         adapter=arguments.adapter,
         matmul_kernel=arguments.matmul_kernel,
     )
-    dataset = load_dataset(arguments.dataset, arguments.split, arguments.prompt_column, arguments.answer_column)
-    system_prompt = dataset.system_prompt if arguments.system_prompt is None else arguments.system_prompt
-    problems = dataset.problems[: arguments.samples]
-    encoded, dropped = encode_problems(problems, policy.tokenizer, system_prompt, arguments.max_prompt_length)
-    return evaluate(policy, encoded, sampling, arguments.seed, arguments.batch_size), dropped
+    problems, _, notes = load_encoded(
+        arguments.dataset,
+        arguments.split,
+        policy.tokenizer,
+        prompt_column=arguments.prompt_column,
+        answer_column=arguments.answer_column,
+        system_prompt=arguments.system_prompt,
+        max_prompt_length=arguments.max_prompt_length,
+        overlong_prompts=arguments.overlong_prompts,
+        limit=arguments.samples,
+        need_answers=True,
+    )
+    return evaluate(policy, problems, sampling, arguments.seed, arguments.batch_size), notes
 
 
 if __name__ == "__main__":

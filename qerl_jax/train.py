@@ -5,6 +5,8 @@ config -> problems -> prompts -> rollout (noisy policy) -> rewards -> advantages
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import signal
 import sys
 import time
@@ -19,8 +21,9 @@ from rich.console import Console
 from qerl_jax import aqn, keys
 from qerl_jax import config as configuration
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.data.problems import at_cursor, load_dataset
-from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_problems, to_prompts
+from qerl_jax.data.problems import rewards_of
+from qerl_jax.data.prompts import EncodedProblem, completion_texts, load_encoded, to_prompts
+from qerl_jax.data.stream import Stream
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io import assets, run_directory
 from qerl_jax.io.adapter import export_adapter
@@ -49,6 +52,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     the first step where possible. A first SIGINT or SIGTERM ends the run after the step in flight, with a checkpoint.
     """
     console = console or Console(highlight=False)
+    config = with_rewards(config)
     directory = Path(config.output_dir)
     run_directory.check(directory, config)
 
@@ -62,7 +66,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
         config.num_generations,
         config.rollout_memory_gb,
     )
-    problems, test_problems = load_problems(config, policy, console)
+    stream, test_problems = load_problems(config, policy, console)
 
     if config.overwrite:
         run_directory.clear(directory)
@@ -72,7 +76,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     tokens_seen = sink.cut_back(directory, int(state.step))
     results = Results(directory)
     parameters = policy.config.parameter_count() / 1e6
-    console.print(f"{config.model}: {parameters:,.1f} M parameters, {len(problems)} problems, into {directory}")
+    console.print(f"{config.model}: {parameters:,.1f} M parameters, {len(stream)} problems, into {directory}")
     if test_problems and results.get("before") is None:
         console.print(f"evaluating the policy on {len(test_problems)} problems before the run …")
         results.put("before", evaluate_state(config, policy, state, test_problems))
@@ -84,7 +88,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
             noisy = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
             actor = policy.replace(norms=noisy, lora=state.lora)
 
-            experience = collect_step(config, actor, state, problems, rewards, at_once)
+            experience = collect_step(config, actor, state, stream, rewards, at_once)
             rolled_out = time.perf_counter()
             advantages = group_advantages(jnp.asarray(experience.rewards), config.num_generations, config.scale_rewards)
             batch = make_batch(
@@ -104,7 +108,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
             metrics = step_metrics(experience, update, config.num_generations, timing) | noise
             tokens_seen += int(experience.rollout.lengths.sum())
             sink.append_metrics(
-                directory, step + 1, metrics | {"num_tokens": tokens_seen, "epoch": int(state.cursor) / len(problems)}
+                directory, step + 1, metrics | {"num_tokens": tokens_seen, "epoch": int(state.cursor) / len(stream)}
             )
             sink.write_completions(
                 directory,
@@ -136,26 +140,42 @@ def load(config: Config) -> Policy:
     )
 
 
-def load_problems(
-    config: Config, policy: Policy, console: Console
-) -> tuple[list[EncodedProblem], list[EncodedProblem]]:
-    """Training problems, and those of the evaluation (empty without one)."""
+def with_rewards(config: Config) -> Config:
+    """The config with its rewards and their weights spelled out: those that go with the dataset, unless it names its
+    own.
 
-    def encoded(name: str, split: str, count: int | None) -> list[EncodedProblem]:
-        dataset = load_dataset(name, split, config.prompt_column, config.answer_column)
-        system_prompt = dataset.system_prompt if config.system_prompt is None else config.system_prompt
-        items, dropped = encode_problems(
-            dataset.problems[:count], policy.tokenizer, system_prompt, config.max_prompt_length
-        )
-        if dropped:
-            console.print(
-                f"{name}: dropped {dropped} of {dropped + len(items)} prompts longer than "
-                f"{config.max_prompt_length} tokens"
-            )
-        return items
+    Raises DataError for an unknown dataset, or several that come with different rewards.
+    """
+    funcs, weights = config.reward_funcs, config.reward_weights
+    if funcs is None:
+        rewards = rewards_of(config.dataset)
+        funcs, weights = tuple(rewards), tuple(rewards.values())
+    return dataclasses.replace(config, reward_funcs=funcs, reward_weights=weights or (1.0,) * len(funcs))
 
-    evaluation = encoded(config.eval_dataset, "test", config.eval_samples) if config.eval_dataset else []
-    return encoded(config.dataset, "train", None), evaluation
+
+def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Stream, list[EncodedProblem]]:
+    """The training problems as an endless stream, and the problems of the evaluation (empty without one)."""
+    load = functools.partial(
+        load_encoded,
+        tokenizer=policy.tokenizer,
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+        system_prompt=config.system_prompt,
+        max_prompt_length=config.max_prompt_length,
+        overlong_prompts=config.overlong_prompts,
+    )
+    evaluation, notes = [], []
+    if config.eval_dataset:
+        evaluation, _, notes = load(config.eval_dataset, "test", limit=config.eval_samples, need_answers=True)
+    sets, first_id = [], 0
+    for name in config.dataset:
+        items, dataset, told = load(name, "train", reward_columns=config.reward_columns, first_id=first_id)
+        sets.append(items)
+        first_id += dataset.size
+        notes += told
+    for note in notes:
+        console.print(note, soft_wrap=True, markup=False)
+    return Stream(tuple(sets), config.dataset_weights, config.seed), evaluation
 
 
 def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
@@ -176,14 +196,14 @@ def collect_step(
     config: Config,
     actor: Policy,
     state: TrainState,
-    problems: list[EncodedProblem],
+    stream: Stream,
     rewards: dict[str, functions.Reward],
     at_once: int | None,
 ) -> Experience:
     """Roll out and score one step's prompts from the data cursor on."""
 
     def draw(offset: int, count: int) -> list[EncodedProblem]:
-        return at_cursor(problems, config.seed, int(state.cursor) + offset, count)
+        return stream.at(int(state.cursor) + offset, count)
 
     def roll(items: list[EncodedProblem], key: jax.Array) -> Rollout:
         return generate(
@@ -193,8 +213,10 @@ def collect_step(
     def score(items: list[EncodedProblem], rollout: Rollout) -> tuple[list[float], dict[str, list[float]]]:
         rows = [items[p].problem for p in np.asarray(rollout.prompt_index)]
         texts = completion_texts(rollout, actor.tokenizer)
+        names = sorted({name for row in rows for name in row.extra})
+        columns = {name: [row.extra.get(name) for row in rows] for name in names}
         return functions.score(
-            rewards, config.reward_weights, [p.prompt for p in rows], texts, [p.answer for p in rows]
+            rewards, config.reward_weights, [p.prompt for p in rows], texts, [p.answer for p in rows], **columns
         )
 
     key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))

@@ -8,6 +8,7 @@ import pytest
 
 from qerl_jax import train
 from qerl_jax.config import Config, ConfigError, differences, dump, load, to_mapping
+from qerl_jax.data.files import DataError
 from qerl_jax.io import assets
 
 
@@ -39,7 +40,15 @@ def test_yaml_numbers_and_dashes(tmp_path):
         ("learning_rate: .nan", ["learning_rate", "nan"]),
         ("batch_size: 12", ["num_generations 8", "batch_size 12"]),
         ("gradient_accumulation_steps: 3", ["gradient_accumulation_steps 3", "batch_size 128"]),
-        ("reward_funcs: [answer]", ["1 reward_funcs", "2 reward_weights"]),
+        ("{reward_funcs: [answer], reward_weights: [2, 0.2]}", ["1 reward_funcs", "2 reward_weights"]),
+        ("reward_weights: [1]", ["reward_weights [1.0]", "without reward_funcs"]),
+        ("reward_funcs: []", ["reward_funcs", "empty"]),
+        ("dataset: []", ["dataset", "empty"]),
+        ("dataset: 3", ["dataset", "3"]),
+        ("dataset: [math, gsm8k, math]", ["dataset", "'math'", "twice"]),
+        ("{dataset: [math, gsm8k], dataset_weights: [1]}", ["2 dataset", "1 dataset_weights"]),
+        ("{dataset: [math, gsm8k], dataset_weights: [1, 0]}", ["dataset_weights", "0", "'gsm8k'"]),
+        ("overlong_prompts: cut", ["overlong_prompts", "'cut'", "truncate_left"]),
         ("lora_rank: 0", ["lora_rank 0", "train_norms"]),
         ("lora_target_modules: [q_proj, x_proj]", ["x_proj", "down_proj"]),
         ("sigma_end: 0", ["sigma_end 0"]),
@@ -59,6 +68,34 @@ def test_errors_name_file_field_and_values(tmp_path, text, words):
         load(path)
     for word in ["bad.yaml", *words]:
         assert word in str(error.value)
+
+
+def test_one_dataset_or_several(tmp_path):
+    path = tmp_path / "config.yaml"
+    for text, expected in (("math", ("math",)), ("[math]", ("math",)), ("[math, a.jsonl]", ("math", "a.jsonl"))):
+        path.write_text(f"dataset: {text}\n")
+        assert load(path).dataset == expected
+    sets = ["--dataset", "math", "gsm8k:/a/b", "--dataset-weights", "1", "2.5"]
+    config = train.parse(["--model", "m", *sets, "--reward-columns", "level"])
+    assert (config.dataset, config.dataset_weights) == (("math", "gsm8k:/a/b"), (1.0, 2.5))
+    assert config.reward_columns == ("level",)
+    path.write_text(dump(config))
+    assert load(path) == config
+
+
+def test_rewards_come_from_the_dataset_unless_named():
+    def rewards(**fields):
+        config = train.with_rewards(Config(**fields))
+        return dict(zip(config.reward_funcs, config.reward_weights, strict=True))
+
+    assert rewards() == {"answer": 2.0, "soft_format": 0.2}
+    assert rewards(dataset=("bigmath", "math")) == {"math_verify": 1.0, "soft_format": 0.2}
+    assert rewards(dataset="dapomath", reward_funcs=("answer", "strict_format")) == {"answer": 1, "strict_format": 1}
+    assert rewards(reward_funcs="answer", reward_weights=[3]) == {"answer": 3}
+    with pytest.raises(DataError, match="name reward_funcs"):
+        rewards(dataset=("gsm8k", "dapomath"))
+    with pytest.raises(DataError, match="did you mean 'gsm8k'"):
+        rewards(dataset="gsm9k")
 
 
 def test_missing_file():

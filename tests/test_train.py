@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import runs
+from rich.console import Console
 
 from qerl_jax import train
 from qerl_jax.config import ConfigError, dump
@@ -19,6 +21,7 @@ from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.rl.step import init_state
 from qerl_jax.types import Sampling
 
 
@@ -43,7 +46,7 @@ def test_a_run_leaves_what_it_promises(finished):
         "adapter/vllm/norms.safetensors",
     ):
         assert (directory / name).stat().st_size > 0, name
-    assert runs.run_config(directory) == config
+    assert runs.run_config(directory) == train.with_rewards(config)
     for name in ("reward", "accuracy", "entropy", "length", "mismatch"):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
@@ -129,7 +132,9 @@ def test_used_directory_and_other_config_are_refused(finished, tmp_path):
         train.train(other)
     with pytest.raises(ConfigError, match="neither 'never', 'auto' nor a run directory"):
         train.train(dataclasses.replace(config, output_dir=str(tmp_path / "new"), resume=str(tmp_path)))
-    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == config  # nothing was lost
+    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == train.with_rewards(
+        config
+    )  # nothing was lost
 
 
 def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):
@@ -164,12 +169,57 @@ def test_sigma_zero_equals_no_noise(tmp_path, monkeypatch):
     assert all(row["aqn/sigma"] == 0 for row in read_metrics(tmp_path / "quiet"))
 
 
+def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
+    """Each prompt with its own answer and column; ids unique over the sets; what the cursor says, and nothing else."""
+    sets = [tmp_path / "letters.jsonl", tmp_path / "numbers.jsonl"]
+    for path in sets:
+        rows = [{"question": f"{path.stem} {i}?", "answer": str(i), "hint": f"{path.stem}-{i}"} for i in range(5)]
+        path.write_text("\n".join(json.dumps(row) for row in [{"question": "", "answer": "0", "hint": "x"}, *rows]))
+    config = runs.config(
+        tmp_path / "run",
+        dataset=tuple(map(str, sets)),
+        dataset_weights=(1, 3),
+        batch_size=32,
+        reward_columns=("hint",),
+        dynamic_sampling=False,
+        max_completion_length=4,
+        reward_funcs="spy",
+    )
+    config = train.with_rewards(config)
+    console = Console(record=True)
+    policy = train.load(config)
+    stream, evaluation = train.load_problems(config, policy, console)
+    assert len(stream) == 10 and evaluation == []
+    assert console.export_text().count("left out 1 of 6 records: 1 × empty 'question'") == 2
+    assert [item.problem.id for items in stream.sets for item in items] == [*range(1, 6), *range(7, 12)]
+
+    seen = []
+
+    def reward(*, prompts, answer, hint, **_):
+        seen.append((prompts, answer, hint))
+        return [float(i) for i in range(len(prompts))]
+
+    state = init_state(policy, config)
+    experience = train.collect_step(config, policy, state, stream, {"spy": reward}, None)
+    ((prompts, answers, hints),) = seen
+    assert [item.problem.prompt for item in experience.items] == prompts[:: config.num_generations]
+    assert experience.items == stream.at(0, config.num_prompts)
+    assert {prompt.split()[0] for prompt in prompts} == {"letters", "numbers"}
+    for prompt, answer, hint in zip(prompts, answers, hints, strict=True):
+        stem, number = prompt.rstrip("?").split()
+        assert (answer, hint) == (number, f"{stem}-{number}")
+
+
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
     short = ["--max-prompt-length", "80", "--max-completion-length", "16"]
     tiny = ["--model", "tiny", "--dataset", "arithmetic", *short]
+    (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
     for flags, words in [
         (["--model", str(tmp_path / "none")], "does not exist"),
         ([*tiny, "--dataset", "nothing"], "'nothing' is neither"),
+        ([*tiny, "--dataset", "arithmetik"], "did you mean 'arithmetic'?"),
+        ([*tiny, "--dataset", "math", "dapomath"], "different rewards"),
+        ([*tiny, "--dataset", str(tmp_path / "bad.jsonl")], "bad.jsonl, line 2 is not JSON"),
         ([*tiny, "--reward-funcs", "x", "--reward-weights", "1"], "reward 'x' is neither"),
         ([*tiny, "--max-completion-length", "100000"], "max_position_embeddings"),
         ([*tiny, "--rollout-memory-gb", "1e-9"], "rollout_memory_gb 1e-09 cannot hold one group"),

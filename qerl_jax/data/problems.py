@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from types import MappingProxyType
+from typing import Any
 
 from qerl_jax.data import arithmetic
+from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, split_files
+from qerl_jax.data.presets import NUMBER_REWARDS, PRESETS, THINK_SYSTEM_PROMPT, Preset, Unusable, gold_answer
 
-GSM8K_HUB_ID = "openai/gsm8k"
+ARITHMETIC = "arithmetic"
 ARITHMETIC_TRAIN_SIZE = 4_000
 ARITHMETIC_TEST_SIZE = 1_000
-THINK_SYSTEM_PROMPT = (
-    "Solve the problem step by step. Put your reasoning between <think> and </think>, then give only the final "
-    "answer between <answer> and </answer>."
-)
-T = TypeVar("T")
-FILE_KINDS = (".jsonl", ".json", ".parquet")
-
-
-class DataError(ValueError):
-    """A dataset that cannot be used; the message names the file, the line or column, and what was expected."""
+ROLES = ("system", "user", "assistant")
+_TAKEN = frozenset({"prompts", "completions", "answer"})  # arguments of every reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,119 +25,274 @@ class Problem:
     """One problem.
 
     Attributes:
-      id: its place in the dataset; sampling keys depend on it.
-      prompt: the user's message.
-      answer: the gold answer as text.
+      id: its place in the dataset, unique over all sets of a run; sampling keys depend on it.
+      prompt: the user's message (of several, the last).
+      answer: the gold answer as text; "" where only `extra` tells right from wrong.
+      messages: the whole conversation as (role, content), where the dataset has one; None: `prompt` is all of it.
+      extra: further columns for the rewards.
     """
 
     id: int
     prompt: str
     answer: str
+    messages: tuple[tuple[str, str], ...] | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Problems in the order of their source, and the system message that goes with them."""
+    """Problems in the order of their source.
 
+    Attributes:
+      name: as it was asked for.
+      problems: those that can be used.
+      system_prompt: goes with every prompt that is no conversation; "" for none.
+      size: records read; ids are below the first one's plus this.
+      notes: what was left out and why, a sentence a reason.
+    """
+
+    name: str
     problems: list[Problem]
     system_prompt: str
+    size: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """Which columns of a source make a problem, and how."""
+
+    preset: Preset
+    answer: str | None
+    read_answer: Callable[[str], str]
+    extra: tuple[str, ...]
+    system: str | None  # replaces a conversation's own, "" removes it; None keeps it
 
 
 def load_dataset(
-    name: str, split: str, prompt_column: str = "question", answer_column: str = "answer", seed: int = 0
+    name: str,
+    split: str,
+    prompt_column: str = "question",
+    answer_column: str = "answer",
+    seed: int = 0,
+    *,
+    reward_columns: Sequence[str] = (),
+    system_prompt: str | None = None,
+    limit: int | None = None,
+    first_id: int = 0,
 ) -> Dataset:
     """Read a dataset by name.
 
     Args:
-      name: "gsm8k" (Hugging Face hub), "arithmetic" (generated), or the path of a .jsonl, .json (a list of objects) or
-        .parquet file.
-      split: "train" or "test"; of a file it says nothing. The generated problems' "test" holds numbers and templates
-        that "train" never does.
-      prompt_column, answer_column: of a file.
+      name: a preset's name (from the Hugging Face hub), PRESET:PATH (a local copy with the same columns), "arithmetic"
+        (generated), or the path of a file or directory. A file is .jsonl, .json (a list of objects) or .parquet; of a
+        directory the files that begin with the split's name are read.
+      split: "train" or "test"; of a single file it says nothing. The generated problems' "test" holds numbers and
+        templates that "train" never does.
+      prompt_column, answer_column: of a file or directory without a preset.
       seed: of the generated problems.
+      reward_columns: further columns for the rewards, besides the preset's own.
+      system_prompt: in place of the dataset's own and of any that a conversation begins with; "" for none.
+      limit: stop after so many problems.
+      first_id: id of the first record.
 
-    Raises DataError for an unknown name, an unreadable file, a missing column, an empty dataset or an answer that is
-    empty.
+    A record that makes no problem (no answer, a prompt that is too long for the preset, …) is left out and counted in
+    `notes`.
+
+    Raises DataError for an unknown name, an unreadable or malformed file, a missing column or split, and where no
+    problem is left.
     """
-    if name == "arithmetic":
-        kind, count = ("train", ARITHMETIC_TRAIN_SIZE) if split == "train" else ("heldout", ARITHMETIC_TEST_SIZE)
-        rows = arithmetic.problems(kind, count, seed)
-        return Dataset([Problem(i, question, str(answer)) for i, (question, answer) in enumerate(rows)], "")
-    if name == "gsm8k":
-        import datasets
+    if limit is not None and limit < 1:
+        raise DataError(f"{limit} problems of dataset {name!r} were asked for: at least 1 is needed")
+    if name == ARITHMETIC:
+        if reward_columns:
+            raise DataError(f"dataset {ARITHMETIC!r} has no columns for the rewards, got {list(reward_columns)}")
+        return _arithmetic(split, seed, system_prompt or "", limit, first_id)
+    preset_name, path = _parse(name)
+    preset = PRESETS[preset_name] if preset_name else _plain(prompt_column, answer_column)
+    extra = tuple(dict.fromkeys((*preset.extra, *reward_columns)))
+    if taken := sorted(_TAKEN & set(extra)):
+        raise DataError(f"reward_columns {taken} are arguments that every reward has already")
+    wanted = {preset.prompt_column, *(column for column, _ in preset.answers), *extra}
+    sources = _files(path, split, preset, wanted) if path else [_hub(preset_name, preset, split, wanted)]
 
-        rows = datasets.load_dataset(GSM8K_HUB_ID, "main", split=split)
-        return Dataset(_problems(rows, "question", "answer", GSM8K_HUB_ID), THINK_SYSTEM_PROMPT)
-    path = Path(name)
-    if path.suffix not in FILE_KINDS:
-        raise DataError(
-            f"dataset {name!r} is neither 'gsm8k', 'arithmetic' nor a file ending in one of {list(FILE_KINDS)}"
-        )
-    if not path.exists():
-        raise DataError(f"dataset file {path} does not exist")
-    return Dataset(_problems(read_rows(path), prompt_column, answer_column, str(path)), THINK_SYSTEM_PROMPT)
-
-
-def read_rows(path: Path) -> list[Any]:
-    """Rows of a JSON lines, JSON list or parquet file. Raises DataError naming file and line."""
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
+    problems: list[Problem] = []
+    left_out: dict[str, tuple[int, str]] = {}
+    size = 0
+    for place, record, columns in _records(sources, preset, extra, system_prompt):
         try:
-            return pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path} is not a parquet file: {error}") from error
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from error
-    if path.suffix == ".json":
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path} is not JSON: {error}") from error
-        if not isinstance(rows, list):
-            raise DataError(f"{path} holds a {type(rows).__name__}, expected a list of objects")
-        return rows
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-    return rows
-
-
-def _problems(rows: Iterable[Any], prompt_column: str, answer_column: str, where: str) -> list[Problem]:
-    problems = []
-    for i, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise DataError(f"{where}, row {i + 1} is a {type(row).__name__}, expected an object with columns")
-        for column in (prompt_column, answer_column):
-            if row.get(column) is None:
-                raise DataError(f"{where}, row {i + 1} has no {column!r}; its columns are {sorted(row)}")
-        answer = gold_answer(str(row[answer_column]))
-        if not answer:
-            raise DataError(f"{where}, row {i + 1} has an empty answer: {row[answer_column]!r}")
-        problems.append(Problem(i, str(row[prompt_column]), answer))
+            problems.append(_problem(record, columns, first_id + size))
+        except Unusable as error:
+            count, first = left_out.get(str(error), (0, place))
+            left_out[str(error)] = (count + 1, first)
+        size += 1
+        if len(problems) == limit:
+            break
+    reasons = "; ".join(f"{count} × {reason} (first: {first})" for reason, (count, first) in left_out.items())
     if not problems:
-        raise DataError(f"{where} holds no problems")
-    return problems
+        raise DataError(f"{path or preset.hub_id} holds no problems" + (f": left out {reasons}" if reasons else ""))
+    notes = (f"{name}: left out {size - len(problems)} of {size} records: {reasons}",) if reasons else ()
+    return Dataset(name, problems, preset.system_prompt if system_prompt is None else system_prompt, size, notes)
 
 
-def gold_answer(text: str) -> str:
-    """What follows the last "####", where GSM8K puts it; else the whole text."""
-    return text.rsplit("####", 1)[-1].strip()
+def rewards_of(names: Sequence[str]) -> Mapping[str, float]:
+    """Names and weights of the rewards that go with datasets. Raises DataError where they differ."""
+    found = {}
+    for name in names:
+        preset_name, _ = (None, None) if name == ARITHMETIC else _parse(name)
+        found[name] = PRESETS[preset_name].rewards if preset_name else NUMBER_REWARDS
+    first, *others = found.values()
+    if any(other != first for other in others):
+        described = ", ".join(f"{name} {list(rewards)}" for name, rewards in found.items())
+        raise DataError(f"the datasets come with different rewards ({described}): name reward_funcs for all of them")
+    return first
 
 
-def at_cursor(items: Sequence[T], seed: int, cursor: int, count: int) -> list[T]:
-    """The `count` items that follow the first `cursor` of a run: each epoch is a permutation that depends on (seed,
-    epoch) alone.
-    """
-    epochs = range(cursor // len(items), (cursor + count - 1) // len(items) + 1)
-    order = np.concatenate([np.random.default_rng([seed, epoch]).permutation(len(items)) for epoch in epochs])
-    start = cursor - epochs[0] * len(items)
-    return [items[index] for index in order[start : start + count]]
+def _parse(name: str) -> tuple[str | None, Path | None]:
+    """Preset and path that a name stands for; not both None."""
+    if name in PRESETS:
+        return name, None
+    before, colon, after = name.partition(":")
+    if colon and before in PRESETS:
+        preset_name, path = before, Path(after)
+    else:
+        preset_name, path = None, Path(name)
+    if path.name and path.exists():  # an empty path would be the working directory
+        return preset_name, path
+    meant = _nearest(before)
+    suggestion = f"; did you mean {meant + colon + after!r}?" if meant else ""
+    if preset_name or (not colon and (path.suffix in FILE_KINDS or len(path.parts) > 1)):
+        raise DataError(f"dataset file or directory {path} does not exist{suggestion}")
+    raise DataError(
+        f"dataset {name!r} is neither one of {sorted([*PRESETS, ARITHMETIC])} nor a directory or file ending in one of "
+        f"{list(FILE_KINDS)}{suggestion}"
+    )
+
+
+def _nearest(name: str) -> str | None:
+    """The dataset that a mistyped name, or an address on the hub, most likely means."""
+    known = {name: name for name in (*PRESETS, ARITHMETIC)}
+    addresses = {preset.hub_id: name for name, preset in reversed(PRESETS.items())}
+    close = [] if name in known else difflib.get_close_matches(name, [*known, *addresses], n=1)
+    return (known | addresses)[close[0]] if close else None
+
+
+def _plain(prompt_column: str, answer_column: str) -> Preset:
+    """A file or directory of no preset."""
+    return Preset(
+        "", None, ("train", "test"), prompt_column, ((answer_column, gold_answer),), THINK_SYSTEM_PROMPT, NUMBER_REWARDS
+    )
+
+
+def _arithmetic(split: str, seed: int, system_prompt: str, limit: int | None, first_id: int) -> Dataset:
+    sizes = {"train": ("train", ARITHMETIC_TRAIN_SIZE), "test": ("heldout", ARITHMETIC_TEST_SIZE)}
+    if split not in sizes:
+        raise DataError(f"dataset {ARITHMETIC!r} has no split {split!r}, only {list(sizes)}")
+    kind, count = sizes[split]
+    rows = arithmetic.problems(kind, count if limit is None else min(count, limit), seed)
+    problems = [Problem(first_id + i, question, str(answer)) for i, (question, answer) in enumerate(rows)]
+    return Dataset(ARITHMETIC, problems, system_prompt, len(problems))
+
+
+def _files(path: Path, split: str, preset: Preset, wanted: set[str]) -> Iterable[Source]:
+    paths = split_files(path, split, preset.subset) if path.is_dir() else [path]
+    return (open_file(file, wanted) for file in paths)
+
+
+def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
+    if split not in preset.splits:
+        raise DataError(f"dataset {name!r} has no split {split!r} on the hub, only {list(preset.splits)}")
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(preset.hub_id, preset.subset, split=split)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read {preset.hub_id} from the Hugging Face hub: {error}; "
+            f"a local copy is read with {name}:DIRECTORY"
+        ) from error
+    kept = rows.select_columns([column for column in rows.column_names if column in wanted])
+    return Source(preset.hub_id, rows.column_names, ((f"row {i}", row) for i, row in enumerate(kept, 1)))
+
+
+def _records(
+    sources: Iterable[Source], preset: Preset, extra: tuple[str, ...], system: str | None
+) -> Iterator[tuple[str, dict[str, Any], _Columns]]:
+    """(place, record, its columns) of all sources, one after the other."""
+    for source in sources:
+        columns = _columns(source, preset, extra, system)
+        for place, record in source.records:
+            yield f"{source.where}, {place}", record, columns
+
+
+def _columns(source: Source, preset: Preset, extra: tuple[str, ...], system: str | None) -> _Columns:
+    """Which columns of a source to use. Raises DataError if it lacks one."""
+    answers = [(column, read) for column, read in preset.answers if column in source.columns]
+    missing = [column for column in (preset.prompt_column, *extra) if column not in source.columns]
+    if preset.answers and not answers:
+        missing.append(" or ".join(column for column, _ in preset.answers))
+    if source.columns and missing:
+        raise DataError(f"{source.where} has no column {missing[0]!r}; its columns are {source.columns}")
+    answer, read = answers[0] if answers else (None, gold_answer)
+    return _Columns(preset, answer, read, extra, system)
+
+
+def _problem(record: Mapping[str, Any], columns: _Columns, problem_id: int) -> Problem:
+    """The problem of a record. Raises Unusable."""
+    preset, messages = columns.preset, None
+    value = record.get(preset.prompt_column)
+    if isinstance(value, list):
+        messages = _messages(value, columns)
+        prompt = messages[-1][1]
+    else:
+        prompt = _text(value, preset.prompt_column)
+    if not prompt.strip():
+        raise Unusable(f"empty {preset.prompt_column!r}")
+    if preset.max_prompt_characters is not None and len(prompt) > preset.max_prompt_characters:
+        raise Unusable(f"{preset.prompt_column!r} over {preset.max_prompt_characters} characters")
+    answer = ""
+    if columns.answer is not None:
+        text = _text(record.get(columns.answer), columns.answer)
+        try:
+            answer = columns.read_answer(text)
+        except Unusable as error:
+            raise Unusable(f"{error} in {columns.answer!r}") from error
+    for column in preset.extra:
+        if record.get(column) is None:
+            raise Unusable(f"no {column!r}")
+    extra = MappingProxyType({column: record.get(column) for column in columns.extra})
+    return Problem(problem_id, prompt, answer, messages, extra)
+
+
+def _text(value: Any, column: str) -> str:
+    if value is None or value != value:  # NaN is how pandas writes "none"
+        raise Unusable(f"no {column!r}")
+    if not isinstance(value, str | int | float):
+        raise Unusable(f"{column!r} is neither text nor a number")
+    return _unicode(str(int(value) if isinstance(value, float) and value.is_integer() else value), column)
+
+
+def _unicode(text: str, column: str) -> str:
+    """The text, unless it holds half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Unusable(f"{column!r} is not valid Unicode") from error
+    return text
+
+
+def _messages(value: list[Any], columns: _Columns) -> tuple[tuple[str, str], ...]:
+    """A conversation that the assistant is to go on with, with the system message that was asked for."""
+    column, messages = columns.preset.prompt_column, []
+    for message in value:
+        if not isinstance(message, Mapping):
+            raise Unusable(f"{column!r} is a list of something else than {{role, content}}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or not isinstance(content, str) or (role == "system" and messages):
+            raise Unusable(f"{column!r} holds a message that is no {{role, content}} of {list(ROLES)}")
+        messages.append((role, _unicode(content, column)))
+    if not messages or messages[-1][0] != "user":
+        raise Unusable(f"{column!r} does not end with a user's message")
+    own = messages.pop(0)[1] if messages[0][0] == "system" else columns.preset.system_prompt
+    system = own if columns.system is None else columns.system
+    return (("system", system), *messages) if system else tuple(messages)

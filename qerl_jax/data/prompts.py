@@ -2,58 +2,121 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from qerl_jax.data.problems import DataError, Problem
+from qerl_jax.data.files import DataError
+from qerl_jax.data.problems import Dataset, Problem, load_dataset
 from qerl_jax.types import Finish, Prompts, Rollout, completion_ids
+
+OVERLONG = ("drop", "truncate_left", "error")
+_TEXTS_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedProblem:
-    """A problem with its prompt as token ids."""
+    """A problem with its prompt as token ids, four bytes each."""
 
     problem: Problem
-    tokens: tuple[int, ...]
+    tokens: array.array
+
+
+def load_encoded(
+    name: str,
+    split: str,
+    tokenizer: Any,
+    *,
+    prompt_column: str,
+    answer_column: str,
+    system_prompt: str | None,
+    max_prompt_length: int,
+    overlong_prompts: str = "drop",
+    reward_columns: Sequence[str] = (),
+    limit: int | None = None,
+    first_id: int = 0,
+    need_answers: bool = False,
+) -> tuple[list[EncodedProblem], Dataset, list[str]]:
+    """A dataset's problems as token ids (see `load_dataset`, `encode_problems`), the dataset, and what to tell of it: a
+    sentence for each thing that was left out or cut.
+
+    Raises DataError.
+    """
+    dataset = load_dataset(
+        name,
+        split,
+        prompt_column,
+        answer_column,
+        reward_columns=reward_columns,
+        system_prompt=system_prompt,
+        limit=limit,
+        first_id=first_id,
+    )
+    if need_answers and not dataset.problems[0].answer:
+        raise DataError(f"dataset {name!r} has no answers to evaluate by")
+    items, overlong = encode_problems(
+        dataset.problems, tokenizer, dataset.system_prompt, max_prompt_length, overlong_prompts
+    )
+    notes = list(dataset.notes)
+    if overlong:
+        done = "dropped" if overlong_prompts == "drop" else "cut the beginning of"
+        notes.append(
+            f"{name}: {done} {overlong} of {len(dataset.problems)} prompts longer than {max_prompt_length} tokens"
+        )
+    return items, dataset, notes
 
 
 def encode_problems(
-    problems: list[Problem], tokenizer: Any, system_prompt: str, max_prompt_length: int
+    problems: list[Problem], tokenizer: Any, system_prompt: str, max_prompt_length: int, overlong: str = "drop"
 ) -> tuple[list[EncodedProblem], int]:
-    """Encode every problem; drop those longer than `max_prompt_length` tokens and say how many.
+    """Encode every problem; those longer than `max_prompt_length` tokens are left out ("drop"), cut to their last
+    `max_prompt_length` tokens ("truncate_left") or refused ("error"). Also returns how many there were.
 
     Raises DataError if none is left, or without a tokenizer.
     """
     if tokenizer is None:
         raise DataError("the model directory has no tokenizer, and text prompts need one")
-    ids = encode([problem.prompt for problem in problems], tokenizer, system_prompt)
-    encoded = [EncodedProblem(problem, tuple(tokens)) for problem, tokens in zip(problems, ids, strict=True)]
-    kept = [item for item in encoded if 0 < len(item.tokens) <= max_prompt_length]
+    if overlong not in OVERLONG:
+        raise DataError(f"overlong {overlong!r} is not one of {list(OVERLONG)}")
+    kept: list[EncodedProblem] = []
+    lengths = []
+    for start in range(0, len(problems), _TEXTS_AT_ONCE):
+        part = problems[start : start + _TEXTS_AT_ONCE]
+        for problem, ids in zip(part, encode(part, tokenizer, system_prompt), strict=True):
+            lengths.append(len(ids))
+            if len(ids) > max_prompt_length and overlong == "error":
+                raise DataError(
+                    f"the prompt of problem {problem.id} has {len(ids)} tokens, max_prompt_length {max_prompt_length}: "
+                    f"{problem.prompt[:60]!r}…"
+                )
+            if ids and (len(ids) <= max_prompt_length or overlong == "truncate_left"):
+                kept.append(EncodedProblem(problem, array.array("i", ids[-max_prompt_length:])))
     if not kept:
-        shortest = min(len(item.tokens) for item in encoded)
         raise DataError(
-            f"all {len(encoded)} prompts are longer than max_prompt_length {max_prompt_length}; "
-            f"the shortest has {shortest} tokens"
+            f"all {len(problems)} prompts are longer than max_prompt_length {max_prompt_length}; "
+            f"the shortest has {min(lengths)} tokens"
         )
-    return kept, len(encoded) - len(kept)
+    return kept, sum(length > max_prompt_length for length in lengths)
 
 
-def encode(prompts: list[str], tokenizer: Any, system_prompt: str) -> list[list[int]]:
-    """Token ids of each prompt, ready for the assistant's turn. Without a chat template: system prompt, blank line,
-    prompt.
+def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[list[int]]:
+    """Token ids of each prompt, ready for the assistant's turn. A conversation brings its own system message or none.
+    Without a chat template: all messages with a blank line between them.
+
+    Raises DataError where the chat template fails.
     """
+    system = (("system", system_prompt),) if system_prompt else ()
+    conversations = [problem.messages or (*system, ("user", problem.prompt)) for problem in problems]
     if not tokenizer.chat_template:
-        return tokenizer([f"{system_prompt}\n\n{prompt}" if system_prompt else prompt for prompt in prompts])[
-            "input_ids"
-        ]
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    conversations = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+        return tokenizer(["\n\n".join(content for _, content in messages) for messages in conversations])["input_ids"]
+    turns = [[{"role": role, "content": content} for role, content in messages] for messages in conversations]
     try:
-        texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+        texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it raises what it likes
-        raise DataError(f"the model's chat template fails on {conversations[0]!r}: {error!r}") from error
+        raise DataError(f"the model's chat template fails on {turns[0]!r}: {error!r}") from error
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 

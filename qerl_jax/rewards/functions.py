@@ -10,7 +10,7 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from qerl_jax.rewards.answers import extract_answer, same_answer
@@ -83,15 +83,18 @@ def score(
     prompts: Sequence[str],
     completions: Sequence[str],
     answers: Sequence[str],
+    /,
+    **columns: Sequence[object],
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Weighted sum of the rewards of each completion, and each reward's own values; NaN stands for None.
+    """Weighted sum of the rewards of each completion, and each reward's own values; NaN stands for None. Every reward
+    gets the dataset's further `columns` by name.
 
     A completion for which every reward is None gets NaN in all: it can teach nothing.
 
     Raises RewardError if a reward raises, returns the wrong number of values, or one that is neither a finite number
     nor None.
     """
-    each = {name: _call(name, reward, prompts, completions, answers) for name, reward in rewards.items()}
+    each = {name: _call(name, reward, prompts, completions, answers, columns) for name, reward in rewards.items()}
     totals = []
     for row in zip(*each.values(), strict=True):
         known = [weight * value for weight, value in zip(weights, row, strict=True) if not math.isnan(value)]
@@ -100,10 +103,16 @@ def score(
 
 
 def _call(
-    name: str, reward: Reward, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
+    name: str,
+    reward: Reward,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[str],
+    columns: Mapping[str, Sequence[object]],
 ) -> list[float]:
+    more = {column: list(values) for column, values in columns.items()}
     try:
-        values = list(reward(prompts=list(prompts), completions=list(completions), answer=list(answers)))
+        values = list(reward(prompts=list(prompts), completions=list(completions), answer=list(answers), **more))
     except Exception as error:
         raise RewardError(f"reward {name!r} raised {error!r}") from error
     if len(values) != len(completions):

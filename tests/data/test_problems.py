@@ -1,28 +1,22 @@
-"""Datasets and prompts: columns, errors with line numbers, order as a function of seed and epoch."""
+"""Dataset files: columns, errors that name the line, bad records counted, conversations, typos, large files."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qerl_jax.data.problems import DataError, Problem, at_cursor, gold_answer, load_dataset
-from qerl_jax.data.prompts import encode, encode_problems, to_prompts
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import load_tokenizer
+from qerl_jax.data.files import DataError, open_file, split_files
+from qerl_jax.data.presets import THINK_SYSTEM_PROMPT, Unusable, boxed_answer, gold_answer
+from qerl_jax.data.problems import Problem, load_dataset
 
 ROWS = [
     {"question": "How many?", "answer": "Two and two is <<2+2=4>>4.\n#### 4"},
     {"question": "Cost?", "answer": "#### 1,200"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(model_path("tiny"))
 
 
 def write(path, rows):
@@ -39,54 +33,198 @@ def write(path, rows):
 def test_local_files(tmp_path, suffix):
     dataset = load_dataset(write(tmp_path / f"data{suffix}", ROWS), "train")
     assert dataset.problems == [Problem(0, "How many?", "4"), Problem(1, "Cost?", "1,200")]
-    assert "<answer>" in dataset.system_prompt
+    assert dataset.system_prompt == THINK_SYSTEM_PROMPT and dataset.notes == () and dataset.size == 2
 
 
-def test_columns(tmp_path):
-    path = write(tmp_path / "data.jsonl", [{"problem": "p", "solution": 7}])
-    assert load_dataset(path, "train", "problem", "solution").problems == [Problem(0, "p", "7")]
-    with pytest.raises(DataError, match=r"row 1 has no 'question'; its columns are \['problem', 'solution'\]"):
-        load_dataset(path, "train")
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_columns(tmp_path, suffix):
+    path = write(tmp_path / f"data{suffix}", [{"problem": "p", "solution": 7.0, "level": 3, "proof": "…"}])
+    dataset = load_dataset(path, "train", "problem", "solution", reward_columns=["level"])
+    assert dataset.problems == [Problem(0, "p", "7", extra={"level": 3})]
+    with pytest.raises(TypeError):
+        dataset.problems[0].extra["level"] = 4
+    named = {"prompt_column": "problem", "answer_column": "solution"}
+    for column, flags in (
+        ("question", {}),
+        ("answer", {"prompt_column": "problem"}),
+        ("x", named | {"reward_columns": ["x"]}),
+    ):
+        with pytest.raises(DataError, match=rf"data\{suffix} has no column '{column}'; its columns are \[.*'level'"):
+            load_dataset(path, "train", **flags)
+    with pytest.raises(DataError, match=r"\['answer'\] are arguments that every reward has"):
+        load_dataset(path, "train", "problem", "solution", reward_columns=["answer"])
+
+
+def test_directories(tmp_path):
+    """Shards in the order of their names; another split and other files stay out."""
+    for name, question in (("train-00001-of-00002", "b"), ("train-00000-of-00002", "a"), ("test", "c"), ("extra", "d")):
+        write(tmp_path / f"{name}.jsonl", [{"question": question, "answer": "1"}])
+    assert [p.prompt for p in load_dataset(str(tmp_path), "train").problems] == ["a", "b"]
+    assert [(p.id, p.prompt) for p in load_dataset(str(tmp_path), "test", first_id=7).problems] == [(7, "c")]
+    with pytest.raises(DataError, match=r"no file of the split 'valid', named valid… .* it holds \['extra.jsonl'"):
+        split_files(tmp_path, "valid")
+    write(tmp_path / "train.parquet", ROWS)
+    with pytest.raises(DataError, match=r"holds the split 'train' as \.jsonl and \.parquet: name one of the files"):
+        load_dataset(str(tmp_path), "train")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"question": "a", "answer": "1"}\n{"question": ', r"data\.jsonl, line 2 is not JSON"),
-        ('{"question": "a", "answer": "####  "}', "row 1 has an empty answer"),
-        ("[1, 2]", "row 1 is a list"),
-        ("", "holds no problems"),
+        (b'{"question": "a", "answer": "1"}\n\n{"question": ', r"data\.jsonl, line 3 is not JSON"),
+        (b'{"question": "a", "answer": "1"}\n{"question": "\xff"}', r"data\.jsonl, line 2 is not UTF-8"),
+        (b'{"question": "a", "answer": "1"}\n[1, 2]', r"data\.jsonl, line 2 is a list, expected an object"),
+        (b"[" * 100_000, r"data\.jsonl, line 1 is not JSON"),
+        (b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", r"data\.jsonl, line 1 is not JSON"),
+        (
+            b'{"question": "a", "answer": "####  "}',
+            r"left out 1 × no single number after '####' in 'answer' \(first: .*",
+        ),
+        (b"", r"data\.jsonl holds no problems"),
+        (b"{}", r"holds no problems"),
     ],
 )
-def test_bad_lines(tmp_path, text, words):
+def test_bad_files_are_errors(tmp_path, text, words):
     path = tmp_path / "data.jsonl"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(DataError, match=words):
         load_dataset(str(path), "train")
 
 
-def test_unknown_names(tmp_path):
-    with pytest.raises(DataError, match="'gsm9k' is neither"):
-        load_dataset("gsm9k", "train")
-    with pytest.raises(DataError, match="does not exist"):
-        load_dataset(str(tmp_path / "none.jsonl"), "train")
-    (tmp_path / "x.parquet").write_text("no")
-    with pytest.raises(DataError, match="not a parquet file"):
-        load_dataset(str(tmp_path / "x.parquet"), "train")
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.parquet", b"no", "not a parquet file"),
+        ("x.parquet", b"PAR1" + b"\0" * 40 + b"PAR1", "not a parquet file"),
+        ("x.json", b'{"a": 1}', "holds a dict, expected a list"),
+        ("x.json", b"[1]", "row 1 is a int, expected an object"),
+        ("x.json", b"[", "is not JSON"),
+        ("x.json", b"\xff\xfe", "is not UTF-8"),
+    ],
+)
+def test_other_bad_files(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        load_dataset(str(tmp_path / name), "train")
 
 
-def test_gold_answer():
+def test_bad_records_are_left_out_counted_and_told_once(tmp_path):
+    good = {"question": "q", "answer": "1"}
+    bad = [
+        {"question": "q", "answer": "#### many"},
+        {"question": "q", "answer": None},
+        {"question": "q"},
+        {"question": " ", "answer": "1"},
+        {"question": {"text": "q"}, "answer": "1"},
+        {"question": "q", "answer": float("nan")},
+        {"question": "q", "answer": ""},
+        {"question": "q", "answer": "#### 3 or 4"},
+        {"question": "\ud800", "answer": "1"},
+    ]
+    path = write(tmp_path / "data.jsonl", [good, *bad, good])
+    dataset = load_dataset(path, "train")
+    assert [problem.id for problem in dataset.problems] == [0, 10] and dataset.size == 11
+    assert dataset.notes == (
+        f"{path}: left out 9 of 11 records: "
+        f"2 × no single number after '####' in 'answer' (first: {path}, line 2); "
+        f"3 × no 'answer' (first: {path}, line 3); "
+        f"1 × empty 'question' (first: {path}, line 5); "
+        f"1 × 'question' is neither text nor a number (first: {path}, line 6); "
+        f"1 × empty answer in 'answer' (first: {path}, line 8); "
+        f"1 × 'question' is not valid Unicode (first: {path}, line 10)",
+    )
+
+
+def test_limit_reads_no_further(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "a", "answer": "1"}\n' * 3 + "not JSON\n")
+    assert load_dataset(str(path), "test", limit=3).size == 3
+    with pytest.raises(DataError, match="line 4"):
+        load_dataset(str(path), "test", limit=4)
+    assert len(load_dataset("arithmetic", "test", limit=5).problems) == 5
+    with pytest.raises(DataError, match="0 problems of dataset 'arithmetic' were asked for"):
+        load_dataset("arithmetic", "test", limit=0)
+
+
+CHAT = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "u2"}]
+TURNS = tuple((turn["role"], turn["content"]) for turn in CHAT)
+
+
+@pytest.mark.parametrize(
+    ("own", "system_prompt", "expected"),
+    [
+        ("own", None, "own"),
+        ("own", "other", "other"),
+        ("own", "", None),
+        (None, None, THINK_SYSTEM_PROMPT),
+        (None, "other", "other"),
+        (None, "", None),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_conversations_and_their_system_message(tmp_path, suffix, own, system_prompt, expected):
+    system = [{"role": "system", "content": own}] if own else []
+    path = write(tmp_path / f"data{suffix}", [{"question": [*system, *CHAT], "answer": "1"}])
+    problem = load_dataset(path, "train", system_prompt=system_prompt).problems[0]
+    assert problem.messages == ((("system", expected),) if expected else ()) + TURNS
+    assert problem.prompt == "u2"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        ["u"],
+        CHAT[:2],
+        [{"role": "system", "content": "s"}],
+        [{"role": "tool", "content": "u"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": "\udc00"}],
+        [CHAT[0], {"role": "system", "content": "s"}, CHAT[2]],
+    ],
+)
+def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
+    path = write(tmp_path / "data.jsonl", [{"question": "q", "answer": "1"}, {"question": messages, "answer": "1"}])
+    dataset = load_dataset(path, "train")
+    assert dataset.size == 2 and len(dataset.problems) == 1 and "1 × 'question'" in dataset.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gsm9k", "'gsm9k' is neither .*; did you mean 'gsm8k'"),
+        ("big_math", "did you mean 'bigmath'"),
+        ("bigmath-hard", "did you mean 'bigmath_hard'"),
+        ("dapo-math", "did you mean 'dapomath'"),
+        ("mathh", "did you mean 'math'"),
+        ("arithmetics", "did you mean 'arithmetic'"),
+        ("bigmth:/some/where", "did you mean 'bigmath:/some/where'"),
+        ("openai/gsm8k", "does not exist; did you mean 'gsm8k'"),
+        ("nothing", r"'nothing' is neither one of \['arithmetic', 'bigmath', .* '.parquet'\]$"),
+        ("none.jsonl", r"none\.jsonl does not exist$"),
+        ("math:none", r"directory none does not exist$"),
+        ("math:", r"does not exist"),
+        ("", r"'' is neither"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(name, words):
+    with pytest.raises(DataError, match=words):
+        load_dataset(name, "train")
+
+
+def test_another_kind_of_file(tmp_path):
+    (tmp_path / "x.csv").write_text("question,answer\n")
+    with pytest.raises(DataError, match=r"x\.csv does not end in one of"):
+        load_dataset(str(tmp_path / "x.csv"), "train")
+
+
+def test_gold_answers():
     assert gold_answer("a #### b #### 12 ") == "12"
-    assert gold_answer(" 12 ") == "12"
-
-
-def test_order_is_a_function_of_seed_and_epoch():
-    items = list(range(10))
-    stream = [at_cursor(items, seed=3, cursor=c, count=4) for c in range(0, 40, 4)]
-    flat = [x for part in stream for x in part]
-    assert flat == at_cursor(items, 3, 0, 40)  # however it is cut
-    assert all(Counter(flat[i : i + 10]) == Counter(items) for i in range(0, 40, 10))  # each epoch holds each once
-    assert flat[:10] != flat[10:20] and flat != at_cursor(items, 4, 0, 40)
+    assert gold_answer(" 12 ") == "12" and gold_answer("x + 1") == "x + 1"
+    assert boxed_answer(r"\boxed{1}, no: \boxed{\frac{1}{2}} and on") == r"\frac{1}{2}"
+    for read, text in ((gold_answer, " "), (gold_answer, "1 ####"), (boxed_answer, "12"), (boxed_answer, r"\boxed{ }")):
+        with pytest.raises(Unusable):
+            read(text)
 
 
 def test_generated_problems_are_disjoint():
@@ -94,31 +232,29 @@ def test_generated_problems_are_disjoint():
     assert len(train) >= 4_000 and len(test) >= 1000
     assert not {p.prompt for p in train} & {p.prompt for p in test}
     assert all(p.answer.lstrip("-").isdigit() for p in test)
+    with pytest.raises(DataError, match="'arithmetic' has no split 'dev'"):
+        load_dataset("arithmetic", "dev")
+    with pytest.raises(DataError, match="'arithmetic' has no columns"):
+        load_dataset("arithmetic", "train", reward_columns=["level"])
 
 
-def test_over_long_prompts_are_dropped_and_counted(tokenizer):
-    problems = [Problem(0, "Tom has 3 apples.", "3"), Problem(1, "Tom has 3 apples. " * 50, "3")]
-    kept, dropped = encode_problems(problems, tokenizer, "", 64)
-    assert [item.problem.id for item in kept] == [0] and dropped == 1
-    with pytest.raises(DataError, match="max_prompt_length 2; the shortest has"):
-        encode_problems(problems, tokenizer, "", 2)
-    with pytest.raises(DataError, match="no tokenizer"):
-        encode_problems(problems, None, "", 64)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_large_files_are_not_held_in_memory(tmp_path, suffix):
+    """20 MB of a column that nobody asked for: the peak stays under a tenth of it."""
+    rows = [{"question": f"q{i}", "answer": "1", "proof": "x" * 10_000} for i in range(2000)]
+    path = tmp_path / f"data{suffix}"
+    write(path, rows)
+    rows.clear()
+    tracemalloc.start()
+    dataset = load_dataset(str(path), "train")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(dataset.problems) == 2000 and peak < 2e6
 
 
-def test_prompts_have_a_fixed_width_and_their_ids(tokenizer):
-    kept, _ = encode_problems([Problem(7, "Tom has 3 apples.", "3"), Problem(9, "Ann.", "1")], tokenizer, "", 64)
-    prompts = to_prompts(kept, 64, 0)
-    assert prompts.tokens.shape == (2, 64) and prompts.ids.tolist() == [7, 9]
-    assert [len(item.tokens) for item in kept] == prompts.lengths.tolist()
-
-
-def test_prompt_without_a_chat_template():
-    class Plain:
-        chat_template = None
-
-        def __call__(self, texts):
-            return {"input_ids": [[ord(c) for c in text] for text in texts]}
-
-    assert ["".join(map(chr, ids)) for ids in encode(["p", "q"], Plain(), "s")] == ["s\n\np", "s\n\nq"]
-    assert ["".join(map(chr, ids)) for ids in encode(["p"], Plain(), "")] == ["p"]
+def test_only_wanted_columns_of_a_parquet_file_are_read(tmp_path):
+    path = tmp_path / "data.parquet"
+    write(path, [{"question": "q", "answer": "1", "proof": "x"}])
+    source = open_file(path, {"question", "absent"})
+    assert source.columns == ["question", "answer", "proof"]
+    assert list(source.records) == [("row 1", {"question": "q"})]

@@ -117,6 +117,16 @@ def test_score_refuses(reward, words):
         score({"mine": reward}, (1.0,), ["p"] * 2, ["c"] * 2, ["x"] * 2)
 
 
+def test_columns_reach_every_reward_by_name():
+    def reward(*, answer, level, **_):
+        return [float(a == "x") * n for a, n in zip(answer, level, strict=True)]
+
+    totals, _ = score(
+        {"mine": reward}, (1.0,), ["p"] * 2, ["c"] * 2, ["x", "y"], level=[3, 4], rewards=["any name", ""]
+    )
+    assert totals == [3.0, 0.0]
+
+
 def test_reward_from_a_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(

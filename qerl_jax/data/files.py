@@ -1,0 +1,134 @@
+"""Records of dataset files, one at a time: JSON lines, JSON lists and parquet, alone or as shards in a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+FILE_KINDS = (".jsonl", ".json", ".parquet")
+_ROWS_AT_ONCE = 256  # of a parquet file: few, because a row of a code dataset can hold a megabyte of tests
+
+
+class DataError(ValueError):
+    """A dataset that cannot be used; the message names the file, the line or column, and what was expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Records to be read once, from first to last.
+
+    Attributes:
+      where: the file, or the dataset on the hub.
+      columns: names of its columns; of JSON those of the first record. Empty where there are no records.
+      records: (place, record): a place is "line 7" or "row 7", counted from 1.
+    """
+
+    where: str
+    columns: list[str]
+    records: Iterable[tuple[str, dict[str, Any]]]
+
+
+def open_file(path: Path, wanted: Collection[str]) -> Source:
+    """A file's records. Only `wanted` columns of a parquet file are read, a few hundred rows at a time; JSON lines are
+    read line by line, a JSON list whole.
+
+    Raises DataError naming the file and line, at once or while the records are read.
+    """
+    if path.suffix not in FILE_KINDS:
+        raise DataError(f"dataset file {path} does not end in one of {list(FILE_KINDS)}")
+    if path.suffix == ".parquet":
+        return _open_parquet(path, wanted)
+    records = iter(_json_lines(path) if path.suffix == ".jsonl" else _json_list(path))
+    first = next(records, None)
+    if first is None:
+        return Source(str(path), [], ())
+    return Source(str(path), sorted(first[1]), itertools.chain([first], records))
+
+
+def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
+    import pyarrow
+    import pyarrow.parquet
+
+    def bad(error: Exception) -> DataError:
+        return DataError(f"{path} is not a parquet file that can be read: {error}")
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise bad(error) from error
+    names = file.schema_arrow.names
+
+    def records() -> Iterator[tuple[str, dict[str, Any]]]:
+        number = itertools.count(1)
+        try:
+            with file:
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name for name in names if name in wanted]):
+                    yield from ((f"row {next(number)}", row) for row in batch.to_pylist())
+        except (pyarrow.ArrowException, OSError) as error:
+            raise bad(error) from error
+
+    return Source(str(path), names, records())
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            place = f"line {number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, {place} is not UTF-8 text: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}, {place} is not JSON: {error}") from error
+            yield place, _object(row, path, place)
+
+
+def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path} holds a {type(rows).__name__}, expected a list of objects")
+    for number, row in enumerate(rows, 1):
+        place = f"row {number}"
+        yield place, _object(row, path, place)
+
+
+def _object(row: Any, path: Path, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, {place} is a {type(row).__name__}, expected an object with columns")
+    return row
+
+
+def split_files(directory: Path, split: str, subset: str | None = None) -> list[Path]:
+    """The files of a split in a directory, in the order of their names: `train.jsonl`, `train-00000-of-00002.parquet`
+    or whatever else begins with the split's name, lying in the directory itself or, as the hub lays datasets out, in
+    its folder `data/` or that of the subset.
+
+    Raises DataError if there are none, or files of two kinds.
+    """
+    folders = [folder for name in (subset, "data") if name and (folder := directory / name).is_dir()]
+    folder = (folders or [directory])[0]
+    files = sorted(
+        path for path in folder.iterdir() if path.suffix in FILE_KINDS and re.split("[-_.]", path.name)[0] == split
+    )
+    if not files:
+        present = sorted(path.name for path in folder.iterdir())[:10]
+        raise DataError(
+            f"{folder} has no file of the split {split!r}, named {split}… and ending in one of {list(FILE_KINDS)}; "
+            f"it holds {present}"
+        )
+    kinds = sorted({path.suffix for path in files})
+    if len(kinds) > 1:
+        raise DataError(f"{folder} holds the split {split!r} as {' and '.join(kinds)}: name one of the files")
+    return files

@@ -1,0 +1,166 @@
+"""Published datasets as data: where each lies, which columns it has, what is kept of it, how it is asked and scored.
+
+The first six are the sets of QeRL's `utils/data.py` and `qerl.py`, from the same places, with the same columns, filters
+and rewards; the system prompts ask for the same formats in our own words. Departures: GSM8K gets the system prompt that
+its reward needs (QeRL's is commented out), and gold answers keep their commas, which the reward understands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from qerl_jax.rewards.answers import parse_number, unbox
+
+THINK_SYSTEM_PROMPT = (
+    "Solve the problem step by step. Put your reasoning between <think> and </think>, then give only the final "
+    "answer between <answer> and </answer>."
+)
+ANSWER_LINE_SYSTEM_PROMPT = (
+    'Solve the problem step by step. End with a line that holds nothing but "Answer: " and the final answer.'
+)
+PROGRAM_SYSTEM_PROMPT = (
+    "Think the problem through first. Then give one complete Python program that reads standard input and writes "
+    "standard output, in a block that opens with ```python and closes with ```."
+)
+
+
+class Unusable(ValueError):
+    """A record that makes no problem; the message is the reason under which it is counted."""
+
+
+def whole_answer(text: str) -> str:
+    """The text itself, stripped. Raises Unusable if nothing is left."""
+    if not text.strip():
+        raise Unusable("empty answer")
+    return text.strip()
+
+
+def hash_answer(text: str) -> str:
+    """The number after the last "####", where GSM8K puts it, as it is written. Raises Unusable without one."""
+    _, mark, answer = text.rpartition("####")
+    if not mark or parse_number(answer) is None:
+        raise Unusable("no single number after '####'")
+    return answer.strip()
+
+
+def gold_answer(text: str) -> str:
+    """The number after the last "####"; a text without that mark is the answer itself. Raises Unusable."""
+    return hash_answer(text) if "####" in text else whole_answer(text)
+
+
+def boxed_answer(text: str) -> str:
+    """Contents of the last `\\boxed{…}`, where MATH's solutions put the answer. Raises Unusable without one."""
+    if "\\boxed{" not in text:
+        raise Unusable("no \\boxed{…}")
+    return whole_answer(unbox(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A published dataset.
+
+    Attributes:
+      hub_id: on the Hugging Face hub.
+      subset: its configuration there, and the folder of it in a local copy; None for the only one.
+      splits: those it has.
+      prompt_column: a text, or a list of {role, content}.
+      answers: columns that can hold the answer, each with how it is read; the first that a file has counts. Without
+        any, only `extra` tells right from wrong.
+      system_prompt: goes with prompts that bring none of their own; "" for none.
+      rewards: names of reward functions and their weights.
+      max_prompt_characters: longer prompts are left out.
+      extra: columns that travel with each problem to the rewards.
+    """
+
+    hub_id: str
+    subset: str | None
+    splits: tuple[str, ...]
+    prompt_column: str
+    answers: tuple[tuple[str, Callable[[str], str]], ...]
+    system_prompt: str
+    rewards: Mapping[str, float]
+    max_prompt_characters: int | None = None
+    extra: tuple[str, ...] = ()
+
+
+NUMBER_REWARDS = MappingProxyType({"answer": 2.0, "soft_format": 0.2})
+"""Of GSM8K, the generated problems and plain files."""
+_FORMULA_REWARDS = MappingProxyType({"math_verify": 1.0, "soft_format": 0.2})
+_ANSWER_LINE_REWARDS = MappingProxyType({"dapo": 1.0})
+
+_BIGMATH = Preset(
+    hub_id="open-r1/Big-Math-RL-Verified-Processed",
+    subset="level_3_4_5",
+    splits=("train",),
+    prompt_column="prompt",
+    answers=(("solution", whole_answer),),
+    system_prompt=THINK_SYSTEM_PROMPT,
+    rewards=_FORMULA_REWARDS,
+    max_prompt_characters=1024,
+)
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "gsm8k": Preset(
+            hub_id="openai/gsm8k",
+            subset="main",
+            splits=("train", "test"),
+            prompt_column="question",
+            answers=(("answer", hash_answer),),
+            system_prompt=THINK_SYSTEM_PROMPT,
+            rewards=NUMBER_REWARDS,
+        ),
+        "bigmath": _BIGMATH,
+        "bigmath_hard": dataclasses.replace(_BIGMATH, subset="level_4_5"),
+        "dapomath": Preset(
+            hub_id="open-r1/DAPO-Math-17k-Processed",
+            subset="en",
+            splits=("train",),
+            prompt_column="source_prompt",  # a user's message that asks for the answer line itself
+            answers=(("solution", whole_answer),),
+            system_prompt="",
+            rewards=_ANSWER_LINE_REWARDS,
+            max_prompt_characters=1024,
+        ),
+        "miromind": Preset(
+            hub_id="miromind-ai/MiroMind-M1-RL-62K",
+            subset=None,
+            splits=("train",),
+            prompt_column="problem",
+            answers=(("clean_answer", whole_answer),),
+            system_prompt=ANSWER_LINE_SYSTEM_PROMPT,
+            rewards=_ANSWER_LINE_REWARDS,
+            max_prompt_characters=1024,
+        ),
+        "codeforces": Preset(
+            hub_id="open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
+            subset=None,
+            splits=("train",),
+            prompt_column="problem",
+            answers=(),
+            system_prompt=PROGRAM_SYSTEM_PROMPT,
+            rewards=MappingProxyType({"code": 1.0}),
+            extra=("verification_info",),
+        ),
+        "math": Preset(
+            hub_id="DigitalLearningGmbH/MATH-lighteval",
+            subset=None,
+            splits=("train", "test"),
+            prompt_column="problem",
+            answers=(("answer", whole_answer), ("solution", boxed_answer)),
+            system_prompt=THINK_SYSTEM_PROMPT,
+            rewards=_FORMULA_REWARDS,
+        ),
+        "math500": Preset(
+            hub_id="HuggingFaceH4/MATH-500",
+            subset=None,
+            splits=("test",),
+            prompt_column="problem",
+            answers=(("answer", whole_answer),),
+            system_prompt=THINK_SYSTEM_PROMPT,
+            rewards=_FORMULA_REWARDS,
+        ),
+    }
+)

@@ -1,0 +1,54 @@
+"""The order in which a run meets its problems, as a pure function of (seed, cursor): resuming needs no other state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+_WHICH_SET = (0, 0, 1)  # of the seed sequence; the orders within sets have two words after the seed
+
+
+def at_cursor(items: Sequence[T], seed: int, cursor: int, count: int, stream: int = 0) -> list[T]:
+    """The `count` items that follow the first `cursor` of a run: each epoch is a permutation that depends on (seed,
+    epoch, stream) alone.
+    """
+    epochs = range(cursor // len(items), (cursor + count - 1) // len(items) + 1)
+    order = np.concatenate([np.random.default_rng([seed, epoch, stream]).permutation(len(items)) for epoch in epochs])
+    start = cursor - epochs[0] * len(items)
+    return [items[index] for index in order[start : start + count]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream(Generic[T]):
+    """Items of one or several sets, without end.
+
+    Without weights the sets are one. With them, each draw takes set s with probability `weights[s] / sum(weights)`, and
+    of that set the next item in its own order, so that none comes again before all of its set have come.
+    """
+
+    sets: tuple[Sequence[T], ...]
+    weights: tuple[float, ...] | None
+    seed: int
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    def at(self, cursor: int, count: int) -> list[T]:
+        """The `count` items that follow the first `cursor` of a run."""
+        if self.weights is None:
+            return at_cursor([item for items in self.sets for item in items], self.seed, cursor, count)
+        borders = np.cumsum(self.weights)[:-1] / np.sum(self.weights)
+        # From the start, so that a draw depends on its place alone: a longer array of these begins with the shorter.
+        draws = np.random.default_rng([self.seed, *_WHICH_SET]).random(cursor + count)
+        which = np.searchsorted(borders, draws, side="right")
+        mixed = {}
+        for s, items in enumerate(self.sets):
+            places = np.flatnonzero(which[cursor:] == s)
+            if len(places):
+                before = int(np.count_nonzero(which[:cursor] == s))
+                mixed |= dict(zip(places, at_cursor(items, self.seed, before, len(places), s + 1), strict=True))
+        return [mixed[place] for place in range(count)]

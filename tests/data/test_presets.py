@@ -1,0 +1,210 @@
+"""Presets: five invented records in each published schema, from a local copy and as the hub would give them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, THINK_SYSTEM_PROMPT, hash_answer
+from qerl_jax.data.problems import DataError, load_dataset, rewards_of
+from qerl_jax.rewards import functions
+
+FIXTURES = Path(__file__).parent / "presets"
+TEXT = pa.string()
+MESSAGES = pa.list_(pa.struct([("content", TEXT), ("role", TEXT)]))
+TESTS = pa.list_(pa.struct([(name, TEXT) for name in ("fn_name", "input", "output", "type")]))
+LIMITS = [(name, TEXT) for name in ("difficulty", "memory_limit", "problem_url", "time_limit")]
+
+
+def texts(*names: str) -> list[tuple[str, pa.DataType]]:
+    return [(name, TEXT) for name in names]
+
+
+# Columns and types of the dataset cards; of miromind, which has none, those that its authors' script names.
+SCHEMAS = {
+    "gsm8k": texts("question", "answer"),
+    "bigmath": [
+        *texts("prompt", "solution", "source"),
+        ("domain", pa.list_(TEXT)),
+        ("llama8b_solve_rate", pa.float64()),
+    ],
+    "dapomath": [
+        *texts("prompt", "solution", "data_source", "ability"),
+        ("source_prompt", MESSAGES),
+        ("reward_model", pa.struct(texts("ground_truth", "style"))),
+        ("extra_info", pa.struct(texts("index"))),
+    ],
+    "miromind": [*texts("problem", "clean_answer"), ("pass_ratio", pa.float64())],
+    "codeforces": [
+        *texts("source", "task_type", "in_source_id", "problem", "gold_standard_solution", "problem_id"),
+        ("metadata", pa.struct([*LIMITS, ("memory_limit_bytes", pa.int64())])),
+        ("verification_info", pa.struct([("language", TEXT), ("test_cases", TESTS)])),
+        ("test_reward", pa.float64()),
+    ],
+    "math": texts("problem", "level", "solution", "type"),
+    "math500": [*texts("problem", "solution", "answer", "subject", "unique_id"), ("level", pa.int64())],
+}
+SCHEMAS["bigmath_hard"] = SCHEMAS["bigmath"]
+
+# By hand from the fixtures: split, file, ids kept, their answers, and why the fifth is left out.
+EXPECTED = {
+    "gsm8k": ("train", "train", [0, 1, 2, 4], ["36", "1,200", "-4", "3"], "no single number after '####'"),
+    "bigmath": (
+        "train",
+        "level_3_4_5/train-00000-of-00001",
+        [0, 2, 4],
+        ["3", r"\sqrt{2}", "5,040"],
+        "'prompt' over 1024",
+    ),
+    "bigmath_hard": ("train", "level_4_5/train-00000-of-00001", [0, 2, 4], ["3", r"\sqrt{2}", "5,040"], "empty answer"),
+    "dapomath": ("train", "en/train-00000-of-00001", [0, 1, 3, 4], ["9", "1", "20", "7"], "'source_prompt' over 1024"),
+    "miromind": (
+        "train",
+        "data/train-00000-of-00001",
+        [0, 1, 3, 4],
+        ["15", "42", r"\frac{3}{4}", "10"],
+        "'problem' over 1024",
+    ),
+    "codeforces": ("train", "data/train-00000-of-00001", [0, 1, 2, 4], ["", "", "", ""], "no 'verification_info'"),
+    "math": (
+        "train",
+        "data/train-00000-of-00001",
+        [0, 1, 2, 4],
+        ["30", r"\frac{1}{8}", "(x-3)(x+3)", r"\frac{1}{2}"],
+        r"no \boxed{…}",
+    ),
+    "math500": ("test", "test", [0, 1, 2, 3, 4], ["9", "25", "49", "121", "169"], None),
+}
+
+
+def records(name: str) -> list[dict]:
+    folder = FIXTURES / ("bigmath" if name == "bigmath_hard" else name)
+    return [json.loads(line) for line in (folder / f"{EXPECTED[name][1]}.jsonl").read_text().splitlines()]
+
+
+def table(name: str) -> pa.Table:
+    return pa.Table.from_pylist(records(name), pa.schema(SCHEMAS[name]))
+
+
+def check(name: str, dataset) -> None:
+    _, _, ids, answers, reason = EXPECTED[name]
+    preset, rows = PRESETS[name], records(name)
+    assert [problem.id for problem in dataset.problems] == ids
+    assert [problem.answer for problem in dataset.problems] == answers
+    assert dataset.size == 5 and dataset.system_prompt == preset.system_prompt
+    assert (len(dataset.notes) == 0) if reason is None else (reason in dataset.notes[0])
+    for problem in dataset.problems:
+        asked = rows[problem.id][preset.prompt_column]
+        if name == "dapomath":
+            assert problem.messages == (("user", asked[0]["content"]),) and problem.prompt == asked[0]["content"]
+        else:
+            assert problem.messages is None and problem.prompt == asked
+        assert dict(problem.extra) == {column: rows[problem.id][column] for column in preset.extra}
+
+
+def test_every_preset_has_a_fixture():
+    assert set(PRESETS) == set(SCHEMAS) == set(EXPECTED)
+    for name in PRESETS:
+        assert set(records(name)[0]) == {column for column, _ in SCHEMAS[name]} and len(records(name)) == 5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_from_a_directory_of_json_lines(name):
+    folder = FIXTURES / ("bigmath" if name == "bigmath_hard" else name)
+    check(name, load_dataset(f"{name}:{folder}", EXPECTED[name][0]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_from_parquet_in_the_published_schema(name, tmp_path):
+    """Laid out as the hub does; and flat, as one file of the subset."""
+    file = tmp_path / "copy" / f"{EXPECTED[name][1]}.parquet"
+    file.parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(table(name), file)
+    check(name, load_dataset(f"{name}:{tmp_path / 'copy'}", EXPECTED[name][0]))
+    check(name, load_dataset(f"{name}:{file}", EXPECTED[name][0]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_from_the_hub(name, monkeypatch):
+    """The hub's library is asked for the published address, subset and split, and gives rows of the published types."""
+    asked = []
+
+    def load(address, subset, split):
+        asked.append((address, subset, split))
+        return datasets.Dataset(table(name))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    check(name, load_dataset(name, EXPECTED[name][0]))
+    assert asked == [(PRESETS[name].hub_id, PRESETS[name].subset, EXPECTED[name][0])]
+
+
+def test_addresses_and_levels():
+    """QeRL's `utils/data.py`: levels 3 to 5 for bigmath, 4 and 5 for bigmath_hard."""
+    assert PRESETS["bigmath"].subset == "level_3_4_5" and PRESETS["bigmath_hard"].subset == "level_4_5"
+    assert PRESETS["bigmath"] == dataclasses.replace(PRESETS["bigmath_hard"], subset="level_3_4_5")
+    hard = load_dataset(f"bigmath_hard:{FIXTURES / 'bigmath'}", "train")
+    assert all(problem.prompt.startswith("(hard)") for problem in hard.problems)
+
+
+def test_without_network_the_error_names_the_local_form():
+    with pytest.raises(DataError, match=r"cannot read openai/gsm8k from the Hugging Face hub: .*gsm8k:DIRECTORY"):
+        load_dataset("gsm8k", "train")  # conftest sets HF_HUB_OFFLINE
+    with pytest.raises(DataError, match=r"'bigmath' has no split 'test' on the hub, only \['train'\]"):
+        load_dataset("bigmath", "test")
+
+
+def test_two_subsets_side_by_side_are_not_mixed_up(tmp_path):
+    """A local copy without the subset's folder is taken as that subset; one with another subset's only is refused."""
+    (tmp_path / "level_5").mkdir()
+    with pytest.raises(DataError, match="has no file of the split 'train'"):
+        load_dataset(f"bigmath:{tmp_path}", "train")
+
+
+def test_gsm8k_gets_the_system_prompt_its_reward_needs():
+    """In QeRL it is commented out, so that nothing asks for the `<answer>` that is scored."""
+    dataset = load_dataset(f"gsm8k:{FIXTURES / 'gsm8k'}", "train")
+    assert dataset.system_prompt == THINK_SYSTEM_PROMPT
+    for name, preset in PRESETS.items():
+        if "soft_format" in preset.rewards:
+            tags = re.findall(r"</?(?:think|answer)>", preset.system_prompt)
+            assert tags == ["<think>", "</think>", "<answer>", "</answer>"], name
+    assert "Answer: " in ANSWER_LINE_SYSTEM_PROMPT == PRESETS["miromind"].system_prompt
+    assert "```python" in PRESETS["codeforces"].system_prompt
+
+
+def test_gold_answers_with_commas_can_be_matched():
+    """In QeRL they never match (79 of the training answers, 14 of the test answers)."""
+    gold = load_dataset(f"gsm8k:{FIXTURES / 'gsm8k'}", "train").problems[1].answer
+    assert gold == "1,200"
+    given = ["<answer>1200</answer>", "<answer> 1,200 </answer>", "<answer>1</answer>"]
+    assert functions.answer(completions=given, answer=[gold] * 3) == [1.0, 1.0, 0.0]
+
+
+def test_the_number_after_the_last_mark():
+    assert hash_answer("4 #### 5\n#### $1,200.50 ") == "$1,200.50"
+
+
+def test_what_a_preset_needs_and_what_was_asked_for_beside_it():
+    dataset = load_dataset(f"codeforces:{FIXTURES / 'codeforces'}", "train", reward_columns=["metadata", "test_reward"])
+    assert [problem.id for problem in dataset.problems] == [0, 1, 2, 4]  # the fourth has metadata, but no tests
+    assert set(dataset.problems[0].extra) == {"verification_info", "metadata", "test_reward"}
+
+
+def test_rewards_of_datasets():
+    assert dict(rewards_of(["gsm8k"])) == {"answer": 2.0, "soft_format": 0.2}
+    assert dict(rewards_of([f"bigmath:{FIXTURES / 'bigmath'}", "math"])) == {"math_verify": 1.0, "soft_format": 0.2}
+    assert dict(rewards_of(["dapomath", "miromind"])) == {"dapo": 1.0} and dict(rewards_of(["codeforces"])) == {
+        "code": 1.0
+    }
+    assert rewards_of(["arithmetic"]) == rewards_of([str(FIXTURES / "gsm8k")]) == rewards_of(["gsm8k"])
+    with pytest.raises(
+        DataError, match=r"different rewards \(gsm8k \['answer', 'soft_format'\], dapomath \['dapo'\]\)"
+    ):
+        rewards_of(["gsm8k", "dapomath"])

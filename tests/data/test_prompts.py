@@ -1,0 +1,103 @@
+"""Problems to token ids: the chat template, what becomes of long prompts, a fixed width."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qerl_jax.data.files import DataError
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import encode, encode_problems, load_encoded, to_prompts
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(model_path("tiny"))
+
+
+SHORT, LONG = Problem(0, "Tom has 3 apples.", "3"), Problem(1, "Tom has 3 apples. " * 50, "3")
+
+
+def test_over_long_prompts_are_dropped_and_counted(tokenizer):
+    kept, overlong = encode_problems([SHORT, LONG], tokenizer, "", 64)
+    assert [item.problem.id for item in kept] == [0] and overlong == 1
+    with pytest.raises(DataError, match="max_prompt_length 2; the shortest has"):
+        encode_problems([SHORT, LONG], tokenizer, "", 2)
+    with pytest.raises(DataError, match="no tokenizer"):
+        encode_problems([SHORT], None, "", 64)
+
+
+def test_over_long_prompts_cut_on_the_left_or_refused(tokenizer):
+    whole = encode([SHORT, LONG], tokenizer, "")
+    kept, overlong = encode_problems([SHORT, LONG], tokenizer, "", 64, "truncate_left")
+    assert overlong == 1 and [list(item.tokens) for item in kept] == [whole[0], whole[1][-64:]]
+    with pytest.raises(DataError, match=rf"problem 1 has {len(whole[1])} tokens, max_prompt_length 64: 'Tom has 3"):
+        encode_problems([SHORT, LONG], tokenizer, "", 64, "error")
+    with pytest.raises(DataError, match="'cut' is not one of"):
+        encode_problems([SHORT], tokenizer, "", 64, "cut")
+
+
+def test_prompts_have_a_fixed_width_and_their_ids(tokenizer):
+    kept, _ = encode_problems([Problem(7, "Tom has 3 apples.", "3"), Problem(9, "Ann.", "1")], tokenizer, "", 64)
+    prompts = to_prompts(kept, 64, 0)
+    assert prompts.tokens.shape == (2, 64) and prompts.ids.tolist() == [7, 9]
+    assert [len(item.tokens) for item in kept] == prompts.lengths.tolist()
+
+
+class Plain:
+    """A tokenizer without a chat template, a token a character."""
+
+    chat_template = None
+
+    def __call__(self, texts):
+        return {"input_ids": [[ord(c) for c in text] for text in texts]}
+
+
+def test_prompt_without_a_chat_template():
+    chat = Problem(2, "c", "1", messages=(("user", "a"), ("assistant", "b"), ("user", "c")))
+    texts = ["".join(map(chr, ids)) for ids in encode([Problem(0, "p", "1"), Problem(1, "q", "1"), chat], Plain(), "s")]
+    assert texts == ["s\n\np", "s\n\nq", "a\n\nb\n\nc"]
+    assert ["".join(map(chr, ids)) for ids in encode([Problem(0, "p", "1")], Plain(), "")] == ["p"]
+
+
+def test_conversations_pass_through_the_chat_template_as_they_are(tokenizer):
+    messages = (("system", "be brief"), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"))
+    (ids,) = encode([Problem(0, "2+2?", "4", messages=messages)], tokenizer, "not this one")
+    turns = [{"role": role, "content": content} for role, content in messages]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert "be brief" in tokenizer.decode(ids) and "not this one" not in tokenizer.decode(ids)
+
+
+def test_a_template_that_fails_is_bad_input(tokenizer):
+    class Strict:
+        chat_template = "strict"
+
+        def apply_chat_template(self, turns, **_):
+            return tokenizer.apply_chat_template(turns, chat_template="{{ raise_exception('no') }}", tokenize=False)
+
+    with pytest.raises(DataError, match=r"chat template fails on .*apples.*no"):
+        encode([SHORT], Strict(), "")
+
+
+def test_no_answers_to_evaluate_by(tokenizer):
+    name = f"codeforces:{Path(__file__).parent / 'presets' / 'codeforces'}"
+    options = {"prompt_column": "", "answer_column": "", "system_prompt": None, "max_prompt_length": 256}
+    assert len(load_encoded(name, "train", tokenizer, **options)[0]) == 4
+    with pytest.raises(DataError, match="codeforces' has no answers to evaluate by"):
+        load_encoded(name, "train", tokenizer, **options, need_answers=True)
+
+
+def test_what_was_left_out_is_told(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    rows = [{"question": SHORT.prompt, "answer": "3"}, {"question": LONG.prompt, "answer": "3"}, {"question": "x"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = {"prompt_column": "question", "answer_column": "answer", "system_prompt": "", "max_prompt_length": 64}
+    items, dataset, notes = load_encoded(str(path), "train", tokenizer, **options)
+    assert len(items) == 1 and dataset.size == 3
+    assert notes == [*dataset.notes, f"{path}: dropped 1 of 2 prompts longer than 64 tokens"]
+    items, _, notes = load_encoded(str(path), "train", tokenizer, **options, overlong_prompts="truncate_left")
+    assert len(items) == 2 and notes[1] == f"{path}: cut the beginning of 1 of 2 prompts longer than 64 tokens"
