@@ -7,6 +7,7 @@ Defaults are the paper's (QeRL, arXiv 2510.11696, §4 and appendix); `configs/` 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from pathlib import Path
@@ -220,6 +221,7 @@ FREE_ON_RESUME = frozenset(
     {"output_dir", "resume", "overwrite", "save_steps", "save_total_limit", "rollout_memory_gb", "eval_batch_size"}
 )
 
+_LARGEST_INT = 2**31 - 1  # counts and seeds are int32 on the device
 _AT_LEAST: dict[str, float] = {
     "max_prompt_length": 1,
     "max_completion_length": 1,
@@ -275,6 +277,8 @@ def _check_contradictions(config: Config) -> None:
     divides("gradient_accumulation_steps", "batch_size")
     _check_datasets(config)
     _check_rewards(config)
+    if not config.output_dir:
+        raise ConfigError("output_dir is empty: name the directory that the run writes to")
     if config.lora_rank == 0 and not config.train_norms:
         raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
     if config.overwrite and config.resume != "never":
@@ -344,12 +348,16 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     if hint in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
             number = float(value)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ConfigError(f"{name} must be a number, got {value!r}") from error
-        if hint is float and number == number and abs(number) != float("inf"):
+        if not math.isfinite(number):
+            raise ConfigError(f"{name} must be finite, got {value!r}")
+        if hint is float:
             return number
-        if hint is int and number == int(number):
-            return int(value) if isinstance(value, int) else int(number)
+        if number == int(number):
+            if abs(number) > _LARGEST_INT:
+                raise ConfigError(f"{name} must be at most {_LARGEST_INT}, got {value!r}")
+            return int(number)
     if hint in (bool, str) and isinstance(value, hint):
         return value
     raise ConfigError(f"{name} must be of type {hint.__name__}, got {value!r}")
@@ -363,6 +371,8 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
         name = str(key).replace("-", "_")
         if name not in fields:
             raise ConfigError(f"{where}: unknown key {key!r}{_suggestion(name, fields)}")
+        if name in known:
+            raise ConfigError(f"{where}: {name} is given twice, as {known[name]!r} and as {value!r}")
         known[name] = value
     try:
         return Config(**known)
@@ -385,14 +395,30 @@ def load(path: str | Path) -> Config:
     if not path.exists():
         raise ConfigError(f"config file {path} does not exist")
     try:
-        values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text()
+        _refuse_doubles(yaml.compose(text, yaml.SafeLoader), str(path))
+        values = yaml.safe_load(text)
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, a date that is none, nested too deep
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of fields")
     return from_mapping(values, str(path))
+
+
+def _refuse_doubles(node: Any, where: str) -> None:
+    """YAML readers take the last of two equal keys; here that would hide a line of the file."""
+    seen: dict[str, int] = {}
+    for key, _ in node.value if getattr(node, "id", None) == "mapping" else ():
+        if not isinstance(key.value, str):
+            continue
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise ConfigError(f"{where}: {key.value!r} is given twice, in lines {seen[key.value]} and {line}")
+        seen[key.value] = line
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

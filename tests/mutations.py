@@ -42,6 +42,24 @@ def change_length(data: bytes, rng: np.random.Generator) -> bytes:
     ][rng.integers(8)]
 
 
+def change_text(data: bytes, rng: np.random.Generator) -> bytes:
+    """A text with a line lost, doubled, moved or joined with the next, or with other bytes or another length."""
+    lines, kind = data.splitlines(keepends=True), rng.integers(6)
+    at, to = (int(x) for x in rng.integers(0, max(1, len(lines)), 2))
+    if kind == 4 or not lines:
+        return change_bytes(data, rng)
+    if kind == 5:
+        return change_length(data, rng)
+    line = lines.pop(at)
+    if kind == 1:
+        lines[at:at] = [line, line]
+    elif kind == 2:
+        lines.insert(to, line)
+    elif kind == 3:
+        lines.insert(at, line.rstrip(b"\r\n"))
+    return b"".join(lines)
+
+
 def change_value(value: Any, rng: np.random.Generator) -> Any:
     """A copy of a JSON value in which one leaf or one key is another, is gone or is doubled."""
     value = copy.deepcopy(value)

@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 import safetensors
 import small
+import yaml
 
 from qerl_jax import train
+from qerl_jax.config import Config, to_mapping
 from qerl_jax.io import names
 from qerl_jax.models.qwen2 import FUSED
 from qerl_jax.types import Policy
@@ -69,14 +71,19 @@ def time_limit(seconds: int):
 
 @pytest.fixture
 def attempt(monkeypatch, capsys):
-    """Run `main` up to where it has read all its input. Returns its error, or None and what `load` and `load_problems`
-    gave.
+    """Run `main` up to where it has read all its input. Returns its error or None, and the config and what `load` and
+    `load_problems` gave.
     """
     seen = {}
 
     def remember(name):
         real = getattr(train, name)
-        monkeypatch.setattr(train, name, lambda *args: seen.setdefault(name, real(*args)))
+
+        def call(config, *others):
+            seen["config"] = config
+            return seen.setdefault(name, real(config, *others))
+
+        monkeypatch.setattr(train, name, call)
 
     def stop(*_: object):
         raise Loaded
@@ -219,3 +226,48 @@ def weight_bytes(module: str, weight: object, rows: slice):
 def as_stored(vector: jax.Array) -> bytes:
     """A norm is kept in fp32 and stored in bf16, which loses nothing on the way back."""
     return np.asarray(vector).astype(jax.numpy.bfloat16).tobytes()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_damaged_config_is_refused_or_read_as_written(models, dataset, attempt, tmp_path, block):
+    """40 mutations a block: of the values, and of the text."""
+    plain = {
+        **to_mapping(Config(model=str(models[1]), dataset=str(dataset), output_dir=str(tmp_path / "out"))),
+        **{"lora_rank": 2, "max_prompt_length": 120, "max_completion_length": 8},
+    }
+    refused = 0
+    for case in range(40 * block, 40 * block + 40):
+        rng, path = np.random.default_rng([2, case]), tmp_path / f"config{case}.yaml"
+        values = mutations.change_value(plain, rng) if case % 2 else plain
+        path.write_bytes(yaml.safe_dump(values, sort_keys=False).encode(errors="surrogatepass"))
+        if values is plain:
+            path.write_bytes(mutations.change_text(path.read_bytes(), rng))
+        try:
+            error, seen = attempt(["--config", str(path)])
+            if error is None:
+                assert_read_as_written(seen["config"], path)
+            else:
+                refused += 1
+                names_file_or_field = any(word in error for word in (str(path), *to_mapping(Config())))
+                assert names_file_or_field or any(repr(value) in error for value in given(path)), error
+        except Exception as error:
+            raise AssertionError(f"case {case}: {path.read_text(errors='replace')}") from error
+    assert 5 < refused < 40
+
+
+def given(path: Path) -> list:
+    """Values of a YAML file, and of the lists in it."""
+    values = yaml.safe_load(path.read_bytes()).values()
+    return [item for value in values for item in (value if isinstance(value, list) else [value])]
+
+
+def assert_read_as_written(config: Config, path: Path) -> None:
+    """Every line of the file is in the config, as the value that YAML says, and nothing else is."""
+    pairs = [(key.value, node) for key, node in yaml.compose(path.read_bytes(), yaml.SafeLoader).value]
+    read = {key.replace("-", "_"): value for key, value in yaml.safe_load(path.read_bytes()).items()}
+    assert len(pairs) == len(read)
+    for name, default in to_mapping(Config()).items():
+        value, got = read.get(name, default), to_mapping(config)[name]
+        if isinstance(value, str) and isinstance(got, int | float):
+            value = float(value)
+        assert got == value and isinstance(got, bool) == isinstance(value, bool), name
