@@ -400,6 +400,8 @@ def load(path: str | Path) -> Config:
         values = yaml.safe_load(text)
     except ConfigError:
         raise
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{path}, line {error.problem_mark.line + 1} is not YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, a date that is none, nested too deep
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if values is None:
