@@ -180,14 +180,14 @@ def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Str
 
 def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
     """The state to start from: `state` itself, or the newest checkpoint under `resume`."""
-    if config.resume == "never" or (config.resume == "auto" and checkpoints.latest_step() is None):
+    if config.resume == "never":
         return state
-    if config.resume == "auto":
-        state = checkpoints.restore(state)
-    else:
-        source = Checkpointer(Path(config.resume), config.save_total_limit)
-        state = source.restore(state)
-        source.close()
+    source = checkpoints if config.resume == "auto" else Checkpointer(Path(config.resume), keep=None)
+    for step in source.incomplete_steps():
+        console.print(f"{source.directory / str(step)} is incomplete and left out: it has no manifest")
+    if config.resume == "auto" and source.latest_step() is None:
+        return state
+    state = source.restore(state)
     console.print(f"continuing after step {int(state.step)} of {config.max_steps}")
     return state
 

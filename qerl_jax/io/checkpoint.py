@@ -1,10 +1,21 @@
-"""Checkpoints with orbax: atomic, the newest few kept, bit-exact.
+"""Checkpoints with orbax: atomic, the newest few kept, bit-exact, and checked file by file before they are read.
 
-A checkpoint holds the arrays of a `TrainState` by their path in the tree, and the config they belong to.
+A checkpoint is `checkpoints/STEP/`: the arrays of a `TrainState` by their path in the tree, as orbax writes them, and
+`manifest.json`, written last: the config, every array's dtype and shape, every file's SHA-256. Without it a checkpoint
+is incomplete and as good as absent. Orbax itself has a checksum for its index but none for an array's bytes, and
+answers a damaged file with pages of traces.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import hashlib
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +23,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from qerl_jax.config import ConfigError, differences, to_mapping
+from qerl_jax.io.files import one_line, write_json
+from qerl_jax.io.safetensors import CheckpointError, read_json
 from qerl_jax.types import TrainState
 
 CHECKPOINTS_DIR = "checkpoints"
+MANIFEST_FILE = "manifest.json"
 
 
 class Checkpointer:
@@ -22,30 +36,62 @@ class Checkpointer:
 
     Args:
       directory: the run's output_dir.
-      keep: how many to keep.
+      keep: how many to keep. None: the directory is only read.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int | None):
         self.directory = (directory / CHECKPOINTS_DIR).absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=keep is not None,
+            create=keep is not None,
+            read_only=keep is None,
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        with _quiet():
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint; None without one."""
-        return self._manager.latest_step()
+        return max(self._complete(), default=None)
+
+    def incomplete_steps(self) -> list[int]:
+        """Steps whose manifest is missing: a kill came before it was written, or someone took it away."""
+        return sorted(set(self._manager.all_steps()) - set(self._complete()))
 
     def save(self, state: TrainState) -> None:
-        """Write the state at its step; a step that is already there is left alone."""
+        """Write the state at its step, also over an incomplete one; a complete one that is already there is left alone.
+
+        Raises OSError naming the directory if it cannot be written, on a full disk for one; what was written of it is
+        removed, and the checkpoints before it are as they were.
+        """
         step = int(state.step)
-        if step in self._manager.all_steps():
+        if step in self._complete():
             return
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(_flatten(state)), config=ocp.args.JsonSave(to_mapping(state.config))
-        )
-        self._manager.save(step, args=arguments)
-        self._manager.wait_until_finished()
+        arrays, path = _flatten(state), self.directory / str(step)
+        earlier = self.latest_step()
+        kept = "there is no earlier one" if earlier is None else f"the one of step {earlier} is there to resume from"
+        needed, free = sum(leaf.nbytes for leaf in arrays.values()), shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise OSError(
+                f"checkpoint {path} cannot be written: up to {needed:,} bytes are needed, {free:,} are free; {kept}"
+            )
+        failure = ""
+        with _quiet():
+            try:
+                if step in self.incomplete_steps():
+                    self._manager.delete(step)
+                arguments = ocp.args.Composite(state=ocp.args.StandardSave(arrays))
+                self._manager.save(step, args=arguments, force=True)
+                self._manager.wait_until_finished()
+                write_json(path / MANIFEST_FILE, _manifest(path, arrays, state))
+            except Exception as error:  # orbax and tensorstore raise what they meet, a ValueError for a full disk
+                failure = one_line(error)
+            if failure:
+                self._remove(step)
+                gc.collect()  # here, because the failed tasks of orbax print their traces when they are collected
+        if failure:
+            raise OSError(f"checkpoint {path} cannot be written: {failure}; {kept}")
 
     def restore(self, state: TrainState, step: int | None = None) -> TrainState:
         """The newest (or a given) checkpoint in the place of `state`, which gives structure, shapes and config.
@@ -53,26 +99,103 @@ class Checkpointer:
         Raises:
           FileNotFoundError: no checkpoint there.
           ConfigError: it belongs to another config; names the fields with both values.
-          ValueError: its arrays do not fit the state's.
+          CheckpointError: a file of it is missing or changed, or its arrays are not the state's.
         """
         step = self.latest_step() if step is None else step
         if step is None:
             raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
-        saved = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
-        different = differences(state.config, saved)
+        path, target = self.directory / str(step), _flatten(state)
+        manifest = read_json(path / MANIFEST_FILE)
+        config, files, arrays = (manifest.get(name) for name in ("config", "files", "arrays"))
+        if not all(isinstance(part, dict) for part in (config, files, arrays)):
+            raise CheckpointError(f"{path / MANIFEST_FILE} holds {sorted(manifest)}, expected config, files and arrays")
+        different = differences(state.config, config)
         if different:
-            raise ConfigError(f"{self.directory / str(step)} belongs to another config ({'; '.join(different)})")
-        target = _flatten(state)
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
-        )
-        restored = self._manager.restore(step, args=arguments)["state"]
+            raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
+        self._check_files(step, files)
+        _check_arrays(path, arrays, _shapes(target))
+        arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
+        except Exception as error:  # of a sound file: another version of orbax, memory
+            raise CheckpointError(f"{path} cannot be restored: {one_line(error)}") from error
         leaves, treedef = jax.tree.flatten(state)
         return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])
 
     def close(self) -> None:
         """Finish what is being written."""
         self._manager.close()
+
+    def _remove(self, step: int) -> None:
+        """Remove what a failed save left, until nothing comes after: orbax raises while others of its threads write."""
+        settled = 0
+        for _ in range(100):
+            rests = [rest for rest in (self.directory / str(step), *self.directory.glob(f"{step}.*")) if rest.exists()]
+            for rest in rests:
+                shutil.rmtree(rest, ignore_errors=True)
+            settled = 0 if rests else settled + 1
+            if settled == 5:
+                return
+            time.sleep(0.1)
+
+    def _complete(self) -> list[int]:
+        return [step for step in self._manager.all_steps() if (self.directory / str(step) / MANIFEST_FILE).exists()]
+
+    def _check_files(self, step: int, files: dict[str, str]) -> None:
+        path = self.directory / str(step)
+        earlier = [other for other in self._complete() if other < step]
+        remedy = f"delete {path} to {f'go on from step {max(earlier)}' if earlier else 'start from the beginning'}"
+        for name, digest in files.items():
+            if not (path / name).is_file():
+                raise CheckpointError(f"{path / name} is missing: the checkpoint is damaged; {remedy}")
+            found = _sha256(path / name)
+            if found != digest:
+                raise CheckpointError(
+                    f"{path / name} is not what was saved (SHA-256 {found[:12]}…, was {str(digest)[:12]}…): the "
+                    f"checkpoint is damaged; {remedy}"
+                )
+
+
+def _manifest(path: Path, arrays: dict[str, Any], state: TrainState) -> dict[str, Any]:
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {
+        "config": to_mapping(state.config),
+        "arrays": _shapes(arrays),
+        "files": {file.relative_to(path).as_posix(): _sha256(file) for file in files},
+    }
+
+
+def _check_arrays(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"{path}: array {name!r} was saved as {saved.get(name)}, this run's is {wanted.get(name)}: the "
+                "checkpoint is of another model"
+            )
+
+
+def _shapes(arrays: dict[str, Any]) -> dict[str, list]:
+    return {name: [array.dtype.name, list(array.shape)] for name, array in arrays.items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Before it raises, orbax logs a failed write once for every array, and tensorstore's threads call an event loop
+    that is closed by then; each with its trace, which would bury the one line that says what happened.
+    """
+    level, hook = logging.root.manager.disable, sys.unraisablehook
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(level)
 
 
 def _flatten(state: TrainState) -> dict[str, Any]:

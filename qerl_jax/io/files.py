@@ -36,11 +36,30 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace a file in one step, so that a kill or a full disk leaves the old one. Raises OSError naming it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the operating system name `path`: one raised by a write (disk full, say) names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and message of a library's error, line breaks and the middle of a long text left out."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 400 else f"{text[:200]} … {text[-200:]}"
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -32,8 +33,8 @@ _OWNED = (
 
 
 def check(directory: Path, config: Config) -> None:
-    """Raise ConfigError if the directory holds a run that `config` neither continues nor overwrites, or a resume path
-    holds none.
+    """Raise ConfigError if the directory cannot be written, holds a run that `config` neither continues nor overwrites,
+    or a resume path holds none.
     """
     if config.resume == "never" and not config.overwrite and (directory / CONFIG_FILE).exists():
         raise ConfigError(
@@ -49,6 +50,19 @@ def check(directory: Path, config: Config) -> None:
         raise ConfigError(
             f"resume {config.resume!r} is neither 'never', 'auto' nor a run directory with {CHECKPOINTS_DIR}/"
         )
+    check_writable(directory, "output_dir")
+
+
+def check_writable(directory: Path, name: str) -> None:
+    """Raise ConfigError if a directory can neither be written nor made; `name` is the option that asked for it."""
+    try:
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        trouble = "is not a directory" if not there.is_dir() else "may not be written by this user"
+        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:  # a name that no file system takes
+        raise ConfigError(f"{name} {str(directory)!r} cannot be written: {error}") from error
+    if not writable:
+        raise ConfigError(f"{name} {directory} cannot be written: {there} {trouble}")
 
 
 def clear(directory: Path) -> None:

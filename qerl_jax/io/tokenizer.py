@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.io.files import one_line
 from qerl_jax.io.safetensors import CheckpointError
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -41,8 +41,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
         tokenizer(text)
         largest = max(tokenizer.get_vocab().values(), default=-1)
     except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
-        said = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")
-        raise CheckpointError(f"{path}: the tokenizer files {present} cannot be read: {said}") from error
+        raise CheckpointError(f"{path}: the tokenizer files {present} cannot be read: {one_line(error)}") from error
     if _PROBE not in text:
         raise CheckpointError(f"{path}: the chat template loses the user's message; of {_PROBE!r} it makes {text!r}")
     if vocab_size is not None and largest >= vocab_size:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 
 from qerl_jax.io.files import write_json
+from qerl_jax.io.safetensors import CheckpointError, read_json
 
 EVALUATION_FILE = "evaluation.json"
 _Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
@@ -63,17 +63,27 @@ def interval(correct: np.ndarray) -> tuple[float, float]:
 
 
 class Results:
-    """Evaluation results of a run by name ("before", "after"), kept across a resume."""
+    """Evaluation results of a run by name ("before", "after"), kept across a resume.
+
+    Raises CheckpointError for a file that holds something else.
+    """
 
     def __init__(self, directory: Path):
         self._path = directory / EVALUATION_FILE
-        self._values: dict[str, dict] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._values: dict[str, Evaluation] = {}
+        try:
+            for name, fields in (read_json(self._path) if self._path.exists() else {}).items():
+                self._values[name] = Evaluation(**fields)
+        except TypeError as error:
+            raise CheckpointError(
+                f"{self._path}: {name!r} is not the result of an evaluation ({error}); delete the file to evaluate anew"
+            ) from error
 
     def get(self, name: str) -> Evaluation | None:
         """The result, or None if there is none yet."""
-        return Evaluation(**self._values[name]) if name in self._values else None
+        return self._values.get(name)
 
     def put(self, name: str, result: Evaluation) -> None:
         """Keep a result."""
-        self._values[name] = dataclasses.asdict(result)
-        write_json(self._path, self._values)
+        self._values[name] = result
+        write_json(self._path, {name: dataclasses.asdict(value) for name, value in self._values.items()})

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.io.files import write_text
+from qerl_jax.io.files import naming, write_text
+from qerl_jax.io.safetensors import CheckpointError
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_DIR = "completions"
@@ -18,22 +20,32 @@ COMPLETIONS_DIR = "completions"
 def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Add one line; a value that is not finite is written as null, because JSON has no NaN."""
     row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
-    with (directory / METRICS_FILE).open("a") as file:
+    path = directory / METRICS_FILE
+    with naming(path), path.open("a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Every whole line; a last one cut short by a kill is left out."""
+    """Every line; a last one cut short by a kill is left out. Raises CheckpointError for any other damaged line."""
     path = directory / METRICS_FILE
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")  # what follows the last newline is nothing, or cut short
+    return [_row(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or type(row.get("num_tokens")) is not int:
+        raise CheckpointError(
+            f"{path}, line {number} is not a step's metrics: {line[:80]!r}; mend or delete the line to go on"
+        )
+    return row
 
 
 def write_completions(directory: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
@@ -42,11 +54,13 @@ def write_completions(directory: Path, step: int, columns: Mapping[str, Sequence
     import pyarrow.parquet
 
     folder = directory / COMPLETIONS_DIR
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.parquet"
     temporary = path.with_suffix(".tmp")
-    pyarrow.parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), temporary)
-    os.replace(temporary, path)
+    table = pyarrow.table({name: list(values) for name, values in columns.items()})
+    with naming(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, temporary)
+        os.replace(temporary, path)
 
 
 def cut_back(directory: Path, step: int) -> int:
@@ -56,6 +70,7 @@ def cut_back(directory: Path, step: int) -> int:
     rows = [row for row in read_metrics(directory) if row["step"] <= step]
     write_text(directory / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     for file in (directory / COMPLETIONS_DIR).glob("step_*"):
-        if file.suffix != ".parquet" or int(file.stem.split("_")[1]) > step:
+        ours = re.fullmatch(r"step_(\d+)\.(parquet|tmp)", file.name)
+        if ours and (ours[2] == "tmp" or int(ours[1]) > step):
             file.unlink()
     return int(rows[-1]["num_tokens"]) if rows else 0

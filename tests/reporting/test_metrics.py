@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pyarrow.parquet
+import pytest
 
+from qerl_jax.io.safetensors import CheckpointError
 from qerl_jax.reporting import metrics as sink
 from qerl_jax.reporting.plots import write_plots
 
@@ -27,7 +30,16 @@ def test_cut_back(tmp_path):
     assert pyarrow.parquet.read_table(tmp_path / "completions" / "step_000001.parquet").to_pydict() == {
         "completion": ["a", "b"]
     }
+    (tmp_path / "completions" / "step_notes.txt").write_text("a file of one's own stays")
     assert sink.cut_back(tmp_path, 0) == 0 and sink.read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("line", ['{"step": 2, "rew', "[1]", '{"step": "2", "num_tokens": 3}', '{"step": 2}', ""])
+def test_a_damaged_line_that_no_kill_explains_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "num_tokens": 5}}\n{line}\n{{"step": 3, "num_tokens": 9}}\n')
+    with pytest.raises(CheckpointError, match=re.escape(f"{path}, line 2 is not a step's metrics")):
+        sink.read_metrics(tmp_path)
 
 
 def test_plots_leave_out_what_was_not_recorded(tmp_path):

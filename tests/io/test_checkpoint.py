@@ -1,0 +1,170 @@
+"""A run's checkpoints: damage is named and never restored, a failed save leaves the earlier ones as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import mutations
+import numpy as np
+import pytest
+import small
+
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.io import checkpoint
+from qerl_jax.io.checkpoint import MANIFEST_FILE, Checkpointer
+from qerl_jax.io.load import load_policy
+from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.rl.step import init_state
+from qerl_jax.types import TrainState
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory) -> TrainState:
+    """A state whose adapters are large enough that orbax keeps their bytes without a checksum of its own."""
+    config = Config(model=str(small.nvfp4(tmp_path_factory.mktemp("model") / "m")), lora_rank=64, train_norms=True)
+    return init_state(load_policy(config.model, lora=config.lora), config)
+
+
+def at(state: TrainState, step: int) -> TrainState:
+    """The state of a step, other than that of every other step."""
+    noise = np.random.default_rng(step)
+    lora = jax.tree.map(lambda leaf: leaf + jnp.asarray(noise.normal(size=leaf.shape), jnp.float32), state.lora)
+    return state.replace(step=jnp.int32(step), lora=lora)
+
+
+def assert_same(one: TrainState, other: TrainState) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory) -> Path:
+    """A run with checkpoints of steps 1 and 2. Tests copy it."""
+    directory = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpointer(directory, 3)
+    for step in (1, 2):
+        checkpoints.save(at(state, step))
+    checkpoints.close()
+    return directory
+
+
+def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
+    checkpoints = Checkpointer(tmp_path, 2)
+    for step in (1, 2, 3):
+        checkpoints.save(at(state, step))
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["2", "3"]
+    assert_same(checkpoints.restore(state), at(state, 3))
+    assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=2), at(state, 2))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_damaged_checkpoint_is_refused_or_restored_as_saved(state, saved, tmp_path, block, capfd):
+    """25 mutations a block. Without its manifest the checkpoint is incomplete: the one before it counts."""
+    refused = 0
+    for case in range(25 * block, 25 * block + 25):
+        rng, directory = np.random.default_rng([3, case]), tmp_path / f"run{case}"
+        shutil.copytree(saved, directory)
+        newest = directory / "checkpoints" / "2"
+        what = mutations.change_directory(newest, rng)
+        try:
+            checkpoints = Checkpointer(directory, 3)
+            expected = 2 if (newest / MANIFEST_FILE).exists() else 1
+            assert checkpoints.incomplete_steps() == ([] if expected == 2 else [2])
+            try:
+                assert_same(checkpoints.restore(state), at(state, expected))
+            except (CheckpointError, ConfigError) as error:
+                refused += 1
+                assert str(newest) in str(error)
+                assert_same(checkpoints.restore(state, step=1), at(state, 1))
+        except Exception as error:
+            raise AssertionError(f"case {case}, {what}") from error
+    assert refused > 15
+    output = capfd.readouterr()
+    assert "Traceback" not in output.err + output.out
+
+
+def test_a_checkpoint_cut_in_half_is_named_with_the_way_out(state, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoints" / "2"
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
+    for path in files[::2]:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=re.escape(f"{files[0]} is missing")) as error:
+        Checkpointer(tmp_path, 3).restore(state)
+    assert f"delete {newest} to go on from step 1" in str(error.value)
+    shutil.rmtree(newest)
+    assert_same(Checkpointer(tmp_path, 3).restore(state), at(state, 1))
+
+
+def test_a_checkpoint_of_another_config_or_model(state, saved):
+    other = Config(**{**vars(state.config), "learning_rate": 3e-4, "seed": 5})
+    with pytest.raises(ConfigError, match=r"checkpoints/2 .*seed: 0 -> 5") as error:
+        Checkpointer(saved, keep=None).restore(state.replace(config=other))
+    assert "learning_rate: 1e-05 -> 0.0003" in str(error.value)
+    wider = state.replace(norms=jax.tree.map(lambda leaf: jnp.ones(leaf.size + 1), state.norms))
+    with pytest.raises(
+        CheckpointError, match=r"was saved as \['float32', \[16\]\], this run's is \['float32', \[17\]\]"
+    ):
+        Checkpointer(saved, keep=None).restore(wider)
+
+
+@contextlib.contextmanager
+def largest_file(size: int):
+    """Writes beyond `size` bytes of a file fail, with EFBIG: what a quota or a full disk does, for any user."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 4_000, 20_000])
+def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, tmp_path, limit, capfd):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    checkpoints = Checkpointer(tmp_path, 2)
+    with largest_file(limit), pytest.raises(OSError, match="cannot be written") as error:
+        checkpoints.save(at(state, 3))
+    path = tmp_path / "checkpoints" / "3"
+    assert str(error.value).startswith(f"checkpoint {path} cannot be written: ")
+    assert str(error.value).endswith("the one of step 2 is there to resume from")
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "2"]
+    assert_same(Checkpointer(tmp_path, 2).restore(state), at(state, 2))
+    checkpoints.save(at(state, 3))  # once there is room again
+    assert_same(Checkpointer(tmp_path, 2).restore(state), at(state, 3))
+    output = capfd.readouterr()
+    assert "Traceback" not in output.err + output.out
+
+
+def test_a_full_disk(state, tmp_path):
+    """A real file system of 1 MB that fills up, where this user may mount one."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        checkpoints, step = Checkpointer(tmp_path / "run", 5), 0
+        with pytest.raises(
+            OSError, match=rf"{tmp_path}/run/checkpoints/\d cannot be written: .*to resume from"
+        ) as error:
+            for step in range(1, 9):
+                checkpoints.save(at(state, step))
+        assert "No space left on device" in str(error.value) or "are free" in str(error.value)
+        assert step > 1
+        assert_same(Checkpointer(tmp_path / "run", 5).restore(state), at(state, step - 1))
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_disk_too_small_is_noticed_before_writing(state, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    with pytest.raises(OSError, match=rf"up to {needed:,} bytes are needed, 1,000 are free; there is no earlier one"):
+        Checkpointer(tmp_path, 2).save(state)
