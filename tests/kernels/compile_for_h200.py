@@ -3,7 +3,8 @@
     python compile_for_h200.py CUDA_DIR CASE [CASE ...]
 
 CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
-(m, n, k, Tile(...), transposed, number of adapters).
+(m, n, k, Tile(...), transposed, number of adapters) for the matrix product, or for attention
+("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots).
 """
 
 import os
@@ -21,6 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+from qerl_kernels.decode_attention import mosaic_gpu as attention  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul  # noqa: E402
 
@@ -35,7 +37,7 @@ def weight(n: int, k: int) -> PackedNvfp4:
     return PackedNvfp4(words, scales, rows, jax.ShapeDtypeStruct((n,), jnp.float32), (n, k), True, 16, True)
 
 
-def compile_case(m: int, n: int, k: int, tile: Tile, transposed: bool, adapters: int) -> None:
+def matmul_program(m: int, n: int, k: int, tile: Tile, transposed: bool, adapters: int) -> None:
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     args = [bf16(m, n if transposed else k), weight(n, k)]
     if adapters:
@@ -44,17 +46,33 @@ def compile_case(m: int, n: int, k: int, tile: Tile, transposed: bool, adapters:
     def call(x, weight, bias=None, shrunk=None, *expand):
         return matmul(x, weight, tile, transposed=transposed, bias=bias, shrunk=shrunk, expand=expand, scale=2.0)
 
+    program = compiled(call, args)
+    copied = [line for line in program.splitlines() if " = u32[" in line and " parameter(" not in line]
+    assert not copied, f"the weight is copied: {copied}"
+
+
+def attention_program(rows: int, heads: int, kv_heads: int, width: int, slots: int, own_slots: int) -> None:
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    prompt, own = bf16(3, kv_heads, slots, width), bf16(rows, kv_heads, own_slots, width)
+    program = compiled(
+        lambda *args: attention.decode_attention(*args, scale=0.1),
+        [bf16(rows, heads, width), prompt, prompt, numbers, numbers, own, own, numbers],
+    )
+    copied = [line for line in program.splitlines() if " copy(" in line]
+    assert not copied, f"a cache is copied: {copied}"
+
+
+def compiled(call, args) -> str:
     target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), args)
     with jax.set_mesh(mesh):
-        program = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
-    copied = [line for line in program.splitlines() if " = u32[" in line and " parameter(" not in line]
-    assert not copied, f"the weight is copied: {copied}"
+        return jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
 
 
 if __name__ == "__main__":
-    for case in sys.argv[2:]:
-        compile_case(*eval(case))
+    for case in map(eval, sys.argv[2:]):
+        attention_program(*case[1:]) if case[0] == "attention" else matmul_program(*case)

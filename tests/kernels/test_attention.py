@@ -27,18 +27,18 @@ def inputs(rows, prompts, slots, own, heads, kv_heads, width, dtype, seed=0, len
 
 
 def exact(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths, scale=None):
-    """The definition, one row and head at a time, in fp64."""
+    """The definition, one row and key/value head at a time, in fp64."""
     q, prompt_k, prompt_v, k, v = (np.asarray(a, np.float64) for a in (q, prompt_k, prompt_v, k, v))
     out = np.zeros(q.shape)
     group = q.shape[1] // k.shape[1]
-    for b, n in np.ndindex(q.shape[:2]):
-        h, p, from_prompt = n // group, int(prompt_index[b]), int(prompt_lengths[b])
+    for b, h in np.ndindex(k.shape[:2]):
+        p, from_prompt, heads = int(prompt_index[b]), int(prompt_lengths[b]), slice(h * group, (h + 1) * group)
         keys = np.concatenate([prompt_k[p, h, :from_prompt], k[b, h, : int(lengths[b])]])
         values = np.concatenate([prompt_v[p, h, :from_prompt], v[b, h, : int(lengths[b])]])
         if len(keys):
-            scores = keys @ q[b, n] * (q.shape[-1] ** -0.5 if scale is None else scale)
-            weights = np.exp(scores - scores.max())
-            out[b, n] = weights @ values / weights.sum()
+            scores = q[b, heads] @ keys.T * (q.shape[-1] ** -0.5 if scale is None else scale)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[b, heads] = weights @ values / weights.sum(axis=1, keepdims=True)
     return out
 
 
@@ -54,10 +54,10 @@ def test_bf16_rounds_weights_and_result_only():
     args = inputs(12, 2, 40, 30, 14, 2, 64, jnp.bfloat16)
     y = decode_attention(**args, implementation="xla")
     assert y.dtype == jnp.bfloat16
-    # half an ulp, 2^-9, of every weight, hence of the largest value, and as much of the result
+    # at most 2^-8 of every weight, hence of the largest value, and as much of the result
     values = np.concatenate([np.ravel(np.asarray(args[name], np.float64)) for name in ("prompt_v", "v")])
     error = np.abs(np.asarray(y, np.float64) - exact(**args))
-    assert error.max() <= 2.0**-8 * np.abs(values[np.isfinite(values)]).max()
+    assert error.max() <= 2.0**-7 * np.abs(values[np.isfinite(values)]).max()
     assert np.linalg.norm(error) <= 2.5e-3 * np.linalg.norm(exact(**args))
 
 

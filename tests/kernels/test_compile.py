@@ -1,4 +1,5 @@
-"""Every tile in the table compiles for sm_90a without spills and with the tensor-core instruction it should use.
+"""Every tile in the table, and attention for every model, compiles for sm_90a without spills and with the tensor-core
+instruction it should use.
 
 Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 """
@@ -90,3 +91,14 @@ def test_with_adapters(tmp_path):
         assert tile is not None, m
         cases.append((m, 37888, 3584, tile, False, 2))
     check(cases, compiled(cases, tmp_path))
+
+
+def test_attention(tmp_path):
+    """Also: small enough that two blocks fit a multiprocessor, as the ring's size assumes."""
+    from qerl_kernels.decode_attention import cases
+
+    found = [("attention", 8, *heads, 256, 1024) for heads in cases.MODELS.values()]
+    for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
+        assert "mma.sync.aligned.m16n8k16" in kernel, case
+        assert int(re.search(r"Used (\d+) registers", report)[1]) <= 128, (case, report)

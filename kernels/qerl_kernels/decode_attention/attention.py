@@ -6,6 +6,7 @@ dim.
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from qerl_kernels import dispatch
@@ -32,7 +33,7 @@ def decode_attention(
 
     Args:
       q: one query a row, rotary already applied; bf16 for the kernel, any float dtype for XLA.
-      prompt_k: keys of the prompts, which the rows of a group share.
+      prompt_k: keys of the prompts, which the rows of a group share. The kernel wants S and T to be multiples of 8.
       prompt_v: values of the prompts.
       prompt_index: the prompt that each row continues.
       prompt_lengths: tokens of that prompt, at most S; may be 0.
@@ -47,8 +48,28 @@ def decode_attention(
     """
     _check_shapes(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    dispatch.choose("decode_attention", implementation, "a kernel, of which there is none yet")
-    return reference.decode_attention(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths, scale)
+    arrays = q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths
+    if dispatch.choose("decode_attention", implementation, _missing(q, prompt_k, k)) == "xla":
+        return reference.decode_attention(*arrays, scale)
+    from qerl_kernels.decode_attention import mosaic_gpu  # jax ≥ 0.11: imported where it runs
+
+    return mosaic_gpu.decode_attention(*arrays, scale)
+
+
+def _missing(q: Array, prompt_k: Array, k: Array) -> str | None:
+    """What keeps the kernel from running on these arrays; None where it runs."""
+    missing = dispatch.missing_for_mosaic_gpu(q.dtype)
+    if missing:
+        return missing
+    if not prompt_k.dtype == k.dtype == jnp.bfloat16:
+        return f"bf16 caches (these are {prompt_k.dtype} and {k.dtype})"
+    if q.shape[2] not in (64, 128):
+        return f"a head dim of 64 or 128 (this is {q.shape[2]})"
+    if q.shape[1] > 8 * k.shape[1]:
+        return f"at most 8 query heads a key/value head (these are {q.shape[1]} and {k.shape[1]})"
+    if prompt_k.shape[2] % 8 or k.shape[2] % 8 or not prompt_k.size or not k.size:
+        return f"caches whose slots are a multiple of 8 (these are {prompt_k.shape[2]} and {k.shape[2]})"
+    return None
 
 
 def _check_shapes(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths) -> None:

@@ -1,0 +1,157 @@
+"""The Mosaic GPU attention on a Hopper GPU, against the definition in fp64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qerl_kernels import dispatch
+from qerl_kernels.decode_attention import cases
+from qerl_kernels.decode_attention.attention import decode_attention
+from test_attention import exact, inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        dispatch.missing_for_mosaic_gpu(jnp.bfloat16) is not None,
+        reason=f"needs {dispatch.missing_for_mosaic_gpu(jnp.bfloat16)}",
+    ),
+]
+
+kernel = jax.jit(functools.partial(decode_attention, implementation="mosaic_gpu"), static_argnames="scale")
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000]
+
+
+def check(args, **kwargs):
+    """Each weight and the result are rounded to bf16 once, by at most 2^-8 each; the rest is fp32."""
+    y = np.asarray(kernel(*args.values(), **kwargs), np.float64)
+    expected = exact(**args, **kwargs)
+    of_magnitudes = exact(**{**args, "prompt_v": jnp.abs(args["prompt_v"]), "v": jnp.abs(args["v"])}, **kwargs)
+    assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + (2.0**-8 + 2.0**-12) * of_magnitudes)
+    if expected.size > 2000:
+        assert np.linalg.norm(y - expected) <= 2.5e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_every_model_at_every_edge(model):
+    """Own lengths at every edge, prompts of other lengths, NaN and infinity in the slots past both."""
+    heads, kv_heads, width = cases.MODELS[model]
+    prompts = [0, 1, 64, 65, 200]
+    for seed in range(2):
+        check(
+            inputs(
+                len(EDGES), 5, 200, 1000, heads, kv_heads, width, jnp.bfloat16, seed, lengths=EDGES,
+                prompt_lengths=np.roll(prompts, seed),
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (5, 1), (6, 2), (7, 1), (9, 3), (16, 2), (8, 8)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_every_group(heads, kv_heads, width):
+    """Groups of 1 to 8 queries; fewer than eight queries in all."""
+    check(inputs(1, 1, 8, 8, heads, kv_heads, width, jnp.bfloat16))
+    check(inputs(3, 2, 72, 136, heads, kv_heads, width, jnp.bfloat16, seed=1))
+
+
+def test_long_caches():
+    check(
+        inputs(4, 2, 512, 4104, 28, 4, 128, jnp.bfloat16, lengths=[4096, 4097, 4104, 3000], prompt_lengths=[512, 300])
+    )
+
+
+def test_idle_rows_give_zero_and_lengths_of_the_prompt_alone():
+    args = inputs(4, 2, 64, 64, 28, 4, 128, jnp.bfloat16, lengths=[0, 0, 5, 0], prompt_lengths=[0, 40])
+    args["prompt_index"] = jnp.asarray([0, 1, 0, 0], jnp.int32)
+    args["prompt_lengths"] = jnp.asarray([0, 40, 0, 0], jnp.int32)
+    y = np.asarray(kernel(*args.values()), np.float64)
+    assert not y[[0, 3]].any()
+    check(args)
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_scale_and_sharp_softmax(spread):
+    args = inputs(6, 2, 64, 256, 28, 4, 128, jnp.bfloat16)
+    check({**args, "q": args["q"] * spread}, scale=0.05)
+
+
+def bits(y):
+    return np.asarray(jax.lax.bitcast_convert_type(y, jnp.uint16))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """Alone, in another order, among other rows, with more slots: the same bits."""
+    args = inputs(24, 4, 256, 512, 28, 4, 128, jnp.bfloat16)
+    whole = bits(kernel(*args.values()))
+
+    def rows(index, more=0):
+        index = np.asarray(index)
+        part = {name: args[name] if name.startswith("prompt_") and args[name].ndim == 4 else args[name][index]
+                for name in args}  # fmt: skip
+        pad = lambda cache: jnp.pad(cache, ((0, 0), (0, 0), (0, more), (0, 0)), constant_values=jnp.nan)  # noqa: E731
+        return bits(kernel(*[pad(a) if more and a.ndim == 4 else a for a in part.values()]))
+
+    for i in range(0, 24, 5):
+        np.testing.assert_array_equal(rows([i])[0], whole[i])
+    order = np.random.default_rng(0).permutation(24)
+    np.testing.assert_array_equal(rows(order), whole[order])
+    np.testing.assert_array_equal(rows(np.tile(order, 8)), whole[np.tile(order, 8)])
+    np.testing.assert_array_equal(rows(order, more=64), whole[order])
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_thousand_runs_give_the_same_bits(rows):
+    args = inputs(rows, 4, 256, 512, 28, 4, 128, jnp.bfloat16)
+
+    @jax.jit
+    def differing(q, *rest):
+        first = kernel(q, *rest)
+
+        def once(i, count):
+            # the slice moves, so that no run is taken out of the loop; the rows are the same
+            again = kernel(jax.lax.dynamic_slice_in_dim(jnp.concatenate([q, q]), i % 2 * rows, rows), *rest)
+            return count + jnp.sum(jax.lax.bitcast_convert_type(again, jnp.uint16)
+                                   != jax.lax.bitcast_convert_type(first, jnp.uint16))  # fmt: skip
+
+        return jax.lax.fori_loop(0, 1000, once, 0)
+
+    assert int(differing(*args.values())) == 0
+
+
+def test_within_a_decode_loop():
+    """A scan that writes each step's token into donated caches before it attends, against XLA."""
+    args = inputs(5, 2, 64, 64, 14, 2, 64, jnp.bfloat16, lengths=[0, 3, 10, 0, 30])
+    steps = jax.random.normal(jax.random.key(1), (20, 5, 14, 64), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnames="implementation", donate_argnames=("k", "v"))
+    def loop(prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths, implementation):
+        def step(carry, q):
+            k, v, lengths = carry
+            rows = jnp.arange(5)
+            k, v = k.at[rows, :, lengths].set(q[:, ::7]), v.at[rows, :, lengths].set(q[:, 1::7])
+            y = decode_attention(
+                q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths + 1, implementation=implementation
+            )
+            return (k, v, lengths + 1), y
+
+        return jax.lax.scan(step, (k, v, lengths), steps)[1]
+
+    _, *rest = args.values()
+    ours, theirs = (
+        np.asarray(loop(*[a.copy() for a in rest], implementation=name), np.float64) for name in ("mosaic_gpu", "xla")
+    )
+    # each is within 2^-7 of the largest value of the exact result
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-6 * np.abs(theirs).max())
+
+
+def test_every_ring_and_every_cluster_ends():
+    """A wrong barrier would hang or tear."""
+    from qerl_kernels.decode_attention import mosaic_gpu
+
+    args = inputs(9, 2, 256, 512, 14, 2, 64, jnp.bfloat16)
+    expected = exact(**args)
+    for parts in (1, 2, 4, 8):
+        for slots in (1, 2, 3, 7):
+            y = mosaic_gpu.decode_attention(*args.values(), 64**-0.5, parts=parts, slots=slots)
+            assert np.linalg.norm(np.asarray(y, np.float64) - expected) <= 2.5e-3 * np.linalg.norm(expected)

@@ -1,0 +1,188 @@
+"""Times decode attention on the heads of Qwen2.5 and writes tools/results/<device>/attention.json.
+
+    python tools/bench_attention.py [--cases 7b:8x256+256 ...] [--torch] [--out FILE.json]
+
+A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~]: rows that decode together, tokens of a prompt, own tokens of a row, rows
+that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN. A figure is the wall time
+of one jitted call that runs attention over many caches (300 MB or more, so that the L2 does not help), each with the
+result of the one before as its queries, divided by their number: the smallest of five repetitions. `bytes` counts keys
+and values once, those of a prompt once for its group. Every result is checked first, against XLA in fp32.
+
+Implementations: "qerl" (the Mosaic GPU kernel), "xla" (the reference), and with --torch FlashAttention 2 and cuDNN
+through `scaled_dot_product_attention` in a CUDA graph, on one dense cache a row (no prompt is shared, equal lengths
+only), called with `enable_gqa` or with the queries of a head as its sequence (`_folded`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_matmul import COPY_BYTES_PER_S, meta
+from qerl_kernels.decode_attention import cases
+from qerl_kernels.decode_attention.attention import decode_attention
+
+ROTATE_BYTES = 300e6
+MAX_ERROR = 3e-3
+CASES = (
+    "7b:1x256+256", "7b:8x256+256", "7b:8x256+1024", "7b:32x256+256", "7b:32x256+1024/8~", "7b:32x256+4096",
+    "7b:64x256+1024~", "7b:128x256+1024~", "7b:128x256+256", "0.5b:8x256+256", "3b:8x256+256", "14b:8x256+256",
+    "14b:32x256+1024", "72b:32x256+4096",
+)  # fmt: skip
+
+
+def parse(case: str) -> dict:
+    """The fields of a row that describe a case."""
+    found = re.fullmatch(r"([\w.]+):(\d+)x(\d+)\+(\d+)(?:/(\d+))?(~?)", case)
+    if not found or found[1] not in cases.MODELS:
+        raise SystemExit(f"{case}: not MODEL:ROWSxPROMPT+OWN[/GROUP][~], MODEL one of {', '.join(cases.MODELS)}")
+    model, rows, prompt, own, group, spread = found.groups()
+    return {
+        "model": model, "batch": int(rows), "group": min(int(group or 8), int(rows)), "prompt_len": int(prompt),
+        "own_len": int(own), "lengths": "spread" if spread else "fixed",
+    }  # fmt: skip
+
+
+def arguments(about: dict) -> tuple[jax.Array, list[tuple], int]:
+    """Queries, sets of the remaining arguments (300 MB or more in all), and the bytes that one call must read."""
+    rows, prompt, own = about["batch"], about["prompt_len"], about["own_len"]
+    heads, _, width = cases.MODELS[about["model"]]
+    index = np.arange(rows) // about["group"]
+    spread = 1 + np.arange(rows) * own // rows
+    lengths = np.random.default_rng(0).permutation(spread) if about["lengths"] == "spread" else np.full(rows, own)
+    slots, own_slots = -(-max(prompt, 8) // 8) * 8, -(-own // 8) * 8
+    rest = [jnp.asarray(a, jnp.int32) for a in (index, np.full(rows, prompt), lengths)]
+    prompts = int(index[-1]) + 1
+    needed = cases.cache_bytes(about["model"], prompts * prompt, int(lengths.sum()))
+    sets = []
+    for i in range(max(2, min(64, math.ceil(ROTATE_BYTES / needed)))):
+        cache = cases.random_caches(jax.random.key(i), about["model"], rows, prompts, slots, own_slots)
+        sets.append((*cache[:2], *rest[:2], *cache[2:], rest[2]))
+    return jax.random.normal(jax.random.key(99), (rows, heads, width), jnp.bfloat16), sets, needed
+
+
+def microseconds(call, q: jax.Array, sets: list[tuple], repeats: int = 5) -> float:
+    """Time of one `call(q, *set)`, from one jitted function that chains all sets."""
+    every = jax.jit(lambda q, sets: functools.reduce(lambda q, one: call(q, *one), sets, q))
+    jax.block_until_ready([every(q, sets) for _ in range(2)])
+    best, rounds = math.inf, 8
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(rounds - 1):
+            every(q, sets)  # dropped at once: the next run gets the same buffer and XLA need not change its CUDA graph
+        jax.block_until_ready(every(q, sets))
+        best = min(best, (time.perf_counter() - start) / rounds / len(sets) * 1e6)
+    return best
+
+
+def relative_error(y: jax.Array, q: jax.Array, one: tuple) -> float:
+    """‖y − reference‖ / ‖reference‖ over at most 16 rows, the reference in fp32."""
+    few = lambda a: a[:16].astype(jnp.float32) if a.ndim > 1 else a[:16]  # noqa: E731
+    wide = [a.astype(jnp.float32) for a in one[:2]]
+    expected = decode_attention(few(q), *wide, *map(few, one[2:]), implementation="xla")
+    return float(jnp.linalg.norm(few(y) - expected) / jnp.linalg.norm(expected))
+
+
+def torch_rows(about: dict) -> dict[str, float]:
+    """Microseconds of each of PyTorch's kernels that takes the case."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as attention
+
+    heads, kv_heads, width = cases.MODELS[about["model"]]
+    rows, tokens = about["batch"], about["prompt_len"] + about["own_len"]
+    count = max(2, min(64, math.ceil(ROTATE_BYTES / cases.cache_bytes(about["model"], 0, rows * tokens))))
+    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    caches = [(make(rows, kv_heads, tokens, width), make(rows, kv_heads, tokens, width)) for _ in range(count)]
+    calls = {
+        "torch_flash": (SDPBackend.FLASH_ATTENTION, (rows, heads, 1, width), True),
+        "torch_flash_folded": (SDPBackend.FLASH_ATTENTION, (rows, kv_heads, heads // kv_heads, width), False),
+        "torch_cudnn": (SDPBackend.CUDNN_ATTENTION, (rows, heads, 1, width), True),
+        "torch_cudnn_folded": (SDPBackend.CUDNN_ATTENTION, (rows, kv_heads, heads // kv_heads, width), False),
+    }
+    found = {}
+    for name, (backend, shape, gqa) in calls.items():
+        start = make(*shape)
+
+        def run(start=start, gqa=gqa):
+            q = start
+            for k, v in caches:
+                q = attention(q, k, v, enable_gqa=gqa)
+
+        with sdpa_kernel(backend), torch.no_grad():
+            try:
+                found[name] = _graph_microseconds(torch, run) / count
+            except RuntimeError as error:
+                print(f"{name} refuses: {str(error).splitlines()[0]}")
+    return found
+
+
+def _graph_microseconds(torch, run) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    best = math.inf
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3)
+    return best
+
+
+def measure(case: str, implementations: list[str], emit) -> None:
+    about = parse(case)
+    q, sets, needed = arguments(about)
+    for name, implementation in (("qerl", "mosaic_gpu"), ("xla", "xla")):
+        if name not in implementations:
+            continue
+        call = functools.partial(decode_attention, implementation=implementation)
+        error = relative_error(jax.jit(call)(q, *sets[0]), q, sets[0])
+        if not error <= MAX_ERROR:
+            raise SystemExit(f"{case}, {name}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
+        emit({**about, "impl": name, "us": round(microseconds(call, q, sets), 2), "bytes": needed})
+    del sets
+    if "torch" in implementations and about["lengths"] == "fixed":
+        for name, us in torch_rows(about).items():
+            emit({**about, "impl": name, "us": round(us, 2), "bytes": needed})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--torch", action="store_true", help="time PyTorch's kernels, too")
+    parser.add_argument("--no-xla", action="store_true", help="leave the reference out")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/attention.json"))
+    args = parser.parse_args()
+    implementations = ["qerl", *(["xla"] if not args.no_xla else []), *(["torch"] if args.torch else [])]
+    rows, about = [], meta()
+
+    def emit(row: dict) -> None:
+        rows.append({**row, "commit": about["commit"]})
+        rate = row["bytes"] / row["us"] / 1e6
+        name = f"{row['model']}:{row['batch']}x{row['prompt_len']}+{row['own_len']}/{row['group']} {row['lengths']}"
+        print(f"{name:32s} {row['impl']:20s} {row['us']:9.2f} us  {rate:5.2f} TB/s "
+              f"({rate * 1e12 / COPY_BYTES_PER_S:4.0%} of a copy)", flush=True)  # fmt: skip
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({"meta": about, "rows": rows}, indent=0))
+
+    for case in args.cases:
+        measure(case, implementations, emit)
+
+
+if __name__ == "__main__":
+    main()
