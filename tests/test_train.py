@@ -16,7 +16,7 @@ from rich.console import Console
 
 from qerl_jax import train
 from qerl_jax.config import ConfigError, dump
-from qerl_jax.data.problems import Problem
+from qerl_jax.data.problems import ARITHMETIC_TRAIN_SIZE, Problem
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
@@ -27,9 +27,20 @@ from qerl_jax.types import Sampling
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that went through, with an evaluation before and after."""
+    """A run over a mixture that went through, with an evaluation before and after."""
     directory = tmp_path_factory.mktemp("runs") / "through"
-    config = runs.config(directory, eval_dataset="arithmetic", eval_samples=8, eval_batch_size=8)
+    few = directory.parent / "few.jsonl"  # so few that the run meets each several times
+    rows = [{"question": f"Zed has {n} pens. Zed finds 4 more pens. How many?", "answer": str(n + 4)} for n in range(3)]
+    few.write_text("\n".join(map(json.dumps, rows)))
+    config = runs.config(
+        directory,
+        dataset=("arithmetic", str(few)),
+        dataset_weights=(1, 1),
+        system_prompt="",
+        eval_dataset="arithmetic",
+        eval_samples=8,
+        eval_batch_size=8,
+    )
     file = directory.parent / "config.yaml"
     file.write_text(dump(config))
     runs.finish(runs.start(file))
@@ -78,17 +89,22 @@ def test_metrics_of_a_run(finished):
 
 def test_completions_of_a_run_agree_with_its_metrics(finished):
     directory, config = finished
+    drawn = []
     for row in read_metrics(directory):
         table = pyarrow.parquet.read_table(directory / "completions" / f"step_{row['step']:06d}.parquet").to_pydict()
         assert len(table["completion"]) == config.batch_size
         np.testing.assert_allclose(np.mean(table["reward"]), row["reward"], rtol=1e-6)
         np.testing.assert_allclose(np.mean(table["length"]), row["completions/mean_length"])
+        of_the_second = np.greater_equal(table["problem_id"], ARITHMETIC_TRAIN_SIZE)
+        assert of_the_second.tolist() == [prompt.startswith("Zed") for prompt in table["prompt"]]
+        drawn += of_the_second.tolist()
         groups = np.reshape(table["problem_id"], (-1, config.num_generations))
         assert (groups == groups[:, :1]).all()
         for reward, correct, soft in zip(
             table["reward"], table["rewards/answer"], table["rewards/soft_format"], strict=True
         ):
             assert reward == pytest.approx(2 * correct + 0.2 * soft)
+    assert {True, False} == set(drawn)
 
 
 def test_killed_and_resumed_ends_bit_identical(finished, tmp_path):

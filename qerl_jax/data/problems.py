@@ -162,7 +162,7 @@ def _parse(name: str) -> tuple[str | None, Path | None]:
     meant = _nearest(before)
     suggestion = f"; did you mean {meant + colon + after!r}?" if meant else ""
     if preset_name or (not colon and (path.suffix in FILE_KINDS or len(path.parts) > 1)):
-        raise DataError(f"dataset file or directory {path} does not exist{suggestion}")
+        raise DataError(f"dataset file or directory {after if preset_name else name!r} does not exist{suggestion}")
     raise DataError(
         f"dataset {name!r} is neither one of {sorted([*PRESETS, ARITHMETIC])} nor a directory or file ending in one of "
         f"{list(FILE_KINDS)}{suggestion}"

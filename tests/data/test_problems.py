@@ -201,9 +201,9 @@ def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
         ("bigmth:/some/where", "did you mean 'bigmath:/some/where'"),
         ("openai/gsm8k", "does not exist; did you mean 'gsm8k'"),
         ("nothing", r"'nothing' is neither one of \['arithmetic', 'bigmath', .* '.parquet'\]$"),
-        ("none.jsonl", r"none\.jsonl does not exist$"),
-        ("math:none", r"directory none does not exist$"),
-        ("math:", r"does not exist"),
+        ("none.jsonl", r"'none\.jsonl' does not exist$"),
+        ("math:none", r"directory 'none' does not exist$"),
+        ("math:", r"directory '' does not exist$"),
         ("", r"'' is neither"),
     ],
 )
