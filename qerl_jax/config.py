@@ -131,9 +131,19 @@ class Config:
     max_refill_rounds: int = 4
     """Rounds of dynamic sampling after the first; then equal groups stay."""
     reward_funcs: tuple[str, ...] | None = None
-    """Rewards: "answer", "soft_format", "strict_format", or "file.py:function". None: those of the dataset."""
+    """Rewards: "answer", "math_verify", "dapo", "code", "soft_format", "strict_format", "xml_count", "overlong",
+    "qerl_exact", "qerl_first_character", or "file.py:function". None: those of the dataset."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each of reward_funcs. None: 1 each, or those of the dataset."""
+    reward_workers: int = 4
+    """Processes that grade math_verify, code and functions of files; 0: in the trainer itself, without a time limit."""
+    reward_timeout: float = 20.0
+    """Seconds that a worker may take for a completion (a file's function: for a prompt's completions; code: for all
+    tests). What takes longer is stopped and left out of the update (code: the open tests count as failed)."""
+    overlong_buffer: int | None = None
+    """Tokens before max_completion_length over which "overlong" falls from 0 to -1; None: a fifth of it, as in DAPO."""
+    allow_code_execution: bool = False
+    """Let the reward "code" run the programs that completions hold, each confined by Landlock and seccomp (Linux)."""
 
     max_completion_length: int = 4096
     """Longest completion in tokens."""
@@ -211,6 +221,11 @@ class Config:
         )
 
     @property
+    def overlong_tokens(self) -> int:
+        """`overlong_buffer`, or a fifth of `max_completion_length` where it is None; at least 1."""
+        return max(self.max_completion_length // 5, 1) if self.overlong_buffer is None else self.overlong_buffer
+
+    @property
     def upper_clip(self) -> float:
         """`epsilon_high`, or `epsilon` where it is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -218,7 +233,18 @@ class Config:
 
 # Fields that may differ between a checkpoint and the run that continues it.
 FREE_ON_RESUME = frozenset(
-    {"output_dir", "resume", "overwrite", "save_steps", "save_total_limit", "rollout_memory_gb", "eval_batch_size"}
+    {
+        "output_dir",
+        "resume",
+        "overwrite",
+        "save_steps",
+        "save_total_limit",
+        "rollout_memory_gb",
+        "eval_batch_size",
+        "reward_workers",
+        "reward_timeout",
+        "allow_code_execution",
+    }
 )
 
 _LARGEST_INT = 2**31 - 1  # counts and seeds are int32 on the device
@@ -232,6 +258,7 @@ _AT_LEAST: dict[str, float] = {
     "gradient_accumulation_steps": 1,
     "num_iterations": 1,
     "num_generations": 2,
+    "reward_workers": 0,
     "max_refill_rounds": 0,
     "logprob_chunk_size": 1,
     "eval_samples": 1,
@@ -249,6 +276,8 @@ _ABOVE_ZERO = (
     "max_grad_norm",
     "adam_epsilon",
     "rollout_memory_gb",
+    "reward_timeout",
+    "overlong_buffer",
     "importance_sampling_cap",
     "delta",
     "lora_alpha",
@@ -313,6 +342,10 @@ def _check_datasets(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
+    if config.overlong_tokens > config.max_completion_length:
+        raise ConfigError(
+            f"overlong_buffer {config.overlong_buffer} exceeds max_completion_length {config.max_completion_length}"
+        )
     if config.reward_funcs is None:
         if config.reward_weights is not None:
             raise ConfigError(f"reward_weights {list(config.reward_weights)} without reward_funcs")
@@ -321,6 +354,10 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError("reward_funcs is empty: there would be nothing to learn from")
     if config.reward_weights is not None and len(config.reward_funcs) != len(config.reward_weights):
         raise ConfigError(f"{len(config.reward_funcs)} reward_funcs but {len(config.reward_weights)} reward_weights")
+    if len(set(config.reward_funcs)) != len(config.reward_funcs):
+        raise ConfigError(f"reward_funcs {list(config.reward_funcs)} names a reward twice")
+    if "code" in config.reward_funcs and not config.allow_code_execution:
+        raise ConfigError("the reward 'code' runs programs that the policy wrote: refused without allow_code_execution")
 
 
 def coerce(name: str, value: Any, hint: Any) -> Any:

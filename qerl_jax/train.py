@@ -35,6 +35,7 @@ from qerl_jax.reporting.plots import PLOTS_DIR, write_plots
 from qerl_jax.reporting.progress import TrainingProgress, summary_table
 from qerl_jax.reporting.summaries import completion_columns, step_metrics
 from qerl_jax.rewards import functions
+from qerl_jax.rewards.workers import Rewards, load_rewards
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state, learning_rate
 from qerl_jax.rollout.collect import Experience, collect
@@ -57,7 +58,13 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     run_directory.check(directory, config)
 
     policy = load(config)
-    rewards = {name: functions.load_reward(name) for name in config.reward_funcs}
+    rewards = load_rewards(
+        config.reward_funcs,
+        config.reward_workers,
+        config.reward_timeout,
+        console.print,
+        config.allow_code_execution,
+    )
     state = init_state(policy, config)
     check_positions(policy.config, config.max_prompt_length, config.max_completion_length)
     at_once = prompts_at_once(
@@ -81,7 +88,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
         console.print(f"evaluating the policy on {len(test_problems)} problems before the run …")
         results.put("before", evaluate_state(config, policy, state, test_problems))
 
-    with StopSignals() as stop, TrainingProgress(int(state.step), config.max_steps, console) as progress:
+    with rewards, StopSignals() as stop, TrainingProgress(int(state.step), config.max_steps, console) as progress:
         for step in range(int(state.step), config.max_steps):
             started = time.perf_counter()
             sigma = aqn.sigma(config, step, config.max_steps)
@@ -197,7 +204,7 @@ def collect_step(
     actor: Policy,
     state: TrainState,
     stream: Stream,
-    rewards: dict[str, functions.Reward],
+    rewards: Rewards,
     at_once: int | None,
 ) -> Experience:
     """Roll out and score one step's prompts from the data cursor on."""
@@ -215,6 +222,13 @@ def collect_step(
         texts = completion_texts(rollout, actor.tokenizer)
         names = sorted({name for row in rows for name in row.extra})
         columns = {name: [row.extra.get(name) for row in rows] for name in names}
+        limits = {
+            "max_completion_length": config.max_completion_length,
+            "overlong_buffer": config.overlong_tokens,
+            "reward_timeout": config.reward_timeout,
+        }
+        columns |= {name: [value] * len(rows) for name, value in limits.items()}
+        columns["completion_lengths"] = np.asarray(rollout.lengths - rollout.prompt_lengths).tolist()
         return functions.score(
             rewards, config.reward_weights, [p.prompt for p in rows], texts, [p.answer for p in rows], **columns
         )

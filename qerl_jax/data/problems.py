@@ -12,12 +12,13 @@ from typing import Any
 from qerl_jax.data import arithmetic
 from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, split_files
 from qerl_jax.data.presets import NUMBER_REWARDS, PRESETS, THINK_SYSTEM_PROMPT, Preset, Unusable, gold_answer
+from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
 
 ARITHMETIC = "arithmetic"
 ARITHMETIC_TRAIN_SIZE = 4_000
 ARITHMETIC_TEST_SIZE = 1_000
 ROLES = ("system", "user", "assistant")
-_TAKEN = frozenset({"prompts", "completions", "answer"})  # arguments of every reward
+_TAKEN = frozenset({"prompts", "completions", "answer", *GIVEN_COLUMNS})  # arguments of every reward
 
 
 @dataclasses.dataclass(frozen=True)

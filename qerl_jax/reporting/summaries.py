@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float32
 
+from qerl_jax.rewards.outcomes import FLAGS
 from qerl_jax.rollout.collect import Experience, equal_groups
 from qerl_jax.types import Finish
 
@@ -22,6 +23,8 @@ def step_metrics(
     """Metrics of a step: those of the update, and of its completions and rewards.
 
     `reward_std` is the mean over groups of the standard deviation within each; lengths are in tokens, times in seconds.
+    `rewards/NAME/FLAG_rate` is the share of completions in which no answer could be read (`parse_failure`), that met a
+    time limit (`timeout`), or whose grading process died (`crash`).
     """
     rollout = experience.rollout
     lengths = np.asarray(rollout.lengths - rollout.prompt_lengths)
@@ -48,7 +51,10 @@ def step_metrics(
         **timing,
     }
     for name, values in experience.reward_parts.items():
-        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(values), _deviation(values)
+        if name.rpartition("/")[2] in FLAGS:
+            metrics[f"rewards/{name}_rate"] = _mean(values)
+        else:
+            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(values), _deviation(values)
     return metrics
 
 

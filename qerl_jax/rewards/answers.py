@@ -6,23 +6,32 @@ import re
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_LONGEST = 1000  # characters of an answer that can state a number; the patterns below take quadratic time
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}|([-+]?\d[\d,]*)\s*/\s*(\d[\d,]*)")
 
 
 def extract_answer(completion: str) -> str | None:
-    """Text of the last `<answer>…</answer>`, stripped; None without one."""
-    found = _ANSWER.findall(completion)
-    return found[-1].strip() if found else None
+    """Text of the last `<answer>` that is closed, up to its `</answer>`, stripped; None without one.
+
+    Searches, no pattern: a completion that repeats an opening tag thousands of times must not cost seconds.
+    """
+    start = completion.rfind(_OPEN, 0, max(completion.rfind(_CLOSE), 0))
+    if start < 0:
+        return None
+    start += len(_OPEN)
+    return completion[start : completion.index(_CLOSE, start)].strip()
 
 
 def parse_number(text: str) -> Fraction | None:
     """The number an answer states, exactly; None if it states none or several different ones.
 
     Understands thousands commas, `$`, `%` and other units around it, a sign, decimals, fractions (`3/4`,
-    `\\frac{3}{4}`) and `\\boxed{…}`.
+    `\\frac{3}{4}`) and `\\boxed{…}`. A text of more than 1000 characters states none.
     """
+    if len(text) > _LONGEST:
+        return None
     text = (
         unbox(text).replace("\\$", "").replace("$", "").replace("\\,", "").replace("\\!", "").replace("−", "-").strip()
     )

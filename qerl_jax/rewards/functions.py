@@ -1,7 +1,7 @@
 """Rewards: pure functions from texts to numbers, and their weighted sum.
 
-A reward is called as TRL calls it, `reward(prompts=[…], completions=[…], answer=[…]) -> [float | None, …]`; None means
-"not applicable here".
+A reward is called as TRL calls it, `reward(prompts=[…], completions=[…], answer=[…], **columns) -> [float | None, …]`;
+None means "not applicable here". A run gives the columns of `GIVEN_COLUMNS`, a dataset may add its own.
 """
 
 from __future__ import annotations
@@ -10,36 +10,47 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from qerl_jax.rewards import code as programs
+from qerl_jax.rewards import mathematics, original
 from qerl_jax.rewards.answers import extract_answer, same_answer
+from qerl_jax.rewards.outcomes import FLAGS, Crashed, Reward, RewardError, TimedOut, Unparsed
 
-Reward = Callable[..., Sequence[float | None]]
-_SOFT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_BETWEEN = re.compile(r"</think>\s*<answer>")
 _STRICT = re.compile(
     r"\A\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*\Z",
     re.DOTALL,
 )
 
 
-class RewardError(ValueError):
-    """A reward that cannot be loaded or that answers with something else than one number or None a completion."""
-
-
 def answer(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
     """1 where the text of `<answer>` states the gold number, else 0.
 
-    Departures from QeRL's GSM8K scorer, which compares the first character only, can never match a gold answer with a
-    comma, and scores `<answer> 42 </answer>` 0.
+    Departures from QeRL's GSM8K scorers: its reward compares texts, so that a gold answer with a comma needs the comma,
+    and its evaluation compares the first character only.
     """
     given = [extract_answer(completion) for completion in completions]
-    return [float(text is not None and same_answer(text, gold)) for text, gold in zip(given, answer, strict=True)]
+    return [
+        Unparsed(0.0) if text is None else float(same_answer(text, gold))
+        for text, gold in zip(given, answer, strict=True)
+    ]
 
 
 def soft_format(*, completions: Sequence[str], **_: object) -> list[float]:
-    """1 where `<think>…</think>` is followed by `<answer>…</answer>` somewhere."""
-    return [float(_SOFT.search(completion) is not None) for completion in completions]
+    """1 where `<think>…</think>` is followed by `<answer>…</answer>` somewhere.
+
+    The pattern `<think>.*?</think>\\s*<answer>.*?</answer>` as three searches: on a completion that repeats its tags
+    the pattern takes cubic time, minutes for a few thousand tokens.
+    """
+    return [float(_has_both_blocks(completion)) for completion in completions]
+
+
+def _has_both_blocks(text: str) -> bool:
+    start = text.find("<think>")
+    between = _BETWEEN.search(text, start) if start >= 0 else None
+    return between is not None and text.find("</answer>", between.end()) >= 0
 
 
 def strict_format(*, completions: Sequence[str], **_: object) -> list[float]:
@@ -49,19 +60,42 @@ def strict_format(*, completions: Sequence[str], **_: object) -> list[float]:
     return [float(_STRICT.search(completion) is not None) for completion in completions]
 
 
-BUILT_IN: dict[str, Reward] = {"answer": answer, "soft_format": soft_format, "strict_format": strict_format}
+def overlong(
+    *,
+    completion_lengths: Sequence[int],
+    max_completion_length: Sequence[int],
+    overlong_buffer: Sequence[int],
+    **_: object,
+) -> list[float]:
+    """DAPO's soft penalty for length, arXiv 2503.14476 equation 13: 0 up to `max − buffer` tokens, from there a line
+    down to −1 at `max`.
+    """
+    lengths = zip(completion_lengths, max_completion_length, overlong_buffer, strict=True)
+    return [-min(max(length - (limit - buffer), 0) / buffer, 1.0) for length, limit, buffer in lengths]
+
+
+BUILT_IN: dict[str, Reward] = {
+    "answer": answer,
+    "soft_format": soft_format,
+    "strict_format": strict_format,
+    "overlong": overlong,
+    "math_verify": mathematics.math_verify,
+    "dapo": mathematics.dapo,
+    "code": programs.code,
+    "xml_count": original.xml_count,
+    "qerl_exact": original.qerl_exact,
+    "qerl_first_character": original.qerl_first_character,
+}
+# What these need beyond the program itself is looked for when they are loaded, not at the first completion.
+_NEEDS = {"math_verify": mathematics.require_math_verify, "code": programs.require_sandbox}
 
 
 def load_reward(name: str) -> Reward:
     """A built-in reward by name, or `function` of a Python file written as "file.py:function". Raises RewardError."""
     if name in BUILT_IN:
+        _NEEDS.get(name, lambda: None)()
         return BUILT_IN[name]
-    file, separator, function = name.rpartition(":")
-    if not separator:
-        raise RewardError(f"reward {name!r} is neither one of {sorted(BUILT_IN)} nor of the form file.py:function")
-    path = Path(file)
-    if not path.is_file():
-        raise RewardError(f"reward {name!r}: file {path} does not exist")
+    path, function = reward_file(name)
     spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise RewardError(f"reward {name!r}: {path} is not a Python file")
@@ -77,8 +111,18 @@ def load_reward(name: str) -> Reward:
     return found
 
 
+def reward_file(name: str) -> tuple[Path, str]:
+    """File and function of "file.py:function". Raises RewardError where there is no such file."""
+    file, separator, function = name.rpartition(":")
+    if not separator:
+        raise RewardError(f"reward {name!r} is neither one of {sorted(BUILT_IN)} nor of the form file.py:function")
+    if not Path(file).is_file():
+        raise RewardError(f"reward {name!r}: file {file} does not exist")
+    return Path(file), function
+
+
 def score(
-    rewards: dict[str, Reward],
+    rewards: Mapping[str, Reward],
     weights: Sequence[float],
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -86,40 +130,60 @@ def score(
     /,
     **columns: Sequence[object],
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Weighted sum of the rewards of each completion, and each reward's own values; NaN stands for None. Every reward
-    gets the dataset's further `columns` by name.
+    """Weighted sum of the rewards of each completion, and what went into it by name.
 
-    A completion for which every reward is None gets NaN in all: it can teach nothing.
+    Args:
+      rewards: by name.
+      weights: one for each reward.
+      prompts, completions, answers: one for each row.
+      columns: further values for each row, passed on by name.
+
+    Returns the totals and the parts: "NAME", each reward's values with NaN for None, and "NAME/FLAG" for each flag of
+    `FLAGS`, 1 where it was raised. A completion for which every reward is None, or whose grading failed, has NaN for
+    its total: it can teach nothing.
 
     Raises RewardError if a reward raises, returns the wrong number of values, or one that is neither a finite number
     nor None.
     """
-    each = {name: _call(name, reward, prompts, completions, answers, columns) for name, reward in rewards.items()}
+    rows = {"prompts": list(prompts), "completions": list(completions), "answer": list(answers)}
+    rows |= {column: list(values) for column, values in columns.items()}
+    each = {name: call(name, reward, rows) for name, reward in rewards.items()}
     totals = []
     for row in zip(*each.values(), strict=True):
-        known = [weight * value for weight, value in zip(weights, row, strict=True) if not math.isnan(value)]
+        known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
         totals.append(sum(known) if known else math.nan)
-    return totals, each
+    parts = {name: [math.nan if value is None else float(value) for value in values] for name, values in each.items()}
+    for name, values in each.items():
+        parts |= {
+            f"{name}/{flag}": [float(isinstance(value, kind)) for value in values] for flag, kind in FLAGS.items()
+        }
+    return totals, parts
 
 
-def _call(
-    name: str,
-    reward: Reward,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    answers: Sequence[str],
-    columns: Mapping[str, Sequence[object]],
-) -> list[float]:
-    more = {column: list(values) for column, values in columns.items()}
+def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> list[float | None]:
+    """One call of a reward over rows, its values checked. Raises RewardError as `score` does; out of memory is let
+    through, for a worker to die of.
+    """
     try:
-        values = list(reward(prompts=list(prompts), completions=list(completions), answer=list(answers), **more))
+        values = list(reward(**rows))
+    except (RewardError, MemoryError):
+        raise
     except Exception as error:
         raise RewardError(f"reward {name!r} raised {error!r}") from error
-    if len(values) != len(completions):
-        raise RewardError(f"reward {name!r} returned {len(values)} values for {len(completions)} completions")
+    expected = len(rows["completions"])
+    if len(values) != expected:
+        raise RewardError(f"reward {name!r} returned {len(values)} values for {expected} completions")
     for i, value in enumerate(values):
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        if not _is_score(value):
             raise RewardError(
                 f"reward {name!r} returned {value!r} for completion {i}; expected a finite number or None"
             )
-    return [math.nan if value is None else float(value) for value in values]
+    return values
+
+
+def _is_score(value: object) -> bool:
+    return (
+        value is None
+        or isinstance(value, TimedOut | Crashed)
+        or (isinstance(value, int | float) and math.isfinite(value))
+    )

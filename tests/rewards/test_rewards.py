@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import time
 from fractions import Fraction
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.answers import extract_answer, parse_number, same_answer, unbox
 from qerl_jax.rewards.functions import RewardError, load_reward, score
+from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,7 @@ from qerl_jax.rewards.functions import RewardError, load_reward, score
         ("1/0", None),
         ("12,34", None),
         ("1e999999999", None),
+        ("7" * 1001, None),
     ],
 )
 def test_parse_number(text, value):
@@ -55,8 +59,8 @@ def test_unbox_balances_braces():
 @pytest.mark.parametrize(
     ("given", "gold", "equal"),
     [
-        ("19", "1234", False),  # the released scorer compares the first character
-        ("1234", "1,234", True),  # gold answers with commas could never match
+        ("19", "1234", False),  # the released evaluation compares the first character
+        ("1234", "1,234", True),  # in the release an answer without the gold answer's comma is wrong
         (" 42 ", "42", True),
         ("42.0", "42", True),
         ("$42", "42", True),
@@ -74,6 +78,8 @@ def test_same_answer(given, gold, equal):
 def test_answer_takes_the_last_block():
     assert extract_answer("<answer>1</answer> no: <answer> 2\n</answer>") == "2"
     assert extract_answer("the answer is 2") is None
+    assert extract_answer("</answer><answer>3") is None
+    assert extract_answer("<answer>1<answer>2</answer> and </answer><answer>") == "2"
     assert functions.answer(completions=["<answer> 42 </answer>", "42", "<answer>41</answer>"], answer=["42"] * 3) == [
         1.0,
         0.0,
@@ -94,6 +100,68 @@ def test_formats():
     ]
     assert functions.strict_format(completions=cases) == [1, 0, 0, 0, 0]
     assert functions.soft_format(completions=cases) == [1, 1, 0, 0, 1]
+
+
+def test_soft_format_is_the_pattern():
+    """All texts of up to five of these pieces, against the pattern whose searches it replaces."""
+    pattern = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+    texts = [""]
+    for _ in range(5):
+        texts += [text + piece for text in texts for piece in ("<think>", "</think>", "<answer>", "</answer>", " x")]
+        texts = sorted(set(texts))[:4000]
+    expected = [float(pattern.search(text) is not None) for text in texts]
+    assert 10 < sum(expected) < len(texts)
+    assert functions.soft_format(completions=texts) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<think>" * 4000, "<think></think><answer>" * 1200, "<answer>" * 4000, "<answer>" + "1" * 30_000 + "</answer>",
+     "Answer: " * 4000, "```python\n" * 3000],
+    ids=["think", "unit", "answer", "digits", "line", "fence"],
+)  # fmt: skip
+def test_a_degenerate_completion_costs_no_time(text):
+    """Some 30,000 characters of repetition; the patterns these searches replaced took 0.3 to 35 s."""
+    rows = {"completions": [text], "answer": ["7"]}
+    for name in ("answer", "soft_format", "strict_format", "dapo", "xml_count", "qerl_exact", "qerl_first_character"):
+        started = time.process_time()
+        assert load_reward(name)(**rows)[0] <= 0.25
+        assert time.process_time() - started < 0.2, name
+
+
+def test_overlong_is_equation_13_of_dapo():
+    """Limit 100, buffer 20: nothing to 80 tokens, then a twentieth a token."""
+    lengths = [0, 80, 81, 90, 100, 101]
+    values = functions.overlong(
+        completion_lengths=lengths, max_completion_length=[100] * 6, overlong_buffer=[20] * 6, completions=[""] * 6
+    )
+    assert values == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
+
+
+def test_score_counts_what_failed_and_leaves_it_out():
+    """None counts for nothing; a row whose grading failed has no total, even if other rewards know it; a program that
+    met its limit keeps its share.
+    """
+    values = [1.0, None, Unparsed(0.0), TimedOut(math.nan), Crashed(math.nan), TimedOut(0.5)]
+    rewards = {"a": lambda **_: values, "b": lambda **_: [1.0] * 6}
+    totals, parts = score(rewards, (2.0, 0.1), ["p"] * 6, ["c"] * 6, ["x"] * 6)
+    assert totals == pytest.approx([2.1, 0.1, 0.1, math.nan, math.nan, 1.1], nan_ok=True)
+    assert parts["a"] == pytest.approx([1, math.nan, 0, math.nan, math.nan, 0.5], nan_ok=True)
+    assert parts["a/parse_failure"] == [0, 0, 1, 0, 0, 0]
+    assert parts["a/timeout"] == [0, 0, 0, 1, 0, 1]
+    assert parts["a/crash"] == [0, 0, 0, 0, 1, 0]
+    assert set(parts["b/timeout"]) == {0.0}
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(RewardError, match=r"overlong.*completion_lengths"):
+        score({"overlong": functions.overlong}, (1.0,), ["p"], ["c"], ["x"])
+
+
+def test_answer_and_dapo_say_where_there_is_nothing_to_read():
+    for name, readable in (("answer", "<answer>4</answer>"), ("dapo", "Answer: 4")):
+        values = load_reward(name)(completions=[readable, "nothing"], answer=["5", "5"])
+        assert values == [0.0, 0.0] and [isinstance(value, Unparsed) for value in values] == [False, True]
 
 
 def test_score_sums_weighted_and_none_means_not_applicable():

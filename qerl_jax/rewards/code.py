@@ -1,0 +1,109 @@
+"""Reward for programs: the share of a problem's tests that a completion's program passes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qerl_jax.rewards import sandbox
+from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
+
+TEST_SECONDS = 5.0
+"""For each test, as in QeRL."""
+_FENCE = "```"
+_LANGUAGES = ("python", "python3", "py")
+
+
+def require_sandbox() -> None:
+    """Raises RewardError where programs cannot be confined; there is no reward without it."""
+    try:
+        sandbox.require()
+    except sandbox.SandboxError as error:
+        raise RewardError(f"reward 'code' cannot confine programs on this machine: {error}") from error
+
+
+def code(
+    *, completions: Sequence[str], verification_info: Sequence[Any], reward_timeout: Sequence[float], **_: object
+) -> list[float | None]:
+    """Share of tests that the last ```python block of the completion passes, each in a sandbox of its own.
+
+    Args:
+      completions: texts.
+      verification_info: for each a mapping (or its JSON) with "language" and "test_cases", as in
+        open-r1/verifiable-coding-problems-python: {"type": "stdin_stdout", "input", "output"}, or {"type":
+        "function_call", "fn_name", "input": arguments, "output"}.
+      reward_timeout: seconds for all tests of a completion; a test may take `TEST_SECONDS` of them. Tests that are not
+        reached count as failed.
+
+    None without tests or in another language. The expected outputs never enter the process that runs the program.
+    Departure from QeRL: all lines of the output count, where the release compares as many as there are in the shorter
+    of both.
+    """
+    return [
+        _share_passed(text, info, seconds)
+        for text, info, seconds in zip(completions, verification_info, reward_timeout, strict=True)
+    ]
+
+
+def _share_passed(completion: str, info: Any, seconds: float) -> float | None:
+    info = json.loads(info) if isinstance(info, str) else info
+    tests = (info or {}).get("test_cases")
+    if not tests or info.get("language", "python") not in _LANGUAGES:
+        return None
+    program = extract_program(completion)
+    if program is None:
+        return Unparsed(0.0)
+    end = time.monotonic() + seconds
+    passed, in_time = 0, True
+    for test in tests:
+        left = end - time.monotonic()
+        if left <= 0:
+            in_time = False
+            break
+        ok, timed_out = _passes(program, test, min(TEST_SECONDS, left))
+        passed, in_time = passed + ok, in_time and not timed_out
+    share = passed / len(tests)
+    return share if in_time else TimedOut(share)
+
+
+def extract_program(completion: str) -> str | None:
+    """Contents of the last closed block that opens with ```python; None without one."""
+    for part in reversed(completion.split(_FENCE)[1:-1]):
+        language, newline, program = part.partition("\n")
+        if newline and language.strip().lower() in _LANGUAGES:
+            return program
+    return None
+
+
+def _passes(program: str, test: Mapping[str, Any], seconds: float) -> tuple[bool, bool]:
+    """(passed, stopped at the time limit)."""
+    if test.get("type", "stdin_stdout") == "stdin_stdout":
+        result = sandbox.run(program, str(test["input"]), seconds)
+        return result.ok and _lines(result.output) == _lines(str(test["output"])), result.timed_out
+    result = sandbox.run(program, "", seconds, (test["fn_name"], _arguments(test["input"])))
+    return result.ok and _returned(result.output, test["output"]), result.timed_out
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Arguments as a list, or as text with one JSON value a line."""
+    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+
+
+def _returned(output: str, expected: Any) -> bool:
+    """Whether the value is the expected one, which some sets wrap in a list of one, or write as JSON."""
+    try:
+        value = json.loads(output)
+    except ValueError:
+        return False
+    if isinstance(expected, str) and not isinstance(value, str):
+        try:
+            expected = json.loads(expected)
+        except ValueError:
+            return False
+    return value == expected or (isinstance(expected, list) and expected == [value])

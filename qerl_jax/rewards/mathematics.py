@@ -1,0 +1,119 @@
+"""Rewards for answers that are formulas: by symbolic comparison, and by DAPO's normalized text."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_jax.rewards.answers import extract_answer, unbox
+from qerl_jax.rewards.outcomes import RewardError, Unparsed
+
+_DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
+_TAIL = 300  # characters at the end of a completion in which DAPO looks for the answer
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+
+def require_math_verify() -> None:
+    """Raises RewardError where the optional package is not installed."""
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        raise RewardError(
+            f"reward 'math_verify' needs the package math-verify: pip install 'qerl-jax[math]' ({error})"
+        ) from error
+
+
+def math_verify(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
+    """1 where the answer equals the gold answer as mathematics (package `math-verify`), else 0; None where the gold
+    answer cannot be parsed.
+
+    The answer is what the last `<answer>` holds, else the last `\\boxed{…}`, else what math-verify finds announced as
+    the answer; never just any number. Departure from QeRL's `accuracy_reward`, which takes only LaTeX with delimiters
+    and so scores `<answer> 42 </answer>` 0.
+
+    math-verify's own time limits are signals, which outside of a main thread turn every score into 0 without a word:
+    they are off, and a grading that takes too long is killed from outside (`workers`).
+    """
+    return [_verify(text, gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def _verify(completion: str, gold: str) -> float | None:
+    from math_verify import verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    expected = _parse(_delimited(gold), bare=True)
+    if not expected:
+        return None
+    stated = extract_answer(completion)
+    stated = unbox(completion) if stated is None and "\\boxed{" in completion else stated
+    given = _parse(completion, bare=False) if stated is None else _parse(_delimited(unbox(stated)), bare=True)
+    if not given:
+        return Unparsed(0.0)
+    return float(verify(expected, given, timeout_seconds=None))
+
+
+def _parse(text: str, bare: bool) -> list[Any]:
+    """What math-verify reads in a text; `bare`: also where nothing announces it."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    configs = (LatexExtractionConfig(bare, boxed_match_priority=0), ExprExtractionConfig(bare))
+    return parse(text, extraction_config=configs, parsing_timeout=None)
+
+
+def _delimited(text: str) -> str:
+    """A bare answer between dollar signs, so that it is read as the formula it is; dollars of money go."""
+    text = text.replace("\\$", "")
+    return text if _DELIMITED.search(text) else f"${text}$"
+
+
+def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
+    """1 where the last `Answer: …` in the final 300 characters is the gold answer, both normalized as Minerva does,
+    else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0).
+    """
+    scores = []
+    for completion, gold in zip(completions, answer, strict=True):
+        found = _ANSWER_LINE.findall(completion[-_TAIL:])
+        scores.append(float(normalize(found[-1]) == normalize(gold)) if found else Unparsed(0.0))
+    return scores
+
+
+# Minerva's tables (arXiv 2206.14858, appendix D.1, as lm-evaluation-harness has them). The order counts, and so do
+# their oddities: "a " goes from within a word, too, on both sides of the comparison.
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_PATTERNS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
+        (r"(\\text\{)(.*?)(\})", r"\2"),
+        (r"(\\textbf\{)(.*?)(\})", r"\2"),
+        (r"(\\overline\{)(.*?)(\})", r"\2"),
+        (r"(\\boxed\{)(.*)(\})", r"\2"),
+        (r"(frac)([^{])(.)", r"frac{\2}{\3}"),  # \frac12 is \frac{1}{2}
+        (r"(sqrt)([^{])", r"sqrt{\2}"),
+    )
+)
+
+
+def normalize(text: str) -> str:
+    """An answer as Minerva writes it: what follows the last "=", without units, spaces, dollar signs and thousands
+    commas, `\\frac12` written out.
+    """
+    text = text.rsplit("=", 1)[-1]
+    for before, after in (*_REPLACED, *((word, "") for word in _REMOVED)):
+        text = text.replace(before, after)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    text = text.replace("$", "")
+    digits = text.replace(",", "")
+    return digits.strip() if digits.isdigit() else text.strip()

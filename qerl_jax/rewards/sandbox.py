@@ -1,0 +1,141 @@
+"""A program in a process of its own that can do no harm (`confine` says what that means), and its output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.rewards import confine
+
+MEMORY_BYTES = 10**9
+FILE_BYTES = 16 * 10**6
+MAX_FILES = 16
+_POLL_SECONDS = 0.05
+# What Python needs to start and import, besides its own directories; "/dev/zero" and the like hold nothing.
+_SYSTEM = (
+    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo",
+    "/dev/null", "/dev/zero", "/dev/urandom",
+)  # fmt: skip
+
+
+class SandboxError(RuntimeError):
+    """A machine on which a program cannot be confined; the message names the layer that is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a program ended.
+
+    Attributes:
+      ok: of its own accord, with exit code 0.
+      output: what it wrote to standard output, at most `FILE_BYTES`.
+      timed_out: it was stopped at its time limit.
+    """
+
+    ok: bool
+    output: str
+    timed_out: bool
+
+
+def run(program: str, stdin: str, seconds: float, call: tuple[str, Sequence[Any]] | None = None) -> Result:
+    """Run a Python program, confined.
+
+    Args:
+      program: its text.
+      stdin: its standard input.
+      seconds: after which it is killed, start of the interpreter (some 20 ms) included.
+      call: name and arguments (JSON values) of a function of the program; `output` is then what it returns, as JSON.
+
+    It has an empty directory of its own for working directory and HOME (at most `MAX_FILES` files of `FILE_BYTES`, no
+    directories), `MEMORY_BYTES` of address space, and an environment that holds nothing of ours.
+
+    Raises SandboxError if it could not be confined; it then did not run.
+    """
+    job = {
+        "program": program,
+        "call": None if call is None else {"name": call[0], "arguments": list(call[1])},
+        "parent": os.getpid(),
+        "readable": [sys.prefix, sys.base_prefix, *_SYSTEM],
+        "limits": {
+            "CPU": math.ceil(seconds) + 1,  # for what the clock below should miss
+            "AS": MEMORY_BYTES,
+            "FSIZE": FILE_BYTES,
+            "NOFILE": 64,
+            "CORE": 0,
+        },
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="qerl-code-") as directory,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as order,
+    ):
+        for file, text in ((given, stdin), (order, json.dumps(job))):
+            file.write(text.encode("utf-8", "replace"))
+            file.seek(0)
+        status, report = os.pipe()
+        with open(status, encoding="utf-8") as confined:
+            deadline = time.monotonic() + seconds
+            process = _start(directory, given.fileno(), output.fileno(), order.fileno(), report)
+            try:
+                ended = _wait(process, directory, deadline)
+            finally:
+                process.kill()
+                process.wait()
+            verdict = confined.read()
+        if verdict != "ok" and (ended or verdict):
+            raise SandboxError(verdict or f"the interpreter ended with {process.returncode} before it was confined")
+        output.seek(0)
+        text = output.read(FILE_BYTES).decode("utf-8", "replace")
+        return Result(ended and process.returncode == 0, text, not ended and time.monotonic() >= deadline)
+
+
+def _start(directory: str, given: int, output: int, order: int, report: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-X", "utf8", str(Path(confine.__file__)), str(order), str(report)]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"}
+    environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=given,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            cwd=directory,
+            env=environment,
+            pass_fds=(order, report),
+            start_new_session=True,
+        )
+    finally:
+        os.close(report)
+
+
+def _wait(process: subprocess.Popen[bytes], directory: str, deadline: float) -> bool:
+    """Whether the process ended by itself: in time, and without filling its directory with files."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([ended], [], [], min(left, _POLL_SECONDS))[0]:
+                return True
+            if len(os.listdir(directory)) > MAX_FILES:
+                return False
+        return False
+    finally:
+        os.close(ended)
+
+
+def require() -> None:
+    """Raises SandboxError unless a program runs here, confined."""
+    if not sys.platform.startswith("linux"):
+        raise SandboxError(f"programs can be confined on Linux only, this is {sys.platform}")
+    if not run("print(42)", "", 60.0).output == "42\n":
+        raise SandboxError("a program that prints 42 did not print it")

@@ -1,0 +1,87 @@
+"""Rewards for formulas: Minerva's normalization against the released one, math-verify against worked cases."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from qerl_jax.rewards import mathematics
+from qerl_jax.rewards.functions import load_reward
+from qerl_jax.rewards.outcomes import RewardError, Unparsed
+
+# Text and what `normalize_final_answer` of QeRL's utils/math_dapo.py (e8c6e79) makes of it.
+NORMALIZED = [
+    ("x = 12", "12"), ("\\frac12", "\\frac{1}{2}"), ("\\dfrac{1}{2}", "\\dfrac{1}{2}"), ("\\sqrt3", "\\sqrt{3}"),
+    ("1,234", "1234"), ("1,234.5", "1,234.5"), ("12 dollars", "12"), ("$\\frac{3}{4}$", "\\frac{3}{4}"),
+    ("so $x$ is", "x"), ("\\text{Evelyn}", "Evelyn"), ("\\boxed{7}", "7"), ("90^\\circ", "90"), ("10\\%", "10\\%"),
+    ("3\\text{ cm}", "3"), ("\\mathrm{th}5", "5"), ("an apple", "apple"), ("a banana", "banana"),
+    ("5 square units", "5"), ("\\$42.", "42."), ("{,}", ""), ("100\\ \\text{m}", "100"),
+    ("\\text{A}\\text{B}", "AB"), ("\\overline{AB}", "AB"), ("7.0", "7.0"), ("  8 ", "8"),
+]  # fmt: skip
+
+# Completion, gold answer and what the release's `compute_score` gives.
+DAPO = [
+    ("Answer: 5", "5", 1), ("answer : 5\nmore", "5", 1), ("Answer: 6\nAnswer: 5", "5", 1),
+    ("Answer: 5" + " " * 300, "5", 0), ("Answer: 5" + "x" * 280, "5", 0), ("<answer>5</answer>", "5", 0),
+    ("The answer is 5", "5", 0), ("Answer: $x = \\frac12$", "\\frac{1}{2}", 1), ("Answer: 1,234", "1234", 1),
+    ("Answer: 1234", "1,234", 1), ("**Answer:** 5", "5", 0), ("Answer: 0.5", "1/2", 0), ("Answer:5.", "5", 0),
+]  # fmt: skip
+
+_COLUMN = "\\begin{pmatrix} -1/3 \\\\ 2 \\end{pmatrix}"
+
+
+@pytest.mark.parametrize(("text", "normal"), NORMALIZED)
+def test_normalize_is_minervas(text, normal):
+    assert mathematics.normalize(text) == normal
+
+
+@pytest.mark.parametrize(("completion", "gold", "value"), DAPO, ids=range(len(DAPO)))
+def test_dapo_scores_as_the_release(completion, gold, value):
+    assert mathematics.dapo(completions=[completion], answer=[gold]) == [value]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "value"),
+    [
+        ("<answer> 42 </answer>", "42", 1),  # 0 with the release's settings, see below
+        ("<answer>1234</answer>", "1,234", 1),
+        ("<answer>0.5</answer>", "\\frac{1}{2}", 1),
+        ("<answer>\\frac12</answer>", "1/2", 1),
+        ("<answer>(x-1)(x+1)</answer>", "x^2-1", 1),
+        ("<answer>(x-1)(x+2)</answer>", "x^2-1", 0),
+        ("<answer>$18</answer>", "\\$18", 1),
+        ("<answer>" + _COLUMN + "</answer>", _COLUMN, 1),
+        ("<answer>thus \\boxed{4}</answer>", "4", 1),
+        ("<answer>\\text{Evelyn}</answer>", "Evelyn", 1),
+        ("first \\boxed{3}, no: \\boxed{4}", "4", 1),
+        ("first \\boxed{4}, no: \\boxed{3}", "4", 0),
+        ("The final answer is $4$.", "4", 1),
+        ("<answer>5</answer>", "", None),
+    ],
+)  # fmt: skip
+def test_math_verify(completion, gold, value):
+    pytest.importorskip("math_verify")
+    assert mathematics.math_verify(completions=[completion], answer=[gold]) == [value]
+
+
+def test_math_verify_reads_no_answer_into_a_text_without_one():
+    """A number that merely occurs is no answer: guessing many of them must not pay."""
+    pytest.importorskip("math_verify")
+    values = mathematics.math_verify(completions=["3 and 4 make 7", "", "<answer></answer>"], answer=["7"] * 3)
+    assert values == [0, 0, 0] and all(isinstance(value, Unparsed) for value in values)
+
+
+def test_the_release_misses_a_plain_number():
+    """The defect that "<answer> 42 </answer>" above repairs, with the settings of QeRL's `accuracy_reward`."""
+    library = pytest.importorskip("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    settings = library.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    given = library.parse("<answer> 42 </answer>", extraction_config=[settings], parsing_timeout=None)
+    assert given == []
+
+
+def test_math_verify_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    with pytest.raises(RewardError, match=r"pip install 'qerl-jax\[math\]'"):
+        load_reward("math_verify")

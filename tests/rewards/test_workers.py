@@ -1,0 +1,211 @@
+"""Rewards in processes that can be killed: order, failures one by one, and no process left behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl_jax.rewards import functions
+from qerl_jax.rewards.functions import RewardError
+from qerl_jax.rewards.outcomes import TimedOut, Unparsed
+from qerl_jax.rewards.workers import Workers, load_rewards
+
+MINE = """
+import ctypes, os, re, signal, sys, time
+
+def act(prompts, completions, answer, **columns):
+    values = []
+    for text in completions:
+        print("to nowhere", text)
+        if text == "hang":
+            time.sleep(1000)
+        if text == "spin":  # holds the interpreter's lock, ignores signals
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            re.match("(a+)+$", "a" * 60 + "b")
+        if text == "exit":
+            os._exit(3)
+        if text == "quit":
+            sys.exit("bye")
+        if text == "segfault":
+            ctypes.string_at(0)
+        if text == "memory":
+            bytearray(10**18)
+        if text == "raise":
+            raise KeyError("broken")
+        time.sleep(0.05 * (text == "slow"))
+        values.append(float(len(text)))
+    return values
+
+def pid(completions, **columns):
+    return [float(os.getpid())] * len(completions)
+
+def longest_first(prompts, completions, **columns):
+    return [float(len(text) == max(map(len, completions))) for text in completions]
+
+def never(**columns):
+    time.sleep(1000)
+
+def light(completions, **columns):
+    return [float("jax" in sys.modules)] * len(completions)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def rows(texts: list[str], prompts: list[str] | None = None) -> dict:
+    return {
+        "prompts": prompts or [str(i) for i in range(len(texts))],
+        "completions": texts,
+        "answer": [""] * len(texts),
+    }
+
+
+def test_results_come_in_order(mine):
+    texts = ["slow" if i % 3 == 0 else "x" * i for i in range(30)]
+    with load_rewards((f"{mine}:act", "soft_format"), 2, 30.0) as rewards:
+        assert rewards[f"{mine}:act"](**rows(texts)) == [float(len(text)) for text in texts]
+        assert rewards["soft_format"] is functions.soft_format
+
+
+def test_each_failure_is_one_items(mine):
+    """All ways not to answer, in one batch; the rows around them are graded, and the time limit is told once."""
+    told: list[str] = []
+    texts = ["a", "hang", "bb", "exit", "segfault", "ccc", "memory", "quit", "spin", "dddd"]
+    with load_rewards((f"{mine}:act",), 2, 1.5, told.append) as rewards:
+        reward = rewards[f"{mine}:act"]
+        totals, parts = functions.score({"mine": reward}, (1.0,), list("0123456789"), texts, [""] * 10)
+        graded = {"a": 1, "bb": 2, "ccc": 3, "dddd": 4}
+        assert totals == pytest.approx([graded.get(text, math.nan) for text in texts], nan_ok=True)
+        assert parts["mine/timeout"] == [float(text in ("hang", "spin")) for text in texts]
+        assert parts["mine/crash"] == [float(text in ("exit", "segfault", "memory", "quit")) for text in texts]
+        assert reward(**rows(["a", "hang"])) == pytest.approx([1, math.nan], nan_ok=True)
+    assert len(told) == 1 and "2 of 10 completions met the time limit" in told[0]
+
+
+def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
+    with load_rewards((f"{mine}:act",), 2, 30.0) as rewards:
+        with pytest.raises(RewardError, match=r"mine.py:act' raised KeyError\('broken'\)"):
+            rewards[f"{mine}:act"](**rows(["a", "raise"]))
+        assert rewards.workers._workers == []
+
+
+def test_a_reward_that_never_answers_is_an_error(mine):
+    started = time.monotonic()
+    words = r"graded none of 4 tasks: 4 were stopped after reward_timeout 0.2 s"
+    with load_rewards((f"{mine}:never",), 2, 0.2) as rewards, pytest.raises(RewardError, match=words):
+        rewards[f"{mine}:never"](**rows(["x"] * 4))
+    assert time.monotonic() - started < 30
+
+
+def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
+    """So a reward may compare within the group, in workers and without."""
+    texts, prompts = ["a", "bb", "ccc", "d", "e", "ff"], ["p", "p", "p", "q", "q", "q"]
+    for workers in (0, 2):
+        with load_rewards((f"{mine}:longest_first",), workers, 30.0) as rewards:
+            assert rewards[f"{mine}:longest_first"](**rows(texts, prompts)) == [0, 0, 1, 0, 0, 1]
+
+
+def test_workers_are_replaced_after_a_number_of_tasks(mine):
+    workers = Workers([f"{mine}:pid"], 1, 30.0, recycle=3)
+    values = [value for (value,) in workers.grade(f"{mine}:pid", [rows(["x"])] * 8)]
+    workers.close()
+    assert [values.count(pid) for pid in dict.fromkeys(values)] == [3, 3, 2]
+
+
+def test_a_worker_that_died_unnoticed_costs_no_item(mine):
+    workers = Workers([f"{mine}:pid"], 1, 30.0)
+    (worker,) = workers._workers
+    worker.process.kill()
+    worker.process.wait()
+    ((value,),) = workers.grade(f"{mine}:pid", [rows(["x"])])
+    workers.close()
+    assert value != worker.process.pid and value > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import nothing_of_this_name", "failed to load"),
+        ("import os; os._exit(7)", "ended with 7 while loading"),
+        ("", "no function 'f'"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_an_error_before_the_first_step(tmp_path, text, words):
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(RewardError, match=words):
+        load_rewards((f"{path}:f",), 2, 30.0)
+
+
+def test_workers_import_no_jax_and_do_not_hear_ctrl_c(mine):
+    with load_rewards((f"{mine}:light",), 1, 30.0) as rewards:
+        (worker,) = rewards.workers._workers
+        assert os.getpgid(worker.process.pid) != os.getpgid(0)
+        assert rewards[f"{mine}:light"](**rows(["x"])) == [0.0]
+
+
+def test_no_worker_outlives_the_context(mine):
+    with load_rewards((f"{mine}:act",), 2, 30.0) as rewards:
+        processes = [worker.process for worker in rewards.workers._workers]
+    assert all(process.poll() == -signal.SIGKILL for process in processes)
+
+
+TRAINER = """
+import sys
+from qerl_jax.rewards.workers import Workers
+workers = Workers([sys.argv[1]], 2, 1000.0)
+print(*[worker.process.pid for worker in workers._workers], flush=True)
+text = sys.argv[2]
+workers.grade(sys.argv[1], [{"prompts": [""], "completions": [text], "answer": [""]}])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the parent's death signal is Linux's")
+@pytest.mark.parametrize("text", ["spin", "hang"])
+def test_no_worker_outlives_a_killed_trainer(mine, text):
+    """SIGKILL while one worker is busy for ever and one has nothing to do."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, f"{mine}:act", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(_running, pids))
+        time.sleep(0.3)
+        process.kill()
+    deadline = time.monotonic() + 10
+    while any(map(_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(_running, pids))
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_math_verify_is_stopped_where_it_does_not_end():
+    """A power that would take hours to write out; its neighbours are graded, off the main thread's signals."""
+    pytest.importorskip("math_verify")
+    texts = ["<answer>4</answer>", "<answer>2^{2^{2^{2^{2^{2}}}}}</answer>", "none", "<answer>5</answer>"]
+    with load_rewards(("math_verify",), 1, 2.0) as rewards:
+        values = rewards["math_verify"](prompts=["p"] * 4, completions=texts, answer=["4"] * 4)
+    assert values[0] == 1 and values[3] == 0
+    assert isinstance(values[1], TimedOut) and math.isnan(values[1])
+    assert isinstance(values[2], Unparsed)
