@@ -57,7 +57,6 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     directory = Path(config.output_dir)
     run_directory.check(directory, config)
 
-    policy = load(config)
     rewards = load_rewards(
         config.reward_funcs,
         config.reward_workers,
@@ -65,6 +64,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
         console.print,
         config.allow_code_execution,
     )
+    policy = load(config)
     state = init_state(policy, config)
     check_positions(policy.config, config.max_prompt_length, config.max_completion_length)
     at_once = prompts_at_once(

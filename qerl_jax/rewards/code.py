@@ -12,7 +12,7 @@ from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
 
 TEST_SECONDS = 5.0
 """For each test, as in QeRL."""
-_FENCE = "```"
+_FENCE, _STDIO = "```", "stdin_stdout"
 _LANGUAGES = ("python", "python3", "py")
 
 
@@ -37,7 +37,8 @@ def code(
       reward_timeout: seconds for all tests of a completion; a test may take `TEST_SECONDS` of them. Tests that are not
         reached count as failed.
 
-    None without tests or in another language. The expected outputs never enter the process that runs the program.
+    None in another language or without a test that can be run (one that lacks a field, or whose arguments are no JSON,
+    does not count). The expected outputs never enter the process that runs the program.
     Departure from QeRL: all lines of the output count, where the release compares as many as there are in the shorter
     of both.
     """
@@ -48,9 +49,8 @@ def code(
 
 
 def _share_passed(completion: str, info: Any, seconds: float) -> float | None:
-    info = json.loads(info) if isinstance(info, str) else info
-    tests = (info or {}).get("test_cases")
-    if not tests or info.get("language", "python") not in _LANGUAGES:
+    tests = _tests(info)
+    if not tests:
         return None
     program = extract_program(completion)
     if program is None:
@@ -68,6 +68,28 @@ def _share_passed(completion: str, info: Any, seconds: float) -> float | None:
     return share if in_time else TimedOut(share)
 
 
+def _tests(info: Any) -> list[Mapping[str, Any]]:
+    """The tests of a problem that can be run."""
+    try:
+        info = json.loads(info) if isinstance(info, str) else info
+    except ValueError:
+        return []
+    if not isinstance(info, Mapping) or info.get("language", "python") not in _LANGUAGES:
+        return []
+    return [test for test in info.get("test_cases") or [] if _can_run(test)]
+
+
+def _can_run(test: Any) -> bool:
+    if not isinstance(test, Mapping) or test.get("input") is None or test.get("output") is None:
+        return False
+    if test.get("type", _STDIO) == _STDIO:
+        return True
+    try:
+        return isinstance(test.get("fn_name"), str) and isinstance(_arguments(test["input"]), list)
+    except (ValueError, TypeError):
+        return False
+
+
 def extract_program(completion: str) -> str | None:
     """Contents of the last closed block that opens with ```python; None without one."""
     for part in reversed(completion.split(_FENCE)[1:-1]):
@@ -79,7 +101,7 @@ def extract_program(completion: str) -> str | None:
 
 def _passes(program: str, test: Mapping[str, Any], seconds: float) -> tuple[bool, bool]:
     """(passed, stopped at the time limit)."""
-    if test.get("type", "stdin_stdout") == "stdin_stdout":
+    if test.get("type", _STDIO) == _STDIO:
         result = sandbox.run(program, str(test["input"]), seconds)
         return result.ok and _lines(result.output) == _lines(str(test["output"])), result.timed_out
     result = sandbox.run(program, "", seconds, (test["fn_name"], _arguments(test["input"])))

@@ -25,17 +25,19 @@ _STRICT = re.compile(
 )
 
 
-def answer(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
-    """1 where the text of `<answer>` states the gold number, else 0.
+def answer(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
+    """1 where the text of `<answer>` states the gold number, else 0; None without a gold answer.
 
     Departures from QeRL's GSM8K scorers: its reward compares texts, so that a gold answer with a comma needs the comma,
     and its evaluation compares the first character only.
     """
-    given = [extract_answer(completion) for completion in completions]
-    return [
-        Unparsed(0.0) if text is None else float(same_answer(text, gold))
-        for text, gold in zip(given, answer, strict=True)
-    ]
+    return [_score_answer(extract_answer(text), gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def _score_answer(given: str | None, gold: str) -> float | None:
+    if not gold:
+        return None
+    return Unparsed(0.0) if given is None else float(same_answer(given, gold))
 
 
 def soft_format(*, completions: Sequence[str], **_: object) -> list[float]:

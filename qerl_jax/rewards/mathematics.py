@@ -68,15 +68,18 @@ def _delimited(text: str) -> str:
     return text if _DELIMITED.search(text) else f"${text}$"
 
 
-def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
+def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
     """1 where the last `Answer: …` in the final 300 characters is the gold answer, both normalized as Minerva does,
-    else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0).
+    else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0); None without a gold answer.
     """
-    scores = []
-    for completion, gold in zip(completions, answer, strict=True):
-        found = _ANSWER_LINE.findall(completion[-_TAIL:])
-        scores.append(float(normalize(found[-1]) == normalize(gold)) if found else Unparsed(0.0))
-    return scores
+    return [_score_line(text[-_TAIL:], gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def _score_line(text: str, gold: str) -> float | None:
+    if not gold:
+        return None
+    found = _ANSWER_LINE.findall(text)
+    return float(normalize(found[-1]) == normalize(gold)) if found else Unparsed(0.0)
 
 
 # Minerva's tables (arXiv 2206.14858, appendix D.1, as lm-evaluation-harness has them). The order counts, and so do

@@ -50,6 +50,7 @@ def serve(descriptor: int, names: list[str], parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
+    """Linux: be killed when the parent ends (to be exact, the thread of it that started this process)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

@@ -1,232 +1,19 @@
-"""Programs of a policy: what they can and cannot do, and what passing tests is worth."""
+"""The reward for programs: how they are found, tested and timed, and that they need leave."""
 
 from __future__ import annotations
 
-import os
-import re
 import time
-from pathlib import Path
 
 import pytest
+from processes import missing_confinement
 
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.rewards import confine, sandbox
 from qerl_jax.rewards.code import code, extract_program
-from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
 from qerl_jax.rewards.workers import load_rewards
 from qerl_jax.train import with_rewards
 
-
-def _confinable() -> str:
-    try:
-        sandbox.require()
-    except sandbox.SandboxError as error:
-        return str(error)
-    return ""
-
-
-MISSING = _confinable()
-confined = pytest.mark.skipif(bool(MISSING), reason=f"programs cannot be confined here: {MISSING}")
-
-
-def tried(action: str) -> str:
-    """A program that prints what became of an action."""
-    return (
-        f"try:\n    {action}\nexcept BaseException as error:\n    print(type(error).__name__)\nelse:\n    print('done')"
-    )
-
-
-@confined
-@pytest.mark.parametrize(
-    ("action", "outcome"),
-    [
-        ("import os; os.fork()", "PermissionError"),
-        ("import subprocess; subprocess.run(['true'])", "PermissionError"),
-        ("import os; os.execv('/bin/true', ['true'])", "PermissionError"),
-        ("import multiprocessing as m; m.get_context('spawn').Process().start()", "PermissionError"),
-        ("import socket; socket.socket()", "PermissionError"),
-        ("import socket; socket.socket(socket.AF_UNIX)", "PermissionError"),
-        ("import urllib.request as u; u.urlopen('http://127.0.0.1:1')", "URLError"),
-        ("bytearray(10 * 10**9)", "MemoryError"),
-        ("open('/etc/passwd').read()", "PermissionError"),
-        ("import os; os.listdir('/')", "PermissionError"),
-        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
-        ("import os; os.kill(-1, 9)", "PermissionError"),
-        ("import os; os.truncate('OUTSIDE', 0)", "PermissionError"),
-        ("import os; os.chmod('OUTSIDE', 0o777)", "PermissionError"),
-        ("import os; os.remove('OUTSIDE')", "PermissionError"),
-        ("import os; os.rename('OUTSIDE', 'mine')", "PermissionError"),
-        ("import os; os.symlink('OUTSIDE', 'mine')", "PermissionError"),
-        ("open('OUTSIDE', 'a').write('x')", "PermissionError"),
-        ("open('OUTSIDE').read()", "PermissionError"),
-        ("import resource as r; r.prlimit(1, r.RLIMIT_CPU)", "PermissionError"),
-        ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
-        ("import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, 1)", "PermissionError"),
-        ("import os; os.mkdir('directory')", "PermissionError"),
-        ("open('big', 'wb').write(bytes(20_000_000))", "OSError"),
-        ("open('mine', 'w').write('x'); assert open('mine').read() == 'x'", "done"),
-        ("import threading as t; x = t.Thread(target=int); x.start(); x.join()", "done"),
-        ("import numpy; assert numpy.arange(3).sum() == 3", "done"),
-        ("import os; assert not {'SECRET', 'PYTHONPATH'} & set(os.environ)", "done"),
-    ],
-)  # fmt: skip
-def test_what_a_program_can_do(action, outcome, tmp_path, monkeypatch):
-    outside = tmp_path / "outside"
-    outside.write_text("kept")
-    mode = outside.stat().st_mode
-    monkeypatch.setenv("SECRET", "x")
-    result = sandbox.run(tried(action.replace("OUTSIDE", str(outside))), "", 20.0)
-    assert result.ok and result.output == f"{outcome}\n"
-    assert outside.read_text() == "kept" and outside.stat().st_mode == mode
-
-
-@confined
-def test_a_fork_bomb_is_one_process():
-    """Every fork is refused, as root, too: the bomb counts how often it came through."""
-    bomb = """
-import os
-born = 0
-for _ in range(1000):
-    try:
-        born += os.fork() == 0 or 1
-    except PermissionError:
-        pass
-print(born)
-"""
-    assert sandbox.run(bomb, "", 20.0).output == "0\n"
-
-
-@confined
-@pytest.mark.parametrize(
-    "program", ["while True: pass", "import time; time.sleep(1000)", "input()\nwhile True: print('x' * 10**6)"]
-)
-def test_what_does_not_end_is_ended(program):
-    started = time.monotonic()
-    result = sandbox.run(program, "go", 0.5)
-    assert not result.ok and time.monotonic() - started < 15
-    assert len(result.output) <= sandbox.FILE_BYTES
-    assert result.timed_out or result.output  # the printing one is stopped by the size of a file
-
-
-@confined
-def test_many_files_end_a_program_early():
-    """Not at its time limit, and not counted as one that met it."""
-    started = time.monotonic()
-    result = sandbox.run("import time\nfor i in range(40): open(str(i), 'w')\ntime.sleep(1000)", "", 60.0)
-    assert not result.ok and not result.timed_out and time.monotonic() - started < 30
-
-
-@confined
-def test_a_program_dies_with_the_process_that_started_it(tmp_path):
-    """A grading process that is killed cannot clean up: the kernel does it."""
-    marker = tmp_path / "pid"
-    parent = os.fork()
-    if parent == 0:  # nothing but the sandbox runs here, and it ends without Python's own end
-        original = sandbox._wait
-
-        def wait(process, directory, deadline):
-            marker.write_text(str(process.pid))
-            return original(process, directory, deadline)
-
-        sandbox._wait = wait
-        sandbox.run("while True: pass", "", 60.0)
-        os._exit(0)
-    while not marker.exists() or not marker.read_text():
-        time.sleep(0.01)
-    time.sleep(0.3)
-    os.kill(parent, 9)
-    os.waitpid(parent, 0)
-    pid = int(marker.read_text())
-    deadline = time.monotonic() + 10
-    while _running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _running(pid)
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_numbers_of_system_calls_are_the_headers():
-    """The filter's tables against Linux's own, where the headers are installed."""
-    headers = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h")]
-    tables = [
-        {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read_text())}
-        if file.exists()
-        else {}
-        for file in headers
-    ]
-    if not any(tables):
-        pytest.skip("no kernel headers here")
-    for name, numbers in (confine._REFUSED | confine._DECIDED).items():
-        for number, table in zip(numbers, tables, strict=True):
-            assert table.get(name, number) == number, name
-            assert number is None or number <= confine._LAST_KNOWN
-
-
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_decides_as_it_says(machine):
-    """The BPF program, interpreted here, for every call number, and the calls whose arguments count."""
-    column, audit = confine._AUDIT[machine]
-    lines = [
-        (int.from_bytes(line[:2], "little"), line[2], line[3], int.from_bytes(line[4:], "little"))
-        for line in (lambda code: [code[i : i + 8] for i in range(0, len(code), 8)])(
-            confine.filter_program(machine, 77)
-        )
-    ]
-
-    def decide(number: int, first: int = 0, second: int = 0, machine_number: int = audit) -> int:
-        data = {0: number, 4: machine_number, 16: first, 24: second}
-        at, loaded = 0, 0
-        while True:
-            operation, if_true, if_false, value = lines[at]
-            at += 1
-            if operation == 0x20:
-                loaded = data[value]
-            elif operation == 0x06:
-                return value
-            else:
-                holds = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[operation]
-                at += if_true if holds else if_false
-
-    refused = {numbers[column] for numbers in confine._REFUSED.values()} - {None}
-    special = {name: numbers[column] for name, numbers in confine._DECIDED.items()}
-    allow, eperm, enosys = confine._ALLOW, confine._EPERM, confine._ENOSYS
-    for number in range(confine._LAST_KNOWN + 1):
-        if number not in special.values():
-            assert decide(number) == (eperm if number in refused else allow), number
-    assert decide(confine._LAST_KNOWN + 1) == decide(0x40000000) == enosys
-    assert decide(0, machine_number=1) == confine._KILL
-    assert decide(special["clone3"]) == enosys
-    assert decide(special["clone"], first=0x11) == eperm and decide(special["clone"], first=0x10F00) == allow
-    assert decide(special["prlimit64"], first=0) == allow and decide(special["prlimit64"], first=1) == eperm
-    assert decide(special["tgkill"], first=77) == allow and decide(special["tgkill"], first=78) == eperm
-    assert decide(special["fcntl"], second=1) == allow and decide(special["fcntl"], second=8) == eperm
-
-
-def test_no_machine_without_a_table_and_no_system_but_linux(monkeypatch):
-    with pytest.raises(OSError, match="'riscv64'"):
-        confine.filter_program("riscv64", 1)
-    monkeypatch.setattr(sandbox.sys, "platform", "darwin")
-    with pytest.raises(RewardError, match="on Linux only, this is darwin"):
-        load_reward("code")
-
-
-def test_a_program_that_cannot_be_confined_does_not_run(monkeypatch, tmp_path):
-    """A layer that is missing is named; here Landlock, asked for by a number that no kernel knows."""
-    script = tmp_path / "confine.py"
-    source = Path(confine.__file__).read_text()
-    script.write_text(
-        source.replace('"Landlock", libc.syscall(_LANDLOCK_CREATE, None', '"Landlock", libc.syscall(9999, None')
-    )
-    assert script.read_text() != source
-    monkeypatch.setattr(sandbox.confine, "__file__", str(script))
-    with pytest.raises(RewardError, match=r"cannot confine programs on this machine: .*Landlock"):
-        load_reward("code")
+confined = pytest.mark.skipif(bool(missing_confinement()), reason=missing_confinement())
 
 
 def test_extract_program():
@@ -283,13 +70,22 @@ def test_code_takes_no_longer_than_its_limit():
     assert value == 0.25 and isinstance(value, TimedOut) and time.monotonic() - started < 10
 
 
+def test_a_broken_record_is_not_the_policys_fault():
+    """Tests that cannot be run do not count, and none is no reason to end a run."""
+    broken = [{"input": "1"}, None, function("f", "no JSON", "1"), function(None, [1], 1), function("f", 3, 1)]
+    assert graded("print(1)", broken) == [None]
+    program = ["```python\n```"]
+    for info in ("no JSON", None, [], {"test_cases": None}, "{}"):
+        assert code(completions=program, verification_info=[info], reward_timeout=[9.0]) == [None]
+
+
 def test_code_without_tests_or_program():
     tests = [stdio("", "1")]
     assert graded("print(1)", []) == [None]
     assert graded("print(1)", tests, language="cpp") == [None]
     (value,) = code(
         completions=["no program"],
-        verification_info=['{"language": "python", "test_cases": [{}]}'],
+        verification_info=['{"language": "python", "test_cases": [{"input": "", "output": ""}]}'],
         reward_timeout=[9.0],
     )
     assert value == 0 and isinstance(value, Unparsed)

@@ -158,6 +158,12 @@ def test_a_missing_column_is_named():
         score({"overlong": functions.overlong}, (1.0,), ["p"], ["c"], ["x"])
 
 
+def test_without_a_gold_answer_nothing_is_right_or_wrong():
+    """Problems with tests in place of an answer, mixed with others."""
+    for name in ("answer", "dapo"):
+        assert load_reward(name)(completions=["<answer></answer>", "Answer: ,"], answer=["", ""]) == [None, None]
+
+
 def test_answer_and_dapo_say_where_there_is_nothing_to_read():
     for name, readable in (("answer", "<answer>4</answer>"), ("dapo", "Answer: 4")):
         values = load_reward(name)(completions=[readable, "nothing"], answer=["5", "5"])

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_running
 
 from qerl_jax.rewards import functions
+from qerl_jax.rewards import workers as workers_module
 from qerl_jax.rewards.functions import RewardError
 from qerl_jax.rewards.outcomes import TimedOut, Unparsed
 from qerl_jax.rewards.workers import Workers, load_rewards
@@ -109,6 +111,13 @@ def test_a_reward_that_never_answers_is_an_error(mine):
     assert time.monotonic() - started < 30
 
 
+def test_a_reward_that_never_answers_is_not_waited_for_to_the_end(mine, monkeypatch):
+    """Not one of the first few of a large batch: the rest is not tried."""
+    monkeypatch.setattr(workers_module, "GIVE_UP", 4)
+    with load_rewards((f"{mine}:never",), 2, 0.2) as rewards, pytest.raises(RewardError, match=r"none of [45] tasks"):
+        rewards[f"{mine}:never"](**rows(["x"] * 64))
+
+
 def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
     """So a reward may compare within the group, in workers and without."""
     texts, prompts = ["a", "bb", "ccc", "d", "e", "ff"], ["p", "p", "p", "q", "q", "q"]
@@ -184,20 +193,13 @@ def test_no_worker_outlives_a_killed_trainer(mine, text):
     )
     with process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(_running, pids))
+        assert len(pids) == 2 and all(map(is_running, pids))
         time.sleep(0.3)
         process.kill()
     deadline = time.monotonic() + 10
-    while any(map(_running, pids)) and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(_running, pids))
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not any(map(is_running, pids))
 
 
 def test_math_verify_is_stopped_where_it_does_not_end():
