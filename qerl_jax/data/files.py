@@ -57,9 +57,10 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
     def bad(error: Exception) -> DataError:
         return DataError(f"{path} is not a parquet file that can be read: {error}")
 
+    broken = (pyarrow.ArrowException, OSError, ValueError)  # the last: text that is not UTF-8
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except broken as error:
         raise bad(error) from error
     names = file.schema_arrow.names
 
@@ -69,7 +70,7 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
             with file:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name for name in names if name in wanted]):
                     yield from ((f"row {next(number)}", row) for row in batch.to_pylist())
-        except (pyarrow.ArrowException, OSError) as error:
+        except broken as error:
             raise bad(error) from error
 
     return Source(str(path), names, records())

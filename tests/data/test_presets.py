@@ -14,7 +14,8 @@ import pytest
 
 from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, THINK_SYSTEM_PROMPT, hash_answer
 from qerl_jax.data.problems import DataError, load_dataset, rewards_of
-from qerl_jax.rewards import functions
+from qerl_jax.rewards import functions, sandbox
+from qerl_jax.rewards.code import code
 
 FIXTURES = Path(__file__).parent / "presets"
 TEXT = pa.string()
@@ -195,6 +196,41 @@ def test_what_a_preset_needs_and_what_was_asked_for_beside_it():
     dataset = load_dataset(f"codeforces:{FIXTURES / 'codeforces'}", "train", reward_columns=["metadata", "test_reward"])
     assert [problem.id for problem in dataset.problems] == [0, 1, 2, 4]  # the fourth has metadata, but no tests
     assert set(dataset.problems[0].extra) == {"verification_info", "metadata", "test_reward"}
+
+
+def right(problem, reward: str) -> str:
+    return (
+        f"So it is.\nAnswer: {problem.answer}"
+        if reward == "dapo"
+        else f"<think>…</think><answer>{problem.answer}</answer>"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "codeforces"])
+def test_its_rewards_score_its_answers(name):
+    """Each problem's own answer gets all of them, another problem's only what is paid for the format."""
+    folder = FIXTURES / ("bigmath" if name == "bigmath_hard" else name)
+    problems = load_dataset(f"{name}:{folder}", EXPECTED[name][0]).problems
+    rewards, weights = zip(*PRESETS[name].rewards.items(), strict=True)
+    loaded = {reward: functions.load_reward(reward) for reward in rewards}
+    texts, answers = [right(p, rewards[0]) for p in problems], [p.answer for p in problems]
+    totals, _ = functions.score(loaded, weights, answers, texts, answers)
+    assert totals == pytest.approx([sum(weights)] * len(problems))
+    totals, _ = functions.score(loaded, weights, answers, texts[1:] + texts[:1], answers)
+    assert totals == pytest.approx([sum(weights[1:])] * len(problems))
+
+
+def test_code_runs_the_tests_that_come_with_the_problems():
+    try:
+        sandbox.require()
+    except sandbox.SandboxError as error:
+        pytest.skip(f"programs cannot be confined here: {error}")
+    problems = load_dataset(f"codeforces:{FIXTURES / 'codeforces'}", "train").problems
+    programs = [records("codeforces")[problem.id]["gold_standard_solution"] for problem in problems]
+    infos, times = [problem.extra["verification_info"] for problem in problems], [20.0] * len(problems)
+    assert code(completions=programs, verification_info=infos, reward_timeout=times) == [1.0] * len(problems)
+    moved = programs[1:] + programs[:1]
+    assert code(completions=moved, verification_info=infos, reward_timeout=times) == [0.0] * len(problems)
 
 
 def test_rewards_of_datasets():

@@ -108,6 +108,13 @@ def test_other_bad_files(tmp_path, name, content, words):
         load_dataset(str(tmp_path / name), "train")
 
 
+def test_parquet_text_that_is_not_utf8(tmp_path):
+    text = pyarrow.array([b"1", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"question": text, "answer": text}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet is not a parquet file that can be read: 'utf-8' codec"):
+        load_dataset(str(tmp_path / "x.parquet"), "train")
+
+
 def test_bad_records_are_left_out_counted_and_told_once(tmp_path):
     good = {"question": "q", "answer": "1"}
     bad = [
