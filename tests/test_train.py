@@ -21,6 +21,7 @@ from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.rewards.workers import Rewards
 from qerl_jax.rl.step import init_state
 from qerl_jax.types import Sampling
 
@@ -216,7 +217,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
         return [float(i) for i in range(len(prompts))]
 
     state = init_state(policy, config)
-    experience = train.collect_step(config, policy, state, stream, {"spy": reward}, None)
+    experience = train.collect_step(config, policy, state, stream, Rewards({"spy": reward}), None)
     ((prompts, answers, hints),) = seen
     assert [item.problem.prompt for item in experience.items] == prompts[:: config.num_generations]
     assert experience.items == stream.at(0, config.num_prompts)
