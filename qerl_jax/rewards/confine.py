@@ -12,9 +12,9 @@ Each layer is kept by the kernel, not by Python, and cannot be undone by the pro
 | | no look into them; no change of modes, owners, times or anybody's limits |
 
 With it the program can compute, use threads (not asyncio, which wants a socket), and read and write its own directory.
-What remains: the kernel itself (an
-exploit of a permitted system call), reading what lies beside Python's libraries, learning that a path exists, and
-using its share of the machine until its time is up. Against an attacker worth the name use a virtual machine.
+What remains: the kernel itself (an exploit of a permitted system call), reading what lies beside Python's libraries,
+learning that a path exists, and using its share of the machine until its time is up. Against an attacker worth the name
+use a virtual machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewards graded in processes that can be killed: by a time limit, by a crash, after a number of tasks.
 
 The way to a worker and back costs 0.1 ms a task (1,000 tasks on two cores: 0.1 s); the built-in rewards that stay in
-the trainer take 0.2 to 40 ms for 1,000 completions of 2,000 characters, `math_verify` 6 s (`tools/results/LOG.md`).
+the trainer take 0.2 to 54 ms for 1,000 completions of 2,000 characters, `math_verify` 6 s (`tools/results/LOG.md`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RECYCLE_TASKS = 2_000
 START_SECONDS = 120.0
 GRACE_SECONDS = 5.0
 """Longer than its own limit that a worker may take: `code` counts its time itself."""
-GIVE_UP = 32
-"""Failures in a row, from the start, after which a reward counts as one that never answers."""
+GIVE_UP = 64
+"""Failures in a row after which a reward counts as one that does not answer any more."""
 log = logging.getLogger("qerl_jax")
 Rows = Mapping[str, Sequence[Any]]
 
@@ -174,7 +174,8 @@ class Workers:
     def __init__(self, names: Sequence[str], count: int, timeout: float, recycle: int = RECYCLE_TASKS):
         """Starts the processes and waits until they have loaded the rewards. Raises RewardError if they cannot."""
         self._names, self._timeout, self._recycle = list(names), timeout, recycle
-        self._answered = dict.fromkeys(names, False)
+        self._answered: set[str] = set()
+        self._failures: dict[str, list[type]] = {name: [] for name in names}  # since the last answer
         self._workers: list[_Worker] = []
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
         self._workers += [_Worker(names) for _ in range(count)]
@@ -189,8 +190,8 @@ class Workers:
     def grade(self, name: str, tasks: Sequence[Rows]) -> list[list[float | None]]:
         """Values of each task, whose rows have values of TimedOut or Crashed where it failed.
 
-        Raises RewardError if the reward raises, if every task fails, or if the first `GIVE_UP` do and none of this name
-        was ever graded.
+        Raises RewardError if the reward raises, if `GIVE_UP` tasks in a row fail, or if all do and it never answered
+        before. (One that did may fail a whole call: a step can be a single task.)
         """
         results: dict[int, list[float | None]] = {}
         waiting = collections.deque(range(len(tasks)))
@@ -199,10 +200,14 @@ class Workers:
                 for worker in [worker for worker in self._workers if worker.task is None][: len(waiting)]:
                     self._hand_over(worker, waiting, name, tasks)
                 for task, outcome in self._step().items():
-                    failed = isinstance(outcome, type)
-                    results[task] = [outcome(math.nan)] * len(tasks[task]["completions"]) if failed else outcome
-                    self._answered[name] |= not failed
-                self._check_alive(name, results, len(tasks))
+                    if isinstance(outcome, type):
+                        self._failures[name].append(outcome)
+                        results[task] = [outcome(math.nan)] * len(tasks[task]["completions"])
+                    else:
+                        self._failures[name].clear()
+                        self._answered.add(name)
+                        results[task] = outcome
+                self._check_alive(name, len(tasks))
         return [results[task] for task in range(len(tasks))]
 
     def _hand_over(self, worker: _Worker, waiting: collections.deque[int], name: str, tasks: Sequence[Rows]) -> None:
@@ -249,13 +254,10 @@ class Workers:
             raise RewardError(content)
         return content
 
-    def _check_alive(self, name: str, results: Mapping[int, list], count: int) -> None:
-        if self._answered[name] and len(results) < count:
-            return
-        failures = [values[0] for values in results.values() if isinstance(values[0], TimedOut | Crashed)]
-        failures = [value for value in failures if math.isnan(value)]
-        if len(failures) == len(results) >= min(count, GIVE_UP if not self._answered[name] else count):
-            late = sum(isinstance(value, TimedOut) for value in failures)
+    def _check_alive(self, name: str, count: int) -> None:
+        failures = self._failures[name]
+        if len(failures) >= (GIVE_UP if name in self._answered else min(GIVE_UP, count)):
+            late = failures.count(TimedOut)
             raise RewardError(
                 f"reward {name!r} graded none of {len(failures)} tasks: {late} were stopped after reward_timeout "
                 f"{self._timeout:g} s, in {len(failures) - late} the process died"

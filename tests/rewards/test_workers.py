@@ -111,11 +111,19 @@ def test_a_reward_that_never_answers_is_an_error(mine):
     assert time.monotonic() - started < 30
 
 
-def test_a_reward_that_never_answers_is_not_waited_for_to_the_end(mine, monkeypatch):
-    """Not one of the first few of a large batch: the rest is not tried."""
+def test_how_many_failures_are_too_many(mine, monkeypatch):
+    """Of a reward that never answered, the first few of a large batch; of one that did, as many in a row, over however
+    many steps: a step may be a single task.
+    """
     monkeypatch.setattr(workers_module, "GIVE_UP", 4)
     with load_rewards((f"{mine}:never",), 2, 0.2) as rewards, pytest.raises(RewardError, match=r"none of [45] tasks"):
         rewards[f"{mine}:never"](**rows(["x"] * 64))
+    with load_rewards((f"{mine}:act",), 1, 30.0) as rewards:
+        reward = rewards[f"{mine}:act"]
+        for texts in (["a"], ["exit"], ["exit", "exit"], ["b"], ["exit"] * 3):
+            assert reward(**rows(texts)) == pytest.approx([math.nan if t == "exit" else 1 for t in texts], nan_ok=True)
+        with pytest.raises(RewardError, match=r"none of 4 tasks: 0 were stopped .* in 4 the process died"):
+            reward(**rows(["exit"]))
 
 
 def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
