@@ -109,15 +109,17 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[
     Raises DataError where the chat template fails.
     """
     system = (("system", system_prompt),) if system_prompt else ()
+    # The tokenizer is called without `verbose`: prompts that are too long are counted elsewhere.
     conversations = [problem.messages or (*system, ("user", problem.prompt)) for problem in problems]
     if not tokenizer.chat_template:
-        return tokenizer(["\n\n".join(content for _, content in messages) for messages in conversations])["input_ids"]
+        texts = ["\n\n".join(content for _, content in messages) for messages in conversations]
+        return tokenizer(texts, verbose=False)["input_ids"]
     turns = [[{"role": role, "content": content} for role, content in messages] for messages in conversations]
     try:
         texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it raises what it likes
         raise DataError(f"the model's chat template fails on {turns[0]!r}: {error!r}") from error
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:

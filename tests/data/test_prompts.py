@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_over_long_prompts_are_dropped_and_counted(tokenizer):
         encode_problems([SHORT], None, "", 64)
 
 
+def test_the_tokenizer_does_not_warn_of_lengths_that_are_counted(tokenizer, caplog):
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        kept, overlong = encode_problems([SHORT, Problem(1, "apples " * 2000, "1")], tokenizer, "", 64)
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert (len(kept), overlong) == (1, 1) and not caplog.records
+
+
 def test_over_long_prompts_cut_on_the_left_or_refused(tokenizer):
     whole = encode([SHORT, LONG], tokenizer, "")
     kept, overlong = encode_problems([SHORT, LONG], tokenizer, "", 64, "truncate_left")
@@ -53,7 +63,7 @@ class Plain:
 
     chat_template = None
 
-    def __call__(self, texts):
+    def __call__(self, texts, verbose):
         return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
 
