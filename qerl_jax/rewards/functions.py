@@ -6,6 +6,7 @@ None means "not applicable here". A run gives the columns of `GIVEN_COLUMNS`, a 
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import math
 import re
@@ -117,7 +118,11 @@ def reward_file(name: str) -> tuple[Path, str]:
     """File and function of "file.py:function". Raises RewardError where there is no such file."""
     file, separator, function = name.rpartition(":")
     if not separator:
-        raise RewardError(f"reward {name!r} is neither one of {sorted(BUILT_IN)} nor of the form file.py:function")
+        close = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise RewardError(
+            f"reward {name!r} is neither one of {sorted(BUILT_IN)} nor of the form file.py:function{hint}"
+        )
     if not Path(file).is_file():
         raise RewardError(f"reward {name!r}: file {file} does not exist")
     return Path(file), function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -100,6 +101,19 @@ def test_code_needs_leave():
     assert Config().allow_code_execution is False
     with pytest.raises(RewardError, match="allow_code_execution"):
         load_rewards(("code",), 1, 20.0)
+
+
+@confined
+def test_the_presets_own_solutions_pass(data):
+    """Records of the published schema: each gold solution passes its tests, and no other record's."""
+    lines = (data / "presets" / "codeforces" / "data" / "train-00000-of-00001.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["verification_info"]]
+    programs = [extract_program(r["gold_standard_solution"]) or r["gold_standard_solution"] for r in records]
+    tests = [record["verification_info"] for record in records]
+    limits = [20.0] * len(records)
+    assert code(completions=list(map(block, programs)), verification_info=tests, reward_timeout=limits) == [1.0] * 4
+    others = list(map(block, programs[1:] + programs[:1]))
+    assert max(code(completions=others, verification_info=tests, reward_timeout=limits)) < 1
 
 
 @confined

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 
+from qerl_jax.data.presets import PRESETS
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.answers import extract_answer, parse_number, same_answer, unbox
 from qerl_jax.rewards.functions import RewardError, load_reward, score
@@ -153,6 +154,11 @@ def test_score_counts_what_failed_and_leaves_it_out():
     assert set(parts["b/timeout"]) == {0.0}
 
 
+def test_every_presets_rewards_exist():
+    for preset in PRESETS.values():
+        assert set(preset.rewards) <= set(functions.BUILT_IN)
+
+
 def test_a_missing_column_is_named():
     with pytest.raises(RewardError, match=r"overlong.*completion_lengths"):
         score({"overlong": functions.overlong}, (1.0,), ["p"], ["c"], ["x"])
@@ -210,7 +216,7 @@ def test_reward_from_a_file(tmp_path):
     for name, words in [
         (f"{path}:whisper", "no function 'whisper'"),
         (f"{tmp_path}/none.py:f", "does not exist"),
-        ("answr", "neither one of"),
+        ("answr", r"neither one of .*did you mean 'answer'\?"),
     ]:
         with pytest.raises(RewardError, match=words):
             load_reward(name)
