@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -112,9 +113,10 @@ sandbox.run("while True: pass", "", 1000.0)
 
 
 @confined
-def test_a_program_dies_with_the_process_that_started_it():
+def test_a_program_dies_with_the_process_that_started_it(tmp_path):
     """A grading process that is killed cannot clean up: the kernel does it."""
-    with subprocess.Popen([sys.executable, "-c", GRADER]) as grader:
+    litter = os.environ | {"TMPDIR": str(tmp_path)}  # the directory that nobody is left to remove
+    with subprocess.Popen([sys.executable, "-c", GRADER], env=litter) as grader:
         children = Path(f"/proc/{grader.pid}/task/{grader.pid}/children")
         deadline = time.monotonic() + 60
         while not (pids := children.read_text().split()) and time.monotonic() < deadline:
