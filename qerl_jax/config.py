@@ -60,13 +60,17 @@ class Config:
     output_dir: str = "runs/qerl"
     """Where the run writes everything it leaves."""
     resume: str = "never"
-    """"never" refuses a used output_dir, "auto" continues the run there, a path continues that run."""
+    """"never" refuses a used output_dir, "auto" continues the run there, a path continues that run in output_dir."""
     overwrite: bool = False
     """Delete a run that stands in output_dir and start anew."""
     save_steps: int = 50
     """Save a checkpoint every so many steps, and at the end."""
     save_total_limit: int = 3
     """Checkpoints to keep."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Also send metrics to TensorBoard files or Weights & Biases; metrics.jsonl is always written."""
+    watchdog_seconds: float | None = 1800.0
+    """A phase (rollout, grading, update, checkpoint, evaluation) longer than this leaves stacks.txt; None: never."""
     seed: int = 0
     """Of everything random: adapters, data order, noise, samples."""
 
@@ -239,6 +243,8 @@ FREE_ON_RESUME = frozenset(
         "overwrite",
         "save_steps",
         "save_total_limit",
+        "report_to",
+        "watchdog_seconds",
         "rollout_memory_gb",
         "eval_batch_size",
         "reward_workers",
@@ -281,6 +287,7 @@ _ABOVE_ZERO = (
     "importance_sampling_cap",
     "delta",
     "lora_alpha",
+    "watchdog_seconds",
 )
 
 
@@ -380,7 +387,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
             raise ConfigError(f"{name} {value!r} is not one of {list(arguments)}")
         return value
     if origin is tuple:
-        if isinstance(value, str) and arguments[0] is str:
+        if isinstance(value, str) and arguments[0] not in (int, float):
             value = (value,)
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{name} must be a list, got {value!r}")

@@ -9,9 +9,7 @@ import dataclasses
 import functools
 import signal
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,6 @@ import numpy as np
 from rich.console import Console
 
 from qerl_jax import aqn, keys
-from qerl_jax import config as configuration
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import rewards_of
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, load_encoded, to_prompts
@@ -28,11 +25,17 @@ from qerl_jax.evaluation import evaluate
 from qerl_jax.io import assets, run_directory
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import CHECKPOINTS_DIR, Checkpointer
+from qerl_jax.io.command_line import parse, take_flag
 from qerl_jax.io.load import load_policy
+from qerl_jax.io.signals import StopSignals
 from qerl_jax.reporting import metrics as sink
+from qerl_jax.reporting import sinks
 from qerl_jax.reporting.evaluation import Evaluation, Results
+from qerl_jax.reporting.phases import Phases
+from qerl_jax.reporting.plan import show_plan
 from qerl_jax.reporting.plots import PLOTS_DIR, write_plots
 from qerl_jax.reporting.progress import TrainingProgress, summary_table
+from qerl_jax.reporting.report import REPORT_FILE, Ending, write_report
 from qerl_jax.reporting.summaries import completion_columns, step_metrics
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.workers import Rewards, load_rewards
@@ -56,6 +59,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     config = with_rewards(config)
     directory = Path(config.output_dir)
     run_directory.check(directory, config)
+    sinks.check(config)
 
     rewards = load_rewards(
         config.reward_funcs,
@@ -81,42 +85,45 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     state = restore(config, checkpoints, state, console)
     run_directory.write_config(directory, config)
     tokens_seen = sink.cut_back(directory, int(state.step))
-    results = Results(directory)
+    results, phases = Results(directory), Phases(directory, config.watchdog_seconds, console)
+    curves = sinks.Sinks(config, directory, int(state.step))
     parameters = policy.config.parameter_count() / 1e6
     console.print(f"{config.model}: {parameters:,.1f} M parameters, {len(stream)} problems, into {directory}")
     if test_problems and results.get("before") is None:
         console.print(f"evaluating the policy on {len(test_problems)} problems before the run …")
-        results.put("before", evaluate_state(config, policy, state, test_problems))
+        with phases("evaluation"):
+            results.put("before", evaluate_state(config, policy, state, test_problems))
+        curves.log(0, results.get("before").metrics())
 
     with rewards, StopSignals() as stop, TrainingProgress(int(state.step), config.max_steps, console) as progress:
         for step in range(int(state.step), config.max_steps):
-            started = time.perf_counter()
+            phases.step = step + 1
             sigma = aqn.sigma(config, step, config.max_steps)
             noisy = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
             actor = policy.replace(norms=noisy, lora=state.lora)
 
-            experience = collect_step(config, actor, state, stream, rewards, at_once)
-            rolled_out = time.perf_counter()
+            experience = collect_step(config, actor, state, stream, rewards, at_once, phases)
             advantages = group_advantages(jnp.asarray(experience.rewards), config.num_generations, config.scale_rewards)
             batch = make_batch(
                 experience.rollout, advantages, jnp.asarray(experience.rewards), config.mask_truncated_completions
             )
             advanced = state.replace(cursor=state.cursor + experience.drawn)
-            state, update = jax.block_until_ready(grpo_step(advanced, policy.frozen, batch))
+            with phases("update"):
+                state, update = jax.block_until_ready(grpo_step(advanced, policy.frozen, batch))
             if update["skipped"] > 0:
                 run_directory.dump_batch(directory, step, batch)
 
-            timing = {"time/rollout": rolled_out - started, "time/update": time.perf_counter() - rolled_out}
+            timing = phases.take("rollout", "grading", "update")
             noise = {
                 "aqn/sigma": sigma,
                 "aqn/norms": aqn.count(noisy),
                 "learning_rate": float(learning_rate(config)(step * config.num_iterations)),
             }
-            metrics = step_metrics(experience, update, config.num_generations, timing) | noise
             tokens_seen += int(experience.rollout.lengths.sum())
-            sink.append_metrics(
-                directory, step + 1, metrics | {"num_tokens": tokens_seen, "epoch": int(state.cursor) / len(stream)}
-            )
+            seen = {"num_tokens": tokens_seen, "epoch": int(state.cursor) / len(stream)}
+            metrics = step_metrics(experience, update, config.num_generations, timing) | noise | seen
+            sink.append_metrics(directory, step + 1, metrics)
+            curves.log(step + 1, metrics)
             sink.write_completions(
                 directory,
                 step + 1,
@@ -124,11 +131,12 @@ def train(config: Config, console: Console | None = None) -> TrainState:
             )
             progress.update(step + 1, metrics)
             if (step + 1) % config.save_steps == 0 or step + 1 == config.max_steps or stop.requested:
-                checkpoints.save(state)
+                with phases("checkpoint"):
+                    checkpoints.save(state)
             if stop.requested:
                 break
     checkpoints.close()
-    finish(config, policy, state, test_problems, results, stop.requested, console)
+    finish(config, policy, state, test_problems, results, phases, curves, stop.requested, console)
     return state
 
 
@@ -195,6 +203,8 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
     if config.resume == "auto" and source.latest_step() is None:
         return state
     state = source.restore(state)
+    if config.resume != "auto":
+        run_directory.adopt(Path(config.output_dir), Path(config.resume))
     console.print(f"continuing after step {int(state.step)} of {config.max_steps}")
     return state
 
@@ -206,6 +216,7 @@ def collect_step(
     stream: Stream,
     rewards: Rewards,
     at_once: int | None,
+    phases: Phases,
 ) -> Experience:
     """Roll out and score one step's prompts from the data cursor on."""
 
@@ -213,9 +224,9 @@ def collect_step(
         return stream.at(int(state.cursor) + offset, count)
 
     def roll(items: list[EncodedProblem], key: jax.Array) -> Rollout:
-        return generate(
-            actor, to_prompts(items, config.max_prompt_length, actor.config.pad_token_id), config.sampling, key, at_once
-        )
+        prompts = to_prompts(items, config.max_prompt_length, actor.config.pad_token_id)
+        with phases("rollout"):
+            return jax.block_until_ready(generate(actor, prompts, config.sampling, key, at_once))
 
     def score(items: list[EncodedProblem], rollout: Rollout) -> tuple[list[float], dict[str, list[float]]]:
         rows = [items[p].problem for p in np.asarray(rollout.prompt_index)]
@@ -229,9 +240,9 @@ def collect_step(
         }
         columns |= {name: [value] * len(rows) for name, value in limits.items()}
         columns["completion_lengths"] = np.asarray(rollout.lengths - rollout.prompt_lengths).tolist()
-        return functions.score(
-            rewards, config.reward_weights, [p.prompt for p in rows], texts, [p.answer for p in rows], **columns
-        )
+        prompts, answers = [row.prompt for row in rows], [row.answer for row in rows]
+        with phases("grading"):
+            return functions.score(rewards, config.reward_weights, prompts, texts, answers, **columns)
 
     key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     refills = config.max_refill_rounds if config.dynamic_sampling else 0
@@ -250,97 +261,45 @@ def finish(
     state: TrainState,
     test_problems: list[EncodedProblem],
     results: Results,
+    phases: Phases,
+    curves: sinks.Sinks,
     stopped: int,
     console: Console,
 ) -> None:
-    """Plots always; evaluation, adapter and the closing table once all steps are done."""
-    directory = Path(config.output_dir)
-    write_plots(directory, sink.read_metrics(directory))
-    if int(state.step) < config.max_steps:
-        name = signal.Signals(stopped).name
-        console.print(
-            f"stopped by {name} after step {int(state.step)} of {config.max_steps}, checkpoint saved; go on with"
-        )
-        console.print(
-            f"  python -m qerl_jax.train --config {directory / run_directory.CONFIG_FILE} --resume auto", soft_wrap=True
-        )
-        return
-    if test_problems and results.get("after") is None:
+    """Plots and report always; evaluation, adapter and the closing table once all steps are done."""
+    directory, steps = Path(config.output_dir), int(state.step)
+    done = steps == config.max_steps
+    if done and test_problems and results.get("after") is None:
         console.print("evaluating the trained policy on the same problems …")
-        results.put("after", evaluate_state(config, policy, state, test_problems))
-    rows = [(name, results.get(name).describe()) for name in ("before", "after") if results.get(name)]
-    files = [
-        ("metrics", sink.METRICS_FILE),
-        ("completions", sink.COMPLETIONS_DIR),
-        ("checkpoints", CHECKPOINTS_DIR),
-        ("plots", PLOTS_DIR),
-    ]
-    if config.lora_rank:
+        with phases("evaluation"):
+            results.put("after", evaluate_state(config, policy, state, test_problems))
+        curves.log(steps, results.get("after").metrics())
+    curves.close()
+    if done and config.lora_rank:
         trained = policy.replace(norms=state.norms, lora=state.lora)
         export_adapter(
             trained, directory / run_directory.ADAPTER_DIR, norms=config.train_norms, base_model=str(config.model)
         )
-        files.append(("adapter", run_directory.ADAPTER_DIR))
-    summary_table(console, rows, [(name, str(directory / path)) for name, path in files])
-
-
-class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual."""
-
-    def __init__(self) -> None:
-        self.requested = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _request(self, number: int, _: object) -> None:
-        self.requested = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
-def parse(argv: list[str] | None) -> Config:
-    """The config of a command line: `--config FILE`, with flags over it. Without either `--config` or `--model`, the
-    bundled `tiny` run.
-    """
-    import tyro
-
-    argv = list(sys.argv[1:] if argv is None else argv)
-    argv, path = take_option(argv, "--config")
-    names_model = any(argument == "--model" or argument.startswith("--model=") for argument in argv)
-    default = configuration.load(path or assets.config_path("tiny")) if path or not names_model else Config()
-    description = (
-        "Train a Qwen2.5 policy with GRPO on a quantized base. --config FILE reads a YAML file with the fields below; "
-        "flags override it. Without --config and --model it runs the bundled tiny policy (configs/tiny.yaml)."
-    )
-    return tyro.cli(Config, default=default, args=argv, prog="python -m qerl_jax.train", description=description)
-
-
-def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """Remove `name VALUE` or `name=VALUE` from a command line; returns the rest and the value. Raises ConfigError
-    without a value.
-    """
-    rest, value = [], None
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument == name:
-            value = next(arguments, None)
-            if value is None:
-                raise ConfigError(f"{name} needs a file")
-        elif argument.startswith(f"{name}="):
-            value = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    return rest, value
+    rows = sink.read_metrics(directory)
+    write_plots(directory, rows)
+    reason = "" if done else signal.Signals(stopped).name
+    write_report(directory, config, rows, Ending(steps, reason, results.all(), phases.totals, phases.overdue))
+    phases.beat("stopped" if reason else "finished")
+    if reason:
+        console.print(f"stopped by {reason} after step {steps} of {config.max_steps}, checkpoint saved; go on with")
+        again = directory / run_directory.CONFIG_FILE
+        console.print(f"  python -m qerl_jax.train --config {again} --resume auto", soft_wrap=True)
+        return
+    files = [
+        ("report", REPORT_FILE),
+        ("metrics", sink.METRICS_FILE),
+        ("completions", sink.COMPLETIONS_DIR),
+        ("checkpoints", CHECKPOINTS_DIR),
+        ("plots", PLOTS_DIR),
+        *([("adapter", run_directory.ADAPTER_DIR)] if config.lora_rank else []),
+    ]
+    summary = [(name, result.describe()) for name, result in results.all().items()]
+    summary_table(console, summary, [(name, str(directory / path)) for name, path in files])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -348,7 +307,11 @@ def main(argv: list[str] | None = None) -> int:
     signal, to be resumed.
     """
     try:
+        argv, dry_run = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
         config = parse(argv)
+        if dry_run:
+            show_plan(with_rewards(config), Console(highlight=False))
+            return 0
         state = train(config)
     except (ValueError, OSError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)

@@ -124,9 +124,21 @@ def test_command_line_over_file(tmp_path):
     assert config.reward_funcs == ("answer",)
 
 
+def test_recipes_by_name_and_by_path(tmp_path, monkeypatch):
+    """A file first, then a bundled recipe; with neither, the nearest name."""
+    monkeypatch.chdir(tmp_path)
+    assert train.parse(["--config", "tiny"]) == load(assets.config_directory() / "tiny.yaml")
+    (tmp_path / "tiny").write_text("model: mine\n")
+    assert train.parse(["--config=tiny"]).model == "mine"
+    with pytest.raises(
+        ConfigError, match=r"tinny does not exist, nor a bundled recipe of that name; did you mean 'tiny'"
+    ):
+        train.parse(["--config", "tinny"])
+
+
 def test_command_line_defaults():
-    assert train.parse([]) == load(assets.config_path("tiny"))
-    assert train.parse(["--seed", "3"]) == dataclasses.replace(load(assets.config_path("tiny")), seed=3)
+    assert train.parse([]) == load(assets.find_config("tiny"))
+    assert train.parse(["--seed", "3"]) == dataclasses.replace(load(assets.find_config("tiny")), seed=3)
     assert train.parse(["--model", "m"]) == Config(model="m")
 
 
@@ -159,5 +171,5 @@ def test_differences_name_both_values_and_spare_free_fields():
 
 
 def test_published_recipes_load():
-    for path in assets.config_path("tiny").parent.glob("*.yaml"):
+    for path in assets.config_directory().glob("*.yaml"):
         assert load(path).model

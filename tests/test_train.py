@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 
 import jax
@@ -21,6 +22,7 @@ from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.workers import Rewards
 from qerl_jax.rl.step import init_state
 from qerl_jax.types import Sampling
@@ -28,7 +30,9 @@ from qerl_jax.types import Sampling
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run over a mixture that went through, with an evaluation before and after."""
+    """A run over a mixture that went through, with an evaluation before and after and a watchdog that compiling must
+    wake.
+    """
     directory = tmp_path_factory.mktemp("runs") / "through"
     few = directory.parent / "few.jsonl"  # so few that the run meets each several times
     rows = [{"question": f"Zed has {n} pens. Zed finds 4 more pens. How many?", "answer": str(n + 4)} for n in range(3)]
@@ -41,6 +45,7 @@ def finished(tmp_path_factory):
         eval_dataset="arithmetic",
         eval_samples=8,
         eval_batch_size=8,
+        watchdog_seconds=0.2,
     )
     file = directory.parent / "config.yaml"
     file.write_text(dump(config))
@@ -56,6 +61,7 @@ def test_a_run_leaves_what_it_promises(finished):
         "evaluation.json",
         "adapter/adapter_config.json",
         "adapter/vllm/norms.safetensors",
+        "report.md",
     ):
         assert (directory / name).stat().st_size > 0, name
     assert runs.run_config(directory) == train.with_rewards(config)
@@ -63,6 +69,9 @@ def test_a_run_leaves_what_it_promises(finished):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
     assert set(runs.read_json(directory / "evaluation.json")) == {"before", "after"}
+    assert runs.read_json(directory / "heartbeat.json")["phase"] == "finished"
+    assert "step 1: rollout is running longer" in (directory / "stacks.txt").read_text()
+    assert "passed watchdog_seconds" in (directory / "report.md").read_text()
 
 
 def test_metrics_of_a_run(finished):
@@ -75,7 +84,7 @@ def test_metrics_of_a_run(finished):
         "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean",
         "rewards/answer/mean", "rewards/soft_format/mean", "sampling/sampling_logp_difference/mean",
         "sampling/sampling_logp_difference/max", "sampling/kl", "aqn/sigma", "aqn/norms",
-        "tokens_per_second", "skipped",
+        "tokens_per_second", "skipped", "time/rollout", "time/grading", "time/update",
     }  # fmt: skip
     assert expected <= set(rows[0])
     layers = train.load(config).config.num_layers
@@ -124,6 +133,20 @@ def test_killed_and_resumed_ends_bit_identical(finished, tmp_path):
     assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
 
 
+def test_resumed_from_a_path_goes_on_in_a_new_directory(finished, tmp_path):
+    """From the checkpoint after step 5 of a copy, the last step again, elsewhere: the same end and the same files."""
+    through, config = finished
+    source, directory = tmp_path / "source", tmp_path / "elsewhere"
+    shutil.copytree(through, source)
+    shutil.rmtree(source / "checkpoints" / "6")
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(dataclasses.replace(config, output_dir=str(directory))))
+    assert "continuing after step 5 of 6" in runs.finish(runs.start(file, "--resume", str(source)))
+    runs.assert_same_run(through, directory)
+    assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
+    assert sorted(path.name for path in (source / "checkpoints").iterdir() if path.name.isdigit()) == ["5"]
+
+
 def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     directory = tmp_path / "stopped"
     file = tmp_path / "config.yaml"
@@ -138,6 +161,8 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     assert "stopped by SIGTERM" in output and f"--config {directory}/config.yaml --resume auto" in output
     last = read_metrics(directory)[-1]["step"]
     assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
+    assert f"stopped by SIGTERM after step {last} of 500" in (directory / "report.md").read_text()
+    assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
 
 
 def test_used_directory_and_other_config_are_refused(finished, tmp_path):
@@ -152,6 +177,22 @@ def test_used_directory_and_other_config_are_refused(finished, tmp_path):
     assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == train.with_rewards(
         config
     )  # nothing was lost
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """Config, table and estimate on the terminal; no policy loaded, no directory made; bad input as in a run."""
+
+    def refuse(*_):
+        raise AssertionError("the policy was loaded")
+
+    monkeypatch.setattr(train, "load_policy", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--config", "tiny", "--dry-run", "--seed", "5", "--output-dir", "out"]) == 0
+    text = capsys.readouterr().out
+    assert "seed: 5" in text and "adapters, rank 16" in text and "peak, about" in text
+    assert list(tmp_path.iterdir()) == []
+    assert train.main(["--model", "nowhere", "--dry-run"]) == 2
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):
@@ -217,7 +258,8 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
         return [float(i) for i in range(len(prompts))]
 
     state = init_state(policy, config)
-    experience = train.collect_step(config, policy, state, stream, Rewards({"spy": reward}), None)
+    phases = Phases(tmp_path, None, Console())
+    experience = train.collect_step(config, policy, state, stream, Rewards(spy=reward), None, phases)
     ((prompts, answers, hints),) = seen
     assert [item.problem.prompt for item in experience.items] == prompts[:: config.num_generations]
     assert experience.items == stream.at(0, config.num_prompts)

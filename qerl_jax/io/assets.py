@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
+
+from qerl_jax.config import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 TINY_MODEL = "tiny"
 
 
-def config_path(name: str) -> Path:
-    """`configs/NAME.yaml` of an installed wheel or of a checkout."""
-    installed = _PACKAGE / "configs" / f"{name}.yaml"
-    return installed if installed.exists() else _PACKAGE.parent / "configs" / f"{name}.yaml"
+def config_directory() -> Path:
+    """`configs/` of an installed wheel or of a checkout."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.exists() else _PACKAGE.parent / "configs"
+
+
+def recipes() -> list[str]:
+    """Names of the bundled recipes."""
+    return sorted(path.stem for path in config_directory().glob("*.yaml"))
+
+
+def find_config(name: str) -> Path:
+    """The file named, or the bundled recipe of that name. A file in the working directory comes first.
+
+    Raises ConfigError where there is neither, naming the nearest recipe.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if name in recipes():
+        return config_directory() / f"{name}.yaml"
+    close = difflib.get_close_matches(name, recipes(), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"bundled are {', '.join(recipes())}"
+    raise ConfigError(f"config file {name} does not exist, nor a bundled recipe of that name; {hint}")
 
 
 def model_path(model: str) -> Path:

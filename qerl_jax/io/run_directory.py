@@ -12,9 +12,12 @@ import numpy as np
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.io.checkpoint import CHECKPOINTS_DIR
 from qerl_jax.io.files import write_text
-from qerl_jax.reporting.evaluation import EVALUATION_FILE
+from qerl_jax.reporting.evaluation import EVALUATION_FILE, Results
 from qerl_jax.reporting.metrics import COMPLETIONS_DIR, METRICS_FILE
+from qerl_jax.reporting.phases import HEARTBEAT_FILE, STACKS_FILE
 from qerl_jax.reporting.plots import PLOTS_DIR
+from qerl_jax.reporting.report import REPORT_FILE
+from qerl_jax.reporting.sinks import TENSORBOARD_DIR, WANDB_DIR, WANDB_FILE
 from qerl_jax.types import Batch
 
 CONFIG_FILE = "config.yaml"
@@ -29,6 +32,12 @@ _OWNED = (
     ADAPTER_DIR,
     PLOTS_DIR,
     NONFINITE_DIR,
+    REPORT_FILE,
+    HEARTBEAT_FILE,
+    STACKS_FILE,
+    TENSORBOARD_DIR,
+    WANDB_DIR,
+    WANDB_FILE,
 )
 
 
@@ -81,6 +90,20 @@ def write_config(directory: Path, config: Config) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / CONFIG_FILE, dump(dataclasses.replace(config, resume="never", overwrite=False)))
+
+
+def adopt(directory: Path, source: Path) -> None:
+    """Start a run's files from those of the run it continues: metrics, completions, the evaluation before it."""
+    if directory.resolve() == source.resolve():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    if (source / METRICS_FILE).exists():
+        shutil.copyfile(source / METRICS_FILE, directory / METRICS_FILE)
+    if (source / COMPLETIONS_DIR).is_dir():
+        shutil.copytree(source / COMPLETIONS_DIR, directory / COMPLETIONS_DIR, dirs_exist_ok=True)
+    before = Results(source).get("before")
+    if before is not None:
+        Results(directory).put("before", before)
 
 
 def dump_batch(directory: Path, step: int, batch: Batch) -> None:

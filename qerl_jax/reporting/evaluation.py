@@ -45,6 +45,11 @@ class Evaluation:
         interval = f"{100 * self.low:.1f}–{100 * self.high:.1f}"
         return f"{name} {100 * self.accuracy:.1f} % (95 % interval {interval}, {self.problems} problems)"
 
+    def metrics(self) -> dict[str, float]:
+        """`eval/…`, for the curves of a run."""
+        names = ("accuracy", "pass_at_k", "format", "truncated", "mean_length")
+        return {f"eval/{name}": getattr(self, name) for name in names}
+
 
 def interval(correct: np.ndarray) -> tuple[float, float]:
     """95 % interval of the mean of `correct[problems, k]`.
@@ -82,6 +87,10 @@ class Results:
     def get(self, name: str) -> Evaluation | None:
         """The result, or None if there is none yet."""
         return self._values.get(name)
+
+    def all(self) -> dict[str, Evaluation]:
+        """Every result by name, in the order in which they came."""
+        return dict(self._values)
 
     def put(self, name: str, result: Evaluation) -> None:
         """Keep a result."""

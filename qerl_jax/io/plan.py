@@ -1,0 +1,268 @@
+"""What a run will hold in memory, from the shapes alone: no weight is read, no array is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
+from qerl_kernels.nvfp4_matmul.packing import pack
+
+from qerl_jax.config import Config
+from qerl_jax.io import hf_config
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.load import build_policy
+from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
+from qerl_jax.models.formats.nf4 import NF4_BLOCK
+from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, ModelConfig
+from qerl_jax.rl.step import init_state
+from qerl_jax.types import Policy, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A line of the parameter table.
+
+    Attributes:
+      name: what it is.
+      parameters: numbers it stands for.
+      stored: in which format.
+      bytes: what it takes on the device.
+    """
+
+    name: str
+    parameters: int
+    stored: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on the device, by `estimate_memory`.
+
+    Attributes:
+      weights: the frozen base.
+      state: adapters, norms, optimizer state.
+      cache: keys and values of a rollout.
+      logits: of a rollout's decode step.
+      update_state: gradient, and the next state beside the last.
+      activations: what the backward pass keeps, and the one layer it is at.
+      logits_chunk: of the update.
+    """
+
+    weights: int
+    state: int
+    cache: int
+    logits: int
+    update_state: int
+    activations: int
+    logits_chunk: int
+
+    @property
+    def rollout(self) -> int:
+        """Most at one time during the rollout."""
+        return self.weights + self.state + self.cache + self.logits
+
+    @property
+    def update(self) -> int:
+        """Most at one time during the update."""
+        return self.weights + self.state + self.update_state + self.activations + self.logits_chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a config asks for: its model's shape, what is trained, where the bytes go.
+
+    Attributes:
+      model: shape.
+      stored: format of the projections on the device.
+      files: bytes of the weight files; None where the directory has none yet.
+      parts: the parameter table.
+      memory: the estimate.
+    """
+
+    model: ModelConfig
+    stored: str
+    files: int | None
+    parts: list[Part]
+    memory: Memory
+
+
+def plan(config: Config) -> Plan:
+    """The plan of a config. Reads config.json, and of weight files that are there the headers.
+
+    Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
+    """
+    directory = model_path(config.model)
+    model = hf_config.model_config(directory)
+    where = directory / "config.json"
+    scheme = hf_config.quantization_format(hf_config.read_json(where), str(where))
+    stored = "nvfp4" if scheme else config.weight_format or "bf16"
+    policy, state = abstract_trees(model, stored, config)
+    return Plan(
+        model, stored, _file_bytes(directory), parameter_table(policy, state), estimate_memory(policy, state, config)
+    )
+
+
+def _file_bytes(directory: Path) -> int | None:
+    if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return None
+    tensors = open_checkpoint(directory)
+    return sum(path.stat().st_size for path in {tensors.file_of(name) for name in tensors})
+
+
+def abstract_trees(model: ModelConfig, stored: str, config: Config) -> tuple[Policy, TrainState]:
+    """Policy and first state of a run with `ShapeDtypeStruct` for arrays, by tracing the code that makes the real ones.
+
+    Args:
+      stored: format of the projections.
+    """
+
+    def build() -> tuple[Policy, TrainState]:
+        weights = _zero_weights(model, stored, jnp.dtype(config.dtype), config.matmul_kernel)
+        policy = build_policy(model, weights, config.lora, config.seed)
+        return policy, init_state(policy, config)
+
+    return jax.eval_shape(build)
+
+
+def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kernel: str) -> dict[str, Any]:
+    shapes, d = model.projection_shapes(), model.hidden_size
+
+    def fused(*parts: str) -> Weight:
+        weight = _zeros(stored, sum(shapes[part][0] for part in parts), shapes[parts[0]][1], dtype)
+        return pack(weight) if matmul_kernel == "mosaic_gpu" and isinstance(weight, Nvfp4 | Mxfp4) else weight
+
+    def layer() -> dict[str, Any]:
+        return {
+            "qkv_proj": fused(*FUSED["qkv_proj"]),
+            "qkv_bias": jnp.zeros(sum(shapes[part][0] for part in FUSED["qkv_proj"]), dtype),
+            "o_proj": fused("o_proj"),
+            "gate_up_proj": fused(*FUSED["gate_up_proj"]),
+            "down_proj": fused("down_proj"),
+            **{norm: jnp.zeros(d, jnp.float32) for norm in LAYER_NORMS},
+        }
+
+    table = jnp.zeros((model.vocab_size, d), dtype)
+    return {
+        "embed_tokens": table,
+        "norm": jnp.zeros(d, jnp.float32),
+        "lm_head": None if model.tie_word_embeddings else table,
+        "layers": [layer() for _ in range(model.num_layers)],
+    }
+
+
+def _zeros(stored: str, n: int, k: int, dtype: DTypeLike) -> Weight:
+    match stored:
+        case "nvfp4":
+            scales = jnp.zeros((n, k // NVFP4_BLOCK), jnp.float8_e4m3fn)
+            return Nvfp4(jnp.zeros((n, k // 2), jnp.uint8), scales, jnp.ones(n, jnp.float32), True)
+        case "mxfp4":
+            return Mxfp4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // MXFP4_BLOCK), jnp.uint8))
+        case "nf4":
+            return Nf4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // NF4_BLOCK), jnp.float32))
+        case _:
+            return Dense(jnp.zeros((n, k), dtype))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of every array of a tree, abstract or real."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def tree_size(tree: Any) -> int:
+    """Numbers in a tree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def parameter_table(policy: Policy, state: TrainState) -> list[Part]:
+    """Where the parameters of a policy are, and what they take: frozen by format, norms, adapters, optimizer state."""
+    model: ModelConfig = policy.config
+    projections: list[Weight] = jax.tree.leaves(policy.frozen, is_leaf=lambda node: isinstance(node, Weight))
+    projections = [leaf for leaf in projections if isinstance(leaf, Weight)]
+    dense = policy.dtype.name
+    parts = [
+        Part(
+            f"{len(projections)} projections",
+            model.num_layers * sum(n * k for n, k in model.projection_shapes().values()),
+            dense if isinstance(projections[0], Dense) else type(projections[0]).__name__,
+            tree_bytes(projections),
+        )
+    ]
+    tables = [policy.frozen["embed_tokens"], policy.frozen.get("lm_head")]
+    name = "embedding (also the head)" if model.tie_word_embeddings else "embedding and head"
+    parts.append(Part(name, tree_size(tables), dense, tree_bytes(tables)))
+    rest = tree_bytes(policy.frozen) - sum(part.bytes for part in parts)
+    biases = model.parameter_count() - sum(part.parameters for part in parts) - tree_size(policy.norms)
+    parts.append(Part("biases, final norm", biases, dense, rest))
+    trained = "trained" if state.config.train_norms else "frozen, noise is added"
+    parts.append(Part(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
+    if state.config.lora_rank:
+        rank = state.config.lora_rank
+        parts.append(
+            Part(f"adapters, rank {rank} (trained)", tree_size(policy.lora), "float32", tree_bytes(policy.lora))
+        )
+    parts.append(Part("AdamW's moments", tree_size(state.opt_state), "float32", tree_bytes(state.opt_state)))
+    return parts
+
+
+def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory:
+    """Bytes on a GPU, from shapes (`policy` and `state` may be abstract).
+
+    With e bytes of the compute dtype, B sequences of T = prompt + completion tokens (in the update at a time
+    r = B / gradient_accumulation_steps of them, m = r T tokens), and the model's L, D, F, V, N query, K key heads of H:
+
+    - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
+    - cache: `2 L K H e · B T`, at most `rollout_memory_gb`.
+    - logits of a decode step: `3 · 4 V` for each sequence (logits, noise, scores).
+    - update with gradient_checkpointing: `e D m` kept for each layer, and one layer at work,
+      `(4 + e) N r T² + (16 + 4 e) F m + 8 e D m`. Without: `(4 + e) N r T² + 8 (e − 1) F m + 10 (e − 1) D m` kept for
+      each layer, and `16 F m`. Where weights are quantized and the product is XLA's, also the largest fused projection
+      in the compute dtype.
+    - logits of the update: `8 V` for each of `logprob_chunk_size` tokens; never at the same time as a layer at work, so
+      the larger counts.
+
+    The factors of the update were fitted to what XLA's buffer assignment reserves in programs compiled for an H200 (jax
+    0.11.2). There it is within 10 % (7B shape, 2 to 28 layers, 384 to 4608 tokens; small shapes, bf16 and fp32). On the
+    CPU, up to 30 % more without gradient_checkpointing, and with it up to 4 times, because the compiler there undoes
+    the recomputation. `tests/io/test_plan.py` repeats both.
+    """
+    model: ModelConfig = policy.config
+    e = policy.dtype.itemsize
+    d, f, heads = model.hidden_size, model.intermediate_size, model.num_heads
+    width = config.max_prompt_length + config.max_completion_length
+    rows = config.batch_size // config.gradient_accumulation_steps
+    tokens = rows * width
+    scores = (4 + e) * heads * rows * width**2
+
+    cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim * e * width
+    limit = config.batch_size * cached if config.rollout_memory_gb is None else int(config.rollout_memory_gb * 1e9)
+    cache = min(config.batch_size * cached, limit)
+    if config.gradient_checkpointing:
+        kept, working = e * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
+    else:
+        kept, working = scores + (e - 1) * (8 * f + 10 * d) * tokens, 16 * f * tokens
+    working += _dequantized(policy)
+    logits_chunk = 8 * model.vocab_size * min(config.logprob_chunk_size, rows * config.max_completion_length)
+    trained = tree_bytes(state.lora) + (tree_bytes(state.norms) if config.train_norms else 0)
+    return Memory(
+        weights=tree_bytes(policy.frozen),
+        state=tree_bytes(state),
+        cache=cache,
+        logits=12 * model.vocab_size * (cache // cached),
+        update_state=2 * trained + tree_bytes(state.opt_state),
+        activations=model.num_layers * kept + max(0, working - logits_chunk),
+        logits_chunk=logits_chunk,
+    )
+
+
+def _dequantized(policy: Policy) -> int:
+    """Bytes of the largest projection once XLA has dequantized it; 0 where none is."""
+    weights = jax.tree.leaves(policy.frozen, is_leaf=lambda node: isinstance(node, Weight))
+    shapes = [leaf.shape for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, Dense | PackedNvfp4)]
+    return policy.dtype.itemsize * max((n * k for n, k in shapes), default=0)

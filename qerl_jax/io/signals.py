@@ -1,0 +1,34 @@
+"""A run that is asked to stop: the first signal is a request, the second acts as usual."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, Self
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual.
+
+    Attributes:
+      requested: number of the signal, 0 before one came.
+    """
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _request(self, number: int, _: object) -> None:
+        self.requested = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,64 @@
+"""`--dry-run`: the resolved config, the parameter table and the memory estimate, for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl_jax.config import Config, dump
+from qerl_jax.io.plan import Memory, Plan, plan
+from qerl_jax.reporting import sinks
+
+
+def show_plan(config: Config, console: Console) -> None:
+    """Print what the run would be. Raises what `plan` raises; nothing is loaded, run or written."""
+    sinks.check(config)
+    planned = plan(config)
+    console.print(dump(config), markup=False, soft_wrap=True)
+    console.print(parameter_table(planned))
+    console.print(memory_table(planned.memory, config))
+    files = "no weight files there yet" if planned.files is None else f"weight files of {_gb(planned.files)}"
+    console.print(
+        f"{config.model}: {planned.model.parameter_count() / 1e6:,.1f} M parameters, projections in {planned.stored}, "
+        f"{files}. Dry run: nothing was loaded, run or written.",
+        soft_wrap=True,
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3f} GB"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    return table
+
+
+def parameter_table(planned: Plan) -> Table:
+    """A row for each kind of parameter."""
+    table = _table("Parameters", "what", "millions", "stored as", "bits each", "on the device")
+    for part in planned.parts:
+        bits = f"{8 * part.bytes / part.parameters:.2f}"
+        table.add_row(part.name, f"{part.parameters / 1e6:,.3f}", part.stored, bits, _gb(part.bytes))
+    table.add_section()
+    table.add_row("all of it", "", "", "", _gb(sum(part.bytes for part in planned.parts)))
+    return table
+
+
+def memory_table(memory: Memory, config: Config) -> Table:
+    """A row for each thing that takes memory, and both peaks."""
+    width = config.max_prompt_length + config.max_completion_length
+    rows = config.batch_size // config.gradient_accumulation_steps
+    table = _table("Memory estimate (GB = 1e9 bytes)", "what", "rollout", "update")
+    base = _gb(memory.weights + memory.state)
+    table.add_row("weights, adapters, norms, optimizer state", base, base)
+    table.add_row(f"keys and values, up to {config.batch_size} sequences of {width} tokens", _gb(memory.cache), "")
+    table.add_row("decode step: logits and sampling", _gb(memory.logits), "")
+    table.add_row("gradient, and the next state beside the last", "", _gb(memory.update_state))
+    table.add_row(f"activations of {rows} sequences of {width} tokens at a time", "", _gb(memory.activations))
+    table.add_row(f"logits of {config.logprob_chunk_size} tokens at a time", "", _gb(memory.logits_chunk))
+    table.add_section()
+    table.add_row("peak, about", _gb(memory.rollout), _gb(memory.update))
+    return table

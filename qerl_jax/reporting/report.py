@@ -1,0 +1,162 @@
+"""`report.md`: what a run was, what came of it and where the time went, on one page with its plots."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from qerl_jax.config import Config, to_mapping
+from qerl_jax.io.files import write_text
+from qerl_jax.reporting.evaluation import Evaluation
+from qerl_jax.reporting.plots import PLOTS_DIR
+
+REPORT_FILE = "report.md"
+PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+_SHOWN = {
+    "reward": "reward",
+    "rewards/answer/mean": "share correct (in training, under noise)",
+    "entropy": "entropy, nats a token",
+    "completions/mean_length": "completion length, tokens",
+    "completions/clipped_ratio": "share cut off at max_completion_length",
+    "frac_reward_zero_std": "share of groups with equal rewards",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "rollout, tokens/s",
+    "step_time": "seconds a step",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+      steps: rollouts done.
+      reason: what stopped it, such as "SIGTERM"; empty where all steps are done.
+      evaluations: results by name ("before", "after"), those there are.
+      phase_seconds: seconds of each phase since the last start.
+      overdue: phases past the watchdog's limit since the last start.
+    """
+
+    steps: int
+    reason: str
+    evaluations: Mapping[str, Evaluation]
+    phase_seconds: Mapping[str, float]
+    overdue: int
+
+
+def write_report(directory: Path, config: Config, metrics: list[dict[str, Any]], ending: Ending) -> Path:
+    """Write `report.md`; links to the plots are relative, so that the directory may move."""
+    plots = sorted(path.name for path in (directory / PLOTS_DIR).glob("*.png"))
+    path = directory / REPORT_FILE
+    write_text(path, render(directory.name, config, metrics, ending, plots))
+    return path
+
+
+def render(name: str, config: Config, metrics: list[dict[str, Any]], ending: Ending, plots: list[str]) -> str:
+    """The page as Markdown.
+
+    Args:
+      name: of the run, its title.
+      metrics: rows of metrics.jsonl.
+      plots: file names under `plots/`.
+    """
+    state = f"stopped by {ending.reason} after" if ending.reason else "finished"
+    lines = [
+        f"# {name}",
+        "",
+        f"{config.model} on {', '.join(config.dataset)}: {state} step {ending.steps} of {config.max_steps}.",
+        "",
+    ]
+    if ending.evaluations:
+        lines += _table(("evaluation", "result"), [(key, e.describe()) for key, e in ending.evaluations.items()])
+    if metrics:
+        tenth = max(1, len(metrics) // 10)
+        first, last = (f"first {tenth} steps", f"last {tenth} steps") if tenth > 1 else ("first step", "last step")
+        lines += _table(("in training, mean of", first, last), _progress(metrics, tenth))
+        lines += _notes(metrics, ending)
+    lines += [f"![{Path(plot).stem}]({PLOTS_DIR}/{plot})" for plot in plots] + [""]
+    lines += ["## Settings that differ from the defaults", ""]
+    lines += _table(("field", "value", "default"), _differences(config))
+    lines += ["## Time", ""]
+    lines += _table(("phase", "seconds", "share"), _timing(metrics, ending.phase_seconds))
+    lines += ["## Versions", ""]
+    return "\n".join(lines + _table(("what", "version"), _versions()))
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    def row(cells: tuple[str, ...]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [row(head), "|" + "---|" * len(head), *map(row, rows), ""]
+
+
+def _progress(metrics: list[dict[str, Any]], tenth: int) -> list[tuple[str, ...]]:
+    def mean(rows: list[dict[str, Any]], key: str) -> str:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return f"{np.mean(values):.4g}" if values else "–"
+
+    return [
+        (label, mean(metrics[:tenth], key), mean(metrics[-tenth:], key))
+        for key, label in _SHOWN.items()
+        if any(row.get(key) is not None for row in metrics)
+    ]
+
+
+def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
+    """What somebody should look at, nothing where all went well."""
+
+    def total(key: str) -> int:
+        return int(sum(row.get(key) or 0 for row in metrics))
+
+    notes = []
+    if skipped := total("skipped"):
+        notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
+    if failed := total("completions/failed"):
+        notes.append(f"- {failed} completions had a logit that was not a number and were left out.")
+    if ending.overdue:
+        notes.append(
+            f"- {ending.overdue} of the phases since the last start passed watchdog_seconds; see `stacks.txt`."
+        )
+    return [*notes, ""] if notes else []
+
+
+def _differences(config: Config) -> list[tuple[str, ...]]:
+    ours, defaults = to_mapping(config), to_mapping(Config())
+    return [(f"`{key}`", f"{value}", f"{defaults[key]}") for key, value in ours.items() if value != defaults[key]]
+
+
+def _timing(metrics: list[dict[str, Any]], phase_seconds: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Rollout, grading and update over all rows; what no row records (evaluation, checkpoint) since the last start."""
+    seconds: dict[str, float] = {}
+    for row in metrics:
+        for key, value in row.items():
+            if key.startswith("time/") and value is not None:
+                seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
+    for key, value in phase_seconds.items():
+        if key not in seconds:
+            seconds[f"{key} (since the last start)"] = value
+    whole = sum(seconds.values()) or 1.0
+    return [(key, f"{value:.1f}", f"{100 * value / whole:.0f} %") for key, value in seconds.items()]
+
+
+def _versions() -> list[tuple[str, ...]]:
+    def version(name: str) -> str:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+            return "not installed"
+
+    devices = sorted({device.device_kind for device in jax.devices()})
+    return [
+        ("Python", platform.python_version()),
+        *((name, version(name)) for name in PACKAGES),
+        ("device", f"{jax.device_count()} × {', '.join(devices)}"),
+        ("system", platform.platform()),
+    ]

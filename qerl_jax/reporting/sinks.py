@@ -1,0 +1,108 @@
+"""Where metrics go besides metrics.jsonl, if asked for: TensorBoard and Weights & Biases (`report_to`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from qerl_jax.config import Config, ConfigError, to_mapping
+from qerl_jax.io.files import write_json
+
+TENSORBOARD_DIR = "tensorboard"
+WANDB_DIR = "wandb"
+WANDB_FILE = "wandb.json"
+_MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+class Sink(Protocol):
+    """Takes the numbers of a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take finite values of a step; several calls for one step add up."""
+
+    def close(self) -> None:
+        """Write out everything. A run that fails does not come here, so that the service may see how it ended."""
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError, with what to install, if a package that `report_to` needs is not there."""
+    for name in config.report_to:
+        found = importlib.util.find_spec(_MODULES[name])
+        if found is None or found.origin is None:  # without origin: a mere directory, as W&B leaves one
+            raise ConfigError(
+                f"report_to {name!r} needs the package {_MODULES[name]}, which is not installed: "
+                f'pip install "qerl-jax[{name}]"'
+            )
+
+
+class Sinks:
+    """Every sink that `config.report_to` names.
+
+    Args:
+      config: of the run; W&B shows it beside the curves.
+      directory: the run's output_dir, where the sinks keep their files.
+      step: steps done already; a resumed run goes on in the same curves.
+    """
+
+    def __init__(self, config: Config, directory: Path, step: int):
+        kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+        self._sinks: list[Sink] = [kinds[name](config, directory, step) for name in config.report_to]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send a step's numbers, those that are finite."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for sink in self._sinks:
+            sink.log(step, finite)
+
+    def close(self) -> None:
+        """Write out everything."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class _TensorBoard:
+    def __init__(self, config: Config, directory: Path, step: int):
+        import tensorboardX
+
+        # Steps after the checkpoint that a killed run had written already are purged: they come again.
+        self._writer = tensorboardX.SummaryWriter(
+            str(directory / TENSORBOARD_DIR),
+            purge_step=step + 1 if step else None,
+            filename_suffix=f".from{step}",  # names have whole seconds: two starts in one must not share a file
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, config: Config, directory: Path, step: int):
+        import wandb
+
+        path = directory / WANDB_FILE
+        known = json.loads(path.read_text())["id"] if step and path.exists() else None
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "qerl-jax"),
+            name=directory.name,
+            dir=str(directory),
+            config=to_mapping(config),
+            id=known,
+            resume=None if known is None else "allow",
+        )
+        write_json(path, {"id": self._run.id})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

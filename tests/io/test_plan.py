@@ -1,0 +1,103 @@
+"""The dry run's numbers against real arrays, published sizes, and what XLA reserves for the programs it compiles."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import memory_for_h200
+import pytest
+import runs
+
+from qerl_jax.config import Config
+from qerl_jax.io.plan import abstract_trees, plan, tree_bytes
+from qerl_jax.models import cache as kv
+from qerl_jax.rl.step import grpo_step, init_state
+from qerl_jax.train import load
+
+SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
+
+
+@pytest.mark.parametrize("stored", ["bf16", "nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
+    """Shape, dtype and place of every array of the tiny policy as it is really loaded; so all their bytes are exact."""
+    config = runs.config(tmp_path, weight_format=stored, dtype=dtype)
+    policy = load(config)
+    state = init_state(policy, config)
+    abstract = abstract_trees(policy.config, stored, config)
+    real = [jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (policy, state)]
+    planned = [jax.tree_util.tree_flatten_with_path(tree)[0] for tree in abstract]
+    for ours, theirs in zip(planned, real, strict=True):
+        for (path, leaf), (other_path, other) in zip(ours, theirs, strict=True):
+            assert (path, leaf.shape, leaf.dtype) == (other_path, other.shape, other.dtype)
+    parts = plan(config).parts
+    assert sum(part.bytes for part in parts) == tree_bytes((policy.frozen, state.norms, state.lora, state.opt_state))
+    frozen = [part for part in parts if "adapters" not in part.name and "moments" not in part.name]
+    assert sum(part.parameters for part in frozen) == policy.config.parameter_count()
+
+
+def test_cache_is_the_real_one(tmp_path):
+    config = runs.config(tmp_path)
+    shape = load(config).config
+    width = config.max_prompt_length + config.max_completion_length
+    cache = kv.init_cache(
+        config.batch_size, width, shape.num_layers, shape.num_kv_heads, shape.head_dim, jnp.dtype(config.dtype)
+    )
+    assert plan(config).memory.cache == tree_bytes(cache)
+    assert plan(runs.config(tmp_path, rollout_memory_gb=1e-4)).memory.cache == 100_000
+
+
+@pytest.mark.parametrize(("size", "gigabytes"), [("3B", 2.8), ("7B", 5.9), ("14B", 10.6), ("32B", 20.7)])
+def test_weights_of_published_sizes(size, gigabytes):
+    """The paper's table of weights in NVFP4, to its last figure, from config.json alone. Its 3B counts the tied
+    head twice.
+    """
+    config = Config(model=str(SHAPES / f"Qwen2.5-{size}"), weight_format="nvfp4")
+    planned = plan(config)
+    tied = 151936 * 2048 * 2 if size == "3B" else 0
+    assert (planned.memory.weights + tied) / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert planned.files is None
+
+
+def update_bytes(config: Config) -> tuple[int, int]:
+    """What XLA reserves on the CPU for the update of a config besides its arguments, and the estimate of that."""
+    policy, state, batch = memory_for_h200.abstract_update(config, plan(config).model)
+    analysis = grpo_step.lower(state, policy.frozen, batch).compile().memory_analysis()
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes, memory_for_h200.estimate(policy, state, config)
+
+
+@pytest.mark.parametrize("change", [{}, {"batch_size": 32, "max_completion_length": 150}])
+def test_update_of_the_tiny_policy_on_the_cpu(tmp_path, change):
+    """As the bundled run has it, fp32 without recomputation: within 30 %."""
+    fixed = {"gradient_checkpointing": False, "gradient_accumulation_steps": 1, "num_iterations": 1, "beta": 0.0}
+    real, estimate = update_bytes(runs.config(tmp_path, **fixed | {"batch_size": 16, "train_norms": False} | change))
+    assert estimate == pytest.approx(real, rel=0.3)
+
+
+def missing() -> str | None:
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
+        return f"compiling for a GPU needs jax 0.11 or later (this is {jax.__version__})"
+    names = ("jax_cuda13_plugin", "nvidia")
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"compiling for a GPU needs {absent} (jax-cuda13-plugin, nvidia-cuda-nvcc, nvidia-nvvm)" if absent else None
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_update_compiled_for_a_gpu():
+    """bf16 with and without recomputation, fp32, a long sequence, a large vocabulary: within 15 %."""
+    run = subprocess.run(
+        [sys.executable, memory_for_h200.__file__],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    for row in json.loads(run.stdout.splitlines()[-1]):
+        assert row["estimate"] == pytest.approx(row["real"], rel=0.15), row

@@ -1,0 +1,55 @@
+"""report.md: figures worked out by hand, links that exist, and what somebody should look at."""
+
+from __future__ import annotations
+
+import re
+
+from qerl_jax.config import Config
+from qerl_jax.reporting.evaluation import Evaluation
+from qerl_jax.reporting.plots import write_plots
+from qerl_jax.reporting.report import Ending, write_report
+
+
+def rows(count: int) -> list[dict]:
+    return [
+        {"step": s, "reward": s / 10, "reward_std": 0.1, "time/rollout": 3.0, "time/update": 1.0, "skipped": 0.0}
+        for s in range(1, count + 1)
+    ]
+
+
+def test_a_finished_run(tmp_path):
+    config = Config(model="m", seed=3, lora_target_modules=("q_proj",), output_dir=str(tmp_path))
+    metrics = rows(20)
+    write_plots(tmp_path, metrics)
+    before, after = Evaluation(0.5, 0.4, 0.6, 0.9, 1, 0, 12.5, 200, 1), Evaluation(0.75, 0.7, 0.8, 0.9, 1, 0, 9, 200, 1)
+    ending = Ending(20, "", {"before": before, "after": after}, {"rollout": 60.0, "evaluation": 20.0}, 0)
+    text = write_report(tmp_path, config, metrics, ending).read_text()
+    assert "finished step 20 of 200" in text
+    assert "| before | pass@1 50.0 % (95 % interval 40.0–60.0, 200 problems) |" in text
+    assert "| after | pass@1 75.0 %" in text
+    # 20 steps: the mean of the first two and of the last two.
+    assert "first 2 steps | last 2 steps" in text and "| reward | 0.15 | 1.95 |" in text
+    # 60 s of rollout, 20 s of update in the rows; evaluation is in none, so it counts from the last start.
+    assert "| rollout | 60.0 | 60 % |" in text and "| update | 20.0 | 20 % |" in text
+    assert "| evaluation (since the last start) | 20.0 | 20 % |" in text
+    settings = text.split("## Settings")[1].split("##")[0]
+    assert re.findall(r"\| `(\w+)` ", settings) == ["model", "output_dir", "seed", "lora_target_modules"]
+    assert "| `seed` | 3 | 0 |" in settings
+    links = re.findall(r"!\[\w+\]\((.+?)\)", text)
+    assert links and all((tmp_path / link).is_file() and not link.startswith("/") for link in links)
+    assert re.search(r"\| jax \| \d+\.\d+\.\d+ \|", text) and "`nonfinite/`" not in text
+
+
+def test_a_stopped_run_with_something_to_look_at(tmp_path):
+    metrics = rows(3)
+    metrics[1] |= {"skipped": 2.0, "completions/failed": 1.0}
+    text = write_report(tmp_path, Config(model="m"), metrics, Ending(3, "SIGTERM", {}, {}, 1)).read_text()
+    assert "stopped by SIGTERM after step 3 of 200" in text and "evaluation |" not in text
+    for words in ("2 updates were not finite", "1 completions", "1 of the phases"):
+        assert words in text, words
+    assert "first step | last step" in text and "| reward | 0.1 | 0.3 |" in text
+
+
+def test_a_run_stopped_before_its_first_step(tmp_path):
+    text = write_report(tmp_path, Config(model="m"), [], Ending(0, "SIGINT", {}, {}, 0)).read_text()
+    assert "stopped by SIGINT after step 0" in text and "![" not in text

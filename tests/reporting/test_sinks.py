@@ -1,0 +1,105 @@
+"""TensorBoard by reading its file back; W&B by a stand-in that records what it is told."""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+
+import pytest
+
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.reporting import sinks
+
+STAND_IN = """
+calls = []
+
+class Run:
+    id = "abc123"
+    def log(self, metrics, step):
+        calls.append(("log", step, metrics))
+    def finish(self):
+        calls.append(("finish",))
+
+def init(**arguments):
+    calls.append(("init", arguments))
+    return Run()
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    package = tmp_path / "site" / "wandb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    import wandb
+
+    yield wandb
+    monkeypatch.delitem(sys.modules, "wandb")
+
+
+def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    run = tmp_path / "run-7"
+    config = Config(model="m", report_to=("wandb",))
+    sinks.check(config)
+    curves = sinks.Sinks(config, run, 0)
+    curves.log(1, {"reward": 0.5, "kl": math.nan})
+    curves.close()
+    (_, start), *rest = wandb.calls
+    assert (start["project"], start["name"], start["dir"], start["id"]) == ("mine", "run-7", str(run), None)
+    assert start["config"]["learning_rate"] == 1e-5 and start["resume"] is None
+    assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
+    sinks.Sinks(config, run, 1)  # a resumed run goes on in the same curve
+    assert (wandb.calls[-1][1]["id"], wandb.calls[-1][1]["resume"]) == ("abc123", "allow")
+
+
+def events(file) -> list:
+    """Records of a TFRecord file: u64 length, its crc, bytes, their crc."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    raw, found = file.read_bytes(), []
+    while raw:
+        (length,) = struct.unpack("<Q", raw[:8])
+        found.append(Event.FromString(raw[12 : 12 + length]))
+        raw = raw[12 + length + 4 :]
+    return found
+
+
+def test_tensorboard_file_holds_the_scalars(tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = Config(model="m", report_to=("tensorboard",))
+    sinks.check(config)
+    curves = sinks.Sinks(config, tmp_path, 0)
+    curves.log(1, {"reward": 0.5, "rewards/answer/mean": 0.25, "kl": math.inf})
+    curves.log(2, {"reward": 0.75})
+    curves.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    scalars = [(e.step, v.tag, v.simple_value) for e in events(file) for v in e.summary.value]
+    assert scalars == [(1, "reward", 0.5), (1, "rewards/answer/mean", 0.25), (2, "reward", 0.75)]
+    sinks.Sinks(config, tmp_path, 1).close()  # after a kill: step 2 will come again, the old one is purged
+    (again,) = set((tmp_path / "tensorboard").iterdir()) - {file}
+    assert [e.step for e in events(again) if e.HasField("session_log")] == [2]
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_missing_package_says_what_to_install(monkeypatch, tmp_path, name, module):
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / module).mkdir()  # a directory of that name, as W&B leaves one, is no package
+    with pytest.raises(ConfigError, match=rf'report_to .{name}. needs .* {module}.*pip install "qerl-jax\[{name}\]"'):
+        sinks.check(Config(model="m", report_to=(name,)))
+
+
+def test_unknown_sink_is_refused():
+    with pytest.raises(ConfigError, match=r"report_to 'mlflow' is not one of \['tensorboard', 'wandb'\]"):
+        Config(model="m", report_to=("mlflow",))
+
+
+def test_nothing_asked_for_nothing_written(tmp_path):
+    curves = sinks.Sinks(Config(model="m"), tmp_path, 0)
+    curves.log(1, {"reward": 0.5})
+    curves.close()
+    assert list(tmp_path.iterdir()) == []
