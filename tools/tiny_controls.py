@@ -7,13 +7,15 @@ Every run is the command a newcomer types, `python -m qerl_jax.train`, with the 
 whole wall time, start, compilation and both evaluations included, on a machine of `load_average` (5 minutes, at its
 end: above 2 x jobs, other work slowed it); `cpu_seconds` counts its own processor time. Greedy accuracies come from
 `python -m qerl_jax.evaluate` on the same held-out problems. A finished run is not repeated, so an interrupted series
-goes on.
+goes on. The curves of all variants, side by side with intervals over seeds, are drawn into `comparison.png` of the work
+directory, as `tools/compare_runs.py` draws any runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import datetime
 import json
 import os
@@ -26,8 +28,9 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 import yaml
+
+from qerl_jax.reporting.comparison import draw, group_runs, mean_interval, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS: dict[str, list[str]] = {
@@ -166,11 +169,16 @@ def main() -> None:
     args.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=2) + "\n")
     for variant in args.variants:
         chosen = [row for row in rows if row["variant"] == variant]
-        means = {key: np.mean([row[key] for row in chosen]) for key in ("accuracy_before", "accuracy_after", "seconds")}
-        print(
-            f"{variant:8} pass@1 {100 * means['accuracy_before']:.1f} -> {100 * means['accuracy_after']:.1f} %, "
-            f"{means['seconds']:.0f} s, {len(chosen)} seeds"
+        before, after, seconds = (
+            mean_interval([row[key] for row in chosen]) for key in ("accuracy_before", "accuracy_after", "seconds")
         )
+        print(
+            f"{variant:8} pass@1 {before.describe(100)} -> {after.describe(100)} %, {seconds.describe(digits=0)} s, "
+            f"{len(chosen)} seeds (± is a 95 % interval over seeds)"
+        )
+    groups = group_runs([read_run(args.work / f"{variant}-{seed}") for seed, variant in items])
+    named = [dataclasses.replace(group, name=name) for name, group in zip(args.variants, groups, strict=True)]
+    draw(named, args.work / "comparison.png")
 
 
 if __name__ == "__main__":
