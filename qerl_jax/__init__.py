@@ -15,18 +15,21 @@ from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.rl.step import grpo_step, init_state
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.engine import Progress, generate, stream
+from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Batch, Finish, Policy, Prompts, Rollout, Sampling, TrainState
 
 __all__ = [
     "Batch",
     "Config",
+    "Engine",
     "Finish",
     "Lora",
     "LoraConfig",
     "ModelConfig",
     "Policy",
     "Problem",
+    "Progress",
     "Prompts",
     "Rollout",
     "Sampling",
@@ -44,5 +47,6 @@ __all__ = [
     "make_batch",
     "policy_logits",
     "quantize_checkpoint",
+    "stream",
     "token_logprobs",
 ]

@@ -160,7 +160,9 @@ class Config:
     min_p: float = 0.0
     """Never sample a token less likely than min_p times the likeliest; 0: any. The trainer renormalizes likewise."""
     rollout_memory_gb: float | None = None
-    """Key-value cache in 1e9 bytes; a larger batch is rolled out in parts. None: all at once."""
+    """Key-value caches in 1e9 bytes: fewer completions are decoded at a time where not all fit. None: all at once."""
+    batch_invariant: bool = False
+    """A completion's bits depend neither on its neighbours nor on how the rollout is cut up; slower."""
 
     sigma_start: float = 1e-2
     """Noise on the layer norms in the first noisy stage; 0 turns AQN off (sigma_end must be 0, too)."""

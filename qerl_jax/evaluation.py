@@ -15,6 +15,7 @@ from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_probl
 from qerl_jax.reporting.evaluation import Evaluation, interval
 from qerl_jax.rewards import functions
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Finish, Policy, Sampling
 
 
@@ -26,6 +27,7 @@ def evaluate(
     batch_size: int = 64,
     system_prompt: str = "",
     max_prompt_length: int = 512,
+    batch_invariant: bool = False,
 ) -> Evaluation:
     """Sample completions of every problem from the policy as it is (noise-free norms) and score their `<answer>`.
 
@@ -36,13 +38,14 @@ def evaluate(
       seed: of the samples.
       batch_size: completions decoded together.
       system_prompt, max_prompt_length: of the encoding; prompts over the limit are left out.
+      batch_invariant: as in `Engine`.
     """
     if not isinstance(problems[0], EncodedProblem):
         problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
     longest = max(len(item.tokens) for item in problems)
     prompts = to_prompts(list(problems), longest, policy.config.pad_token_id)
-    at_once = max(1, batch_size // sampling.num_generations)
-    rollout = generate(policy, prompts, sampling, keys.for_step(seed, keys.Purpose.EVALUATE, 0), at_once)
+    key = keys.for_step(seed, keys.Purpose.EVALUATE, 0)
+    rollout = generate(policy, prompts, sampling, key, Engine(slots=batch_size, batch_invariant=batch_invariant))
     texts = completion_texts(rollout, policy.tokenizer)
     gold = [item.problem.answer for item in problems for _ in range(sampling.num_generations)]
     correct = np.reshape(functions.answer(completions=texts, answer=gold), (len(problems), sampling.num_generations))

@@ -42,7 +42,8 @@ from qerl_jax.rewards.workers import Rewards, load_rewards
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state, learning_rate
 from qerl_jax.rollout.collect import Experience, collect
-from qerl_jax.rollout.engine import check_positions, generate, prompts_at_once
+from qerl_jax.rollout.engine import check_positions, generate
+from qerl_jax.rollout.plan import Engine, make_plan
 from qerl_jax.types import Policy, Rollout, TrainState
 
 STOPPED = 130  # exit code
@@ -71,12 +72,9 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     policy = load(config)
     state = init_state(policy, config)
     check_positions(policy.config, config.max_prompt_length, config.max_completion_length)
-    at_once = prompts_at_once(
-        policy,
-        config.max_prompt_length + config.max_completion_length,
-        config.num_generations,
-        config.rollout_memory_gb,
-    )
+    engine = Engine(memory_gb=config.rollout_memory_gb, batch_invariant=config.batch_invariant)
+    lengths = config.max_prompt_length, config.max_completion_length
+    make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)  # raises if it cannot fit
     stream, test_problems = load_problems(config, policy, console)
 
     if config.overwrite:
@@ -102,7 +100,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
             noisy = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
             actor = policy.replace(norms=noisy, lora=state.lora)
 
-            experience = collect_step(config, actor, state, stream, rewards, at_once, phases)
+            experience = collect_step(config, actor, state, stream, rewards, engine, phases)
             advantages = group_advantages(jnp.asarray(experience.rewards), config.num_generations, config.scale_rewards)
             batch = make_batch(
                 experience.rollout, advantages, jnp.asarray(experience.rewards), config.mask_truncated_completions
@@ -215,7 +213,7 @@ def collect_step(
     state: TrainState,
     stream: Stream,
     rewards: Rewards,
-    at_once: int | None,
+    engine: Engine,
     phases: Phases,
 ) -> Experience:
     """Roll out and score one step's prompts from the data cursor on."""
@@ -226,7 +224,7 @@ def collect_step(
     def roll(items: list[EncodedProblem], key: jax.Array) -> Rollout:
         prompts = to_prompts(items, config.max_prompt_length, actor.config.pad_token_id)
         with phases("rollout"):
-            return jax.block_until_ready(generate(actor, prompts, config.sampling, key, at_once))
+            return jax.block_until_ready(generate(actor, prompts, config.sampling, key, engine))
 
     def score(items: list[EncodedProblem], rollout: Rollout) -> tuple[list[float], dict[str, list[float]]]:
         rows = [items[p].problem for p in np.asarray(rollout.prompt_index)]
@@ -252,7 +250,14 @@ def collect_step(
 def evaluate_state(config: Config, policy: Policy, state: TrainState, problems: list[EncodedProblem]) -> Evaluation:
     """The noise-free policy on the evaluation problems; the same samples' keys before and after."""
     current = policy.replace(norms=state.norms, lora=state.lora)
-    return evaluate(current, problems, config.eval_sampling, config.seed, config.eval_batch_size)
+    return evaluate(
+        current,
+        problems,
+        config.eval_sampling,
+        config.seed,
+        config.eval_batch_size,
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def finish(

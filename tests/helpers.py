@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax import keys
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
-from qerl_jax.types import Policy
+from qerl_jax.rollout.sampling import sample
+from qerl_jax.types import Finish, Policy, Sampling
 
 logits_of = jax.jit(policy_logits)
 logprobs_of = jax.jit(token_logprobs, static_argnames=("temperature", "chunk"))
@@ -40,6 +42,29 @@ def with_norm_offsets(policy: Policy, seed: int, size: float = 0.1) -> Policy:
     rng = np.random.default_rng(seed)
     norms = jax.tree.map(lambda w: w + jnp.asarray(rng.normal(size=w.shape, scale=size), jnp.float32), policy.norms)
     return policy.replace(norms=norms)
+
+
+def plain_rollout(policy: Policy, prompts: list[list[int]], sampling: Sampling, key: jax.Array) -> list[tuple]:
+    """(token ids, log-probabilities, finish) of every completion, without cache, slots or batch: the whole forward pass
+    of one row for each token. What the engine must agree with.
+    """
+    forward = jax.jit(policy_logits)
+    draw = jax.jit(sample, static_argnums=1)
+    rows = []
+    for p, prompt in enumerate(prompts):
+        for g in range(sampling.num_generations):
+            row_key = keys.for_rows(key, jnp.array([p]), jnp.array([g]))
+            ids, logprobs, finish = list(prompt), [], Finish.LENGTH
+            width = len(prompt) + sampling.max_new_tokens  # one trace: what follows a token does not touch it
+            while len(logprobs) < sampling.max_new_tokens and finish == Finish.LENGTH:
+                padded = np.array([ids + [0] * (width - len(ids))], np.int32)
+                logits = forward(policy, padded)[:, len(ids) - 1]
+                token, logprob = draw(logits, sampling, keys.for_positions(row_key, jnp.array([len(ids)])))
+                ids.append(int(token[0]))
+                logprobs.append(float(logprob[0]))
+                finish = Finish.EOS if ids[-1] in policy.config.eos_token_ids else Finish.LENGTH
+            rows.append((ids[len(prompt) :], logprobs, finish))
+    return rows
 
 
 def assert_trees_equal(a: Any, b: Any) -> None:

@@ -1,12 +1,14 @@
-"""Key-value cache of a decoder: one K and one V array a layer, so that a donated cache is updated in place.
+"""Key-value caches of a decoder: one K and one V array a layer, head-major, so that a donated cache is updated in place
+and attention reads each head's keys as one piece of memory.
 
-Axes: B sequences, S cache slots, T tokens, K key/value heads, H head dim.
+Axes: B sequences, P prompts, S slots (tokens) of a cache, L layers, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +19,43 @@ from jaxtyping import Array, Float, Int
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Slot s of row b holds the key and value of the token at position s of sequence b."""
+    """Slot s of row b holds the key and value of one token of sequence b: of a prompt's token s, or of the completion's
+    token s.
+    """
 
-    keys: tuple[Float[Array, "B S K H"], ...]
-    values: tuple[Float[Array, "B S K H"], ...]
+    keys: tuple[Float[Array, "B K S H"], ...]
+    values: tuple[Float[Array, "B K S H"], ...]
 
 
 def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
     """An empty cache of `2 · layers · batch · slots · kv_heads · head_dim` elements."""
 
     def arrays():
-        return tuple(jnp.zeros((batch, slots, kv_heads, head_dim), dtype) for _ in range(layers))
+        return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
 
     return KVCache(arrays(), arrays())
 
 
-def write(cache: Float[Array, "B S K H"], positions: Int[Array, "B T"], new: Float[Array, "B T K H"]) -> Array:
-    """Put each token's entry into the slot of its position; positions outside the cache are dropped."""
-    rows = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[rows, positions].set(new.astype(cache.dtype), mode="drop")
+def write_token(
+    cache: Float[Array, "B K S H"], slots: Int[Array, " B"], new: Float[Array, "B K H"]
+) -> Float[Array, "B K S H"]:
+    """Put one token's entry of each row into its slot; slots outside the cache are dropped."""
+    rows = jnp.arange(cache.shape[0])
+    return cache.at[rows, :, slots].set(
+        new.astype(cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
+
+
+def write_prompts(
+    cache: KVCache, rows: Int[Array, " P"], entries: Sequence[tuple[Float[Array, "P T K H"], Float[Array, "P T K H"]]]
+) -> KVCache:
+    """Put whole prompts (T at most S tokens, keys and values of every layer) into rows of the cache; rows outside it
+    are dropped.
+    """
+
+    def put(into: Array, new: Array) -> Array:
+        new = jnp.swapaxes(new, 1, 2).astype(into.dtype)
+        return into.at[rows, :, : new.shape[2]].set(new, mode="drop")
+
+    keys = tuple(put(into, k) for into, (k, _) in zip(cache.keys, entries, strict=True))
+    return KVCache(keys, tuple(put(into, v) for into, (_, v) in zip(cache.values, entries, strict=True)))

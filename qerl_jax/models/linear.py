@@ -5,7 +5,7 @@ Axes: B sequences, T tokens, K input features, N output features, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from qerl_jax.models.lora import Lora
 
 # On an fp32 model the products must be fp32 too: the GPU's default would be tf32, three digits.
 FP32_PRECISION = jax.lax.Precision.HIGHEST
+ROWS_IN_A_BLOCK = 64  # under `batch_invariant`
 
 
 def linear(
@@ -26,6 +27,8 @@ def linear(
     weight: Weight,
     bias: Float[Array, " N"] | None = None,
     lora: Lora | Sequence[Lora] | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded once to x's dtype.
 
@@ -37,6 +40,7 @@ def linear(
       weight: one of the formats, [N, K].
       bias: in any float dtype; added in fp32.
       lora: the adapter, or one for each adapted part of a fused projection (they carry their row offsets).
+      batch_invariant: a row's bits depend neither on how many rows there are nor on the others; slower.
 
     Raises:
       ValueError: K of x and of the weight differ.
@@ -46,14 +50,30 @@ def linear(
         raise ValueError(f"linear: x has {x.shape[-1]} input features, the weight {k} (shape {n} x {k})")
     parts = [lora] if isinstance(lora, Lora) else list(lora or ())
     if isinstance(weight, PackedNvfp4):
-        return nvfp4_matmul(x, weight, bias, parts)
-    rows = x.reshape(-1, k)
-    y = _frozen_matmul(rows, weight)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
-    if parts:
-        y = y + _lora_delta(rows, parts, n)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], n)
+        return nvfp4_matmul(x, weight, bias, parts, batch_invariant=batch_invariant)
+
+    def product(rows: Array) -> Array:
+        y = _frozen_matmul(rows, weight)
+        if bias is not None:
+            y = y + bias.astype(jnp.float32)
+        if parts:
+            y = y + _lora_delta(rows, parts, n)
+        return y.astype(x.dtype)
+
+    return in_blocks(product, x) if batch_invariant else product(x.reshape(-1, k)).reshape(*x.shape[:-1], n)
+
+
+def in_blocks(
+    function: Callable[[Array], Array], x: Float[Array, "... K"], rows: int = ROWS_IN_A_BLOCK
+) -> Float[Array, "... N"]:
+    """`function` ([M, K] -> [M, N]) of x's rows, always called with the same number of them: a matrix product sums in
+    an order that depends on M, and so would a row's bits.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    count = flat.shape[0]
+    blocks = jnp.pad(flat, ((0, -count % rows), (0, 0))).reshape(-1, rows, flat.shape[1])
+    out = jax.lax.map(function, blocks)
+    return out.reshape(-1, out.shape[-1])[:count].reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32[Array, "M N"]:
@@ -64,7 +84,7 @@ def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32
     for part in sorted(parts, key=lambda part: part.offset):
         if part.offset > end:
             pieces.append(jnp.zeros((rows.shape[0], part.offset - end), jnp.float32))
-        shrunk = fp4.fp32_matmul(rows, part.a.astype(rows.dtype)).astype(rows.dtype)
+        shrunk = fp4.fp32_matmul(rows, part.own_a.astype(rows.dtype)).astype(rows.dtype)
         pieces.append(part.scale * fp4.fp32_matmul(shrunk, part.b.astype(rows.dtype)))
         end = part.offset + part.b.shape[-1]
     if end < n:

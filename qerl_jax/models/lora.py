@@ -12,28 +12,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale", "offset"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale", "offset", "column"])
 @dataclasses.dataclass(frozen=True)
 class Lora:
     """One adapter: adds `scale · (x A) B` to the output features `offset : offset + N` of a (possibly fused)
     projection.
 
     Attributes:
-      a: A, fp32 master (or its bf16 compute copy). PEFT's `lora_A.weight` transposed.
+      a: A, fp32 master (or its bf16 compute copy), C = R columns. PEFT's `lora_A.weight` transposed.
       b: B, likewise. PEFT's `lora_B.weight` transposed.
       scale: `alpha / R`, or `alpha / sqrt(R)` for rsLoRA.
       offset: first output feature of this part within a fused projection.
+      column: None; or the first column of this part in an A that holds those of all parts (`side_by_side`).
     """
 
-    a: Float[Array, "K R"]
+    a: Float[Array, "K C"]
     b: Float[Array, "R N"]
     scale: float
     offset: int = 0
+    column: int | None = None
+
+    @property
+    def own_a(self) -> Float[Array, "K R"]:
+        """A of this part alone."""
+        return self.a if self.column is None else self.a[:, self.column : self.column + self.b.shape[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +87,26 @@ def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: i
     bound = 1.0 / math.sqrt(in_features)
     a = jax.random.uniform(key, (in_features, config.rank), jnp.float32, -bound, bound)
     return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
+
+
+def side_by_side(lora: Any) -> Any:
+    """The tree of adapters with one A for all parts of a projection, so that a loop over tokens multiplies x by all of
+    them at once without putting them together in every turn.
+    """
+
+    def join(parts: dict[str, Lora]) -> dict[str, Lora]:
+        ordered = sorted(parts, key=lambda name: parts[name].offset)
+        shared = jnp.concatenate([parts[name].a for name in ordered], axis=1)
+        starts = np.cumsum([0] + [parts[name].a.shape[1] for name in ordered]).tolist()
+        return {
+            name: dataclasses.replace(parts[name], a=shared, column=start)
+            for name, start in zip(ordered, starts, strict=False)
+        }
+
+    def of_one_projection(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and all(isinstance(part, Lora) for part in node.values())
+
+    return jax.tree.map(join, lora, is_leaf=of_one_projection)
 
 
 def without_adapter(lora: Any) -> Any:

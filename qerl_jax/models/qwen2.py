@@ -3,25 +3,28 @@
 Source: Qwen2.5 technical report (arXiv 2412.15115); numerics as in transformers' `modeling_qwen2.py`, in fp32 where
 precision is decided (norms, rotary angles, softmax).
 
-Axes: B sequences, T tokens, S cache slots, L layers, D model, F ffn, N query heads, K key/value heads, G query heads a
-key/value head, H head dim, V vocab.
+Axes: B sequences, P prompts, T tokens, S cache slots, L layers, D model, F ffn, N query heads, K key/value heads,
+G query heads a key/value head, H head dim, V vocab.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
+from qerl_kernels.decode_attention.attention import decode_attention
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 
 from qerl_jax.models import cache as kv
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.formats import Weight
-from qerl_jax.models.linear import FP32_PRECISION, linear
+from qerl_jax.models.linear import FP32_PRECISION, in_blocks, linear
 from qerl_jax.models.lora import Lora
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -82,6 +85,12 @@ class ModelConfig:
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
 
 
+Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""How a layer's tokens see each other: (q [B T N H], k and v [B T K H]) -> (attended [B T N H], what the caller keeps).
+Training, prefill and decode differ in nothing else.
+"""
+
+
 class Frozen(nnx.Variable):
     """A weight that no optimizer ever sees. Not an `nnx.Param`."""
 
@@ -102,10 +111,11 @@ class Projection(nnx.Module):
         self.bias = None if bias is None else Frozen(bias)
         self.lora = nnx.Dict({part: Adapter(lora) for part, lora in adapters.items()})
 
-    def __call__(self, x: Float[Array, "B T K"]) -> Float[Array, "B T N"]:
-        lora = [adapter.get_value() for adapter in self.lora.values()]
+    def __call__(self, x: Float[Array, "B T K"], batch_invariant: bool = False) -> Float[Array, "B T N"]:
+        # In the order of their rows: a split module comes back with its parts in the order of their names.
+        lora = sorted((adapter.get_value() for adapter in self.lora.values()), key=lambda part: part.offset)
         bias = None if self.bias is None else self.bias.get_value()
-        return linear(x, self.weight.get_value(), bias, lora)
+        return linear(x, self.weight.get_value(), bias, lora, batch_invariant=batch_invariant)
 
 
 class RMSNorm(nnx.Module):
@@ -129,21 +139,16 @@ class Attention(nnx.Module):
         self.qkv_proj = Projection(weights["qkv_proj"], weights["qkv_bias"], adapters["qkv_proj"])
         self.o_proj = Projection(weights["o_proj"], None, adapters["o_proj"])
 
-    def __call__(self, x, angles, mask, layer_cache, positions):
+    def __call__(self, x, angles, mix: Mix, batch_invariant: bool):
         c = self.config
         batch, length, _ = x.shape
         q_dim, kv_dim = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        q, k, v = jnp.split(self.qkv_proj(x), (q_dim, q_dim + kv_dim), axis=-1)
+        q, k, v = jnp.split(self.qkv_proj(x, batch_invariant), (q_dim, q_dim + kv_dim), axis=-1)
         q = rotate(q.reshape(batch, length, c.num_heads, c.head_dim), angles)
         k = rotate(k.reshape(batch, length, c.num_kv_heads, c.head_dim), angles)
         v = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
-        if layer_cache is not None:
-            layer_cache = (kv.write(layer_cache[0], positions, k), kv.write(layer_cache[1], positions, v))
-            # Decode's mask spans the cache and reads it; prefill starts an empty one, so its own keys are all there is.
-            # Not a question of length: a prompt may have one token, too.
-            if mask.shape[-1] != length:
-                k, v = layer_cache
-        return self.o_proj(attend(q, k, v, mask).reshape(batch, length, q_dim)), layer_cache
+        mixed, kept = mix(q, k, v)
+        return self.o_proj(mixed.reshape(batch, length, q_dim), batch_invariant), kept
 
 
 class Mlp(nnx.Module):
@@ -153,9 +158,9 @@ class Mlp(nnx.Module):
         self.gate_up_proj = Projection(weights["gate_up_proj"], None, adapters["gate_up_proj"])
         self.down_proj = Projection(weights["down_proj"], None, adapters["down_proj"])
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up_proj(x).astype(jnp.float32), 2, axis=-1)
-        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
+    def __call__(self, x: Float[Array, "B T D"], batch_invariant: bool) -> Float[Array, "B T D"]:
+        gate, up = jnp.split(self.gate_up_proj(x, batch_invariant).astype(jnp.float32), 2, axis=-1)
+        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype), batch_invariant)
 
 
 class DecoderLayer(nnx.Module):
@@ -167,10 +172,10 @@ class DecoderLayer(nnx.Module):
         self.self_attn = Attention(config, weights, adapters)
         self.mlp = Mlp(weights, adapters)
 
-    def __call__(self, x, angles, mask, layer_cache, positions):
-        attended, layer_cache = self.self_attn(self.input_layernorm(x), angles, mask, layer_cache, positions)
+    def __call__(self, x, angles, mix: Mix, batch_invariant: bool):
+        attended, kept = self.self_attn(self.input_layernorm(x), angles, mix, batch_invariant)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), layer_cache
+        return x + self.mlp(self.post_attention_layernorm(x), batch_invariant), kept
 
 
 class Qwen2(nnx.Module):
@@ -209,47 +214,73 @@ class Qwen2(nnx.Module):
         positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
         order = jnp.arange(tokens.shape[1])
         mask = (order[:, None] >= order[None, :]) & attention_mask[:, None, :]
-        return self._run(tokens, positions, mask, None, remat)[0]
+        return self._run(tokens, positions, lambda layer, q, k, v: (attend(q, k, v, mask), None), remat)[0]
 
     def prefill(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], cache: KVCache
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Hidden states of right-padded prompts, and the cache filled with them. Slots past a prompt's end hold what
-        the padding left there; decode overwrites each before it is first read."""
-        order = jnp.arange(tokens.shape[1])
-        positions = jnp.broadcast_to(order, tokens.shape)
-        mask = (order[:, None] >= order[None, :]) & (order < lengths[:, None])[:, None, :]
-        return self._run(tokens, positions, mask, cache, False)
+        self, tokens: Int[Array, "P T"], batch_invariant: bool = False
+    ) -> tuple[Float[Array, "P T D"], list[tuple[Float[Array, "P T K H"], Float[Array, "P T K H"]]]]:
+        """Hidden states of right-padded prompts, and the keys and values of every layer. What stands at the padding
+        depends on nothing but is no token's: causal attention keeps it from the prompt itself.
+        """
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return self._run(
+            tokens, positions, lambda layer, q, k, v: (causal(q, k, v), (k, v)), batch_invariant=batch_invariant
+        )
 
     def decode(
-        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
+        self,
+        tokens: Int[Array, " B"],
+        prompts: KVCache,
+        prompt_index: Int[Array, " B"],
+        prompt_lengths: Int[Array, " B"],
+        own: KVCache,
+        lengths: Int[Array, " B"],
+        batch_invariant: bool = False,
     ) -> tuple[Float[Array, "B D"], KVCache]:
-        """Hidden states of one more token a sequence, at its own position; reads slots 0 .. position."""
-        slots = cache.keys[0].shape[1]
-        mask = (jnp.arange(slots) <= positions[:, None])[:, None, :]
-        hidden, cache = self._run(tokens[:, None], positions[:, None], mask, cache, False)
-        return hidden[:, 0], cache
+        """Hidden states of one more token a sequence, and the sequences' own cache with it.
 
-    def _run(self, tokens, positions, mask, cache, remat):
+        Args:
+          tokens: each row's newest token.
+          prompts: cache of the prompts, [P, K, S, H] a layer; rows of a group share one.
+          prompt_index: each row's prompt.
+          prompt_lengths: tokens of that prompt.
+          own: cache of what follows the prompt.
+          lengths: tokens after the prompt, the new one included; it stands at slot `lengths - 1`. 0: the row is idle,
+            and what comes out of it means nothing.
+        """
+        slots = jnp.where(lengths > 0, lengths - 1, own.keys[0].shape[2])  # an idle row writes nothing
+        prompt_lengths = jnp.where(lengths > 0, prompt_lengths, 0)
+
+        def mix(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+            keys = kv.write_token(own.keys[layer], slots, k[:, 0])
+            values = kv.write_token(own.values[layer], slots, v[:, 0])
+            attended = decode_attention(
+                q[:, 0], prompts.keys[layer], prompts.values[layer], prompt_index, prompt_lengths, keys, values, lengths
+            )
+            return attended[:, None], (keys, values)
+
+        positions = jnp.maximum(prompt_lengths + lengths - 1, 0)[:, None]
+        hidden, kept = self._run(tokens[:, None], positions, mix, batch_invariant=batch_invariant)
+        return hidden[:, 0], KVCache(*(tuple(arrays) for arrays in zip(*kept, strict=True)))
+
+    def _run(self, tokens, positions, mix, remat=False, batch_invariant=False):
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
         x = self.embed_tokens.get_value()[tokens]
-        keys, values = [], []
+        kept = []
         for i, layer in enumerate(self.layers):
-            if cache is not None:
-                x, (k, v) = layer(x, angles, mask, (cache.keys[i], cache.values[i]), positions)
-                keys.append(k)
-                values.append(v)
-            elif remat:
-                x = jax.checkpoint(lambda x, layer=layer: layer(x, angles, mask, None, positions)[0])(x)
-            else:
-                x, _ = layer(x, angles, mask, None, positions)
-        return self.norm(x), None if cache is None else KVCache(tuple(keys), tuple(values))
+            run = functools.partial(
+                layer, angles=angles, mix=functools.partial(mix, i), batch_invariant=batch_invariant
+            )
+            x, keep = jax.checkpoint(run)(x) if remat else run(x)
+            kept.append(keep)
+        return self.norm(x), kept
 
-    def logits(self, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
+    def logits(self, hidden: Float[Array, "... D"], batch_invariant: bool = False) -> Float32[Array, "... V"]:
         """fp32 logits of hidden states, through the embedding where the head is tied."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        precision = FP32_PRECISION if hidden.dtype == jnp.float32 else None
-        return jnp.matmul(hidden, head.get_value().T, preferred_element_type=jnp.float32, precision=precision)
+        head = (self.embed_tokens if self.lm_head is None else self.lm_head).get_value()
+        if batch_invariant:
+            return in_blocks(lambda rows: fp32_matmul(rows, head.T), hidden)
+        return fp32_matmul(hidden, head.T)
 
 
 def rotary_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> Float32[Array, "B T {head_dim//2}"]:
@@ -263,6 +294,14 @@ def rotate(x: Float[Array, "B T N H"], angles: Float32[Array, "B T H/2"]) -> Flo
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def causal(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
+    """Causal attention of whole sequences. On a GPU in bf16 by cuDNN, which never holds the scores."""
+    if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    order = jnp.arange(q.shape[1])
+    return attend(q, k, v, jnp.broadcast_to(order[:, None] >= order, (q.shape[0], *order.shape, *order.shape)))
 
 
 def attend(

@@ -1,26 +1,41 @@
-"""Rollout: prompts to completions with their behaviour log-probabilities, in one jitted prefill and decode loop.
+"""Rollout: prompts to completions with their behaviour log-probabilities.
 
-The plain version: every row decodes until the last one ends. Each prompt is prefilled once and its cache repeated for
-its group.
+Fixed slots, each decoding one completion. A prompt is prefilled once and its keys and values are shared by its group.
+The device decodes in chunks of steps; meanwhile the host reads which slots had ended one chunk before, refills them
+from the queue, and at the tail moves the survivors into fewer slots.
 
-Axes: B sequences, P prompts, G group (row = p · G + g), T tokens, S cache slots, D model, V vocab.
+Axes: B sequences, P prompts, G group (row = p · G + g), T tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+import math
+from collections.abc import Generator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from qerl_jax import keys
-from qerl_jax.models import cache as kv
-from qerl_jax.models.qwen2 import ModelConfig, Qwen2
-from qerl_jax.rollout.sampling import sample
-from qerl_jax.types import Finish, Policy, Prompts, Rollout, Sampling, completion_ids
+from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.plan import Engine, Plan, make_plan
+from qerl_jax.rollout.schedule import Admission, Load, Schedule
+from qerl_jax.rollout.stop import StopWatch, cut_at_stop
+from qerl_jax.types import Policy, Prompts, Rollout, Sampling
+
+_PREFILL_TOKENS = 8192  # of one prefill, padding included; bounds its activations
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a rollout is: completions ended, of how many, and tokens drawn so far."""
+
+    ended: int
+    rows: int
+    tokens: int
 
 
 def generate(
@@ -28,7 +43,8 @@ def generate(
     prompts: Prompts | list[list[int]],
     sampling: Sampling,
     key: Array,
-    at_once: int | None = None,
+    engine: Engine | None = None,
+    limits: Sequence[int] | None = None,
 ) -> Rollout:
     """Sample `sampling.num_generations` completions of each prompt.
 
@@ -40,25 +56,50 @@ def generate(
       prompts: `Prompts`, or token lists.
       sampling: how to draw.
       key: of this rollout; `keys.for_step`.
-      at_once: at most so many prompts at one time (`prompts_at_once` finds how many fit a memory limit), in equal
-        parts. None: all.
+      engine: how to run.
+      limits: tokens that each prompt's completions may have, at most `sampling.max_new_tokens`; None: all of those.
 
     Returns:
       B = P · G rows of width prompt width + max_new_tokens.
 
     Raises:
-      ValueError: no prompts, an empty one, prompt + completion beyond the model's positions, or `stop` without a
-        tokenizer.
+      ValueError: no prompts, an empty one, prompt + completion beyond the model's positions, `stop` without a
+        tokenizer, limits out of range, or too little memory (with the numbers).
     """
+    running = stream(policy, prompts, sampling, key, engine, limits)
+    while True:
+        try:
+            next(running)
+        except StopIteration as end:
+            return end.value
+
+
+def stream(
+    policy: Policy,
+    prompts: Prompts | list[list[int]],
+    sampling: Sampling,
+    key: Array,
+    engine: Engine | None = None,
+    limits: Sequence[int] | None = None,
+) -> Generator[Progress, None, Rollout]:
+    """`generate` as a generator: yields a `Progress` after every chunk and returns the Rollout."""
     config: ModelConfig = policy.config
     if not isinstance(prompts, Prompts):
         prompts = Prompts.from_lists(prompts, pad=config.pad_token_id)
     check_positions(config, prompts.tokens.shape[1], sampling.max_new_tokens)
     if sampling.stop and policy.tokenizer is None:
         raise ValueError(f"stop strings {list(sampling.stop)} need a tokenizer, and the policy has none")
-    parts = _split(prompts, at_once)
-    rollouts = [_generate(policy, part, sampling.replace(stop=()), key) for part in parts]
-    rollout = _join(rollouts, prompts.tokens.shape[0], sampling.num_generations)
+    run = _Run(policy, prompts, sampling, key, engine or Engine(), _check_limits(limits, prompts, sampling))
+    try:
+        yield from run.steps()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"the rollout ran out of device memory with {run.plan.slots} slots of {run.plan.limit} tokens, "
+            f"{run.plan.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb or max_completion_length"
+        ) from error
+    rollout = _assemble(prompts, run.slots.outputs, sampling.num_generations, config.pad_token_id)
     return cut_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
 
 
@@ -71,134 +112,167 @@ def check_positions(config: ModelConfig, prompt_length: int, completion_length: 
         )
 
 
-def prompts_at_once(policy: Policy, width: int, group: int, memory_gb: float | None) -> int | None:
-    """How many prompts' groups fit when the key-value cache may take `memory_gb` (1e9 bytes); None without a limit.
+def _check_limits(limits: Sequence[int] | None, prompts: Prompts, sampling: Sampling) -> np.ndarray:
+    count, most = prompts.tokens.shape[0], sampling.max_new_tokens
+    limits = np.full(count, most) if limits is None else np.asarray(limits)
+    if limits.shape != (count,) or limits.min() < 1 or limits.max() > most:
+        raise ValueError(f"limits must be {count} numbers from 1 to max_new_tokens {most}, got {limits.tolist()}")
+    return limits
 
-    Args:
-      width: tokens of prompt and completion together.
-      group: completions of each prompt.
 
-    Raises ValueError with the numbers if not one group fits.
-    """
-    if memory_gb is None:
-        return None
-    config: ModelConfig = policy.config
-    element = jnp.dtype(policy.dtype).itemsize
-    group_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * element * width * group
-    fits = int(memory_gb * 1e9 // group_bytes)
-    if fits < 1:
-        raise ValueError(
-            f"rollout_memory_gb {memory_gb} cannot hold one group: {group} sequences of {width} tokens need "
-            f"{group_bytes / 1e9:.3f} GB; lower num_generations or max_completion_length, or raise rollout_memory_gb"
+class _Run:
+    """One rollout: the device's states and the host's schedule."""
+
+    def __init__(
+        self, policy: Policy, prompts: Prompts, sampling: Sampling, key: Array, engine: Engine, limits: np.ndarray
+    ) -> None:
+        count, width = prompts.tokens.shape
+        group, most = sampling.num_generations, sampling.max_new_tokens
+        self.policy, self.key, self.batch_invariant = policy, key, engine.batch_invariant
+        self.sampling = sampling.replace(stop=())
+        self.tokens, self.lengths, self.ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
+        self.limits = limits
+        self.plan: Plan = make_plan(policy, count, group, width, most, engine)
+        self.chunk = -(-most // -(-most // engine.chunk))  # equal chunks up to the longest completion
+        self.schedule = Schedule(count, group, self.plan.slots, self.plan.prompt_slots)
+        self.budget = np.zeros(self.plan.slots, np.int64)  # tokens each slot's completion may still ask for
+        self.stop = StopWatch(sampling.stop, policy.tokenizer)
+        self.progress = Progress(0, count * group, 0)
+
+    def steps(self) -> Generator[Progress, None, None]:
+        """Decode everything. What has ended in one chunk is looked at while the next one runs."""
+        self.held, self.slots = decode.allocate(self.policy, self.plan, self.progress.rows, self.key)
+        self._refill([])
+        running: list[_Chunk] = []
+        while self.schedule.live:
+            if any(self.budget[slot] > 0 for slot in self.schedule.live):
+                running.append(self._decode())
+            if len(running) == 1 and any(self.budget[slot] > 0 for slot in self.schedule.live):
+                continue
+            stopped = self._look(running.pop(0))
+            self._refill(stopped)
+            if self.schedule.live and not self.schedule.queued:
+                running = self._compact(running)
+            yield self.progress
+
+    def _decode(self) -> _Chunk:
+        self.slots, active, drawn = decode.decode_chunk(
+            self.policy, self.held, self.slots, self.sampling, self.chunk, self.batch_invariant
         )
-    return fits
+        self.budget -= self.chunk
+        for array in (active, drawn):
+            array.copy_to_host_async()
+        return _Chunk(list(self.schedule.rows), active, drawn)
+
+    def _look(self, chunk: _Chunk) -> list[int]:
+        """Take note of what has ended; returns the slots that a stop string ends."""
+        active, drawn = np.asarray(chunk.active), np.asarray(chunk.drawn)
+        ended, stopped = [], []
+        for slot in self.schedule.live:
+            if chunk.rows[slot] != self.schedule.rows[slot]:
+                continue  # begun after this chunk
+            new = drawn[drawn[:, slot] >= 0, slot].tolist()
+            if not active[slot]:
+                ended.append(slot)
+            elif self.stop.reached(chunk.rows[slot], new):
+                stopped.append(slot)
+        self.schedule.end(ended + stopped)
+        self.progress = dataclasses.replace(
+            self.progress,
+            ended=self.progress.ended + len(ended) + len(stopped),
+            tokens=self.progress.tokens + int((drawn >= 0).sum()),
+        )
+        return stopped
+
+    def _refill(self, stopped: list[int]) -> None:
+        loads, admissions = self.schedule.fill()
+        for batch in self._batches(loads):
+            self._prefill(batch)
+        if admissions or stopped:
+            self._admit(admissions, stopped)
+
+    def _batches(self, loads: list[Load]) -> list[list[Load]]:
+        """Prompts that are prefilled together; under `batch_invariant` each alone."""
+        most = 1 if self.batch_invariant else max(1, _PREFILL_TOKENS // self.plan.prompt_width)
+        return [loads[i : i + most] for i in range(0, len(loads), most)]
+
+    def _prefill(self, batch: list[Load]) -> None:
+        """Prefill some prompts, as many and as wide as one of few shapes; what fills it up goes nowhere."""
+        count = min(4 ** math.ceil(math.log(len(batch), 4)), self.plan.prompt_slots) if len(batch) > 1 else 1
+        index = [load.prompt for load in batch] + [batch[0].prompt] * (count - len(batch))
+        places = [load.prompt_slot for load in batch] + [self.plan.prompt_slots] * (count - len(batch))
+        width = min(_round_up(int(self.lengths[index].max())), self.plan.prompt_width)
+        self.held = decode.prefill(
+            self.policy,
+            self.held,
+            self.tokens[index, :width],
+            self.lengths[index],
+            np.asarray(places, np.int32),
+            self.batch_invariant,
+        )
+
+    def _admit(self, admissions: list[Admission], stopped: list[int]) -> None:
+        slots = len(self.schedule.rows)
+        new = {name: np.zeros(slots, np.int32) for name in ("rows", "held", "limits", "ids", "samples")}
+        begin, stop = np.zeros(slots, bool), np.zeros(slots, bool)
+        stop[stopped] = True
+        for admission in admissions:
+            slot, (prompt, sample) = admission.slot, divmod(admission.row, self.schedule.group)
+            begin[slot] = True
+            new["rows"][slot], new["held"][slot] = admission.row, admission.prompt_slot
+            new["limits"][slot] = self.budget[slot] = self.limits[prompt]
+            new["ids"][slot], new["samples"][slot] = self.ids[prompt], sample
+        self.slots = decode.admit(self.slots, self.held, self.key, {"begin": begin, **new}, stop)
+
+    def _compact(self, running: list[_Chunk]) -> list[_Chunk]:
+        """Move the survivors into the fewest slots that hold them; returns the running chunks in the new order."""
+        size = min(size for size in self.plan.sizes() if size >= len(self.schedule.live))
+        if size >= len(self.schedule.rows):
+            return running
+        kept = jnp.asarray(self.schedule.compact(size), jnp.int32)
+        self.budget = self.budget[np.asarray(kept)]
+        self.slots = decode.compact(self.slots, kept)
+        return [
+            _Chunk([chunk.rows[slot] for slot in kept.tolist()], chunk.active[kept], chunk.drawn[:, kept])
+            for chunk in running
+        ]
 
 
-def _split(prompts: Prompts, at_once: int | None) -> list[Prompts]:
-    """Equal parts (one trace serves them all); the last is filled up with copies of its first prompt."""
-    count = prompts.tokens.shape[0]
-    if at_once is None or at_once >= count:
-        return [prompts]
-    size = -(-count // -(-count // at_once))
-    index = np.arange(-(-count // size) * size).reshape(-1, size)
-    index = np.where(index < count, index, index[:, :1])
-    return [jax.tree.map(lambda leaf, rows=rows: leaf[rows], prompts) for rows in index]
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk on its way: the row in each slot, which go on after it, and the tokens drawn (−1: none)."""
+
+    rows: list[int | None]
+    active: Array
+    drawn: Array
 
 
-def _join(rollouts: list[Rollout], prompts: int, group: int) -> Rollout:
-    if len(rollouts) == 1:
-        return rollouts[0]
-    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[: prompts * group], *rollouts)
-    return joined.replace(prompt_index=jnp.repeat(jnp.arange(prompts, dtype=jnp.int32), group))
+def _round_up(length: int) -> int:
+    """The next of few widths: four to an octave, at least 16."""
+    step = max(16, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step
 
 
-@functools.partial(jax.jit, static_argnames="sampling")
-def _generate(policy: Policy, prompts: Prompts, sampling: Sampling, key: Array) -> Rollout:
-    config: ModelConfig = policy.config
-    dtype = policy.dtype
-    model = policy.model()
-    group, limit = sampling.num_generations, sampling.max_new_tokens
-    count, prompt_width = prompts.tokens.shape
-    width = prompt_width + limit
+@functools.partial(jax.jit, static_argnames=("group", "pad"))
+def _assemble(prompts: Prompts, outputs: decode.Outputs, group: int, pad: int) -> Rollout:
+    """Each row's prompt and completion side by side from column 0."""
+    count, width = prompts.tokens.shape
+    limit = outputs.tokens.shape[1]
+    prompt_lengths = jnp.repeat(prompts.lengths, group)
+    columns = jnp.arange(width + limit)
+    place = columns - prompt_lengths[:, None]  # within the completion
+    inside = (place >= 0) & (place < outputs.counts[:, None])
 
-    cache = kv.init_cache(count, width, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    hidden, cache = model.prefill(prompts.tokens, prompts.lengths, cache)
-    last = jnp.take_along_axis(hidden, (prompts.lengths - 1)[:, None, None], axis=1)[:, 0]
-    cache, last, lengths, ids = jax.tree.map(
-        lambda leaf: jnp.repeat(leaf, group, axis=0), (cache, last, prompts.lengths, prompts.ids)
-    )
-    row_keys = keys.for_rows(key, ids, jnp.tile(jnp.arange(group), count))
+    def shifted(array: Array) -> Array:
+        return jnp.take_along_axis(array, jnp.clip(place, 0, limit - 1), axis=1)
 
-    padded = jnp.where(jnp.arange(prompt_width) < prompts.lengths[:, None], prompts.tokens, config.pad_token_id)
-    tokens = jnp.pad(jnp.repeat(padded, group, axis=0), ((0, 0), (0, limit)), constant_values=config.pad_token_id)
-    rows = count * group
-    state = {
-        "step": jnp.int32(0),
-        "hidden": last,
-        "cache": cache,
-        "tokens": tokens,
-        "logprobs": jnp.zeros((rows, width), jnp.float32),
-        "lengths": lengths,
-        "finish": jnp.full(rows, Finish.LENGTH, jnp.int8),
-        "done": jnp.zeros(rows, bool),
-    }
-    state = jax.lax.while_loop(
-        lambda state: (state["step"] < limit) & ~jnp.all(state["done"]),
-        functools.partial(_decode_step, model, config.eos_token_ids, sampling, row_keys),
-        state,
-    )
+    prompt = jnp.pad(jnp.repeat(prompts.tokens, group, axis=0), ((0, 0), (0, limit)))
+    tokens = jnp.where(place < 0, prompt, jnp.where(inside, shifted(outputs.tokens), pad))
     return Rollout(
-        state["tokens"],
-        state["logprobs"],
-        prompt_lengths=lengths,
-        lengths=state["lengths"],
-        finish=state["finish"],
+        tokens,
+        jnp.where(inside, shifted(outputs.logprobs), 0.0),
+        prompt_lengths=prompt_lengths,
+        lengths=prompt_lengths + outputs.counts,
+        finish=outputs.finish,
         prompt_index=jnp.repeat(jnp.arange(count, dtype=jnp.int32), group),
-    )
-
-
-def _decode_step(
-    model: Qwen2, eos_ids: tuple[int, ...], sampling: Sampling, row_keys: Array, state: dict[str, Any]
-) -> dict[str, Any]:
-    """Sample each live row's next token, then run the model on it. Rows that ended write nothing any more."""
-    logits = model.logits(state["hidden"])
-    positions = state["lengths"]
-    failed = ~state["done"] & jnp.isnan(logits).any(axis=-1)
-    new, logprob = sample(logits, sampling, keys.for_positions(row_keys, positions))
-    live = ~state["done"] & ~failed
-    ended = live & jnp.isin(new, jnp.asarray(eos_ids, jnp.int32))
-    rows = jnp.arange(new.shape[0])
-    here = jnp.where(live, positions, state["tokens"].shape[1])  # out of range: dropped
-    tokens = state["tokens"].at[rows, here].set(new, mode="drop")
-    logprobs = state["logprobs"].at[rows, here].set(logprob, mode="drop")
-    hidden, cache = model.decode(new, here, state["cache"])
-    finish = jnp.where(ended, jnp.int8(Finish.EOS), jnp.where(failed, jnp.int8(Finish.FAILED), state["finish"]))
-    return {
-        "step": state["step"] + 1,
-        "hidden": hidden,
-        "cache": cache,
-        "tokens": tokens,
-        "logprobs": logprobs,
-        "lengths": positions + live,
-        "finish": finish,
-        "done": state["done"] | ended | failed,
-    }
-
-
-def cut_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: int) -> Rollout:
-    """End each completion with the token that completes the first stop string in its text; on the host."""
-    tokens, logprobs, lengths, finish = (
-        np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finish)
-    )
-    for row, ids in enumerate(completion_ids(rollout)):
-        if not any(string in tokenizer.decode(ids) for string in stop):
-            continue
-        kept = next(n for n in range(1, len(ids) + 1) if any(string in tokenizer.decode(ids[:n]) for string in stop))
-        lengths[row] = int(rollout.prompt_lengths[row]) + kept
-        tokens[row, lengths[row] :], logprobs[row, lengths[row] :], finish[row] = pad, 0, Finish.STOP
-    return rollout.replace(
-        tokens=jnp.asarray(tokens),
-        logprobs=jnp.asarray(logprobs),
-        lengths=jnp.asarray(lengths),
-        finish=jnp.asarray(finish),
     )

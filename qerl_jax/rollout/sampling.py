@@ -1,15 +1,19 @@
-"""From logits to a token and its exact behaviour log-probability, inside jit.
+"""From logits to a token and its exact behaviour log-probability, inside jit and without sorting the vocabulary.
 
 Axes: B sequences, V vocab.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from qerl_jax.types import Sampling
+
+_DIGIT = 4  # bits of a threshold that one pass over the vocabulary settles
 
 
 def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float32[Array, "... V"]:
@@ -22,24 +26,40 @@ def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float
         return jnp.where(jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True), logits, -jnp.inf)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        logits = _keep_from(logits, jax.lax.top_k(logits, sampling.top_k)[0][..., -1:])
+        logits = _keep_top(logits, lambda kept: jnp.sum(kept, axis=-1), sampling.top_k)
     if sampling.top_p < 1:
-        logits = _keep_from(logits, _nucleus_threshold(logits, sampling.top_p))
+        p = jax.nn.softmax(logits, axis=-1)
+        logits = _keep_top(logits, lambda kept: jnp.sum(jnp.where(kept, p[..., None, :], 0), axis=-1), sampling.top_p)
     if sampling.min_p > 0:
-        logits = _keep_from(logits, jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p))
+        lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     return logits
 
 
-def _keep_from(logits: Float32[Array, "... V"], threshold: Float32[Array, "... 1"]) -> Float32[Array, "... V"]:
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
+def _keep_top(
+    logits: Float32[Array, "... V"], measure: Callable[[Bool[Array, "... C V"]], Array], target: float
+) -> Float32[Array, "... V"]:
+    """Drop all but the smallest set of likeliest tokens whose measure (count or probability) reaches `target`; all stay
+    where no set does.
+
+    The threshold is found digit by digit, highest first, in the integers that sort like the logits: a pass measures the
+    sets above all 16 values of a digit and keeps the highest that still reaches the target. Eight passes of reading in
+    place of a sort.
+    """
+    ordered = _sortable(logits)
+    threshold = jnp.zeros(logits.shape[:-1], jnp.uint32)
+    for shift in range(32 - _DIGIT, -1, -_DIGIT):
+        candidates = threshold[..., None] + (jnp.arange(1 << _DIGIT, dtype=jnp.uint32) << shift)
+        reached = measure(ordered[..., None, :] >= candidates[..., :, None]) >= target
+        digit = jnp.maximum(jnp.sum(reached, axis=-1, dtype=jnp.uint32), 1) - 1  # the measure falls along candidates
+        threshold += digit << shift
+    return jnp.where(ordered >= threshold[..., None], logits, -jnp.inf)
 
 
-def _nucleus_threshold(logits: Float32[Array, "... V"], top_p: float) -> Float32[Array, "... 1"]:
-    """Logit of the last token in the smallest set whose probability reaches top_p."""
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    probabilities = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    return jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+def _sortable(values: Float32[Array, ...]) -> UInt32[Array, ...]:
+    """Unsigned integers in the order of the floats (−0 below +0, NaN outside)."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def sample(
@@ -52,10 +72,10 @@ def sample(
       sampling: temperature and truncation.
       keys: one for each row, so that a row's draw does not depend on its neighbours.
     """
-    kept = sampled_logits(logits, sampling)
     if sampling.temperature == 0:
-        tokens = jnp.argmax(kept, axis=-1)
+        tokens = jnp.argmax(logits, axis=-1)
         return tokens.astype(jnp.int32), jnp.zeros(tokens.shape, jnp.float32)
+    kept = sampled_logits(logits, sampling)
     tokens = jax.vmap(jax.random.categorical)(keys, kept)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(kept, axis=-1), tokens[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), logprobs
+    chosen = jnp.take_along_axis(kept, tokens[:, None], axis=-1)[:, 0]
+    return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(kept, axis=-1)

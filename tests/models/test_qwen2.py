@@ -85,17 +85,22 @@ def test_stories_greedy_ids_are_the_recorded_ones_through_the_rollout(stories_di
 
 @jax.jit
 def _token_by_token(policy: Policy, tokens: jax.Array, prompt: jax.Array) -> jax.Array:
-    """Logits by prefill of each row's prompt and one decode a token after it, [B, T - prompt width + 1, V]."""
+    """Logits by prefill of each row's prompt and one decode a token after it, [B, T - prompt width + 1, V]. The prompts
+    lie in the cache in the opposite order.
+    """
     model, config = policy.model(), policy.config
     rows, length = tokens.shape
     width = length - 4
-    cache = kv.init_cache(rows, length, config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
-    hidden, cache = model.prefill(tokens[:, :width], prompt, cache)
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
+    places = jnp.arange(rows)[::-1]
+    hidden, entries = model.prefill(tokens[:, :width])
+    prompts = kv.write_prompts(kv.init_cache(rows, width + 3, *shape), places, entries)
+    own = kv.init_cache(rows, 5, *shape)
     logits = [model.logits(jnp.take_along_axis(hidden, (prompt - 1)[:, None, None], axis=1)[:, 0])]
     for step in range(4):
         position = prompt + step
         token = jnp.take_along_axis(tokens, position[:, None], axis=1)[:, 0]
-        state, cache = model.decode(token, position, cache)
+        state, own = model.decode(token, prompts, places, prompt, own, jnp.full(rows, step + 1))
         logits.append(model.logits(state))
     return jnp.stack(logits, axis=1)
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fp32_policy, logits_of, logprobs_of, randomized
+from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomized
 from oracles import torch_qwen2
 
 from qerl_jax import keys
 from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rollout.engine import generate, prompts_at_once
+from qerl_jax.rollout.engine import generate, stream
+from qerl_jax.rollout.plan import Engine, make_plan
 from qerl_jax.types import Finish, Policy, Prompts, Rollout, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
@@ -164,27 +165,105 @@ def test_samples_do_not_depend_on_the_batch(policy, free):
     assert_same_rows(larger, [0, 1, 9, 10], free, [0, 1, 6, 7])
 
 
-def test_parts_made_for_memory_change_nothing(policy, free):
-    for at_once in (1, 3, 4):  # four parts of one, two of two, one of four
-        parts = generate(policy, PROMPTS, FREE, KEY, at_once=at_once)
-        assert_same_rows(parts, range(8), free, range(8))
-        assert parts.tokens.shape == free.tokens.shape
-        assert parts.prompt_index.tolist() == free.prompt_index.tolist()
-    three = Prompts.from_lists(PROMPTS[:3], length=5)  # the last part is filled up
-    parts = generate(policy, three, FREE, KEY, at_once=2)
-    assert parts.tokens.shape[0] == 6
-    assert_same_rows(parts, range(6), free, range(6))
+def test_samples_are_the_plain_samplers(policy, free):
+    """Against one whole forward pass for each token of each row."""
+    eos = (completion_ids(free)[0][2], completion_ids(free)[3][4])
+    for sampling in (FREE, FREE.replace(temperature=0), FREE.replace(top_k=9, top_p=0.8, min_p=0.02)):
+        ended = with_eos(policy, *eos)
+        rollout = generate(ended, PROMPTS, sampling, KEY, Engine(slots=3, chunk=3))
+        for row, (ids, logprobs, finish) in enumerate(plain_rollout(ended, PROMPTS, sampling, KEY)):
+            assert completion_ids(rollout)[row] == ids and int(rollout.finish[row]) == finish
+            start = int(rollout.prompt_lengths[row])
+            np.testing.assert_allclose(rollout.logprobs[row, start : start + len(ids)], logprobs, atol=1e-5)
 
 
-def test_prompts_that_fit_a_memory_limit(policy):
-    """2 (K, V) x 2 layers x 2 heads x 8 x 4 bytes x 13 slots x 2 sequences = 6656 bytes a group."""
-    group = 2 * 2 * 2 * 8 * 4 * 13 * 2
-    assert prompts_at_once(policy, 13, 2, None) is None
-    for groups in (1, 3):
-        assert prompts_at_once(policy, 13, 2, (groups + 0.01) * group / 1e9) == groups
-        assert prompts_at_once(policy, 13, 2, (groups + 0.99) * group / 1e9) == groups
-    with pytest.raises(ValueError, match=r"rollout_memory_gb .* 2 sequences of 13 tokens"):
-        prompts_at_once(policy, 13, 2, 0.99 * group / 1e9)
+@pytest.mark.parametrize("engine", [Engine(slots=1), Engine(slots=3, chunk=1), Engine(slots=5, chunk=3)], ids=str)
+def test_slots_and_chunks_change_nothing(policy, free, engine):
+    """Fewer slots than rows: refills, prompts held in turn, groups that begin while others end."""
+    eos = (completion_ids(free)[0][0], completion_ids(free)[5][6])
+    ended = with_eos(policy, *eos)
+    whole = generate(ended, PROMPTS, FREE, KEY)
+    assert len(set(whole.lengths.tolist())) > 4, "rows end at different times"
+    parts = generate(ended, PROMPTS, FREE, KEY, engine)
+    assert_same_rows(parts, range(8), whole, range(8))
+    assert parts.tokens.shape == whole.tokens.shape and parts.prompt_index.tolist() == whole.prompt_index.tolist()
+
+
+def test_survivors_move_into_fewer_slots(policy, free):
+    """32 rows, of which all but a few end with their first tokens: 32 slots become 8."""
+    ended = with_eos(policy, *range(14))
+    sampling = FREE.replace(num_generations=8, max_new_tokens=24)
+    assert make_plan(ended, 4, 8, 5, 24, Engine()).sizes() == [32, 8]
+    slow = generate(ended, PROMPTS, sampling, KEY, Engine(slots=2))
+    fast = generate(ended, PROMPTS, sampling, KEY, Engine(chunk=2))
+    longest = np.sort(np.asarray(fast.lengths - fast.prompt_lengths))
+    assert longest[-9] < longest[-1] - 4, "the longest outlives the rest by chunks"
+    assert_same_rows(slow, range(32), fast, range(32))
+
+
+def test_batch_invariant_rows_are_the_same_bits(policy, free):
+    """Not only the samples: every log-probability, whatever runs beside it."""
+    whole = generate(policy, PROMPTS, FREE, KEY, Engine(batch_invariant=True))
+    order = [3, 1, 0]
+    some = Prompts.from_lists([PROMPTS[p] for p in order], ids=order, length=5)
+    parts = generate(policy, some, FREE.replace(num_generations=3), KEY, Engine(2, chunk=3, batch_invariant=True))
+    for place, p in enumerate(order):
+        for g in range(GROUP):
+            for name in ("tokens", "logprobs"):
+                np.testing.assert_array_equal(getattr(parts, name)[3 * place + g], getattr(whole, name)[GROUP * p + g])
+    assert_same_rows(whole, range(8), free, range(8))
+
+
+def test_limits_of_single_prompts(policy, free):
+    limits = [3, 8, 1, 5]
+    rollout = generate(policy, PROMPTS, FREE, KEY, Engine(slots=3, chunk=4), limits)
+    for row, ids in enumerate(completion_ids(rollout)):
+        assert ids == completion_ids(free)[row][: limits[row // GROUP]]
+        assert int(rollout.finish[row]) == Finish.LENGTH
+    for wrong in ([1, 2, 3], [0, 1, 1, 1], [1, 1, 1, 9]):
+        with pytest.raises(ValueError, match="4 numbers from 1 to max_new_tokens 8"):
+            generate(policy, PROMPTS, FREE, KEY, limits=wrong)
+
+
+def test_the_stream_tells_how_far_it_is(policy, free):
+    running, seen = stream(policy, PROMPTS, FREE, KEY, Engine(slots=4, chunk=3)), []
+    while True:
+        try:
+            seen.append(next(running))
+        except StopIteration as end:
+            assert_same_rows(end.value, range(8), free, range(8))
+            break
+    assert seen[-1].ended == seen[-1].rows == 8 and seen[-1].tokens == 8 * NEW
+    assert [p.ended for p in seen] == sorted(p.ended for p in seen) and 0 < seen[1].tokens < 8 * NEW
+
+
+def test_random_rollouts_are_cuts_of_the_free_one(policy, free):
+    """Property: whatever ends rows and in whatever order slots come free, a row is the free row up to its own end."""
+    rng = np.random.default_rng(0)
+    completions, engine = completion_ids(free), Engine(slots=3, chunk=2)
+    for eos in ((), tuple(rng.choice(64, size=8, replace=False).tolist())):
+        for _ in range(8):
+            limits = rng.integers(1, NEW + 1, len(PROMPTS)).tolist()
+            rollout = generate(with_eos(policy, *eos), PROMPTS, FREE, KEY, engine, limits)
+            for row, ids in enumerate(completion_ids(rollout)):
+                ends = [i + 1 for i, token in enumerate(completions[row]) if token in eos]
+                kept = min([*ends, limits[row // GROUP]])
+                assert ids == completions[row][:kept]
+                assert int(rollout.finish[row]) == (Finish.EOS if kept in ends else Finish.LENGTH)
+
+
+def test_slots_that_fit_a_memory_limit(policy):
+    """2 (K, V) x 2 layers x 2 heads x 8 x 4 bytes = 256 bytes a token; a slot has 8, a prompt 5; prompts for two
+    fillings of the slots.
+    """
+    for slots, prompts in ((1, 1), (2, 2), (5, 4), (8, 4)):
+        need = 256 * (8 * slots + 5 * prompts)
+        for extra in (0, 1):
+            plan = make_plan(policy, 4, 2, 5, 8, Engine(memory_gb=(need + extra) / 1e9))
+            assert (plan.slots, plan.prompt_slots, plan.cache_bytes) == (slots, prompts, need)
+    assert make_plan(policy, 4, 2, 5, 8, Engine(slots=3)).slots == 3
+    with pytest.raises(ValueError, match=r"rollout_memory_gb 0.000 cannot hold 1 completions of 8 tokens"):
+        make_plan(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 12 / 1e9))
 
 
 def test_keys_make_the_samples(policy, free):

@@ -24,12 +24,15 @@ _SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
 
 
 class Adapter(Protocol):
-    """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`."""
+    """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`. Where `column` is not None, `a`
+    holds the A of all adapters of the weight side by side, this one's from that column on.
+    """
 
     a: Float[Array, "K R"]
     b: Float[Array, "R N"]
     scale: float
     offset: int
+    column: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +75,19 @@ def nvfp4_matmul(
         raise ValueError(f"nvfp4_matmul: x has {x.shape[-1]} input features, the weight {weight.shape[0]} x {k}")
     chosen = dispatch.choose("nvfp4_matmul", implementation, dispatch.missing_for_mosaic_gpu(x.dtype))
     static = _Static(tuple((float(lora.scale), int(lora.offset)) for lora in loras), chosen, batch_invariant)
-    pairs = tuple((lora.a.astype(x.dtype), lora.b.astype(x.dtype)) for lora in loras)
-    y = _matmul(static, x.reshape(-1, k), weight, bias, pairs)
+    pairs = tuple((lora.own_a.astype(x.dtype), lora.b.astype(x.dtype)) for lora in loras)
+    together = loras[0].a.astype(x.dtype) if loras and loras[0].column is not None else None
+    y = _matmul(static, x.reshape(-1, k), weight, bias, pairs, together)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(static, x, weight, bias, pairs):
-    return _forward(static, x, weight, bias, pairs)[0]
+def _matmul(static, x, weight, bias, pairs, together):
+    return _forward(static, x, weight, bias, pairs, together)[0]
 
 
-def _forward(static, x, weight, bias, pairs):
-    shrunk = _shrink(x, [a for a, _ in pairs])
+def _forward(static, x, weight, bias, pairs, together):
+    shrunk = _shrink(x, [a for a, _ in pairs], together)
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
         y = fp32_matmul(x, matrix.astype(x.dtype).T) * row
@@ -91,18 +95,19 @@ def _forward(static, x, weight, bias, pairs):
         y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
     else:
         y = _kernel_forward(static, x, weight, bias, shrunk, pairs)
-    return y.astype(x.dtype), (x, weight, bias, pairs, shrunk)
+    return y.astype(x.dtype), (x, weight, bias, pairs, together, shrunk)
 
 
-def _shrink(x: Array, a: list[Array]) -> list[Array]:
+def _shrink(x: Array, a: list[Array], together: Array | None) -> list[Array]:
     """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once.
 
-    The A side by side do not change within a decode loop, so XLA can move them out of it.
+    XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it.
     """
     if not a:
         return []
-    together = fp32_matmul(x, a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)).astype(x.dtype)
-    return jnp.split(together, np.cumsum([part.shape[1] for part in a])[:-1], axis=1)
+    together = jnp.concatenate(a, axis=1) if together is None else together
+    shrunk = fp32_matmul(x, together).astype(x.dtype)
+    return jnp.split(shrunk, np.cumsum([part.shape[1] for part in a])[:-1], axis=1)
 
 
 def _in_slots(shrunk: list[Array]) -> Array:
@@ -161,7 +166,7 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
 
 
 def _backward(static, residual, dy):
-    x, weight, bias, pairs, shrunk = residual
+    x, weight, bias, pairs, together, shrunk = residual
     dx = _input_gradient(static, dy, weight)
     d_pairs = []
     for (scale, offset), t, (a, b) in zip(static.adapters, shrunk, pairs, strict=True):
@@ -171,7 +176,14 @@ def _backward(static, residual, dy):
         d_b = scale * fp32_matmul(t.T, part)
         d_pairs.append((fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
     d_bias = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
-    return dx.astype(x.dtype), jax.tree.map(no_gradient, weight), d_bias, tuple(d_pairs)
+    # Adapters that are trained come apart (`together` is None), so that nothing is lost here.
+    return (
+        dx.astype(x.dtype),
+        jax.tree.map(no_gradient, weight),
+        d_bias,
+        tuple(d_pairs),
+        jax.tree.map(no_gradient, together),
+    )
 
 
 def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:

@@ -1,0 +1,227 @@
+"""The device's side of a rollout: jitted prefill, admission, chunks of decoding and compaction over donated states.
+
+Axes: B completions of the rollout, S slots, P prompt slots, N prompts of one prefill, T tokens, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
+
+from qerl_jax import keys
+from qerl_jax.models import cache as kv
+from qerl_jax.models.cache import KVCache
+from qerl_jax.models.lora import side_by_side
+from qerl_jax.models.qwen2 import ModelConfig, Qwen2
+from qerl_jax.rollout.plan import Plan
+from qerl_jax.rollout.sampling import sample
+from qerl_jax.types import Finish, Policy, Sampling
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["cache", "hidden", "lengths"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class HeldPrompts:
+    """Prompts whose completions are being decoded.
+
+    Attributes:
+      cache: their keys and values.
+      hidden: final hidden state of each one's last token, from which all its completions draw their first.
+      lengths: tokens of each.
+    """
+
+    cache: KVCache
+    hidden: Float[Array, "P D"]
+    lengths: Int32[Array, " P"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "hidden", "rows", "keys", "held", "counts", "limits", "active", "outputs"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Completions being decoded.
+
+    Attributes:
+      cache: keys and values of what follows the prompts.
+      hidden: state from which the next token is drawn.
+      rows: the completion in each slot.
+      keys: its random key.
+      held: its prompt's place in `HeldPrompts`.
+      counts: tokens drawn so far.
+      limits: tokens it may have.
+      active: False: nothing more to draw here.
+      outputs: of the whole rollout.
+    """
+
+    cache: KVCache
+    hidden: Float[Array, "S D"]
+    rows: Int32[Array, " S"]
+    keys: Array
+    held: Int32[Array, " S"]
+    counts: Int32[Array, " S"]
+    limits: Int32[Array, " S"]
+    active: Bool[Array, " S"]
+    outputs: Outputs
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "logprobs", "counts", "finish"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What the rollout's completions have come to; T is the longest completion allowed."""
+
+    tokens: Int32[Array, "B T"]
+    logprobs: Float32[Array, "B T"]
+    counts: Int32[Array, " B"]
+    finish: Int8[Array, " B"]
+
+
+def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPrompts, Slots]:
+    """Empty states of a plan's shapes; all memory a rollout keeps. `key`: any, its kind is that of the slots' keys."""
+    config: ModelConfig = policy.config
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
+    prompts, slots = plan.prompt_slots, plan.slots
+    zeros = jnp.zeros(slots, jnp.int32)
+    held = HeldPrompts(
+        kv.init_cache(prompts, plan.prompt_width, *shape),
+        jnp.zeros((prompts, config.hidden_size), policy.dtype),
+        jnp.zeros(prompts, jnp.int32),
+    )
+    outputs = Outputs(
+        jnp.full((rows, plan.limit), config.pad_token_id, jnp.int32),
+        jnp.zeros((rows, plan.limit), jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.full(rows, Finish.LENGTH, jnp.int8),
+    )
+    return held, Slots(
+        cache=kv.init_cache(slots, plan.limit, *shape),
+        hidden=jnp.zeros((slots, config.hidden_size), policy.dtype),
+        rows=jnp.zeros_like(zeros),
+        keys=jnp.broadcast_to(key, (slots,)),
+        held=jnp.zeros_like(zeros),
+        counts=jnp.zeros_like(zeros),
+        limits=jnp.zeros_like(zeros),
+        active=jnp.zeros(slots, bool),
+        outputs=outputs,
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="held", static_argnames="batch_invariant")
+def prefill(
+    policy: Policy,
+    held: HeldPrompts,
+    tokens: Int32[Array, "N T"],
+    lengths: Int32[Array, " N"],
+    places: Int32[Array, " N"],
+    batch_invariant: bool,
+) -> HeldPrompts:
+    """Run the model over right-padded prompts and keep what decoding needs in their places; places beyond the last are
+    dropped.
+    """
+    hidden, entries = policy.model().prefill(tokens, batch_invariant)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return HeldPrompts(
+        kv.write_prompts(held.cache, places, entries),
+        held.hidden.at[places].set(last, mode="drop"),
+        held.lengths.at[places].set(lengths, mode="drop"),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def admit(slots: Slots, held: HeldPrompts, key: Array, new: dict[str, Array], stop: Bool[Array, " S"]) -> Slots:
+    """Begin completions in the slots of `new["begin"]` and stop those of `stop`.
+
+    Args:
+      key: of the rollout.
+      new: for each slot: `begin` (bool), `rows`, `held`, `limits`, and for the key the prompt's `ids` and the place in
+        the group, `samples`.
+    """
+    begin = new["begin"]
+
+    def put(fresh: Array, old: Array) -> Array:
+        return jnp.where(begin.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+
+    return dataclasses.replace(
+        slots,
+        hidden=put(held.hidden[new["held"]], slots.hidden),
+        rows=put(new["rows"], slots.rows),
+        keys=put(keys.for_rows(key, new["ids"], new["samples"]), slots.keys),
+        held=put(new["held"], slots.held),
+        counts=put(jnp.zeros_like(slots.counts), slots.counts),
+        limits=put(new["limits"], slots.limits),
+        active=begin | (slots.active & ~stop),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="slots", static_argnames=("sampling", "steps", "batch_invariant"))
+def decode_chunk(
+    policy: Policy, held: HeldPrompts, slots: Slots, sampling: Sampling, steps: int, batch_invariant: bool
+) -> tuple[Slots, Bool[Array, " S"], Int32[Array, "T S"]]:
+    """Draw `steps` tokens in every active slot.
+
+    Returns:
+      The slots; a copy of `active` to be read while the next chunk runs; and the tokens drawn, −1 where a slot drew
+      none.
+    """
+    model = policy.replace(lora=side_by_side(policy.lora)).model()
+
+    def step(slots: Slots, _: None) -> tuple[Slots, Int32[Array, " S"]]:
+        return _step(model, policy.config.eos_token_ids, sampling, batch_invariant, held, slots)
+
+    slots, drawn = jax.lax.scan(step, slots, None, length=steps)
+    return slots, jnp.copy(slots.active), drawn
+
+
+def _step(
+    model: Qwen2,
+    eos_ids: tuple[int, ...],
+    sampling: Sampling,
+    batch_invariant: bool,
+    held: HeldPrompts,
+    slots: Slots,
+) -> tuple[Slots, Int32[Array, " S"]]:
+    """Draw each active slot's next token, then run the model on it. The order makes a prompt's last hidden state all
+    that a completion needs to begin.
+    """
+    logits = model.logits(slots.hidden, batch_invariant)
+    failed = slots.active & jnp.isnan(jnp.max(logits, axis=-1))
+    live = slots.active & ~failed
+    prompt_lengths = held.lengths[slots.held]
+    new, logprob = sample(logits, sampling, keys.for_positions(slots.keys, prompt_lengths + slots.counts))
+    ended = live & jnp.isin(new, jnp.asarray(eos_ids, jnp.int32))
+    counts = slots.counts + live
+
+    out = slots.outputs
+    here = jnp.where(live, slots.rows, out.counts.shape[0])  # out of range: dropped
+    over = jnp.where(slots.active, slots.rows, out.counts.shape[0])
+    finish = jnp.where(ended, jnp.int8(Finish.EOS), jnp.where(failed, jnp.int8(Finish.FAILED), jnp.int8(Finish.LENGTH)))
+    outputs = Outputs(
+        out.tokens.at[here, slots.counts].set(new, mode="drop"),
+        out.logprobs.at[here, slots.counts].set(logprob, mode="drop"),
+        out.counts.at[here].set(counts, mode="drop"),
+        out.finish.at[over].set(finish, mode="drop"),
+    )
+    active = live & ~ended & (counts < slots.limits)
+    hidden, cache = model.decode(
+        new, held.cache, slots.held, prompt_lengths, slots.cache, jnp.where(active, counts, 0), batch_invariant
+    )
+    drawn = jnp.where(live, new, -1)
+    return dataclasses.replace(slots, cache=cache, hidden=hidden, counts=counts, active=active, outputs=outputs), drawn
+
+
+@jax.jit
+def _take(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
+    return jax.tree.map(lambda leaf: leaf[kept], slots)
+
+
+def compact(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
+    """Only the slots `kept`, in that order. For a moment both caches exist."""
+    moved = _take(dataclasses.replace(slots, outputs=None), kept)
+    return dataclasses.replace(moved, outputs=slots.outputs)

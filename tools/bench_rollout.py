@@ -1,0 +1,164 @@
+"""Rollouts of the published shapes with random weights: decode time a step, tokens/s with prefill, time by kind of
+kernel, peak memory, beside vLLM's rows where a file of them is given.
+
+    python tools/bench_rollout.py 7B --batch 8 32 128 --out tools/results/nvidia-h200 [--rival vllm.json]
+
+Prompts are distinct, completions have a fixed length (no EOS), temperature 1, log-probabilities on, adapters on all
+seven projections. Decode milliseconds a step are the difference of a long and a 32-token rollout, divided by the
+difference of their lengths, medians of `--repeats`. `--spread` draws the lengths of each group between 1/8 and all of
+the long one (drawn again from a queue as slots come free) and reports tokens/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import glob
+import json
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from make_checkpoint import SIZES
+from random_policy import random_policy
+from record import peak_bytes, shell, timed, write_rows
+
+from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
+
+SHORT = 32
+KINDS = (  # the first pattern that a kernel's name matches
+    ("nvfp4 matmul", r"nvfp4"),
+    ("attention", r"attention|fmha|flash"),
+    ("other matmul", r"gemm|nvjet|cublas|cutlass|splitK|xmma|dot"),
+    ("cache write", r"scatter|dynamic_update_slice|dynamic-update-slice"),
+    ("copy", r"[Mm]emcpy|[Mm]emset|copy"),
+    ("norm, rotary, silu, sampling", r""),
+)
+
+
+class Case:
+    """One policy and batch: distinct prompts, or groups whose completions differ in length."""
+
+    def __init__(self, policy: Policy, batch: int, prompt_len: int, new_tokens: int, group: int, slots: int) -> None:
+        self.policy, self.new_tokens = policy, new_tokens
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, policy.config.vocab_size, (batch // group, prompt_len))
+        self.prompts = Prompts.from_lists(tokens.tolist())
+        self.sampling = Sampling(new_tokens, num_generations=group)
+        self.engine = Engine(slots=slots)
+
+    def run(self, i: int, limits: np.ndarray | int | None = None):
+        """A rollout with its own key; `limits` as in `generate`, or one for all."""
+        if isinstance(limits, int):
+            limits = np.full(self.prompts.tokens.shape[0], limits)
+        key = keys.for_step(0, keys.Purpose.SAMPLE, i)
+        return generate(self.policy, self.prompts, self.sampling, key, self.engine, limits)
+
+
+def time_by_kind(case: Case, tokens: int) -> dict[str, float]:
+    """Milliseconds of GPU kernels a decode step by kind, from a profile of `tokens` + prefill; command buffers are off
+    while profiling.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            jax.block_until_ready(case.run(99, tokens))
+        (file,) = glob.glob(f"{directory}/**/*.xplane.pb", recursive=True)
+        profile = jax.profiler.ProfileData.from_file(file)
+    total: dict[str, float] = collections.Counter()
+    names: dict[str, list] = collections.defaultdict(lambda: [0, 0.0])
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                kind = next(kind for kind, pattern in KINDS if re.search(pattern, event.name))
+                total[kind] += event.duration_ns * 1e-6
+                names[event.name][0] += 1
+                names[event.name][1] += event.duration_ns * 1e-6
+    top = sorted(names.items(), key=lambda item: -item[1][1])[:40]
+    for name, (count, ms) in top:
+        print(f"    {ms / tokens:8.4f} ms a step  {count / tokens:7.1f} calls  {1e3 * ms / count:8.1f} us  {name[:90]}")
+    return {kind: ms / tokens for kind, ms in total.items()}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("--format", choices=("nvfp4", "bf16"), default="nvfp4")
+    parser.add_argument("--matmul-kernel", choices=("xla", "mosaic_gpu"), default="mosaic_gpu")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--prompt-len", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--group", type=int, default=1)
+    parser.add_argument("--spread", action="store_true", help="lengths 1:8, four fillings of the slots")
+    parser.add_argument("--profile", action="store_true", help="time by kind of kernel")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rival", type=Path, help="rows of vLLM to compare with")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
+    args = parser.parse_args()
+    kernel = "xla" if args.format == "bf16" else args.matmul_kernel
+    policy = random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), kernel)
+    jax.block_until_ready(policy.frozen)
+    rival = json.loads(args.rival.read_text())["rows"] if args.rival else []
+    rows, table = [], []
+    for batch in args.batch:
+        row, line = measure(args, policy, batch, rival)
+        rows.append(row)
+        table.append(line)
+        write_rows(args.out / "rollout.json", rows, args.commit)
+        print(line, flush=True)
+    print("\n".join(table))
+
+
+def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[dict]) -> tuple[dict, str]:
+    """One row and a line about it."""
+    total = 4 * batch if args.spread else batch
+    case = Case(policy, total, args.prompt_len, args.new_tokens, args.group, batch)
+    limits = None
+    if args.spread:
+        limits = np.random.default_rng(1).integers(args.new_tokens // 8, args.new_tokens + 1, total // args.group)
+    started = time.perf_counter()
+    rollout = jax.block_until_ready(case.run(0, limits))
+    first = time.perf_counter() - started
+    _, seconds = timed(lambda i: case.run(i, limits), args.repeats)
+    tokens = int(np.asarray(rollout.lengths - rollout.prompt_lengths).sum())
+    row = {
+        "model": args.size.lower(),
+        "format": args.format,
+        "impl": "qerl" if args.matmul_kernel == "mosaic_gpu" else "qerl_xla",
+        "batch": batch,
+        "prompt_len": args.prompt_len,
+        "new_tokens": args.new_tokens,
+        "lora_rank": args.lora_rank,
+        "lengths": "spread" if args.spread else "fixed",
+        "tokens_per_s": tokens / seconds,
+        "peak_bytes": peak_bytes(),
+        "first_call_s": first,
+    }
+    line = f"{args.size} {args.format} batch {batch:4d}: {row['tokens_per_s']:8.0f} tokens/s, first call {first:5.1f} s"
+    line += f", peak {row['peak_bytes'] / 1e9:.1f} GB"
+    if not args.spread and args.new_tokens > SHORT:
+        _, short = timed(lambda i: case.run(i, SHORT), args.repeats)
+        row["decode_ms_per_step"] = 1e3 * (seconds - short) / (args.new_tokens - SHORT)
+        line += f", decode {row['decode_ms_per_step']:.3f} ms a step, {SHORT} tokens {short:.3f} s"
+    same = ("model", "format", "batch", "prompt_len", "lora_rank", "lengths")
+    for other in rival:
+        if all(other[name] == row[name] for name in same) and "decode_ms_per_step" in row:
+            theirs = other["decode_ms_per_step"]
+            line += f" (vLLM {theirs:.2f}: {theirs / row['decode_ms_per_step']:.2f} x)"
+    if args.profile:
+        row["kernel_ms_per_step"] = time_by_kind(case, SHORT)
+        line += "\n    " + ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["kernel_ms_per_step"].items())
+    return row, line
+
+
+if __name__ == "__main__":
+    main()

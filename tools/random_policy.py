@@ -1,0 +1,84 @@
+"""A policy of the published shapes with random weights, made on the device in seconds: for benchmarks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from make_checkpoint import hf_config
+from qerl_kernels.nvfp4_matmul.api import Nvfp4
+
+from qerl_jax.io.hf_config import parse_config
+from qerl_jax.io.load import build_policy, kernel_form
+from qerl_jax.models.formats import Dense, Weight
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.qwen2 import FUSED
+from qerl_jax.types import Policy
+
+_STD = 0.02  # initializer_range of the published models
+
+
+@functools.partial(jax.jit, static_argnames=("n", "k"))
+def _nvfp4(key: jax.Array, n: int, k: int) -> Nvfp4:
+    """Uniform codes (rms 3.0) and scales of 32 to 60, so that weights have the published standard deviation."""
+    a, b = jax.random.split(key)
+    scales = jax.lax.bitcast_convert_type(
+        jax.random.bits(b, (n, k // 16), jnp.uint8) % 8 + jnp.uint8(0x60), jnp.float8_e4m3fn
+    )
+    return Nvfp4(jax.random.bits(a, (n, k // 2), jnp.uint8), scales, jnp.full(n, 46 * 3.0 / _STD, jnp.float32), True)
+
+
+@functools.partial(jax.jit, static_argnames=("n", "k"))
+def _bf16(key: jax.Array, n: int, k: int) -> jax.Array:
+    return jax.random.normal(key, (n, k), jnp.bfloat16) * jnp.bfloat16(_STD)
+
+
+def random_policy(size: str, weight_format: str, lora: LoraConfig, matmul_kernel: str, seed: int = 0) -> Policy:
+    """A policy without a tokenizer that never draws an EOS, in bf16.
+
+    Args:
+      size: "0.5B" to "72B".
+      weight_format: of the projections, "nvfp4" or "bf16".
+      lora: its adapters: A random, B random and small, so that they matter.
+      matmul_kernel: as in `load_policy`.
+      seed: of everything.
+    """
+    config = parse_config({**hf_config(size), "eos_token_id": []}, {}, size)
+    shapes, keys = config.projection_shapes(), _keys(seed)
+
+    def projection(*parts: str) -> Weight:
+        n, k = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
+        if weight_format == "bf16":
+            return Dense(_bf16(next(keys), n, k))
+        return kernel_form(_nvfp4(next(keys), n, k), jnp.bfloat16, matmul_kernel)
+
+    def layer() -> dict:
+        biases = sum(shapes[part][0] for part in FUSED["qkv_proj"])
+        ones = jnp.ones(config.hidden_size, jnp.float32)
+        return {
+            "qkv_proj": projection(*FUSED["qkv_proj"]),
+            "qkv_bias": _bf16(next(keys), 1, biases)[0],
+            "o_proj": projection("o_proj"),
+            "gate_up_proj": projection(*FUSED["gate_up_proj"]),
+            "down_proj": projection("down_proj"),
+            "input_layernorm": ones,
+            "post_attention_layernorm": ones,
+        }
+
+    weights = {
+        "embed_tokens": _bf16(next(keys), config.vocab_size, config.hidden_size),
+        "lm_head": None if config.tie_word_embeddings else _bf16(next(keys), config.vocab_size, config.hidden_size),
+        "norm": jnp.ones(config.hidden_size, jnp.float32),
+        "layers": [layer() for _ in range(config.num_layers)],
+    }
+    policy = build_policy(config, weights, lora, seed)
+    return policy.replace(lora=jax.tree.map(lambda x: jnp.where(x == 0, 1e-3, x), policy.lora))
+
+
+def _keys(seed: int) -> Iterator[jax.Array]:
+    key = jax.random.key(seed)
+    while True:
+        key, one = jax.random.split(key)
+        yield one

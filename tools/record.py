@@ -1,0 +1,72 @@
+"""Result files of benchmarks: rows with the commit they were measured at, and who measured last."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+
+MEASURED = frozenset(
+    {
+        "us",
+        "seconds",
+        "tokens_per_s",
+        "decode_ms_per_step",
+        "peak_bytes",
+        "commit",
+        "kl",
+        "mean_abs_dlogp",
+        "token_mult_prob_error",
+        "first_call_s",
+        "kernel_ms_per_step",
+    }
+)
+
+
+def timed(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
+    """Last result and median seconds of `function(i)`, the first call left out."""
+    result, seconds = jax.block_until_ready(function(0)), []
+    for i in range(1, repeats + 1):
+        start = time.perf_counter()
+        result = jax.block_until_ready(function(i))
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds)
+
+
+def peak_bytes() -> int:
+    """Most device memory in use so far; 0 where the backend does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def shell(command: str) -> str:
+    """Output of a command, empty if it fails."""
+    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()
+
+
+def write_rows(path: Path, rows: list[dict], commit: str) -> None:
+    """Add rows to a result file; rows of the same case (all that is not measured) are replaced."""
+    meta = {
+        "gpu": jax.local_devices()[0].device_kind,
+        "date": str(date.today()),
+        "commit": commit,
+        "command": "python " + " ".join(sys.argv),
+        "jax": jax.__version__,
+        "driver": shell("nvidia-smi --query-gpu=driver_version --format=csv,noheader"),
+    }
+
+    def case(row: dict) -> tuple:
+        return tuple(sorted((k, str(v)) for k, v in row.items() if k not in MEASURED))
+
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    fresh = [{**row, "commit": commit} for row in rows]
+    kept = [row for row in old if case(row) not in {case(row) for row in fresh}]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"meta": meta, "rows": kept + fresh}, indent=1) + "\n")
