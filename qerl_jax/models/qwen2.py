@@ -119,16 +119,16 @@ class Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`w ⊙ x / sqrt(mean(x²) + eps)` in fp32, rounded once to x's dtype."""
+    """`w ⊙ x / sqrt(mean(x²) + eps)` in fp32, rounded once to the compute dtype."""
 
-    def __init__(self, variable: nnx.Variable, eps: float):
+    def __init__(self, variable: nnx.Variable, eps: float, dtype: jnp.dtype):
         self.weight = variable
         self.eps = eps
+        self.dtype = dtype
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (normed * self.weight.get_value()).astype(x.dtype)
+    def __call__(self, x: Float32[Array, "B T D"]) -> Float[Array, "B T D"]:
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.weight.get_value()).astype(self.dtype)
 
 
 class Attention(nnx.Module):
@@ -164,11 +164,21 @@ class Mlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block.
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
-        self.input_layernorm = RMSNorm(Norm(weights["input_layernorm"]), config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(Norm(weights["post_attention_layernorm"]), config.rms_norm_eps)
+    The residual stream is fp32 also where all else is bf16: rounding it twice a layer is half of what makes rollout and
+    trainer disagree (a last bit that differs in a product becomes a whole bf16 step of the stream, and stays).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Any],
+        adapters: Mapping[str, Mapping[str, Lora]],
+        dtype: jnp.dtype,
+    ):
+        self.input_layernorm = RMSNorm(Norm(weights["input_layernorm"]), config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = RMSNorm(Norm(weights["post_attention_layernorm"]), config.rms_norm_eps, dtype)
         self.self_attn = Attention(config, weights, adapters)
         self.mlp = Mlp(weights, adapters)
 
@@ -196,9 +206,10 @@ class Qwen2(nnx.Module):
         self.config = config
         self.embed_tokens = Frozen(weights["embed_tokens"])
         self.lm_head = None if config.tie_word_embeddings else Frozen(weights["lm_head"])
-        self.norm = RMSNorm(Frozen(weights["norm"]), config.rms_norm_eps)
+        dtype = weights["embed_tokens"].dtype
+        self.norm = RMSNorm(Frozen(weights["norm"]), config.rms_norm_eps, dtype)
         self.layers = nnx.List(
-            DecoderLayer(config, layer, layer_adapters)
+            DecoderLayer(config, layer, layer_adapters, dtype)
             for layer, layer_adapters in zip(weights["layers"], adapters, strict=True)
         )
 
@@ -265,7 +276,7 @@ class Qwen2(nnx.Module):
 
     def _run(self, tokens, positions, mix, remat=False, batch_invariant=False):
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
-        x = self.embed_tokens.get_value()[tokens]
+        x = self.embed_tokens.get_value()[tokens].astype(jnp.float32)
         kept = []
         for i, layer in enumerate(self.layers):
             run = functools.partial(
