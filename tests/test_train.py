@@ -25,6 +25,7 @@ from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.workers import Rewards
 from qerl_jax.rl.step import init_state
+from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Sampling
 
 
