@@ -220,10 +220,10 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
     - cache: `2 L K H e · B T`, at most `rollout_memory_gb`.
     - logits of a decode step: `3 · 4 V` for each sequence (logits, noise, scores).
-    - update with gradient_checkpointing: `e D m` kept for each layer, and one layer at work,
-      `(4 + e) N r T² + (16 + 4 e) F m + 8 e D m`. Without: `(4 + e) N r T² + 8 (e − 1) F m + 10 (e − 1) D m` kept for
-      each layer, and `16 F m`. Where weights are quantized and the product is XLA's, also the largest fused projection
-      in the compute dtype.
+    - update with gradient_checkpointing: `4 D m` kept for each layer (the residual stream is fp32), and one layer at
+      work, `(4 + e) N r T² + (16 + 4 e) F m + 8 e D m`. Without: `(4 + e) N r T² + 8 (e − 1) F m + 10 (e − 1) D m`
+      kept for each layer, and `16 F m`. Where weights are quantized and the product is XLA's, also the largest fused
+      projection in the compute dtype.
     - logits of the update: `8 V` for each of `logprob_chunk_size` tokens; never at the same time as a layer at work, so
       the larger counts.
 
@@ -244,7 +244,7 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     limit = config.batch_size * cached if config.rollout_memory_gb is None else int(config.rollout_memory_gb * 1e9)
     cache = min(config.batch_size * cached, limit)
     if config.gradient_checkpointing:
-        kept, working = e * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
+        kept, working = 4 * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
     else:
         kept, working = scores + (e - 1) * (8 * f + 10 * d) * tokens, 16 * f * tokens
     working += _dequantized(policy)
