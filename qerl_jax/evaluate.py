@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from qerl_jax.data.prompts import load_encoded
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
-from qerl_jax.io.files import write_json
+from qerl_jax.io.files import check_writable, write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.evaluation import Evaluation
@@ -56,8 +56,8 @@ class _Arguments:
     """Completions decoded together."""
     weight_format: str | None = None
     """Quantize an unquantized checkpoint while loading: nvfp4, mxfp4 or nf4."""
-    dtype: str = "bfloat16"
-    """Compute dtype: bfloat16 or float32."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype."""
     matmul_kernel: Literal["xla", "mosaic_gpu"] = "xla"
     """Product with 4-bit weights: plain XLA, or the Pallas kernels of a Hopper GPU."""
     seed: int = 0
@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         result, notes = _run(arguments)
+        if arguments.output is not None:
+            write_json(Path(arguments.output), dataclasses.asdict(result))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -87,12 +89,16 @@ def main(argv: list[str] | None = None) -> int:
         f"format {100 * result.format:.1f} %, truncated {100 * result.truncated:.1f} %, "
         f"mean length {result.mean_length:.1f} tokens"
     )
-    if arguments.output is not None:
-        write_json(Path(arguments.output), dataclasses.asdict(result))
     return 0
 
 
 def _run(arguments: _Arguments) -> tuple[Evaluation, list[str]]:
+    for name in ("samples", "batch_size", "max_prompt_length"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if arguments.output is not None:
+        check_writable(Path(arguments.output).parent, "the directory of output")
     sampling = Sampling(
         arguments.max_completion_length,
         temperature=arguments.temperature,

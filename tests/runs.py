@@ -57,17 +57,20 @@ def command(config_file: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "qerl_jax.train", "--config", str(config_file), *flags]
 
 
-def start(config_file: Path, *flags: str) -> subprocess.Popen:
-    """Start a run in its own process. All runs of a test session share a compile cache, because compiling is most of
-    their time.
+def start(config_file: Path, *flags: str, output: Path | None = None) -> subprocess.Popen:
+    """Start a run in its own process, its output appended to a file or piped. All runs of a test session share a
+    compile cache, because compiling is most of their time.
     """
     cache = Path(tempfile.gettempdir()) / f"qerl-test-cache-{os.getpid()}"
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
-    arguments = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    return subprocess.Popen(command(config_file, *flags), **arguments)
+    arguments = {"stderr": subprocess.STDOUT, "text": True, "env": environment}
+    if output is None:
+        return subprocess.Popen(command(config_file, *flags), stdout=subprocess.PIPE, **arguments)
+    with output.open("a") as file:
+        return subprocess.Popen(command(config_file, *flags), stdout=file, **arguments)
 
 
 def finish(process: subprocess.Popen, timeout: float = 300) -> str:

@@ -118,22 +118,6 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
     assert {True, False} == set(drawn)
 
 
-def test_killed_and_resumed_ends_bit_identical(finished, tmp_path):
-    """Real SIGKILLs: after the second step, wherever the run then is, and once more right after resuming."""
-    through, config = finished
-    directory = tmp_path / "killed"
-    file = tmp_path / "config.yaml"
-    file.write_text(dump(dataclasses.replace(config, output_dir=str(directory))))
-    for step, flags in ((2, ()), (4, ("--resume", "auto"))):
-        process = runs.start(file, *flags)
-        runs.wait_for_step(directory, step, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert "continuing after step" in runs.finish(runs.start(file, "--resume", "auto"))
-    runs.assert_same_run(through, directory)
-    assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
-
-
 def test_resumed_from_a_path_goes_on_in_a_new_directory(finished, tmp_path):
     """From the checkpoint after step 5 of a copy, the last step again, elsewhere: the same end and the same files."""
     through, config = finished

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -15,10 +16,13 @@ from typing import Any
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when the block ends without an error, and vanishes
-    when it does not.
+    when it does not. What a killed writer of the same target left is removed.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
+    for rest in target.parent.glob(f".{glob.escape(target.name)}.????????.*"):
+        if rest.suffix in (".tmp", ".old"):
+            shutil.rmtree(rest)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
         yield temporary
@@ -54,6 +58,20 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_writable(directory: Path, name: str) -> None:
+    """Raise OSError if a directory can neither be written nor made, before hours of work are lost; `name` is the option
+    that asked for it.
+    """
+    try:
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        trouble = "is not a directory" if not there.is_dir() else "may not be written by this user"
+        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except ValueError as error:  # a zero byte in the name
+        raise OSError(f"{name} {str(directory)!r} cannot be written: {error}") from error
+    if not writable:
+        raise OSError(f"{name} {directory} cannot be written: {there} {trouble}")
 
 
 def one_line(error: BaseException) -> str:

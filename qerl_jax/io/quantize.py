@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from qerl_jax.io import hf_config, names
-from qerl_jax.io.files import atomic_directory, write_json
+from qerl_jax.io.files import atomic_directory, check_writable, write_json
 from qerl_jax.io.safetensors import (
     DTYPES,
     FLOATS,
@@ -76,6 +76,7 @@ def quantize_checkpoint(
 
     Raises:
       FileExistsError: `dst` exists.
+      OSError: it cannot be written.
       CheckpointError: the checkpoint is quantized already, incomplete or not finite.
       ValueError: another format, or input features that are no multiple of 16.
     """
@@ -85,7 +86,8 @@ def quantize_checkpoint(
             f"weight_format {weight_format!r} has no checkpoint layout; quantize_checkpoint writes 'nvfp4'"
         )
     if dst.exists() and not overwrite:
-        raise FileExistsError(f"{dst} already exists")
+        raise FileExistsError(f"{dst} already exists; --overwrite replaces it")
+    check_writable(dst.parent, "the directory of the output")
     config = hf_config.model_config(src)
     where = src / "config.json"
     raw_config = hf_config.read_json(where)

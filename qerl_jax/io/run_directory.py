@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.io.checkpoint import CHECKPOINTS_DIR
-from qerl_jax.io.files import write_text
+from qerl_jax.io.files import check_writable, write_text
 from qerl_jax.reporting.evaluation import EVALUATION_FILE, Results
 from qerl_jax.reporting.metrics import COMPLETIONS_DIR, METRICS_FILE
 from qerl_jax.reporting.phases import HEARTBEAT_FILE, STACKS_FILE
@@ -42,8 +41,8 @@ _OWNED = (
 
 
 def check(directory: Path, config: Config) -> None:
-    """Raise ConfigError if the directory cannot be written, holds a run that `config` neither continues nor overwrites,
-    or a resume path holds none.
+    """Raise ConfigError if the directory holds a run that `config` neither continues nor overwrites, or a resume path
+    holds none; OSError if it cannot be written.
     """
     if config.resume == "never" and not config.overwrite and (directory / CONFIG_FILE).exists():
         raise ConfigError(
@@ -60,18 +59,6 @@ def check(directory: Path, config: Config) -> None:
             f"resume {config.resume!r} is neither 'never', 'auto' nor a run directory with {CHECKPOINTS_DIR}/"
         )
     check_writable(directory, "output_dir")
-
-
-def check_writable(directory: Path, name: str) -> None:
-    """Raise ConfigError if a directory can neither be written nor made; `name` is the option that asked for it."""
-    try:
-        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-        trouble = "is not a directory" if not there.is_dir() else "may not be written by this user"
-        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    except (OSError, ValueError) as error:  # a name that no file system takes
-        raise ConfigError(f"{name} {str(directory)!r} cannot be written: {error}") from error
-    if not writable:
-        raise ConfigError(f"{name} {directory} cannot be written: {there} {trouble}")
 
 
 def clear(directory: Path) -> None:

@@ -1,0 +1,151 @@
+"""SIGKILL at any moment of a run loses nothing: it can always be resumed, and always ends as if it had never been
+killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import runs
+import small
+
+from qerl_jax.config import dump
+from qerl_jax.io.checkpoint import MANIFEST_FILE
+from qerl_jax.reporting.metrics import read_metrics
+
+STEPS = 24
+MISSED = 120  # seconds after which a moment that never came is given up
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A run of steps so short that a process spends its life starting: every part of the program on a tiny model."""
+    root = tmp_path_factory.mktemp("kills")
+    for count, name in ((16, "many.jsonl"), (3, "few.jsonl")):
+        rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(count)]
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets, model = (str(root / "many.jsonl"), str(root / "few.jsonl")), str(small.nvfp4(root / "model"))
+    return lambda directory: runs.config(
+        directory,
+        **{"model": model, "weight_format": None, "dataset": sets, "dataset_weights": (2, 1)},
+        **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": STEPS, "max_prompt_length": 120},
+    )
+
+
+@pytest.fixture(scope="module")
+def through(config, tmp_path_factory) -> Path:
+    """The run that nobody killed."""
+    directory = tmp_path_factory.mktemp("through") / "run"
+    file = directory.parent / "config.yaml"
+    file.write_text(dump(config(directory)))
+    runs.finish(runs.start(file))
+    return directory
+
+
+def metrics_of(directory: Path) -> int:
+    rows = read_metrics(directory)
+    return rows[-1]["step"] if rows else 0
+
+
+# A moment of a run, seen from outside through its files and what it prints.
+MOMENTS: dict[str, Callable[[Path, str], bool]] = {
+    "in the evaluation before the run": lambda run, said: said.endswith("before the run …\n"),
+    "in a checkpoint's files": lambda run, said: any((run / "checkpoints").glob("*tmp*/*")),
+    "before a checkpoint's manifest": lambda run, said: any(
+        path.name.isdigit() and not (path / MANIFEST_FILE).exists() for path in (run / "checkpoints").glob("*")
+    ),
+    "between metrics and completions": lambda run, said: (
+        not (run / "completions" / f"step_{metrics_of(run):06d}.parquet").exists()
+    ),
+    "between completions and checkpoint": lambda run, said: (
+        metrics_of(run) > 0 and not (run / "checkpoints" / f"{metrics_of(run)}").exists()
+    ),
+    "in the evaluation after the run": lambda run, said: said.endswith("on the same problems …\n"),
+    "in the export of the adapter": lambda run, said: any(run.glob(".adapter.*")),
+}
+
+
+def kill(file: Path, directory: Path, moment: Callable[[Path, str], bool]) -> int:
+    """Start or resume the run and kill it at the first sight of the moment, or a step before its last if that moment,
+    which may be a millisecond, went by unseen. Returns the steps it had recorded.
+    """
+    output = file.with_suffix(".log")
+    output.write_text("")
+    process = runs.start(file, "--resume", "auto", output=output)
+    deadline = time.monotonic() + MISSED
+    ends = metrics_of(directory) >= STEPS - 1
+    while process.poll() is None and time.monotonic() < deadline and not moment(directory, output.read_text()):
+        if not ends and metrics_of(directory) >= STEPS - 1:
+            break
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, output.read_text()
+    return metrics_of(directory)
+
+
+def finish_and_compare(file: Path, directory: Path, through: Path) -> None:
+    """The same end: arrays, metrics, completions, adapter, evaluation, and no file more or less."""
+    process = runs.start(file, "--resume", "auto", output=file.with_suffix(".log"))
+    try:
+        assert process.wait(timeout=300) == 0, file.with_suffix(".log").read_text()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    runs.assert_same_run(through, directory)
+    assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
+    assert files(directory) == files(through)
+
+
+def files(directory: Path) -> list[str]:
+    """Every file of a run but those that orbax names at random."""
+    paths = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if "ocdbt" not in str(path) and path.parent.name != "d")
+
+
+def start_moment(directory: Path, rng: random.Random) -> Callable[[Path, str], bool]:
+    """A random moment: some time after the start, or after the next step has been recorded."""
+    delay, recorded, begun = rng.uniform(0, 1), metrics_of(directory), time.monotonic()
+    if rng.random() < 0.3:
+        return lambda run, said: time.monotonic() > begun + 12 * delay
+    seen: list[float] = []
+
+    def after_a_step(run: Path, said: str) -> bool:
+        if not seen and metrics_of(run) > recorded:
+            seen.append(time.monotonic())
+        return bool(seen) and time.monotonic() > seen[0] + 0.6 * delay
+
+    return after_a_step
+
+
+def test_killed_where_it_hurts(config, through, tmp_path):
+    """Within an evaluation, within a save, and where a step is half recorded."""
+    directory, file = tmp_path / "run", tmp_path / "config.yaml"
+    file.write_text(dump(config(directory)))
+    for name in (
+        "in the evaluation before the run",
+        "before a checkpoint's manifest",
+        "between metrics and completions",
+    ):
+        kill(file, directory, MOMENTS[name])
+    finish_and_compare(file, directory, through)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(config, through, tmp_path):
+    """Once at each named moment (those of the end come last), and else at random ones."""
+    rng = random.Random(0)
+    directory, file = tmp_path / "run", tmp_path / "config.yaml"
+    file.write_text(dump(config(directory)))
+    named = list(MOMENTS)
+    plan = [*named[:5], *[None] * 13, *named[5:]]
+    for name in [plan[0], *rng.sample(plan[1:-2], len(plan) - 3), *plan[-2:]]:
+        step = kill(file, directory, MOMENTS[name] if name else start_moment(directory, rng))
+        print(f"killed {name or 'at random'} with {step} steps recorded", flush=True)
+    finish_and_compare(file, directory, through)
