@@ -35,10 +35,11 @@ CONFIG = {
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def bf16(directory: Path, shards: int = 2, seed: int = 0) -> Path:
-    """A random bf16 model in `shards` files with an index, or in a single one."""
+def bf16(directory: Path, shards: int = 2, seed: int = 0, **changes: int) -> Path:
+    """A random bf16 model in `shards` files with an index, or in a single one; `changes` of `CONFIG`."""
     directory.mkdir(parents=True)
-    config, rng = parse_config(CONFIG, {}, "config.json"), np.random.default_rng(seed)
+    raw = {**CONFIG, **changes}
+    config, rng = parse_config(raw, {}, "config.json"), np.random.default_rng(seed)
     shapes = {name: (config.vocab_size, config.hidden_size) for name in (names.EMBED, names.LM_HEAD)}
     shapes[names.FINAL_NORM] = (config.hidden_size,)
     for layer in range(config.num_layers):
@@ -59,7 +60,7 @@ def bf16(directory: Path, shards: int = 2, seed: int = 0) -> Path:
         for file in set(files.values()):
             st.save(directory / file, {name: tensors[name] for name in tensors if files[name] == file})
         write_json(directory / st.INDEX_FILE, {"metadata": {"total_size": 1}, "weight_map": files})
-    write_json(directory / "config.json", CONFIG)
+    write_json(directory / "config.json", raw)
     write_json(directory / "generation_config.json", {"eos_token_id": [2, 0], "pad_token_id": 0})
     for name in TOKENIZER:
         shutil.copyfile(assets.model_path("tiny") / name, directory / name)

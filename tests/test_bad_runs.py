@@ -1,0 +1,235 @@
+"""Bad runs through the command line: settings that contradict, directories that cannot be used or are damaged, a full
+disk. One line that names what is wrong and both values, exit code 2, everything that was there left as it was.
+
+`OUT`, `MODEL` and `DATA` in a message stand for the directories and files of the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import resource
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from command_lines import ROWS, assert_says, error_of, lines, training
+from helpers import logits_of
+from qerl_kernels.nvfp4_matmul.reference import dequantize
+
+from qerl_jax import train
+from qerl_jax.io.load import load_policy
+from qerl_jax.io.quantize import quantize_checkpoint
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.reporting.metrics import read_metrics
+
+
+@contextlib.contextmanager
+def full_disk(size: int):
+    """A file cannot grow beyond `size` bytes: what a quota or a full disk does, for any user."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A place with model, dataset and a run of two steps, which met a full disk in the second and then went on. Tests
+    copy the run.
+    """
+    place = tmp_path_factory.mktemp("place")
+    (place / "rows.jsonl").write_text(lines(ROWS))
+    small.nvfp4(place / "model")
+    real = train.Checkpointer.save
+
+    def no_room_for_the_second(checkpoints, state):
+        with full_disk(1_000 if int(state.step) == 2 else resource.RLIM_INFINITY):
+            real(checkpoints, state)
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(train.Checkpointer, "save", no_room_for_the_second)
+        assert train.main(training(place)) == 2
+    (place / "full_disk.txt").write_text(said.getvalue().strip().replace(str(place / "run"), "OUT"))
+    (place / "left.txt").write_text(str([path.name for path in (place / "run/checkpoints").iterdir()]))
+    assert train.main(training(place, "--resume", "auto")) == 0
+    return place
+
+
+@pytest.fixture
+def place(finished, tmp_path) -> Path:
+    """The same model and dataset, as links, so that messages can be compared; no run."""
+    for name in ("model", "rows.jsonl"):
+        (tmp_path / name).symlink_to(finished / name)
+    return tmp_path
+
+
+@pytest.fixture
+def used(finished, tmp_path) -> Path:
+    """A copy of the run, in the place of the original while the test lasts: its config names where it is."""
+    (finished / "run").rename(tmp_path / "kept")
+    shutil.copytree(tmp_path / "kept", finished / "run")
+    yield finished
+    shutil.rmtree(finished / "run")
+    (tmp_path / "kept").rename(finished / "run")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+FLAGS: dict[str, tuple[list[str], str]] = {
+    "positions": (
+        ["--max-prompt-length", "200", "--max-completion-length", "57"],
+        "prompts of 200 tokens and 57 new ones exceed the model's max_position_embeddings 256",
+    ),
+    "rollout memory": (
+        ["--rollout-memory-gb", "1e-6"],
+        "rollout_memory_gb 1e-06 cannot hold one group: 2 sequences of 126 tokens need 0.000 GB; lower num_generations "
+        "or max_completion_length, or raise rollout_memory_gb",
+    ),
+    "no such reward": (
+        ["--reward-funcs", "x", "--reward-weights", "1"],
+        "reward 'x' is neither one of […] nor of the form file.py:function…",
+    ),
+    "output under a file": (
+        ["--output-dir", "DATA/run"],
+        "output_dir DATA/run cannot be written: DATA is not a directory",
+    ),
+    "output is a file": (["--output-dir", "DATA"], "output_dir DATA cannot be written: DATA is not a directory"),
+    "resume of nothing": (
+        ["--resume", "MODEL"],
+        "resume 'MODEL' is neither 'never', 'auto' nor a run directory with checkpoints/…",
+    ),
+    "no adapter there": (
+        ["--adapter", "MODEL"],
+        "MODEL/adapter_config.json does not exist: an adapter is a PEFT directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_flags(case, place, capfd):
+    flags, message = FLAGS[case]
+    named = {"DATA": place / "rows.jsonl", "MODEL": place / "model"}
+    for short, path in named.items():
+        flags = [flag.replace(short, str(path)) for flag in flags]
+    assert_says(error_of(train.main, training(place, *flags), place, capfd), message)
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-generations", "3"], ["num_generations 3 does not divide batch_size 4"]),
+        (["--max-step", "3"], ["max-step", "max-steps"]),
+        (["--loss-type", "ppo"], ["ppo", "dapo"]),
+        (["--top-p", "0"], ["top_p must lie in (0, 1], got 0"]),
+    ],
+)
+def test_flags_that_the_parser_refuses(place, capfd, flags, words):
+    """Its answer is a box of several lines."""
+    said = error_of(train.main, training(place, *flags), place, capfd)
+    for word in words:
+        assert word in said
+    assert not (place / "run").exists()
+
+
+def cut_in_half(run: Path) -> None:
+    files = sorted(path for path in (run / "checkpoints/2").rglob("*") if path.is_file())
+    for path in files[::2]:
+        path.unlink()
+    (run / "checkpoints/2/manifest.json").touch()
+
+
+def damage(name: str, old: bytes, new: bytes):
+    def change(run: Path) -> None:
+        data = (run / name).read_bytes()
+        assert old in data
+        (run / name).write_bytes(data.replace(old, new, 1))
+
+    return change
+
+
+# what is wrong: (damage, flags, message)
+RUNS = {
+    "used directory": (
+        lambda run: None,
+        [],
+        "output_dir OUT holds a run already: continue it with --resume auto, start anew with --overwrite, or name "
+        "another --output-dir",
+    ),
+    "another config": (
+        lambda run: None,
+        ["--resume", "auto", "--learning-rate", "2e-3", "--seed", "7"],
+        "OUT/checkpoints/2 belongs to another config (seed: 0 -> 7; learning_rate: 0.001 -> 0.002)",
+    ),
+    "checkpoint cut in half": (
+        cut_in_half,
+        ["--resume", "auto"],
+        "OUT/checkpoints/2/manifest.json is not JSON: …",
+    ),
+    "checkpoint without a file": (
+        lambda run: (run / "checkpoints/2/state/_METADATA").unlink(),
+        ["--resume", "auto"],
+        "OUT/checkpoints/2/state/_METADATA is missing: the checkpoint is damaged; delete OUT/checkpoints/2 to go on "
+        "from step 1",
+    ),
+    "changed checkpoint": (
+        damage("checkpoints/2/state/_METADATA", b"lora", b"l0ra"),
+        ["--resume", "auto"],
+        "OUT/checkpoints/2/state/_METADATA is not what was saved (SHA-256 …): the checkpoint is damaged; delete "
+        "OUT/checkpoints/2 to go on from step 1",
+    ),
+    "damaged metrics": (
+        damage("metrics.jsonl", b'{"step": 1', b'{"step" 1'),
+        ["--resume", "auto"],
+        "OUT/metrics.jsonl, line 1 is not a step's metrics: …; mend or delete the line to go on",
+    ),
+    "damaged evaluation": (
+        lambda run: (run / "evaluation.json").write_text('{"before": {"accuracy": 1}}'),
+        ["--resume", "auto"],
+        "OUT/evaluation.json: 'before' is not the result of an evaluation (…); delete the file to evaluate anew",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_runs(case, used, capfd):
+    change, flags, message = RUNS[case]
+    change(used / "run")
+    before = contents(used / "run")
+    assert_says(error_of(train.main, training(used, *flags), used, capfd), message)
+    assert contents(used / "run") == before
+
+
+def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(finished):
+    """What the run of this module has been through: no room for its second checkpoint, then resumed."""
+    message = "checkpoint OUT/checkpoints/2 cannot be written: …; the one of step 1 is there to resume from"
+    assert_says((finished / "full_disk.txt").read_text(), message)
+    assert (finished / "left.txt").read_text() == "['1']"
+    assert [row["step"] for row in read_metrics(finished / "run")] == [1, 2]
+    assert (finished / "run/adapter/adapter_model.safetensors").exists()
+
+
+def test_an_all_zero_tensor_is_legal(tmp_path):
+    """A block of zeros, in bf16 and quantized while loading or on disk: it loads and runs, and the rest of the model
+    still speaks.
+    """
+    model = small.bf16(tmp_path / "model", 1, hidden_size=32, head_dim=16)
+    block = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    small.change_tensors(model, lambda all_: [all_[name].__setitem__(slice(None), 0) for name in block])
+    quantize_checkpoint(model, tmp_path / "quantized")
+    cases = [(model, "bf16"), (model, "nvfp4"), (model, "mxfp4"), (tmp_path / "quantized", None)]
+    for path, weight_format in cases:
+        policy = load_policy(path, weight_format, LoraConfig(rank=2), jnp.float32)
+        weight = policy.frozen["layers"][0]["mlp"]["down_proj"]["weight"]
+        assert not np.asarray(weight.values if weight_format == "bf16" else dequantize(weight)).any()
+        logits = np.asarray(logits_of(policy, jnp.array([[5, 6, 7]], jnp.int32)))
+        assert np.isfinite(logits).all() and logits.std() > 0
