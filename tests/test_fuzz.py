@@ -1,4 +1,4 @@
-"""500 random mutations of model directories, configs and datasets, through the command line's `main`: each is refused
+"""560 random mutations of model directories, configs and datasets, through the command line's `main`: each is refused
 by one line and exit code 2, or what was loaded is exactly what the files say, by independent readers.
 
 A wrong success is: a safetensors file that the format's own library refuses; a weight, a scale or a shape that differs
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -22,11 +23,11 @@ import pytest
 import safetensors
 import small
 import yaml
+from oracles.stored_bytes import loaded_bytes
 
 from qerl_jax import train
 from qerl_jax.config import Config, to_mapping
 from qerl_jax.io import names
-from qerl_jax.models.qwen2 import FUSED
 from qerl_jax.types import Policy
 
 SECONDS = 20  # of one case; they take some 30 ms
@@ -99,7 +100,7 @@ def attempt(monkeypatch, capsys):
             with time_limit(SECONDS):
                 code = train.main(flags)
         except Loaded:
-            capsys.readouterr()
+            seen["said"] = capsys.readouterr().out
             return None, seen
         error = capsys.readouterr().err
         assert code == 2
@@ -192,43 +193,6 @@ def assert_loaded_as_stored(policy: Policy, model: Path, original: Path) -> None
             assert policy.tokenizer.encode(PROBE) == PROBE_IDS
 
 
-def loaded_bytes(policy: Policy):
-    """(name in the file, bytes) of everything a policy holds of its model, taken apart again."""
-    frozen, config = policy.frozen, policy.config
-    yield names.EMBED, np.asarray(frozen["embed_tokens"]).tobytes()
-    yield names.FINAL_NORM, as_stored(frozen["norm"]["weight"])
-    if not config.tie_word_embeddings:
-        yield names.LM_HEAD, np.asarray(frozen["lm_head"]).tobytes()
-    for layer, blocks in frozen["layers"].items():
-        for norm, value in policy.norms["layers"][layer].items():
-            yield names.layer_norm(layer, norm), as_stored(value["weight"])
-        for fused, parts in {**FUSED, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
-            block, row = blocks[names.BLOCK[parts[0]]][fused], 0
-            for part in parts:
-                module, rows = names.projection(layer, part), config.projection_shapes()[part][0]
-                here = slice(row, row + rows)
-                if part in names.BIASED:
-                    yield f"{module}.bias", np.asarray(block["bias"][here]).tobytes()
-                yield from weight_bytes(module, block["weight"], here)
-                row += rows
-
-
-def weight_bytes(module: str, weight: object, rows: slice):
-    """One part of a fused projection."""
-    if hasattr(weight, "values"):
-        yield f"{module}.weight", np.asarray(weight.values[rows]).tobytes()
-        return
-    suffixes = names.QUANTIZED["compressed-tensors" if weight.divides else "modelopt"]
-    yield f"{module}.{suffixes[0]}", np.asarray(weight.codes[rows]).tobytes()
-    yield f"{module}.{suffixes[1]}", np.asarray(weight.scales[rows]).tobytes()
-    yield f"{module}.{suffixes[2]}", np.asarray(weight.global_scale[rows][:1]).tobytes()
-
-
-def as_stored(vector: jax.Array) -> bytes:
-    """A norm is kept in fp32 and stored in bf16, which loses nothing on the way back."""
-    return np.asarray(vector).astype(jax.numpy.bfloat16).tobytes()
-
-
 @pytest.mark.parametrize("block", range(4))
 def test_a_damaged_config_is_refused_or_read_as_written(models, dataset, attempt, tmp_path, block):
     """40 mutations a block: of the values, and of the text."""
@@ -274,3 +238,48 @@ def assert_read_as_written(config: Config, path: Path) -> None:
         if isinstance(value, str) and isinstance(got, list):
             value = [value]
         assert got == value and isinstance(got, bool) == isinstance(value, bool), name
+
+
+def text_of(value: object) -> str | None:
+    """A cell as the text that a problem may hold; None where there is none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, str | int | float) and value == value else None
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_damaged_dataset_is_refused_or_every_row_accounted_for(models, dataset, attempt, tmp_path, block):
+    """40 mutations a block: of the rows' values, and of the text."""
+    rows, refused = [json.loads(line) for line in dataset.read_bytes().splitlines()], 0
+    for case in range(40 * block, 40 * block + 40):
+        rng, path = np.random.default_rng([4, case]), tmp_path / f"rows{case}.jsonl"
+        if case % 2:
+            values = mutations.change_value(rows, rng)
+            path.write_text(
+                "".join(json.dumps(row) + "\n" for row in (values if isinstance(values, list) else [values]))
+            )
+        else:
+            path.write_bytes(mutations.change_text(dataset.read_bytes(), rng))
+        try:
+            error, seen = attempt(flags(models[1], path, tmp_path / "out"))
+            if error is None:
+                assert_rows_accounted_for(seen, path)
+            else:
+                refused += 1
+                assert str(path) in error or "prompts are longer than" in error, error
+        except Exception as error:
+            raise AssertionError(f"case {case}: {path.read_bytes()!r}") from error
+    assert 5 < refused < 40
+
+
+def assert_rows_accounted_for(seen: dict, path: Path) -> None:
+    """Each problem is its row of the file, and as many rows as are missing were told to be left out or dropped."""
+    records = [json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]
+    (items,) = seen["load_problems"][0].sets
+    for item in items:
+        record = records[item.problem.id]
+        assert item.problem.prompt == text_of(record["question"])
+        assert item.problem.answer == text_of(record["answer"]).rsplit("####", 1)[-1].strip() != ""
+    assert len({item.problem.id for item in items}) == len(items)
+    told = re.findall(r"left out (\d+) of|dropped (\d+) of", " ".join(seen["said"].split()))
+    assert len(records) - len(items) == sum(int(number) for pair in told for number in pair if number)

@@ -1,0 +1,50 @@
+"""What a policy holds of its model, taken apart into the tensors of the file it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.io import names
+from qerl_jax.models.qwen2 import FUSED
+from qerl_jax.types import Policy
+
+
+def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
+    """(name in the file, bytes) of everything a policy holds of its model, taken apart again."""
+    frozen, config = policy.frozen, policy.config
+    yield names.EMBED, np.asarray(frozen["embed_tokens"]).tobytes()
+    yield names.FINAL_NORM, as_stored(frozen["norm"]["weight"])
+    if not config.tie_word_embeddings:
+        yield names.LM_HEAD, np.asarray(frozen["lm_head"]).tobytes()
+    for layer, blocks in frozen["layers"].items():
+        for norm, value in policy.norms["layers"][layer].items():
+            yield names.layer_norm(layer, norm), as_stored(value["weight"])
+        for fused, parts in {**FUSED, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+            block, row = blocks[names.BLOCK[parts[0]]][fused], 0
+            for part in parts:
+                module, rows = names.projection(layer, part), config.projection_shapes()[part][0]
+                here = slice(row, row + rows)
+                if part in names.BIASED:
+                    yield f"{module}.bias", np.asarray(block["bias"][here]).tobytes()
+                yield from weight_bytes(module, block["weight"], here)
+                row += rows
+
+
+def weight_bytes(module: str, weight: object, rows: slice) -> Iterator[tuple[str, bytes]]:
+    """One part of a fused projection."""
+    if hasattr(weight, "values"):
+        yield f"{module}.weight", np.asarray(weight.values[rows]).tobytes()
+        return
+    suffixes = names.QUANTIZED["compressed-tensors" if weight.divides else "modelopt"]
+    yield f"{module}.{suffixes[0]}", np.asarray(weight.codes[rows]).tobytes()
+    yield f"{module}.{suffixes[1]}", np.asarray(weight.scales[rows]).tobytes()
+    yield f"{module}.{suffixes[2]}", np.asarray(weight.global_scale[rows][:1]).tobytes()
+
+
+def as_stored(vector: jax.Array) -> bytes:
+    """A norm is kept in fp32 and stored in bf16, which loses nothing on the way back."""
+    return np.asarray(vector).astype(jnp.bfloat16).tobytes()
