@@ -91,8 +91,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     ),
     "rollout memory": (
         ["--rollout-memory-gb", "1e-6"],
-        "rollout_memory_gb 1e-06 cannot hold one group: 2 sequences of 126 tokens need 0.000 GB; lower num_generations "
-        "or max_completion_length, or raise rollout_memory_gb",
+        "rollout_memory_gb … cannot hold 1 completions of 6 tokens and 1 prompts of 120: …raise it",
     ),
     "no such reward": (
         ["--reward-funcs", "x", "--reward-weights", "1"],
