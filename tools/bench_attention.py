@@ -1,16 +1,18 @@
 """Times decode attention on the heads of Qwen2.5 and writes tools/results/<device>/attention.json.
 
-    python tools/bench_attention.py [--cases 7b:8x256+256 ...] [--torch] [--out FILE.json]
+    python tools/bench_attention.py [--cases 7b:8x256+256 ...] [--blocks 1 2 4] [--rivals CASE ...] [--out FILE.json]
 
 A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~]: rows that decode together, tokens of a prompt, own tokens of a row, rows
 that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN. A figure is the wall time
-of one jitted call that runs attention over many caches (300 MB or more, so that the L2 does not help), each with the
-result of the one before as its queries, divided by their number: the smallest of five repetitions. `bytes` counts keys
-and values once, those of a prompt once for its group. Every result is checked first, against XLA in fp32.
+of one jitted call that runs attention in a loop over many caches (200 MB or more in all, so that the L2 does not help),
+each with the result of the one before as its queries, divided by their number: the smallest of five repetitions.
+`bytes` counts keys and values once, those of a prompt once for its group. Every result is checked first, against XLA in
+fp32.
 
-Implementations: "qerl" (the Mosaic GPU kernel), "xla" (the reference), and with --torch FlashAttention 2 and cuDNN
-through `scaled_dot_product_attention` in a CUDA graph, on one dense cache a row (no prompt is shared, equal lengths
-only), called with `enable_gqa` or with the queries of a head as its sequence (`_folded`).
+Implementations: "qerl" (the Mosaic GPU kernel; `blocks` that share a pair, `forced` by --blocks or as it chooses); for
+the cases named by --rivals also "xla" (the reference), and FlashAttention 2 and cuDNN through PyTorch's
+`scaled_dot_product_attention` in a CUDA graph, on one dense cache a row (no prompt is shared, equal lengths only),
+called with `enable_gqa` or with the queries of a head as its sequence (`_folded`).
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from bench_matmul import COPY_BYTES_PER_S, meta
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.attention import decode_attention
 
-ROTATE_BYTES = 300e6
+ROTATE_BYTES = 200e6
+LOOP = 10  # times over all caches in one call, so that what the host does for each array of a call does not count
 MAX_ERROR = 3e-3
 CASES = (
-    "7b:1x256+256", "7b:8x256+256", "7b:8x256+1024", "7b:32x256+256", "7b:32x256+1024/8~", "7b:32x256+4096",
-    "7b:64x256+1024~", "7b:128x256+1024~", "7b:128x256+256", "0.5b:8x256+256", "3b:8x256+256", "14b:8x256+256",
-    "14b:32x256+1024", "72b:32x256+4096",
+    "7b:1x256+256", "7b:8x256+256", "7b:8x256+1024", "7b:8x256+4096", "7b:16x256+1024~", "7b:32x256+256",
+    "7b:32x256+1024~", "7b:32x256+4096", "7b:64x256+1024~", "7b:128x256+256", "7b:128x256+1024~", "0.5b:8x256+256",
+    "3b:8x256+256", "14b:8x256+256", "14b:32x256+1024~", "72b:32x256+4096",
 )  # fmt: skip
 
 
@@ -52,7 +55,7 @@ def parse(case: str) -> dict:
 
 
 def arguments(about: dict) -> tuple[jax.Array, list[tuple], int]:
-    """Queries, sets of the remaining arguments (300 MB or more in all), and the bytes that one call must read."""
+    """Queries, sets of the remaining arguments (200 MB or more in all), and the bytes that one call must read."""
     rows, prompt, own = about["batch"], about["prompt_len"], about["own_len"]
     heads, _, width = cases.MODELS[about["model"]]
     index = np.arange(rows) // about["group"]
@@ -63,7 +66,7 @@ def arguments(about: dict) -> tuple[jax.Array, list[tuple], int]:
     prompts = int(index[-1]) + 1
     needed = cases.cache_bytes(about["model"], prompts * prompt, int(lengths.sum()))
     sets = []
-    for i in range(max(2, min(64, math.ceil(ROTATE_BYTES / needed)))):
+    for i in range(max(2, min(40, math.ceil(ROTATE_BYTES / needed)))):
         cache = cases.random_caches(jax.random.key(i), about["model"], rows, prompts, slots, own_slots)
         sets.append((*cache[:2], *rest[:2], *cache[2:], rest[2]))
     return jax.random.normal(jax.random.key(99), (rows, heads, width), jnp.bfloat16), sets, needed
@@ -71,16 +74,18 @@ def arguments(about: dict) -> tuple[jax.Array, list[tuple], int]:
 
 def microseconds(call, q: jax.Array, sets: list[tuple], repeats: int = 5) -> float:
     """Time of one `call(q, *set)`, from one jitted function that chains all sets."""
-    every = jax.jit(lambda q, sets: functools.reduce(lambda q, one: call(q, *one), sets, q))
+
+    @jax.jit
+    def every(q, sets):
+        return jax.lax.fori_loop(0, LOOP, lambda _, q: functools.reduce(lambda q, one: call(q, *one), sets, q), q)
+
     jax.block_until_ready([every(q, sets) for _ in range(2)])
-    best, rounds = math.inf, 8
+    best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()
-        for _ in range(rounds - 1):
-            every(q, sets)  # dropped at once: the next run gets the same buffer and XLA need not change its CUDA graph
         jax.block_until_ready(every(q, sets))
-        best = min(best, (time.perf_counter() - start) / rounds / len(sets) * 1e6)
-    return best
+        best = min(best, time.perf_counter() - start)
+    return best / LOOP / len(sets) * 1e6
 
 
 def relative_error(y: jax.Array, q: jax.Array, one: tuple) -> float:
@@ -99,7 +104,7 @@ def torch_rows(about: dict) -> dict[str, float]:
 
     heads, kv_heads, width = cases.MODELS[about["model"]]
     rows, tokens = about["batch"], about["prompt_len"] + about["own_len"]
-    count = max(2, min(64, math.ceil(ROTATE_BYTES / cases.cache_bytes(about["model"], 0, rows * tokens))))
+    count = max(2, min(40, math.ceil(ROTATE_BYTES / cases.cache_bytes(about["model"], 0, rows * tokens))))
     make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     caches = [(make(rows, kv_heads, tokens, width), make(rows, kv_heads, tokens, width)) for _ in range(count)]
     calls = {
@@ -144,19 +149,24 @@ def _graph_microseconds(torch, run) -> float:
     return best
 
 
-def measure(case: str, implementations: list[str], emit) -> None:
+def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
+    from qerl_kernels.decode_attention import mosaic_gpu
+
     about = parse(case)
     q, sets, needed = arguments(about)
-    for name, implementation in (("qerl", "mosaic_gpu"), ("xla", "xla")):
-        if name not in implementations:
-            continue
-        call = functools.partial(decode_attention, implementation=implementation)
+    kernel = functools.partial(mosaic_gpu.decode_attention, scale=q.shape[-1] ** -0.5)
+    pairs = about["batch"] * cases.MODELS[about["model"]][1]
+    runs = [({"impl": "qerl", "blocks": mosaic_gpu.blocks_for(pairs, 132), "forced": False}, kernel)]
+    runs += [({"impl": "qerl", "blocks": n, "forced": True}, functools.partial(kernel, blocks=n)) for n in forced]
+    if rivals:
+        runs.append(({"impl": "xla"}, functools.partial(decode_attention, implementation="xla")))
+    for name, call in runs:
         error = relative_error(jax.jit(call)(q, *sets[0]), q, sets[0])
         if not error <= MAX_ERROR:
             raise SystemExit(f"{case}, {name}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
-        emit({**about, "impl": name, "us": round(microseconds(call, q, sets), 2), "bytes": needed})
+        emit({**about, **name, "us": round(microseconds(call, q, sets), 2), "bytes": needed})
     del sets
-    if "torch" in implementations and about["lengths"] == "fixed":
+    if rivals and about["lengths"] == "fixed":
         for name, us in torch_rows(about).items():
             emit({**about, "impl": name, "us": round(us, 2), "bytes": needed})
 
@@ -164,24 +174,24 @@ def measure(case: str, implementations: list[str], emit) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--torch", action="store_true", help="time PyTorch's kernels, too")
-    parser.add_argument("--no-xla", action="store_true", help="leave the reference out")
+    parser.add_argument("--blocks", nargs="*", type=int, default=[], help="also time these numbers of blocks")
+    parser.add_argument("--rivals", nargs="*", default=[], metavar="CASE", help="also time XLA and PyTorch on these")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/attention.json"))
     args = parser.parse_args()
-    implementations = ["qerl", *(["xla"] if not args.no_xla else []), *(["torch"] if args.torch else [])]
     rows, about = [], meta()
 
     def emit(row: dict) -> None:
         rows.append({**row, "commit": about["commit"]})
         rate = row["bytes"] / row["us"] / 1e6
         name = f"{row['model']}:{row['batch']}x{row['prompt_len']}+{row['own_len']}/{row['group']} {row['lengths']}"
-        print(f"{name:32s} {row['impl']:20s} {row['us']:9.2f} us  {rate:5.2f} TB/s "
+        impl = f"{row['impl']} {row.get('blocks', '')}{'!' if row.get('forced') else ''}"
+        print(f"{name:30s} {impl:20s} {row['us']:9.2f} us  {rate:5.2f} TB/s "
               f"({rate * 1e12 / COPY_BYTES_PER_S:4.0%} of a copy)", flush=True)  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"meta": about, "rows": rows}, indent=0))
 
     for case in args.cases:
-        measure(case, implementations, emit)
+        measure(case, args.blocks, case in args.rivals, emit)
 
 
 if __name__ == "__main__":

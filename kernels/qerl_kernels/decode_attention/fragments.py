@@ -17,6 +17,7 @@ the 16-byte chunk j of token t lies at j ^ t.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +39,14 @@ FRAGMENT = plgpu.Layout.TILED(
 SLOT = plgpu.Layout.TILED(plgpu.Tiling(((8, 8), (2,))), warp_dims=(_REPLICATED(4),), lane_dims=(-3, -2), vector_dim=-1)
 # [head dim, queries] spread over the threads, two queries each.
 MERGED = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-_ROWS = 32  # that MERGED spreads over the threads at a time
-PACKED_TRANSFORMS = (plgpu.TilingTransform((8, QUERIES)), plgpu.SwizzleTransform(32))
-_RING = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# How TMA writes a tile.
+RING = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def scores_of(q: jax.Array, keys: jax.Ref) -> jax.Array:
     """q · kᵀ of each warp's 16 keys: fp32 [4, 16, 8] in `FRAGMENT`. q: [8, H] in `SLOT`, keys: a slot, [64, H]."""
     out = plgpu.ShapeDtypeStruct((4, KEYS_OF_WARP, QUERIES), jnp.float32, layout=FRAGMENT)
-    return plgpu.inline_mgpu(arg_types=(SLOT, plgpu.RefType(_RING)), return_type=out)(_scores_lane)(q, keys)
+    return plgpu.inline_mgpu(arg_types=(SLOT, plgpu.RefType(RING)), return_type=out)(_scores_lane)(q, keys)
 
 
 def add_values(out: jax.Array, weights: jax.Array, values: jax.Ref, left: jax.Array) -> jax.Array:
@@ -54,28 +54,9 @@ def add_values(out: jax.Array, weights: jax.Array, values: jax.Ref, left: jax.Ar
 
     weights: bf16 [4, 16, 8] in `FRAGMENT`; values: a slot, [64, H], of which the first `left` tokens count.
     """
-    types = (FRAGMENT, FRAGMENT, plgpu.RefType(_RING), plgpu.Layout.WG_SPLAT(()))
+    types = (FRAGMENT, FRAGMENT, plgpu.RefType(RING), plgpu.Layout.WG_SPLAT(()))
     result = plgpu.ShapeDtypeStruct(out.shape, jnp.float32, layout=FRAGMENT)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(_values_lane)(out, weights, values, left)
-
-
-def packed_shape(width: int) -> tuple[int, int]:
-    """Shape of what `pack` returns: output, maxima and sums, the latter two repeated so that every thread has some."""
-    return width + 2 * _ROWS, QUERIES
-
-
-def pack(out: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
-    """Output [H, 8], maximum [8] and sum [8] as one array in `MERGED`; no thread moves anything."""
-    stats = [jax.lax.broadcast_in_dim(value, (_ROWS, QUERIES), (1,)) for value in (top, total)]
-    result = plgpu.ShapeDtypeStruct(packed_shape(out.shape[0]), jnp.float32, layout=MERGED)
-    return plgpu.inline_mgpu(arg_types=(MERGED,) * 3, return_type=result)(_pack_lane)(out, *stats)
-
-
-def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(output [H, 8], maximum [8], sum [8]) of `pack`."""
-    stat = plgpu.ShapeDtypeStruct((QUERIES,), jnp.float32, layout=MERGED.reduce(0))
-    out = plgpu.ShapeDtypeStruct((packed.shape[0] - 2 * _ROWS, QUERIES), jnp.float32, layout=MERGED)
-    return plgpu.inline_mgpu(arg_types=(MERGED,), return_type=(out, stat, stat))(_unpack_lane)(packed)
 
 
 def store_result(out: jax.Array, out_g: jax.Ref, first: jax.Array, skip: jax.Array, group: int) -> None:
@@ -139,13 +120,19 @@ def _multiply(a: list[ir.Value], b: list[ir.Value], c: list[ir.Value]) -> list[i
     return _asm(4, [*a, *b, *c], text, "r,r,r,r,r,r,f,f,f,f", kind="f", pure=True)
 
 
+def array_of(registers: Sequence[ir.Value], shape: tuple[int, ...], layout: plgpu.Layout) -> mgpu.FragmentedArray:
+    """A thread's registers, in the order of the layout, as an array."""
+    layout = layout.to_mgpu()
+    flat = np.empty(len(registers), dtype=object)
+    flat[:] = registers
+    return mgpu.FragmentedArray(_registers=flat.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None)
+
+
 def _fragment(pairs: list[list[ir.Value]], shape: tuple[int, ...]) -> mgpu.FragmentedArray:
     """Accumulators of 16 rows each, four registers, as an array in `FRAGMENT`."""
     two = ir.VectorType.get((2,), ir.F32Type.get())
-    registers = np.empty((len(pairs), 2), dtype=object)
-    for i, (a, b, c, d) in enumerate(pairs):
-        registers[i] = vector.from_elements(two, [a, b]), vector.from_elements(two, [c, d])
-    return _array(registers, shape, FRAGMENT)
+    registers = [vector.from_elements(two, half) for a, b, c, d in pairs for half in ([a, b], [c, d])]
+    return array_of(registers, shape, FRAGMENT)
 
 
 def _scores_lane(ctx, q, keys):
@@ -176,26 +163,6 @@ def _values_lane(ctx, out, weights, values, left):
         a = [arith.andi(register, masks[i // 2]) for i, register in enumerate(a)]
         results.append(_multiply(a, b, [_element(low, 0), _element(low, 1), _element(high, 0), _element(high, 1)]))
     return _fragment(results, out.shape)
-
-
-def _array(registers: np.ndarray, shape: tuple[int, ...], layout: plgpu.Layout) -> mgpu.FragmentedArray:
-    layout = layout.to_mgpu()
-    registers = registers.reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-
-def _pack_lane(ctx, out, top, total):
-    del ctx
-    registers = np.concatenate([part.registers.ravel() for part in (out, top, total)])
-    return _array(registers, packed_shape(out.shape[0]), MERGED)
-
-
-def _unpack_lane(ctx, packed):
-    del ctx
-    *out, top, total = packed.registers.flat
-    out = np.asarray(out, dtype=object)
-    stats = [_array(np.asarray([stat], dtype=object), (QUERIES,), MERGED.reduce(0)) for stat in (top, total)]
-    return _array(out, (_ROWS * len(out), QUERIES), MERGED), *stats
 
 
 def _mask(left: ir.Value) -> ir.Value:
