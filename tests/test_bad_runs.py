@@ -232,3 +232,29 @@ def test_an_all_zero_tensor_is_legal(tmp_path):
         assert not np.asarray(weight.values if weight_format == "bf16" else dequantize(weight)).any()
         logits = np.asarray(logits_of(policy, jnp.array([[5, 6, 7]], jnp.int32)))
         assert np.isfinite(logits).all() and logits.std() > 0
+
+
+# what a reward of one's own does: (its body, message)
+REWARDS: dict[str, tuple[str, str]] = {
+    "raises": ("raise KeyError('no such column')", "raised KeyError('no such column')"),
+    "never returns": (
+        "while True: pass",
+        "graded none of 2 tasks: 2 were stopped after reward_timeout 0.5 s, in 0 the process died",
+    ),
+    "too few values": ("return [1.0]", "returned 1 values for 2 completions"),
+    "no number": (
+        "return [float('inf')] * len(completions)",
+        "returned inf for completion 0; expected a finite number or None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REWARDS)
+def test_rewards_that_cannot_be_used(case, place, capfd):
+    """They end the run in its first step: nothing is recorded that was not graded."""
+    body, message = REWARDS[case]
+    name = f"{place / 'mine.py'}:reward"
+    (place / "mine.py").write_text(f"def reward(completions, **columns):\n    {body}\n")
+    flags = ["--reward-funcs", name, "--reward-timeout", "0.5", "--reward-workers", "1"]
+    assert_says(error_of(train.main, training(place, *flags), place, capfd), f"reward '{name}' {message}")
+    assert read_metrics(place / "run") == [] and not any((place / "run/checkpoints").iterdir())
