@@ -52,6 +52,4 @@ def test_values_are_the_papers_and_fit_the_gpu(dataset, size, stored):
     limit = 141e9 if (size, stored) == ("32b", "bf16") else 80e9
     peak = max(planned.memory.rollout, planned.memory.update)
     assert 0.3 * limit < peak < 0.95 * limit  # it fits, and makes use of the card
-    shape, width = planned.model, config.max_prompt_length + length
-    one_group = group * width * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
-    assert one_group <= config.rollout_memory_gb * 1e9
+    assert planned.memory.sequences >= 8

@@ -21,6 +21,7 @@ from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
 from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, ModelConfig
 from qerl_jax.rl.step import init_state
+from qerl_jax.rollout.plan import Engine, make_plan
 from qerl_jax.types import Policy, TrainState
 
 
@@ -48,7 +49,8 @@ class Memory:
     Attributes:
       weights: the frozen base.
       state: adapters, norms, optimizer state.
-      cache: keys and values of a rollout.
+      sequences: decoded together in a rollout; not bytes.
+      cache: their keys and values.
       logits: of a rollout's decode step.
       update_state: gradient, and the next state beside the last.
       activations: what the backward pass keeps, and the one layer it is at.
@@ -57,6 +59,7 @@ class Memory:
 
     weights: int
     state: int
+    sequences: int
     cache: int
     logits: int
     update_state: int
@@ -212,14 +215,15 @@ def parameter_table(policy: Policy, state: TrainState) -> list[Part]:
 
 
 def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory:
-    """Bytes on a GPU, from shapes (`policy` and `state` may be abstract).
+    """Bytes on a GPU, from shapes (`policy` and `state` may be abstract). Raises ValueError if no rollout fits.
 
     With e bytes of the compute dtype, B sequences of T = prompt + completion tokens (in the update at a time
     r = B / gradient_accumulation_steps of them, m = r T tokens), and the model's L, D, F, V, N query, K key heads of H:
 
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
-    - cache: `2 L K H e · B T`, at most `rollout_memory_gb`.
-    - logits of a decode step: `3 · 4 V` for each sequence (logits, noise, scores).
+    - cache: `2 L K H e` for each token of the prompts and completions that the rollout holds at one time
+      (`rollout.plan.make_plan`), at most `rollout_memory_gb`.
+    - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
     - update with gradient_checkpointing: `4 D m` kept for each layer (the residual stream is fp32), and one layer at
       work, `(4 + e) N r T² + (16 + 4 e) F m + 8 e D m`. Without: `(4 + e) N r T² + 8 (e − 1) F m + 10 (e − 1) D m`
       kept for each layer, and `16 F m`. Where weights are quantized and the product is XLA's, also the largest fused
@@ -240,9 +244,9 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     tokens = rows * width
     scores = (4 + e) * heads * rows * width**2
 
-    cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim * e * width
-    limit = config.batch_size * cached if config.rollout_memory_gb is None else int(config.rollout_memory_gb * 1e9)
-    cache = min(config.batch_size * cached, limit)
+    lengths = config.max_prompt_length, config.max_completion_length
+    engine = Engine(memory_gb=config.rollout_memory_gb)
+    rollout = make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)
     if config.gradient_checkpointing:
         kept, working = 4 * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
     else:
@@ -253,8 +257,9 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     return Memory(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),
-        cache=cache,
-        logits=12 * model.vocab_size * (cache // cached),
+        sequences=rollout.slots,
+        cache=rollout.cache_bytes,
+        logits=12 * model.vocab_size * rollout.slots,
         update_state=2 * trained + tree_bytes(state.opt_state),
         activations=model.num_layers * kept + max(0, working - logits_chunk),
         logits_chunk=logits_chunk,

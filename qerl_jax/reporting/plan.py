@@ -54,7 +54,7 @@ def memory_table(memory: Memory, config: Config) -> Table:
     table = _table("Memory estimate (GB = 1e9 bytes)", "what", "rollout", "update")
     base = _gb(memory.weights + memory.state)
     table.add_row("weights, adapters, norms, optimizer state", base, base)
-    table.add_row(f"keys and values, up to {config.batch_size} sequences of {width} tokens", _gb(memory.cache), "")
+    table.add_row(f"keys and values of {memory.sequences} sequences at a time", _gb(memory.cache), "")
     table.add_row("decode step: logits and sampling", _gb(memory.logits), "")
     table.add_row("gradient, and the next state beside the last", "", _gb(memory.update_state))
     table.add_row(f"activations of {rows} sequences of {width} tokens at a time", "", _gb(memory.activations))

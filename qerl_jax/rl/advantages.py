@@ -19,7 +19,7 @@ def group_advantages(
     """`(r − mean_group) / (std + 1e-4)`, std with Bessel's correction over the group, over the batch, or no division.
 
     A NaN reward means that nothing could score the row: it gets advantage 0 and counts in no mean or deviation. Equal
-      rewards give exactly 0.
+    rewards give exactly 0.
 
     Args:
       rewards: row = p · G + g.

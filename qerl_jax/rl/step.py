@@ -51,8 +51,7 @@ def init_state(policy: Policy, config: Config) -> TrainState:
     """The state before the first step.
 
     Raises ValueError for an imported adapter with dropout: rollout and trainer would no longer be the same policy, and
-      the importance ratio would
-    measure the dropout mask.
+    the importance ratio would measure the dropout mask.
     """
     if policy.lora_config.dropout > 0:
         raise ValueError(

@@ -44,14 +44,19 @@ def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
 
 
 def test_cache_is_the_real_one(tmp_path):
+    """Two prompts of 96 tokens and their eight completions of 24; under a limit, what fits."""
     config = runs.config(tmp_path)
-    shape = load(config).config
-    width = config.max_prompt_length + config.max_completion_length
-    cache = kv.init_cache(
-        config.batch_size, width, shape.num_layers, shape.num_kv_heads, shape.head_dim, jnp.dtype(config.dtype)
-    )
-    assert plan(config).memory.cache == tree_bytes(cache)
-    assert plan(runs.config(tmp_path, rollout_memory_gb=1e-4)).memory.cache == 100_000
+    shape, dtype = load(config).config, jnp.dtype(config.dtype)
+    caches = [
+        kv.init_cache(rows, tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+        for rows, tokens in ((2, 96), (8, 24))
+    ]
+    memory = plan(config).memory
+    assert (memory.cache, memory.sequences) == (tree_bytes(caches), 8)
+    limited = plan(runs.config(tmp_path, rollout_memory_gb=memory.cache / 2e9)).memory
+    assert 0 < limited.cache <= memory.cache / 2 and 0 < limited.sequences < 8
+    with pytest.raises(ValueError, match=r"rollout_memory_gb .* cannot hold"):
+        plan(runs.config(tmp_path, rollout_memory_gb=1e-6))
 
 
 @pytest.mark.parametrize(("size", "gigabytes"), [("3B", 2.8), ("7B", 5.9), ("14B", 10.6), ("32B", 20.7)])

@@ -1,0 +1,66 @@
+"""The documentation is true: the guide's blocks run as they stand, the reference is what the docstrings say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_reference_is_up_to_date():
+    tool = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "make_api_docs.py"), "--check"], capture_output=True, text=True
+    )
+    assert tool.returncode == 0, tool.stderr
+
+
+def test_every_export_and_field_is_in_the_reference():
+    import dataclasses
+
+    import qerl_jax
+
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in qerl_jax.__all__:
+        assert f"`{name}`" in text or f"`qerl_jax.{name}`" in text, name
+    for field in dataclasses.fields(qerl_jax.Config):
+        assert f"| `{field.name}` |" in text, field.name
+
+
+def test_the_guide_runs(tmp_path):
+    """One program for all Python blocks, which share their names, with the commands between them, in one directory."""
+    program = ["import subprocess, sys"]
+    for language, text in blocks(ROOT / "docs" / "guide.md"):
+        assert language in ("bash", "python"), f"a block of {language} is run by nobody"
+        if language == "python":
+            program.append(text)
+        else:
+            command = shlex.split(text.replace("\\\n", " "))
+            assert command[0] == "python"
+            program.append(f"subprocess.run([sys.executable, *{command[1:]!r}], check=True)")
+    (tmp_path / "guide.py").write_text("\n".join(program))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"qerl-test-cache-{os.getpid()}"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+    run = subprocess.run(
+        [sys.executable, "guide.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "Dry run: nothing was loaded" in run.stdout and "step 3  sigma 0.0005" in run.stdout
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").exists()
+    metrics = (tmp_path / "runs" / "pens" / "metrics.jsonl").read_text()
+    assert metrics.count("rewards/my_reward.py:brevity/mean") == 2
+    links = re.findall(r"\]\(([\w./]+)\)", (ROOT / "docs" / "guide.md").read_text())
+    assert links and all((ROOT / "docs" / link).exists() for link in links)
