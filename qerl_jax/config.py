@@ -35,8 +35,8 @@ class Config:
     """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
-    matmul_kernel: Literal["xla", "mosaic_gpu"] = "xla"
-    """Product with 4-bit weights: plain XLA, or the Pallas kernels of a Hopper GPU (bf16, jax 0.11)."""
+    matmul_kernel: Literal["auto", "xla", "mosaic_gpu"] = "auto"
+    """Product with 4-bit weights: plain XLA, the Pallas kernels (a Hopper GPU, bf16, jax 0.11), or what can run."""
 
     dataset: tuple[str, ...] = ("gsm8k",)
     """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),
@@ -161,6 +161,8 @@ class Config:
     """Never sample a token less likely than min_p times the likeliest; 0: any. The trainer renormalizes likewise."""
     rollout_memory_gb: float | None = None
     """Key-value caches in 1e9 bytes: fewer completions are decoded at a time where not all fit. None: all at once."""
+    deterministic: bool = False
+    """Repeat a run bit for bit on a GPU, too: no autotuning, no atomic sums, `batch_invariant` not needed; slower."""
     batch_invariant: bool = False
     """A completion's bits depend neither on its neighbours nor on how the rollout is cut up; slower."""
 

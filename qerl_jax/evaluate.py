@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from qerl_jax.data.problems import correctness_of
 from qerl_jax.data.prompts import load_encoded
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
@@ -16,6 +17,7 @@ from qerl_jax.io.files import check_writable, write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.evaluation import Evaluation
+from qerl_jax.rewards.workers import load_rewards
 from qerl_jax.types import Sampling
 
 
@@ -58,8 +60,12 @@ class _Arguments:
     """Quantize an unquantized checkpoint while loading: nvfp4, mxfp4 or nf4."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype."""
-    matmul_kernel: Literal["xla", "mosaic_gpu"] = "xla"
-    """Product with 4-bit weights: plain XLA, or the Pallas kernels of a Hopper GPU."""
+    matmul_kernel: Literal["auto", "xla", "mosaic_gpu"] = "auto"
+    """Product with 4-bit weights: plain XLA, the Pallas kernels of a Hopper GPU, or what can run."""
+    reward_workers: int = 4
+    """Processes that grade, where the dataset's reward needs them (`math_verify`)."""
+    reward_timeout: float = 20.0
+    """Seconds after which a completion that is not graded yet counts as wrong."""
     seed: int = 0
     """Of the samples."""
     output: str | None = None
@@ -125,7 +131,10 @@ def _run(arguments: _Arguments) -> tuple[Evaluation, list[str]]:
         limit=arguments.samples,
         need_answers=True,
     )
-    return evaluate(policy, problems, sampling, arguments.seed, arguments.batch_size), notes
+    name = correctness_of(arguments.dataset)
+    with load_rewards((name,), arguments.reward_workers, arguments.reward_timeout) as judge:
+        result = evaluate(policy, problems, sampling, arguments.seed, arguments.batch_size, reward=judge[name])
+    return result, notes
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_problems, to_prompts
 from qerl_jax.reporting.evaluation import Evaluation, interval
 from qerl_jax.rewards import functions
+from qerl_jax.rewards.outcomes import Reward
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Finish, Policy, Sampling
@@ -28,8 +29,9 @@ def evaluate(
     system_prompt: str = "",
     max_prompt_length: int = 512,
     batch_invariant: bool = False,
+    reward: Reward = functions.answer,
 ) -> Evaluation:
-    """Sample completions of every problem from the policy as it is (noise-free norms) and score their `<answer>`.
+    """Sample completions of every problem from the policy as it is (noise-free norms) and count the correct ones.
 
     Args:
       policy: with a tokenizer.
@@ -39,6 +41,7 @@ def evaluate(
       batch_size: completions decoded together.
       system_prompt, max_prompt_length: of the encoding; prompts over the limit are left out.
       batch_invariant: as in `Engine`.
+      reward: what is correct: a completion to which it gives more than 0.
     """
     if not isinstance(problems[0], EncodedProblem):
         problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
@@ -47,8 +50,10 @@ def evaluate(
     key = keys.for_step(seed, keys.Purpose.EVALUATE, 0)
     rollout = generate(policy, prompts, sampling, key, Engine(slots=batch_size, batch_invariant=batch_invariant))
     texts = completion_texts(rollout, policy.tokenizer)
-    gold = [item.problem.answer for item in problems for _ in range(sampling.num_generations)]
-    correct = np.reshape(functions.answer(completions=texts, answer=gold), (len(problems), sampling.num_generations))
+    rows = [item.problem for item in problems for _ in range(sampling.num_generations)]
+    values = reward(prompts=[row.prompt for row in rows], completions=texts, answer=[row.answer for row in rows])
+    correct = np.array([value is not None and value > 0 for value in values], float)
+    correct = correct.reshape(len(problems), sampling.num_generations)
     low, high = interval(correct)
     return Evaluation(
         accuracy=float(correct.mean()),

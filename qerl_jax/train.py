@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl_jax import aqn, keys
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.data.problems import rewards_of
+from qerl_jax.data.problems import correctness_of, rewards_of
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, load_encoded, to_prompts
 from qerl_jax.data.stream import Stream
 from qerl_jax.evaluation import evaluate
@@ -26,6 +26,7 @@ from qerl_jax.io import assets, run_directory
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import CHECKPOINTS_DIR, Checkpointer
 from qerl_jax.io.command_line import parse, take_flag
+from qerl_jax.io.devices import make_deterministic
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.signals import StopSignals
 from qerl_jax.reporting import metrics as sink
@@ -61,6 +62,8 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     directory = Path(config.output_dir)
     run_directory.check(directory, config)
     sinks.check(config)
+    if config.deterministic:
+        make_deterministic()
 
     rewards = load_rewards(
         config.reward_funcs,
@@ -250,14 +253,17 @@ def collect_step(
 def evaluate_state(config: Config, policy: Policy, state: TrainState, problems: list[EncodedProblem]) -> Evaluation:
     """The noise-free policy on the evaluation problems; the same samples' keys before and after."""
     current = policy.replace(norms=state.norms, lora=state.lora)
-    return evaluate(
-        current,
-        problems,
-        config.eval_sampling,
-        config.seed,
-        config.eval_batch_size,
-        batch_invariant=config.batch_invariant,
-    )
+    name = correctness_of(config.eval_dataset)
+    with load_rewards((name,), config.reward_workers, config.reward_timeout) as judge:
+        return evaluate(
+            current,
+            problems,
+            config.eval_sampling,
+            config.seed,
+            config.eval_batch_size,
+            batch_invariant=config.batch_invariant,
+            reward=judge[name],
+        )
 
 
 def finish(

@@ -34,7 +34,7 @@ def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike) -> str | None:
 
 def choose(kernel: str, requested: str | None, missing: str | None) -> str:
     """The implementation to run: the one asked for by name, else Mosaic GPU where nothing is missing, else XLA (said
-    once).
+    once on a GPU; elsewhere nobody expects a kernel).
 
     Raises:
       ValueError: the name is unknown, or what was asked for cannot run here.
@@ -45,7 +45,6 @@ def choose(kernel: str, requested: str | None, missing: str | None) -> str:
         raise ValueError(f"{kernel}: implementation 'mosaic_gpu' needs {missing}")
     if requested is not None:
         return requested
-    if missing:
+    if missing and jax.default_backend() == "gpu":
         say_once(f"{kernel}: the XLA path runs, because Mosaic GPU needs {missing}")
-        return "xla"
-    return "mosaic_gpu"
+    return "xla" if missing else "mosaic_gpu"

@@ -149,6 +149,12 @@ def rewards_of(names: Sequence[str]) -> Mapping[str, float]:
     return first
 
 
+def correctness_of(name: str) -> str:
+    """Of the rewards that go with a dataset, the one with most weight: what its evaluation counts as correct."""
+    rewards = rewards_of((name,))
+    return max(rewards, key=rewards.__getitem__)
+
+
 def _parse(name: str) -> tuple[str | None, Path | None]:
     """Preset and path that a name stands for; not both None."""
     if name in PRESETS:

@@ -36,7 +36,7 @@ def load_policy(
     dtype: DTypeLike = jnp.bfloat16,
     adapter: str | Path | None = None,
     seed: int = 0,
-    matmul_kernel: str = "xla",
+    matmul_kernel: str = "auto",
 ) -> Policy:
     """Load a Qwen2.5 model directory as a policy with fresh or imported adapters.
 
@@ -49,7 +49,8 @@ def load_policy(
       dtype: compute dtype, bfloat16 or float32; also of dense weights.
       adapter: PEFT directory to start from, norms included.
       seed: of the adapters' initial A.
-      matmul_kernel: "xla", or "mosaic_gpu": the Pallas kernels for 4-bit weights on a Hopper GPU.
+      matmul_kernel: "xla"; "mosaic_gpu": the Pallas kernels for 4-bit weights on a Hopper GPU; or "auto": those where
+        they can run.
 
     Raises:
       FileNotFoundError: no such directory, config or weights.
@@ -106,7 +107,7 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict
 
 
 def load_weights(
-    path: Path, config: ModelConfig, weight_format: str | None, dtype: DTypeLike, matmul_kernel: str = "xla"
+    path: Path, config: ModelConfig, weight_format: str | None, dtype: DTypeLike, matmul_kernel: str = "auto"
 ) -> dict:
     """Every weight of the model on the default device, q/k/v and gate/up fused by concatenating rows."""
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
@@ -264,20 +265,23 @@ _LARGEST = float(np.finfo(np.float32).max) / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)
 
 
 def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
-    """The weight as `matmul_kernel` reads it: itself for "xla", packed for "mosaic_gpu".
+    """The weight as `matmul_kernel` reads it: itself for "xla", packed for "mosaic_gpu", for "auto" packed where that
+    can run.
 
     An MXFP4 weight whose exponents span too much for the packed form stays as it is (said once).
 
     Raises ValueError where "mosaic_gpu" cannot run, naming what is missing, or has no 4-bit weight to run on.
     """
-    if matmul_kernel == "xla":
+    missing = dispatch.missing_for_mosaic_gpu(dtype)
+    if matmul_kernel == "mosaic_gpu":
+        if not isinstance(weight, Nvfp4 | Mxfp4):
+            raise ValueError(
+                f"matmul_kernel {matmul_kernel!r} needs NVFP4 or MXFP4 weights, these are {type(weight).__name__}"
+            )
+        dispatch.choose("nvfp4_matmul", matmul_kernel, missing)
+    if matmul_kernel == "xla" or not isinstance(weight, Nvfp4 | Mxfp4):
         return weight
-    if not isinstance(weight, Nvfp4 | Mxfp4):
-        raise ValueError(
-            f"matmul_kernel {matmul_kernel!r} needs NVFP4 or MXFP4 weights, these are {type(weight).__name__}"
-        )
-    dispatch.choose("nvfp4_matmul", matmul_kernel, dispatch.missing_for_mosaic_gpu(dtype))
-    return pack(weight) if dispatch.choose("nvfp4_matmul", None, fits(weight)) == "mosaic_gpu" else weight
+    return pack(weight) if dispatch.choose("nvfp4_matmul", None, missing or fits(weight)) == "mosaic_gpu" else weight
 
 
 def _quantizer(weight_format: str, largest: float) -> Callable[[np.ndarray], Weight]:

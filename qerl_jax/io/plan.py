@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
@@ -139,7 +140,10 @@ def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kern
 
     def fused(*parts: str) -> Weight:
         weight = _zeros(stored, sum(shapes[part][0] for part in parts), shapes[parts[0]][1], dtype)
-        return pack(weight) if matmul_kernel == "mosaic_gpu" and isinstance(weight, Nvfp4 | Mxfp4) else weight
+        runs = matmul_kernel == "mosaic_gpu" or (
+            matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None
+        )
+        return pack(weight) if runs and isinstance(weight, Nvfp4 | Mxfp4) else weight
 
     def layer() -> dict[str, Any]:
         return {

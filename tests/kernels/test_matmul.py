@@ -69,8 +69,10 @@ def test_an_implementation_that_cannot_run_here_is_refused():
         nvfp4_matmul(x[:, :63], packed)
 
 
-def test_the_choice_is_said_once(caplog):
+def test_the_choice_is_said_once_and_only_where_a_kernel_could_be_expected(caplog, monkeypatch):
     dispatch.say_once.cache_clear()
+    assert dispatch.choose("kernel", None, "a Hopper GPU") == "xla" and not caplog.records
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for _ in range(2):
         assert dispatch.choose("kernel", None, "a Hopper GPU") == "xla"
     assert [record.message for record in caplog.records] == [

@@ -23,8 +23,7 @@ pytestmark = [
 
 class Lora:
     def __init__(self, a, b, scale, offset):
-        self.a, self.b, self.scale, self.offset, self.column = a, b, scale, offset, None
-        self.own_a = a
+        self.a, self.b, self.scale, self.offset = a, b, scale, offset
 
 
 def weight_of(n, k, seed=0, uniform=True):

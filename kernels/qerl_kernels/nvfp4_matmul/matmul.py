@@ -24,15 +24,16 @@ _SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
 
 
 class Adapter(Protocol):
-    """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`. Where `column` is not None, `a`
-    holds the A of all adapters of the weight side by side, this one's from that column on.
+    """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`.
+
+    Where it has a `column` that is not None, `a` holds the A of all adapters of the weight side by side, this one's
+    from that column on.
     """
 
     a: Float[Array, "K R"]
     b: Float[Array, "R N"]
     scale: float
     offset: int
-    column: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +76,13 @@ def nvfp4_matmul(
         raise ValueError(f"nvfp4_matmul: x has {x.shape[-1]} input features, the weight {weight.shape[0]} x {k}")
     chosen = dispatch.choose("nvfp4_matmul", implementation, dispatch.missing_for_mosaic_gpu(x.dtype))
     static = _Static(tuple((float(lora.scale), int(lora.offset)) for lora in loras), chosen, batch_invariant)
-    pairs = tuple((lora.own_a.astype(x.dtype), lora.b.astype(x.dtype)) for lora in loras)
-    together = loras[0].a.astype(x.dtype) if loras and loras[0].column is not None else None
+    columns = [getattr(lora, "column", None) for lora in loras]
+    together = loras[0].a.astype(x.dtype) if loras and columns[0] is not None else None
+    own = [
+        lora.a if start is None else lora.a[:, start : start + lora.b.shape[0]]
+        for lora, start in zip(loras, columns, strict=True)
+    ]
+    pairs = tuple((a.astype(x.dtype), lora.b.astype(x.dtype)) for a, lora in zip(own, loras, strict=True))
     y = _matmul(static, x.reshape(-1, k), weight, bias, pairs, together)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 

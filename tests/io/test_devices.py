@@ -1,0 +1,37 @@
+"""Determinism is asked for before a device starts, or refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from qerl_jax.io.devices import DETERMINISTIC_FLAGS, make_deterministic
+
+PROGRAM = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
+from qerl_jax.io.devices import make_deterministic
+make_deterministic()
+make_deterministic()
+print(os.environ["XLA_FLAGS"])
+import jax
+print(jax.jit(lambda x: x + 1)(1))
+"""
+
+
+def test_flags_are_added_once_and_xla_knows_them():
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    flags, result = run.stdout.splitlines()
+    assert flags.split() == ["--xla_cpu_enable_fast_math=false", *DETERMINISTIC_FLAGS] and result == "2"
+
+
+def test_too_late_is_an_error(monkeypatch):
+    jax.devices()
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    with pytest.raises(ValueError, match="JAX has started its devices already"):
+        make_deterministic()
+    monkeypatch.setenv("XLA_FLAGS", " ".join(DETERMINISTIC_FLAGS))
+    make_deterministic()
