@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
@@ -48,3 +50,19 @@ def training(place: Path, *more: str) -> list[str]:
 
 def evaluation(place: Path) -> list[str]:
     return [str(place / "model"), "--dataset", str(place / "rows.jsonl"), *SHORT]
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """A hang becomes an error."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"no answer within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,5 +1,5 @@
-"""560 random mutations of model directories, configs and datasets, through the command line's `main`: each is refused
-by one line and exit code 2, or what was loaded is exactly what the files say, by independent readers.
+"""620 random mutations of models, adapters, configs and datasets, through the command line's `main`: each is refused by
+one line and exit code 2, or what was loaded is exactly what the files say, by independent readers.
 
 A wrong success is: a safetensors file that the format's own library refuses; a weight, a scale or a shape that differs
 from the stored bytes; a value that is not finite; a key that was read as something else than it states; a tokenizer
@@ -9,11 +9,9 @@ another finite weight, another legal text or number cannot be told from the real
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import jax
@@ -23,11 +21,15 @@ import pytest
 import safetensors
 import small
 import yaml
+from command_lines import time_limit
 from oracles.stored_bytes import loaded_bytes
 
 from qerl_jax import train
 from qerl_jax.config import Config, to_mapping
 from qerl_jax.io import names
+from qerl_jax.io.adapter import export_adapter
+from qerl_jax.io.load import load_policy
+from qerl_jax.models.lora import LoraConfig
 from qerl_jax.types import Policy
 
 SECONDS = 20  # of one case; they take some 30 ms
@@ -52,22 +54,6 @@ FIELDS = {  # of config.json -> of ModelConfig
 
 class Loaded(Exception):
     """Everything the run reads has been read, and was accepted."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: int):
-    """A hang becomes an error."""
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"no answer within {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -162,6 +148,31 @@ def test_a_damaged_model_is_refused_or_loaded_as_stored(models, dataset, attempt
             raise AssertionError(what) from error
         shutil.rmtree(model)
     assert 10 < refused < 40  # otherwise the mutations are not what they should be
+
+
+def test_a_damaged_adapter_is_refused_or_loaded_as_stored(models, dataset, attempt, tmp_path):
+    """60 mutations. The oracle of an accepted one: exported again, it is the file, by the safetensors library."""
+    export_adapter(load_policy(models[1], lora=LoraConfig(rank=2)), tmp_path / "sound", norms=False)
+    refused = 0
+    for case in range(60):
+        rng, adapter = np.random.default_rng([5, case]), tmp_path / f"adapter{case}"
+        shutil.copytree(tmp_path / "sound", adapter)
+        what = f"case {case}, {mutations.change_directory(adapter, rng)}"
+        try:
+            error, seen = attempt([*flags(models[1], dataset, tmp_path / "out"), "--adapter", str(adapter)])
+            if error is None:
+                export_adapter(seen["load"], tmp_path / "again", norms=False)
+                files = [folder / "adapter_model.safetensors" for folder in (adapter, tmp_path / "again")]
+                stored, loaded = (
+                    {n: bytes(t["data"]) for n, t in safetensors.deserialize(f.read_bytes())} for f in files
+                )
+                assert stored == loaded
+            else:
+                refused += 1
+                assert str(adapter) in error, error
+        except Exception as error:
+            raise AssertionError(what) from error
+    assert 20 < refused < 60
 
 
 def assert_loaded_as_stored(policy: Policy, model: Path, original: Path) -> None:

@@ -7,6 +7,7 @@ an overlay for the base.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,24 +59,33 @@ def adapter_config(directory: Path) -> LoraConfig:
     for key in _UNSUPPORTED:
         if not _unset(config.get(key)):
             raise CheckpointError(f"{path}: {key} is {config[key]!r}, which is not supported")
-    modules = config.get("target_modules") or []
+    modules, saved = config.get("target_modules") or [], config.get("modules_to_save") or []
+    for key, value in (("target_modules", modules), ("modules_to_save", saved)):
+        if value != "all-linear" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise CheckpointError(f"{path}: {key} is {value!r}, it must be a list of names")
     targets = PROJECTIONS if modules == "all-linear" else tuple(p for p in PROJECTIONS if p in modules)
     if modules != "all-linear" and len(targets) != len(modules):
         raise CheckpointError(f"{path}: target_modules {sorted(modules)} go beyond the projections {list(PROJECTIONS)}")
-    extra = set(config.get("modules_to_save") or ()) - set(LAYER_NORMS)
+    extra = set(saved) - set(LAYER_NORMS)
     if extra:
         raise CheckpointError(
             f"{path}: modules_to_save {sorted(extra)}, supported are the layer norms {list(LAYER_NORMS)}"
         )
-    for key in ("r", "lora_alpha"):
-        if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float) or config[key] <= 0:
-            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, it must be a number above 0")
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0.0)
+    if type(rank) is not int or rank <= 0:
+        raise CheckpointError(f"{path}: r is {rank!r}, it must be a whole number above 0")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise CheckpointError(f"{path}: lora_alpha is {alpha!r}, it must be a number above 0")
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise CheckpointError(f"{path}: lora_dropout is {dropout!r}, it must lie in [0, 1)")
+    if not isinstance(config.get("use_rslora", False), bool):
+        raise CheckpointError(f"{path}: use_rslora is {config['use_rslora']!r}, it must be true or false")
     return LoraConfig(
-        rank=int(config["r"]),
-        alpha=float(config["lora_alpha"]),
-        use_rslora=bool(config.get("use_rslora", False)),
+        rank=rank,
+        alpha=float(alpha),
+        use_rslora=config.get("use_rslora", False),
         target_modules=targets,
-        dropout=float(config.get("lora_dropout", 0.0)),
+        dropout=float(dropout),
     )
 
 

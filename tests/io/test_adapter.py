@@ -227,6 +227,13 @@ def exported(micro_dir, tmp_path) -> Path:
         ({"r": "8"}, ("r ", "'8'")),
         ({"r": None}, ("r ", "None")),
         ({"lora_alpha": None}, ("lora_alpha", "None")),
+        ({"lora_alpha": float("inf")}, ("lora_alpha", "inf")),
+        ({"r": 1.5}, ("r ", "1.5")),
+        ({"lora_dropout": "0.1"}, ("lora_dropout", "'0.1'")),
+        ({"use_rslora": "yes"}, ("use_rslora", "'yes'")),
+        ({"target_modules": "q_proj|v_proj"}, ("target_modules", "'q_proj|v_proj'")),
+        ({"target_modules": ["q_proj", 3]}, ("target_modules", "3")),
+        ({"modules_to_save": 1}, ("modules_to_save", "1")),
     ],
 )
 def test_adapters_that_are_no_plain_lora_are_refused(exported, changes, named):
