@@ -94,8 +94,8 @@ def test_with_adapters(tmp_path):
 
 
 def test_attention(tmp_path):
-    """Also: where there are enough blocks, two fit a multiprocessor, as the size of the ring assumes."""
-    from qerl_kernels.decode_attention import cases, mosaic_gpu
+    """Also: two blocks fit a multiprocessor, as the size of the ring assumes."""
+    from qerl_kernels.decode_attention import cases
 
     found = [("attention", rows, *heads, 256, 1024) for heads in cases.MODELS.values() for rows in (2, 32, 128)]
     for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
@@ -104,5 +104,4 @@ def test_attention(tmp_path):
         assert int(re.search(r"Used (\d+) registers", report)[1]) <= 128, (case, report)
         set_up = kernel[: kernel.rindex("mbarrier.init.shared::cta")]  # the barriers lie behind all arrays
         barriers = max(int(offset) for offset in re.findall(r"add.s32\s+%r\d+, %r\d+, (\d+);", set_up))
-        alone = mosaic_gpu.blocks_for(case[1] * case[3], 132) == 4
-        assert barriers + 1024 <= (226 if alone else 113) * 1024, (case, barriers)
+        assert barriers + 1024 <= 113 * 1024, (case, barriers)

@@ -67,7 +67,7 @@ from qerl_kernels.decode_attention.fragments import (
 
 TILE = 4 * KEYS_OF_WARP
 PARTS = 4
-SMEM_BYTES = 226 * 1024  # of a multiprocessor
+SMEM_BYTES = 113 * 1024  # of a block: two fit a multiprocessor
 LOG2_E = 1.4426950408889634
 LEAST = -1e30  # where the running maximum starts: finite, so that nothing minus nothing is 0
 
@@ -78,10 +78,14 @@ def blocks_for(pairs: int, sms: int) -> int:
 
 
 def slots_for(width: int, blocks: int) -> int:
-    """Slots of the ring that fit beside the sums: two blocks share a multiprocessor, where there are that many."""
+    """Slots of the ring that fit beside the sums.
+
+    Not more where a block could have a multiprocessor to itself: clusters of four, one block on each multiprocessor, do
+    not all fit on the chip at once.
+    """
     sums = 4 * QUERIES * width * 4 + _boxes(blocks) * mail_bytes(width)
     small = 6 * 1024  # tops, totals and mail, a KiB each, Mosaic's own scratch, and the barriers
-    return min(12, (SMEM_BYTES // (1 if blocks == 4 else 2) - sums - small) // (TILE * width * 2))
+    return (SMEM_BYTES - sums - small) // (TILE * width * 2)
 
 
 def _boxes(blocks: int) -> int:
