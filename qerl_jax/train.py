@@ -43,7 +43,7 @@ from qerl_jax.rewards.workers import Rewards, load_rewards
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state, learning_rate
 from qerl_jax.rollout.collect import Experience, collect
-from qerl_jax.rollout.engine import check_positions, generate
+from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.plan import Engine, make_plan
 from qerl_jax.types import Policy, Rollout, TrainState
 
@@ -74,9 +74,13 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     )
     policy = load(config)
     state = init_state(policy, config)
-    check_positions(policy.config, config.max_prompt_length, config.max_completion_length)
-    engine = Engine(memory_gb=config.rollout_memory_gb, batch_invariant=config.batch_invariant)
     lengths = config.max_prompt_length, config.max_completion_length
+    if sum(lengths) > policy.config.max_position_embeddings:
+        raise ConfigError(
+            f"max_prompt_length {lengths[0]} + max_completion_length {lengths[1]} exceed max_position_embeddings "
+            f"{policy.config.max_position_embeddings} of {assets.model_path(config.model) / 'config.json'}"
+        )
+    engine = Engine(memory_gb=config.rollout_memory_gb, batch_invariant=config.batch_invariant)
     make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)  # raises if it cannot fit
     stream, test_problems = load_problems(config, policy, console)
 

@@ -87,7 +87,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 FLAGS: dict[str, tuple[list[str], str]] = {
     "positions": (
         ["--max-prompt-length", "200", "--max-completion-length", "57"],
-        "prompts of 200 tokens and 57 new ones exceed the model's max_position_embeddings 256",
+        "max_prompt_length 200 + max_completion_length 57 exceed max_position_embeddings 256 of MODEL/config.json",
     ),
     "rollout memory": (
         ["--rollout-memory-gb", "1e-6"],

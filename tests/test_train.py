@@ -266,7 +266,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
         ([*tiny, "--dataset", str(tmp_path / "bad.jsonl")], "bad.jsonl, line 2 is not JSON"),
         ([*tiny, "--reward-funcs", "x", "--reward-weights", "1"], "reward 'x' is neither"),
         ([*tiny, "--max-completion-length", "100000"], "max_position_embeddings"),
-        ([*tiny, "--rollout-memory-gb", "1e-9"], "rollout_memory_gb 1e-09 cannot hold one group"),
+        ([*tiny, "--rollout-memory-gb", "1e-9"], "cannot hold 1 completions of 16 tokens and 1 prompts of 80"),
         ([*tiny, "--max-prompt-length", "1"], "max_prompt_length 1; the shortest has"),
         ([*tiny, "--weight-format", "nf4", "--matmul-kernel", "mosaic_gpu"], "needs NVFP4 or MXFP4 weights"),
         ([*tiny, "--weight-format", "nvfp4", "--matmul-kernel", "mosaic_gpu"], "'mosaic_gpu' needs"),
