@@ -2,23 +2,30 @@
 
     python tools/bench_matmul.py [--anchors ROWS.json] [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
 
-A figure is the wall time of one jitted call that runs the product over many weights (at least 512 MB of packed bytes,
-three copies from 1024 tokens on, so that the L2 does not help), divided by their number: the smallest of five
-repetitions. Every product is checked first, against the exact weights in fp32. `--anchors` names rows of rivals in the
-same layout ("marlin", "cublas_bf16"), for the ratios; without it only our own figures are printed. The rows of rivals
-are copied into the result, marked with their own source.
+A figure is the wall time of one jitted loop whose body runs the product over many weights (at least 300 MB of packed
+bytes and two copies, so that the L2 does not help), divided by the number of products. The loop stands for a decode
+loop: its buffers do not move, so that its CUDA graphs are captured once; a list of calls without a loop is captured
+anew whenever an output lies elsewhere, and then the host is what is timed. The smallest of five repetitions after the
+GPU has been busy for 30 ms. Every product is checked first, against the exact weights in fp32. `--anchors` names rows
+of rivals in the same layout ("marlin", "cublas_bf16"), for the ratios; without it only our own figures are printed.
+The rows of rivals are copied into the result, marked with their own source.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
+import fcntl
 import functools
 import json
 import math
+import multiprocessing
 import pathlib
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import types
 
@@ -27,26 +34,74 @@ import jax.numpy as jnp
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
 
-ROTATE_BYTES = 512e6
+ROTATE_BYTES = 300e6
 COPY_BYTES_PER_S = 4.30e12  # read + write of a device-to-device copy on an H200
 MATRIX_FLOP_PER_S = 788e12  # an 8192 × 8192 × 8192 bf16 product on an H200
 MAX_ERROR = 2.5e-3
+# Products that do not depend on each other must not run at the same time within a captured graph.
+ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
-def microseconds(call, inputs: list, weights: list, repeats: int = 5) -> float:
-    """Time of one `call(x, weight)`, from one jitted function that makes all calls x by weight."""
-    every = jax.jit(lambda inputs, weights: [call(x, weight) for x in inputs for weight in weights])
-    for _ in range(2):
-        jax.block_until_ready(every(inputs, weights))
-    count, best = len(inputs) * len(weights), math.inf
-    rounds = 4
+class _OneAtATime:
+    """Processes compile side by side, but the GPU is one process's at a time."""
+
+    def __enter__(self) -> None:
+        self.file = open(pathlib.Path(tempfile.gettempdir()) / "qerl-bench.lock", "w")
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __exit__(self, *error) -> None:
+        self.file.close()
+
+
+GPU = _OneAtATime()
+
+
+def looped(call, rounds: int):
+    """(x, weights) -> a number that depends on every product: `rounds` times `call(x, weight)` for each weight; x turns
+    its sign every round, so that nothing can leave the loop. x may be a list, one for each weight."""
+
+    def every(x, weights):
+
+        def one_round(_, carry):
+            x, total = carry
+            inputs = x if isinstance(x, list) else [x] * len(weights)
+            outs = [call(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+            return jax.tree.map(jnp.negative, x), total + sum(out[0, 0].astype(jnp.float32) for out in outs)
+
+        return jax.lax.fori_loop(0, rounds, one_round, (x, jnp.float32(0)))
+
+    return every
+
+
+def microseconds(compiled, x, weights: list, count: int, repeats: int = 5, warm: float = 0.03) -> float:
+    """Time of one of the `count` products of a compiled `looped`."""
+    best = math.inf
+    start = time.perf_counter()
+    while time.perf_counter() - start < warm:
+        jax.block_until_ready(compiled(x, weights))
     for _ in range(repeats):
         start = time.perf_counter()
-        for _ in range(rounds):
-            out = every(inputs, weights)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - start) / rounds / count * 1e6)
-    return best
+        jax.block_until_ready(compiled(x, weights))
+        best = min(best, time.perf_counter() - start)
+    return best / count * 1e6
+
+
+def floor_us(m: int, n: int, k: int) -> float:
+    """No product is faster: its bytes at the copy's rate, its operations at the matrix unit's."""
+    return max(n * k * 0.5625 / COPY_BYTES_PER_S, 2.0 * m * n * k / MATRIX_FLOP_PER_S) * 1e6
+
+
+def rounds_of(us: float, count: int) -> int:
+    """Rounds of a loop that take about 8 ms."""
+    return max(1, round(8e3 / (us * count)))
+
+
+def measure(call, x, weights: list, us: float, **options) -> float:
+    """Time of `call(x, weight)`, which is about `us`."""
+    rounds = rounds_of(us, len(weights))
+    compiled = jax.jit(looped(call, rounds), compiler_options=ONE_BY_ONE).lower(x, weights).compile()
+    with GPU:
+        return microseconds(compiled, x, weights, rounds * len(weights), **options)
 
 
 def weights_of(case: str, least: int = 2, limit: int | None = None) -> list:
@@ -57,17 +112,33 @@ def weights_of(case: str, least: int = 2, limit: int | None = None) -> list:
     return [packing.pack(cases.random_weight(jax.random.key(i), n, k)) for i in range(copies)]
 
 
-def relative_error(y, x, weight, transposed: bool) -> float:
-    """‖y − x·W‖ / ‖x·W‖ over at most 256 tokens, the exact weights in fp32."""
+@functools.partial(jax.jit, static_argnums=2)
+def _exact(x, weight, transposed: bool):
     matrix, row = packing.packed_parts(weight)
-    matrix = matrix.astype(jnp.float32)
-    x, y = x[:256].astype(jnp.float32), y[:256].astype(jnp.float32)
+    matrix, x = matrix.astype(jnp.float32), x[:256].astype(jnp.float32)
     highest = jax.lax.Precision.HIGHEST
     if transposed:
-        expected = jnp.matmul(x * row, matrix, precision=highest)
-    else:
-        expected = jnp.matmul(x, matrix.T, precision=highest) * row
-    return float(jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected))
+        return jnp.matmul(x * row, matrix, precision=highest)
+    return jnp.matmul(x, matrix.T, precision=highest) * row
+
+
+@jax.jit
+def _distance(y, expected):
+    return jnp.linalg.norm(y[: len(expected)].astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
+
+
+def exact(x, weight, transposed: bool) -> jax.Array:
+    """x · W for at most 256 tokens, the exact weights in fp32."""
+    compiled = _exact.lower(x, weight, transposed).compile()
+    with GPU:
+        return jax.block_until_ready(compiled(x, weight))
+
+
+def refuse_if_wrong(y, expected, what: str) -> None:
+    """Raises SystemExit where ‖y − expected‖ / ‖expected‖ is above the bound or not a number."""
+    error = float(_distance(y, expected))
+    if not error <= MAX_ERROR:
+        raise SystemExit(f"{what}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
 
 
 def forward(x, weight):
@@ -80,16 +151,31 @@ def backward(dy, weight):
     return jax.vjp(lambda x: forward(x, weight), x)[1](dy)[0]
 
 
-def adapters(case: str, rank: int) -> list:
-    n, k = cases.SHAPES[case]
-    del n
-    loras, offset = [], 0
-    for i, width in enumerate(cases.parts(case)):
-        a = jax.random.normal(jax.random.key(2 * i), (k, rank), jnp.bfloat16) / k**0.5
-        b = jax.random.normal(jax.random.key(2 * i + 1), (rank, width), jnp.bfloat16) / 8
-        loras.append(types.SimpleNamespace(a=a, b=b, scale=1.0, offset=offset))
-        offset += width
-    return loras
+def adapters(case: str, rank: int, seed: int) -> tuple[list, jax.Array | None]:
+    """(A, B) of each part of a projection, and the A side by side, as a decode loop keeps them."""
+    if not rank:
+        return [], None
+    _, k = cases.SHAPES[case]
+    keys = jax.random.split(jax.random.key(seed), 2 * len(cases.parts(case)))
+    pairs = [
+        (jax.random.normal(a, (k, rank), jnp.bfloat16) / k**0.5, jax.random.normal(b, (rank, width), jnp.bfloat16) / 8)
+        for width, a, b in zip(cases.parts(case), keys[::2], keys[1::2], strict=True)
+    ]
+    return pairs, jnp.concatenate([a for a, _ in pairs], axis=1)
+
+
+def with_adapters():
+    """The product with the adapters of one layer: (x, (weight, [(A, B), ...], A side by side)) -> y."""
+
+    def call(x, pair):
+        weight, arrays, together = pair
+        loras, offset = [], 0
+        for a, b in arrays:
+            loras.append(types.SimpleNamespace(a=a, b=b, scale=1.0, offset=offset))
+            offset += b.shape[1]
+        return nvfp4_matmul(x, weight, None, loras, implementation="mosaic_gpu", a_together=together if loras else None)
+
+    return call
 
 
 def row_of(case: str, m: int, direction: str, rank: int, us: float) -> dict:
@@ -115,50 +201,79 @@ def describe(row: dict, anchors: dict) -> str:
         rival = anchors.get((row["case"], m, impl))
         if rival and row["direction"] == "forward" and not row["lora_rank"]:
             text += f"  {rival / us:5.2f} x {impl}"
-    return text
+    return text + ("  batch invariant" if row.get("batch_invariant") else "")
 
 
-def measure_case(case: str, tokens: list[int], rank: int, emit) -> None:
+def measure_case(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> list[dict]:
+    """All rows of one case."""
     n, k = cases.SHAPES[case]
-    weights = weights_of(case)
+    with GPU:
+        weights = jax.block_until_ready(weights_of(case))
+    rows = []
+
+    def timed(call, m: int, direction: str, rank: int, x, weights, **more) -> None:
+        us = measure(call, x, weights, 1.5 * floor_us(m, n, k) + 5)
+        rows.append({**row_of(case, m, direction, rank, us), **more})
+
+    def check(call, m: int, x, transposed: bool) -> None:
+        compiled, expected = jax.jit(call).lower(x, weights[0]).compile(), exact(x, weights[0], transposed)
+        with GPU:
+            refuse_if_wrong(compiled(x, weights[0]), expected, f"{case} m={m} transposed={transposed}")
+
     for m in tokens:
         some = weights[:3] if m >= 1024 else weights
-        inputs = [jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16) for i in range(1 if n * k > 4e7 else 3)]
-        error = relative_error(jax.jit(forward)(inputs[0], some[0]), inputs[0], some[0], False)
-        if not error <= MAX_ERROR:
-            raise SystemExit(f"{case} m={m}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
-        emit(row_of(case, m, "forward", 0, microseconds(forward, inputs, some)))
+        x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
+        check(forward, m, x, False)
+        timed(forward, m, "forward", 0, x, some)
+        if batch_invariant and m in (8, 64, 4096):
+            invariant = functools.partial(nvfp4_matmul, implementation="mosaic_gpu", batch_invariant=True)
+            check(invariant, m, x, False)
+            timed(invariant, m, "forward", 0, x, some, batch_invariant=True)
         if rank and m <= 64:
-            loras = adapters(case, rank)
-            call = functools.partial(nvfp4_matmul, loras=loras, implementation="mosaic_gpu")
-            emit(row_of(case, m, "forward", rank, microseconds(call, inputs, some)))
+            # an x for each weight: XLA would make one product of those that share theirs
+            inputs = [jnp.roll(x, i, axis=1) for i in range(len(some))]
+            pairs = [(weight, *adapters(case, rank, i)) for i, weight in enumerate(some)]
+            timed(with_adapters(), m, "forward", rank, inputs, pairs)
         if m >= 4096:
             dy = jax.random.normal(jax.random.key(9), (m, n), jnp.bfloat16)
-            error = relative_error(jax.jit(backward)(dy, some[0]), dy, some[0], True)
-            if not error <= MAX_ERROR:
-                raise SystemExit(f"{case} dx m={m}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
-            emit(row_of(case, m, "dx", 0, microseconds(backward, [dy], some)))
+            check(backward, m, dy, True)
+            timed(backward, m, "dx", 0, dy, some)
+    return rows
 
 
-def measure_layers(m: int, rank: int, layers: int, emit) -> None:
-    """All projections of a 7B decode step, `layers` times qkv, o, gate_up, down in one jit."""
-    sets = [[weights_of(case, 1, 1)[0] for case in cases.LAYER_7B] for _ in range(layers)]
-    loras = [adapters(case, rank) if rank else () for case in cases.LAYER_7B]
-    inputs = [jax.random.normal(jax.random.key(i), (m, cases.SHAPES[c][1])) for i, c in enumerate(cases.LAYER_7B)]
-    inputs = [x.astype(jnp.bfloat16) for x in inputs]
-
-    def step(inputs, layer):
-        return [
-            nvfp4_matmul(x, weight, None, lora, implementation="mosaic_gpu")
-            for x, weight, lora in zip(inputs, layer, loras, strict=True)
-        ]
-
-    us = microseconds(step, [inputs], sets) * layers
-    emit({"case": "layer_set_7b", "m": m, "n": 0, "k": 0, "direction": "forward", "lora_rank": rank, "impl": "qerl",
-          "us": round(us, 1)})  # fmt: skip
+def measure_layers(m: int, rank: int, layers: int) -> list[dict]:
+    """All projections of a 7B decode step in one jit: `layers` times qkv, o, gate_up, down, each with its own x."""
+    chain = [case for _ in range(layers) for case in cases.LAYER_7B]
+    with GPU:
+        weights, pairs, inputs = [], [], []
+        for i, case in enumerate(chain):
+            weights.append(weights_of(case, 1, 1)[0])
+            pairs.append((weights[-1], *adapters(case, rank, i)))
+            inputs.append(jax.random.normal(jax.random.key(i), (m, cases.SHAPES[case][1]), jnp.bfloat16))
+        jax.block_until_ready((pairs, inputs))
+    us = measure(with_adapters(), inputs, pairs, 15.0) * len(chain)
+    return [{"case": "layer_set_7b", "m": m, "n": 0, "k": 0, "direction": "forward", "lora_rank": rank, "impl": "qerl",
+             "us": round(us, 1)}]  # fmt: skip
 
 
-def meta() -> dict:
+def means(rows: list[dict], anchors: dict) -> str:
+    """Geometric means of the rivals' time over ours, for each number of tokens."""
+    ratios = {}
+    for row in rows:
+        if row["lora_rank"] or not row["n"] or row.get("batch_invariant"):
+            continue
+        times = {impl: anchors.get((row["case"], row["m"], impl)) for impl in ("marlin", "cublas_bf16")}
+        for impl, us in [*times.items(), ("the better", min((us for us in times.values() if us), default=None))]:
+            if us and (row["direction"] == "forward" or impl == "cublas_bf16"):
+                ratios.setdefault((row["direction"], row["m"], impl), []).append(us / row["us"])
+    lines = [
+        f"{direction:8s} m {m:6d}  {statistics.geometric_mean(values):5.2f} x {impl} (least {min(values):.2f})"
+        for (direction, m, impl), values in sorted(ratios.items())
+    ]
+    return "\n".join(lines)
+
+
+def meta(commit: str | None) -> dict:
     def output(*command):
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else "unknown"
@@ -166,7 +281,7 @@ def meta() -> dict:
     return {
         "gpu": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),
-        "commit": output("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit or output("git", "rev-parse", "--short", "HEAD"),
         "command": " ".join(["python", *sys.argv]),
         "jax": jax.__version__,
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -180,23 +295,26 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS))
     parser.add_argument("--rank", type=int, default=32, help="of the adapters timed for up to 64 tokens; 0 for none")
     parser.add_argument("--layers", type=int, default=28, help="of the decode-step rows; 0 to leave them out")
+    parser.add_argument("--batch-invariant", action="store_true", help="also that mode, at 8, 64 and 4096 tokens")
+    parser.add_argument("--jobs", type=int, default=4, help="processes that compile; they time one at a time")
+    parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
     rivals = json.loads(args.anchors.read_text())["rows"] if args.anchors else []
     anchors = {(row["case"], row["m"], row["impl"]): row["us"] for row in rivals}
-    rows, about = [], meta()
-
-    def emit(row: dict) -> None:
-        rows.append({**row, "commit": about["commit"]})
-        print(describe(row, anchors), flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        copied = [{**rival, "source": str(args.anchors.name)} for rival in rivals] if args.anchors else []
-        args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0))
-
-    for rank in (0, args.rank) if args.layers else ():
-        measure_layers(8, rank, args.layers, emit)
-    for case in args.cases:
-        measure_case(case, args.tokens, args.rank, emit)
+    copied = [{**rival, "source": args.anchors.name} for rival in rivals] if args.anchors else []
+    rows, about = [], meta(args.commit)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        ranks = (0, args.rank) if args.layers else ()
+        tasks = [pool.submit(measure_layers, 8, rank, args.layers) for rank in ranks]
+        tasks += [pool.submit(measure_case, case, args.tokens, args.rank, args.batch_invariant) for case in args.cases]
+        for done in concurrent.futures.as_completed(tasks):
+            for row in done.result():
+                rows.append({**row, "commit": about["commit"]})
+                print(describe(row, anchors), flush=True)
+            args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
+    print(means(rows, anchors))
 
 
 if __name__ == "__main__":

@@ -1,84 +1,170 @@
 """Finds the tile of each product by trying many, and stores the table that `qerl_kernels.nvfp4_matmul.tiles` reads.
 
-    python tools/tune_matmul.py [--cases gate_up_7b ...] [--tokens 8 16 ...] [--direction forward|dx] [--write]
+    python tools/tune_matmul.py [--cases gate_up_7b ...] [--tokens 8 16 ...] [--direction forward dx] [--write]
 
-Every candidate is checked (relative error) and timed as `bench_matmul.py` does. Run it under a time limit: a kernel
-with a wrong barrier does not return. `--write` replaces the rows of the shapes that were tried and leaves the others.
+Of all tiles that fit a multiprocessor, those that a rough model of the kernel (`estimate`) puts first are compiled,
+checked (relative error) and timed as `bench_matmul.py` does; the table's present tile is always among them. Run it
+under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were
+tried and leaves the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
+import math
+import multiprocessing
 import pathlib
+import time
 
 import bench_matmul as bench
 import jax
 import jax.numpy as jnp
 from qerl_kernels.nvfp4_matmul import cases, mosaic_gpu, tiles
+from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
 
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
+TOKENS = (8, 16, 32, 64, 128, 256, 1024, 16384, 96, 512)
+TIMED_TOKENS = 4096  # stands for all larger numbers
+CLOCK_HZ = 1.85e9
+SMS = 132
 
 
-def candidates(m: int, transposed: bool) -> list[mosaic_gpu.Tile]:
-    """Tiles worth trying for m tokens: all that fit, of the ranges that have won so far."""
-    few = m <= 32
-    widths = [min(256, -(-m // 8) * 8)] if m <= 64 else [64, 128, 256]
+def estimate(tile: Tile, m: int, n: int, k: int) -> float:
+    """Microseconds by a rough model: for a unit of 64 × 64 weights, cycles of the issue slots, of shared memory, of the
+    tensor cores, of the path from the L2, and of one consumer's chain of waits divided by the consumers; the largest
+    plus a part of all; times the units of the busiest multiprocessor; not under the DRAM's time; plus what a kernel
+    pays once. It only has to put the good tiles among the first; the constants fit the sweeps in LOG.md by eye.
+    """
+    groups_of_8 = -(-tile.tokens // 8)
+    moved = 2304 + 128 * tile.tokens / tile.rows
+    issue = 80 + 40 / tile.depth + (6 * groups_of_8 if tile.warp_mma else 8)
+    shared = 24 + moved / 128 + (32 * groups_of_8 if tile.warp_mma else 0)
+    tensor = 4 * tile.tokens if tile.warp_mma else 2 * max(tile.tokens, 32)
+    path = moved / 48
+    chain = (300 / tile.depth + 260 + tensor) / (tile.consumers * tile.blocks_per_sm)
+    unit = max(issue, shared, tensor, path, chain) + 0.15 * (issue + shared + tensor + path)
+    tiles_ = -(-m // tile.tokens) * -(-n // (64 * tile.rows))
+    groups = min(tiles_, SMS * tile.blocks_per_sm // tile.cluster)
+    steps = -(-k // (64 * tile.slices * tile.depth))
+    passes = math.ceil(-(-tiles_ // groups) * steps / tile.cluster)
+    resident = min(tile.blocks_per_sm, math.ceil(groups * tile.cluster / SMS))
+    busiest = passes * tile.slices * tile.depth * tile.rows * resident
+    once = 4.0 + 0.6 * (tile.cluster > 1) + 0.3 * (tile.slices > 1) + 0.4 * (tile.cluster > 2)
+    return max(busiest * unit / CLOCK_HZ * 1e6, n * k * 0.5625 / bench.COPY_BYTES_PER_S * 1e6) + once
+
+
+def candidates(m: int, n: int, k: int, transposed: bool, most: int) -> list[Tile]:
+    """The `most` tiles that look best for x [m, k] and a weight [n, k], with as many stages as fit (at most 8)."""
+    widths = [-(-m // 8) * 8] if m <= 32 else [w for w in (64, 96, 128, 192, 256) if w < 2 * m]
     found = []
-    for tokens, rows, slices, cluster, depth, blocks in itertools.product(
-        widths, (1, 2, 3, 4, 6), (1, 2, 4, 7), (1, 2, 4), (1, 2, 4), (1, 2)
+    for tokens, rows, slices, cluster, depth, blocks, warp_mma in itertools.product(
+        widths, range(1, 8), (1, 2, 3, 4, 6, 7), (1, 2, 4), (1, 2, 4), (1, 2, 3), (True, False)
     ):
-        if rows * slices > 7 or (transposed and slices > 2) or (not few and depth > 2):
+        if rows * slices > 7 or (transposed and slices > 2) or (warp_mma and (m > 32 or transposed)):
             continue
-        for stages in range(8, 1, -1):
-            tile = mosaic_gpu.Tile(tokens, rows, slices, cluster, depth, stages, blocks, warp_mma=few)
-            if mosaic_gpu.fits(tile):
-                found.append(tile)
-                break
-    return found
+        if (tokens > 32 and (depth == 4 or blocks == 3)) or (rows > 3 and tokens > 128) or (cluster == 4 and m > 128):
+            continue
+        stages = next(
+            (
+                s
+                for s in range(8, 1, -1)
+                if mosaic_gpu.fits(Tile(tokens, rows, slices, cluster, depth, s, blocks, warp_mma))
+            ),
+            0,
+        )
+        if stages * depth * slices * blocks >= 4:
+            found.append(Tile(tokens, rows, slices, cluster, depth, stages, blocks, warp_mma))
+    best = {}  # of those that differ in depth and stages alone
+    for tile in sorted(found, key=lambda tile: estimate(tile, m, n, k)):
+        best.setdefault(dataclasses.replace(tile, depth=1, stages=1), tile)
+    return list(best.values())[:most]
 
 
-def best_tile(case: str, m: int, direction: str, weights: list) -> tuple[float, mosaic_gpu.Tile]:
+def attempt(what: str, transposed: bool, x: jax.Array, weights: list, expected: jax.Array, us: float, tile: Tile):
+    """Microseconds of a product, or what the compiler says against it."""
+    call = functools.partial(product, tile=tile, transposed=transposed)
+    rounds = bench.rounds_of(us, len(weights))
+    loop = bench.looped(call, rounds)
+    try:
+        both = jax.jit(lambda x, weights: (loop(x, weights), call(x, weights[0])), compiler_options=bench.ONE_BY_ONE)
+        compiled = both.lower(x, weights).compile()
+    except Exception as error:  # any refusal of the compiler is an answer
+        return repr(error)[:200]
+    with bench.GPU:
+        bench.refuse_if_wrong(compiled(x, weights)[1], expected, f"{what} {tile}")
+        return bench.microseconds(compiled, x, weights, rounds * len(weights) + 1, repeats=3, warm=0.01)
+
+
+def product(x: jax.Array, weight, tile: Tile, transposed: bool) -> jax.Array:
+    return mosaic_gpu.matmul(x, weight, tile, transposed=transposed)
+
+
+def tune_case(case: str, tokens: list[int], directions: list[str], most: int, until: float) -> list[dict]:
+    """Rows of the table for one shape; what is measured is printed. Nothing new is begun after the time `until`."""
     n, k = cases.SHAPES[case]
-    transposed = direction == "dx"
-    x = jax.random.normal(jax.random.key(0), (m, n if transposed else k), jnp.bfloat16)
-    results = []
-    for tile in candidates(m, transposed):
-
-        def call(x, weight, tile=tile):
-            return mosaic_gpu.matmul(x, weight, tile, transposed=transposed)
-
-        error = bench.relative_error(jax.jit(call)(x, weights[0]), x, weights[0], transposed)
-        if not error <= bench.MAX_ERROR:
-            raise SystemExit(f"{case} m={m} {tile}: relative error {error:.2e}")
-        us = bench.microseconds(call, [x], weights[:3] if m >= 1024 else weights, repeats=3)
-        results.append((us, tile))
-        print(f"{case} {direction} m {m} {us:9.2f} us {tile}", flush=True)
-    return min(results, key=lambda result: result[0])
+    with bench.GPU:
+        weights = jax.block_until_ready(bench.weights_of(case))
+    rows = []
+    for m, direction in itertools.product(tokens, directions):
+        transposed = direction == "dx"
+        if time.time() > until or (transposed and m < 1024):
+            continue
+        timed = min(m, TIMED_TOKENS)
+        shape = (k, n) if transposed else (n, k)
+        x = jax.random.normal(jax.random.key(0), (timed, shape[1]), jnp.bfloat16)
+        expected = bench.exact(x, weights[0], transposed)
+        present = tiles.tile_for(m, n, k, transposed=transposed)
+        wanted = list(dict.fromkeys([present, *candidates(timed, *shape, transposed, most)]))
+        us = 1.5 * bench.floor_us(timed, n, k) + 5
+        some = weights[:3] if timed >= 1024 else weights
+        one = functools.partial(attempt, f"{case} {direction} m={timed}", transposed, x, some, expected, us)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            results = dict(zip(wanted, pool.map(one, wanted), strict=True))
+        for tile, us in sorted(results.items(), key=lambda item: (isinstance(item[1], str), item[1])):
+            measured = us if isinstance(us, str) else f"{us:.2f} us"
+            model = f"(model {estimate(tile, timed, *shape):.1f}){' present' * (tile == present)}"
+            print(f"{case} {direction} m {timed} {dataclasses.astuple(tile)} {measured} {model}", flush=True)
+        best = min((us, i) for i, us in enumerate(results.values()) if not isinstance(us, str))[1]
+        rows.append({"direction": direction, "n": n, "k": k, "tokens": m, "tile": dataclasses.asdict(wanted[best])})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(cases.SHAPES), choices=list(cases.SHAPES))
-    parser.add_argument("--tokens", nargs="*", type=int, default=[8, 16, 32, 64, 128, 256, 512, 1024, 16384])
-    parser.add_argument("--direction", choices=["forward", "dx"], default="forward")
-    parser.add_argument("--write", action="store_true", help="store what was found")
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--direction", nargs="*", choices=["forward", "dx"], default=["forward", "dx"])
+    parser.add_argument("--most", type=int, default=12, help="tiles tried for each product")
+    parser.add_argument("--jobs", type=int, default=10, help="processes that compile; they time one at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further product is begun")
+    parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store what was found")
     args = parser.parse_args()
     stored = json.loads(TABLE.read_text())
-    for case in args.cases:
-        n, k = cases.SHAPES[case]
-        weights = bench.weights_of(case)
-        for m in args.tokens:
-            us, tile = best_tile(case, min(m, 4096), args.direction, weights)
-            print(f"best: {case} {args.direction} m {m} {us:.2f} us {tile}", flush=True)
-            row = {"direction": args.direction, "n": n, "k": k, "tokens": m, "tile": dataclasses.asdict(tile)}
-            key = (args.direction, n, k, m)
-            stored["rows"] = [r for r in stored["rows"] if (r["direction"], r["n"], r["k"], r["tokens"]) != key] + [row]
-    stored["meta"] = bench.meta()
-    if args.write:
-        TABLE.write_text(json.dumps(stored, indent=0) + "\n")
+    stored["meta"] = bench.meta(args.commit)
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        rest = (args.tokens, args.direction, args.most, time.time() + args.seconds)
+        tasks = [pool.submit(tune_case, case, *rest) for case in args.cases]
+        for done in concurrent.futures.as_completed(tasks):
+            for row in done.result():
+                key = [row[name] for name in ("direction", "n", "k", "tokens")]
+                kept = [r for r in stored["rows"] if [r[name] for name in ("direction", "n", "k", "tokens")] != key]
+                stored["rows"] = [*kept, row]
+            if args.write:
+                args.write.write_text(in_lines(stored))
+
+
+def in_lines(stored: dict) -> str:
+    """JSON with one row a line."""
+    rows = ",\n".join(
+        json.dumps(row) for row in sorted(stored["rows"], key=lambda r: (r["direction"], r["n"], r["k"], r["tokens"]))
+    )
+    return '{\n"meta": ' + json.dumps(stored["meta"]) + ',\n"rows": [\n' + rows + "\n]\n}\n"
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ def table_cases() -> list[tuple]:
 
     cases = {}
     for row in tiles.table():
-        tile, transposed = mosaic_gpu.Tile(**row["tile"]), row["direction"] == "dx"
+        tile, transposed = row.tile, row.direction == "dx"
         assert mosaic_gpu.fits(tile), tile
-        cases.setdefault((tile, transposed), (min(row["tokens"], 512), row["n"], row["k"], tile, transposed, 0))
+        cases.setdefault((tile, transposed), (min(row.tokens, 512), row.n, row.k, tile, transposed, 0))
     return list(cases.values())
 
 

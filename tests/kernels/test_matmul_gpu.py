@@ -191,7 +191,8 @@ def test_batch_invariant_rows_do_not_depend_on_the_others():
         np.testing.assert_array_equal(part, whole[first : first + m])
 
 
-def test_pipelines_of_every_depth_end():
+@pytest.mark.parametrize("rows, slices, cluster", [(1, 1, 1), (2, 2, 2), (1, 3, 4)])
+def test_pipelines_of_every_depth_end(rows, slices, cluster):
     """A wrong barrier would hang or tear: rings of one to six slots over many lengths of the contraction."""
     from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
 
@@ -201,6 +202,5 @@ def test_pipelines_of_every_depth_end():
         x = activations(20, k)
         x64, w = exact(x, weight)
         for stages in (1, 2, 3, 6):
-            for shape in ((1, 1, 1), (2, 2, 2), (1, 3, 4)):
-                tile = Tile(16, *shape, depth=1, stages=stages, warp_mma=shape[1] == 2)
-                check(matmul(x, packed, tile), x64 @ w.T, x64, w, k)
+            tile = Tile(16, rows, slices, cluster, depth=1, stages=stages, warp_mma=slices == 2)
+            check(matmul(x, packed, tile), x64 @ w.T, x64, w, k)

@@ -117,7 +117,10 @@ def _shrink(x: Array, a: list[Array], together: Array | None) -> list[Array]:
 
 
 def _in_slots(shrunk: list[Array]) -> Array:
-    """`x A` of the adapters side by side, each padded to a rank of 64: [M, 64 · adapters]."""
+    """`x A` of the adapters side by side, each padded to a rank of 64: [M, 64 · adapters]. XLA does this within the sum
+    that makes them; one adapter alone stays as it is, because its padding would be a kernel of its own."""
+    if len(shrunk) == 1:
+        return shrunk[0]
     return jnp.concatenate([jnp.pad(t, ((0, 0), (0, -t.shape[1] % _SLOT))) for t in shrunk], axis=1)
 
 

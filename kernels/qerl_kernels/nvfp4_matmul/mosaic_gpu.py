@@ -87,11 +87,11 @@ class Tile:
         return self.rows * self.slices
 
     def smem_bytes(self, adapted: bool = False) -> int:
-        """Shared memory of a block, with or without adapters (and without the barriers)."""
+        """Shared memory of a block, with or without adapters; half a KiB of it for barriers."""
         units = self.slices * self.depth
         slot = units * (self.rows * (512 + 64) * 4 + self.tokens * TILE * 2)
         sums = self.rows * self.tokens * TILE * (2 + 4 * (self.slices + self.cluster - 2))
-        return self.stages * slot + sums + adapted * self.rows * TILE * TILE * 2
+        return self.stages * slot + sums + adapted * self.rows * TILE * TILE * 2 + 512
 
 
 # A jit of its own, although the callers are jitted: a program then lowers and compiles each shape once, not once for
@@ -117,7 +117,8 @@ def matmul(
       tile: how to cut the work.
       transposed: multiply with W and not with Wᵀ.
       bias: [n], any float dtype.
-      shrunk: `x A` of the adapters side by side, bf16 [m, 64 · adapters], each padded to a rank of 64 with zeros.
+      shrunk: `x A` of the adapters side by side, bf16 [m, 64 · adapters], each padded to a rank of 64 with zeros; one
+        adapter alone may keep its rank.
       expand: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
       scale: of the adapters.
       sms: multiprocessors of the GPU.
@@ -562,10 +563,15 @@ def _register_split(tile: Tile) -> tuple[int, int] | None:
 
 
 def fits(tile: Tile, adapted: bool = False) -> bool:
-    """Whether a multiprocessor can hold `tile`: shared memory and threads."""
+    """Whether a multiprocessor can hold `tile`: shared memory, threads, and about the registers of a consumer."""
+    threads = (tile.consumers + 1) * 128
+    split = _register_split(tile)
+    registers = split[1] if split else 65536 // (threads * tile.blocks_per_sm) // 8 * 8
+    sums = 2 if tile.slices > 1 or tile.cluster > 1 else 1  # its own, and those that it adds
     return (
         tile.smem_bytes(adapted) * tile.blocks_per_sm <= SMEM_BYTES
-        and (tile.consumers + 1) * 128 * tile.blocks_per_sm <= 2048
+        and threads * tile.blocks_per_sm <= 2048
         and tile.consumers <= 7
         and tile.cluster in (1, 2, 4, 8)
+        and (tile.warp_mma or sums * tile.tokens // 2 + 28 + 16 * tile.depth <= registers)
     )

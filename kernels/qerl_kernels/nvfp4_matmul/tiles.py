@@ -7,6 +7,7 @@ A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -18,9 +19,22 @@ TABLE = "tiles_h200.json"
 SMALL = 512  # features below which a weight is no projection of a model and takes the plainest tile
 
 
-def table() -> list[dict]:
-    """All rows, as stored."""
-    return json.loads(resources.files("qerl_kernels.nvfp4_matmul").joinpath(TABLE).read_text())["rows"]
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A tile and the product it was found for: x [tokens, k] with a weight [n, k]."""
+
+    direction: str
+    n: int
+    k: int
+    tokens: int
+    tile: Tile
+
+
+@functools.cache
+def table() -> tuple[Row, ...]:
+    """All rows of the file, read once."""
+    stored = json.loads(resources.files("qerl_kernels.nvfp4_matmul").joinpath(TABLE).read_text())["rows"]
+    return tuple(Row(**{**row, "tile": Tile(**row["tile"])}) for row in stored)
 
 
 def tile_for(
@@ -55,12 +69,11 @@ def tile_for(
 
 
 def _tuned(m: int, n: int, k: int, transposed: bool) -> Tile:
-    rows = [row for row in table() if row["direction"] == ("dx" if transposed else "forward")]
+    rows = [row for row in table() if row.direction == ("dx" if transposed else "forward")]
 
-    def distance(row: dict) -> float:
-        return abs(math.log(n / row["n"])) + abs(math.log(k / row["k"]))
+    def distance(row: Row) -> float:
+        return abs(math.log(n / row.n)) + abs(math.log(k / row.k))
 
     nearest = min(distance(row) for row in rows)
-    same_shape = sorted((row for row in rows if distance(row) == nearest), key=lambda row: row["tokens"])
-    row = next((row for row in same_shape if row["tokens"] >= m), same_shape[-1])
-    return Tile(**row["tile"])
+    same_shape = sorted((row for row in rows if distance(row) == nearest), key=lambda row: row.tokens)
+    return next((row for row in same_shape if row.tokens >= m), same_shape[-1]).tile
