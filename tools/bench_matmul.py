@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import fcntl
 import functools
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +44,21 @@ MAX_ERROR = 2.5e-3
 ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
-class _OneAtATime:
-    """Processes compile side by side, but the GPU is one process's at a time."""
-
-    def __enter__(self) -> None:
-        self.file = open(pathlib.Path(tempfile.gettempdir()) / "qerl-bench.lock", "w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *error) -> None:
-        self.file.close()
+@contextlib.contextmanager
+def _locked(kind: int):
+    with open(pathlib.Path(tempfile.gettempdir()) / "qerl-bench.lock", "w") as file:  # a file for each: threads too
+        fcntl.flock(file, kind)
+        yield
 
 
-GPU = _OneAtATime()
+def gpu_alone():
+    """No other process or thread that asks is on the GPU meanwhile."""
+    return _locked(fcntl.LOCK_EX)
+
+
+def gpu_shared():
+    """Others may be on it too; who wants it alone waits. For compiling, which tries XLA's own products on the GPU."""
+    return _locked(fcntl.LOCK_SH)
 
 
 def looped(call, rounds: int):
@@ -96,12 +101,16 @@ def rounds_of(us: float, count: int) -> int:
     return max(1, round(8e3 / (us * count)))
 
 
-def measure(call, x, weights: list, us: float, **options) -> float:
-    """Time of `call(x, weight)`, which is about `us`."""
+def prepare(call, x, weights: list, us: float):
+    """Compiles the loop of `call(x, weight)`, which takes about `us`; the result times it, nobody else on the GPU."""
     rounds = rounds_of(us, len(weights))
     compiled = jax.jit(looped(call, rounds), compiler_options=ONE_BY_ONE).lower(x, weights).compile()
-    with GPU:
-        return microseconds(compiled, x, weights, rounds * len(weights), **options)
+
+    def timed() -> float:
+        with gpu_alone():
+            return microseconds(compiled, x, weights, rounds * len(weights))
+
+    return timed
 
 
 def weights_of(case: str, least: int = 2, limit: int | None = None) -> list:
@@ -129,9 +138,7 @@ def _distance(y, expected):
 
 def exact(x, weight, transposed: bool) -> jax.Array:
     """x · W for at most 256 tokens, the exact weights in fp32."""
-    compiled = _exact.lower(x, weight, transposed).compile()
-    with GPU:
-        return jax.block_until_ready(compiled(x, weight))
+    return jax.block_until_ready(_exact(x, weight, transposed))
 
 
 def refuse_if_wrong(y, expected, what: str) -> None:
@@ -151,39 +158,30 @@ def backward(dy, weight):
     return jax.vjp(lambda x: forward(x, weight), x)[1](dy)[0]
 
 
-def adapters(case: str, rank: int, seed: int) -> tuple[list, jax.Array | None]:
-    """(A, B) of each part of a projection, and the A side by side, as a decode loop keeps them."""
+def adapters(case: str, rank: int, seed: int) -> tuple[jax.Array | None, list]:
+    """The A of all parts of a projection side by side, as a decode loop keeps them, and the B of each."""
     if not rank:
-        return [], None
+        return None, []
     _, k = cases.SHAPES[case]
-    keys = jax.random.split(jax.random.key(seed), 2 * len(cases.parts(case)))
-    pairs = [
-        (jax.random.normal(a, (k, rank), jnp.bfloat16) / k**0.5, jax.random.normal(b, (rank, width), jnp.bfloat16) / 8)
-        for width, a, b in zip(cases.parts(case), keys[::2], keys[1::2], strict=True)
-    ]
-    return pairs, jnp.concatenate([a for a, _ in pairs], axis=1)
+    first, *keys = jax.random.split(jax.random.key(seed), 1 + len(cases.parts(case)))
+    a = jax.random.normal(first, (k, rank * len(keys)), jnp.bfloat16) / k**0.5
+    widths = zip(keys, cases.parts(case), strict=True)
+    return a, [jax.random.normal(key, (rank, width), jnp.bfloat16) / 8 for key, width in widths]
 
 
-def with_adapters():
-    """The product with the adapters of one layer: (x, (weight, [(A, B), ...], A side by side)) -> y."""
-
-    def call(x, pair):
-        weight, arrays, together = pair
-        loras, offset = [], 0
-        for a, b in arrays:
-            loras.append(types.SimpleNamespace(a=a, b=b, scale=1.0, offset=offset))
-            offset += b.shape[1]
-        return nvfp4_matmul(x, weight, None, loras, implementation="mosaic_gpu", a_together=together if loras else None)
-
-    return call
+def with_adapters(x, layer):
+    """The product with the adapters of one layer: (x, (weight, A, [B, ...])) -> y."""
+    weight, a, expand = layer
+    loras, offset = [], 0
+    for i, b in enumerate(expand):
+        loras.append(types.SimpleNamespace(a=a, b=b, scale=1.0, offset=offset, column=i * b.shape[0]))
+        offset += b.shape[1]
+    return nvfp4_matmul(x, weight, None, loras, implementation="mosaic_gpu")
 
 
-def row_of(case: str, m: int, direction: str, rank: int, us: float) -> dict:
+def row_of(case: str, m: int, direction: str, rank: int) -> dict:
     n, k = cases.SHAPES[case]
-    return {
-        "case": case, "m": m, "n": n, "k": k, "direction": direction, "lora_rank": rank, "impl": "qerl", "us":
-        round(us, 2)
-    }  # fmt: skip
+    return {"case": case, "m": m, "n": n, "k": k, "direction": direction, "lora_rank": rank, "impl": "qerl"}
 
 
 def describe(row: dict, anchors: dict) -> str:
@@ -204,56 +202,62 @@ def describe(row: dict, anchors: dict) -> str:
     return text + ("  batch invariant" if row.get("batch_invariant") else "")
 
 
-def measure_case(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> list[dict]:
-    """All rows of one case."""
+def prepare_case(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> list[tuple[dict, Callable]]:
+    """Rows of one case without their time, each with what measures it."""
     n, k = cases.SHAPES[case]
-    with GPU:
-        weights = jax.block_until_ready(weights_of(case))
-    rows = []
+    weights = weights_of(case)
+    prepared = []
 
-    def timed(call, m: int, direction: str, rank: int, x, weights, **more) -> None:
-        us = measure(call, x, weights, 1.5 * floor_us(m, n, k) + 5)
-        rows.append({**row_of(case, m, direction, rank, us), **more})
+    def add(call, m: int, direction: str, rank: int, x, weights, **more) -> None:
+        timed = prepare(call, x, weights, 1.5 * floor_us(m, n, k) + 5)
+        prepared.append(({**row_of(case, m, direction, rank), **more}, timed))
 
     def check(call, m: int, x, transposed: bool) -> None:
-        compiled, expected = jax.jit(call).lower(x, weights[0]).compile(), exact(x, weights[0], transposed)
-        with GPU:
-            refuse_if_wrong(compiled(x, weights[0]), expected, f"{case} m={m} transposed={transposed}")
+        y, expected = jax.jit(call)(x, weights[0]), exact(x, weights[0], transposed)
+        refuse_if_wrong(y, expected, f"{case} m={m} transposed={transposed}")
 
     for m in tokens:
         some = weights[:3] if m >= 1024 else weights
         x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
         check(forward, m, x, False)
-        timed(forward, m, "forward", 0, x, some)
+        add(forward, m, "forward", 0, x, some)
         if batch_invariant and m in (8, 64, 4096):
             invariant = functools.partial(nvfp4_matmul, implementation="mosaic_gpu", batch_invariant=True)
             check(invariant, m, x, False)
-            timed(invariant, m, "forward", 0, x, some, batch_invariant=True)
+            add(invariant, m, "forward", 0, x, some, batch_invariant=True)
         if rank and m <= 64:
             # an x for each weight: XLA would make one product of those that share theirs
             inputs = [jnp.roll(x, i, axis=1) for i in range(len(some))]
             pairs = [(weight, *adapters(case, rank, i)) for i, weight in enumerate(some)]
-            timed(with_adapters(), m, "forward", rank, inputs, pairs)
+            add(with_adapters, m, "forward", rank, inputs, pairs)
         if m >= 4096:
             dy = jax.random.normal(jax.random.key(9), (m, n), jnp.bfloat16)
             check(backward, m, dy, True)
-            timed(backward, m, "dx", 0, dy, some)
-    return rows
+            add(backward, m, "dx", 0, dy, some)
+    return prepared
 
 
-def measure_layers(m: int, rank: int, layers: int) -> list[dict]:
+def prepare_layers(m: int, rank: int, layers: int) -> list[tuple[dict, Callable]]:
     """All projections of a 7B decode step in one jit: `layers` times qkv, o, gate_up, down, each with its own x."""
     chain = [case for _ in range(layers) for case in cases.LAYER_7B]
-    with GPU:
-        weights, pairs, inputs = [], [], []
-        for i, case in enumerate(chain):
-            weights.append(weights_of(case, 1, 1)[0])
-            pairs.append((weights[-1], *adapters(case, rank, i)))
-            inputs.append(jax.random.normal(jax.random.key(i), (m, cases.SHAPES[case][1]), jnp.bfloat16))
-        jax.block_until_ready((pairs, inputs))
-    us = measure(with_adapters(), inputs, pairs, 15.0) * len(chain)
-    return [{"case": "layer_set_7b", "m": m, "n": 0, "k": 0, "direction": "forward", "lora_rank": rank, "impl": "qerl",
-             "us": round(us, 1)}]  # fmt: skip
+    pairs, inputs = [], []
+    for i, case in enumerate(chain):
+        pairs.append((weights_of(case, 1, 1)[0], *adapters(case, rank, i)))
+        inputs.append(jax.random.normal(jax.random.key(i), (m, cases.SHAPES[case][1]), jnp.bfloat16))
+    timed = prepare(with_adapters, inputs, pairs, 15.0)
+    row = {"case": "layer_set_7b", "m": m, "n": 0, "k": 0, "direction": "forward", "lora_rank": rank, "impl": "qerl"}
+    return [(row, lambda: timed() * len(chain))]
+
+
+def measure(anchors: dict, what: Callable, *args) -> list[dict]:
+    """Rows of `what(*args)`: first all is compiled, then timed while no other process compiles or times."""
+    with gpu_shared():
+        prepared = what(*args)
+    rows = []
+    for row, timed in prepared:
+        rows.append({**row, "us": round(timed(), 2)})
+        print(describe(rows[-1], anchors), flush=True)
+    return rows
 
 
 def means(rows: list[dict], anchors: dict) -> str:
@@ -296,7 +300,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32, help="of the adapters timed for up to 64 tokens; 0 for none")
     parser.add_argument("--layers", type=int, default=28, help="of the decode-step rows; 0 to leave them out")
     parser.add_argument("--batch-invariant", action="store_true", help="also that mode, at 8, 64 and 4096 tokens")
-    parser.add_argument("--jobs", type=int, default=4, help="processes that compile; they time one at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="processes that compile; then they time one by one")
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
@@ -307,12 +311,14 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         ranks = (0, args.rank) if args.layers else ()
-        tasks = [pool.submit(measure_layers, 8, rank, args.layers) for rank in ranks]
-        tasks += [pool.submit(measure_case, case, args.tokens, args.rank, args.batch_invariant) for case in args.cases]
+        tasks = [pool.submit(measure, anchors, prepare_layers, 8, rank, args.layers) for rank in ranks]
+        tasks += [
+            pool.submit(measure, anchors, prepare_case, case, args.tokens, args.rank, args.batch_invariant)
+            for case in args.cases
+        ]
         for done in concurrent.futures.as_completed(tasks):
             for row in done.result():
                 rows.append({**row, "commit": about["commit"]})
-                print(describe(row, anchors), flush=True)
             args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
     print(means(rows, anchors))
 

@@ -58,8 +58,18 @@ def estimate(tile: Tile, m: int, n: int, k: int) -> float:
     return max(busiest * unit / CLOCK_HZ * 1e6, n * k * 0.5625 / bench.COPY_BYTES_PER_S * 1e6) + once
 
 
-def candidates(m: int, n: int, k: int, transposed: bool, most: int) -> list[Tile]:
-    """The `most` tiles that look best for x [m, k] and a weight [n, k], with as many stages as fit (at most 8)."""
+def takes_adapters(tile: Tile, n: int, parts: tuple[int, ...]) -> bool:
+    """Whether `tiles.tile_for` has to give up no more than one of its stages for adapters of those parts."""
+    fewer = dataclasses.replace(tile, stages=max(2, tile.stages - 1))
+    return mosaic_gpu.fits(fewer, adapted=True) and mosaic_gpu.can_fuse(tile, n, [(32, part) for part in parts])
+
+
+def candidates(m: int, n: int, k: int, transposed: bool, most: int, parts: tuple[int, ...] = ()) -> list[Tile]:
+    """The `most` tiles that look best for x [m, k] and a weight [n, k], with as many stages as fit (at most 8).
+
+    Up to 64 tokens only those into which adapters for `parts` of the features fit: a rollout always has them.
+    """
+    adapted = bool(parts) and m <= 64
     widths = [-(-m // 8) * 8] if m <= 32 else [w for w in (64, 96, 128, 192, 256) if w < 2 * m]
     found = []
     for tokens, rows, slices, cluster, depth, blocks, warp_mma in itertools.product(
@@ -69,16 +79,12 @@ def candidates(m: int, n: int, k: int, transposed: bool, most: int) -> list[Tile
             continue
         if (tokens > 32 and (depth == 4 or blocks == 3)) or (rows > 3 and tokens > 128) or (cluster == 4 and m > 128):
             continue
-        stages = next(
-            (
-                s
-                for s in range(8, 1, -1)
-                if mosaic_gpu.fits(Tile(tokens, rows, slices, cluster, depth, s, blocks, warp_mma))
-            ),
-            0,
-        )
-        if stages * depth * slices * blocks >= 4:
-            found.append(Tile(tokens, rows, slices, cluster, depth, stages, blocks, warp_mma))
+        for stages in range(8, 1, -1):
+            tile = Tile(tokens, rows, slices, cluster, depth, stages, blocks, warp_mma)
+            if mosaic_gpu.fits(tile):
+                if stages * depth * slices * blocks >= 4 and (not adapted or takes_adapters(tile, n, parts)):
+                    found.append(tile)
+                break
     best = {}  # of those that differ in depth and stages alone
     for tile in sorted(found, key=lambda tile: estimate(tile, m, n, k)):
         best.setdefault(dataclasses.replace(tile, depth=1, stages=1), tile)
@@ -95,7 +101,7 @@ def attempt(what: str, transposed: bool, x: jax.Array, weights: list, expected: 
         compiled = both.lower(x, weights).compile()
     except Exception as error:  # any refusal of the compiler is an answer
         return repr(error)[:200]
-    with bench.GPU:
+    with bench.gpu_alone():
         bench.refuse_if_wrong(compiled(x, weights)[1], expected, f"{what} {tile}")
         return bench.microseconds(compiled, x, weights, rounds * len(weights) + 1, repeats=3, warm=0.01)
 
@@ -107,7 +113,7 @@ def product(x: jax.Array, weight, tile: Tile, transposed: bool) -> jax.Array:
 def tune_case(case: str, tokens: list[int], directions: list[str], most: int, until: float) -> list[dict]:
     """Rows of the table for one shape; what is measured is printed. Nothing new is begun after the time `until`."""
     n, k = cases.SHAPES[case]
-    with bench.GPU:
+    with bench.gpu_alone():
         weights = jax.block_until_ready(bench.weights_of(case))
     rows = []
     for m, direction in itertools.product(tokens, directions):
@@ -117,9 +123,11 @@ def tune_case(case: str, tokens: list[int], directions: list[str], most: int, un
         timed = min(m, TIMED_TOKENS)
         shape = (k, n) if transposed else (n, k)
         x = jax.random.normal(jax.random.key(0), (timed, shape[1]), jnp.bfloat16)
-        expected = bench.exact(x, weights[0], transposed)
+        with bench.gpu_alone():
+            expected = bench.exact(x, weights[0], transposed)
         present = tiles.tile_for(m, n, k, transposed=transposed)
-        wanted = list(dict.fromkeys([present, *candidates(timed, *shape, transposed, most)]))
+        parts = () if transposed else cases.parts(case)
+        wanted = list(dict.fromkeys([present, *candidates(timed, *shape, transposed, most, parts)]))
         us = 1.5 * bench.floor_us(timed, n, k) + 5
         some = weights[:3] if timed >= 1024 else weights
         one = functools.partial(attempt, f"{case} {direction} m={timed}", transposed, x, some, expected, us)
@@ -130,7 +138,8 @@ def tune_case(case: str, tokens: list[int], directions: list[str], most: int, un
             model = f"(model {estimate(tile, timed, *shape):.1f}){' present' * (tile == present)}"
             print(f"{case} {direction} m {timed} {dataclasses.astuple(tile)} {measured} {model}", flush=True)
         best = min((us, i) for i, us in enumerate(results.values()) if not isinstance(us, str))[1]
-        rows.append({"direction": direction, "n": n, "k": k, "tokens": m, "tile": dataclasses.asdict(wanted[best])})
+        tile, us = dataclasses.asdict(wanted[best]), round(results[wanted[best]], 2)
+        rows.append({"direction": direction, "n": n, "k": k, "tokens": m, "tile": tile, "us": us})
     return rows
 
 

@@ -4,12 +4,15 @@
 
 CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
 (m, n, k, Tile(...), transposed, number of adapters) for the matrix product, or for attention
-("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots).
+("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots), or ("step", layers, folder):
+the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder.
 """
 
 import os
 import pathlib
 import sys
+import time
+import types
 
 CUDA_DIR = sys.argv[1]
 os.environ["PATH"] = f"{CUDA_DIR}/bin:{os.environ['PATH']}"
@@ -17,13 +20,18 @@ os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
 os.environ["XLA_FLAGS"] = (
     f"--xla_gpu_cuda_data_dir={CUDA_DIR} --xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false"
 )
+if "step" in sys.argv[2]:
+    os.environ["XLA_FLAGS"] += f" --xla_dump_to={eval(sys.argv[2])[2]}"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+from qerl_kernels import dispatch  # noqa: E402
 from qerl_kernels.decode_attention import mosaic_gpu as attention  # noqa: E402
+from qerl_kernels.nvfp4_matmul import cases  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
@@ -46,9 +54,36 @@ def matmul_program(m: int, n: int, k: int, tile: Tile, transposed: bool, adapter
     def call(x, weight, bias=None, shrunk=None, *expand):
         return matmul(x, weight, tile, transposed=transposed, bias=bias, shrunk=shrunk, expand=expand, scale=2.0)
 
-    program = compiled(call, args)
+    refuse_copies(compiled(call, args))
+
+
+def refuse_copies(program: str) -> None:
     copied = [line for line in program.splitlines() if " = u32[" in line and " parameter(" not in line]
     assert not copied, f"the weight is copied: {copied}"
+
+
+def step_program(layers: int) -> None:
+    dispatch.missing_for_mosaic_gpu = lambda dtype: None  # there is no GPU here to ask
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    chain = [case for _ in range(layers) for case in cases.LAYER_7B]
+    weights = [weight(*cases.SHAPES[case]) for case in chain]
+    inputs = [bf16(8, cases.SHAPES[case][1]) for case in chain]
+    widths = [cases.parts(case) for case in chain]
+    b = [[bf16(32, width) for width in parts] for parts in widths]
+    a = [bf16(cases.SHAPES[case][1], 32 * len(parts)) for case, parts in zip(chain, widths, strict=True)]
+
+    def product(x, weight, b, a):
+        loras, offset = [], 0
+        for i, part in enumerate(b):  # the A side by side, as a rollout keeps them
+            loras.append(types.SimpleNamespace(a=a, b=part, scale=2.0, offset=offset, column=32 * i))
+            offset += part.shape[1]
+        return nvfp4_matmul(x, weight, None, loras)
+
+    start = time.perf_counter()
+    all_lists = [inputs, weights, b, a]
+    program = compiled(lambda *lists: [product(*one) for one in zip(*lists, strict=True)], all_lists)
+    print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    refuse_copies(program)
 
 
 def attention_program(rows: int, heads: int, kv_heads: int, width: int, slots: int, own_slots: int) -> None:
@@ -75,4 +110,9 @@ def compiled(call, args) -> str:
 
 if __name__ == "__main__":
     for case in map(eval, sys.argv[2:]):
-        attention_program(*case[1:]) if case[0] == "attention" else matmul_program(*case)
+        if case[0] == "attention":
+            attention_program(*case[1:])
+        elif case[0] == "step":
+            step_program(case[1])
+        else:
+            matmul_program(*case)

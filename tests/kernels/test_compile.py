@@ -4,6 +4,7 @@ instruction it should use.
 Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 """
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -37,14 +38,19 @@ def cuda_dir() -> pathlib.Path:
     return pathlib.Path(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)))
 
 
-def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]]:
-    """(PTX, what ptxas says of registers and spills) of each kernel."""
+def compile_for_h200(cases: list[tuple]) -> subprocess.CompletedProcess:
     script = pathlib.Path(__file__).parent / "compile_for_h200.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
         [sys.executable, script, cuda_dir(), *map(repr, cases)], capture_output=True, text=True, env=environment
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    return run
+
+
+def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]]:
+    """(PTX, what ptxas says of registers and spills) of each kernel."""
+    run = compile_for_h200(cases)
     kernels = [part for part in re.split(r"(?=^\.version )", run.stdout + run.stderr, flags=re.M) if ".entry" in part]
     found = []
     for i, kernel in enumerate(kernels):
@@ -82,11 +88,22 @@ def test_every_tile_of_the_table(tmp_path):
     check(cases, compiled(cases, tmp_path))
 
 
+def test_adapters_cost_no_tile_more_than_a_stage():
+    """At decode every projection has them: a tile into which they do not fit would be another than the one timed."""
+    from qerl_kernels.nvfp4_matmul import cases, tiles
+
+    for case, (n, k) in cases.SHAPES.items():
+        for m in (1, 8, 16, 32, 64):
+            plain = tiles.tile_for(m, n, k)
+            adapted = tiles.tile_for(m, n, k, adapters=[(32, width) for width in cases.parts(case)])
+            assert adapted in (plain, dataclasses.replace(plain, stages=plain.stages - 1)), (case, m, plain, adapted)
+
+
 def test_with_adapters(tmp_path):
     from qerl_kernels.nvfp4_matmul import tiles
 
     cases = []
-    for m in (1, 16, 64, 128, 4096):
+    for m in (1, 16, 32, 64, 128, 4096):
         tile = tiles.tile_for(m, 37888, 3584, adapters=[(32, 18944), (32, 18944)])
         assert tile is not None, m
         cases.append((m, 37888, 3584, tile, False, 2))
@@ -105,3 +122,16 @@ def test_attention(tmp_path):
         set_up = kernel[: kernel.rindex("mbarrier.init.shared::cta")]  # the barriers lie behind all arrays
         barriers = max(int(offset) for offset in re.findall(r"add.s32\s+%r\d+, %r\d+, (\d+);", set_up))
         assert barriers + 1024 <= 113 * 1024, (case, barriers)
+
+
+def test_a_decode_step_is_one_command_buffer(tmp_path):
+    """28 layers' products with adapters: one captured graph, nothing in it but the products, each with the two kernels
+    of its `x A`, and compiled cold within 30 s (9 s on two cores)."""
+    run = compile_for_h200([("step", 28, str(tmp_path))])
+    assert float(re.search(r"compiled in ([\d.]+) s", run.stderr)[1]) < 30
+    [thunks] = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    graph, *lines = filter(str.strip, thunks.read_text().splitlines())
+    assert "kCommandBuffer" in graph and all(line.startswith("    ") for line in lines)
+    kinds = [line.split()[1] for line in lines]
+    assert kinds.count("kCustomCall") == 28 * 4
+    assert len(kinds) == 3 * 28 * 4, set(kinds)

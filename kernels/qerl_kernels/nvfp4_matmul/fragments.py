@@ -197,6 +197,21 @@ def _warp_multiply_lane(ctx, total, a, x_s, *, unit, depth):
     )
 
 
+def order_reads() -> None:
+    """Orders this thread's reads of shared memory before what the copy engine writes there next.
+
+    An arrival alone does not wait for an `ldmatrix` under way: the slot could be filled anew beneath it. `wgmma` needs
+    no fence, because its own wait comes after all reads.
+    """
+
+    def fence(ctx):
+        del ctx
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
+
+    plgpu.inline_mgpu()(fence)()
+
+
 def swizzled(columns: int, itemsize: int) -> tuple:
     """Tiling and swizzle of a shared-memory array whose rows have `columns` elements: what TMA and `wgmma` agree on."""
     bytes_ = next(size for size in (128, 64, 32) if columns * itemsize % size == 0)

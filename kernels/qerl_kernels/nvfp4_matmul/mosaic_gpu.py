@@ -22,8 +22,9 @@ padding of x or y for up to 8 tokens or a multiple of 8; other numbers of tokens
 
 Barriers, and why none can hang. Every wait is answered by arrivals that do not themselves wait for the waiter:
 - `full[slot]` completes once for every pass of the ring: the producer's 2 + slices copies arrive on it. `empty[slot]`
-  completes once a pass: every consumer arrives after its last read. Producer and consumers of a block make the same
-  passes in the same order, and the producer waits on `empty` only from the second round on.
+  completes once a pass: every consumer arrives after its last read (after the wait for `wgmma`, or a fence, see
+  `order_reads`). Producer and consumers of a block make the same passes in the same order, and the producer waits on
+  `empty` only from the second round on.
 - `sums[r]` completes once for every segment (a tile or a part of one): the slices - 1 consumers that share feature
   rows arrive with their sums. They reuse their place only after `taken[r]`, on which the reader arrives for every
   segment but the last.
@@ -50,7 +51,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.fragments import SCALES, SCALES_T, WORDS, WORDS_T, dequantize, swizzled, warp_multiply
+from qerl_kernels.nvfp4_matmul.fragments import (
+    SCALES,
+    SCALES_T,
+    WORDS,
+    WORDS_T,
+    dequantize,
+    order_reads,
+    swizzled,
+    warp_multiply,
+)
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 SMEM_BYTES = 227 * 1024
@@ -381,6 +391,8 @@ def _body(
                 slot = lax.rem(ring(s, at), tile.stages)
                 plgpu.barrier_wait(full.at[slot])
                 carry = one_slot(slot, carry)
+                if tile.warp_mma:
+                    order_reads()
                 plgpu.barrier_arrive(empty.at[slot])
                 return carry
 

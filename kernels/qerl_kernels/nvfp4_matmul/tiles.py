@@ -1,13 +1,15 @@
 """Which tile a product uses: a table found by `tools/tune_matmul.py` and stored as data, one file for a kind of GPU.
 
-A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m it was tuned for) and the fields of
-`Tile`. A shape that is not in the table takes the row of the shape nearest to it in log n and log k.
+A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m it was tuned for), the fields of `Tile`
+and the microseconds measured (null where the tile was taken from a shape like it). A shape that is not in the table
+takes the row of the shape nearest to it in log n and log k.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -21,13 +23,14 @@ SMALL = 512  # features below which a weight is no projection of a model and tak
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A tile and the product it was found for: x [tokens, k] with a weight [n, k]."""
+    """A tile, the product it was found for (x [tokens, k] with a weight [n, k]) and its microseconds, if measured."""
 
     direction: str
     n: int
     k: int
     tokens: int
     tile: Tile
+    us: float | None
 
 
 @functools.cache
@@ -61,9 +64,10 @@ def tile_for(
         tile = _tuned(m, n, k, transposed)
     if not adapters:
         return tile
-    for rows in (tile.rows, 4, 2, 1):
-        narrower = dataclasses.replace(tile, rows=rows)
-        if rows <= tile.rows and fits(narrower, adapted=True) and can_fuse(narrower, n, adapters):
+    for rows, stages in itertools.product((tile.rows, 4, 2, 1), (tile.stages, tile.stages - 1)):
+        narrower = dataclasses.replace(tile, rows=rows, stages=stages)
+        fused = fits(narrower, adapted=True) and can_fuse(narrower, n, adapters)
+        if rows <= tile.rows and stages >= min(2, tile.stages) and fused:
             return narrower
     return None
 
