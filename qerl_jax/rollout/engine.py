@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Generator, Sequence
 
 import jax
@@ -136,6 +135,9 @@ class _Run:
         self.chunk = -(-most // -(-most // engine.chunk))  # equal chunks up to the longest completion
         self.schedule = Schedule(count, group, self.plan.slots, self.plan.prompt_slots)
         self.budget = np.zeros(self.plan.slots, np.int64)  # tokens each slot's completion may still ask for
+        fit = min(self.plan.prompt_slots, max(1, _PREFILL_TOKENS // self.plan.prompt_width))
+        self.together = 1 if engine.batch_invariant else fit
+        self.prefill_sizes = [size for size in (1, 4, 16, 64) if size < self.together] + [self.together]
         self.stop = StopWatch(sampling.stop, policy.tokenizer)
         self.progress = Progress(0, count * group, 0)
 
@@ -193,12 +195,11 @@ class _Run:
 
     def _batches(self, loads: list[Load]) -> list[list[Load]]:
         """Prompts that are prefilled together; under `batch_invariant` each alone."""
-        most = 1 if self.batch_invariant else max(1, _PREFILL_TOKENS // self.plan.prompt_width)
-        return [loads[i : i + most] for i in range(0, len(loads), most)]
+        return [loads[i : i + self.together] for i in range(0, len(loads), self.together)]
 
     def _prefill(self, batch: list[Load]) -> None:
         """Prefill some prompts, as many and as wide as one of few shapes; what fills it up goes nowhere."""
-        count = min(4 ** math.ceil(math.log(len(batch), 4)), self.plan.prompt_slots) if len(batch) > 1 else 1
+        count = min(size for size in self.prefill_sizes if size >= len(batch))
         index = [load.prompt for load in batch] + [batch[0].prompt] * (count - len(batch))
         places = [load.prompt_slot for load in batch] + [self.plan.prompt_slots] * (count - len(batch))
         width = min(_round_up(int(self.lengths[index].max())), self.plan.prompt_width)

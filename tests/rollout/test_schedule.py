@@ -1,0 +1,60 @@
+"""The host's bookkeeping: every completion is begun once, in an idle slot, beside its own prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qerl_jax.rollout.schedule import Schedule
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "slots", "prompt_slots"),
+    [(1, 1, 1, 1), (5, 3, 4, 4), (4, 8, 32, 4), (9, 1, 4, 4), (6, 4, 3, 2)],
+)
+def test_random_ends_leave_nothing_out(prompts, group, slots, prompt_slots):
+    """Property: whatever order completions end in, all are decoded, no two prompts share a place while in use, and
+    compaction keeps every live completion.
+    """
+    rng = np.random.default_rng(prompts * slots)
+    schedule = Schedule(prompts, group, slots, prompt_slots)
+    place, begun = {}, []
+    while True:
+        loads, admissions = schedule.fill()
+        live = [row for row in schedule.rows if row is not None]
+        for load in loads:
+            in_use = {place[row // group] for row in live if row // group in place and row // group != load.prompt}
+            assert load.prompt_slot < prompt_slots and load.prompt_slot not in in_use
+            place[load.prompt] = load.prompt_slot
+        for admission in admissions:
+            assert schedule.rows[admission.slot] == admission.row
+            assert place[admission.row // group] == admission.prompt_slot
+            begun.append(admission.row)
+        assert len(live) == len(set(live)) <= len(schedule.rows)
+        if not live:
+            break
+        assert len(live) == len(schedule.rows) or not schedule.queued or len(place) >= prompt_slots, (
+            "no idle slot waits"
+        )
+        ended = [slot for slot in schedule.live if rng.random() < 0.4]
+        schedule.end(ended)
+        left = [schedule.rows[slot] for slot in schedule.live]
+        if not schedule.queued and len(schedule.rows) > len(left) > 0:
+            kept = schedule.compact(len(left))
+            assert [schedule.rows[slot] for slot in schedule.live] == left and len(kept) == len(left)
+    assert sorted(begun) == list(range(prompts * group)) and schedule.queued == 0
+
+
+def test_a_held_prompts_completions_come_before_a_new_prompt():
+    """Two groups of three in four slots: the second begins only with what is left, and goes on as slots come free."""
+    schedule = Schedule(3, 3, 4, 2)
+    loads, admissions = schedule.fill()
+    assert [load.prompt for load in loads] == [0, 1]
+    assert [admission.row for admission in admissions] == [0, 1, 2, 3]
+    schedule.end([1])
+    loads, admissions = schedule.fill()
+    assert not loads and [(a.slot, a.row) for a in admissions] == [(1, 4)]
+    schedule.end([0, 2])  # group 0 is complete: its place goes to prompt 2
+    loads, admissions = schedule.fill()
+    assert [(load.prompt, load.prompt_slot) for load in loads] == [(2, 0)]
+    assert [admission.row for admission in admissions] == [5, 6]
