@@ -98,7 +98,7 @@ def stream(
             f"the rollout ran out of device memory with {run.plan.slots} slots of {run.plan.limit} tokens, "
             f"{run.plan.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb or max_completion_length"
         ) from error
-    rollout = _assemble(prompts, run.slots.outputs, sampling.num_generations, config.pad_token_id)
+    rollout = _assemble(prompts, run.slots.outputs, run.sampling, config.pad_token_id)
     return cut_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
 
 
@@ -202,7 +202,7 @@ class _Run:
         count = min(size for size in self.prefill_sizes if size >= len(batch))
         index = [load.prompt for load in batch] + [batch[0].prompt] * (count - len(batch))
         places = [load.prompt_slot for load in batch] + [self.plan.prompt_slots] * (count - len(batch))
-        width = min(_round_up(int(self.lengths[index].max())), self.plan.prompt_width)
+        width = min(_round_up(int(self.lengths[index].max())), self.tokens.shape[1])
         self.held = decode.prefill(
             self.policy,
             self.held,
@@ -254,11 +254,11 @@ def _round_up(length: int) -> int:
     return -(-length // step) * step
 
 
-@functools.partial(jax.jit, static_argnames=("group", "pad"))
-def _assemble(prompts: Prompts, outputs: decode.Outputs, group: int, pad: int) -> Rollout:
+@functools.partial(jax.jit, static_argnames=("sampling", "pad"))
+def _assemble(prompts: Prompts, outputs: decode.Outputs, sampling: Sampling, pad: int) -> Rollout:
     """Each row's prompt and completion side by side from column 0."""
     count, width = prompts.tokens.shape
-    limit = outputs.tokens.shape[1]
+    group, limit = sampling.num_generations, sampling.max_new_tokens
     prompt_lengths = jnp.repeat(prompts.lengths, group)
     columns = jnp.arange(width + limit)
     place = columns - prompt_lengths[:, None]  # within the completion

@@ -15,6 +15,7 @@ from qerl_jax.types import Policy
 
 _SHRINK = 4  # at the tail, survivors move into a quarter of the slots: each size costs a compilation
 _SMALLEST = 8
+_WHOLE = 8  # caches hold a multiple of so many tokens: the attention kernel copies no less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Plan:
     Attributes:
       slots: sequences decoded together.
       prompt_slots: prompts whose keys and values are held at one time; the completions of a prompt share one.
-      prompt_width: tokens of a prompt's cache.
-      limit: tokens of a completion's cache.
+      prompt_width: tokens of a prompt's cache, a multiple of 8.
+      limit: tokens of a completion's cache, likewise.
       cache_bytes: of both caches together.
     """
 
@@ -90,6 +91,7 @@ def make_plan(
       ValueError: not even one completion fits, with the numbers and what to lower.
     """
     each = token_bytes(policy.config, policy.dtype)
+    prompt_width, limit = (-(-tokens // _WHOLE) * _WHOLE for tokens in (prompt_width, limit))
 
     def plan(count: int) -> Plan:
         held = min(prompts, count, 2 * -(-count // group))
