@@ -53,6 +53,10 @@ def estimate(tile: Tile, m: int, n: int, k: int) -> float:
     steps = -(-k // (64 * tile.slices * tile.depth))
     passes = math.ceil(-(-tiles_ // groups) * steps / tile.cluster)
     resident = min(tile.blocks_per_sm, math.ceil(groups * tile.cluster / SMS))
+    if tile.cluster == 4 and tile.blocks_per_sm != 2 and groups * 4 > 128 * tile.blocks_per_sm:
+        passes *= (
+            2  # groups of 16 or 18 multiprocessors: the last clusters of four find no place and come after the rest
+        )
     busiest = passes * tile.slices * tile.depth * tile.rows * resident
     once = 4.0 + 0.6 * (tile.cluster > 1) + 0.3 * (tile.slices > 1) + 0.4 * (tile.cluster > 2)
     return max(busiest * unit / CLOCK_HZ * 1e6, n * k * 0.5625 / bench.COPY_BYTES_PER_S * 1e6) + once

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from qerl_kernels import dispatch
-from qerl_kernels.nvfp4_matmul import packing, reference
+from qerl_kernels.nvfp4_matmul import matmul, packing, reference
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
 from test_packing import mxfp4, random_weight
 
@@ -46,6 +46,19 @@ def test_bias_and_adapters_are_added():
     y = nvfp4_matmul(x, packing.pack(weight), bias, loras, implementation="xla")
     delta = jnp.concatenate([0.5 * (x @ lora.a) @ lora.b for lora in loras], axis=1)
     np.testing.assert_allclose(y - plain, bias + delta, atol=2e-3 * float(jnp.abs(plain).max()), rtol=1e-4)
+
+
+def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (130, 208), jnp.bfloat16)
+    a = [jax.random.normal(key, (208, 8), jnp.bfloat16) for key in keys[1:]]
+    whole = matmul._shrink(x, a, None, True)
+    for exact, part in zip(a, whole, strict=True):
+        expected = np.asarray(x, np.float64) @ np.asarray(exact, np.float64)
+        np.testing.assert_allclose(np.asarray(part, np.float64), expected, rtol=2.0**-8, atol=1e-4)
+    for first, m in ((0, 1), (5, 33), (100, 30), (0, 64), (3, 127)):
+        for part, all_rows in zip(matmul._shrink(x[first : first + m], a, None, True), whole, strict=True):
+            np.testing.assert_array_equal(part, all_rows[first : first + m])
 
 
 def test_gradients():

@@ -181,10 +181,12 @@ def test_transformations():
     np.testing.assert_array_equal(end[1], plain[1])
 
 
-def test_batch_invariant_rows_do_not_depend_on_the_others():
+@pytest.mark.parametrize("adapted", [False, True])
+def test_batch_invariant_rows_do_not_depend_on_the_others(adapted):
     packed = packing.pack(weight_of(1024, 3584))
     x = activations(700, 3584)
-    call = functools.partial(kernel, batch_invariant=True)
+    loras = adapters(3584, (512, 512), 32) if adapted else []
+    call = functools.partial(kernel, loras=loras, batch_invariant=True)
     whole = np.asarray(call(x, packed)).view(np.uint16)
     for first, m in ((0, 1), (0, 8), (5, 33), (64, 64), (100, 200), (3, 697)):
         part = np.asarray(call(x[first : first + m], packed)).view(np.uint16)

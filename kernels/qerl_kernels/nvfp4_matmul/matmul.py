@@ -20,6 +20,7 @@ from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, no_gradient
 
+_BLOCK = 64  # rows of `x A` at a time in the batch-invariant mode
 _SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
 
 
@@ -93,7 +94,8 @@ def _matmul(static, x, weight, bias, pairs, together):
 
 
 def _forward(static, x, weight, bias, pairs, together):
-    shrunk = _shrink(x, [a for a, _ in pairs], together)
+    by_blocks = static.batch_invariant and static.implementation == "mosaic_gpu"
+    shrunk = _shrink(x, [a for a, _ in pairs], together, by_blocks)
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
         y = fp32_matmul(x, matrix.astype(x.dtype).T) * row
@@ -104,15 +106,21 @@ def _forward(static, x, weight, bias, pairs, together):
     return y.astype(x.dtype), (x, weight, bias, pairs, together, shrunk)
 
 
-def _shrink(x: Array, a: list[Array], together: Array | None) -> list[Array]:
+def _shrink(x: Array, a: list[Array], together: Array | None, by_blocks: bool) -> list[Array]:
     """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once.
 
-    XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it.
+    XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it. `by_blocks`:
+    in products of 64 rows each, so that XLA takes the same kernel for a row however many rows there are.
     """
     if not a:
         return []
     together = jnp.concatenate(a, axis=1) if together is None else together
-    shrunk = fp32_matmul(x, together).astype(x.dtype)
+    if by_blocks:
+        blocks = jnp.pad(x, ((0, -x.shape[0] % _BLOCK), (0, 0))).reshape(-1, _BLOCK, x.shape[1])
+        shrunk = jax.lax.map(lambda block: fp32_matmul(block, together).astype(x.dtype), blocks)
+        shrunk = shrunk.reshape(-1, together.shape[1])[: x.shape[0]]
+    else:
+        shrunk = fp32_matmul(x, together).astype(x.dtype)
     return jnp.split(shrunk, np.cumsum([part.shape[1] for part in a])[:-1], axis=1)
 
 
