@@ -91,7 +91,8 @@ def make_plan(
       ValueError: not even one completion fits, with the numbers and what to lower.
     """
     each = token_bytes(policy.config, policy.dtype)
-    prompt_width, limit = (-(-tokens // _WHOLE) * _WHOLE for tokens in (prompt_width, limit))
+    asked = prompt_width, limit
+    prompt_width, limit = (-(-tokens // _WHOLE) * _WHOLE for tokens in asked)
 
     def plan(count: int) -> Plan:
         held = min(prompts, count, 2 * -(-count // group))
@@ -106,8 +107,8 @@ def make_plan(
         need = plan(wanted if memory_gb is None else 1)
         advice = "set rollout_memory_gb so that fewer are decoded at a time" if memory_gb is None else "raise it"
         raise ValueError(
-            f"{source} {available / 1e9:.3f} cannot hold {need.slots} completions of {limit} tokens and "
-            f"{need.prompt_slots} prompts of {prompt_width}: they need {need.cache_bytes / 1e9:.3f} GB; lower "
+            f"{source} {available / 1e9:.3g} cannot hold {need.slots} completions of {asked[1]} tokens and "
+            f"{need.prompt_slots} prompts of {asked[0]}: they need {need.cache_bytes / 1e9:.3g} GB; lower "
             f"max_completion_length, or {advice}"
         )
     low, high = 1, wanted  # the largest count that fits

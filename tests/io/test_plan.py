@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import h200
 import jax
 import jax.numpy as jnp
 import memory_for_h200
@@ -86,23 +83,9 @@ def test_update_of_the_tiny_policy_on_the_cpu(tmp_path, change):
     assert estimate == pytest.approx(real, rel=0.3)
 
 
-def missing() -> str | None:
-    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
-        return f"compiling for a GPU needs jax 0.11 or later (this is {jax.__version__})"
-    names = ("jax_cuda13_plugin", "nvidia")
-    absent = [name for name in names if importlib.util.find_spec(name) is None]
-    return f"compiling for a GPU needs {absent} (jax-cuda13-plugin, nvidia-cuda-nvcc, nvidia-nvvm)" if absent else None
-
-
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_update_compiled_for_a_gpu():
     """bf16 with and without recomputation, fp32, a long sequence, a large vocabulary: within 15 %."""
-    run = subprocess.run(
-        [sys.executable, memory_for_h200.__file__],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = h200.run(Path(memory_for_h200.__file__))
     for row in json.loads(run.stdout.splitlines()[-1]):
         assert row["estimate"] == pytest.approx(row["real"], rel=0.15), row

@@ -1,0 +1,96 @@
+"""Compiles a chunk of decoding with the kernels for an H200 on a machine without a GPU. `test_compile.py` runs it.
+
+    python decode_for_h200.py DUMP
+
+Prints, as JSON, the operations of the loop's body in the compiled program and how the body is launched; DUMP is a
+directory for XLA's own dump, from which the latter is read.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.config import Config
+from qerl_jax.io.plan import abstract_trees
+from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.plan import Plan
+from qerl_jax.types import Policy, Sampling
+
+LAYERS, ROWS = 2, 8
+MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096, (0,), 0)
+
+
+def abstract_chunk() -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
+    """Arguments of `decode_chunk` as shapes, the weights packed for the kernels."""
+    config = Config(model="x", weight_format="nvfp4", lora_rank=32, matmul_kernel="mosaic_gpu")
+    policy, _ = abstract_trees(MODEL, "nvfp4", config)
+    plan = Plan(ROWS, ROWS, 256, 256, 0)
+    embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
+
+    def states(key: jax.Array) -> tuple[decode.HeldPrompts, decode.Slots]:
+        return decode.allocate(policy.replace(frozen={"embed_tokens": embedding}), plan, ROWS, key)
+
+    held, slots = jax.eval_shape(states, jax.eval_shape(lambda: jax.random.key(0)))
+    return policy, held, slots
+
+
+def operations(program: str) -> dict[str, list[str]]:
+    """Name of each operation of the loop's body -> shapes of its results."""
+    body = re.search(r"body=%([\w.]+)", program).group(1)
+    text = re.search(rf"\n%{re.escape(body)} .*?\n}}", program, re.DOTALL).group(0)
+    found = collections.defaultdict(list)
+    for shape, name in re.findall(r" = (\(.*?\)|\S+) ([\w\-]+)\(", text):
+        if name not in ("parameter", "get-tuple-element", "tuple", "bitcast", "constant"):
+            found[name].append(shape)
+    return found
+
+
+def main() -> None:
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+    from qerl_kernels import dispatch
+
+    jax.config.update("jax_platforms", "cpu")
+    dispatch.missing_for_mosaic_gpu = lambda dtype: None  # what is compiled for has all that this machine lacks
+    target = (Path(__file__).parent.parent / "kernels" / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), abstract_chunk()
+    )
+    with jax.set_mesh(mesh):
+        traced = decode.decode_chunk.trace(*arguments, Sampling(256), 16, False)
+        program = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
+    body = launches.read_text().split("  body:\n")[1].splitlines()
+    inside = [line for line in body if line.startswith("    ")]  # a thunk of the body; its parts stand further right
+    print(
+        json.dumps(
+            {
+                "operations": operations(program),
+                "thunks": [line.split()[1] for line in inside if re.match(r"    \d", line)],
+                "captured": sum(bool(re.match(r"        \d", line)) for line in inside),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    cuda = next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations))
+    os.environ["PATH"] = f"{cuda}/bin:{os.environ['PATH']}"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_gpu_cuda_data_dir={cuda} --xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false "
+        f"--xla_gpu_autotune_level=0 --xla_dump_to={sys.argv[1]}"
+    )
+    main()
