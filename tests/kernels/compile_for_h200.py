@@ -5,7 +5,8 @@
 CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
 (m, n, k, Tile(...), transposed, number of adapters) for the matrix product, or for attention
 ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots), or ("step", layers, folder):
-the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder.
+the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder, or ("shrink", kind, tokens,
+input features, *ranks).
 """
 
 import os
@@ -29,6 +30,8 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from qerl_kernels import dispatch  # noqa: E402
 from qerl_kernels.decode_attention import mosaic_gpu as attention  # noqa: E402
+from qerl_kernels.lora_shrink import mosaic_gpu as shrink  # noqa: E402
+from qerl_kernels.lora_shrink import plan as shrink_plan  # noqa: E402
 from qerl_kernels.nvfp4_matmul import cases  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul  # noqa: E402
@@ -98,6 +101,19 @@ def attention_program(rows: int, heads: int, kv_heads: int, width: int, slots: i
     assert not copied, f"a cache is copied: {copied}"
 
 
+def shrink_program(kind: str, tokens: int, features: int, *ranks: int) -> None:
+    norm = kind == "norm"
+    task = shrink_plan.Task(kind, tokens, features, ranks, eps=1e-6 if norm else 0.0, residual=norm)
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    inputs = [bf16(tokens, features * (2 if kind == "silu" else 1))]
+    if norm:
+        wide = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, features), (features,))]
+        inputs = [wide[0], *inputs, wide[1]]
+    a = [bf16(features, sum(ranks))] if ranks else []
+    call = lambda *args: shrink.fused(task, shrink_plan.plan_for(task), args[: len(inputs)], args[-1] if a else None)  # noqa: E731
+    compiled(call, inputs + a)
+
+
 def compiled(call, args) -> str:
     target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
@@ -109,10 +125,10 @@ def compiled(call, args) -> str:
 
 
 if __name__ == "__main__":
+    programs = {
+        "attention": attention_program,
+        "shrink": shrink_program,
+        "step": lambda layers, _: step_program(layers),
+    }
     for case in map(eval, sys.argv[2:]):
-        if case[0] == "attention":
-            attention_program(*case[1:])
-        elif case[0] == "step":
-            step_program(case[1])
-        else:
-            matmul_program(*case)
+        programs[case[0]](*case[1:]) if case[0] in programs else matmul_program(*case)

@@ -1,5 +1,5 @@
-"""Every tile in the table, and attention for every model, compiles for sm_90a without spills and with the tensor-core
-instruction it should use.
+"""Every tile in the table, and attention and the fused operations for every model, compile for sm_90a without spills
+and with the tensor-core instruction they should use.
 
 Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 """
@@ -135,3 +135,21 @@ def test_a_decode_step_is_one_command_buffer(tmp_path):
     kinds = [line.split()[1] for line in lines]
     assert kinds.count("kCustomCall") == 28 * 4
     assert len(kinds) == 3 * 28 * 4, set(kinds)
+
+
+def test_fused_decode_operations(tmp_path):
+    """Also: every load of a warp's first chunks is issued before the block waits for its cluster."""
+    from qerl_kernels.lora_shrink import cases
+
+    found = [
+        ("shrink", kind, tokens, features, *[rank] * adapters)
+        for kind, features, adapters in cases.SHAPES.values()
+        for tokens, rank in ((8, 32), (128, 32), (8, 16))
+    ]
+    found += [("shrink", "norm", 128, 8192, 64, 64), ("shrink", "norm", 8, 896), ("shrink", "silu", 128, 29568, 64)]
+    for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
+        assert ("mma.sync.aligned.m16n8k16" in kernel) == (len(case) > 4), case
+        started = kernel.rindex("barrier.cluster.wait")
+        assert kernel.index("ld.volatile.global") > kernel.index("barrier.cluster.arrive"), case
+        assert kernel.count("ld.volatile.global", 0, started) >= (8 if len(case) > 4 else 3), case

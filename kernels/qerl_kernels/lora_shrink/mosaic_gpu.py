@@ -1,0 +1,349 @@
+"""The fused kernels for Hopper: residual add + RMSNorm, or SiLU · up, or nothing, and then `x A` of all adapters.
+
+    norm    s = x + delta;  y = w ⊙ s / sqrt(mean(s²) + eps);  t = y A
+    silu    y = silu(gate) · up;                               t = y A
+    plain   y = x;                                             t = y A
+
+How the work is cut. With few tokens everything here is latency, so that a kernel should wait for memory once: every
+load is issued at the start, straight into the registers where the tensor cores want it, and nothing is staged in shared
+memory. A cluster of `blocks` blocks takes `8 · groups` tokens and shares out the K features in chunks of 32, one warp a
+chunk (`steps` chunks where there are more than warps). What the features have in common crosses the blocks through
+distributed shared memory, twice: the sums of squares (every block gets all of them), and the sums of x A (each block
+gets and adds up its share of them).
+
+Registers. Thread (g, c) = (lane / 4, lane % 4) of a warp holds of its chunk features 8 c ... 8 c + 7 of token g: 16
+bytes. `mma.sync.m16n8k16` multiplies Aᵀ [16 columns × 16 features] with yᵀ [16 features × 8 tokens]. Which features and
+columns a step takes together is ours to choose. The features of step h are those at 8 c + 4 h + (0, 1, 2, 3): then y is
+its operand as it lies. The columns of row g are neighbours (`_run`, e.g. 4 g ... 4 g + 3 of each 32): then threads read
+whole sectors of A, and one byte permutation of two features' words is an operand.
+
+Determinism. Every sum has one order, which depends on K, the number of blocks and that of warps alone. So a token's
+bits depend neither on the other tokens nor on how many there are.
+
+Barriers. What is sent to a block counts on a barrier of its own, `arrived`: one for the squares, one for the products,
+each used once. A block waits for all that is sent to it and for nothing else, and all blocks send all they have before
+they wait: none can hang, and none can leave before what is sent to it has come. (A barrier of the whole cluster would
+also wait until every store to global memory is visible, which takes longer than the exchange.) Every thread sends and
+waits, whatever its chunk or token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from qerl_kernels.lora_shrink import lanes
+from qerl_kernels.lora_shrink.lanes import add, both, div, less, mul, rem
+from qerl_kernels.lora_shrink.plan import CHUNK, OCTET, Plan, Task
+from qerl_kernels.lora_shrink.reference import SLOT
+
+
+def _run(columns: int) -> int:
+    """Neighbouring columns that a thread reads at a time: its e-th is 8 · run · (e // run) + run · g + e % run."""
+    return next(run for run in (8, 4, 2, 1) if columns // 8 % run == 0)
+
+
+# A jit of its own: a program lowers and compiles each shape once, not once for every layer.
+@functools.partial(jax.jit, static_argnames=("task", "plan"))
+def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The equations of the module's docstring.
+
+    Args:
+      inputs: norm: x f32 [M, K], (delta bf16 [M, K],) w f32 [K]. silu: gate and up, bf16 [M, 2 K]. plain: x bf16.
+      a: bf16 [K, C]; None without adapters.
+
+    Returns:
+      norm: (s f32 if `task.residual`,) y; silu: y; then, with adapters, t [M, SLOT · adapters]; bf16 all but s.
+    """
+    tokens, features, columns = task.tokens, task.features, task.columns
+    out = [jax.ShapeDtypeStruct((tokens, features), jnp.float32)] if task.residual else []
+    if task.kind != "plain":
+        out.append(jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16))
+    if columns:
+        out.append(jax.ShapeDtypeStruct((tokens, SLOT * len(task.ranks)), jnp.bfloat16))
+    octets = OCTET * plan.groups
+    scratch = {"arrived_s": plgpu.SMEM((4,), jnp.uint32)}  # two barriers
+    if task.kind == "norm":
+        scratch["squares_s"] = plgpu.SMEM((plan.warps * octets,), jnp.float32)
+        scratch["all_squares_s"] = plgpu.SMEM((octets * plan.blocks,), jnp.float32)
+    if columns:
+        scratch["products_s"] = plgpu.SMEM((plan.warps * octets * columns,), jnp.float32)
+        scratch["share_s"] = plgpu.SMEM((octets * columns,), jnp.float32)
+
+    def body(*refs, **scratch):
+        tile, part = lax.axis_index("tile"), lax.axis_index("part")
+        operands = (*refs, *scratch.values())
+        types = (plgpu.Layout.WG_SPLAT(()),) * 2 + (plgpu.RefType(),) * len(operands)
+
+        def program(ctx, tile, part, *operands):
+            del ctx
+            named = dict(zip(scratch, operands[len(refs) :], strict=True))
+            _Program(task, plan, tile.registers.item(), part.registers.item(), operands[: len(refs)], named).emit()
+
+        plgpu.inline_mgpu(arg_types=types)(program)(tile, part, *operands)
+
+    call = plgpu.kernel(
+        body,
+        out_type=tuple(out),
+        grid=(pl.cdiv(tokens, octets),),
+        grid_names=("tile",),
+        cluster=(plan.blocks,),
+        cluster_names=("part",),
+        num_threads=plan.warps // 4,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        kernel_name=f"lora_{task.kind}_shrink" if columns else f"lora_{task.kind}",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    return call(*inputs, *(() if a is None else (a,)))
+
+
+class _Program:
+    """Emits the instructions of one thread."""
+
+    def __init__(self, task: Task, plan: Plan, tile: ir.Value, part: ir.Value, refs: Sequence[ir.Value], scratch: dict):
+        self.task, self.plan, self.part = task, plan, part
+        pointers = [mgpu.utils.memref_ptr(ref) for ref in refs]
+        self.a = self.t = self.delta = self.weight = self.sum = self.y = None
+        self.x = pointers.pop(0)
+        if task.residual:
+            self.delta = pointers.pop(0)
+        if task.kind == "norm":
+            self.weight = pointers.pop(0)
+        if task.columns:
+            self.a, self.t = pointers.pop(0), pointers.pop()
+        if task.residual:
+            self.sum = pointers.pop(0)
+        if task.kind != "plain":
+            self.y = pointers.pop(0)
+        assert not pointers
+        self.shared = {name: lanes.shared_base(ref) for name, ref in scratch.items()}
+        self.arrived = [add(self.shared["arrived_s"], 8 * i) for i in range(2)]
+        self.thread = mgpu.utils.thread_idx()
+        self.threads = plan.warps * 32
+        lane = rem(self.thread, 32)
+        self.warp, self.g, self.c = div(self.thread, 32), div(lane, 4), rem(lane, 4)
+        self.chunks = task.features // CHUNK
+        self.chunks_of_block = -(-self.chunks // plan.blocks)
+        self.steps = -(-self.chunks_of_block // plan.warps)
+        self.first_token = mul(tile, OCTET * plan.groups)
+        tokens = [add(add(self.first_token, OCTET * i), self.g) for i in range(plan.groups)]
+        self.token_ok = [less(token, task.tokens) for token in tokens]
+        self.tokens = [lanes.smaller(token, task.tokens - 1) for token in tokens]
+
+    def emit(self) -> None:
+        norm = self.task.kind == "norm"
+        octets = OCTET * self.plan.groups
+        squares, products = self.arrived
+        barriers = [(squares, 4 * octets * self.plan.blocks)] if norm else []
+        barriers += [(products, 4 * octets * self.task.columns)] if self.task.columns else []
+        lanes.begin_exchange(barriers, self.thread)
+        rows = [self._rows(s) for s in range(self.steps)] if norm else []
+        fetched_a = [self._fetch_a(s) for s in range(self.plan.ahead)]
+        ready = {s: (self._fetch(s), a) for s, a in enumerate(fetched_a)}  # last, because arithmetic begins with these
+        lanes.all_began()
+        if norm:
+            rows = [self._added(s, loaded) for s, loaded in enumerate(rows)]
+            inverse = self._inverse_rms(rows)
+        zero = lanes.fconst(0.0)
+        tiles = -(-self.task.columns // 16)
+        sums = [[[zero] * 4 for _ in range(tiles)] for _ in range(self.plan.groups)]
+        for s in range(self.steps):
+            words, a = ready.pop(s)
+            if norm:
+                y = [
+                    [lanes.scaled_bf16(row[i : i + 2], factor, words[i : i + 2]) for i in range(0, 8, 2)]
+                    for row, factor in zip(rows[s], inverse, strict=True)
+                ]
+            elif self.task.kind == "silu":
+                y = [[lanes.silu_bf16(gate, up) for gate, up in zip(row[:4], row[4:], strict=True)] for row in words]
+            else:
+                y = words
+            if self.y is not None:
+                self._store(self.y, s, y, 2)
+            self._multiply(sums, y, a)
+            if s + self.plan.ahead < self.steps:
+                later = s + self.plan.ahead
+                ready[later] = self._fetch(later), self._fetch_a(later)
+        if self.task.columns:
+            self._reduce(sums)
+
+    # ---- what a thread reads and writes ----
+
+    def _chunk(self, s: int) -> tuple[ir.Value, ir.Value]:
+        """(first feature of this thread, whether there is one) in step s."""
+        local = add(self.warp, s * self.plan.warps)
+        chunk = add(mul(self.part, self.chunks_of_block), local)
+        ok = both(less(local, self.chunks_of_block), less(chunk, self.chunks))
+        return add(mul(chunk, CHUNK), mul(self.c, 8)), ok
+
+    def _places(self, base: ir.Value, s: int, width: int, itemsize: int = 2) -> list[tuple[ir.Value, ir.Value]]:
+        """(address, whether it counts) of each octet's token in an array of rows of `width` elements."""
+        feature, ok = self._chunk(s)
+        return [
+            (lanes.address(base, mul(add(mul(token, width), feature), itemsize)), both(ok, token_ok))
+            for token, token_ok in zip(self.tokens, self.token_ok, strict=True)
+        ]
+
+    def _rows(self, s: int) -> tuple[list, list | None]:
+        """Words of x (eight for each octet) and of delta (four)."""
+        width = self.task.features
+        x = [lanes.load(at, 4, ok) + lanes.load(at, 4, ok, 16) for at, ok in self._places(self.x, s, width, 4)]
+        if self.delta is None:
+            return x, None
+        return x, [lanes.load(at, 4, ok) for at, ok in self._places(self.delta, s, width)]
+
+    def _added(self, s: int, loaded: tuple[list, list | None]) -> list[list[ir.Value]]:
+        """x + delta, stored."""
+        x, delta = loaded
+        if delta is None:
+            return x
+        rows = [
+            [value for i, word in enumerate(words) for value in lanes.add_halves(row[2 * i : 2 * i + 2], word)]
+            for row, words in zip(x, delta, strict=True)
+        ]
+        self._store(self.sum, s, rows, 4)
+        return rows
+
+    def _store(self, base: ir.Value, s: int, rows: list[list[ir.Value]], itemsize: int) -> None:
+        for (at, ok), row in zip(self._places(base, s, self.task.features, itemsize), rows, strict=True):
+            for i in range(0, len(row), 4):
+                lanes.store(at, row[i : i + 4], ok, 4 * i)
+
+    def _fetch(self, s: int) -> list:
+        """Norm: the weights of this thread's features; else: the words of x for each octet."""
+        feature, ok = self._chunk(s)
+        width = self.task.features
+        if self.task.kind == "norm":
+            at = lanes.address(self.weight, mul(feature, 4))
+            return lanes.load(at, 4, ok) + lanes.load(at, 4, ok, 16)
+        if self.task.kind == "silu":
+            places = self._places(self.x, s, 2 * width)
+            return [lanes.load(at, 4, ok) + lanes.load(at, 4, ok, 2 * width) for at, ok in places]
+        return [lanes.load(at, 4, ok) for at, ok in self._places(self.x, s, width)]
+
+    def _fetch_a(self, s: int) -> list[list[ir.Value]]:
+        """Words of A for each of this thread's features."""
+        feature, ok = self._chunk(s)
+        return [self._a_row(feature, ok, j) for j in range(8)] if self.task.columns else []
+
+    def _a_row(self, feature: ir.Value, ok: ir.Value, j: int) -> list[ir.Value]:
+        """The C / 8 columns of this thread in A's row `feature + j`, two a word."""
+        columns, run = self.task.columns, _run(self.task.columns)
+        at = lanes.address(self.a, mul(add(mul(feature, columns), mul(self.g, run)), 2))
+        starts = [2 * (j * columns + i) for i in range(0, columns, 8 * run)]
+        if run > 1:
+            return [word for start in starts for word in lanes.load(at, run // 2, ok, start)]
+        halves = [lanes.load_half(at, ok, start) for start in starts] + [lanes.const(0)]
+        return [lanes.pair(low, high, high=False) for low, high in zip(halves[::2], halves[1::2], strict=True)]
+
+    # ---- what it computes ----
+
+    def _inverse_rms(self, rows: list[list[list[ir.Value]]]) -> list[ir.Value]:
+        """1 / rms of each octet's token, from the sums of squares of all blocks."""
+        octets, blocks = OCTET * self.plan.groups, self.plan.blocks
+        own, everyone = self.shared["squares_s"], self.shared["all_squares_s"]
+        first = less(self.c, 1)
+        for i in range(self.plan.groups):
+            square = lanes.fconst(0.0)
+            for row in rows:
+                for value in row[i]:
+                    square = lanes.add_square(square, value)
+            square = lanes.over_quad(square)
+            at = add(own, mul(add(mul(self.warp, octets), self.g), 4))
+            lanes.store_shared(at, [square], first, byte=4 * OCTET * i)
+        lanes.block_barrier()
+        for start in range(0, blocks * octets, self.threads):
+            index = add(self.thread, start)
+            block, token = div(index, octets), rem(index, octets)
+            at = add(own, mul(token, 4))
+            whole = lanes.total([lanes.load_shared(at, byte=4 * octets * w)[0] for w in range(self.plan.warps)])
+            place = add(everyone, mul(add(mul(token, blocks), self.part), 4))
+            lanes.send(place, block, [whole], self.arrived[0], less(index, blocks * octets))
+        lanes.wait_for(self.arrived[0])
+        inverse = []
+        for i in range(self.plan.groups):
+            at = add(everyone, mul(self.g, 4 * blocks))
+            of_blocks = [v for b in range(0, blocks, 4) for v in lanes.load_shared(at, 4, 4 * (OCTET * i * blocks + b))]
+            inverse.append(lanes.inverse_rms(lanes.total(of_blocks), self.task.features, self.task.eps))
+        return inverse
+
+    def _multiply(self, sums: list[list[list[ir.Value]]], y: list[list[ir.Value]], a: list[list[ir.Value]]) -> None:
+        """sums += Aᵀ yᵀ of one chunk. Word `tile` of a row of A holds the columns of rows g and g + 8 of that tile."""
+        for half in (0, 4):
+            for tile in range(-(-self.task.columns // 16)):
+                r0, r1, r2, r3 = (a[half + j][tile] for j in range(4))
+                operand = [
+                    lanes.pair(r0, r1, False), lanes.pair(r0, r1, True), lanes.pair(r2, r3, False),
+                    lanes.pair(r2, r3, True),
+                ]  # fmt: skip
+                for octet, row in zip(sums, y, strict=True):
+                    octet[tile] = lanes.multiply(octet[tile], operand, row[half // 2 : half // 2 + 2])
+
+    def _reduce(self, sums: list[list[list[ir.Value]]]) -> None:
+        """Sums over warps and blocks, and t stored. A sum stands at (octet, e, g, token)."""
+        columns, run, plan = self.task.columns, _run(self.task.columns), self.plan
+        own, size = columns // 8, OCTET * plan.groups * columns
+        share = size // plan.blocks
+        at = add(self.shared["products_s"], mul(add(mul(self.warp, size), add(mul(self.g, 8), mul(self.c, 2))), 4))
+        for i, tiles in enumerate(sums):
+            for e in range(own):
+                pair = tiles[e // 2][2 * (e % 2) :][:2]
+                lanes.store_shared(at, pair, byte=4 * (i * OCTET * columns + e * 64))
+        self._zero_padding()
+        lanes.block_barrier()
+        for start in range(0, size // 4, self.threads):
+            index = mul(add(self.thread, start), 4)
+            at = add(self.shared["products_s"], mul(lanes.smaller(index, size - 4), 4))
+            of_warps = [lanes.load_shared(at, 4, byte=4 * size * w) for w in range(plan.warps)]
+            whole = [lanes.total(values) for values in zip(*of_warps, strict=True)]
+            place = add(self.shared["share_s"], mul(add(mul(self.part, share), rem(index, share)), 4))
+            lanes.send(place, div(index, share), whole, self.arrived[1], less(index, size))
+        lanes.wait_for(self.arrived[1])
+        for start in range(0, share, self.threads):
+            local = add(self.thread, start)
+            at = add(self.shared["share_s"], mul(lanes.smaller(local, share - 1), 4))
+            whole = lanes.total([lanes.load_shared(at, byte=4 * share * b)[0] for b in range(plan.blocks)])
+            index = add(mul(self.part, share), local)
+            octet, within = div(index, OCTET * columns), rem(index, OCTET * columns)
+            e, g = div(within, 64), rem(div(within, 8), 8)
+            column = add(add(mul(div(e, run), 8 * run), mul(g, run)), rem(e, run))
+            token = add(add(self.first_token, mul(octet, OCTET)), rem(within, 8))
+            place = add(mul(token, SLOT * len(self.task.ranks)), self._slot(column))
+            ok = both(less(local, share), less(token, self.task.tokens))
+            lanes.store_bf16(lanes.address(self.t, mul(place, 2)), whole, ok)
+
+    def _slot(self, column: ir.Value) -> ir.Value:
+        """The column of t of a column of A."""
+        end, place = 0, column
+        for rank in self.task.ranks[:-1]:
+            end += rank
+            past = add(lanes.const(1), mul(less(column, end), -1))
+            place = add(place, mul(past, SLOT - rank))
+        return place
+
+    def _zero_padding(self) -> None:
+        """Zeros in t past each adapter's rank, eight columns at a time, shared out over the cluster."""
+        pieces = SLOT // 8 * len(self.task.ranks)
+        count = OCTET * self.plan.groups * pieces
+        zero = [lanes.const(0)] * 4
+        for start in range(0, count // self.plan.blocks, self.threads):
+            local = add(self.thread, start)
+            item = add(mul(local, self.plan.blocks), self.part)
+            token, piece = add(self.first_token, div(item, pieces)), rem(item, pieces)
+            ok = both(less(local, count // self.plan.blocks), less(token, self.task.tokens))
+            adapter, within = div(piece, SLOT // 8), rem(piece, SLOT // 8)
+            rank = lanes.const(0)
+            for i, size in enumerate(self.task.ranks):
+                rank = add(rank, mul(both(less(adapter, i + 1), less(i - 1, adapter)), size // 8))
+            ok = both(ok, less(add(rank, -1), within))
+            at = lanes.address(self.t, mul(add(mul(token, SLOT * len(self.task.ranks)), mul(piece, 8)), 2))
+            lanes.store(at, zero, ok)

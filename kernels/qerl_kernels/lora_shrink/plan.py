@@ -1,0 +1,81 @@
+"""What a fused kernel computes and how it is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from qerl_kernels.lora_shrink.reference import SLOT
+
+CHUNK = 32  # features that a warp takes at a time
+OCTET = 8  # tokens that `mma.sync` takes at a time
+BLOCKS = 16  # of a cluster: twice what is portable, but Hopper's large chips launch it, and it is faster than 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is computed.
+
+    Attributes:
+      kind: "norm", "silu" or "plain".
+      tokens: M.
+      features: K.
+      ranks: of the adapters, side by side in A; empty: no `x A`.
+      eps: of the norm.
+      residual: True where the norm adds delta to x first.
+    """
+
+    kind: str
+    tokens: int
+    features: int
+    ranks: tuple[int, ...] = ()
+    eps: float = 0.0
+    residual: bool = False
+
+    @property
+    def columns(self) -> int:
+        """C, columns of A."""
+        return sum(self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How it is cut.
+
+    Attributes:
+      blocks: of a cluster.
+      warps: of a block, a multiple of 4.
+      groups: octets of tokens of a cluster.
+      ahead: chunks of A that a warp loads before it multiplies the first.
+    """
+
+    blocks: int
+    warps: int
+    groups: int
+    ahead: int
+
+
+def plan_for(task: Task, blocks: int = BLOCKS) -> Plan:
+    """As many warps as there are chunks, but not more than leave each the registers it needs. Few tokens spread over
+    many clusters; more of them share what is read of A where registers allow. Only `groups` and `ahead` may depend on
+    the number of tokens: they change no sum.
+    """
+    groups = 2 if task.tokens > 32 and task.columns <= 32 else 1
+    most = 16 if task.columns <= 96 else 8
+    chunks = -(-task.features // CHUNK // blocks)
+    steps = -(-chunks // most)
+    warps = -(-chunks // steps // 4) * 4
+    fetched = 2 * -(-task.columns // 16) * 4 + {"norm": 8, "silu": 8 * groups, "plain": 4 * groups}[task.kind]
+    held = 2 * -(-task.columns // 8) * groups + 40
+    held += 8 * groups * steps if task.kind == "norm" else 0
+    free = 65536 // (warps * 32) - held
+    return Plan(blocks, warps, groups, max(1, min(steps, free // fetched)))
+
+
+def missing(features: int, ranks: Sequence[int]) -> str | None:
+    """What keeps the kernels from these shapes; None where they run."""
+    if features % CHUNK:
+        return f"a multiple of {CHUNK} input features (these are {features})"
+    if any(rank % 8 or not 0 < rank <= SLOT for rank in ranks):
+        return f"adapter ranks that are multiples of 8 up to {SLOT} (these are {list(ranks)})"
+    return None

@@ -1,0 +1,112 @@
+"""What precedes the four projections of a layer in decode, each with the adapters' `x A`, in one launch.
+
+Forward only: training and prefill run the plain model. Axes: M tokens, K input features, F ffn features, C adapter
+columns, S = 64 · adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from qerl_kernels import dispatch
+from qerl_kernels.lora_shrink import plan, reference
+
+MOST_TOKENS = 128  # above, XLA's products take over
+MOST_RANK = reference.SLOT  # of an adapter
+KINDS = {"norm_shrink": "norm", "silu_shrink": "silu", "shrink": "plain"}
+
+
+def norm_shrink(
+    x: Float32[Array, "M K"],
+    delta: Float[Array, "M K"] | None,
+    weight: Float32[Array, " K"],
+    eps: float,
+    a: Float[Array, "K C"] | None = None,
+    ranks: Sequence[int] = (),
+    *,
+    dtype: DTypeLike,
+    implementation: str | None = None,
+) -> tuple[Float32[Array, "M K"], Float[Array, "M K"], Float[Array, "M S"] | None]:
+    """`s = x + delta`, `y = w ⊙ s / sqrt(mean(s²) + eps)` and `t = y A`: residual add, RMSNorm and LoRA's first half.
+
+    s and the norm are computed in fp32, y is rounded once; t is summed in fp32 and rounded once.
+
+    Args:
+      x: the residual stream.
+      delta: what the last projection adds to it, in `dtype`; None: s = x.
+      weight: of the norm.
+      eps: of the norm.
+      a: A of the adapters side by side, in `dtype`; None: t is None.
+      ranks: of the adapters, in that order.
+      dtype: of y and t; bf16 for the kernel.
+      implementation: "mosaic_gpu" or "xla"; None picks (and logs once why where it is not Mosaic GPU).
+
+    Returns:
+      s, y and t, in which each adapter has 64 columns, zeros past its rank: what `nvfp4_matmul(shrunk=...)` takes.
+
+    Raises:
+      ValueError: the ranks are not those of A, or the implementation asked for cannot run here.
+    """
+    if _chosen("norm_shrink", x, dtype, a, ranks, implementation) == "xla":
+        s = x if delta is None else x + delta
+        y = reference.rms_norm(s, weight, eps, dtype)
+        return s, y, _shrink(y, a, ranks)
+    inputs = (x, weight) if delta is None else (x, delta, weight)
+    out = _fused("norm_shrink", x, inputs, a, ranks, eps=eps, residual=delta is not None)
+    out = out if delta is not None else (x, *out)
+    return out if a is not None else (*out, None)
+
+
+def silu_shrink(
+    gate_up: Float[Array, "M 2*F"],
+    a: Float[Array, "F C"] | None = None,
+    ranks: Sequence[int] = (),
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "M F"], Float[Array, "M S"] | None]:
+    """`h = silu(gate) · up` in fp32, rounded once, and `t = h A`; arguments, t and errors as for `norm_shrink`."""
+    if _chosen("silu_shrink", gate_up, gate_up.dtype, a, ranks, implementation) == "xla":
+        h = reference.silu_product(gate_up)
+        return h, _shrink(h, a, ranks)
+    out = _fused("silu_shrink", gate_up, (gate_up,), a, ranks)
+    return out if a is not None else (*out, None)
+
+
+def shrink(
+    x: Float[Array, "M K"], a: Float[Array, "K C"], ranks: Sequence[int], *, implementation: str | None = None
+) -> Float[Array, "M S"]:
+    """`t = x A` alone; arguments, t and errors as for `norm_shrink`."""
+    if _chosen("shrink", x, x.dtype, a, ranks, implementation) == "xla":
+        return reference.shrink(x, a, ranks)
+    return _fused("shrink", x, (x,), a, ranks)[0]
+
+
+def _shrink(y: Array, a: Array | None, ranks: Sequence[int]) -> Array | None:
+    return None if a is None else reference.shrink(y, a, ranks)
+
+
+def _chosen(
+    name: str, x: Array, dtype: DTypeLike, a: Array | None, ranks: Sequence[int], implementation: str | None
+) -> str:
+    columns = 0 if a is None else a.shape[1]
+    if sum(ranks) != columns:
+        raise ValueError(f"{name}: A has {columns} columns, the ranks are {list(ranks)}")
+    missing = dispatch.missing_for_mosaic_gpu(dtype) or plan.missing(_features(name, x), ranks)
+    if missing is None and implementation is None and x.shape[0] > MOST_TOKENS:
+        missing = f"at most {MOST_TOKENS} tokens to be the faster one"
+    return dispatch.choose(name, implementation, missing)
+
+
+def _features(name: str, x: Array) -> int:
+    return x.shape[1] // 2 if name == "silu_shrink" else x.shape[1]
+
+
+def _fused(name: str, x: Array, inputs: tuple, a: Array | None, ranks: Sequence[int], **more) -> tuple[jax.Array, ...]:
+    from qerl_kernels.lora_shrink import mosaic_gpu  # jax ≥ 0.11: imported where it runs
+
+    task = plan.Task(KINDS[name], x.shape[0], _features(name, x), tuple(ranks), **more)
+    return mosaic_gpu.fused(task, plan.plan_for(task), inputs, a)

@@ -1,0 +1,76 @@
+"""The plain path of the fused decode operations against NumPy in fp64, and what their entry points refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qerl_kernels.lora_shrink.reference import SLOT
+from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+
+EPS = 1e-6
+ROUNDING = {jnp.float32: 2.0**-18, jnp.bfloat16: 2.0**-8}
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def slots(t, ranks):
+    """t without its padding, which must be zero."""
+    parts = np.split(wide(t), len(ranks), axis=1)
+    for part, rank in zip(parts, ranks, strict=True):
+        assert part.shape[1] == SLOT
+        assert not part[:, rank:].any()
+    return np.concatenate([part[:, :rank] for part, rank in zip(parts, ranks, strict=True)], axis=1)
+
+
+def close(got, expected, dtype, scale=1.0):
+    np.testing.assert_allclose(got, expected, rtol=ROUNDING[dtype], atol=scale * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("ranks", [(8,), (32, 8, 64)])
+def test_norm_shrink(dtype, ranks):
+    x, delta = draw(5, 48, seed=1) * 3, draw(5, 48, seed=2, dtype=dtype)
+    weight, a = draw(48, seed=3), draw(48, sum(ranks), seed=4, dtype=dtype)
+    s, y, t = norm_shrink(x, delta, weight, EPS, a, ranks, dtype=dtype)
+    assert (s.dtype, y.dtype, t.dtype) == (jnp.float32, dtype, dtype)
+    close(wide(s), wide(x) + wide(delta), jnp.float32)
+    expected = wide(s) / np.sqrt(np.mean(wide(s) ** 2, axis=1, keepdims=True) + EPS) * wide(weight)
+    close(wide(y), expected, dtype)
+    close(slots(t, ranks), wide(y) @ wide(a), dtype)
+    alone = norm_shrink(s, None, weight, EPS, a, ranks, dtype=dtype)
+    for ours, theirs in zip(alone, (s, y, t), strict=True):
+        np.testing.assert_array_equal(wide(ours), wide(theirs))
+    assert norm_shrink(x, delta, weight, EPS, dtype=dtype)[2] is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_silu_shrink(dtype):
+    gate_up, a = draw(5, 96, seed=1, dtype=dtype) * 4, draw(48, 24, seed=2, dtype=dtype)
+    h, t = silu_shrink(gate_up, a, (16, 8))
+    gate, up = np.split(wide(gate_up), 2, axis=1)
+    close(wide(h), gate / (1 + np.exp(-gate)) * up, dtype)
+    close(slots(t, (16, 8)), wide(h) @ wide(a), dtype)
+    assert silu_shrink(gate_up)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shrink(dtype):
+    x, a = draw(5, 48, dtype=dtype), draw(48, 64, seed=1, dtype=dtype)
+    close(slots(shrink(x, a, (64,)), (64,)), wide(x) @ wide(a), dtype)
+
+
+def test_refusals():
+    x, a = draw(2, 64), draw(64, 16)
+    with pytest.raises(ValueError, match=r"A has 16 columns, the ranks are \[8\]"):
+        shrink(x, a, (8,))
+    with pytest.raises(ValueError, match="no implementation 'cuda'"):
+        shrink(x, a, (16,), implementation="cuda")
+    if jax.default_backend() == "cpu":
+        with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
+            shrink(x, a, (16,), implementation="mosaic_gpu")

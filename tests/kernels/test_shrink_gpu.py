@@ -1,0 +1,163 @@
+"""The fused kernels on a Hopper GPU against their equations in fp64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qerl_kernels import dispatch
+from qerl_kernels.lora_shrink import cases
+from qerl_kernels.lora_shrink.reference import SLOT
+from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        dispatch.missing_for_mosaic_gpu(jnp.bfloat16) is not None,
+        reason=f"needs {dispatch.missing_for_mosaic_gpu(jnp.bfloat16)}",
+    ),
+]
+EPS = 1e-6
+MOST = max(cases.TOKENS)
+U = 2.0**-8  # one rounding to bf16
+
+
+def inputs_of(kind, tokens, features, columns, seed=0):
+    """x (and delta and w; or gate and up), and A."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)  # noqa: E731
+    a = (jax.random.normal(keys[3], (features, columns)) / features**0.5).astype(jnp.bfloat16)
+    if kind == "norm":
+        weight = 1 + 0.3 * jax.random.normal(keys[2], (features,))
+        x = 3 * jax.random.normal(keys[0], (tokens, features))
+        return [x, normal(keys[1], tokens, features), weight], a
+    return [2 * normal(keys[0], tokens, features * (1 + (kind == "silu")))], a
+
+
+def run(kind, inputs, a, ranks):
+    """(s or None, y or None, t), by the kernel."""
+    if kind == "norm":
+        return norm_shrink(*inputs, EPS, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    if kind == "silu":
+        return None, *silu_shrink(inputs[0], a, ranks, implementation="mosaic_gpu")
+    return None, None, shrink(inputs[0], a, ranks, implementation="mosaic_gpu")
+
+
+run_jit = jax.jit(run, static_argnums=(0, 3))
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def check(kind, inputs, a, ranks, got):
+    s, y, t = got
+    if kind == "norm":
+        x, delta, weight = map(wide, inputs)
+        exact_s = wide(s)
+        np.testing.assert_array_equal(exact_s, (x + delta).astype(np.float32))  # one rounding: no tolerance
+        expected = exact_s / np.sqrt(np.mean(exact_s**2, axis=1, keepdims=True) + EPS) * weight
+    elif kind == "silu":
+        gate, up = np.split(wide(inputs[0]), 2, axis=1)
+        expected = gate / (1 + np.exp(-gate)) * up
+    else:
+        expected = None
+    if expected is None:
+        rows = wide(inputs[0])
+    else:
+        rows = wide(y)
+        # bf16's rounding, and what precedes it in fp32 (exp of 80 has 80 · 2^-24)
+        assert np.all(np.abs(rows - expected) <= (U + 2.0**-16) * np.abs(expected) + 2e-36)
+    if t is None:
+        return
+    a = wide(a)
+    exact = rows @ a
+    slack = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(a, axis=0)[None]
+    bound = U * np.abs(exact) + 4 * np.sqrt(len(a)) * 2.0**-24 * slack
+    padded, start = wide(t), 0
+    assert padded.shape == (len(rows), SLOT * len(ranks))
+    for i, rank in enumerate(ranks):
+        slot = padded[:, i * SLOT : (i + 1) * SLOT]
+        columns = slice(start, start + rank)
+        assert np.all(np.abs(slot[:, :rank] - exact[:, columns]) <= bound[:, columns])
+        assert np.all(slot[:, rank:] == 0)
+        start += rank
+
+
+def poison(shapes):
+    """Fill freed memory with NaN, so that an output nobody wrote shows."""
+    jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.bfloat16) for shape in shapes])
+
+
+@pytest.mark.parametrize("case", cases.SHAPES)
+def test_every_number_of_tokens(case):
+    """Right for every M, and a token's bits are the same whatever M is and whoever its neighbours are."""
+    kind, features, adapters = cases.SHAPES[case]
+    ranks = (32,) * adapters
+    inputs, a = inputs_of(kind, MOST, features, sum(ranks))
+    per_token = 2 if kind == "norm" else 1
+    whole = run_jit(kind, inputs, a, ranks)
+    check(kind, inputs, a, ranks, whole)
+    for m in cases.TOKENS if case in cases.LAYER_7B else (3, 17, 65):
+        some = [x[MOST - m :] for x in inputs[:per_token]] + inputs[per_token:]
+        poison([(m, features), (m, features), (m, SLOT * adapters)])
+        got = run_jit(kind, some, a, ranks)
+        for ours, all_ in zip(got, whole, strict=True):
+            if ours is not None:
+                np.testing.assert_array_equal(wide(ours), wide(all_)[MOST - m :])
+
+
+@pytest.mark.parametrize("kind", ["norm", "silu", "plain"])
+@pytest.mark.parametrize("ranks", [(8,), (16, 16), (8, 8, 8), (32, 8, 64), (64,), (64, 64), (64, 64, 64)])
+def test_ranks(kind, ranks):
+    tokens, features = ((5, 896), (70, 4864), (20, 32))[sum(ranks) // 8 % 3]
+    inputs, a = inputs_of(kind, tokens, features, sum(ranks), seed=len(ranks))
+    check(kind, inputs, a, ranks, run_jit(kind, inputs, a, ranks))
+
+
+def test_without_adapters_and_without_delta():
+    [x, delta, weight], a = inputs_of("norm", 8, 3584, 32)
+    s, y, t = norm_shrink(x, delta, weight, EPS, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    assert t is None
+    check("norm", [x, delta, weight], None, (), (s, y, None))
+    _, y0, t0 = norm_shrink(s, None, weight, EPS, a, (32,), dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(wide(y0), wide(y))
+    check("plain", [y], a, (32,), (None, None, t0))
+    gate_up = jnp.concatenate([x.astype(jnp.bfloat16), delta], axis=1)
+    h, none = silu_shrink(gate_up, implementation="mosaic_gpu")
+    assert none is None
+    check("silu", [gate_up], None, (), (None, h, None))
+
+
+def test_extreme_values():
+    """Rows of zeros, of tiny and of huge values; gates at which exp overflows."""
+    features, ranks = 896, (32,)
+    inputs, a = inputs_of("norm", 4, features, 32)
+    x = inputs[0] * jnp.asarray([0.0, 2.0**-120, 2.0**50, 1.0])[:, None]
+    norm = [x, jnp.zeros_like(inputs[1]), inputs[2]]
+    check("norm", norm, a, ranks, run("norm", norm, a, ranks))
+    gate = jnp.linspace(-80, 80, 2 * features, dtype=jnp.float32).reshape(2, features).astype(jnp.bfloat16)
+    both = jnp.concatenate([gate, jnp.ones_like(gate)], axis=1)
+    check("silu", [both], a, ranks, run("silu", [both], a, ranks))
+    far = jnp.concatenate([jnp.full_like(gate, -3e38), jnp.ones_like(gate)], axis=1)
+    assert not np.any(wide(silu_shrink(far, a, ranks, implementation="mosaic_gpu")[0]))
+
+
+@pytest.mark.parametrize("case", cases.LAYER_7B)
+def test_a_thousand_repeats_are_bit_identical(case):
+    kind, features, adapters = cases.SHAPES[case]
+    ranks = (32,) * adapters
+    inputs, a = inputs_of(kind, 24, features, sum(ranks))
+    first = run_jit(kind, inputs, a, ranks)
+
+    @jax.jit
+    def differences(inputs, a, first):
+        def one(count, _):
+            x = jnp.where(count >= 0, inputs[0], 0)  # in the loop, for all the compiler knows
+            got = run(kind, [x, *inputs[1:]], a, ranks)
+            bits = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in jax.tree.leaves((got, first))]
+            half = len(bits) // 2
+            return count + sum(jnp.sum(x != y) for x, y in zip(bits[:half], bits[half:], strict=True)), None
+
+        return jax.lax.scan(one, jnp.int32(0), None, length=1000)[0]
+
+    assert int(differences(inputs, a, first)) == 0

@@ -1,0 +1,122 @@
+"""Times what precedes the projections of Qwen2.5 in decode, the fused kernels against the plain XLA path.
+
+    python tools/bench_shrink.py [--cases qkv_7b ...] [--tokens 1 8 ...] [--rank 32] [--out FILE.json]
+
+One jitted function runs the operation over many sets of buffers (at least 100 MB in all, so that the L2 does not help),
+one after the other. `us` is the time between the beginnings of two operations on the device, gaps between kernels
+included, `busy` what the kernels themselves take; both from the profiler, the median of several executions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import statistics
+import tempfile
+
+import jax
+import jax.numpy as jnp
+from qerl_kernels.lora_shrink import cases
+from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+
+ROTATE_BYTES = 100e6
+EXECUTIONS = 5
+
+
+def operation(kind: str, ranks: tuple[int, ...], implementation: str, inputs: list, a: jax.Array) -> tuple:
+    """What comes out of one operation."""
+    if kind == "norm":
+        return norm_shrink(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation=implementation)
+    if kind == "silu":
+        return silu_shrink(*inputs, a, ranks, implementation=implementation)
+    return (shrink(*inputs, a, ranks, implementation=implementation),)
+
+
+def in_turn(one, sets: list) -> list:
+    """`one` of every set; no two can run at the same time or become one kernel."""
+    outs, last = [], jnp.float32(0)
+    for inputs, a in sets:
+        (x, *rest), last = jax.lax.optimization_barrier((inputs, last))
+        out = one([x, *rest], a)
+        outs.append(out)
+        last = out[-1]
+    return outs
+
+
+def sets_of(kind: str, tokens: int, features: int, columns: int) -> list:
+    """Random (inputs, A), enough of them to outgrow the L2."""
+    width = features * (2 if kind == "silu" else 1)
+    count = max(20, math.ceil(ROTATE_BYTES / (2 * (features * columns + tokens * width))))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key, kind):
+        keys = jax.random.split(key, 3)
+        x, delta = jax.random.normal(keys[0], (2, tokens, width), jnp.bfloat16)
+        a = jax.random.normal(keys[1], (features, columns), jnp.bfloat16) / features**0.5
+        if kind == "norm":
+            return [x.astype(jnp.float32), delta, jax.random.normal(keys[2], (features,))], a
+        return [x], a
+
+    return [draw(jax.random.key(i), kind) for i in range(min(count, 200))]
+
+
+def kernel_times(call) -> list[list[tuple[float, float]]]:
+    """(begin, end) in µs of every kernel on the device, for each of `EXECUTIONS` calls."""
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(EXECUTIONS):
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(call())
+            [file] = pathlib.Path(folder).rglob("*.xplane.pb")
+            planes = [
+                p for p in jax.profiler.ProfileData.from_file(str(file)).planes if p.name.startswith("/device:GPU")
+            ]
+            events = [e for p in planes for line in p.lines if line.name.startswith("Stream") for e in line.events]
+        found.append(sorted((e.start_ns / 1e3, e.end_ns / 1e3) for e in events))
+    return found
+
+
+def measure(case: str, tokens: int, rank: int, implementation: str) -> dict:
+    """One row of the result."""
+    kind, features, adapters = cases.SHAPES[case]
+    ranks = (rank,) * adapters
+    sets = sets_of(kind, tokens, features, sum(ranks))
+    every = jax.jit(lambda sets: in_turn(functools.partial(operation, kind, ranks, implementation), sets))
+    runs = kernel_times(lambda: every(sets))
+    count = len(sets)
+    return {
+        "case": case,
+        "m": tokens,
+        "rank": rank,
+        "impl": implementation,
+        "us": round(statistics.median((run[-1][1] - run[0][0]) / count for run in runs), 2),
+        "busy": round(statistics.median(sum(end - begin for begin, end in run) / count for run in runs), 2),
+        "kernels": round(len(runs[0]) / count, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(cases.SHAPES), choices=list(cases.SHAPES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/shrink.json"))
+    args = parser.parse_args()
+    rows = []
+    for case in args.cases:
+        for tokens in args.tokens:
+            ours, theirs = (measure(case, tokens, args.rank, impl) for impl in ("mosaic_gpu", "xla"))
+            rows += [ours, theirs]
+            print(f"{case:12s} m {tokens:4d}  ours {ours['us']:6.2f} us  xla {theirs['us']:6.2f} us, "
+                  f"{theirs['kernels']} kernels that take {theirs['busy']:6.2f}", flush=True)  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    meta = {"gpu": jax.devices()[0].device_kind, "jax": jax.__version__}
+    args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=0))
+
+
+if __name__ == "__main__":
+    main()
