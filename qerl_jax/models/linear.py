@@ -29,6 +29,7 @@ def linear(
     lora: Lora | Sequence[Lora] | None = None,
     *,
     batch_invariant: bool = False,
+    shrunk: Float[Array, "M S"] | None = None,
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded once to x's dtype.
 
@@ -41,16 +42,19 @@ def linear(
       bias: in any float dtype; added in fp32.
       lora: the adapter, or one for each adapted part of a fused projection (they carry their row offsets).
       batch_invariant: a row's bits depend neither on how many rows there are nor on the others; slower.
+      shrunk: `x A` where a fused kernel made it already (`nvfp4_matmul`); for packed weights, without gradients.
 
     Raises:
-      ValueError: K of x and of the weight differ.
+      ValueError: K of x and of the weight differ, or `shrunk` comes with a weight that is not packed.
     """
     n, k = weight.shape
     if x.shape[-1] != k:
         raise ValueError(f"linear: x has {x.shape[-1]} input features, the weight {k} (shape {n} x {k})")
     parts = [lora] if isinstance(lora, Lora) else list(lora or ())
     if isinstance(weight, PackedNvfp4):
-        return nvfp4_matmul(x, weight, bias, parts, batch_invariant=batch_invariant)
+        return nvfp4_matmul(x, weight, bias, parts, batch_invariant=batch_invariant, shrunk=shrunk)
+    if shrunk is not None:
+        raise ValueError(f"linear: shrunk goes with a packed weight, this is {type(weight).__name__}")
 
     def product(rows: Array) -> Array:
         y = _frozen_matmul(rows, weight)

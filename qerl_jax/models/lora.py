@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -107,6 +108,11 @@ def side_by_side(lora: Any) -> Any:
         return isinstance(node, dict) and bool(node) and all(isinstance(part, Lora) for part in node.values())
 
     return jax.tree.map(join, lora, is_leaf=of_one_projection)
+
+
+def together(parts: Sequence[Lora]) -> Float[Array, "K C"]:
+    """A of all parts of a projection side by side; no copy after `side_by_side`."""
+    return parts[0].a if parts[0].column is not None else jnp.concatenate([part.a for part in parts], axis=1)
 
 
 def without_adapter(lora: Any) -> Any:

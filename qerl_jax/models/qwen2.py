@@ -22,6 +22,7 @@ from qerl_kernels.decode_attention.attention import decode_attention
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 
 from qerl_jax.models import cache as kv
+from qerl_jax.models import fused
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.formats import Weight
 from qerl_jax.models.linear import FP32_PRECISION, in_blocks, linear
@@ -111,11 +112,16 @@ class Projection(nnx.Module):
         self.bias = None if bias is None else Frozen(bias)
         self.lora = nnx.Dict({part: Adapter(lora) for part, lora in adapters.items()})
 
-    def __call__(self, x: Float[Array, "B T K"], batch_invariant: bool = False) -> Float[Array, "B T N"]:
-        # In the order of their rows: a split module comes back with its parts in the order of their names.
-        lora = sorted((adapter.get_value() for adapter in self.lora.values()), key=lambda part: part.offset)
+    def adapters(self) -> list[Lora]:
+        """In the order of their rows: a split module comes back with its parts in the order of their names."""
+        return sorted((adapter.get_value() for adapter in self.lora.values()), key=lambda part: part.offset)
+
+    def __call__(
+        self, x: Float[Array, "*B K"], batch_invariant: bool = False, shrunk: Float[Array, "M S"] | None = None
+    ) -> Float[Array, "*B N"]:
         bias = None if self.bias is None else self.bias.get_value()
-        return linear(x, self.weight.get_value(), bias, lora, batch_invariant=batch_invariant)
+        weight = self.weight.get_value()
+        return linear(x, weight, bias, self.adapters(), batch_invariant=batch_invariant, shrunk=shrunk)
 
 
 class RMSNorm(nnx.Module):
@@ -140,15 +146,22 @@ class Attention(nnx.Module):
         self.o_proj = Projection(weights["o_proj"], None, adapters["o_proj"])
 
     def __call__(self, x, angles, mix: Mix, batch_invariant: bool):
+        mixed, kept = self.mixed(self.qkv_proj(x, batch_invariant), angles, mix)
+        return self.o_proj(mixed, batch_invariant), kept
+
+    def mixed(
+        self, qkv: Float[Array, "B T N"], angles: Float32[Array, "B T A"], mix: Mix
+    ) -> tuple[Float[Array, "B T K"], Any]:
+        """What lies between the two projections, and what `mix` keeps."""
         c = self.config
-        batch, length, _ = x.shape
+        batch, length, _ = qkv.shape
         q_dim, kv_dim = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        q, k, v = jnp.split(self.qkv_proj(x, batch_invariant), (q_dim, q_dim + kv_dim), axis=-1)
+        q, k, v = jnp.split(qkv, (q_dim, q_dim + kv_dim), axis=-1)
         q = rotate(q.reshape(batch, length, c.num_heads, c.head_dim), angles)
         k = rotate(k.reshape(batch, length, c.num_kv_heads, c.head_dim), angles)
         v = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
         mixed, kept = mix(q, k, v)
-        return self.o_proj(mixed.reshape(batch, length, q_dim), batch_invariant), kept
+        return mixed.reshape(batch, length, q_dim), kept
 
 
 class Mlp(nnx.Module):
@@ -271,7 +284,11 @@ class Qwen2(nnx.Module):
             return attended[:, None], (keys, values)
 
         positions = jnp.maximum(prompt_lengths + lengths - 1, 0)[:, None]
-        hidden, kept = self._run(tokens[:, None], positions, mix, batch_invariant=batch_invariant)
+        # Not batch-invariant: at another number of rows the plain way may be taken, which sums in another order.
+        if fused.fits(self.layers, tokens.shape[0]) and not batch_invariant:
+            hidden, kept = self._run_fused(tokens, positions, mix)
+        else:
+            hidden, kept = self._run(tokens[:, None], positions, mix, batch_invariant=batch_invariant)
         return hidden[:, 0], KVCache(*(tuple(arrays) for arrays in zip(*kept, strict=True)))
 
     def _run(self, tokens, positions, mix, remat=False, batch_invariant=False):
@@ -285,6 +302,16 @@ class Qwen2(nnx.Module):
             x, keep = jax.checkpoint(run)(x) if remat else run(x)
             kept.append(keep)
         return self.norm(x), kept
+
+    def _run_fused(self, tokens, positions, mix):
+        """`_run` of one token a sequence, in fewer and longer kernels."""
+        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        x, delta = self.embed_tokens.get_value()[tokens].astype(jnp.float32), None
+        kept = []
+        for i, layer in enumerate(self.layers):
+            x, delta, keep = fused.layer_step(layer, x, delta, angles, functools.partial(mix, i))
+            kept.append(keep)
+        return self.norm((x + delta)[:, None]), kept
 
     def logits(self, hidden: Float[Array, "... D"], batch_invariant: bool = False) -> Float32[Array, "... V"]:
         """fp32 logits of hidden states, through the embedding where the head is tied."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from qerl_kernels import dispatch
+from qerl_kernels.lora_shrink.shrink import shrink
 from qerl_kernels.nvfp4_matmul import matmul, packing, reference
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
 from test_packing import mxfp4, random_weight
@@ -59,6 +60,20 @@ def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
     for first, m in ((0, 1), (5, 33), (100, 30), (0, 64), (3, 127)):
         for part, all_rows in zip(matmul._shrink(x[first : first + m], a, None, True), whole, strict=True):
             np.testing.assert_array_equal(part, all_rows[first : first + m])
+
+
+def test_x_a_may_be_given():
+    weight, x = packing.pack(random_weight(96, 80, 1)), jax.random.normal(jax.random.key(0), (6, 80))
+    loras = adapters(80, (64, 32), 8)
+    shrunk = shrink(x, jnp.concatenate([lora.a for lora in loras], axis=1), (8, 8))
+    given = nvfp4_matmul(x, weight, None, loras, implementation="xla", shrunk=shrunk)
+    made = nvfp4_matmul(x, weight, None, loras, implementation="xla")
+    np.testing.assert_allclose(given, made, rtol=1e-5, atol=1e-5 * float(jnp.abs(made).max()))
+    doubled = nvfp4_matmul(x, weight, None, loras, implementation="xla", shrunk=2 * shrunk)
+    plain = nvfp4_matmul(x, weight, implementation="xla")
+    np.testing.assert_allclose(doubled - plain, 2 * (made - plain), rtol=1e-3, atol=1e-4 * float(jnp.abs(made).max()))
+    with pytest.raises(ValueError, match="128 columns for 1 adapters of 64 each"):
+        nvfp4_matmul(x, weight, None, loras[:1], implementation="xla", shrunk=shrunk)
 
 
 def test_gradients():

@@ -54,6 +54,7 @@ def nvfp4_matmul(
     *,
     implementation: str | None = None,
     batch_invariant: bool = False,
+    shrunk: Float[Array, "M S"] | None = None,
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded to x's dtype.
 
@@ -68,9 +69,12 @@ def nvfp4_matmul(
       implementation: "mosaic_gpu" or "xla"; None picks (and logs once why where it is not Mosaic GPU).
       batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
         shapes).
+      shrunk: `x A` of all `loras` where it is known already, as `lora_shrink` makes it: [M, 64 · adapters], zeros past
+        each one's rank. Then nothing here is differentiable.
 
     Raises:
-      ValueError: K of x and of the weight differ, or the implementation asked for cannot run here.
+      ValueError: K of x and of the weight differ, `shrunk` has another width, or the implementation asked for cannot
+        run here.
     """
     k = weight.shape[1]
     if x.shape[-1] != k:
@@ -84,7 +88,11 @@ def nvfp4_matmul(
         for lora, start in zip(loras, columns, strict=True)
     ]
     pairs = tuple((a.astype(x.dtype), lora.b.astype(x.dtype)) for a, lora in zip(own, loras, strict=True))
-    y = _matmul(static, x.reshape(-1, k), weight, bias, pairs, together)
+    rows = x.reshape(-1, k)
+    if shrunk is None:
+        y = _matmul(static, rows, weight, bias, pairs, together)
+    else:
+        y = _sum(static, rows, weight, bias, _of_slots(shrunk, pairs), pairs, shrunk)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -96,14 +104,19 @@ def _matmul(static, x, weight, bias, pairs, together):
 def _forward(static, x, weight, bias, pairs, together):
     by_blocks = static.batch_invariant and static.implementation == "mosaic_gpu"
     shrunk = _shrink(x, [a for a, _ in pairs], together, by_blocks)
+    return _sum(static, x, weight, bias, shrunk, pairs), (x, weight, bias, pairs, together, shrunk)
+
+
+def _sum(static, x, weight, bias, shrunk: list[Array], pairs, slots: Array | None = None) -> Array:
+    """All terms of y. `slots`: `shrunk` as the kernel takes it, where that exists already."""
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
         y = fp32_matmul(x, matrix.astype(x.dtype).T) * row
         y = y if bias is None else y + bias.astype(jnp.float32)
         y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
     else:
-        y = _kernel_forward(static, x, weight, bias, shrunk, pairs)
-    return y.astype(x.dtype), (x, weight, bias, pairs, together, shrunk)
+        y = _kernel_forward(static, x, weight, bias, shrunk, pairs, slots)
+    return y.astype(x.dtype)
 
 
 def _shrink(x: Array, a: list[Array], together: Array | None, by_blocks: bool) -> list[Array]:
@@ -132,6 +145,13 @@ def _in_slots(shrunk: list[Array]) -> Array:
     return jnp.concatenate([jnp.pad(t, ((0, 0), (0, -t.shape[1] % _SLOT))) for t in shrunk], axis=1)
 
 
+def _of_slots(slots: Float[Array, "M S"], pairs) -> list[Array]:
+    """The inverse of `_in_slots`."""
+    if slots.shape[1] != _SLOT * len(pairs):
+        raise ValueError(f"nvfp4_matmul: shrunk has {slots.shape[1]} columns for {len(pairs)} adapters of {_SLOT} each")
+    return [slots[:, _SLOT * i :][:, : b.shape[0]] for i, (_, b) in enumerate(pairs)]
+
+
 def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
     out = jnp.zeros((shrunk[0].shape[0], n), jnp.float32)
@@ -140,7 +160,7 @@ def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
     return out
 
 
-def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs) -> Array:
+def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs, slots) -> Array:
     """The product with its adapters added within the kernel where they fit it, else around it."""
     from qerl_kernels.nvfp4_matmul import tiles
 
@@ -154,7 +174,8 @@ def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs
     tile = tiles.tile_for(x.shape[0], *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
     if not (adjacent and len(scales) == 1 and 0.0 not in scales and tile):
         return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
-    return _kernel(static, False, x, weight, bias, _in_slots(shrunk), tuple(b for _, b in pairs), scales.pop())
+    slots = _in_slots(shrunk) if slots is None else slots
+    return _kernel(static, False, x, weight, bias, slots, tuple(b for _, b in pairs), scales.pop())
 
 
 def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, expand=(), scale=1.0) -> Array:

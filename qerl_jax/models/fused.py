@@ -1,0 +1,81 @@
+"""A decoder layer in decode on packed weights: what precedes each projection, and its adapters' `x A`, in one launch.
+
+The arithmetic is that of `DecoderLayer`; only what adds to the residual stream waits for the norm that follows it.
+
+Axes: B sequences, D model, A rotary angles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+from qerl_kernels.lora_shrink.shrink import MOST_RANK, MOST_TOKENS, norm_shrink, shrink, silu_shrink
+
+from qerl_jax.models.formats import PackedNvfp4
+from qerl_jax.models.lora import together
+
+if TYPE_CHECKING:
+    from qerl_jax.models.qwen2 import DecoderLayer, Mix, Projection, RMSNorm
+
+
+def fits(layers: Sequence[DecoderLayer], batch: int) -> bool:
+    """Whether `layer_step` takes these layers and so many sequences: packed weights, adapters that the kernels hold."""
+    projections = [projection for layer in layers for projection in _projections(layer)]
+    return batch <= MOST_TOKENS and all(
+        isinstance(projection.weight.get_value(), PackedNvfp4)
+        and all(part.b.shape[0] <= MOST_RANK for part in projection.adapters())
+        for projection in projections
+    )
+
+
+def layer_step(
+    layer: DecoderLayer,
+    x: Float32[Array, "B D"],
+    delta: Float[Array, "B D"] | None,
+    angles: Float32[Array, "B 1 A"],
+    mix: Mix,
+) -> tuple[Float32[Array, "B D"], Float[Array, "B D"], Any]:
+    """One token a sequence through a layer. No gradients.
+
+    Args:
+      layer: its projections as `fits` wants them.
+      x: the residual stream.
+      delta: what the layer before adds to it; None before the first.
+      angles: of the tokens' positions.
+      mix: as in `DecoderLayer`.
+
+    Returns:
+      x and delta for the next layer, and what `mix` keeps.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    x, y, t = _norm(layer.input_layernorm, x, delta, attention.qkv_proj)
+    qkv = attention.qkv_proj(y, shrunk=t)
+    mixed, kept = attention.mixed(qkv[:, None], angles, mix)
+    mixed = mixed[:, 0]
+    a, ranks = _adapters(attention.o_proj, mixed.dtype)
+    t = None if a is None else shrink(mixed, a, ranks)
+    delta = attention.o_proj(mixed, shrunk=t)
+    x, y, t = _norm(layer.post_attention_layernorm, x, delta, mlp.gate_up_proj)
+    h, t = silu_shrink(mlp.gate_up_proj(y, shrunk=t), *_adapters(mlp.down_proj, y.dtype))
+    return x, mlp.down_proj(h, shrunk=t), kept
+
+
+def _projections(layer: DecoderLayer) -> tuple[Projection, ...]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+
+def _norm(norm: RMSNorm, x: Array, delta: Array | None, projection: Projection) -> tuple[Array, Array, Array | None]:
+    a, ranks = _adapters(projection, norm.dtype)
+    return norm_shrink(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
+
+
+def _adapters(projection: Projection, dtype: jnp.dtype) -> tuple[Array | None, tuple[int, ...]]:
+    """A of a projection's adapters side by side, and their ranks."""
+    parts = projection.adapters()
+    if not parts:
+        return None, ()
+    return together(parts).astype(dtype), tuple(part.b.shape[0] for part in parts)
