@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,12 @@ def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPro
     )
 
 
+@jax.jit
+def prepare(policy: Policy) -> Any:
+    """The adapters as a whole rollout reads them: one copy in the compute dtype, those of a projection side by side."""
+    return side_by_side(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
+
+
 @functools.partial(jax.jit, donate_argnames="held", static_argnames="batch_invariant")
 def prefill(
     policy: Policy,
@@ -170,7 +177,7 @@ def decode_chunk(
       The slots; a copy of `active` to be read while the next chunk runs; and the tokens drawn, −1 where a slot drew
       none.
     """
-    model = policy.replace(lora=side_by_side(policy.lora)).model()
+    model = policy.model()
 
     def step(slots: Slots, _: None) -> tuple[Slots, Int32[Array, " S"]]:
         return _step(model, policy.config.eos_token_ids, sampling, batch_invariant, held, slots)

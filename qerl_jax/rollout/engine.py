@@ -143,6 +143,7 @@ class _Run:
 
     def steps(self) -> Generator[Progress, None, None]:
         """Decode everything. What has ended in one chunk is looked at while the next one runs."""
+        self.policy = self.policy.replace(lora=decode.prepare(self.policy))
         self.held, self.slots = decode.allocate(self.policy, self.plan, self.progress.rows, self.key)
         self._refill([])
         running: list[_Chunk] = []

@@ -35,6 +35,12 @@ class Engine:
     chunk: int = 16
     batch_invariant: bool = False
 
+    def __post_init__(self):
+        for name in ("slots", "memory_gb", "chunk"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

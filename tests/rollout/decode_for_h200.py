@@ -66,8 +66,10 @@ def main() -> None:
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
+    policy, held, slots = abstract_chunk()
+    policy = policy.replace(lora=jax.eval_shape(decode.prepare, policy))
     arguments = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), abstract_chunk()
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (policy, held, slots)
     )
     with jax.set_mesh(mesh):
         traced = decode.decode_chunk.trace(*arguments, Sampling(256), 16, False)

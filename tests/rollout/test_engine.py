@@ -329,6 +329,10 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
 
 
 def test_errors_name_the_numbers(policy):
+    for changes in ({"slots": 0}, {"chunk": -1}, {"memory_gb": 0.0}):
+        ((name, value),) = changes.items()
+        with pytest.raises(ValueError, match=f"{name} must be above 0, got {value}"):
+            Engine(**changes)
     with pytest.raises(ValueError, match=r"5 tokens and 124 new ones exceed.*max_position_embeddings 128"):
         generate(policy, PROMPTS, Sampling(124), KEY)
     for prompts, message in (([], "no prompts"), ([[1], []], "prompt 1 is empty")):
