@@ -18,6 +18,7 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.evaluation import Evaluation
 from qerl_jax.rewards.workers import load_rewards
+from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Sampling
 
 
@@ -56,6 +57,8 @@ class _Arguments:
     """Longest completion in tokens."""
     batch_size: int = 64
     """Completions decoded together."""
+    rollout_memory_gb: float | None = None
+    """Their key-value caches in 1e9 bytes: fewer are decoded together where not all fit."""
     weight_format: str | None = None
     """Quantize an unquantized checkpoint while loading: nvfp4, mxfp4 or nf4."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -133,7 +136,8 @@ def _run(arguments: _Arguments) -> tuple[Evaluation, list[str]]:
     )
     name = correctness_of(arguments.dataset)
     with load_rewards((name,), arguments.reward_workers, arguments.reward_timeout) as judge:
-        result = evaluate(policy, problems, sampling, arguments.seed, arguments.batch_size, reward=judge[name])
+        engine = Engine(arguments.batch_size, arguments.rollout_memory_gb)
+        result = evaluate(policy, problems, sampling, arguments.seed, engine=engine, reward=judge[name])
     return result, notes
 
 

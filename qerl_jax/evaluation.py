@@ -25,10 +25,9 @@ def evaluate(
     problems: Sequence[Problem] | Sequence[EncodedProblem],
     sampling: Sampling,
     seed: int = 0,
-    batch_size: int = 64,
     system_prompt: str = "",
     max_prompt_length: int = 512,
-    batch_invariant: bool = False,
+    engine: Engine | None = None,
     reward: Reward = functions.answer,
 ) -> Evaluation:
     """Sample completions of every problem from the policy as it is (noise-free norms) and count the correct ones.
@@ -38,9 +37,8 @@ def evaluate(
       problems: plain, or encoded already (`system_prompt` is then unused).
       sampling: `num_generations` completions of each problem.
       seed: of the samples.
-      batch_size: completions decoded together.
       system_prompt, max_prompt_length: of the encoding; prompts over the limit are left out.
-      batch_invariant: as in `Engine`.
+      engine: how to roll out; None: 64 completions at a time.
       reward: what is correct: a completion to which it gives more than 0.
     """
     if not isinstance(problems[0], EncodedProblem):
@@ -48,7 +46,7 @@ def evaluate(
     longest = max(len(item.tokens) for item in problems)
     prompts = to_prompts(list(problems), longest, policy.config.pad_token_id)
     key = keys.for_step(seed, keys.Purpose.EVALUATE, 0)
-    rollout = generate(policy, prompts, sampling, key, Engine(slots=batch_size, batch_invariant=batch_invariant))
+    rollout = generate(policy, prompts, sampling, key, engine or Engine(slots=64))
     texts = completion_texts(rollout, policy.tokenizer)
     rows = [item.problem for item in problems for _ in range(sampling.num_generations)]
     values = reward(prompts=[row.prompt for row in rows], completions=texts, answer=[row.answer for row in rows])

@@ -264,8 +264,7 @@ def evaluate_state(config: Config, policy: Policy, state: TrainState, problems: 
             problems,
             config.eval_sampling,
             config.seed,
-            config.eval_batch_size,
-            batch_invariant=config.batch_invariant,
+            engine=Engine(config.eval_batch_size, config.rollout_memory_gb, batch_invariant=config.batch_invariant),
             reward=judge[name],
         )
 

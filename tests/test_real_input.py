@@ -10,12 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import runs
+from helpers import fp32_policy, plain_rollout
 
 from qerl_jax import train
 from qerl_jax.io.adapter import adapter_config
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.plan import Engine
+from qerl_jax.types import Sampling, completion_ids
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,6 +40,18 @@ def half_billion(tmp_path_factory, data):
     made = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert made["parameters"] == 494_032_768  # the published count
     return out
+
+
+@pytest.mark.slow
+def test_greedy_ids_are_those_of_whole_forward_passes(half_billion):
+    """The engine at the true shapes (head dim 64, seven query heads a key head, tied head) against no cache at all."""
+    policy = fp32_policy(half_billion, rank=4)
+    prompts, sampling = [[9707, 11, 1879, 0], [16, 10]], Sampling(5, temperature=0, num_generations=2)
+    rollout = generate(policy, prompts, sampling, jax.random.key(0), Engine(slots=3, chunk=2))
+    for ids, (expected, _, _) in zip(
+        completion_ids(rollout), plain_rollout(policy, prompts, sampling, jax.random.key(0)), strict=True
+    ):
+        assert ids == expected
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Compiles a chunk of decoding with the kernels for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
+"""Compiles a chunk of decoding for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
 
     python decode_for_h200.py DUMP
 

@@ -15,6 +15,7 @@ from oracles import torch_qwen2
 
 from qerl_jax import keys
 from qerl_jax.rl.logprobs import logprobs_and_entropy
+from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate, stream
 from qerl_jax.rollout.plan import Engine, make_plan
 from qerl_jax.types import Finish, Policy, Prompts, Rollout, Sampling, completion_ids
@@ -326,6 +327,15 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
     assert 3 <= stopped < 8
     with pytest.raises(ValueError, match="tokenizer"):
         generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)
+
+
+def test_no_memory_left_names_the_numbers(policy, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    monkeypatch.setattr(decode, "allocate", full)
+    with pytest.raises(ValueError, match=r"with 8 slots of 8 tokens, .* GB of keys and values; lower"):
+        generate(policy, PROMPTS, FREE, KEY)
 
 
 def test_errors_name_the_numbers(policy):
