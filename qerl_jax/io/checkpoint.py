@@ -42,12 +42,12 @@ class Checkpointer:
     def __init__(self, directory: Path, keep: int | None):
         self.directory = (directory / CHECKPOINTS_DIR).absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
             enable_async_checkpointing=False,
             cleanup_tmp_directories=keep is not None,
             create=keep is not None,
             read_only=keep is None,
         )
+        self._keep = keep  # not orbax's max_to_keep: that deletes the old one before the new one has its manifest
         with _quiet():
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -61,6 +61,7 @@ class Checkpointer:
 
     def save(self, state: TrainState) -> None:
         """Write the state at its step, also over an incomplete one; a complete one that is already there is left alone.
+        Those beyond the limit go when the new one is complete.
 
         Raises OSError naming the directory if it cannot be written, on a full disk for one; what was written of it is
         removed, and the checkpoints before it are as they were.
@@ -92,6 +93,7 @@ class Checkpointer:
                 gc.collect()  # here, because the failed tasks of orbax print their traces when they are collected
         if failure:
             raise OSError(f"checkpoint {path} cannot be written: {failure}; {kept}")
+        self._prune()
 
     def restore(self, state: TrainState, step: int | None = None) -> TrainState:
         """The newest (or a given) checkpoint in the place of `state`, which gives structure, shapes and config.
@@ -123,8 +125,18 @@ class Checkpointer:
         return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish what is being written or, after a kill, was left to be deleted."""
+        self._prune()
         self._manager.close()
+
+    def _prune(self) -> None:
+        """Delete what is older than the newest few complete checkpoints, each one's manifest first: a kill in between
+        leaves an incomplete one.
+        """
+        newest = sorted(self._complete())[-self._keep :] if self._keep else []
+        for step in [step for step in self._manager.all_steps() if newest and step < newest[0]]:
+            (self.directory / str(step) / MANIFEST_FILE).unlink(missing_ok=True)
+            self._manager.delete(step)
 
     def _remove(self, step: int) -> None:
         """Remove what a failed save left, until nothing comes after: orbax raises while others of its threads write."""

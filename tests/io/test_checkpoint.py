@@ -127,20 +127,57 @@ def largest_file(size: int):
 
 
 @pytest.mark.parametrize("limit", [0, 100, 4_000, 20_000])
-def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, tmp_path, limit, capfd):
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, tmp_path, limit, keep, capfd):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    checkpoints = Checkpointer(tmp_path, 2)
+    checkpoints = Checkpointer(tmp_path, keep)
     with largest_file(limit), pytest.raises(OSError, match="cannot be written") as error:
         checkpoints.save(at(state, 3))
     path = tmp_path / "checkpoints" / "3"
     assert str(error.value).startswith(f"checkpoint {path} cannot be written: ")
     assert str(error.value).endswith("the one of step 2 is there to resume from")
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "2"]
-    assert_same(Checkpointer(tmp_path, 2).restore(state), at(state, 2))
+    assert_same(Checkpointer(tmp_path, keep).restore(state), at(state, 2))
     checkpoints.save(at(state, 3))  # once there is room again
-    assert_same(Checkpointer(tmp_path, 2).restore(state), at(state, 3))
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "2", "3"][-keep:]
+    assert_same(Checkpointer(tmp_path, keep).restore(state), at(state, 3))
     output = capfd.readouterr()
     assert "Traceback" not in output.err + output.out
+
+
+@pytest.mark.parametrize("moment", ["write_json", "_sha256"])
+def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, saved, tmp_path, moment, monkeypatch):
+    """KeyboardInterrupt stands for it: nothing in `save` catches it."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, moment, killed)
+        Checkpointer(tmp_path, 1).save(at(state, 3))
+    again = Checkpointer(tmp_path, 1)
+    assert again.incomplete_steps() == [3]
+    assert_same(again.restore(state), at(state, 2))
+    again.save(at(state, 3))
+    assert [path.name for path in again.directory.iterdir()] == ["3"]
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted(state, saved, tmp_path, monkeypatch):
+    """Half deleted it is incomplete, and goes when the run ends."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    checkpoints = Checkpointer(tmp_path, 2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints._manager, "delete", killed)
+        checkpoints.save(at(state, 3))
+    again = Checkpointer(tmp_path, 2)
+    assert again.incomplete_steps() == [1] and again.latest_step() == 3
+    again.close()
+    assert sorted(path.name for path in again.directory.iterdir()) == ["2", "3"]
 
 
 def test_a_full_disk(state, tmp_path):
