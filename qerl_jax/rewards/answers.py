@@ -8,8 +8,25 @@ from fractions import Fraction
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _LONGEST = 1000  # characters of an answer that can state a number; the patterns below take quadratic time
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}|([-+]?\d[\d,]*)\s*/\s*(\d[\d,]*)")
+_NUMBER = re.compile(r"(?:[-+]\s*)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}|((?:[-+]\s*)?\d[\d,]*)\s*/\s*(\d[\d,]*)")
+_DIGIT = re.compile(r"\d")
+# What LaTeX and Markdown wrap around a number, and what stands for it as plain text.
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}|(?<!\S)\*\*([^*]+)\*\*(?!\w)")
+_DEGREES = re.compile(r"\^(?:\\circ|\{\\circ\})")
+_REMOVED = re.compile(r"\\[()\[\],!;$]|\$|^[#\s]+")
+# Beside a number: words, a name that it is assigned to, currencies, punctuation. Nothing that computes.
+_WORD = re.compile(r"(?:[^\W\d_]['’-]?)+")
+_ASSIGNED = re.compile(r"(?<!\S)[^\W\d_]\s*=\s*$|=\s*$")
+_PUNCTUATION = re.compile(r"[\s.,;:?()~≈%°€£¥₹¢\"“”]|\\%|/(?=[hs]\b|\s*[^\W\d_]{2})")
+_UNITS = frozenset({"a", "m", "g", "l", "h", "s"})  # other single letters are variables or labels
+_CHANGES = re.compile(  # words that make another number of the one beside them
+    "pi|sqrt|root|log|ln|sin|cos|tan|exp|squared|cubed|plus|minus|factorial|negative|not|"
+    "hundred|thousand|million|billion|trillion"
+)
+_ANNOUNCE = re.compile(
+    "about|answer|approximately|are|equals|exactly|hence|is|it's|just|only|so|sum|therefore|thus|total"
+)
 
 
 def extract_answer(completion: str) -> str | None:
@@ -27,22 +44,48 @@ def extract_answer(completion: str) -> str | None:
 def parse_number(text: str) -> Fraction | None:
     """The number an answer states, exactly; None if it states none or several different ones.
 
-    Understands thousands commas, `$`, `%` and other units around it, a sign, decimals, fractions (`3/4`,
-    `\\frac{3}{4}`) and `\\boxed{…}`. A text of more than 1000 characters states none.
+    Understands thousands commas, `$`, `%` and other units, an announcing phrase (`x = 12`, `the answer is 12`), a sign,
+    decimals, fractions (`3/4`, `\\frac{3}{4}`) and `\\boxed{…}`. A number that is part of something else states none:
+    one that touches a letter (`B3`, `2x`), stands beside an operator, a variable or a word that changes it (`x^2`,
+    `2\\sqrt{x}`, `2 million`), or is a label's (`Room 3`). A text of more than 1000 characters states none either.
     """
     if len(text) > _LONGEST:
         return None
-    text = (
-        unbox(text).replace("\\$", "").replace("$", "").replace("\\,", "").replace("\\!", "").replace("−", "-").strip()
-    )
+    text = _REMOVED.sub("", unbox(text).replace("−", "-").strip())
+    text = _DEGREES.sub("°", _WRAPPED.sub(lambda match: match[1] or match[2] or "", text)).strip()
     fraction = _FRACTION.search(text)
-    if fraction and not _NUMBER_BEYOND.search(text[: fraction.start()] + text[fraction.end() :]):
-        return _fraction(fraction)
-    values = {value for match in _NUMBER.finditer(text) if (value := _decimal(match.group())) is not None}
-    return values.pop() if len(values) == 1 else None
+    if fraction and not _DIGIT.search(text[: fraction.start()] + text[fraction.end() :]):
+        sign = text[: fraction.start()].rstrip().endswith("-")
+        before = text[: fraction.start()].rstrip()[:-1] if sign else text[: fraction.start()]
+        value = _fraction(fraction) if _is_beside([before, text[fraction.end() :]]) else None
+        return -value if sign and value is not None else value
+    values, beside, end = set(), [], 0
+    for match in _NUMBER.finditer(text):
+        values.add(_decimal(match.group()))
+        beside.append(text[end : match.start()])
+        end = match.end()
+    return values.pop() if len(values) == 1 and _is_beside([*beside, text[end:]]) else None
 
 
-_NUMBER_BEYOND = re.compile(r"\d")
+def _is_beside(parts: list[str]) -> bool:
+    """Whether texts before, between and after numbers are units and phrases that leave each the number it is."""
+    before, *between, after = parts
+    touching = [part[-1:] for part in (before, *between)] + [part[:1] for part in (*between, after)]
+    if any(character.isalpha() for character in touching) or not all(_WORD.search(part) for part in between):
+        return False
+    last = _WORD.search(before.rstrip(), len(before.rstrip().rpartition(" ")[0]))
+    if (
+        last
+        and last.end() == len(before.rstrip())
+        and last[0][0].isupper()
+        and not _ANNOUNCE.fullmatch(last[0].lower())
+    ):
+        return False
+    parts = [_ASSIGNED.sub("", before), *between, after]
+    words = [word for part in parts for word in _WORD.findall(part)]
+    if any(_CHANGES.fullmatch(word.lower()) or (len(word) == 1 and word not in _UNITS) for word in words):
+        return False
+    return not any(_WORD.sub("", _PUNCTUATION.sub("", part)).strip() for part in parts)
 
 
 def unbox(text: str) -> str:
@@ -59,10 +102,8 @@ def unbox(text: str) -> str:
 
 
 def _decimal(text: str) -> Fraction | None:
-    if not any(character.isdigit() for character in text):
-        return None
     try:
-        value = Decimal(text.replace(",", ""))
+        value = Decimal("".join(text.replace(",", "").split()))
     except InvalidOperation:
         return None
     return Fraction(value) if abs(value.adjusted()) < 1000 else None
@@ -71,8 +112,7 @@ def _decimal(text: str) -> Fraction | None:
 def _fraction(match: re.Match) -> Fraction | None:
     parts = [part for part in match.groups() if part is not None]
     above, below = (_decimal(part.strip()) for part in parts)
-    sign = -1 if match.string[: match.start()].endswith("-") else 1
-    return None if above is None or not below else sign * above / below
+    return None if above is None or not below else above / below
 
 
 def same_answer(given: str, gold: str) -> bool:
