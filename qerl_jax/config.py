@@ -488,11 +488,11 @@ def dump(config: Config) -> str:
 
 def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
     """Fields in which a checkpoint's config contradicts ours, as "name: theirs -> ours"; those free to change left
-    out.
+    out. A field that the checkpoint's version did not have yet counts as its default.
     """
-    mine = to_mapping(ours)
+    mine, theirs = to_mapping(ours), to_mapping(Config()) | theirs
     return [
-        f"{name}: {theirs.get(name)!r} -> {mine[name]!r}"
+        f"{name}: {theirs[name]!r} -> {mine[name]!r}"
         for name in mine
-        if name not in FREE_ON_RESUME and theirs.get(name) != mine[name]
+        if name not in FREE_ON_RESUME and theirs[name] != mine[name]
     ]

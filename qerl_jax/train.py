@@ -72,6 +72,8 @@ def train(config: Config, console: Console | None = None) -> TrainState:
         console.print,
         config.allow_code_execution,
     )
+    if config.eval_dataset:
+        load_judge(config, workers=min(config.reward_workers, 1)).close()  # raises if it cannot
     policy = load(config)
     state = init_state(policy, config)
     lengths = config.max_prompt_length, config.max_completion_length
@@ -84,7 +86,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)  # raises if it cannot fit
     stream, test_problems = load_problems(config, policy, console)
 
-    if config.overwrite:
+    if config.overwrite or run_directory.is_half_adopted(directory):
         run_directory.clear(directory)
     checkpoints = Checkpointer(directory, config.save_total_limit)
     state = restore(config, checkpoints, state, console)
@@ -199,17 +201,22 @@ def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Str
 
 
 def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
-    """The state to start from: `state` itself, or the newest checkpoint under `resume`."""
+    """The state to start from: `state` itself, or the newest checkpoint under `resume`, with the files of its run where
+    that is another.
+    """
     if config.resume == "never":
         return state
-    source = checkpoints if config.resume == "auto" else Checkpointer(Path(config.resume), keep=None)
+    directory = Path(config.output_dir)
+    elsewhere = config.resume != "auto" and Path(config.resume).resolve() != directory.resolve()
+    source = Checkpointer(Path(config.resume), keep=None) if elsewhere else checkpoints
     for step in source.incomplete_steps():
         console.print(f"{source.directory / str(step)} is incomplete and left out: it has no manifest")
     if config.resume == "auto" and source.latest_step() is None:
         return state
     state = source.restore(state)
-    if config.resume != "auto":
-        run_directory.adopt(Path(config.output_dir), Path(config.resume))
+    if elsewhere:
+        run_directory.adopt(directory, Path(config.resume))
+        checkpoints.save(state)
     console.print(f"continuing after step {int(state.step)} of {config.max_steps}")
     return state
 
@@ -257,16 +264,21 @@ def collect_step(
 def evaluate_state(config: Config, policy: Policy, state: TrainState, problems: list[EncodedProblem]) -> Evaluation:
     """The noise-free policy on the evaluation problems; the same samples' keys before and after."""
     current = policy.replace(norms=state.norms, lora=state.lora)
-    name = correctness_of(config.eval_dataset)
-    with load_rewards((name,), config.reward_workers, config.reward_timeout) as judge:
+    with load_judge(config, config.reward_workers) as judge:
         return evaluate(
             current,
             problems,
             config.eval_sampling,
             config.seed,
             engine=Engine(config.eval_batch_size, config.rollout_memory_gb, batch_invariant=config.batch_invariant),
-            reward=judge[name],
+            reward=judge[correctness_of(config.eval_dataset)],
         )
+
+
+def load_judge(config: Config, workers: int) -> Rewards:
+    """The reward that tells right from wrong in evaluations. Raises RewardError if it cannot be loaded."""
+    name = correctness_of(config.eval_dataset)
+    return load_rewards((name,), workers, config.reward_timeout, allow_code_execution=config.allow_code_execution)
 
 
 def finish(

@@ -7,9 +7,11 @@ disk. One line that names what is wrong and both values, exit code 2, everything
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
+
+PRESETS = Path(__file__).parent / "data" / "presets"
 
 
 @contextlib.contextmanager
@@ -206,6 +210,84 @@ def test_runs(case, used, capfd):
     before = contents(used / "run")
     assert_says(error_of(train.main, training(used, *flags), used, capfd), message)
     assert contents(used / "run") == before
+
+
+# how a run is asked for that cannot work: (what is missing, flags, message)
+MISSING: dict[str, tuple[str, list[str], str]] = {
+    "math-verify": (
+        "math_verify",
+        ["--eval-dataset", f"math500:{PRESETS / 'math500'}", "--reward-workers", "0"],
+        "reward 'math_verify' needs the package math-verify: …",
+    ),
+    "permission to run code": (
+        "nothing",
+        ["--eval-dataset", f"codeforces:{PRESETS / 'codeforces'}"],
+        "reward 'code' runs programs written by the policy: refused without allow_code_execution",
+    ),
+    "W&B": (
+        "wandb",
+        ["--report-to", "wandb"],
+        "report_to 'wandb' needs the package wandb, which is not installed: …",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_run_that_cannot_begin_does_not_overwrite(case, used, capfd, monkeypatch):
+    module, flags, message = MISSING[case]
+    monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    before = contents(used / "run")
+    assert_says(error_of(train.main, training(used, "--overwrite", *flags), used, capfd), message)
+    assert contents(used / "run") == before
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume", "RUN"]])
+def test_checkpoints_without_a_config_are_not_begun_over(used, capfd, resume):
+    """They are somebody's; as if their config.yaml had been lost."""
+    shutil.copytree(used / "run", used / "other")
+    for name in [path.name for path in (used / "run").iterdir() if path.name != "checkpoints"]:
+        shutil.rmtree(used / "run" / name) if (used / "run" / name).is_dir() else (used / "run" / name).unlink()
+    before = contents(used / "run")
+    flags = [flag.replace("RUN", str(used / "other")) for flag in resume]
+    said = error_of(train.main, training(used, *flags), used, capfd)
+    shutil.rmtree(used / "other")
+    assert "output_dir OUT holds" in said and "continue" in said and "--resume auto" in said
+    assert contents(used / "run") == before
+
+
+KILLS: dict[str, tuple[object, str]] = {  # where in what `--resume PATH` begins with
+    "in the files": (shutil, "copytree"),
+    "before the checkpoint": (train.Checkpointer, "save"),
+    "before the config": (train.run_directory, "write_config"),
+    "before the first step": (train, "collect_step"),
+}
+
+
+def test_a_kill_while_a_run_is_continued_elsewhere_loses_nothing(used, tmp_path, monkeypatch, capfd):
+    """Before all is there the same command begins again and `auto` refuses; from then on it is a run of its own."""
+    run, source = tmp_path / "elsewhere", used / "run"
+    shutil.rmtree(source / "checkpoints/2")
+    before = contents(source)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    flags = training(used, "--output-dir", str(run), "--resume")
+    for where, name in KILLS.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, killed)
+            assert train.main([*flags, str(source)]) == train.STOPPED
+        if name != "collect_step":
+            said = error_of(train.main, [*flags, "auto"], used, capfd)
+            assert said.endswith("holds only a part of what it takes from OUT: --resume OUT")
+    assert "holds a run already" in error_of(train.main, [*flags, str(source)], used, capfd)
+    assert train.main([*flags, "auto"]) == 0
+    assert "continuing after step 1 of 2" in capfd.readouterr().out
+    assert [row["step"] for row in read_metrics(run)] == [1, 2]
+    assert read_metrics(run)[0] == read_metrics(source)[0] and contents(source) == before
+    assert not (run / "adopting.txt").exists() and len(list((run / "completions").iterdir())) == 2
 
 
 def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(finished):

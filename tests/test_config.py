@@ -170,6 +170,14 @@ def test_differences_name_both_values_and_spare_free_fields():
     assert differences(ours, theirs) == ["learning_rate: 1e-05 -> 0.0001"]
 
 
+def test_a_checkpoint_from_before_a_field_was_added_goes_on_with_its_default():
+    theirs = to_mapping(Config(model="m"))
+    for name in ("batch_invariant", "adam_beta2", "lora_target_modules"):
+        del theirs[name]
+    assert differences(Config(model="m"), theirs) == []
+    assert differences(Config(model="m", batch_invariant=True), theirs) == ["batch_invariant: False -> True"]
+
+
 def test_published_recipes_load():
     for path in assets.config_directory().glob("*.yaml"):
         assert load(path).model

@@ -22,6 +22,8 @@ from qerl_jax.types import Batch
 CONFIG_FILE = "config.yaml"
 ADAPTER_DIR = "adapter"
 NONFINITE_DIR = "nonfinite"
+ADOPTING_FILE = "adopting.txt"
+"""The run whose files are being taken over; gone when all of them, and a checkpoint, are there."""
 _OWNED = (
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -37,28 +39,53 @@ _OWNED = (
     TENSORBOARD_DIR,
     WANDB_DIR,
     WANDB_FILE,
+    ADOPTING_FILE,  # last, so that a kill within `clear` leaves it
 )
 
 
 def check(directory: Path, config: Config) -> None:
-    """Raise ConfigError if the directory holds a run that `config` neither continues nor overwrites, or a resume path
-    holds none; OSError if it cannot be written.
+    """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither continues nor overwrites,
+    or a resume path holds none; OSError if it cannot be written.
     """
-    if config.resume == "never" and not config.overwrite and (directory / CONFIG_FILE).exists():
+    check_writable(directory, "output_dir")
+    found = [name for name in _OWNED if _holds(directory / name)]
+    half_adopted = ADOPTING_FILE in found
+    here = config.resume == "auto" or Path(config.resume).resolve() == directory.resolve()
+    if config.resume == "never" and not config.overwrite and found:
+        what = "a run" if CONFIG_FILE in found else f"{found[0]} of a run"
         raise ConfigError(
-            f"output_dir {directory} holds a run already: continue it with --resume auto, start anew with --overwrite, "
-            "or name another --output-dir"
+            f"output_dir {directory} holds {what} already: continue it with --resume auto, start anew with "
+            "--overwrite, or name another --output-dir"
         )
-    elsewhere = config.resume not in ("never", "auto")
-    if elsewhere and Path(config.resume).resolve() != directory.resolve() and (directory / CONFIG_FILE).exists():
+    if here and half_adopted:
+        source = (directory / ADOPTING_FILE).read_text()
+        raise ConfigError(f"output_dir {directory} holds only a part of what it takes from {source}: --resume {source}")
+    if config.resume == "auto" and found and not {CONFIG_FILE, CHECKPOINTS_DIR} & set(found):
         raise ConfigError(
-            f"output_dir {directory} holds another run than resume {config.resume!r}: name a new --output-dir"
+            f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to go on from: "
+            "start anew with --overwrite, or name another --output-dir"
         )
-    if elsewhere and not (Path(config.resume) / CHECKPOINTS_DIR).is_dir():
+    if config.resume in ("never", "auto"):
+        return
+    if found and not here and not half_adopted:
+        raise ConfigError(
+            f"output_dir {directory} holds a run already, resume {config.resume!r} would begin another: continue the "
+            "one that is there with --resume auto, or name a new --output-dir"
+        )
+    if not (Path(config.resume) / CHECKPOINTS_DIR).is_dir():
         raise ConfigError(
             f"resume {config.resume!r} is neither 'never', 'auto' nor a run directory with {CHECKPOINTS_DIR}/"
         )
-    check_writable(directory, "output_dir")
+
+
+def _holds(path: Path) -> bool:
+    """Whether a file is there, or a directory with anything in it: an empty one is left by a run killed at once."""
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def is_half_adopted(directory: Path) -> bool:
+    """Whether a kill came while the directory took over another run's files; they are to be cleared."""
+    return (directory / ADOPTING_FILE).exists()
 
 
 def clear(directory: Path) -> None:
@@ -73,17 +100,19 @@ def clear(directory: Path) -> None:
 
 def write_config(directory: Path, config: Config) -> None:
     """Write the resolved config, such that `--config` reads it back for a new run or, with `--resume auto`, to go
-    on.
+    on. It comes last of what a run begins with: what was adopted is complete from here on.
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / CONFIG_FILE, dump(dataclasses.replace(config, resume="never", overwrite=False)))
+    (directory / ADOPTING_FILE).unlink(missing_ok=True)
 
 
 def adopt(directory: Path, source: Path) -> None:
-    """Start a run's files from those of the run it continues: metrics, completions, the evaluation before it."""
-    if directory.resolve() == source.resolve():
-        return
+    """Start a run's files from those of another run that it continues: metrics, completions, the evaluation before it.
+    `write_config` ends this.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / ADOPTING_FILE, str(source.resolve()))
     if (source / METRICS_FILE).exists():
         shutil.copyfile(source / METRICS_FILE, directory / METRICS_FILE)
     if (source / COMPLETIONS_DIR).is_dir():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from qerl_jax.config import Config, ConfigError, to_mapping
-from qerl_jax.io.files import write_json
+from qerl_jax.io.files import one_line, write_json
 
 TENSORBOARD_DIR = "tensorboard"
 WANDB_DIR = "wandb"
@@ -30,7 +30,9 @@ class Sink(Protocol):
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError, with what to install, if a package that `report_to` needs is not there."""
+    """Raise ConfigError if a package that `report_to` needs is not there, with what to install, or if Weights & Biases
+    does not know the user (its offline mode asks for none).
+    """
     for name in config.report_to:
         found = importlib.util.find_spec(_MODULES[name])
         if found is None or found.origin is None:  # without origin: a mere directory, as W&B leaves one
@@ -38,6 +40,13 @@ def check(config: Config) -> None:
                 f"report_to {name!r} needs the package {_MODULES[name]}, which is not installed: "
                 f'pip install "qerl-jax[{name}]"'
             )
+    if "wandb" in config.report_to:
+        import wandb
+
+        try:
+            wandb.login(verify=True)
+        except wandb.Error as error:
+            raise ConfigError(f"report_to 'wandb': {one_line(error)}") from error
 
 
 class Sinks:

@@ -14,6 +14,12 @@ from qerl_jax.reporting import sinks
 STAND_IN = """
 calls = []
 
+class Error(Exception):
+    pass
+
+def login(verify):
+    calls.append(("login", verify))
+
 class Run:
     id = "abc123"
     def log(self, metrics, step):
@@ -48,12 +54,22 @@ def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
     curves = sinks.Sinks(config, run, 0)
     curves.log(1, {"reward": 0.5, "kl": math.nan})
     curves.close()
-    (_, start), *rest = wandb.calls
+    login, (_, start), *rest = wandb.calls
+    assert login == ("login", True)  # before anything of the run is touched
     assert (start["project"], start["name"], start["dir"], start["id"]) == ("mine", "run-7", str(run), None)
     assert start["config"]["learning_rate"] == 1e-5 and start["resume"] is None
     assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
     sinks.Sinks(config, run, 1)  # a resumed run goes on in the same curve
     assert (wandb.calls[-1][1]["id"], wandb.calls[-1][1]["resume"]) == ("abc123", "allow")
+
+
+def test_wandb_that_does_not_know_the_user_is_bad_input(wandb, monkeypatch):
+    def unknown(verify):
+        raise wandb.Error("No API key configured.")
+
+    monkeypatch.setattr(wandb, "login", unknown)
+    with pytest.raises(ConfigError, match=r"report_to 'wandb': Error: No API key configured\."):
+        sinks.check(Config(model="m", report_to=("wandb",)))
 
 
 def events(file) -> list:
