@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl_jax import aqn, keys
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.data.problems import correctness_of, rewards_of
+from qerl_jax.data.problems import correctness_of, heaviest, rewards_of
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, load_encoded, to_prompts
 from qerl_jax.data.stream import Stream
 from qerl_jax.evaluation import evaluate
@@ -59,6 +59,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     """
     console = console or Console(highlight=False)
     config = with_rewards(config)
+    correctness = heaviest(dict(zip(config.reward_funcs, config.reward_weights, strict=True)))
     directory = Path(config.output_dir)
     run_directory.check(directory, config)
     sinks.check(config)
@@ -128,7 +129,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
             }
             tokens_seen += int(experience.rollout.lengths.sum())
             seen = {"num_tokens": tokens_seen, "epoch": int(state.cursor) / len(stream)}
-            metrics = step_metrics(experience, update, config.num_generations, timing) | noise | seen
+            metrics = step_metrics(experience, update, config.num_generations, timing, correctness) | noise | seen
             sink.append_metrics(directory, step + 1, metrics)
             curves.log(step + 1, metrics)
             sink.write_completions(

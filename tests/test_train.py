@@ -105,6 +105,7 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
         table = pyarrow.parquet.read_table(directory / "completions" / f"step_{row['step']:06d}.parquet").to_pydict()
         assert len(table["completion"]) == config.batch_size
         np.testing.assert_allclose(np.mean(table["reward"]), row["reward"], rtol=1e-6)
+        assert np.mean(table["rewards/answer"]) == pytest.approx(row["accuracy"])
         np.testing.assert_allclose(np.mean(table["length"]), row["completions/mean_length"])
         of_the_second = np.greater_equal(table["problem_id"], ARITHMETIC_TRAIN_SIZE)
         assert of_the_second.tolist() == [prompt.startswith("Zed") for prompt in table["prompt"]]

@@ -151,7 +151,11 @@ def rewards_of(names: Sequence[str]) -> Mapping[str, float]:
 
 def correctness_of(name: str) -> str:
     """Of the rewards that go with a dataset, the one with most weight: what its evaluation counts as correct."""
-    rewards = rewards_of((name,))
+    return heaviest(rewards_of((name,)))
+
+
+def heaviest(rewards: Mapping[str, float]) -> str:
+    """Of rewards with their weights the one with most, the first of equals: it tells right from wrong."""
     return max(rewards, key=rewards.__getitem__)
 
 

@@ -21,7 +21,7 @@ from qerl_jax.reporting.metrics import read_metrics
 
 CURVES = {
     "reward": ("reward", "Reward"),
-    "accuracy": ("rewards/answer/mean", "Share correct in training"),
+    "accuracy": ("accuracy", "Share correct in training"),
     "entropy": ("entropy", "Entropy, nats a token"),
     "length": ("completions/mean_length", "Completion length, tokens"),
 }

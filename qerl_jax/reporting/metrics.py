@@ -28,7 +28,9 @@ def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> 
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Every line; a last one cut short by a kill is left out. Raises CheckpointError for any other damaged line."""
+    """Every line; a last one cut short by a kill is left out. Runs of before `accuracy` was recorded get the mean of
+    the reward `answer` for it, where they had that. Raises CheckpointError for any other damaged line.
+    """
     path = directory / METRICS_FILE
     if not path.exists():
         return []
@@ -45,6 +47,8 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}, line {number} is not a step's metrics: {line[:80]!r}; mend or delete the line to go on"
         )
+    if "rewards/answer/mean" in row:
+        row.setdefault("accuracy", row["rewards/answer/mean"])
     return row
 
 

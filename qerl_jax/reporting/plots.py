@@ -56,7 +56,7 @@ def _reward(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _accuracy(axes: Any, rows: list[dict[str, Any]]) -> None:
-    steps, mean = _series(rows, "rewards/answer/mean")
+    steps, mean = _series(rows, "accuracy")
     axes.plot(steps, mean, color=_INK, alpha=0.35, label="each step")
     window = max(1, len(mean) // 15)
     smooth = np.convolve(mean, np.ones(window) / window, mode="valid")
@@ -106,7 +106,7 @@ def _mismatch(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 _PLOTS: dict[str, tuple[str, Callable[[Any, list[dict[str, Any]]], None]]] = {
     "reward": ("reward", _reward),
-    "accuracy": ("rewards/answer/mean", _accuracy),
+    "accuracy": ("accuracy", _accuracy),
     "entropy": ("entropy", _entropy),
     "length": ("completions/mean_length", _length),
     "mismatch": ("sampling/sampling_logp_difference/mean", _mismatch),

@@ -21,7 +21,7 @@ REPORT_FILE = "report.md"
 PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _SHOWN = {
     "reward": "reward",
-    "rewards/answer/mean": "share correct (in training, under noise)",
+    "accuracy": "share correct (in training, under noise)",
     "entropy": "entropy, nats a token",
     "completions/mean_length": "completion length, tokens",
     "completions/clipped_ratio": "share cut off at max_completion_length",

@@ -18,10 +18,15 @@ from qerl_jax.types import Finish
 
 
 def step_metrics(
-    experience: Experience, update: Mapping[str, Array], num_generations: int, timing: Mapping[str, float]
+    experience: Experience,
+    update: Mapping[str, Array],
+    num_generations: int,
+    timing: Mapping[str, float],
+    correctness: str,
 ) -> dict[str, float]:
     """Metrics of a step: those of the update, and of its completions and rewards.
 
+    `accuracy` is the share of completions to which the reward `correctness` gives more than 0, as in an evaluation.
     `reward_std` is the mean over groups of the standard deviation within each; lengths are in tokens, times in seconds.
     `rewards/NAME/FLAG_rate` is the share of completions in which no answer could be read (`parse_failure`), that met a
     time limit (`timeout`), or whose grading process died (`crash`).
@@ -35,6 +40,7 @@ def step_metrics(
     metrics |= {
         "reward": _mean(experience.rewards),
         "reward_std": _mean([_deviation(group) for group in grouped]),
+        "accuracy": float(np.mean(np.asarray(experience.reward_parts[correctness]) > 0)),
         "frac_reward_zero_std": float(equal_groups(experience.rewards, num_generations).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),

@@ -24,7 +24,9 @@ def run(root: Path, name: str, rewards: list[float], accuracy: float, **changes:
     directory.mkdir()
     (directory / "config.yaml").write_text(dump(Config(model="m", output_dir=str(directory), **changes)))
     for step, reward in enumerate(rewards, 1):
-        row = {"reward": reward, "rewards/answer/mean": reward / 2, "entropy": 1.0, "completions/mean_length": 9.0}
+        # The second seed's run stands for one of before `accuracy` was recorded.
+        correct = "rewards/answer/mean" if changes.get("seed") else "accuracy"
+        row = {"reward": reward, correct: reward / 2, "entropy": 1.0, "completions/mean_length": 9.0}
         sink.append_metrics(directory, step, row | {"num_tokens": step})
     Results(directory).put("after", Evaluation(accuracy, 0, 1, accuracy, 1, 0, 9, 100, 1))
     return directory
@@ -64,6 +66,7 @@ def test_groups_differ_in_more_than_the_seed(four):
     np.testing.assert_array_equal(curve(second, "reward")[0], [1, 2])  # steps that both have
     rows = summary(first)
     assert rows["accuracy after"].mean == pytest.approx(0.6) and rows["reward, last tenth"].mean == 3
+    assert rows["accuracy, last tenth"].mean == pytest.approx(1.5)
     assert "accuracy before" not in rows
 
 

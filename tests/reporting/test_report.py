@@ -12,7 +12,15 @@ from qerl_jax.reporting.report import Ending, write_report
 
 def rows(count: int) -> list[dict]:
     return [
-        {"step": s, "reward": s / 10, "reward_std": 0.1, "time/rollout": 3.0, "time/update": 1.0, "skipped": 0.0}
+        {
+            "step": s,
+            "reward": s / 10,
+            "reward_std": 0.1,
+            "accuracy": s / 20,
+            "time/rollout": 3.0,
+            "time/update": 1.0,
+            "skipped": 0.0,
+        }
         for s in range(1, count + 1)
     ]
 
@@ -29,6 +37,7 @@ def test_a_finished_run(tmp_path):
     assert "| after | pass@1 75.0 %" in text
     # 20 steps: the mean of the first two and of the last two.
     assert "first 2 steps | last 2 steps" in text and "| reward | 0.15 | 1.95 |" in text
+    assert "| share correct (in training, under noise) | 0.075 | 0.975 |" in text
     # 60 s of rollout, 20 s of update in the rows; evaluation is in none, so it counts from the last start.
     assert "| rollout | 60.0 | 60 % |" in text and "| update | 20.0 | 20 % |" in text
     assert "| evaluation (since the last start) | 20.0 | 20 % |" in text
@@ -36,7 +45,9 @@ def test_a_finished_run(tmp_path):
     assert re.findall(r"\| `(\w+)` ", settings) == ["model", "output_dir", "seed", "lora_target_modules"]
     assert "| `seed` | 3 | 0 |" in settings
     links = re.findall(r"!\[\w+\]\((.+?)\)", text)
-    assert links and all((tmp_path / link).is_file() and not link.startswith("/") for link in links)
+    assert "plots/accuracy.png" in links and all(
+        (tmp_path / link).is_file() and not link.startswith("/") for link in links
+    )
     assert re.search(r"\| jax \| \d+\.\d+\.\d+ \|", text) and "`nonfinite/`" not in text
 
 
