@@ -12,12 +12,14 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from qerl_jax.rewards import code as programs
 from qerl_jax.rewards import mathematics, original
 from qerl_jax.rewards.answers import extract_answer, same_answer
-from qerl_jax.rewards.outcomes import FLAGS, Crashed, Reward, RewardError, TimedOut, Unparsed
+from qerl_jax.rewards.outcomes import FLAGS, Reward, RewardError, Unparsed
 
 _BETWEEN = re.compile(r"</think>\s*<answer>")
 _STRICT = re.compile(
@@ -180,17 +182,25 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
     expected = len(rows["completions"])
     if len(values) != expected:
         raise RewardError(f"reward {name!r} returned {len(values)} values for {expected} completions")
+    scores = []
     for i, value in enumerate(values):
-        if not _is_score(value):
+        try:
+            scores.append(_score_of(value))
+        except (TypeError, ValueError, OverflowError) as error:
             raise RewardError(
                 f"reward {name!r} returned {value!r} for completion {i}; expected a finite number or None"
-            )
-    return values
+            ) from error
+    return scores
 
 
-def _is_score(value: object) -> bool:
-    return (
-        value is None
-        or isinstance(value, TimedOut | Crashed)
-        or (isinstance(value, int | float) and math.isfinite(value))
-    )
+def _score_of(value: Any) -> float | None:
+    """A reward's value as a plain float; None and the types of `FLAGS` as they are."""
+    if value is None or isinstance(value, tuple(FLAGS.values())):
+        if isinstance(value, Unparsed) and not math.isfinite(value):
+            raise ValueError("not finite")
+        return value
+    if getattr(value, "shape", None) == ():  # NumPy's scalars, of which `bool_` is not even a number
+        value = value.item()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError("no finite number")
+    return float(value)

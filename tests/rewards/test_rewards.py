@@ -7,6 +7,7 @@ import re
 import time
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from qerl_jax.data.presets import PRESETS
@@ -224,11 +225,24 @@ def test_score_sums_weighted_and_none_means_not_applicable():
         (lambda **_: [1.0], "1 values for 2 completions"),
         (lambda **_: [1.0, math.nan], "nan for completion 1"),
         (lambda **_: ["x", 1.0], "'x' for completion 0"),
+        (lambda **_: [1.0, np.float32("nan")], "for completion 1; expected a finite number"),
+        (lambda **_: [np.ones(2), 1.0], "for completion 0; expected a finite number"),
+        (lambda **_: [10**400, 1.0], "for completion 0; expected a finite number"),
     ],
 )
 def test_score_refuses(reward, words):
     with pytest.raises(RewardError, match=words):
         score({"mine": reward}, (1.0,), ["p"] * 2, ["c"] * 2, ["x"] * 2)
+
+
+def test_numpy_scalars_and_truths_are_numbers():
+    """As plain floats, which a worker can send; the outcomes that carry a reason stay what they are."""
+    values = [np.float32(0.5), np.int64(2), np.bool_(True), np.float64(1), False, Fraction(1, 4), 3, None, Unparsed(0)]
+    rows = {"prompts": ["p"] * 9, "completions": ["c"] * 9, "answer": ["x"] * 9}
+    found = functions.call("mine", lambda **_: values, rows)
+    assert found == [0.5, 2, 1, 1, 0, 0.25, 3, None, 0]
+    assert [type(value) for value in found] == [float] * 7 + [type(None), Unparsed]
+    assert functions.call("mine", lambda **_: np.arange(9, dtype=np.float32), rows) == list(range(9))
 
 
 def test_columns_reach_every_reward_by_name():
