@@ -217,9 +217,9 @@ def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
 
     try:
         rows = datasets.load_dataset(preset.hub_id, preset.subset, split=split)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"cannot read {preset.hub_id} from the Hugging Face hub: {error}; "
+            f"cannot read {preset.hub_id} from the Hugging Face hub: {' '.join(str(error).split())}; "
             f"a local copy is read with {name}:DIRECTORY"
         ) from error
     kept = rows.select_columns([column for column in rows.column_names if column in wanted])

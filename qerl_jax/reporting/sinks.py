@@ -94,20 +94,33 @@ class _TensorBoard:
         self._writer.close()
 
 
+def _known_id(path: Path) -> str:
+    try:
+        known = json.loads(path.read_text())["id"]
+    except (ValueError, LookupError, TypeError):
+        known = None
+    if not isinstance(known, str) or not known:
+        raise ConfigError(f"{path} holds no id of a W&B run: delete the file to begin a new one there")
+    return known
+
+
 class _Wandb:
     def __init__(self, config: Config, directory: Path, step: int):
         import wandb
 
         path = directory / WANDB_FILE
-        known = json.loads(path.read_text())["id"] if step and path.exists() else None
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "qerl-jax"),
-            name=directory.name,
-            dir=str(directory),
-            config=to_mapping(config),
-            id=known,
-            resume=None if known is None else "allow",
-        )
+        known = _known_id(path) if step and path.exists() else None
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "qerl-jax"),
+                name=directory.name,
+                dir=str(directory),
+                config=to_mapping(config),
+                id=known,
+                resume=None if known is None else "allow",
+            )
+        except Exception as error:  # its own kinds have no common base: no login, no network, an id that was deleted
+            raise ConfigError(f"report_to 'wandb': W&B does not start: {one_line(error)}") from error
         write_json(path, {"id": self._run.id})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -161,6 +161,18 @@ def test_without_network_the_error_names_the_local_form():
         load_dataset("bigmath", "test")
 
 
+@pytest.mark.parametrize(
+    "kind", [datasets.exceptions.DatasetGenerationError, datasets.exceptions.SplitsVerificationError]
+)
+def test_what_the_hubs_library_raises_is_one_line(kind, monkeypatch):
+    def load(*_, **__):
+        raise kind("no\nsuch rows")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"cannot read openai/gsm8k from .*: no such rows; a local copy is read with"):
+        load_dataset("gsm8k", "train")
+
+
 def test_two_subsets_side_by_side_are_not_mixed_up(tmp_path):
     """A local copy without the subset's folder is taken as that subset; one with another subset's only is refused."""
     (tmp_path / "level_5").mkdir()

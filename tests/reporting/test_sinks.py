@@ -72,6 +72,28 @@ def test_wandb_that_does_not_know_the_user_is_bad_input(wandb, monkeypatch):
         sinks.check(Config(model="m", report_to=("wandb",)))
 
 
+def test_wandb_that_does_not_start_is_one_line(tmp_path, wandb, monkeypatch):
+    class UsageError(Exception):
+        """W&B's own: neither a ValueError nor an OSError."""
+
+    def init(**_):
+        raise UsageError("api_key not configured.\nRun wandb login")
+
+    config = Config(model="m", report_to=("wandb",))
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(ConfigError) as error:
+        sinks.Sinks(config, tmp_path, 0)
+    assert str(error.value).endswith("W&B does not start: UsageError: api_key not configured. Run wandb login")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"id": null}', "{", "1"])
+def test_a_damaged_wandb_file_is_named(tmp_path, wandb, text):
+    (tmp_path / sinks.WANDB_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"wandb\.json holds no id of a W&B run: delete the file"):
+        sinks.Sinks(Config(model="m", report_to=("wandb",)), tmp_path, 1)
+    assert wandb.calls == []
+
+
 def events(file) -> list:
     """Records of a TFRecord file: u64 length, its crc, bytes, their crc."""
     from tensorboardX.proto.event_pb2 import Event
