@@ -17,7 +17,7 @@ from qerl_jax.io.files import check_writable, write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.evaluation import Evaluation
-from qerl_jax.rewards.workers import load_rewards
+from qerl_jax.rewards.workers import check_rewards, load_rewards
 from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Sampling
 
@@ -83,31 +83,37 @@ def main(argv: list[str] | None = None) -> int:
         _Arguments, args=argv, prog="python -m qerl_jax.evaluate", config=(tyro.conf.PositionalRequiredArgs,)
     )
     try:
-        result, notes = _run(arguments)
+        result = _run(arguments)
+        _show(result)  # before the file: a full disk must not take hours of work along
         if arguments.output is not None:
             write_json(Path(arguments.output), dataclasses.asdict(result))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for note in notes:
-        print(note)
+    return 0
+
+
+def _show(result: Evaluation) -> None:
     print(result.describe())
     if result.generations > 1:
         print(f"pass@{result.generations} {100 * result.pass_at_k:.1f} %")
     print(
         f"format {100 * result.format:.1f} %, truncated {100 * result.truncated:.1f} %, "
-        f"mean length {result.mean_length:.1f} tokens"
+        f"mean length {result.mean_length:.1f} tokens",
+        flush=True,
     )
-    return 0
 
 
-def _run(arguments: _Arguments) -> tuple[Evaluation, list[str]]:
-    for name in ("samples", "batch_size", "max_prompt_length"):
+def _run(arguments: _Arguments) -> Evaluation:
+    for name in ("samples", "batch_size", "max_prompt_length", "max_completion_length", "num_generations"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if arguments.output is not None:
+        if Path(arguments.output).is_dir():
+            raise ValueError(f"output {arguments.output} is a directory: name a file")
         check_writable(Path(arguments.output).parent, "the directory of output")
+    check_rewards((), arguments.reward_workers, arguments.reward_timeout)
     sampling = Sampling(
         arguments.max_completion_length,
         temperature=arguments.temperature,
@@ -134,11 +140,12 @@ def _run(arguments: _Arguments) -> tuple[Evaluation, list[str]]:
         limit=arguments.samples,
         need_answers=True,
     )
+    for note in notes:
+        print(note, flush=True)
     name = correctness_of(arguments.dataset)
     with load_rewards((name,), arguments.reward_workers, arguments.reward_timeout) as judge:
         engine = Engine(arguments.batch_size, arguments.rollout_memory_gb)
-        result = evaluate(policy, problems, sampling, arguments.seed, engine=engine, reward=judge[name])
-    return result, notes
+        return evaluate(policy, problems, sampling, arguments.seed, engine=engine, reward=judge[name])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import runs
 
@@ -30,9 +32,37 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
         (["--dataset", "codeforces"], "'codeforces' has no split 'test' on the hub, only ['train']"),
         (TOO_LONG, "max_prompt_length 4; the shortest has"),
         ([*TOO_LONG, "--overlong-prompts", "error"], "the prompt of problem 0 has"),
+        (["--reward-workers", "-1"], "reward_workers must be at least 0, got -1"),
+        (["--reward-timeout", "0"], "reward_timeout must be above 0, got 0.0"),
+        (["--max-completion-length", "0"], "max_completion_length must be at least 1, got 0"),
+        (["--output", "."], "output . is a directory: name a file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
-    assert main(["tiny", *flags, *SHORT]) == 2
+    assert main(["tiny", *SHORT, *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
+    """A disk that is full at the end."""
+
+    def full(path, value):
+        raise OSError(f"{path} cannot be written: No space left on device")
+
+    monkeypatch.setattr(sys.modules["qerl_jax.evaluate"], "write_json", full)
+    flags = ["--dataset", "arithmetic", "--samples", "2", *SHORT, "--output", str(tmp_path / "result.json")]
+    assert main(["tiny", *flags]) == 2
+    printed = capsys.readouterr()
+    assert "2 problems" in printed.out and "format" in printed.out
+    assert printed.err.startswith("error: ") and "No space left on device" in printed.err
+
+
+def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, capsys):
+    def evaluate(*_, **__):
+        raise ValueError("sampling begins")
+
+    monkeypatch.setattr(sys.modules["qerl_jax.evaluate"], "evaluate", evaluate)
+    assert main(["tiny", "--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]) == 2
+    printed = capsys.readouterr()
+    assert "left out 1 of 5 records" in printed.out and printed.err == "error: sampling begins\n"

@@ -58,6 +58,26 @@ class Rewards(dict[str, Reward]):
             self.workers.close()
 
 
+def check_rewards(names: Sequence[str], workers: int, timeout: float, allow_code_execution: bool = False) -> None:
+    """Raise RewardError for what `load_rewards` refuses before it runs anything: limits out of range, unknown names,
+    built-in rewards whose packages or system features are not there, and "code" without `allow_code_execution`.
+    """
+    if workers < 0:
+        raise RewardError(f"reward_workers must be at least 0, got {workers}")
+    if not timeout > 0:
+        raise RewardError(f"reward_timeout must be above 0, got {timeout}")
+    if "code" in names and not allow_code_execution:
+        raise RewardError(
+            "reward 'code' runs programs that the policy wrote: refused without allow_code_execution "
+            "(--allow-code-execution)"
+        )
+    for name in names:
+        if name in functions.BUILT_IN:
+            functions.load_reward(name)
+        else:
+            functions.reward_file(name)
+
+
 def load_rewards(
     names: Sequence[str],
     workers: int,
@@ -75,10 +95,9 @@ def load_rewards(
       say: is told, once, that a time limit struck.
       allow_code_execution: without it "code" is refused.
 
-    Raises RewardError if a reward cannot be loaded.
+    Raises RewardError as `check_rewards` does, and for a file whose function cannot be loaded.
     """
-    if "code" in names and not allow_code_execution:
-        raise RewardError("reward 'code' runs programs written by the policy: refused without allow_code_execution")
+    check_rewards(names, workers, timeout, allow_code_execution)
     outside = [name for name in names if name in ALONE or name not in functions.BUILT_IN]
     rewards = Rewards()
     if workers and outside:
