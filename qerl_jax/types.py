@@ -27,7 +27,7 @@ class Finish(enum.IntEnum):
     STOP = 2
     """Its text reached one of the `stop` strings."""
     FAILED = 3
-    """A logit was NaN: the row holds nothing to learn from."""
+    """A logit was NaN or infinite: the row holds nothing to learn from."""
 
 
 class _Replace:
@@ -165,7 +165,7 @@ class Sampling(_Replace):
       top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
       min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
       num_generations: completions of each prompt, G.
-      stop: strings that end a completion; the text is cut by whoever decodes it, the tokens stay.
+      stop: strings that end a completion, with the token that completes one.
     """
 
     max_new_tokens: int
@@ -180,6 +180,8 @@ class Sampling(_Replace):
         for name, low in (("max_new_tokens", 1), ("num_generations", 1), ("temperature", 0), ("top_k", 0)):
             if not getattr(self, name) >= low:  # so that NaN is refused, too
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if isinstance(self.stop, str) or not all(isinstance(string, str) and string for string in self.stop):
+            raise ValueError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:

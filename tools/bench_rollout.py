@@ -43,7 +43,9 @@ class Case:
     """One policy and batch: distinct prompts, or groups whose completions differ in length."""
 
     def __init__(self, policy: Policy, batch: int, prompt_len: int, new_tokens: int, group: int, slots: int) -> None:
-        self.policy, self.new_tokens = policy, new_tokens
+        if batch % group:
+            raise SystemExit(f"--group {group} does not divide a batch of {batch}")
+        self.policy = policy
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, policy.config.vocab_size, (batch // group, prompt_len))
         self.prompts = Prompts.from_lists(tokens.tolist())
@@ -58,32 +60,33 @@ class Case:
         return generate(self.policy, self.prompts, self.sampling, key, self.engine, limits)
 
 
-def time_by_kind(case: Case, tokens: int) -> dict[str, float]:
-    """Milliseconds of GPU kernels a decode step by kind, from a profile of `tokens` + prefill; command buffers are off
-    while profiling.
+def time_by_kind(case: Case) -> dict[str, float]:
+    """Milliseconds of GPU kernels a decode step by kind: the difference of a profile of 32 tokens and one of 64, so
+    that the prefill is not in it. Command buffers are off while profiling.
     """
+    short, long = profiled(case, SHORT), profiled(case, 2 * SHORT)
+    step = {name: (ms - short[name]) / SHORT for name, ms in long.items()}
+    for name, ms in sorted(step.items(), key=lambda item: -item[1])[:40]:
+        print(f"    {1e3 * ms:8.1f} us a step  {name[:90]}")
+    total: dict[str, float] = collections.Counter()
+    for name, ms in step.items():
+        total[next(kind for kind, pattern in KINDS if re.search(pattern, name))] += ms
+    return dict(total)
+
+
+def profiled(case: Case, tokens: int) -> dict[str, float]:
+    """Milliseconds of each GPU kernel over a rollout of so many tokens."""
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             jax.block_until_ready(case.run(99, tokens))
         (file,) = glob.glob(f"{directory}/**/*.xplane.pb", recursive=True)
         profile = jax.profiler.ProfileData.from_file(file)
-    total: dict[str, float] = collections.Counter()
-    names: dict[str, list] = collections.defaultdict(lambda: [0, 0.0])
+    names: dict[str, float] = collections.Counter()
     for plane in profile.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                kind = next(kind for kind, pattern in KINDS if re.search(pattern, event.name))
-                total[kind] += event.duration_ns * 1e-6
-                names[event.name][0] += 1
-                names[event.name][1] += event.duration_ns * 1e-6
-    top = sorted(names.items(), key=lambda item: -item[1][1])[:40]
-    for name, (count, ms) in top:
-        print(f"    {ms / tokens:8.4f} ms a step  {count / tokens:7.1f} calls  {1e3 * ms / count:8.1f} us  {name[:90]}")
-    return {kind: ms / tokens for kind, ms in total.items()}
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+            for event in line.events if line.name.startswith("Stream") else ():
+                names[event.name] += event.duration_ns * 1e-6
+    return names
 
 
 def main() -> None:
@@ -104,6 +107,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
     args = parser.parse_args()
+    if args.batch != sorted(args.batch):
+        parser.error("--batch must rise: peak memory is that of the process so far")
+    if args.profile and args.new_tokens < 2 * SHORT:
+        parser.error(f"--profile needs at least {2 * SHORT} --new-tokens")
     kernel = "xla" if args.format == "bf16" else args.matmul_kernel
     policy = random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), kernel)
     jax.block_until_ready(policy.frozen)
@@ -138,6 +145,7 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         "prompt_len": args.prompt_len,
         "new_tokens": args.new_tokens,
         "lora_rank": args.lora_rank,
+        "group": args.group,
         "lengths": "spread" if args.spread else "fixed",
         "tokens_per_s": tokens / seconds,
         "peak_bytes": peak_bytes(),
@@ -150,12 +158,12 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         row["decode_ms_per_step"] = 1e3 * (seconds - short) / (args.new_tokens - SHORT)
         line += f", decode {row['decode_ms_per_step']:.3f} ms a step, {SHORT} tokens {short:.3f} s"
     same = ("model", "format", "batch", "prompt_len", "lora_rank", "lengths")
-    for other in rival:
+    for other in rival if args.group == 1 else ():
         if all(other[name] == row[name] for name in same) and "decode_ms_per_step" in row:
             theirs = other["decode_ms_per_step"]
             line += f" (vLLM {theirs:.2f}: {theirs / row['decode_ms_per_step']:.2f} x)"
     if args.profile:
-        row["kernel_ms_per_step"] = time_by_kind(case, SHORT)
+        row["kernel_ms_per_step"] = time_by_kind(case)
         line += "\n    " + ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["kernel_ms_per_step"].items())
     return row, line
 

@@ -30,6 +30,11 @@ def _nvfp4(key: jax.Array, n: int, k: int) -> Nvfp4:
     return Nvfp4(jax.random.bits(a, (n, k // 2), jnp.uint8), scales, jnp.full(n, 46 * 3.0 / _STD, jnp.float32), True)
 
 
+@jax.jit
+def _random_b(key: jax.Array, b: jax.Array) -> jax.Array:
+    return 1e-3 * jax.random.normal(key, b.shape, b.dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("n", "k"))
 def _bf16(key: jax.Array, n: int, k: int) -> jax.Array:
     return jax.random.normal(key, (n, k), jnp.bfloat16) * jnp.bfloat16(_STD)
@@ -74,7 +79,7 @@ def random_policy(size: str, weight_format: str, lora: LoraConfig, matmul_kernel
         "layers": [layer() for _ in range(config.num_layers)],
     }
     policy = build_policy(config, weights, lora, seed)
-    return policy.replace(lora=jax.tree.map(lambda x: jnp.where(x == 0, 1e-3, x), policy.lora))
+    return policy.replace(lora=jax.tree.map(lambda x: _random_b(next(keys), x) if not x.any() else x, policy.lora))
 
 
 def _keys(seed: int) -> Iterator[jax.Array]:

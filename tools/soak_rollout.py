@@ -74,7 +74,8 @@ def main() -> int:
             last = int(elapsed // 30)
             print(f"{elapsed:6.0f} s, {done} rollouts, {tokens} tokens: resident {now[0] / 1e6:.1f} MB, "
                   f"arrays {now[1] / 1e6:.3f} MB", flush=True)  # fmt: skip
-    baseline = baseline or now
+    if baseline is None:
+        parser.error(f"one rollout takes longer than a fifth of --minutes {args.minutes}: nothing to compare with")
     grown = [after / before for before, after in zip(baseline, now, strict=True)]
     print(f"{done} rollouts, {tokens} tokens: memory {grown[0]:.3f} and {grown[1]:.3f} of what it was after a fifth")
     return int(max(grown) > ALLOWED)

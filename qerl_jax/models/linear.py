@@ -5,7 +5,7 @@ Axes: B sequences, T tokens, K input features, N output features, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from qerl_jax.models.lora import Lora
 
 # On an fp32 model the products must be fp32 too: the GPU's default would be tf32, three digits.
 FP32_PRECISION = jax.lax.Precision.HIGHEST
-ROWS_IN_A_BLOCK = 64  # under `batch_invariant`
 
 
 def linear(
@@ -64,20 +63,9 @@ def linear(
             y = y + _lora_delta(rows, parts, n)
         return y.astype(x.dtype)
 
-    return in_blocks(product, x) if batch_invariant else product(x.reshape(-1, k)).reshape(*x.shape[:-1], n)
-
-
-def in_blocks(
-    function: Callable[[Array], Array], x: Float[Array, "... K"], rows: int = ROWS_IN_A_BLOCK
-) -> Float[Array, "... N"]:
-    """`function` ([M, K] -> [M, N]) of x's rows, always called with the same number of them: a matrix product sums in
-    an order that depends on M, and so would a row's bits.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    count = flat.shape[0]
-    blocks = jnp.pad(flat, ((0, -count % rows), (0, 0))).reshape(-1, rows, flat.shape[1])
-    out = jax.lax.map(function, blocks)
-    return out.reshape(-1, out.shape[-1])[:count].reshape(*x.shape[:-1], out.shape[-1])
+    rows = x.reshape(-1, k)
+    y = fp4.in_blocks(product, rows) if batch_invariant else product(rows)
+    return y.reshape(*x.shape[:-1], n)
 
 
 def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32[Array, "M N"]:

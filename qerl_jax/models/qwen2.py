@@ -25,7 +25,7 @@ from qerl_jax.models import cache as kv
 from qerl_jax.models import fused
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.formats import Weight
-from qerl_jax.models.linear import FP32_PRECISION, in_blocks, linear
+from qerl_jax.models.linear import FP32_PRECISION, linear
 from qerl_jax.models.lora import Lora
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -243,8 +243,8 @@ class Qwen2(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "P T"], batch_invariant: bool = False
     ) -> tuple[Float[Array, "P T D"], list[tuple[Float[Array, "P T K H"], Float[Array, "P T K H"]]]]:
-        """Hidden states of right-padded prompts, and the keys and values of every layer. What stands at the padding
-        depends on nothing but is no token's: causal attention keeps it from the prompt itself.
+        """Hidden states of right-padded prompts, and the keys and values of every layer. What stands at the padding is
+        no token's; causal attention keeps it from the prompt.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         return self._run(
@@ -313,11 +313,9 @@ class Qwen2(nnx.Module):
             kept.append(keep)
         return self.norm((x + delta)[:, None]), kept
 
-    def logits(self, hidden: Float[Array, "... D"], batch_invariant: bool = False) -> Float32[Array, "... V"]:
+    def logits(self, hidden: Float[Array, "... D"]) -> Float32[Array, "... V"]:
         """fp32 logits of hidden states, through the embedding where the head is tied."""
         head = (self.embed_tokens if self.lm_head is None else self.lm_head).get_value()
-        if batch_invariant:
-            return in_blocks(lambda rows: fp32_matmul(rows, head.T), hidden)
         return fp32_matmul(hidden, head.T)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
+from qerl_kernels.nvfp4_matmul.reference import in_blocks
 
 from qerl_jax import keys
 from qerl_jax.models import cache as kv
@@ -197,11 +198,17 @@ def _step(
     """Draw each active slot's next token, then run the model on it. The order makes a prompt's last hidden state all
     that a completion needs to begin.
     """
-    logits = model.logits(slots.hidden, batch_invariant)
-    failed = slots.active & jnp.isnan(jnp.max(logits, axis=-1))
-    live = slots.active & ~failed
+
+    def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array]:
+        logits = model.logits(hidden)
+        return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, sampling, token_keys)
+
     prompt_lengths = held.lengths[slots.held]
-    new, logprob = sample(logits, sampling, keys.for_positions(slots.keys, prompt_lengths + slots.counts))
+    token_keys = keys.for_positions(slots.keys, prompt_lengths + slots.counts)
+    drawing = functools.partial(in_blocks, draw) if batch_invariant else draw
+    broken, new, logprob = drawing(slots.hidden, token_keys)
+    failed = slots.active & broken
+    live = slots.active & ~failed
     ended = live & jnp.isin(new, jnp.asarray(eos_ids, jnp.int32))
     counts = slots.counts + live
 

@@ -62,8 +62,8 @@ def generate(
       B = P · G rows of width prompt width + max_new_tokens.
 
     Raises:
-      ValueError: no prompts, an empty one, prompt + completion beyond the model's positions, `stop` without a
-        tokenizer, limits out of range, or too little memory (with the numbers).
+      ValueError: no prompts, an empty one, a token id beyond the vocabulary, prompt + completion beyond the model's
+        positions, `stop` without a tokenizer, limits out of range, or too little memory (with the numbers).
     """
     running = stream(policy, prompts, sampling, key, engine, limits)
     while True:
@@ -85,6 +85,7 @@ def stream(
     config: ModelConfig = policy.config
     if not isinstance(prompts, Prompts):
         prompts = Prompts.from_lists(prompts, pad=config.pad_token_id)
+    _check_prompts(prompts, config.vocab_size)
     check_positions(config, prompts.tokens.shape[1], sampling.max_new_tokens)
     if sampling.stop and policy.tokenizer is None:
         raise ValueError(f"stop strings {list(sampling.stop)} need a tokenizer, and the policy has none")
@@ -108,6 +109,19 @@ def check_positions(config: ModelConfig, prompt_length: int, completion_length: 
         raise ValueError(
             f"prompts of {prompt_length} tokens and {completion_length} new ones exceed the model's "
             f"max_position_embeddings {config.max_position_embeddings}"
+        )
+
+
+def _check_prompts(prompts: Prompts, vocab_size: int) -> None:
+    tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
+    if len(lengths) == 0:
+        raise ValueError("no prompts: need at least one")
+    if lengths.min() < 1 or lengths.max() > tokens.shape[1]:
+        raise ValueError(f"prompts of {lengths.min()} to {lengths.max()} tokens in an array of width {tokens.shape[1]}")
+    real = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+    if real.min() < 0 or real.max() >= vocab_size:
+        raise ValueError(
+            f"prompts hold token ids from {real.min()} to {real.max()}, the model's vocab_size is {vocab_size}"
         )
 
 

@@ -15,6 +15,7 @@ from qerl_jax.types import Policy
 
 _SHRINK = 4  # at the tail, survivors move into a quarter of the slots: each size costs a compilation
 _SMALLEST = 8
+_SHARE_OF_FREE = 0.9  # the rest is for activations and logits
 _WHOLE = 8  # caches hold a multiple of so many tokens: the attention kernel copies no less
 
 
@@ -25,9 +26,11 @@ class Engine:
 
     Attributes:
       slots: most sequences decoded together; None: all.
-      memory_gb: what their keys and values may take, in 1e9 bytes; None: what the device has free.
+      memory_gb: what their keys and values may take, in 1e9 bytes: fewer are decoded together where not all fit. None:
+        all that `slots` asks for, or an error where the device has less than that free.
       chunk: decode steps between two looks at which have ended.
-      batch_invariant: a completion's bits do not depend on slots, chunk, refill or neighbours.
+      batch_invariant: a completion's bits do not depend on slots, chunk, refill or neighbours (among rollouts with
+        arrays of one prompt width and one `max_new_tokens`).
     """
 
     slots: int | None = None
@@ -51,7 +54,7 @@ class Plan:
       prompt_slots: prompts whose keys and values are held at one time; the completions of a prompt share one.
       prompt_width: tokens of a prompt's cache, a multiple of 8.
       limit: tokens of a completion's cache, likewise.
-      cache_bytes: of both caches together.
+      cache_bytes: of both caches together at their largest, when survivors are moved.
     """
 
     slots: int
@@ -81,7 +84,7 @@ def make_plan(
     limit: int,
     engine: Engine,
 ) -> Plan:
-    """As many slots as are wanted and fit.
+    """As many slots as are wanted and fit `engine.memory_gb`.
 
     A slot takes `limit` tokens of cache; a prompt `prompt_width`. Of prompts twice as many are held as fill the slots,
     so that a new group can begin while the last completions of an old one are still being decoded.
@@ -94,7 +97,8 @@ def make_plan(
       engine: its limits on slots and memory.
 
     Raises:
-      ValueError: not even one completion fits, with the numbers and what to lower.
+      ValueError: not even one completion fits, or without a `memory_gb` not all that are wanted; with the numbers and
+        what to lower.
     """
     each = token_bytes(policy.config, policy.dtype)
     asked = prompt_width, limit
@@ -102,7 +106,9 @@ def make_plan(
 
     def plan(count: int) -> Plan:
         held = min(prompts, count, 2 * -(-count // group))
-        return Plan(count, held, prompt_width, limit, each * (count * limit + held * prompt_width))
+        shapes = Plan(count, held, prompt_width, limit, 0)
+        moved = sum(shapes.sizes()[1:2])  # survivors lie in both places while they move into fewer slots
+        return dataclasses.replace(shapes, cache_bytes=each * ((count + moved) * limit + held * prompt_width))
 
     wanted = min(prompts * group, engine.slots or prompts * group)
     memory_gb = engine.memory_gb
@@ -130,4 +136,5 @@ def _available(memory_gb: float | None) -> tuple[float | None, str]:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None, ""
-    return stats["bytes_limit"] - stats["bytes_in_use"], "free device memory in GB"
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    return _SHARE_OF_FREE * free, f"{_SHARE_OF_FREE:.0%} of the free device memory, in GB,"

@@ -5,6 +5,7 @@ Axes: B sequences, T tokens.
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,7 +47,10 @@ def cut_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: in
     for row, ids in enumerate(completion_ids(rollout)):
         if not any(string in tokenizer.decode(ids) for string in stop):
             continue
-        kept = next(n for n in range(1, len(ids) + 1) if any(string in tokenizer.decode(ids[:n]) for string in stop))
+        # A text that holds a stop string holds it however it goes on, so the first such length is found by halving.
+        kept = 1 + bisect.bisect_left(
+            range(1, len(ids)), True, key=lambda n, ids=ids: any(s in tokenizer.decode(ids[:n]) for s in stop)
+        )
         lengths[row] = int(rollout.prompt_lengths[row]) + kept
         tokens[row, lengths[row] :], logprobs[row, lengths[row] :], finish[row] = pad, 0, Finish.STOP
     return rollout.replace(

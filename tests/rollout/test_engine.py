@@ -24,6 +24,7 @@ PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
 NEW, GROUP, PAD = 8, 2, 63
 FREE = Sampling(NEW, temperature=0.9, num_generations=GROUP)
 KEY = jax.random.key(11)
+CUT = Engine(slots=3, chunk=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,19 +203,6 @@ def test_survivors_move_into_fewer_slots(policy, free):
     assert_same_rows(slow, range(32), fast, range(32))
 
 
-def test_batch_invariant_rows_are_the_same_bits(policy, free):
-    """Not only the samples: every log-probability, whatever runs beside it."""
-    whole = generate(policy, PROMPTS, FREE, KEY, Engine(batch_invariant=True))
-    order = [3, 1, 0]
-    some = Prompts.from_lists([PROMPTS[p] for p in order], ids=order, length=5)
-    parts = generate(policy, some, FREE.replace(num_generations=3), KEY, Engine(2, chunk=3, batch_invariant=True))
-    for place, p in enumerate(order):
-        for g in range(GROUP):
-            for name in ("tokens", "logprobs"):
-                np.testing.assert_array_equal(getattr(parts, name)[3 * place + g], getattr(whole, name)[GROUP * p + g])
-    assert_same_rows(whole, range(8), free, range(8))
-
-
 def test_limits_of_single_prompts(policy, free):
     limits = [3, 8, 1, 5]
     rollout = generate(policy, PROMPTS, FREE, KEY, Engine(slots=3, chunk=4), limits)
@@ -289,12 +277,13 @@ def test_every_key_of_a_run_is_another():
     assert len({tuple(row) for row in data.tolist()}) == len(data)
 
 
-def test_a_row_with_nan_fails_alone(policy, free):
-    """A NaN in the embedding of a token that only prompt 3 holds."""
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_row_with_a_broken_logit_fails_alone(policy, free, value):
+    """NaN or infinity in the embedding of a token that only prompt 3 holds."""
     used = {token for ids in [*PROMPTS, *completion_ids(free)] for token in ids}
     token = next(t for t in range(64) if t not in used)
     poisoned = policy.replace(
-        frozen={**policy.frozen, "embed_tokens": policy.frozen["embed_tokens"].at[token].set(jnp.nan)}
+        frozen={**policy.frozen, "embed_tokens": policy.frozen["embed_tokens"].at[token].set(value)}
     )
     rollout = generate(poisoned, [*PROMPTS[:3], [40, token]], FREE, KEY)
     assert_same_rows(rollout, range(6), free, range(6))
@@ -312,7 +301,7 @@ class Letters:
 
 def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free):
     texts = [Letters().decode(ids) for ids in completion_ids(free)]
-    stop = (texts[0][2:4], texts[5][0], texts[7][-2:])
+    stop = (texts[0][1:3], texts[5][0], texts[7][-2:])  # the first one straddles a chunk of two
     rollout = generate(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY)
     stopped = 0
     for row, text in enumerate(texts):
@@ -325,6 +314,14 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
         assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
         np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
     assert 3 <= stopped < 8
+    early, seen = stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY, CUT), []
+    while True:
+        try:
+            seen.append(next(early))
+        except StopIteration as end:
+            assert_same_rows(end.value, range(8), rollout, range(8))
+            break
+    assert seen[-1].ended == 8 and seen[-1].tokens < 8 * NEW, "what has stopped is decoded no further"
     with pytest.raises(ValueError, match="tokenizer"):
         generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)
 
@@ -348,5 +345,12 @@ def test_errors_name_the_numbers(policy):
     for prompts, message in (([], "no prompts"), ([[1], []], "prompt 1 is empty")):
         with pytest.raises(ValueError, match=message):
             generate(policy, prompts, FREE, KEY)
+    one = Prompts.from_lists([[1, 2]])
+    for lengths, message in (([0], "prompts of 0 to 0 tokens in an array of width 2"), ([3], "of 3 to 3 tokens")):
+        with pytest.raises(ValueError, match=message):
+            generate(policy, one.replace(lengths=jnp.asarray(lengths)), FREE, KEY)
+    for token in (-1, 64):
+        with pytest.raises(ValueError, match=rf"token ids from .*{token}.* vocab_size is 64"):
+            generate(policy, [[1, token]], FREE, KEY)
     with pytest.raises(ValueError, match="prompt 1 has 3 tokens, more than the 2 allowed"):
         Prompts.from_lists([[1], [1, 2, 3]], length=2)

@@ -18,7 +18,7 @@ def test_random_ends_leave_nothing_out(prompts, group, slots, prompt_slots):
     """
     rng = np.random.default_rng(prompts * slots)
     schedule = Schedule(prompts, group, slots, prompt_slots)
-    place, begun = {}, []
+    place, begun, done = {}, [], [0] * prompts
     while True:
         loads, admissions = schedule.fill()
         live = [row for row in schedule.rows if row is not None]
@@ -33,10 +33,11 @@ def test_random_ends_leave_nothing_out(prompts, group, slots, prompt_slots):
         assert len(live) == len(set(live)) <= len(schedule.rows)
         if not live:
             break
-        assert len(live) == len(schedule.rows) or not schedule.queued or len(place) >= prompt_slots, (
-            "no idle slot waits"
-        )
+        held = {row // group for row in begun} - {p for p in range(prompts) if done[p] == group}
+        assert len(live) == len(schedule.rows) or not schedule.queued or len(held) == prompt_slots, "an idle slot waits"
         ended = [slot for slot in schedule.live if rng.random() < 0.4]
+        for slot in ended:
+            done[schedule.rows[slot] // group] += 1
         schedule.end(ended)
         left = [schedule.rows[slot] for slot in schedule.live]
         if not schedule.queued and len(schedule.rows) > len(left) > 0:

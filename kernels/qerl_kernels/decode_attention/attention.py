@@ -29,7 +29,8 @@ def decode_attention(
     """`softmax(scale · q [prompt_k; k]ᵀ) [prompt_v; v]`: a row attends to its prompt's tokens, then to its own.
 
     Query head n reads key/value head `n // (N / K)`. Scores, softmax and sums are fp32, the result is rounded once to
-    q's dtype. What the caches hold past the lengths does not matter. A row's bits depend on that row alone.
+    q's dtype. What the caches hold past the lengths does not matter. By the kernel a row's bits depend on that row
+    alone; XLA sums over all S + T slots, in an order that goes with their number.
 
     Args:
       q: one query a row, rotary already applied; bf16 for the kernel, any float dtype for XLA.
@@ -41,7 +42,7 @@ def decode_attention(
       v: values of the rows' own tokens.
       lengths: own tokens, at most T; may be 0. A row with neither prompt nor own tokens gets 0.
       scale: of the scores; None for `H ** -0.5`.
-      implementation: "mosaic_gpu" or "xla"; None picks (and logs once why where it is not Mosaic GPU).
+      implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
 
     Raises:
       ValueError: the shapes do not belong together, or the implementation asked for cannot run here.

@@ -43,7 +43,7 @@ def norm_shrink(
       a: A of the adapters side by side, in `dtype`; None: t is None.
       ranks: of the adapters, in that order.
       dtype: of y and t; bf16 for the kernel.
-      implementation: "mosaic_gpu" or "xla"; None picks (and logs once why where it is not Mosaic GPU).
+      implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
 
     Returns:
       s, y and t, in which each adapter has 64 columns, zeros past its rank: what `nvfp4_matmul(shrunk=...)` takes.

@@ -18,9 +18,8 @@ from jaxtyping import Array, Float, Float32
 from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, no_gradient
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks, no_gradient
 
-_BLOCK = 64  # rows of `x A` at a time in the batch-invariant mode
 _SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
 
 
@@ -58,6 +57,9 @@ def nvfp4_matmul(
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded to x's dtype.
 
+    Adapters that the kernel cannot take (not adjacent, not covering the weight, of a rank that is no multiple of 8 or
+    above 64) are added to its rounded result in fp32: two roundings.
+
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
     and rounded once.
 
@@ -66,7 +68,7 @@ def nvfp4_matmul(
       weight: from `packing.pack`.
       bias: added in fp32.
       loras: one adapter for each adapted part of a fused projection.
-      implementation: "mosaic_gpu" or "xla"; None picks (and logs once why where it is not Mosaic GPU).
+      implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
       batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
         shapes).
       shrunk: `x A` of all `loras` where it is known already, as `lora_shrink` makes it: [M, 64 · adapters], zeros past
@@ -102,8 +104,7 @@ def _matmul(static, x, weight, bias, pairs, together):
 
 
 def _forward(static, x, weight, bias, pairs, together):
-    by_blocks = static.batch_invariant and static.implementation == "mosaic_gpu"
-    shrunk = _shrink(x, [a for a, _ in pairs], together, by_blocks)
+    shrunk = _shrink(x, [a for a, _ in pairs], together, static.batch_invariant)
     return _sum(static, x, weight, bias, shrunk, pairs), (x, weight, bias, pairs, together, shrunk)
 
 
@@ -111,7 +112,7 @@ def _sum(static, x, weight, bias, shrunk: list[Array], pairs, slots: Array | Non
     """All terms of y. `slots`: `shrunk` as the kernel takes it, where that exists already."""
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
-        y = fp32_matmul(x, matrix.astype(x.dtype).T) * row
+        y = _products(static, x, matrix.astype(x.dtype).T) * row
         y = y if bias is None else y + bias.astype(jnp.float32)
         y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
     else:
@@ -128,12 +129,11 @@ def _shrink(x: Array, a: list[Array], together: Array | None, by_blocks: bool) -
     if not a:
         return []
     together = jnp.concatenate(a, axis=1) if together is None else together
-    if by_blocks:
-        blocks = jnp.pad(x, ((0, -x.shape[0] % _BLOCK), (0, 0))).reshape(-1, _BLOCK, x.shape[1])
-        shrunk = jax.lax.map(lambda block: fp32_matmul(block, together).astype(x.dtype), blocks)
-        shrunk = shrunk.reshape(-1, together.shape[1])[: x.shape[0]]
-    else:
-        shrunk = fp32_matmul(x, together).astype(x.dtype)
+
+    def product(rows: Array) -> Array:
+        return fp32_matmul(rows, together).astype(x.dtype)
+
+    shrunk = in_blocks(product, x) if by_blocks else product(x)
     return jnp.split(shrunk, np.cumsum([part.shape[1] for part in a])[:-1], axis=1)
 
 
@@ -156,8 +156,13 @@ def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
     out = jnp.zeros((shrunk[0].shape[0], n), jnp.float32)
     for (scale, offset), t, (_, b) in zip(static.adapters, shrunk, pairs, strict=True):
-        out = out.at[:, offset : offset + b.shape[1]].add(scale * fp32_matmul(t, b))
+        out = out.at[:, offset : offset + b.shape[1]].add(scale * _products(static, t, b))
     return out
+
+
+def _products(static: _Static, a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float32[Array, "M N"]:
+    """`a b` by XLA."""
+    return in_blocks(lambda rows: fp32_matmul(rows, b), a) if static.batch_invariant else fp32_matmul(a, b)
 
 
 def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs, slots) -> Array:
