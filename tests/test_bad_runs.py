@@ -11,6 +11,7 @@ import importlib.util
 import io
 import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from helpers import logits_of
 from qerl_kernels.nvfp4_matmul.reference import dequantize
 
 from qerl_jax import train
+from qerl_jax.io.checkpoint import latest_step
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.lora import LoraConfig
@@ -288,6 +290,62 @@ def test_a_kill_while_a_run_is_continued_elsewhere_loses_nothing(used, tmp_path,
     assert [row["step"] for row in read_metrics(run)] == [1, 2]
     assert read_metrics(run)[0] == read_metrics(source)[0] and contents(source) == before
     assert not (run / "adopting.txt").exists() and len(list((run / "completions").iterdir())) == 2
+
+
+class ComesLate:
+    """A SIGTERM that is there from the second look on: one between two looks of a step ends the step after it."""
+
+    looks = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    @property
+    def requested(self) -> int:
+        self.looks += 1
+        return signal.SIGTERM if self.looks > 1 else 0
+
+
+def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capfd):
+    """An error in step 3, a signal while step 4 ends, an interrupt in step 5: no finished step is lost but to the
+    last.
+    """
+    name, run = f"{place / 'mine.py'}:reward", place / "run"
+    (place / "mine.py").write_text(
+        "calls = 0\n"
+        "def reward(completions, **columns):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls > 4:\n"  # one for each of a step's two prompts
+        "        raise KeyError('late')\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    flags = [*training(place, "--reward-funcs", name, "--reward-workers", "0", "--max-steps", "7")]
+    flags[flags.index("--save-steps") + 1] = "50"
+    said = error_of(train.main, flags, place, capfd)
+    assert_says(said, f"reward '{name}' raised KeyError('late')")
+    assert [row["step"] for row in read_metrics(run)] == [1, 2] and latest_step(run) == 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "StopSignals", ComesLate)
+        assert train.main([*flags, "--resume", "auto"]) == train.STOPPED
+    said = capfd.readouterr().out
+    assert "continuing after step 2 of 7" in said and "stopped by SIGTERM after step 4 of 7, checkpoint saved" in said
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4] and latest_step(run) == 4
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "collect_step", interrupted)
+    assert train.main([*flags, "--resume", "auto"]) == train.STOPPED
+    said = capfd.readouterr().err
+    assert "interrupted; the newest checkpoint is that of step 4, go on from it with" in said
+    assert f"--config {run}/config.yaml --resume auto" in said
+    assert train.main([*flags, "--output-dir", str(place / "new")]) == train.STOPPED
+    assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to go on from"
 
 
 def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(finished):

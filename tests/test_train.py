@@ -245,7 +245,8 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
 
     state = init_state(policy, config)
     phases = Phases(tmp_path, None, Console())
-    experience = train.collect_step(config, policy, state, stream, Rewards(spy=reward), Engine(), phases)
+    run = train.Run(config, tmp_path, console, policy, Rewards(spy=reward), Engine(), stream, [])
+    experience = train.collect_step(run, policy, state, phases)
     ((prompts, answers, hints),) = seen
     assert [item.problem.prompt for item in experience.items] == prompts[:: config.num_generations]
     assert experience.items == stream.at(0, config.num_prompts)

@@ -168,6 +168,12 @@ class Checkpointer:
                 )
 
 
+def latest_step(directory: Path) -> int | None:
+    """Step of the newest complete checkpoint of a run directory, found without opening any; None without one."""
+    manifests = (directory / CHECKPOINTS_DIR).glob(f"*/{MANIFEST_FILE}")
+    return max((int(path.parent.name) for path in manifests if path.parent.name.isdecimal()), default=None)
+
+
 def _manifest(path: Path, arrays: dict[str, Any], state: TrainState) -> dict[str, Any]:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     return {

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qerl_jax.io.files import write_json
+from qerl_jax.io.files import naming, write_json
 
 HEARTBEAT_FILE = "heartbeat.json"
 STACKS_FILE = "stacks.txt"
@@ -50,6 +50,7 @@ class Phases:
         self.step = 0
         self.totals: Counter[str] = Counter()
         self.overdue = 0
+        self._warned = False
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -67,14 +68,23 @@ class Phases:
                 self._console.print(f"step {self.step}: {name} took {seconds:.1f} s")
 
     def beat(self, name: str) -> None:
-        """Write the heartbeat: `name` begins now."""
-        write_json(
-            self._directory / HEARTBEAT_FILE, {"time": _now(), "pid": os.getpid(), "step": self.step, "phase": name}
-        )
+        """Write the heartbeat: `name` begins now. One that cannot be written is told once and does not end the run."""
+        beat = {"time": _now(), "pid": os.getpid(), "step": self.step, "phase": name}
+        with self._told_once():
+            write_json(self._directory / HEARTBEAT_FILE, beat)
 
     def take(self, *names: str) -> dict[str, float]:
         """`time/NAME` in seconds of some phases since they were last taken; 0 for one that did not run."""
         return {f"time/{name}": self._untaken.pop(name, 0.0) for name in names}
+
+    @contextlib.contextmanager
+    def _told_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._console.print(f"{error}; the run goes on", soft_wrap=True, markup=False)
 
     @contextlib.contextmanager
     def _watched(self, name: str) -> Iterator[None]:
@@ -93,7 +103,7 @@ class Phases:
     def _dump(self, what: str) -> None:
         self.overdue += 1
         path = self._directory / STACKS_FILE
-        with path.open("a") as file:
+        with self._told_once(), naming(path), path.open("a") as file:
             file.write(f"{_now()} {what} is running longer than watchdog_seconds {self._limit:g}. Every thread:\n\n")
             file.write(_stacks() + "\n")
         self._console.print(

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float32
 
+from qerl_jax import aqn
 from qerl_jax.rewards.outcomes import FLAGS
+from qerl_jax.rl.step import learning_rate
 from qerl_jax.rollout.collect import Experience, equal_groups
-from qerl_jax.types import Finish
+from qerl_jax.types import Finish, TrainState
 
 
 def step_metrics(
@@ -62,6 +64,26 @@ def step_metrics(
         else:
             metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(values), _deviation(values)
     return metrics
+
+
+def run_metrics(experience: Experience, state: TrainState, norms: Any, tokens: int, problems: int) -> dict[str, float]:
+    """Where a run stands after a step: its noise, learning rate, tokens and passes over the data.
+
+    Args:
+      experience: of the step.
+      state: after it.
+      norms: the layer norms under noise.
+      tokens: seen before the step.
+      problems: in the dataset.
+    """
+    config, step = state.config, int(state.step) - 1
+    return {
+        "aqn/sigma": aqn.sigma(config, step, config.max_steps),
+        "aqn/norms": aqn.count(norms),
+        "learning_rate": float(learning_rate(config)(step * config.num_iterations)),
+        "num_tokens": tokens + int(experience.rollout.lengths.sum()),
+        "epoch": int(state.cursor) / problems,
+    }
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:

@@ -71,3 +71,15 @@ def test_times_add_up_until_they_are_taken(tmp_path, console):
     assert taken["time/grading"] == 0 and 0.1 <= taken["time/rollout"] == phases.totals["rollout"]
     assert phases.take("rollout")["time/rollout"] == 0
     assert set(phases.totals) == {"rollout", "update"}
+
+
+def test_a_heartbeat_that_cannot_be_written_is_told_once_and_stops_nothing(tmp_path, console):
+    """Its directory cannot be made, because a file stands there; the same for the stacks."""
+    (tmp_path / "file").touch()
+    phases = Phases(tmp_path / "file", 0.05, console)
+    for _ in range(2):
+        with phases("rollout"):
+            time.sleep(0.2)
+    said = console.file.getvalue()
+    assert said.count("cannot be written") == 1 and f"{tmp_path}/file/heartbeat.json cannot be written" in said
+    assert phases.overdue == 2 and phases.totals["rollout"] > 0.3
