@@ -224,7 +224,7 @@ MISSING: dict[str, tuple[str, list[str], str]] = {
     "permission to run code": (
         "nothing",
         ["--eval-dataset", f"codeforces:{PRESETS / 'codeforces'}"],
-        "reward 'code' runs programs written by the policy: refused without allow_code_execution",
+        "reward 'code' runs programs that the policy wrote: refused without allow_code_execution …",
     ),
     "W&B": (
         "wandb",
