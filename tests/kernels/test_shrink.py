@@ -1,9 +1,12 @@
 """The plain path of the fused decode operations against NumPy in fp64, and what their entry points refuse."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qerl_kernels.lora_shrink import plan
 from qerl_kernels.lora_shrink.reference import SLOT
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 
@@ -74,3 +77,9 @@ def test_refusals():
     if jax.default_backend() == "cpu":
         with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
             shrink(x, a, (16,), implementation="mosaic_gpu")
+
+
+def test_a_chip_too_small_for_the_clusters_is_named(monkeypatch):
+    assert plan.missing(64, [32]) is None
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=114)])
+    assert "132 multiprocessors (this GPU has 114)" in plan.missing(64, [32])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+
 from qerl_kernels.lora_shrink.reference import SLOT
 
 CHUNK = 32  # features that a warp takes at a time
 OCTET = 8  # tokens that `mma.sync` takes at a time
-BLOCKS = 16  # of a cluster: twice what is portable, but Hopper's large chips launch it, and it is faster than 8
+BLOCKS = 16  # of a cluster: twice what is portable; faster than 8 up to 32 tokens (tools/results/LOG.md)
+MULTIPROCESSORS = 132  # of the chips on which such a cluster has been seen to launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,12 @@ def plan_for(task: Task, blocks: int = BLOCKS) -> Plan:
 
 
 def missing(features: int, ranks: Sequence[int]) -> str | None:
-    """What keeps the kernels from these shapes; None where they run."""
+    """What keeps the kernels from these shapes and this chip; None where they run."""
+    cores = getattr(jax.devices()[0], "core_count", None)
+    if cores is not None and cores < MULTIPROCESSORS:
+        return (
+            f"clusters of {BLOCKS} blocks, seen to launch on {MULTIPROCESSORS} multiprocessors (this GPU has {cores})"
+        )
     if features % CHUNK:
         return f"a multiple of {CHUNK} input features (these are {features})"
     if any(rank % 8 or not 0 < rank <= SLOT for rank in ranks):
