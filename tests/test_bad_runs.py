@@ -178,7 +178,19 @@ RUNS = {
     "checkpoint cut in half": (
         cut_in_half,
         ["--resume", "auto"],
-        "OUT/checkpoints/2/manifest.json is not JSON: …",
+        "OUT/checkpoints/2/manifest.json is not JSON: …; delete OUT/checkpoints/2 to go on from step 1",
+    ),
+    "manifest without its parts": (
+        lambda run: (run / "checkpoints/2/manifest.json").write_text('{"config": {}}'),
+        ["--resume", "auto"],
+        "OUT/checkpoints/2/manifest.json holds ['config'], expected config, files and arrays; delete OUT/checkpoints/2 "
+        "to go on from step 1",
+    ),
+    "manifest of other arrays": (
+        damage("checkpoints/2/manifest.json", b'"int32"', b'"int64"'),
+        ["--resume", "auto"],
+        "OUT/checkpoints/2: array … was saved as ['int64', …], this run's is ['int32', …]: the checkpoint is of "
+        "another model; delete OUT/checkpoints/2 to go on from step 1",
     ),
     "checkpoint without a file": (
         lambda run: (run / "checkpoints/2/state/_METADATA").unlink(),

@@ -107,15 +107,21 @@ class Checkpointer:
         if step is None:
             raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
         path, target = self.directory / str(step), _flatten(state)
-        manifest = read_json(path / MANIFEST_FILE)
+        remedy = self._remedy(step)
+        try:
+            manifest = read_json(path / MANIFEST_FILE)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {remedy}") from error
         config, files, arrays = (manifest.get(name) for name in ("config", "files", "arrays"))
         if not all(isinstance(part, dict) for part in (config, files, arrays)):
-            raise CheckpointError(f"{path / MANIFEST_FILE} holds {sorted(manifest)}, expected config, files and arrays")
+            raise CheckpointError(
+                f"{path / MANIFEST_FILE} holds {sorted(manifest)}, expected config, files and arrays; {remedy}"
+            )
         different = differences(state.config, config)
         if different:
             raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
         self._check_files(step, files)
-        _check_arrays(path, arrays, _shapes(target))
+        _check_arrays(path, arrays, _shapes(target), remedy)
         arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
@@ -153,10 +159,13 @@ class Checkpointer:
     def _complete(self) -> list[int]:
         return [step for step in self._manager.all_steps() if (self.directory / str(step) / MANIFEST_FILE).exists()]
 
-    def _check_files(self, step: int, files: dict[str, str]) -> None:
-        path = self.directory / str(step)
+    def _remedy(self, step: int) -> str:
         earlier = [other for other in self._complete() if other < step]
-        remedy = f"delete {path} to {f'go on from step {max(earlier)}' if earlier else 'start from the beginning'}"
+        instead = f"go on from step {max(earlier)}" if earlier else "start from the beginning"
+        return f"delete {self.directory / str(step)} to {instead}"
+
+    def _check_files(self, step: int, files: dict[str, str]) -> None:
+        path, remedy = self.directory / str(step), self._remedy(step)
         for name, digest in files.items():
             if not (path / name).is_file():
                 raise CheckpointError(f"{path / name} is missing: the checkpoint is damaged; {remedy}")
@@ -183,12 +192,12 @@ def _manifest(path: Path, arrays: dict[str, Any], state: TrainState) -> dict[str
     }
 
 
-def _check_arrays(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_arrays(path: Path, saved: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise CheckpointError(
                 f"{path}: array {name!r} was saved as {saved.get(name)}, this run's is {wanted.get(name)}: the "
-                "checkpoint is of another model"
+                f"checkpoint is of another model; {remedy}"
             )
 
 
