@@ -367,11 +367,6 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(f"{len(config.reward_funcs)} reward_funcs but {len(config.reward_weights)} reward_weights")
     if len(set(config.reward_funcs)) != len(config.reward_funcs):
         raise ConfigError(f"reward_funcs {list(config.reward_funcs)} names a reward twice")
-    if "code" in config.reward_funcs and not config.allow_code_execution:
-        raise ConfigError(
-            "the reward 'code' runs programs that the policy wrote: refused without allow_code_execution: true "
-            "(--allow-code-execution)"
-        )
 
 
 def coerce(name: str, value: Any, hint: Any) -> Any:

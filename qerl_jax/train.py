@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl_jax import aqn, keys
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.data.problems import correctness_of, heaviest, rewards_of
+from qerl_jax.data.problems import check_dataset, correctness_of, heaviest, rewards_of
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, load_encoded, to_prompts
 from qerl_jax.data.stream import Stream
 from qerl_jax.evaluation import evaluate
@@ -27,6 +27,7 @@ from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import CHECKPOINTS_DIR, Checkpointer, latest_step
 from qerl_jax.io.command_line import parse, take_flag
 from qerl_jax.io.devices import make_deterministic
+from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.signals import StopSignals
 from qerl_jax.reporting import sinks
@@ -46,7 +47,7 @@ from qerl_jax.reporting.progress import TrainingProgress, summary_table
 from qerl_jax.reporting.report import REPORT_FILE, Ending, write_report
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards import functions
-from qerl_jax.rewards.workers import Rewards, load_rewards
+from qerl_jax.rewards.workers import Rewards, check_rewards, load_rewards
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.collect import Experience, collect
@@ -99,8 +100,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
 def prepare(config: Config, console: Console) -> Run:
     """Check and load whatever can refuse, before anything is written or deleted."""
     directory = Path(config.output_dir)
-    run_directory.check(directory, config)
-    sinks.check(config)
+    check(config)
     if config.deterministic:
         make_deterministic()
     rewards = load_rewards(
@@ -114,11 +114,6 @@ def prepare(config: Config, console: Console) -> Run:
         load_judge(config, workers=min(config.reward_workers, 1)).close()
     policy = load(config)
     lengths = config.max_prompt_length, config.max_completion_length
-    if sum(lengths) > policy.config.max_position_embeddings:
-        raise ConfigError(
-            f"max_prompt_length {lengths[0]} + max_completion_length {lengths[1]} exceed max_position_embeddings "
-            f"{policy.config.max_position_embeddings} of {assets.model_path(config.model) / 'config.json'}"
-        )
     engine = Engine(memory_gb=config.rollout_memory_gb, batch_invariant=config.batch_invariant)
     make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)
     stream, test_problems = load_problems(config, policy, console)
@@ -218,10 +213,32 @@ def how_to_go_on(directory: Path) -> str:
     return f"  python -m qerl_jax.train --config {directory / run_directory.CONFIG_FILE} --resume auto"
 
 
-def load(config: Config) -> Policy:
-    """The policy of a config, its adapters initialized from the seed or imported."""
+def check(config: Config) -> None:
+    """Refuse what can be told without loading anything, for a run and a dry run alike: `config` has its rewards spelled
+    out. Raises ConfigError, CheckpointError, DataError, RewardError or OSError.
+    """
     if not config.model:
         raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
+    run_directory.check(Path(config.output_dir), config)
+    sinks.check(config)
+    grading = config.reward_workers, config.reward_timeout, config.allow_code_execution
+    check_rewards(config.reward_funcs, *grading)
+    if config.eval_dataset:
+        check_rewards((correctness_of(config.eval_dataset),), *grading)
+        check_dataset(config.eval_dataset, "test")
+    for name in config.dataset:
+        check_dataset(name, "train")
+    directory = assets.model_path(config.model)
+    positions = model_config(directory).max_position_embeddings
+    if config.max_prompt_length + config.max_completion_length > positions:
+        raise ConfigError(
+            f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
+            f"exceed max_position_embeddings {positions} of {directory / 'config.json'}"
+        )
+
+
+def load(config: Config) -> Policy:
+    """The policy of a config, its adapters initialized from the seed or imported."""
     return load_policy(
         assets.model_path(config.model),
         config.weight_format,
@@ -391,7 +408,9 @@ def main(argv: list[str] | None = None) -> int:
         argv, dry_run = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
         config = parse(argv)
         if dry_run:
-            show_plan(with_rewards(config), Console(highlight=False))
+            config = with_rewards(config)
+            check(config)
+            show_plan(config, Console(highlight=False))
             return 0
         state = train(config)
     except (ValueError, OSError) as error:

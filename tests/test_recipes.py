@@ -50,6 +50,10 @@ def test_values_are_the_papers_and_fit_the_gpu(dataset, size, stored):
     assert with_rewards(config).reward_funcs == tuple(PRESETS[dataset].rewards)
     planned = plan(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size.upper()}")))
     limit = 141e9 if (size, stored) == ("32b", "bf16") else 80e9
-    peak = max(planned.memory.rollout, planned.memory.update)
+    memory = planned.memory
+    assert memory.eval_sequences >= 8
+    assert memory.weights + max(memory.cache, memory.eval_cache) < 0.95 * limit
+    assert max(memory.cache, memory.eval_cache) <= config.rollout_memory_gb * 1e9
+    peak = max(memory.rollout, memory.update, memory.evaluation)
     assert 0.3 * limit < peak < 0.95 * limit  # it fits, and makes use of the card
     assert planned.memory.sequences >= 8

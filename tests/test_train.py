@@ -177,8 +177,39 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
     text = capsys.readouterr().out
     assert "seed: 5" in text and "adapters, rank 16" in text and "peak, about" in text
     assert list(tmp_path.iterdir()) == []
-    assert train.main(["--model", "nowhere", "--dry-run"]) == 2
-    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "nowhere"], "model directory nowhere does not exist"),
+        (["--model", ""], "model is empty: name a Hugging Face directory"),
+        (["--config", "gsm8k-7b-nvfp4"], "512 + max_completion_length 4096 exceed max_position_embeddings 512 of"),
+        (["--reward-funcs", "nosuch"], "reward 'nosuch' is neither"),
+        (["--reward-funcs", "code"], "refused without allow_code_execution"),
+        (["--resume", "/nonexist"], "resume '/nonexist' is neither"),
+        (["--dataset", "math500"], "'math500' has no split 'train' on the hub, only ['test']"),
+        (["--eval-dataset", "bigmath"], "'bigmath' has no split 'test' on the hub, only ['train']"),
+        (["--dataset", "empty"], "has no file of the split 'train'"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_dry_run_refuses_what_the_run_refuses_before_it_loads_anything(
+    flags, words, dry, tmp_path, monkeypatch, capsys
+):
+    def refuse(*_, **__):
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr(train, "load_policy", refuse)
+    monkeypatch.setattr(train, "load_rewards", refuse)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    lengths = [] if "--config" in flags else ["--max-prompt-length", "80", "--max-completion-length", "16"]
+    given = ["--model", "tiny", *lengths, *flags]
+    assert train.main([*given, *["--dry-run"] * dry]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
 def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):

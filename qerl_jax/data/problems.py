@@ -109,6 +109,7 @@ def load_dataset(
         if reward_columns:
             raise DataError(f"dataset {ARITHMETIC!r} has no columns for the rewards, got {list(reward_columns)}")
         return _arithmetic(split, seed, system_prompt or "", limit, first_id)
+    check_dataset(name, split)
     preset_name, path = _parse(name)
     preset = PRESETS[preset_name] if preset_name else _plain(prompt_column, answer_column)
     extra = tuple(dict.fromkeys((*preset.extra, *reward_columns)))
@@ -134,6 +135,17 @@ def load_dataset(
         raise DataError(f"{path or preset.hub_id} holds no problems" + (f": left out {reasons}" if reasons else ""))
     notes = (f"{name}: left out {size - len(problems)} of {size} records: {reasons}",) if reasons else ()
     return Dataset(name, problems, preset.system_prompt if system_prompt is None else system_prompt, size, notes)
+
+
+def check_dataset(name: str, split: str) -> None:
+    """Raise DataError for an unknown dataset, or one that has no such split; no record is read."""
+    if name == ARITHMETIC:
+        return
+    preset_name, path = _parse(name)
+    if path is None and split not in PRESETS[preset_name].splits:
+        raise DataError(f"dataset {name!r} has no split {split!r} on the hub, only {list(PRESETS[preset_name].splits)}")
+    if path is not None and path.is_dir():
+        split_files(path, split, PRESETS[preset_name].subset if preset_name else None)
 
 
 def rewards_of(names: Sequence[str]) -> Mapping[str, float]:
@@ -211,8 +223,6 @@ def _files(path: Path, split: str, preset: Preset, wanted: set[str]) -> Iterable
 
 
 def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
-    if split not in preset.splits:
-        raise DataError(f"dataset {name!r} has no split {split!r} on the hub, only {list(preset.splits)}")
     import datasets
 
     try:

@@ -22,10 +22,12 @@ def model_config(directory: Path) -> ModelConfig:
     """Shape of the model in a directory.
 
     Raises:
-      FileNotFoundError: no config.json.
+      FileNotFoundError: no such directory, or no config.json in it.
       CheckpointError: not a Qwen2 model, or a feature that is not implemented (another activation, scaled rotary
         positions, sliding windows); the message names file, key and value.
     """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"model directory {directory} does not exist")
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(

@@ -59,8 +59,6 @@ def load_policy(
       ValueError: an unknown format, or one that the checkpoint cannot be brought into.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"model directory {path} does not exist")
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
     config = hf_config.model_config(path)

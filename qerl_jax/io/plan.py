@@ -52,6 +52,9 @@ class Memory:
       state: adapters, norms, optimizer state.
       sequences: decoded together in a rollout; not bytes.
       cache: their keys and values.
+      eval_sequences: decoded together in an evaluation; not bytes; 0 without one.
+      eval_cache: their keys and values.
+      eval_logits: of an evaluation's decode step.
       logits: of a rollout's decode step.
       update_state: gradient, and the next state beside the last.
       activations: what the backward pass keeps, and the one layer it is at.
@@ -62,6 +65,9 @@ class Memory:
     state: int
     sequences: int
     cache: int
+    eval_sequences: int
+    eval_cache: int
+    eval_logits: int
     logits: int
     update_state: int
     activations: int
@@ -71,6 +77,11 @@ class Memory:
     def rollout(self) -> int:
         """Most at one time during the rollout."""
         return self.weights + self.state + self.cache + self.logits
+
+    @property
+    def evaluation(self) -> int:
+        """Most at one time during an evaluation; 0 without one."""
+        return self.weights + self.state + self.eval_cache + self.eval_logits if self.eval_sequences else 0
 
     @property
     def update(self) -> int:
@@ -226,7 +237,7 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
 
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
     - cache: `2 L K H e` for each token of the prompts and completions that the rollout holds at one time
-      (`rollout.plan.make_plan`), at most `rollout_memory_gb`.
+      (`rollout.plan.make_plan`), at most `rollout_memory_gb`; so do the `eval_batch_size` of an evaluation.
     - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
     - update with gradient_checkpointing: `4 D m` kept for each layer (the residual stream is fp32), and one layer at
       work, `(4 + e) N r T² + (16 + 4 e) F m + 8 e D m`. Without: `(4 + e) N r T² + 8 (e − 1) F m + 10 (e − 1) D m`
@@ -251,6 +262,10 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     lengths = config.max_prompt_length, config.max_completion_length
     engine = Engine(memory_gb=config.rollout_memory_gb)
     rollout = make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)
+    evaluation = None
+    if config.eval_dataset:
+        engine = Engine(config.eval_batch_size, config.rollout_memory_gb)
+        evaluation = make_plan(policy, config.eval_samples, config.eval_num_generations, *lengths, engine)
     if config.gradient_checkpointing:
         kept, working = 4 * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
     else:
@@ -263,6 +278,9 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
         state=tree_bytes(state),
         sequences=rollout.slots,
         cache=rollout.cache_bytes,
+        eval_sequences=evaluation.slots if evaluation else 0,
+        eval_cache=evaluation.cache_bytes if evaluation else 0,
+        eval_logits=12 * model.vocab_size * evaluation.slots if evaluation else 0,
         logits=12 * model.vocab_size * rollout.slots,
         update_state=2 * trained + tree_bytes(state.opt_state),
         activations=model.num_layers * kept + max(0, working - logits_chunk),

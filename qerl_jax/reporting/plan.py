@@ -7,12 +7,10 @@ from rich.table import Table
 
 from qerl_jax.config import Config, dump
 from qerl_jax.io.plan import Memory, Plan, plan
-from qerl_jax.reporting import sinks
 
 
 def show_plan(config: Config, console: Console) -> None:
     """Print what the run would be. Raises what `plan` raises; nothing is loaded, run or written."""
-    sinks.check(config)
     planned = plan(config)
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(planned))
@@ -51,14 +49,21 @@ def memory_table(memory: Memory, config: Config) -> Table:
     """A row for each thing that takes memory, and both peaks."""
     width = config.max_prompt_length + config.max_completion_length
     rows = config.batch_size // config.gradient_accumulation_steps
-    table = _table("Memory estimate (GB = 1e9 bytes)", "what", "rollout", "update")
-    base = _gb(memory.weights + memory.state)
-    table.add_row("weights, adapters, norms, optimizer state", base, base)
-    table.add_row(f"keys and values of {memory.sequences} sequences at a time", _gb(memory.cache), "")
-    table.add_row("decode step: logits and sampling", _gb(memory.logits), "")
-    table.add_row("gradient, and the next state beside the last", "", _gb(memory.update_state))
-    table.add_row(f"activations of {rows} sequences of {width} tokens at a time", "", _gb(memory.activations))
-    table.add_row(f"logits of {config.logprob_chunk_size} tokens at a time", "", _gb(memory.logits_chunk))
+    table = _table("Memory estimate (GB = 1e9 bytes)", "what", "rollout", "update", "evaluation")
+    evaluated = memory.eval_sequences > 0
+    sequences = f"{memory.sequences} sequences" + (f" (evaluation: {memory.eval_sequences})" if evaluated else "")
+
+    def row(what: str, rollout: int | None = None, update: int | None = None, evaluation: int | None = None) -> None:
+        evaluation = evaluation if evaluated else None
+        table.add_row(what, *("" if count is None else _gb(count) for count in (rollout, update, evaluation)))
+
+    held = memory.weights + memory.state
+    row("weights, adapters, norms, optimizer state", held, held, held)
+    row(f"keys and values of {sequences} at a time", memory.cache, None, memory.eval_cache)
+    row("decode step: logits and sampling", memory.logits, None, memory.eval_logits)
+    row("gradient, and the next state beside the last", None, memory.update_state)
+    row(f"activations of {rows} sequences of {width} tokens at a time", None, memory.activations)
+    row(f"logits of {config.logprob_chunk_size} tokens at a time", None, memory.logits_chunk)
     table.add_section()
-    table.add_row("peak, about", _gb(memory.rollout), _gb(memory.update))
+    row("peak, about", memory.rollout, memory.update, memory.evaluation)
     return table

@@ -56,6 +56,23 @@ def test_cache_is_the_real_one(tmp_path):
         plan(runs.config(tmp_path, rollout_memory_gb=1e-6))
 
 
+def test_the_evaluations_cache_is_the_real_one(tmp_path):
+    """Three sequences at a time of prompts with one completion each; what `rollout_memory_gb` allows; none without."""
+    changes = {"eval_dataset": "arithmetic", "eval_batch_size": 3, "eval_num_generations": 1}
+    config = runs.config(tmp_path, **changes)
+    shape, dtype = load(config).config, jnp.dtype(config.dtype)
+    caches = [
+        kv.init_cache(3, tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype) for tokens in (96, 24)
+    ]
+    memory = plan(config).memory
+    assert (memory.eval_cache, memory.eval_sequences) == (tree_bytes(caches), 3)
+    assert memory.evaluation == memory.weights + memory.state + tree_bytes(caches) + 12 * shape.vocab_size * 3
+    limited = plan(runs.config(tmp_path, rollout_memory_gb=memory.eval_cache / 2e9, **changes)).memory
+    assert 0 < limited.eval_cache <= memory.eval_cache / 2 and 0 < limited.eval_sequences < 3
+    without = plan(runs.config(tmp_path)).memory
+    assert (without.eval_cache, without.eval_sequences, without.evaluation) == (0, 0, 0)
+
+
 @pytest.mark.parametrize(("size", "gigabytes"), [("3B", 2.8), ("7B", 5.9), ("14B", 10.6), ("32B", 20.7)])
 def test_weights_of_published_sizes(size, gigabytes):
     """The paper's table of weights in NVFP4, to its last figure, from config.json alone. Its 3B counts the tied

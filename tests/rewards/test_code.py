@@ -8,11 +8,11 @@ import time
 import pytest
 from processes import missing_confinement
 
-from qerl_jax.config import Config, ConfigError
+from qerl_jax.config import Config
 from qerl_jax.rewards.code import code, extract_program
 from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
 from qerl_jax.rewards.workers import load_rewards
-from qerl_jax.train import with_rewards
+from qerl_jax.train import check, with_rewards
 
 confined = pytest.mark.skipif(bool(missing_confinement()), reason=missing_confinement())
 
@@ -92,13 +92,12 @@ def test_code_without_tests_or_program():
     assert value == 0 and isinstance(value, Unparsed)
 
 
-def test_code_needs_leave():
-    with pytest.raises(ConfigError, match="allow_code_execution"):
-        Config(reward_funcs=("code",), reward_weights=(1.0,))
-    assert Config(reward_funcs=("code",), reward_weights=(1.0,), allow_code_execution=True).allow_code_execution
-    with pytest.raises(ConfigError, match="allow_code_execution"):  # before anything is loaded
-        with_rewards(Config(dataset=("codeforces",)))
+def test_code_needs_leave(tmp_path):
+    """Named or the dataset's own: refused before anything is loaded, in one place and with the same words."""
     assert Config().allow_code_execution is False
+    for asked in ({"reward_funcs": ("code",)}, {"dataset": ("codeforces",)}):
+        with pytest.raises(RewardError, match=r"refused without allow_code_execution \(--allow-code-execution\)"):
+            check(with_rewards(Config(model="tiny", output_dir=str(tmp_path / "run"), **asked)))
     with pytest.raises(RewardError, match="allow_code_execution"):
         load_rewards(("code",), 1, 20.0)
 
