@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import sys
 
+import jax.numpy as jnp
 import pytest
 import runs
+from helpers import randomized
 
 from qerl_jax.evaluate import main
+from qerl_jax.io.adapter import export_adapter
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.load import load_policy
+from qerl_jax.models.lora import LoraConfig
 
 SHORT = ["--max-completion-length", "4", "--batch-size", "4", "--dtype", "float32"]
 TOO_LONG = ["--dataset", "arithmetic", "--samples", "3", "--max-prompt-length", "4"]
@@ -56,6 +62,21 @@ def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monke
     printed = capsys.readouterr()
     assert "2 problems" in printed.out and "format" in printed.out
     assert printed.err.startswith("error: ") and "No space left on device" in printed.err
+
+
+def test_the_adapter_is_what_is_evaluated(tmp_path):
+    """Greedy on four problems: a large B drowns what the bundled policy can do."""
+    policy = load_policy(model_path("tiny"), lora=LoraConfig(2), dtype=jnp.float32)
+    export_adapter(randomized(policy, 0, 1.0), tmp_path / "adapter")
+    results = []
+    for flags in ([], ["--adapter", str(tmp_path / "adapter")]):
+        file = tmp_path / "result.json"
+        arithmetic = ["--dataset", "arithmetic", "--samples", "4", "--temperature", "0", "--output", str(file)]
+        assert main(["tiny", *arithmetic, *SHORT, "--max-completion-length", "60", *flags]) == 0
+        results.append(runs.read_json(file))
+    none, changed = results
+    assert none["accuracy"] > 0 and none["format"] > 0
+    assert changed["accuracy"] == changed["format"] == 0 and changed["mean_length"] != none["mean_length"]
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, capsys):
