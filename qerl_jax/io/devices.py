@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-from jax._src import xla_bridge  # nothing public says whether a device has been started
-
 DETERMINISTIC_FLAGS = (
     "--xla_gpu_deterministic_ops=true",
     "--xla_gpu_exclude_nondeterministic_ops=true",
@@ -23,6 +21,8 @@ def make_deterministic() -> None:
     missing = [flag for flag in DETERMINISTIC_FLAGS if flag not in flags]
     if not missing:
         return
+    from jax._src import xla_bridge  # nothing public says whether a device has been started
+
     if xla_bridge.backends_are_initialized():
         raise ValueError(
             "deterministic is set, but JAX has started its devices already: set it before anything runs, or put "

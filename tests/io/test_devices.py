@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -26,6 +27,17 @@ def test_flags_are_added_once_and_xla_knows_them():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     flags, result = run.stdout.splitlines()
     assert flags.split() == ["--xla_cpu_enable_fast_math=false", *DETERMINISTIC_FLAGS] and result == "2"
+
+
+def test_jaxs_inner_module_is_needed_only_by_those_who_ask(monkeypatch):
+    """A jax that has moved it breaks `deterministic`, and nothing else."""
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", None)
+    monkeypatch.delattr("jax._src.xla_bridge")
+    monkeypatch.delitem(sys.modules, "qerl_jax.io.devices")
+    again = importlib.import_module("qerl_jax.io.devices")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    with pytest.raises(ImportError):
+        again.make_deterministic()
 
 
 def test_too_late_is_an_error(monkeypatch):
