@@ -112,9 +112,9 @@ def _object(row: Any, path: Path, place: str) -> dict[str, Any]:
 
 
 def split_files(directory: Path, split: str, subset: str | None = None) -> list[Path]:
-    """The files of a split in a directory, in the order of their names: `train.jsonl`, `train-00000-of-00002.parquet`
-    or whatever else begins with the split's name, lying in the directory itself or, as the hub lays datasets out, in
-    its folder `data/` or that of the subset.
+    """The files of a split in a directory, in the order of their names: those whose names are the split's up to the
+    first `-`, `_` or `.`, such as `train.jsonl` and `train-00000-of-00002.parquet`, not `train1.parquet`. They lie in
+    the directory itself or, as the hub lays datasets out, in its folder `data/` or that of the subset.
 
     Raises DataError if there are none, or files of two kinds.
     """
@@ -126,8 +126,8 @@ def split_files(directory: Path, split: str, subset: str | None = None) -> list[
     if not files:
         present = sorted(path.name for path in folder.iterdir())[:10]
         raise DataError(
-            f"{folder} has no file of the split {split!r}, named {split}… and ending in one of {list(FILE_KINDS)}; "
-            f"it holds {present}"
+            f"{folder} has no file of the split {split!r}, named {split}.…, {split}-… or {split}_… and ending in one "
+            f"of {list(FILE_KINDS)}; it holds {present}"
         )
     kinds = sorted({path.suffix for path in files})
     if len(kinds) > 1:

@@ -87,7 +87,7 @@ def load_dataset(
     Args:
       name: a preset's name (from the Hugging Face hub), PRESET:PATH (a local copy with the same columns), "arithmetic"
         (generated), or the path of a file or directory. A file is .jsonl, .json (a list of objects) or .parquet; of a
-        directory the files that begin with the split's name are read.
+        directory the files are read whose names are the split's up to the first "-", "_" or ".".
       split: "train" or "test"; of a single file it says nothing. The generated problems' "test" holds numbers and
         templates that "train" never does.
       prompt_column, answer_column: of a file or directory without a preset.
@@ -278,7 +278,7 @@ def _problem(record: Mapping[str, Any], columns: _Columns, problem_id: int) -> P
             answer = columns.read_answer(text)
         except Unusable as error:
             raise Unusable(f"{error} in {columns.answer!r}") from error
-    for column in preset.extra:
+    for column in columns.extra:
         if record.get(column) is None:
             raise Unusable(f"no {column!r}")
     extra = MappingProxyType({column: record.get(column) for column in columns.extra})

@@ -55,13 +55,32 @@ def test_columns(tmp_path, suffix):
         load_dataset(path, "train", "problem", "solution", reward_columns=["answer"])
 
 
+def test_a_record_that_lacks_a_requested_column_is_left_out_and_counted(tmp_path):
+    """As one that lacks a column of its preset: the reward never sees None for it."""
+    rows = [{"question": "p", "answer": "7", "level": 3}, {"question": "q", "answer": "8"},
+            {"question": "r", "answer": "9", "level": None}]  # fmt: skip
+    path = write(tmp_path / "data.jsonl", rows)
+    dataset = load_dataset(path, "train", reward_columns=["level"])
+    assert [problem.extra["level"] for problem in dataset.problems] == [3] and dataset.size == 3
+    assert "left out 2 of 3 records: 2 × no 'level' (first: " in dataset.notes[0]
+    assert len(load_dataset(path, "train").problems) == 3
+
+
+def test_a_number_behind_the_splits_name_is_another_name(tmp_path):
+    for name in ("train1.parquet", "training.parquet", "train_a.parquet", "train-0.parquet"):
+        (tmp_path / name).touch()
+    assert [path.name for path in split_files(tmp_path, "train")] == ["train-0.parquet", "train_a.parquet"]
+
+
 def test_directories(tmp_path):
     """Shards in the order of their names; another split and other files stay out."""
     for name, question in (("train-00001-of-00002", "b"), ("train-00000-of-00002", "a"), ("test", "c"), ("extra", "d")):
         write(tmp_path / f"{name}.jsonl", [{"question": question, "answer": "1"}])
     assert [p.prompt for p in load_dataset(str(tmp_path), "train").problems] == ["a", "b"]
     assert [(p.id, p.prompt) for p in load_dataset(str(tmp_path), "test", first_id=7).problems] == [(7, "c")]
-    with pytest.raises(DataError, match=r"no file of the split 'valid', named valid… .* it holds \['extra.jsonl'"):
+    with pytest.raises(
+        DataError, match=r"no file of the split 'valid', named valid\.…, valid-… or valid_… .* it holds \['extra.jsonl'"
+    ):
         split_files(tmp_path, "valid")
     write(tmp_path / "train.parquet", ROWS)
     with pytest.raises(DataError, match=r"holds the split 'train' as \.jsonl and \.parquet: name one of the files"):
