@@ -6,7 +6,6 @@ config -> problems -> prompts -> rollout (noisy policy) -> rewards -> advantages
 from __future__ import annotations
 
 import dataclasses
-import functools
 import signal
 import sys
 from pathlib import Path
@@ -17,19 +16,16 @@ import numpy as np
 from rich.console import Console
 
 from qerl_jax import aqn, keys
-from qerl_jax.config import Config, ConfigError
-from qerl_jax.data.problems import check_dataset, correctness_of, heaviest, rewards_of
-from qerl_jax.data.prompts import EncodedProblem, completion_texts, load_encoded, to_prompts
-from qerl_jax.data.stream import Stream
+from qerl_jax.config import Config
+from qerl_jax.data.problems import correctness_of, heaviest
+from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
 from qerl_jax.evaluation import evaluate
-from qerl_jax.io import assets, run_directory
+from qerl_jax.io import run_directory
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import CHECKPOINTS_DIR, Checkpointer, latest_step
 from qerl_jax.io.command_line import parse, take_flag
-from qerl_jax.io.devices import make_deterministic
-from qerl_jax.io.hf_config import model_config
-from qerl_jax.io.load import load_policy
 from qerl_jax.io.signals import StopSignals
+from qerl_jax.prepare import Run, check, prepare, with_rewards
 from qerl_jax.reporting import sinks
 from qerl_jax.reporting.evaluation import Evaluation, Results
 from qerl_jax.reporting.metrics import (
@@ -47,30 +43,16 @@ from qerl_jax.reporting.progress import TrainingProgress, summary_table
 from qerl_jax.reporting.report import REPORT_FILE, Ending, write_report
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards import functions
-from qerl_jax.rewards.workers import Rewards, check_rewards, load_rewards
+from qerl_jax.rewards.workers import load_rewards
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.collect import Experience, collect
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.plan import Engine, make_plan
+from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Policy, Rollout, TrainState
 
 STOPPED = 130  # exit code
 perturb = jax.jit(aqn.perturb)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run works with: all that can refuse has been loaded."""
-
-    config: Config
-    directory: Path
-    console: Console
-    policy: Policy
-    rewards: Rewards
-    engine: Engine
-    stream: Stream
-    test_problems: list[EncodedProblem]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,29 +77,6 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     state, stopped = steps(run, out, state, tokens)
     finish(run, out, state, stopped)
     return state
-
-
-def prepare(config: Config, console: Console) -> Run:
-    """Check and load whatever can refuse, before anything is written or deleted."""
-    directory = Path(config.output_dir)
-    check(config)
-    if config.deterministic:
-        make_deterministic()
-    rewards = load_rewards(
-        config.reward_funcs,
-        config.reward_workers,
-        config.reward_timeout,
-        console.print,
-        config.allow_code_execution,
-    )
-    if config.eval_dataset:
-        load_judge(config, workers=min(config.reward_workers, 1)).close()
-    policy = load(config)
-    lengths = config.max_prompt_length, config.max_completion_length
-    engine = Engine(memory_gb=config.rollout_memory_gb, batch_invariant=config.batch_invariant)
-    make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)
-    stream, test_problems = load_problems(config, policy, console)
-    return Run(config, directory, console, policy, rewards, engine, stream, test_problems)
 
 
 def begin(run: Run, state: TrainState) -> tuple[Output, TrainState, int]:
@@ -213,81 +172,6 @@ def how_to_go_on(directory: Path) -> str:
     return f"  python -m qerl_jax.train --config {directory / run_directory.CONFIG_FILE} --resume auto"
 
 
-def check(config: Config) -> None:
-    """Refuse what can be told without loading anything, for a run and a dry run alike: `config` has its rewards spelled
-    out. Raises ConfigError, CheckpointError, DataError, RewardError or OSError.
-    """
-    if not config.model:
-        raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
-    run_directory.check(Path(config.output_dir), config)
-    sinks.check(config)
-    grading = config.reward_workers, config.reward_timeout, config.allow_code_execution
-    check_rewards(config.reward_funcs, *grading)
-    if config.eval_dataset:
-        check_rewards((correctness_of(config.eval_dataset),), *grading)
-        check_dataset(config.eval_dataset, "test")
-    for name in config.dataset:
-        check_dataset(name, "train")
-    directory = assets.model_path(config.model)
-    positions = model_config(directory).max_position_embeddings
-    if config.max_prompt_length + config.max_completion_length > positions:
-        raise ConfigError(
-            f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
-            f"exceed max_position_embeddings {positions} of {directory / 'config.json'}"
-        )
-
-
-def load(config: Config) -> Policy:
-    """The policy of a config, its adapters initialized from the seed or imported."""
-    return load_policy(
-        assets.model_path(config.model),
-        config.weight_format,
-        config.lora,
-        jnp.dtype(config.dtype),
-        config.adapter,
-        config.seed,
-        config.matmul_kernel,
-    )
-
-
-def with_rewards(config: Config) -> Config:
-    """The config with its rewards and their weights spelled out: those that go with the dataset, unless it names its
-    own.
-
-    Raises DataError for an unknown dataset, or several that come with different rewards.
-    """
-    funcs, weights = config.reward_funcs, config.reward_weights
-    if funcs is None:
-        rewards = rewards_of(config.dataset)
-        funcs, weights = tuple(rewards), tuple(rewards.values())
-    return dataclasses.replace(config, reward_funcs=funcs, reward_weights=weights or (1.0,) * len(funcs))
-
-
-def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Stream, list[EncodedProblem]]:
-    """The training problems as an endless stream, and the problems of the evaluation (empty without one)."""
-    load = functools.partial(
-        load_encoded,
-        tokenizer=policy.tokenizer,
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        system_prompt=config.system_prompt,
-        max_prompt_length=config.max_prompt_length,
-        overlong_prompts=config.overlong_prompts,
-    )
-    evaluation, notes = [], []
-    if config.eval_dataset:
-        evaluation, _, notes = load(config.eval_dataset, "test", limit=config.eval_samples, need_answers=True)
-    sets, first_id = [], 0
-    for name in config.dataset:
-        items, dataset, told = load(name, "train", reward_columns=config.reward_columns, first_id=first_id)
-        sets.append(items)
-        first_id += dataset.size
-        notes += told
-    for note in notes:
-        console.print(note, soft_wrap=True, markup=False)
-    return Stream(tuple(sets), config.dataset_weights, config.seed), evaluation
-
-
 def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
     """The state to start from: `state` itself, or the newest checkpoint under `resume`, with the files of its run where
     that is another.
@@ -344,22 +228,18 @@ def collect_step(run: Run, actor: Policy, state: TrainState, phases: Phases) -> 
 
 def evaluate_state(run: Run, state: TrainState) -> Evaluation:
     """The noise-free policy on the evaluation problems; the same samples' keys before and after."""
-    config = run.config
-    with load_judge(config, config.reward_workers) as judge:
+    config, name = run.config, correctness_of(run.config.eval_dataset)
+    with load_rewards(
+        (name,), config.reward_workers, config.reward_timeout, allow_code_execution=config.allow_code_execution
+    ) as judge:
         return evaluate(
             run.policy.replace(norms=state.norms, lora=state.lora),
             run.test_problems,
             config.eval_sampling,
             config.seed,
             engine=Engine(config.eval_batch_size, config.rollout_memory_gb, batch_invariant=config.batch_invariant),
-            reward=judge[correctness_of(config.eval_dataset)],
+            reward=judge[name],
         )
-
-
-def load_judge(config: Config, workers: int) -> Rewards:
-    """The reward that tells right from wrong in evaluations. Raises RewardError if it cannot be loaded."""
-    name = correctness_of(config.eval_dataset)
-    return load_rewards((name,), workers, config.reward_timeout, allow_code_execution=config.allow_code_execution)
 
 
 def finish(run: Run, out: Output, state: TrainState, stopped: int) -> None:

@@ -16,9 +16,9 @@ import pyarrow.parquet
 from qerl_jax.config import Config
 from qerl_jax.io import run_directory
 from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.prepare import load
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.step import init_state
-from qerl_jax.train import load
 
 # Small enough for seconds, but every part of the program at work: two iterations, accumulation, norms, KL, refills,
 # noise.

@@ -26,7 +26,7 @@ LAYERS = [
     ("models", "aqn", "keys", "types", "config"),
     ("data", "rollout", "rl", "rewards"),
     ("io", "reporting"),
-    ("evaluation", "evaluate", "quantize"),
+    ("evaluation", "evaluate", "quantize", "prepare"),
     ("train",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from qerl_jax import train
+from qerl_jax import prepare, train
 from qerl_jax.config import Config, ConfigError, differences, dump, load, to_mapping
 from qerl_jax.data.files import DataError
 from qerl_jax.io import assets
@@ -85,7 +85,7 @@ def test_one_dataset_or_several(tmp_path):
 
 def test_rewards_come_from_the_dataset_unless_named():
     def rewards(**fields):
-        config = train.with_rewards(Config(**fields))
+        config = prepare.with_rewards(Config(**fields))
         return dict(zip(config.reward_funcs, config.reward_weights, strict=True))
 
     assert rewards() == {"answer": 2.0, "soft_format": 0.2}

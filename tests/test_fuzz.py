@@ -24,7 +24,7 @@ import yaml
 from command_lines import time_limit
 from oracles.stored_bytes import loaded_bytes
 
-from qerl_jax import train
+from qerl_jax import prepare, train
 from qerl_jax.config import Config, to_mapping
 from qerl_jax.io import names
 from qerl_jax.io.adapter import export_adapter
@@ -63,21 +63,21 @@ def attempt(monkeypatch, capsys):
     """
     seen = {}
 
-    def remember(name):
-        real = getattr(train, name)
+    def remember(module, name):
+        real = getattr(module, name)
 
         def call(config, *others):
             seen.setdefault("config", config)
             return seen.setdefault(name, real(config, *others))
 
-        monkeypatch.setattr(train, name, call)
+        monkeypatch.setattr(module, name, call)
 
     def stop(*_: object):
         raise Loaded
 
-    remember("train")
-    remember("load")
-    remember("load_problems")
+    remember(train, "train")
+    remember(prepare, "load")
+    remember(prepare, "load_problems")
     monkeypatch.setattr(train, "Checkpointer", stop)
 
     def run(flags: list[str]) -> tuple[str | None, dict]:

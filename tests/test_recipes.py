@@ -11,7 +11,7 @@ from qerl_jax.config import Config, load, to_mapping
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.io import assets
 from qerl_jax.io.plan import plan
-from qerl_jax.train import with_rewards
+from qerl_jax.prepare import with_rewards
 
 SHAPES = Path(__file__).parent / "data" / "qwen2.5_configs"
 SIZES = ("3b", "7b", "14b", "32b")

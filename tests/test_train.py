@@ -15,7 +15,7 @@ import pytest
 import runs
 from rich.console import Console
 
-from qerl_jax import train
+from qerl_jax import prepare, train
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.data.problems import ARITHMETIC_TRAIN_SIZE, Problem
 from qerl_jax.evaluation import evaluate
@@ -65,7 +65,7 @@ def test_a_run_leaves_what_it_promises(finished):
         "report.md",
     ):
         assert (directory / name).stat().st_size > 0, name
-    assert runs.run_config(directory) == train.with_rewards(config)
+    assert runs.run_config(directory) == prepare.with_rewards(config)
     for name in ("reward", "accuracy", "entropy", "length", "mismatch"):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
@@ -88,7 +88,7 @@ def test_metrics_of_a_run(finished):
         "tokens_per_second", "skipped", "time/rollout", "time/grading", "time/update",
     }  # fmt: skip
     assert expected <= set(rows[0])
-    layers = train.load(config).config.num_layers
+    layers = prepare.load(config).config.num_layers
     assert all(row["aqn/norms"] == 2 * layers for row in rows)
     # Stages of six steps in thirds: none, sigma_start, sigma_end.
     np.testing.assert_allclose([row["aqn/sigma"] for row in rows], [0, 0, 1e-2, 1e-2, 5e-4, 5e-4])
@@ -160,7 +160,7 @@ def test_used_directory_and_other_config_are_refused(finished, tmp_path):
         train.train(other)
     with pytest.raises(ConfigError, match="neither 'never', 'auto' nor a run directory"):
         train.train(dataclasses.replace(config, output_dir=str(tmp_path / "new"), resume=str(tmp_path)))
-    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == train.with_rewards(
+    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == prepare.with_rewards(
         config
     )  # nothing was lost
 
@@ -171,7 +171,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
     def refuse(*_):
         raise AssertionError("the policy was loaded")
 
-    monkeypatch.setattr(train, "load_policy", refuse)
+    monkeypatch.setattr(prepare, "load_policy", refuse)
     monkeypatch.chdir(tmp_path)
     assert train.main(["--config", "tiny", "--dry-run", "--seed", "5", "--output-dir", "out"]) == 0
     text = capsys.readouterr().out
@@ -200,8 +200,8 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_loads_anything(
     def refuse(*_, **__):
         raise AssertionError("something was loaded")
 
-    monkeypatch.setattr(train, "load_policy", refuse)
-    monkeypatch.setattr(train, "load_rewards", refuse)
+    monkeypatch.setattr(prepare, "load_policy", refuse)
+    monkeypatch.setattr(prepare, "load_rewards", refuse)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     lengths = [] if "--config" in flags else ["--max-prompt-length", "80", "--max-completion-length", "16"]
@@ -225,7 +225,7 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch
     directory = tmp_path / "poisoned"
     config = runs.config(directory, max_steps=1, dynamic_sampling=False)
     state = train.train(config)
-    policy = train.load(config)
+    policy = prepare.load(config)
     for old, new in zip(jax.tree.leaves(policy.lora), jax.tree.leaves(state.lora), strict=True):
         np.testing.assert_array_equal(old, new)
     assert read_metrics(directory)[0]["skipped"] == config.num_iterations
@@ -260,10 +260,10 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
         max_completion_length=4,
         reward_funcs="spy",
     )
-    config = train.with_rewards(config)
+    config = prepare.with_rewards(config)
     console = Console(record=True)
-    policy = train.load(config)
-    stream, evaluation = train.load_problems(config, policy, console)
+    policy = prepare.load(config)
+    stream, evaluation = prepare.load_problems(config, policy, console)
     assert len(stream) == 10 and evaluation == []
     assert console.export_text().count("left out 1 of 6 records: 1 × empty 'question'") == 2
     assert [item.problem.id for items in stream.sets for item in items] == [*range(1, 6), *range(7, 12)]
@@ -276,7 +276,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
 
     state = init_state(policy, config)
     phases = Phases(tmp_path, None, Console())
-    run = train.Run(config, tmp_path, console, policy, Rewards(spy=reward), Engine(), stream, [])
+    run = prepare.Run(config, tmp_path, console, policy, Rewards(spy=reward), Engine(), stream, [])
     experience = train.collect_step(run, policy, state, phases)
     ((prompts, answers, hints),) = seen
     assert [item.problem.prompt for item in experience.items] == prompts[:: config.num_generations]

@@ -15,8 +15,8 @@ import runs
 from qerl_jax.config import Config
 from qerl_jax.io.plan import abstract_trees, plan, tree_bytes
 from qerl_jax.models import cache as kv
+from qerl_jax.prepare import load
 from qerl_jax.rl.step import grpo_step, init_state
-from qerl_jax.train import load
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
