@@ -83,6 +83,8 @@ def _is_beside(parts: list[str]) -> bool:
         return False
     parts = [_ASSIGNED.sub("", before), *between, after]
     words = [word for part in parts for word in _WORD.findall(part)]
+    if _WORD.findall(after)[-1:] == ["a"]:  # no article then, but a variable
+        return False
     if any(_CHANGES.fullmatch(word.lower()) or (len(word) == 1 and word not in _UNITS) for word in words):
         return False
     return not any(_WORD.sub("", _PUNCTUATION.sub("", part)).strip() for part in parts)

@@ -63,6 +63,8 @@ from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed
         ("2x", None),
         ("2 x", None),
         ("2 pi", None),
+        ("2 a", None),
+        ("2 a day", 2),
         ("2 million", None),
         ("2**3", None),
         ("(5, 5)", None),
