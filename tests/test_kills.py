@@ -72,22 +72,28 @@ MOMENTS: dict[str, Callable[[Path, str], bool]] = {
 }
 
 
-def kill(file: Path, directory: Path, moment: Callable[[Path, str], bool]) -> int:
+SAVES = {"in a checkpoint's files", "before a checkpoint's manifest"}
+AT_THE_END = {"in the evaluation after the run", "in the export of the adapter"}
+
+
+def kill(file: Path, directory: Path, name: str | None, moment: Callable[[Path, str], bool]) -> bool:
     """Start or resume the run and kill it at the first sight of the moment, or a step before its last if that moment,
-    which may be a millisecond, went by unseen. Returns the steps it had recorded.
+    which may be a millisecond, went by unseen; one of the end must be seen. Returns whether it was seen.
     """
     output = file.with_suffix(".log")
     output.write_text("")
     process = runs.start(file, "--resume", "auto", output=output)
     deadline = time.monotonic() + MISSED
-    ends = metrics_of(directory) >= STEPS - 1
-    while process.poll() is None and time.monotonic() < deadline and not moment(directory, output.read_text()):
+    ends, seen = name in AT_THE_END or metrics_of(directory) >= STEPS - 1, False
+    while process.poll() is None and time.monotonic() < deadline:
+        if seen := moment(directory, output.read_text()):
+            break
         if not ends and metrics_of(directory) >= STEPS - 1:
             break
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, output.read_text()
-    return metrics_of(directory)
+    return seen
 
 
 def finish_and_compare(file: Path, directory: Path, through: Path) -> None:
@@ -128,12 +134,9 @@ def test_killed_where_it_hurts(config, through, tmp_path):
     """Within an evaluation, within a save, and where a step is half recorded."""
     directory, file = tmp_path / "run", tmp_path / "config.yaml"
     file.write_text(dump(config(directory)))
-    for name in (
-        "in the evaluation before the run",
-        "before a checkpoint's manifest",
-        "between metrics and completions",
-    ):
-        kill(file, directory, MOMENTS[name])
+    names = ("in the evaluation before the run", "before a checkpoint's manifest", "between metrics and completions")
+    seen = {name for name in names if kill(file, directory, name, MOMENTS[name])}
+    assert "before a checkpoint's manifest" in seen and len(seen) >= 2, seen
     finish_and_compare(file, directory, through)
 
 
@@ -144,8 +147,12 @@ def test_killed_twenty_times(config, through, tmp_path):
     directory, file = tmp_path / "run", tmp_path / "config.yaml"
     file.write_text(dump(config(directory)))
     named = list(MOMENTS)
-    plan = [*named[:5], *[None] * 13, *named[5:]]
+    plan, hit = [*named[:5], *[None] * 13, *named[5:]], set()
     for name in [plan[0], *rng.sample(plan[1:-2], len(plan) - 3), *plan[-2:]]:
-        step = kill(file, directory, MOMENTS[name] if name else start_moment(directory, rng))
-        print(f"killed {name or 'at random'} with {step} steps recorded", flush=True)
+        seen = kill(file, directory, name, MOMENTS[name] if name else start_moment(directory, rng))
+        if name and seen:
+            hit.add(name)
+        where = f"{name} ({'seen' if seen else 'missed'})" if name else "at random"
+        print(f"killed {where} with {metrics_of(directory)} steps recorded", flush=True)
+    assert hit >= SAVES and len(hit) >= 5, hit
     finish_and_compare(file, directory, through)
