@@ -28,9 +28,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_matmul import COPY_BYTES_PER_S, meta
+from bench_matmul import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.attention import decode_attention
+from record import meta
 
 ROTATE_BYTES = 200e6
 LOOP = 10  # rounds in one call, so that what the host does for each array of a call does not count
@@ -181,8 +182,9 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="*", type=int, default=[], help="also time these numbers of blocks")
     parser.add_argument("--rivals", nargs="*", default=[], metavar="CASE", help="also time XLA and PyTorch on these")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/attention.json"))
+    parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
-    rows, about = [], meta()
+    rows, about = [], meta(args.commit)
 
     def emit(row: dict) -> None:
         rows.append({**row, "commit": about["commit"]})

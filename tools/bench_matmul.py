@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import datetime
 import fcntl
 import functools
 import json
@@ -24,8 +23,6 @@ import math
 import multiprocessing
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import types
@@ -35,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+from record import meta
 
 ROTATE_BYTES = 300e6
 COPY_BYTES_PER_S = 4.30e12  # read + write of a device-to-device copy on an H200
@@ -275,21 +273,6 @@ def means(rows: list[dict], anchors: dict) -> str:
         for (direction, m, impl), values in sorted(ratios.items())
     ]
     return "\n".join(lines)
-
-
-def meta(commit: str | None) -> dict:
-    def output(*command):
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-    return {
-        "gpu": jax.devices()[0].device_kind,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or output("git", "rev-parse", "--short", "HEAD"),
-        "command": " ".join(["python", *sys.argv]),
-        "jax": jax.__version__,
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-    }
 
 
 def main() -> None:

@@ -51,16 +51,20 @@ def shell(command: str) -> str:
     return subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()
 
 
-def write_rows(path: Path, rows: list[dict], commit: str) -> None:
-    """Add rows to a result file; rows of the same case (all that is not measured) are replaced."""
-    meta = {
+def meta(commit: str | None) -> dict:
+    """Who measured: GPU, date, commit (None: of this checkout), command, versions."""
+    return {
         "gpu": jax.local_devices()[0].device_kind,
         "date": str(date.today()),
-        "commit": commit,
+        "commit": commit or shell("git rev-parse --short HEAD") or "unknown",
         "command": "python " + " ".join(sys.argv),
         "jax": jax.__version__,
-        "driver": shell("nvidia-smi --query-gpu=driver_version --format=csv,noheader"),
+        "driver": shell("nvidia-smi --query-gpu=driver_version --format=csv,noheader") or "unknown",
     }
+
+
+def write_rows(path: Path, rows: list[dict], commit: str) -> None:
+    """Add rows to a result file; rows of the same case (all that is not measured) are replaced."""
 
     def case(row: dict) -> tuple:
         return tuple(sorted((k, str(v)) for k, v in row.items() if k not in MEASURED))
@@ -69,4 +73,4 @@ def write_rows(path: Path, rows: list[dict], commit: str) -> None:
     fresh = [{**row, "commit": commit} for row in rows]
     kept = [row for row in old if case(row) not in {case(row) for row in fresh}]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"meta": meta, "rows": kept + fresh}, indent=1) + "\n")
+    path.write_text(json.dumps({"meta": meta(commit), "rows": kept + fresh}, indent=1) + "\n")

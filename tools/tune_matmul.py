@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from qerl_kernels.nvfp4_matmul import cases, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
+from record import meta
 
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
 TOKENS = (8, 16, 32, 64, 128, 256, 1024, 16384, 96, 512)
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store what was found")
     args = parser.parse_args()
     stored = json.loads(TABLE.read_text())
-    stored["meta"] = bench.meta(args.commit)
+    stored["meta"] = meta(args.commit)
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         rest = (args.tokens, args.direction, args.most, time.time() + args.seconds)
         tasks = [pool.submit(tune_case, case, *rest) for case in args.cases]
