@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,17 @@ SMALL = {
     "save_total_limit": 2,
 }
 TIMES = ("time/", "step_time", "tokens_per_second")
+
+
+@contextlib.contextmanager
+def full_disk(size: int):
+    """A file cannot grow beyond `size` bytes (EFBIG): what a quota or a full disk does, for any user."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def config(directory: Path, **changes: object) -> Config:

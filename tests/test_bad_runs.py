@@ -18,6 +18,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 import small
 from command_lines import ROWS, assert_says, error_of, lines, training
 from helpers import logits_of
@@ -33,17 +34,6 @@ from qerl_jax.reporting.metrics import read_metrics
 PRESETS = Path(__file__).parent / "data" / "presets"
 
 
-@contextlib.contextmanager
-def full_disk(size: int):
-    """A file cannot grow beyond `size` bytes: what a quota or a full disk does, for any user."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A place with model, dataset and a run of two steps, which met a full disk in the second and then went on. Tests
@@ -55,7 +45,7 @@ def finished(tmp_path_factory) -> Path:
     real = train.Checkpointer.save
 
     def no_room_for_the_second(checkpoints, state):
-        with full_disk(1_000 if int(state.step) == 2 else resource.RLIM_INFINITY):
+        with runs.full_disk(1_000 if int(state.step) == 2 else resource.RLIM_INFINITY):
             real(checkpoints, state)
 
     said = io.StringIO()

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.decode_attention.attention import decode_attention
+from qerl_kernels.lora_shrink.reference import rms_norm, silu_product
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 
 from qerl_jax.models import cache as kv
@@ -133,8 +134,7 @@ class RMSNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float32[Array, "B T D"]) -> Float[Array, "B T D"]:
-        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return (normed * self.weight.get_value()).astype(self.dtype)
+        return rms_norm(x, self.weight.get_value(), self.eps, self.dtype)
 
 
 class Attention(nnx.Module):
@@ -172,8 +172,7 @@ class Mlp(nnx.Module):
         self.down_proj = Projection(weights["down_proj"], None, adapters["down_proj"])
 
     def __call__(self, x: Float[Array, "B T D"], batch_invariant: bool) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up_proj(x, batch_invariant).astype(jnp.float32), 2, axis=-1)
-        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype), batch_invariant)
+        return self.down_proj(silu_product(self.gate_up_proj(x, batch_invariant)), batch_invariant)
 
 
 class DecoderLayer(nnx.Module):

@@ -90,7 +90,6 @@ def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPro
     config: ModelConfig = policy.config
     shape = (config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
     prompts, slots = plan.prompt_slots, plan.slots
-    zeros = jnp.zeros(slots, jnp.int32)
     held = HeldPrompts(
         kv.init_cache(prompts, plan.prompt_width, *shape),
         jnp.zeros((prompts, config.hidden_size), policy.dtype),
@@ -105,11 +104,11 @@ def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPro
     return held, Slots(
         cache=kv.init_cache(slots, plan.limit, *shape),
         hidden=jnp.zeros((slots, config.hidden_size), policy.dtype),
-        rows=jnp.zeros_like(zeros),
+        rows=jnp.zeros(slots, jnp.int32),
         keys=jnp.broadcast_to(key, (slots,)),
-        held=jnp.zeros_like(zeros),
-        counts=jnp.zeros_like(zeros),
-        limits=jnp.zeros_like(zeros),
+        held=jnp.zeros(slots, jnp.int32),
+        counts=jnp.zeros(slots, jnp.int32),
+        limits=jnp.zeros(slots, jnp.int32),
         active=jnp.zeros(slots, bool),
         outputs=outputs,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import mutations
 import numpy as np
 import pytest
+import runs
 import small
 
 from qerl_jax.config import Config, ConfigError
@@ -115,23 +114,12 @@ def test_a_checkpoint_of_another_config_or_model(state, saved):
         Checkpointer(saved, keep=None).restore(wider)
 
 
-@contextlib.contextmanager
-def largest_file(size: int):
-    """Writes beyond `size` bytes of a file fail, with EFBIG: what a quota or a full disk does, for any user."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("limit", [0, 100, 4_000, 20_000])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, tmp_path, limit, keep, capfd):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     checkpoints = Checkpointer(tmp_path, keep)
-    with largest_file(limit), pytest.raises(OSError, match="cannot be written") as error:
+    with runs.full_disk(limit), pytest.raises(OSError, match="cannot be written") as error:
         checkpoints.save(at(state, 3))
     path = tmp_path / "checkpoints" / "3"
     assert str(error.value).startswith(f"checkpoint {path} cannot be written: ")

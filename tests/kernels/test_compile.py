@@ -6,32 +6,14 @@ Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 
 import dataclasses
 import importlib.util
-import os
 import pathlib
 import re
 import subprocess
-import sys
 
-import jax
+import h200
 import pytest
 
-PACKAGES = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "nvidia.cu13")
-
-
-def missing() -> str | None:
-    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
-        return f"needs jax 0.11 or later (this is {jax.__version__})"
-    for package in PACKAGES:
-        try:
-            found = importlib.util.find_spec(package)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            return f"needs the package of {package} (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc, nvidia-nvvm)"
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 
 
 def cuda_dir() -> pathlib.Path:
@@ -39,13 +21,7 @@ def cuda_dir() -> pathlib.Path:
 
 
 def compile_for_h200(cases: list[tuple]) -> subprocess.CompletedProcess:
-    script = pathlib.Path(__file__).parent / "compile_for_h200.py"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, script, cuda_dir(), *map(repr, cases)], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run
+    return h200.run(pathlib.Path(__file__).parent / "compile_for_h200.py", str(cuda_dir()), *map(repr, cases))
 
 
 def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]]:

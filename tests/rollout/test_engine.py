@@ -63,6 +63,16 @@ def assert_same_rows(a: Rollout, rows_a, b: Rollout, rows_b) -> None:
         np.testing.assert_allclose(a.logprobs[i, :width], b.logprobs[j, :width], atol=1e-5)
 
 
+def to_the_end(running) -> tuple[list, Rollout]:
+    """What a stream yields, and what it returns."""
+    seen = []
+    while True:
+        try:
+            seen.append(next(running))
+        except StopIteration as end:
+            return seen, end.value
+
+
 def test_shape_of_a_rollout(free):
     lengths = [len(p) for p in PROMPTS for _ in range(GROUP)]
     assert free.tokens.shape == (len(PROMPTS) * GROUP, 5 + NEW)
@@ -215,13 +225,8 @@ def test_limits_of_single_prompts(policy, free):
 
 
 def test_the_stream_tells_how_far_it_is(policy, free):
-    running, seen = stream(policy, PROMPTS, FREE, KEY, Engine(slots=4, chunk=3)), []
-    while True:
-        try:
-            seen.append(next(running))
-        except StopIteration as end:
-            assert_same_rows(end.value, range(8), free, range(8))
-            break
+    seen, rollout = to_the_end(stream(policy, PROMPTS, FREE, KEY, Engine(slots=4, chunk=3)))
+    assert_same_rows(rollout, range(8), free, range(8))
     assert seen[-1].ended == seen[-1].rows == 8 and seen[-1].tokens == 8 * NEW
     assert [p.ended for p in seen] == sorted(p.ended for p in seen) and 0 < seen[1].tokens < 8 * NEW
 
@@ -314,13 +319,8 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
         assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
         np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
     assert 3 <= stopped < 8
-    early, seen = stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY, CUT), []
-    while True:
-        try:
-            seen.append(next(early))
-        except StopIteration as end:
-            assert_same_rows(end.value, range(8), rollout, range(8))
-            break
+    seen, early = to_the_end(stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY, CUT))
+    assert_same_rows(early, range(8), rollout, range(8))
     assert seen[-1].ended == 8 and seen[-1].tokens < 8 * NEW, "what has stopped is decoded no further"
     with pytest.raises(ValueError, match="tokenizer"):
         generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)

@@ -18,12 +18,12 @@ from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 SLOT = 64  # columns that the product's kernel gives to each adapter
 
 
-def rms_norm(x: Float32[Array, "M K"], weight: Float32[Array, " K"], eps: float, dtype: DTypeLike) -> Array:
+def rms_norm(x: Float32[Array, "*M K"], weight: Float32[Array, " K"], eps: float, dtype: DTypeLike) -> Array:
     """`w ⊙ x / sqrt(mean(x²) + eps)` in fp32, rounded once."""
     return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight).astype(dtype)
 
 
-def silu_product(gate_up: Float[Array, "M 2*F"]) -> Float[Array, "M F"]:
+def silu_product(gate_up: Float[Array, "*M 2*F"]) -> Float[Array, "*M F"]:
     """`silu(gate) · up` in fp32, rounded once to the dtype of gate_up."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
