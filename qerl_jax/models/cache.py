@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+E4M3_MAX = 448.0
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +38,24 @@ def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int
     return KVCache(arrays(), arrays())
 
 
+def to_cache(x: Float[Array, "*B H"], dtype: DTypeLike) -> Float[Array, "*B H"]:
+    """Keys (after rotary) or values as a cache of `dtype` holds them: rounded to the nearest, ties to even.
+
+    In e4m3, whose numbers end at 448, what is larger becomes ±448, infinity too (a plain cast would make it NaN); NaN
+    stays NaN.
+    """
+    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+        x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
+    return x.astype(dtype)
+
+
 def write_token(
     cache: Float[Array, "B K S H"], slots: Int[Array, " B"], new: Float[Array, "B K H"]
 ) -> Float[Array, "B K S H"]:
     """Put one token's entry of each row into its slot; slots outside the cache are dropped."""
     rows = jnp.arange(cache.shape[0])
     return cache.at[rows, :, slots].set(
-        new.astype(cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+        to_cache(new, cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
     )
 
 
@@ -54,7 +67,7 @@ def write_prompts(
     """
 
     def put(into: Array, new: Array) -> Array:
-        new = jnp.swapaxes(new, 1, 2).astype(into.dtype)
+        new = to_cache(jnp.swapaxes(new, 1, 2), into.dtype)
         return into.at[rows, :, : new.shape[2]].set(new, mode="drop")
 
     keys = tuple(put(into, k) for into, (k, _) in zip(cache.keys, entries, strict=True))
