@@ -579,11 +579,12 @@ def fits(tile: Tile, adapted: bool = False) -> bool:
     threads = (tile.consumers + 1) * 128
     split = _register_split(tile)
     registers = split[1] if split else 65536 // (threads * tile.blocks_per_sm) // 8 * 8
-    sums = 2 if tile.slices > 1 or tile.cluster > 1 else 1  # its own, and those that it adds
+    own = tile.tokens // 2  # its sums: beside them A while it multiplies, or those that it adds at the end
+    others = own if tile.slices > 1 or tile.cluster > 1 else 0
     return (
         tile.smem_bytes(adapted) * tile.blocks_per_sm <= SMEM_BYTES
         and threads * tile.blocks_per_sm <= 2048
         and tile.consumers <= 7
         and tile.cluster in (1, 2, 4, 8)
-        and (tile.warp_mma or sums * tile.tokens // 2 + 28 + 16 * tile.depth <= registers)
+        and (tile.warp_mma or own + 28 + max(others, 16 * tile.depth) <= registers)
     )
