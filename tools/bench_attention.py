@@ -12,7 +12,8 @@ fp32.
 Implementations: "qerl" (the Mosaic GPU kernel; `blocks` that share a pair, `forced` by --blocks or as it chooses); for
 the cases named by --rivals also "xla" (the reference), and FlashAttention 2 and cuDNN through PyTorch's
 `scaled_dot_product_attention` in a CUDA graph, on one dense cache a row (no prompt is shared, equal lengths only),
-called with `enable_gqa` or with the queries of a head as its sequence (`_folded`).
+called with `enable_gqa` or with the queries of a head as its sequence (`_folded`); and, where vLLM's package can be
+imported, its FlashAttention 3 on pages of 16 tokens, as vLLM calls it.
 """
 
 from __future__ import annotations
@@ -132,7 +133,38 @@ def torch_rows(about: dict) -> dict[str, float]:
                 found[name] = _graph_microseconds(torch, run) / count
             except RuntimeError as error:
                 print(f"{name} refuses: {str(error).splitlines()[0]}")
-    return found
+    three = _flash_attention_3(torch, about)
+    return found if three is None else {**found, "vllm_flash_3": three}
+
+
+def _flash_attention_3(torch, about: dict) -> float | None:
+    """Microseconds of vLLM's FlashAttention 3 on paged caches, planned beforehand; None where there is no vLLM."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+    except ImportError:
+        return None
+    heads, kv_heads, width = cases.MODELS[about["model"]]
+    rows, tokens, page = about["batch"], about["prompt_len"] + about["own_len"], 16
+    pages = -(-tokens // page)
+    count = max(2, min(40, math.ceil(ROTATE_BYTES / cases.cache_bytes(about["model"], 0, rows * tokens))))
+    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    integers = functools.partial(torch.arange, device="cuda", dtype=torch.int32)
+    caches = [[make(rows * pages, page, kv_heads, width) for _ in "kv"] for _ in range(count)]
+    lengths, starts = torch.full((rows,), tokens, device="cuda", dtype=torch.int32), integers(rows + 1)
+    plan = get_scheduler_metadata(
+        rows, 1, tokens, heads, kv_heads, width, lengths, cu_seqlens_q=starts, page_size=page, causal=True
+    )
+    start, table = make(rows, heads, width), integers(rows * pages).view(rows, pages)
+
+    def run():
+        q = start
+        for k, v in caches:
+            q = flash_attn_varlen_func(
+                q, k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=tokens, seqused_k=lengths, causal=True,
+                softmax_scale=width**-0.5, block_table=table, scheduler_metadata=plan, fa_version=3,
+            )  # fmt: skip
+
+    return _graph_microseconds(torch, run) / count
 
 
 def _graph_microseconds(torch, run) -> float:

@@ -5,8 +5,8 @@ kernel, peak memory, beside vLLM's rows where a file of them is given.
 
 Prompts are distinct, completions have a fixed length (no EOS), temperature 1, log-probabilities on, adapters on all
 seven projections. Decode milliseconds a step are the difference of a long and a 32-token rollout, divided by the
-difference of their lengths, medians of `--repeats`. `--spread` draws the lengths of each group between 1/8 and all of
-the long one (drawn again from a queue as slots come free) and reports tokens/s.
+difference of their lengths, medians of `--repeats`. `--spread` draws the length of each completion, within a group
+too, between 1/8 and all of the long one (drawn again from a queue as slots come free) and reports tokens/s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ KINDS = (  # the first pattern that a kernel's name matches
 class Case:
     """One policy and batch: distinct prompts, or groups whose completions differ in length."""
 
-    def __init__(self, policy: Policy, batch: int, prompt_len: int, new_tokens: int, group: int, slots: int) -> None:
+    def __init__(
+        self, policy: Policy, batch: int, prompt_len: int, new_tokens: int, group: int, engine: Engine
+    ) -> None:
         if batch % group:
             raise SystemExit(f"--group {group} does not divide a batch of {batch}")
         self.policy = policy
@@ -50,7 +52,7 @@ class Case:
         tokens = rng.integers(0, policy.config.vocab_size, (batch // group, prompt_len))
         self.prompts = Prompts.from_lists(tokens.tolist())
         self.sampling = Sampling(new_tokens, num_generations=group)
-        self.engine = Engine(slots=slots)
+        self.engine = engine
 
     def run(self, i: int, limits: np.ndarray | int | None = None):
         """A rollout with its own key; `limits` as in `generate`, or one for all."""
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--spread", action="store_true", help="lengths 1:8, four fillings of the slots")
+    parser.add_argument("--batch-invariant", action="store_true", help="in that mode")
     parser.add_argument("--profile", action="store_true", help="time by kind of kernel")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rival", type=Path, help="rows of vLLM to compare with")
@@ -128,10 +131,11 @@ def main() -> None:
 def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[dict]) -> tuple[dict, str]:
     """One row and a line about it."""
     total = 4 * batch if args.spread else batch
-    case = Case(policy, total, args.prompt_len, args.new_tokens, args.group, batch)
+    engine = Engine(slots=batch, batch_invariant=args.batch_invariant)
+    case = Case(policy, total, args.prompt_len, args.new_tokens, args.group, engine)
     limits = None
     if args.spread:
-        limits = np.random.default_rng(1).integers(args.new_tokens // 8, args.new_tokens + 1, total // args.group)
+        limits = np.random.default_rng(1).integers(args.new_tokens // 8, args.new_tokens + 1, total)
     started = time.perf_counter()
     rollout = jax.block_until_ready(case.run(0, limits))
     first = time.perf_counter() - started
@@ -147,6 +151,7 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         "lora_rank": args.lora_rank,
         "group": args.group,
         "lengths": "spread" if args.spread else "fixed",
+        "batch_invariant": args.batch_invariant,
         "tokens_per_s": tokens / seconds,
         "peak_bytes": peak_bytes(),
         "first_call_s": first,
@@ -161,7 +166,10 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
     for other in rival if args.group == 1 else ():
         if all(other[name] == row[name] for name in same) and "decode_ms_per_step" in row:
             theirs = other["decode_ms_per_step"]
-            line += f" (vLLM {theirs:.2f}: {theirs / row['decode_ms_per_step']:.2f} x)"
+            line += f" (vLLM {theirs:.2f}: {theirs / row['decode_ms_per_step']:.2f} x"
+            if other["new_tokens"] == row["new_tokens"]:
+                line += f", tokens/s {row['tokens_per_s'] / other['tokens_per_s']:.2f} x"
+            line += ")"
     if args.profile:
         row["kernel_ms_per_step"] = time_by_kind(case)
         line += "\n    " + ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["kernel_ms_per_step"].items())

@@ -56,7 +56,8 @@ def generate(
       sampling: how to draw.
       key: of this rollout; `keys.for_step`.
       engine: how to run.
-      limits: tokens that each prompt's completions may have, at most `sampling.max_new_tokens`; None: all of those.
+      limits: tokens that completions may have, at most `sampling.max_new_tokens`: a number for each prompt, or one for
+        each of the B rows; None: all of those.
 
     Returns:
       B = P · G rows of width prompt width + max_new_tokens.
@@ -126,11 +127,15 @@ def _check_prompts(prompts: Prompts, vocab_size: int) -> None:
 
 
 def _check_limits(limits: Sequence[int] | None, prompts: Prompts, sampling: Sampling) -> np.ndarray:
-    count, most = prompts.tokens.shape[0], sampling.max_new_tokens
+    """A limit for each row."""
+    count, group, most = prompts.tokens.shape[0], sampling.num_generations, sampling.max_new_tokens
     limits = np.full(count, most) if limits is None else np.asarray(limits)
-    if limits.shape != (count,) or limits.min() < 1 or limits.max() > most:
-        raise ValueError(f"limits must be {count} numbers from 1 to max_new_tokens {most}, got {limits.tolist()}")
-    return limits
+    if limits.shape not in ((count,), (count * group,)) or limits.min() < 1 or limits.max() > most:
+        raise ValueError(
+            f"limits must be {count} numbers (one a prompt) or {count * group} (one a row) from 1 to max_new_tokens "
+            f"{most}, got {limits.tolist()}"
+        )
+    return np.repeat(limits, group) if len(limits) == count else limits
 
 
 class _Run:
@@ -236,7 +241,7 @@ class _Run:
             slot, (prompt, sample) = admission.slot, divmod(admission.row, self.schedule.group)
             begin[slot] = True
             new["rows"][slot], new["held"][slot] = admission.row, admission.prompt_slot
-            new["limits"][slot] = self.budget[slot] = self.limits[prompt]
+            new["limits"][slot] = self.budget[slot] = self.limits[admission.row]
             new["ids"][slot], new["samples"][slot] = self.ids[prompt], sample
         self.slots = decode.admit(self.slots, self.held, self.key, {"begin": begin, **new}, stop)
 

@@ -213,14 +213,20 @@ def test_survivors_move_into_fewer_slots(policy, free):
     assert_same_rows(slow, range(32), fast, range(32))
 
 
-def test_limits_of_single_prompts(policy, free):
-    limits = [3, 8, 1, 5]
+@pytest.mark.parametrize("limits", [[3, 8, 1, 5], [3, 4, 8, 1, 1, 2, 7, 5]])
+def test_limits_of_prompts_and_of_rows(policy, free, limits):
     rollout = generate(policy, PROMPTS, FREE, KEY, Engine(slots=3, chunk=4), limits)
+    each = np.repeat(limits, 8 // len(limits))
     for row, ids in enumerate(completion_ids(rollout)):
-        assert ids == completion_ids(free)[row][: limits[row // GROUP]]
+        assert ids == completion_ids(free)[row][: each[row]]
         assert int(rollout.finish[row]) == Finish.LENGTH
+
+
+def test_limits_that_are_none(policy):
     for wrong in ([1, 2, 3], [0, 1, 1, 1], [1, 1, 1, 9]):
-        with pytest.raises(ValueError, match="4 numbers from 1 to max_new_tokens 8"):
+        with pytest.raises(
+            ValueError, match=r"4 numbers \(one a prompt\) or 8 \(one a row\) from 1 to max_new_tokens 8"
+        ):
             generate(policy, PROMPTS, FREE, KEY, limits=wrong)
 
 
