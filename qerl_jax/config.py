@@ -162,7 +162,8 @@ class Config:
     rollout_memory_gb: float | None = None
     """Key-value caches in 1e9 bytes: fewer completions are decoded at a time where not all fit. None: all at once."""
     deterministic: bool = False
-    """No autotuning and no nondeterministic operations on a GPU, so that a run repeats; slower. CPUs repeat anyway."""
+    """No autotuning and no nondeterministic operations on a GPU, so that a run repeats bit for bit; slower. CPUs repeat
+    anyway."""
     batch_invariant: bool = False
     """A completion's bits depend neither on its neighbours nor on how the rollout is cut up; slower."""
 

@@ -6,6 +6,9 @@ agree.
 Random weights of the published shapes. Sequences have a fixed length (no EOS), temperature 1, log-probabilities on,
 adapters on all seven projections. Medians of `--repeats` after one warm-up; a run's time is a wall clock around work
 that is waited for. Writes rows of update.json into `--out`.
+
+`--fp32` also compares both with the same weights computed in fp32: how far bf16 by itself takes either from the exact
+log-probabilities. Rollout and trainer cannot agree better than their distances from there, if those are independent.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
@@ -24,13 +28,16 @@ from record import peak_bytes, shell, timed, write_rows
 from qerl_jax import (
     Config,
     LoraConfig,
+    Policy,
     Prompts,
+    Rollout,
     generate,
     group_advantages,
     grpo_step,
     init_state,
     keys,
     make_batch,
+    token_logprobs,
 )
 
 
@@ -46,6 +53,7 @@ def main() -> None:
     parser.add_argument("--completion-len", type=int, default=128)
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fp32", action="store_true", help="also the distance from the model in fp32")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
     args = parser.parse_args()
@@ -101,6 +109,8 @@ def main() -> None:
         "mean_abs_dlogp": float(metrics["sampling/sampling_logp_difference/mean"]),
         "token_mult_prob_error": float(metrics["sampling/token_mult_prob_error"]),
     }
+    if args.fp32:
+        agreement |= from_fp32(args, policy, sampled)
     update_rows = [
         common
         | {
@@ -127,6 +137,25 @@ def main() -> None:
     )
     print(f"update {update_seconds:.3f} s, step {whole:.3f} s, peak {peak_bytes() / 1e9:.2f} GB")
     print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {value:.2e}" for name, value in agreement.items()))
+
+
+def from_fp32(args: argparse.Namespace, policy: Policy, rollout: Rollout) -> dict[str, float]:
+    """Mean |Δ log-probability| of what was drawn between the model in fp32 and the rollout, and the trainer."""
+    lora = LoraConfig(rank=args.lora_rank)
+    exact = random_policy(args.size, args.format, lora, "xla", dtype=jnp.float32)
+    expected, trained = (
+        jax.jit(lambda p: token_logprobs(p, rollout.tokens, rollout.attention_mask, chunk=256))(p)
+        for p in (exact, policy)
+    )
+    drawn = rollout.completion_mask[:, 1:]
+
+    def distance(logprobs: jax.Array) -> float:
+        return float(jnp.abs(logprobs - expected).mean(where=drawn))
+
+    return {
+        "rollout_abs_dlogp_fp32": distance(rollout.logprobs[:, 1:]),
+        "trainer_abs_dlogp_fp32": distance(trained),
+    }
 
 
 if __name__ == "__main__":

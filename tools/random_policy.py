@@ -40,8 +40,15 @@ def _bf16(key: jax.Array, n: int, k: int) -> jax.Array:
     return jax.random.normal(key, (n, k), jnp.bfloat16) * jnp.bfloat16(_STD)
 
 
-def random_policy(size: str, weight_format: str, lora: LoraConfig, matmul_kernel: str, seed: int = 0) -> Policy:
-    """A policy without a tokenizer that never draws an EOS, in bf16.
+def random_policy(
+    size: str,
+    weight_format: str,
+    lora: LoraConfig,
+    matmul_kernel: str,
+    seed: int = 0,
+    dtype: jnp.dtype = jnp.bfloat16,
+) -> Policy:
+    """A policy without a tokenizer that never draws an EOS.
 
     Args:
       size: "0.5B" to "72B".
@@ -49,22 +56,26 @@ def random_policy(size: str, weight_format: str, lora: LoraConfig, matmul_kernel
       lora: its adapters: A random, B random and small, so that they matter.
       matmul_kernel: as in `load_policy`.
       seed: of everything.
+      dtype: to compute in; the weights are those of bf16.
     """
     config = parse_config({**hf_config(size), "eos_token_id": []}, {}, size)
     shapes, keys = config.projection_shapes(), _keys(seed)
 
+    def dense(n: int, k: int) -> jax.Array:
+        return _bf16(next(keys), n, k).astype(dtype)
+
     def projection(*parts: str) -> Weight:
         n, k = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
         if weight_format == "bf16":
-            return Dense(_bf16(next(keys), n, k))
-        return kernel_form(_nvfp4(next(keys), n, k), jnp.bfloat16, matmul_kernel)
+            return Dense(dense(n, k))
+        return kernel_form(_nvfp4(next(keys), n, k), dtype, matmul_kernel)
 
     def layer() -> dict:
         biases = sum(shapes[part][0] for part in FUSED["qkv_proj"])
         ones = jnp.ones(config.hidden_size, jnp.float32)
         return {
             "qkv_proj": projection(*FUSED["qkv_proj"]),
-            "qkv_bias": _bf16(next(keys), 1, biases)[0],
+            "qkv_bias": dense(1, biases)[0],
             "o_proj": projection("o_proj"),
             "gate_up_proj": projection(*FUSED["gate_up_proj"]),
             "down_proj": projection("down_proj"),
@@ -73,8 +84,8 @@ def random_policy(size: str, weight_format: str, lora: LoraConfig, matmul_kernel
         }
 
     weights = {
-        "embed_tokens": _bf16(next(keys), config.vocab_size, config.hidden_size),
-        "lm_head": None if config.tie_word_embeddings else _bf16(next(keys), config.vocab_size, config.hidden_size),
+        "embed_tokens": dense(config.vocab_size, config.hidden_size),
+        "lm_head": None if config.tie_word_embeddings else dense(config.vocab_size, config.hidden_size),
         "norm": jnp.ones(config.hidden_size, jnp.float32),
         "layers": [layer() for _ in range(config.num_layers)],
     }

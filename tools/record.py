@@ -25,6 +25,8 @@ MEASURED = frozenset(
         "kl",
         "mean_abs_dlogp",
         "token_mult_prob_error",
+        "rollout_abs_dlogp_fp32",
+        "trainer_abs_dlogp_fp32",
         "first_call_s",
         "kernel_ms_per_step",
     }
