@@ -6,7 +6,8 @@ kernel, peak memory, beside vLLM's rows where a file of them is given.
 Prompts are distinct, completions have a fixed length (no EOS), temperature 1, log-probabilities on, adapters on all
 seven projections. Decode milliseconds a step are the difference of a long and a 32-token rollout, divided by the
 difference of their lengths, medians of `--repeats`. `--spread` draws the length of each completion, within a group
-too, between 1/8 and all of the long one (drawn again from a queue as slots come free) and reports tokens/s.
+too, between 1/8 and all of the long one (drawn again from a queue as slots come free) and reports tokens/s. The
+seconds of `--new-tokens 1` are those of the prefill and one step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -43,14 +45,15 @@ class Case:
     """One policy and batch: distinct prompts, or groups whose completions differ in length."""
 
     def __init__(
-        self, policy: Policy, batch: int, prompt_len: int, new_tokens: int, group: int, engine: Engine
+        self, policy: Policy, batch: int, prompt_len: Sequence[int], new_tokens: int, group: int, engine: Engine
     ) -> None:
         if batch % group:
             raise SystemExit(f"--group {group} does not divide a batch of {batch}")
         self.policy = policy
         rng = np.random.default_rng(0)
-        tokens = rng.integers(0, policy.config.vocab_size, (batch // group, prompt_len))
-        self.prompts = Prompts.from_lists(tokens.tolist())
+        lengths = np.linspace(prompt_len[0], prompt_len[-1], batch // group).round().astype(int)
+        tokens = [rng.integers(0, policy.config.vocab_size, length).tolist() for length in rng.permutation(lengths)]
+        self.prompts = Prompts.from_lists(tokens)
         self.sampling = Sampling(new_tokens, num_generations=group)
         self.engine = engine
 
@@ -98,7 +101,7 @@ def main() -> None:
     parser.add_argument("--format", choices=("nvfp4", "bf16"), default="nvfp4")
     parser.add_argument("--matmul-kernel", choices=("xla", "mosaic_gpu"), default="mosaic_gpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--prompt-len", type=int, default=256)
+    parser.add_argument("--prompt-len", type=int, nargs="+", default=[256], help="tokens, or two ends of a range")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--group", type=int, default=1)
@@ -110,6 +113,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
     args = parser.parse_args()
+    if len(args.prompt_len) > 2:
+        parser.error(f"--prompt-len takes one length or two, not {len(args.prompt_len)}")
     if args.batch != sorted(args.batch):
         parser.error("--batch must rise: peak memory is that of the process so far")
     if args.profile and args.new_tokens < 2 * SHORT:
@@ -146,7 +151,7 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         "format": args.format,
         "impl": "qerl" if args.matmul_kernel == "mosaic_gpu" else "qerl_xla",
         "batch": batch,
-        "prompt_len": args.prompt_len,
+        "prompt_len": args.prompt_len[0] if len(args.prompt_len) == 1 else args.prompt_len,
         "new_tokens": args.new_tokens,
         "lora_rank": args.lora_rank,
         "group": args.group,
@@ -156,7 +161,8 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         "peak_bytes": peak_bytes(),
         "first_call_s": first,
     }
-    line = f"{args.size} {args.format} batch {batch:4d}: {row['tokens_per_s']:8.0f} tokens/s, first call {first:5.1f} s"
+    line = f"{args.size} {args.format} batch {batch:4d}: {seconds:.3f} s, {row['tokens_per_s']:.0f} tokens/s"
+    line += f", first call {first:5.1f} s"
     line += f", peak {row['peak_bytes'] / 1e9:.1f} GB"
     if not args.spread and args.new_tokens > SHORT:
         _, short = timed(lambda i: case.run(i, SHORT), args.repeats)

@@ -60,15 +60,17 @@ def write_token(
 
 
 def write_prompts(
-    cache: KVCache, rows: Int[Array, " P"], entries: Sequence[tuple[Float[Array, "P T K H"], Float[Array, "P T K H"]]]
+    cache: KVCache,
+    rows: Int[Array, " T"],
+    slots: Int[Array, " T"],
+    entries: Sequence[tuple[Float[Array, "T K H"], Float[Array, "T K H"]]],
 ) -> KVCache:
-    """Put whole prompts (T at most S tokens, keys and values of every layer) into rows of the cache; rows outside it
-    are dropped.
+    """Put the tokens of whole prompts (keys and values of every layer) into their rows and slots, no two into the same;
+    what lies outside the cache is dropped.
     """
 
     def put(into: Array, new: Array) -> Array:
-        new = to_cache(jnp.swapaxes(new, 1, 2), into.dtype)
-        return into.at[rows, :, : new.shape[2]].set(new, mode="drop")
+        return into.at[rows, :, slots].set(to_cache(new, into.dtype), mode="drop", unique_indices=True)
 
     keys = tuple(put(into, k) for into, (k, _) in zip(cache.keys, entries, strict=True))
     return KVCache(keys, tuple(put(into, v) for into, (_, v) in zip(cache.values, entries, strict=True)))

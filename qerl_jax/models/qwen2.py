@@ -28,6 +28,7 @@ from qerl_jax.models.cache import KVCache
 from qerl_jax.models.formats import Weight
 from qerl_jax.models.linear import FP32_PRECISION, linear
 from qerl_jax.models.lora import Lora
+from qerl_jax.models.ragged import Ragged
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -240,15 +241,18 @@ class Qwen2(nnx.Module):
         return self._run(tokens, positions, lambda layer, q, k, v: (attend(q, k, v, mask), None), remat)[0]
 
     def prefill(
-        self, tokens: Int[Array, "P T"], batch_invariant: bool = False
-    ) -> tuple[Float[Array, "P T D"], list[tuple[Float[Array, "P T K H"], Float[Array, "P T K H"]]]]:
-        """Hidden states of right-padded prompts, and the keys and values of every layer. What stands at the padding is
-        no token's; causal attention keeps it from the prompt.
+        self, tokens: Int[Array, " T"], prompts: Ragged, batch_invariant: bool = False
+    ) -> tuple[Float[Array, "T D"], list[tuple[Float[Array, "T K H"], Float[Array, "T K H"]]]]:
+        """Hidden states of whole prompts that lie end to end, and the keys and values of every layer. What stands at
+        the filler behind them is no token's.
         """
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return self._run(
-            tokens, positions, lambda layer, q, k, v: (causal(q, k, v), (k, v)), batch_invariant=batch_invariant
-        )
+
+        def mix(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+            attended = prompts.together(causal(*(prompts.apart(x[0]) for x in (q, k, v))))
+            return attended[None], (k[0], v[0])
+
+        hidden, kept = self._run(tokens[None], prompts.positions[None], mix, batch_invariant=batch_invariant)
+        return hidden[0], kept
 
     def decode(
         self,

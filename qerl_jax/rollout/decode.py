@@ -1,6 +1,7 @@
 """The device's side of a rollout: jitted prefill, admission, chunks of decoding and compaction over donated states.
 
-Axes: B completions of the rollout, S slots, P prompt slots, N prompts of one prefill, T tokens, D model.
+Axes: B completions of the rollout, S slots, P prompt slots, N prompts of one prefill, T tokens (in a
+prefill those of all its prompts), D model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from qerl_kernels.nvfp4_matmul.reference import in_blocks
 
 from qerl_jax import keys
 from qerl_jax.models import cache as kv
+from qerl_jax.models import ragged
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.lora import side_by_side
 from qerl_jax.models.qwen2 import ModelConfig, Qwen2
@@ -120,23 +122,31 @@ def prepare(policy: Policy) -> Any:
     return side_by_side(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
-@functools.partial(jax.jit, donate_argnames="held", static_argnames="batch_invariant")
+@functools.partial(jax.jit, donate_argnames="held", static_argnames=("width", "batch_invariant"))
 def prefill(
     policy: Policy,
     held: HeldPrompts,
-    tokens: Int32[Array, "N T"],
+    tokens: Int32[Array, " T"],
     lengths: Int32[Array, " N"],
     places: Int32[Array, " N"],
+    width: int,
     batch_invariant: bool,
 ) -> HeldPrompts:
-    """Run the model over right-padded prompts and keep what decoding needs in their places; places beyond the last are
-    dropped.
+    """Run the model over prompts that lie end to end and keep what decoding needs in their places.
+
+    Args:
+      tokens: of all prompts, and any filler behind them.
+      lengths: tokens of each prompt; 0: there is none.
+      places: of each prompt in `held`; those beyond the last are dropped.
+      width: at least the longest.
     """
-    hidden, entries = policy.model().prefill(tokens, batch_invariant)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    prompts = ragged.lay_out(lengths, tokens.shape[0], width)
+    hidden, entries = policy.model().prefill(tokens, prompts, batch_invariant)
+    nowhere = held.lengths.shape[0]
+    rows = jnp.append(places, nowhere)[prompts.owner]
     return HeldPrompts(
-        kv.write_prompts(held.cache, places, entries),
-        held.hidden.at[places].set(last, mode="drop"),
+        kv.write_prompts(held.cache, rows, prompts.positions, entries),
+        held.hidden.at[places].set(hidden[prompts.last], mode="drop"),
         held.lengths.at[places].set(lengths, mode="drop"),
     )
 

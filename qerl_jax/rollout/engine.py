@@ -20,12 +20,11 @@ from jaxtyping import Array
 
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rollout import decode
+from qerl_jax.rollout.packing import Pack, pack
 from qerl_jax.rollout.plan import Engine, Plan, make_plan
 from qerl_jax.rollout.schedule import Admission, Load, Schedule
 from qerl_jax.rollout.stop import StopWatch, cut_at_stop
 from qerl_jax.types import Policy, Prompts, Rollout, Sampling
-
-_PREFILL_TOKENS = 8192  # of one prefill, padding included; bounds its activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +153,6 @@ class _Run:
         self.chunk = -(-most // -(-most // engine.chunk))  # equal chunks up to the longest completion
         self.schedule = Schedule(count, group, self.plan.slots, self.plan.prompt_slots)
         self.budget = np.zeros(self.plan.slots, np.int64)  # tokens each slot's completion may still ask for
-        fit = min(self.plan.prompt_slots, max(1, _PREFILL_TOKENS // self.plan.prompt_width))
-        self.together = 1 if engine.batch_invariant else fit
-        self.prefill_sizes = [size for size in (1, 4, 16, 64) if size < self.together] + [self.together]
         self.stop = StopWatch(sampling.stop, policy.tokenizer)
         self.progress = Progress(0, count * group, 0)
 
@@ -208,29 +204,22 @@ class _Run:
 
     def _refill(self, stopped: list[int]) -> None:
         loads, admissions = self.schedule.fill()
-        for batch in self._batches(loads):
-            self._prefill(batch)
+        for call in pack([int(self.lengths[load.prompt]) for load in loads], alone=self.batch_invariant):
+            self._prefill(call, loads[: call.prompts])
+            loads = loads[call.prompts :]
         if admissions or stopped:
             self._admit(admissions, stopped)
 
-    def _batches(self, loads: list[Load]) -> list[list[Load]]:
-        """Prompts that are prefilled together; under `batch_invariant` each alone."""
-        return [loads[i : i + self.together] for i in range(0, len(loads), self.together)]
-
-    def _prefill(self, batch: list[Load]) -> None:
-        """Prefill some prompts, as many and as wide as one of few shapes; what fills it up goes nowhere."""
-        count = min(size for size in self.prefill_sizes if size >= len(batch))
-        index = [load.prompt for load in batch] + [batch[0].prompt] * (count - len(batch))
-        places = [load.prompt_slot for load in batch] + [self.plan.prompt_slots] * (count - len(batch))
-        width = min(_round_up(int(self.lengths[index].max())), self.tokens.shape[1])
-        self.held = decode.prefill(
-            self.policy,
-            self.held,
-            self.tokens[index, :width],
-            self.lengths[index],
-            np.asarray(places, np.int32),
-            self.batch_invariant,
-        )
+    def _prefill(self, call: Pack, loads: list[Load]) -> None:
+        """Prefill some prompts, packed into one of few shapes; what fills it up goes nowhere."""
+        tokens = np.zeros(call.tokens, np.int32)
+        lengths = np.zeros(call.rows, np.int32)
+        places = np.full(call.rows, self.plan.prompt_slots, np.int32)
+        lengths[: len(loads)] = self.lengths[[load.prompt for load in loads]]
+        places[: len(loads)] = [load.prompt_slot for load in loads]
+        real = [self.tokens[load.prompt, : self.lengths[load.prompt]] for load in loads]
+        tokens[: lengths.sum()] = np.concatenate(real)
+        self.held = decode.prefill(self.policy, self.held, tokens, lengths, places, call.width, self.batch_invariant)
 
     def _admit(self, admissions: list[Admission], stopped: list[int]) -> None:
         slots = len(self.schedule.rows)
@@ -266,12 +255,6 @@ class _Chunk:
     rows: list[int | None]
     active: Array
     drawn: Array
-
-
-def _round_up(length: int) -> int:
-    """The next of few widths: four to an octave, at least 16."""
-    step = max(16, (1 << (length - 1).bit_length()) // 8)
-    return -(-length // step) * step
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "pad"))

@@ -14,6 +14,7 @@ from helpers import fp32_policy, logits_of, randomized
 from oracles import torch_qwen2
 
 from qerl_jax.models import cache as kv
+from qerl_jax.models import ragged
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import Finish, Policy, Sampling
 
@@ -85,18 +86,21 @@ def test_stories_greedy_ids_are_the_recorded_ones_through_the_rollout(stories_di
 
 @jax.jit
 def _token_by_token(policy: Policy, tokens: jax.Array, prompt: jax.Array) -> jax.Array:
-    """Logits by prefill of each row's prompt and one decode a token after it, [B, T - prompt width + 1, V]. The prompts
-    lie in the cache in the opposite order.
+    """Logits by one prefill of all rows' prompts and one decode a token after it, [B, T - prompt width + 1, V]. The
+    prompts lie in the cache in the opposite order.
     """
     model, config = policy.model(), policy.config
     rows, length = tokens.shape
     width = length - 4
     shape = (config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
     places = jnp.arange(rows)[::-1]
-    hidden, entries = model.prefill(tokens[:, :width])
-    prompts = kv.write_prompts(kv.init_cache(rows, width + 3, *shape), places, entries)
+    packed = ragged.lay_out(prompt, rows * width, width)
+    inside = jnp.minimum(packed.owner, rows - 1)
+    hidden, entries = model.prefill(tokens[inside, jnp.minimum(packed.positions, length - 1)], packed)
+    held = jnp.where(packed.owner < rows, places[inside], rows)
+    prompts = kv.write_prompts(kv.init_cache(rows, width + 3, *shape), held, packed.positions, entries)
     own = kv.init_cache(rows, 5, *shape)
-    logits = [model.logits(jnp.take_along_axis(hidden, (prompt - 1)[:, None, None], axis=1)[:, 0])]
+    logits = [model.logits(hidden[packed.last])]
     for step in range(4):
         position = prompt + step
         token = jnp.take_along_axis(tokens, position[:, None], axis=1)[:, 0]
@@ -106,9 +110,7 @@ def _token_by_token(policy: Policy, tokens: jax.Array, prompt: jax.Array) -> jax
 
 
 def test_prefill_and_decode_equal_the_whole_forward(tiny, golden):
-    """Rows of different prompt lengths, so that every row decodes at its own position over slots that padding had
-    filled.
-    """
+    """Rows of different prompt lengths, so that every row decodes at its own position."""
     policy = randomized(tiny, 3)
     tokens = golden["input_ids"][:, :12]
     tokens = jnp.asarray(np.concatenate([tokens, tokens[:, ::-1]]))

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def abstract_chunk() -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
         return decode.allocate(policy.replace(frozen={"embed_tokens": embedding}), plan, ROWS, key)
 
     held, slots = jax.eval_shape(states, jax.eval_shape(lambda: jax.random.key(0)))
-    return policy, held, slots
+    return policy.replace(lora=jax.eval_shape(decode.prepare, policy)), held, slots
 
 
 def operations(program: str) -> dict[str, list[str]]:
@@ -55,7 +56,18 @@ def operations(program: str) -> dict[str, list[str]]:
     return found
 
 
-def main() -> None:
+def use_compilers(dump: str | None = None) -> None:
+    """Set XLA's flags for a machine that has the compilers and no GPU. `dump`: where XLA puts its own dump."""
+    cuda = next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations))
+    os.environ["PATH"] = f"{cuda}/bin:{os.environ['PATH']}"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_gpu_cuda_data_dir={cuda} --xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false "
+        f"--xla_gpu_autotune_level=0{f' --xla_dump_to={dump}' if dump else ''}"
+    )
+
+
+def compiled(function: Any, states: Any, *static: Any) -> str:
+    """The program of a jitted function for an H200; `states`: its arguments as shapes."""
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
     from qerl_kernels import dispatch
@@ -66,14 +78,13 @@ def main() -> None:
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
-    policy, held, slots = abstract_chunk()
-    policy = policy.replace(lora=jax.eval_shape(decode.prepare, policy))
-    arguments = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (policy, held, slots)
-    )
+    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), states)
     with jax.set_mesh(mesh):
-        traced = decode.decode_chunk.trace(*arguments, Sampling(256), 16, False)
-        program = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        return function.trace(*arguments, *static).lower(lowering_platforms=("cuda",)).compile().as_text()
+
+
+def main() -> None:
+    program = compiled(decode.decode_chunk, abstract_chunk(), Sampling(256), 16, False)
     (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
     body = launches.read_text().split("  body:\n")[1].splitlines()
     inside = [line for line in body if line.startswith("    ")]  # a thunk of the body; its parts stand further right
@@ -89,10 +100,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cuda = next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations))
-    os.environ["PATH"] = f"{cuda}/bin:{os.environ['PATH']}"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_gpu_cuda_data_dir={cuda} --xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false "
-        f"--xla_gpu_autotune_level=0 --xla_dump_to={sys.argv[1]}"
-    )
+    use_compilers(dump=sys.argv[1])
     main()

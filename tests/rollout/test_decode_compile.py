@@ -1,4 +1,4 @@
-"""A chunk of decoding, compiled for an H200: what the loop copies, and how it is launched."""
+"""A chunk of decoding and a prefill, compiled for an H200: what they copy, and how the loop is launched."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path):
     assert not any("bf16[1024,96]" in shape for shape in operations["fusion"]), "adapters are put together in the loop"
     assert found["thunks"] == ["kCommandBuffer"]
     assert 9 * LAYERS < found["captured"] <= (9 + 4) * LAYERS + 20
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_a_packed_prefill_copies_no_weight_and_no_cache():
+    """Four products with packed weights a layer; the caches are updated in place."""
+    ran = h200.run(Path(__file__).parent / "prefill_for_h200.py")
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["products"] == 4 * LAYERS
+    assert found["copied"] == [] and found["reused"] == found["kept"]

@@ -15,7 +15,7 @@ from oracles import torch_qwen2
 
 from qerl_jax import keys
 from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rollout import decode
+from qerl_jax.rollout import decode, packing
 from qerl_jax.rollout.engine import generate, stream
 from qerl_jax.rollout.plan import Engine, make_plan
 from qerl_jax.types import Finish, Policy, Prompts, Rollout, Sampling, completion_ids
@@ -199,6 +199,15 @@ def test_slots_and_chunks_change_nothing(policy, free, engine):
     parts = generate(ended, PROMPTS, FREE, KEY, engine)
     assert_same_rows(parts, range(8), whole, range(8))
     assert parts.tokens.shape == whole.tokens.shape and parts.prompt_index.tolist() == whole.prompt_index.tolist()
+
+
+def test_prompts_in_many_prefills(policy, free, monkeypatch):
+    """Prefills of at most 4 tokens: one of two prompts, one of one, and one prompt that is longer alone."""
+    monkeypatch.setattr(packing, "_SIZES", (2, 4))
+    monkeypatch.setattr(packing, "_WIDTHS", (2, 4))
+    sizes = [(call.prompts, call.tokens) for call in packing.pack([len(prompt) for prompt in PROMPTS])]
+    assert sizes == [(2, 4), (1, 16), (1, 2)]
+    assert_same_rows(generate(policy, PROMPTS, FREE, KEY), range(8), free, range(8))
 
 
 def test_survivors_move_into_fewer_slots(policy, free):
