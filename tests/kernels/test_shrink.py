@@ -83,3 +83,17 @@ def test_a_chip_too_small_for_the_clusters_is_named(monkeypatch):
     assert plan.missing(64, [32]) is None
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=114)])
     assert "132 multiprocessors (this GPU has 114)" in plan.missing(64, [32])
+
+
+@pytest.mark.parametrize("ranks", [(), (8,), (32,), (16, 16, 16), (32, 32, 32), (64, 64, 64)])
+@pytest.mark.parametrize(("kind", "features"), [("norm", 3584), ("plain", 3584), ("silu", 18944), ("silu", 896)])
+def test_no_plan_lets_the_tokens_change_the_order_of_a_sum(kind, features, ranks):
+    """Blocks and warps order the sums; what depends on the number of tokens cuts them otherwise and stays in bounds."""
+    tasks = [plan.Task(kind, tokens, features, ranks) for tokens in range(1, 129)]
+    plans = [plan.plan_for(task) for task in tasks]
+    assert len({(each.blocks, each.warps) for each in plans}) == 1
+    for task, each in zip(tasks, plans, strict=True):
+        assert each.shares == 1 or task.columns % (plan.LEAST_COLUMNS * each.shares) == 0
+        assert each.shares == 1 or -(-task.tokens // (8 * each.groups)) * each.shares <= plan.CLUSTERS
+    if ranks == (32, 32, 32):
+        assert (plans[7].shares, plans[15].shares, plans[31].shares) == (6, 3, 1)

@@ -7,9 +7,10 @@
 How the work is cut. With few tokens everything here is latency, so that a kernel should wait for memory once: every
 load is issued at the start, straight into the registers where the tensor cores want it, and nothing is staged in shared
 memory. A cluster of `blocks` blocks takes `8 · groups` tokens and shares out the K features in chunks of 32, one warp a
-chunk (`steps` chunks where there are more than warps). What the features have in common crosses the blocks through
-distributed shared memory, twice: the sums of squares (every block gets all of them), and the sums of x A (each block
-gets and adds up its share of them).
+chunk (`steps` chunks where there are more than warps). With very few tokens several clusters take the same tokens and
+share out the columns of A (`shares`); each makes all of y for itself and stores a part of it. What the features have in
+common crosses the blocks through distributed shared memory, twice: the sums of squares (every block gets all of them),
+and the sums of x A (each block gets and adds up its share of them).
 
 Registers. Thread (g, c) = (lane / 4, lane % 4) of a warp holds of its chunk features 8 c ... 8 c + 7 of token g: 16
 bytes. `mma.sync.m16n8k16` multiplies Aᵀ [16 columns × 16 features] with yᵀ [16 features × 8 tokens]. Which features and
@@ -69,32 +70,32 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
         out.append(jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16))
     if columns:
         out.append(jax.ShapeDtypeStruct((tokens, SLOT * len(task.ranks)), jnp.bfloat16))
-    octets = OCTET * plan.groups
+    octets, of_cluster = OCTET * plan.groups, columns // plan.shares
     scratch = {"arrived_s": plgpu.SMEM((4,), jnp.uint32)}  # two barriers
     if task.kind == "norm":
         scratch["squares_s"] = plgpu.SMEM((plan.warps * octets,), jnp.float32)
         scratch["all_squares_s"] = plgpu.SMEM((octets * plan.blocks,), jnp.float32)
     if columns:
-        scratch["products_s"] = plgpu.SMEM((plan.warps * octets * columns,), jnp.float32)
-        scratch["share_s"] = plgpu.SMEM((octets * columns,), jnp.float32)
+        scratch["products_s"] = plgpu.SMEM((plan.warps * octets * of_cluster,), jnp.float32)
+        scratch["share_s"] = plgpu.SMEM((octets * of_cluster,), jnp.float32)
 
     def body(*refs, **scratch):
-        tile, part = lax.axis_index("tile"), lax.axis_index("part")
+        group, part = lax.axis_index("group"), lax.axis_index("part")
         operands = (*refs, *scratch.values())
         types = (plgpu.Layout.WG_SPLAT(()),) * 2 + (plgpu.RefType(),) * len(operands)
 
-        def program(ctx, tile, part, *operands):
+        def program(ctx, group, part, *operands):
             del ctx
             named = dict(zip(scratch, operands[len(refs) :], strict=True))
-            _Program(task, plan, tile.registers.item(), part.registers.item(), operands[: len(refs)], named).emit()
+            _Program(task, plan, group.registers.item(), part.registers.item(), operands[: len(refs)], named).emit()
 
-        plgpu.inline_mgpu(arg_types=types)(program)(tile, part, *operands)
+        plgpu.inline_mgpu(arg_types=types)(program)(group, part, *operands)
 
     call = plgpu.kernel(
         body,
         out_type=tuple(out),
-        grid=(pl.cdiv(tokens, octets),),
-        grid_names=("tile",),
+        grid=(pl.cdiv(tokens, octets) * plan.shares,),
+        grid_names=("group",),
         cluster=(plan.blocks,),
         cluster_names=("part",),
         num_threads=plan.warps // 4,
@@ -109,7 +110,9 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
 class _Program:
     """Emits the instructions of one thread."""
 
-    def __init__(self, task: Task, plan: Plan, tile: ir.Value, part: ir.Value, refs: Sequence[ir.Value], scratch: dict):
+    def __init__(
+        self, task: Task, plan: Plan, group: ir.Value, part: ir.Value, refs: Sequence[ir.Value], scratch: dict
+    ):
         self.task, self.plan, self.part = task, plan, part
         pointers = [mgpu.utils.memref_ptr(ref) for ref in refs]
         self.a = self.t = self.delta = self.weight = self.sum = self.y = None
@@ -134,7 +137,9 @@ class _Program:
         self.chunks = task.features // CHUNK
         self.chunks_of_block = -(-self.chunks // plan.blocks)
         self.steps = -(-self.chunks_of_block // plan.warps)
-        self.first_token = mul(tile, OCTET * plan.groups)
+        self.columns = task.columns // plan.shares  # of this cluster, from `share · columns` on
+        self.share = rem(group, plan.shares)
+        self.first_token = mul(div(group, plan.shares), OCTET * plan.groups)
         tokens = [add(add(self.first_token, OCTET * i), self.g) for i in range(plan.groups)]
         self.token_ok = [less(token, task.tokens) for token in tokens]
         self.tokens = [lanes.smaller(token, task.tokens - 1) for token in tokens]
@@ -144,7 +149,7 @@ class _Program:
         octets = OCTET * self.plan.groups
         squares, products = self.arrived
         barriers = [(squares, 4 * octets * self.plan.blocks)] if norm else []
-        barriers += [(products, 4 * octets * self.task.columns)] if self.task.columns else []
+        barriers += [(products, 4 * octets * self.columns)] if self.columns else []
         lanes.begin_exchange(barriers, self.thread)
         rows = [self._rows(s) for s in range(self.steps)] if norm else []
         fetched_a = [self._fetch_a(s) for s in range(self.plan.ahead)]
@@ -154,7 +159,7 @@ class _Program:
             rows = [self._added(s, loaded) for s, loaded in enumerate(rows)]
             inverse = self._inverse_rms(rows)
         zero = lanes.fconst(0.0)
-        tiles = -(-self.task.columns // 16)
+        tiles = -(-self.columns // 16)
         sums = [[[zero] * 4 for _ in range(tiles)] for _ in range(self.plan.groups)]
         for s in range(self.steps):
             words, a = ready.pop(s)
@@ -173,7 +178,7 @@ class _Program:
             if s + self.plan.ahead < self.steps:
                 later = s + self.plan.ahead
                 ready[later] = self._fetch(later), self._fetch_a(later)
-        if self.task.columns:
+        if self.columns:
             self._reduce(sums)
 
     # ---- what a thread reads and writes ----
@@ -214,9 +219,11 @@ class _Program:
         return rows
 
     def _store(self, base: ir.Value, s: int, rows: list[list[ir.Value]], itemsize: int) -> None:
+        turn = s % self.plan.shares  # the clusters of the same tokens take turns
+        mine = both(less(self.share, turn + 1), less(turn - 1, self.share))
         for (at, ok), row in zip(self._places(base, s, self.task.features, itemsize), rows, strict=True):
             for i in range(0, len(row), 4):
-                lanes.store(at, row[i : i + 4], ok, 4 * i)
+                lanes.store(at, row[i : i + 4], both(ok, mine), 4 * i)
 
     def _fetch(self, s: int) -> list:
         """Norm: the weights of this thread's features; else: the words of x for each octet."""
@@ -233,13 +240,14 @@ class _Program:
     def _fetch_a(self, s: int) -> list[list[ir.Value]]:
         """Words of A for each of this thread's features."""
         feature, ok = self._chunk(s)
-        return [self._a_row(feature, ok, j) for j in range(8)] if self.task.columns else []
+        return [self._a_row(feature, ok, j) for j in range(8)] if self.columns else []
 
     def _a_row(self, feature: ir.Value, ok: ir.Value, j: int) -> list[ir.Value]:
-        """The C / 8 columns of this thread in A's row `feature + j`, two a word."""
-        columns, run = self.task.columns, _run(self.task.columns)
-        at = lanes.address(self.a, mul(add(mul(feature, columns), mul(self.g, run)), 2))
-        starts = [2 * (j * columns + i) for i in range(0, columns, 8 * run)]
+        """This thread's eighth of the cluster's columns in A's row `feature + j`, two a word."""
+        stride, run = self.task.columns, _run(self.columns)
+        first = add(mul(self.share, self.columns), mul(self.g, run))
+        at = lanes.address(self.a, mul(add(mul(feature, stride), first), 2))
+        starts = [2 * (j * stride + i) for i in range(0, self.columns, 8 * run)]
         if run > 1:
             return [word for start in starts for word in lanes.load(at, run // 2, ok, start)]
         halves = [lanes.load_half(at, ok, start) for start in starts] + [lanes.const(0)]
@@ -279,7 +287,7 @@ class _Program:
     def _multiply(self, sums: list[list[list[ir.Value]]], y: list[list[ir.Value]], a: list[list[ir.Value]]) -> None:
         """sums += Aᵀ yᵀ of one chunk. Word `tile` of a row of A holds the columns of rows g and g + 8 of that tile."""
         for half in (0, 4):
-            for tile in range(-(-self.task.columns // 16)):
+            for tile in range(-(-self.columns // 16)):
                 r0, r1, r2, r3 = (a[half + j][tile] for j in range(4))
                 operand = [
                     lanes.pair(r0, r1, False), lanes.pair(r0, r1, True), lanes.pair(r2, r3, False),
@@ -290,7 +298,7 @@ class _Program:
 
     def _reduce(self, sums: list[list[list[ir.Value]]]) -> None:
         """Sums over warps and blocks, and t stored. A sum stands at (octet, e, g, token)."""
-        columns, run, plan = self.task.columns, _run(self.task.columns), self.plan
+        columns, run, plan = self.columns, _run(self.columns), self.plan
         own, size = columns // 8, OCTET * plan.groups * columns
         share = size // plan.blocks
         at = add(self.shared["products_s"], mul(add(mul(self.warp, size), add(mul(self.g, 8), mul(self.c, 2))), 4))
@@ -316,6 +324,7 @@ class _Program:
             octet, within = div(index, OCTET * columns), rem(index, OCTET * columns)
             e, g = div(within, 64), rem(div(within, 8), 8)
             column = add(add(mul(div(e, run), 8 * run), mul(g, run)), rem(e, run))
+            column = add(mul(self.share, columns), column)
             token = add(add(self.first_token, mul(octet, OCTET)), rem(within, 8))
             place = add(mul(token, SLOT * len(self.task.ranks)), self._slot(column))
             ok = both(less(local, share), less(token, self.task.tokens))
@@ -331,7 +340,8 @@ class _Program:
         return place
 
     def _zero_padding(self) -> None:
-        """Zeros in t past each adapter's rank, eight columns at a time, shared out over the cluster."""
+        """Zeros in t past each adapter's rank, eight columns at a time, shared out over the first cluster of these
+        tokens."""
         pieces = SLOT // 8 * len(self.task.ranks)
         count = OCTET * self.plan.groups * pieces
         zero = [lanes.const(0)] * 4
@@ -340,6 +350,7 @@ class _Program:
             item = add(mul(local, self.plan.blocks), self.part)
             token, piece = add(self.first_token, div(item, pieces)), rem(item, pieces)
             ok = both(less(local, count // self.plan.blocks), less(token, self.task.tokens))
+            ok = both(ok, less(self.share, 1))
             adapter, within = div(piece, SLOT // 8), rem(piece, SLOT // 8)
             rank = lanes.const(0)
             for i, size in enumerate(self.task.ranks):

@@ -12,6 +12,8 @@ from qerl_kernels.lora_shrink.reference import SLOT
 CHUNK = 32  # features that a warp takes at a time
 OCTET = 8  # tokens that `mma.sync` takes at a time
 BLOCKS = 16  # of a cluster: twice what is portable; faster than 8 up to 32 tokens (tools/results/LOG.md)
+CLUSTERS = 6  # of that size at work at one time; eight of them take twice as long as one (LOG.md)
+LEAST_COLUMNS = 16  # of a cluster: what a row of A has for it is a whole sector of 32 bytes
 MULTIPROCESSORS = 132  # of the chips on which such a cluster has been seen to launch
 
 
@@ -50,29 +52,36 @@ class Plan:
       warps: of a block, a multiple of 4.
       groups: octets of tokens of a cluster.
       ahead: chunks of A that a warp loads before it multiplies the first.
+      shares: clusters that share out the columns of A for the same tokens. All of them make the same y.
     """
 
     blocks: int
     warps: int
     groups: int
     ahead: int
+    shares: int = 1
 
 
 def plan_for(task: Task, blocks: int = BLOCKS) -> Plan:
     """As many warps as there are chunks, but not more than leave each the registers it needs. Few tokens spread over
-    many clusters; more of them share what is read of A where registers allow. Only `groups` and `ahead` may depend on
-    the number of tokens: they change no sum.
+    many clusters; more of them share what is read of A where registers allow. A cluster lies in one part of the chip,
+    whose path to the L2 is what bounds it (0.5 TB/s): with few tokens, several read a part of A each. Only `groups`,
+    `ahead` and `shares` may depend on the number of tokens: they change no sum.
     """
     groups = 2 if task.tokens > 32 and task.columns <= 32 else 1
     most = 16 if task.columns <= 96 else 8
     chunks = -(-task.features // CHUNK // blocks)
     steps = -(-chunks // most)
     warps = -(-chunks // steps // 4) * 4
-    fetched = 2 * -(-task.columns // 16) * 4 + {"norm": 8, "silu": 8 * groups, "plain": 4 * groups}[task.kind]
-    held = 2 * -(-task.columns // 8) * groups + 40
+    most_shares = CLUSTERS // -(-task.tokens // (OCTET * groups))
+    units = task.columns // LEAST_COLUMNS if task.columns % LEAST_COLUMNS == 0 else 1
+    shares = max(n for n in range(1, max(1, most_shares) + 1) if n == 1 or (units and units % n == 0))
+    columns = task.columns // shares
+    fetched = 2 * -(-columns // 16) * 4 + {"norm": 8, "silu": 8 * groups, "plain": 4 * groups}[task.kind]
+    held = 2 * -(-columns // 8) * groups + 40
     held += 8 * groups * steps if task.kind == "norm" else 0
     free = 65536 // (warps * 32) - held
-    return Plan(blocks, warps, groups, max(1, min(steps, free // fetched)))
+    return Plan(blocks, warps, groups, max(1, min(steps, free // fetched)), shares)
 
 
 def missing(features: int, ranks: Sequence[int]) -> str | None:
