@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-
-E4M3_MAX = 448.0
+from qerl_kernels.rope_cache.reference import to_cache
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
@@ -36,27 +35,6 @@ def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int
         return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
 
     return KVCache(arrays(), arrays())
-
-
-def to_cache(x: Float[Array, "*B H"], dtype: DTypeLike) -> Float[Array, "*B H"]:
-    """Keys (after rotary) or values as a cache of `dtype` holds them: rounded to the nearest, ties to even.
-
-    In e4m3, whose numbers end at 448, what is larger becomes ±448, infinity too (a plain cast would make it NaN); NaN
-    stays NaN.
-    """
-    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
-        x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
-    return x.astype(dtype)
-
-
-def write_token(
-    cache: Float[Array, "B K S H"], slots: Int[Array, " B"], new: Float[Array, "B K H"]
-) -> Float[Array, "B K S H"]:
-    """Put one token's entry of each row into its slot; slots outside the cache are dropped."""
-    rows = jnp.arange(cache.shape[0])
-    return cache.at[rows, :, slots].set(
-        to_cache(new, cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
-    )
 
 
 def write_prompts(

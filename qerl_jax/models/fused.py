@@ -53,8 +53,8 @@ def layer_step(
     attention, mlp = layer.self_attn, layer.mlp
     x, y, t = _norm(layer.input_layernorm, x, delta, attention.qkv_proj)
     qkv = attention.qkv_proj(y, shrunk=t)
-    mixed, kept = attention.mixed(qkv[:, None], angles, mix)
-    mixed = mixed[:, 0]
+    mixed, kept = mix(qkv[:, None], angles)
+    mixed = mixed.reshape(x.shape[0], -1)
     a, ranks = _adapters(attention.o_proj, mixed.dtype)
     t = None if a is None else shrink(mixed, a, ranks)
     delta = attention.o_proj(mixed, shrunk=t)

@@ -21,8 +21,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.decode_attention.attention import decode_attention
 from qerl_kernels.lora_shrink.reference import rms_norm, silu_product
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
+from qerl_kernels.rope_cache.reference import rotate
+from qerl_kernels.rope_cache.rope import rope_and_cache
 
-from qerl_jax.models import cache as kv
 from qerl_jax.models import fused
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.formats import Weight
@@ -88,9 +89,9 @@ class ModelConfig:
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
 
 
-Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""How a layer's tokens see each other: (q [B T N H], k and v [B T K H]) -> (attended [B T N H], what the caller keeps).
-Training, prefill and decode differ in nothing else.
+Mix = Callable[[Array, Array], tuple[Array, Any]]
+"""How a layer's tokens see each other: (q, k and v side by side [B T (N + 2 K)·H], rotary angles [B T H/2]) ->
+(attended [B T N H], what the caller keeps). Training, prefill and decode differ in nothing else.
 """
 
 
@@ -141,28 +142,13 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; q, k and v in one matmul."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
-        self.config = config
+    def __init__(self, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
         self.qkv_proj = Projection(weights["qkv_proj"], weights["qkv_bias"], adapters["qkv_proj"])
         self.o_proj = Projection(weights["o_proj"], None, adapters["o_proj"])
 
     def __call__(self, x, angles, mix: Mix, batch_invariant: bool):
-        mixed, kept = self.mixed(self.qkv_proj(x, batch_invariant), angles, mix)
-        return self.o_proj(mixed, batch_invariant), kept
-
-    def mixed(
-        self, qkv: Float[Array, "B T N"], angles: Float32[Array, "B T A"], mix: Mix
-    ) -> tuple[Float[Array, "B T K"], Any]:
-        """What lies between the two projections, and what `mix` keeps."""
-        c = self.config
-        batch, length, _ = qkv.shape
-        q_dim, kv_dim = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        q, k, v = jnp.split(qkv, (q_dim, q_dim + kv_dim), axis=-1)
-        q = rotate(q.reshape(batch, length, c.num_heads, c.head_dim), angles)
-        k = rotate(k.reshape(batch, length, c.num_kv_heads, c.head_dim), angles)
-        v = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
-        mixed, kept = mix(q, k, v)
-        return mixed.reshape(batch, length, q_dim), kept
+        mixed, kept = mix(self.qkv_proj(x, batch_invariant), angles)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1), batch_invariant), kept
 
 
 class Mlp(nnx.Module):
@@ -192,7 +178,7 @@ class DecoderLayer(nnx.Module):
     ):
         self.input_layernorm = RMSNorm(Norm(weights["input_layernorm"]), config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(Norm(weights["post_attention_layernorm"]), config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, weights, adapters)
+        self.self_attn = Attention(weights, adapters)
         self.mlp = Mlp(weights, adapters)
 
     def __call__(self, x, angles, mix: Mix, batch_invariant: bool):
@@ -238,7 +224,8 @@ class Qwen2(nnx.Module):
         positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
         order = jnp.arange(tokens.shape[1])
         mask = (order[:, None] >= order[None, :]) & attention_mask[:, None, :]
-        return self._run(tokens, positions, lambda layer, q, k, v: (attend(q, k, v, mask), None), remat)[0]
+        mix = self._rotated(lambda layer, q, k, v: (attend(q, k, v, mask), None))
+        return self._run(tokens, positions, mix, remat)[0]
 
     def prefill(
         self, tokens: Int[Array, " T"], prompts: Ragged, batch_invariant: bool = False
@@ -251,7 +238,9 @@ class Qwen2(nnx.Module):
             attended = prompts.together(causal(*(prompts.apart(x[0]) for x in (q, k, v))))
             return attended[None], (k[0], v[0])
 
-        hidden, kept = self._run(tokens[None], prompts.positions[None], mix, batch_invariant=batch_invariant)
+        hidden, kept = self._run(
+            tokens[None], prompts.positions[None], self._rotated(mix), batch_invariant=batch_invariant
+        )
         return hidden[0], kept
 
     def decode(
@@ -278,11 +267,10 @@ class Qwen2(nnx.Module):
         slots = jnp.where(lengths > 0, lengths - 1, own.keys[0].shape[2])  # an idle row writes nothing
         prompt_lengths = jnp.where(lengths > 0, prompt_lengths, 0)
 
-        def mix(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-            keys = kv.write_token(own.keys[layer], slots, k[:, 0])
-            values = kv.write_token(own.values[layer], slots, v[:, 0])
+        def mix(layer: int, qkv: Array, angles: Array) -> tuple[Array, tuple[Array, Array]]:
+            q, keys, values = rope_and_cache(qkv[:, 0], angles[:, 0], slots, own.keys[layer], own.values[layer])
             attended = decode_attention(
-                q[:, 0], prompts.keys[layer], prompts.values[layer], prompt_index, prompt_lengths, keys, values, lengths
+                q, prompts.keys[layer], prompts.values[layer], prompt_index, prompt_lengths, keys, values, lengths
             )
             return attended[:, None], (keys, values)
 
@@ -293,6 +281,17 @@ class Qwen2(nnx.Module):
         else:
             hidden, kept = self._run(tokens[:, None], positions, mix, batch_invariant=batch_invariant)
         return hidden[:, 0], KVCache(*(tuple(arrays) for arrays in zip(*kept, strict=True)))
+
+    def _rotated(self, mix: Callable[[int, Array, Array, Array], tuple[Array, Any]]):
+        """What `_run` takes of `mix(layer, q, k, v)` with q [B T N H] and k [B T K H] rotated, v [B T K H]."""
+        c = self.config
+
+        def whole(layer: int, qkv: Array, angles: Array) -> tuple[Array, Any]:
+            heads = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
+            q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
+            return mix(layer, rotate(q, angles), rotate(k, angles), v)
+
+        return whole
 
     def _run(self, tokens, positions, mix, remat=False, batch_invariant=False):
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
@@ -326,13 +325,6 @@ def rotary_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> 
     """`position · theta^(−2i / H)` in fp32."""
     frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     return positions[..., None].astype(jnp.float32) * frequencies
-
-
-def rotate(x: Float[Array, "B T N H"], angles: Float32[Array, "B T H/2"]) -> Float[Array, "B T N H"]:
-    """Rotary embedding in transformers' half-split order: pairs (i, i + H/2)."""
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def causal(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:

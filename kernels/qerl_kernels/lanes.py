@@ -1,4 +1,5 @@
-"""What one thread of the fused kernels does: loads, elementwise arithmetic, exchanges and `mma.sync`, as inline PTX.
+"""What one thread of the fused decode kernels does: loads, elementwise arithmetic, exchanges and `mma.sync`, as inline
+PTX.
 
 Every function here emits instructions for all threads; values are MLIR values of one thread (i32 words that hold two
 bf16, or f32). Side effects keep loads, stores and barriers in the order in which they are written.
@@ -85,6 +86,11 @@ def both(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.andi(a, b)
 
 
+def either(flag: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """a where the flag is 1, else b."""
+    return arith.select(arith.cmpi(arith.CmpIPredicate.ne, flag, const(0)), a, b)
+
+
 def fadd(a: ir.Value, b: ir.Value) -> ir.Value:
     """a + b in fp32, not contracted into anything."""
     return asm("add.rn.f32 $0, $1, $2;", "f", ("f", a), ("f", b))[0]
@@ -134,8 +140,11 @@ def load_half(at: ir.Value, flag: ir.Value, byte: int = 0) -> ir.Value:
 
 
 def store(at: ir.Value, words: Sequence[ir.Value], flag: ir.Value, byte: int = 0) -> None:
-    """Four words to global memory where `flag` is 1."""
-    text = f".reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0 + {byte}], {{$1, $2, $3, $4}};"
+    """1, 2 or 4 words to global memory where `flag` is 1."""
+    names = [f"${i + 1}" for i in range(len(words))]
+    vector = "" if len(words) == 1 else f".v{len(words)}"
+    listed = names[0] if len(words) == 1 else "{" + ", ".join(names) + "}"
+    text = f".reg .pred p; setp.ne.b32 p, ${len(words) + 1}, 0; @p st.global{vector}.b32 [$0 + {byte}], {listed};"
     asm(text, "", ("l", at), *(("r", word) for word in words), ("r", flag), effects=True)
 
 
@@ -220,7 +229,8 @@ def block_barrier() -> None:
 # ---- arithmetic on words of two bf16 ----
 
 
-def _unpacked(word: str, name: str) -> str:
+def unpacked(word: str, name: str) -> str:
+    """PTX that puts the two bf16 of a word into the fp32 registers `name`0 and `name`1."""
     return (
         f".reg .b32 {name}t; .reg .f32 {name}0, {name}1; shl.b32 {name}t, {word}, 16; mov.b32 {name}0, {name}t;"
         f" and.b32 {name}t, {word}, 0xFFFF0000; mov.b32 {name}1, {name}t;\n"
@@ -229,7 +239,7 @@ def _unpacked(word: str, name: str) -> str:
 
 def add_halves(wide: Sequence[ir.Value], word: ir.Value) -> list[ir.Value]:
     """Two fp32 values (as words) + the two bf16 of a word, in fp32."""
-    text = _unpacked("$4", "d") + ".reg .f32 x; "
+    text = unpacked("$4", "d") + ".reg .f32 x; "
     text += " ".join(f"mov.b32 x, ${2 + i}; add.rn.f32 x, x, d{i}; mov.b32 ${i}, x;" for i in range(2))
     return asm(text, "rr", *(("r", w) for w in (*wide, word)))
 
@@ -249,7 +259,7 @@ def scaled_bf16(wide: Sequence[ir.Value], factor: ir.Value, weights: Sequence[ir
 
 def silu_bf16(gate: ir.Value, up: ir.Value) -> ir.Value:
     """`gate / (1 + exp(−gate)) · up` of each half in fp32, rounded once."""
-    text = _unpacked("$1", "g") + _unpacked("$2", "u") + ".reg .f32 e;\n"
+    text = unpacked("$1", "g") + unpacked("$2", "u") + ".reg .f32 e;\n"
     for i in range(2):
         text += (
             f"mul.rn.f32 e, g{i}, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.rn.f32 e, e, 0f3F800000;"

@@ -1,0 +1,55 @@
+"""Plain JAX: what the kernel computes, and the path where it does not run.
+
+Axes: B rows, T tokens, N query heads, K key/value heads, S slots of a cache, H head dim, A = H / 2 rotary angles.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
+
+E4M3_MAX = 448.0
+
+
+def rope_and_cache(
+    qkv: Float[Array, "B M"],
+    angles: Float32[Array, "B A"],
+    slots: Int[Array, " B"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+) -> tuple[Float[Array, "B N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """As `rope.rope_and_cache`, in any float dtype."""
+    rows, kv_heads, _, width = keys.shape
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    q, k, v = jnp.split(qkv.reshape(rows, -1, width), (heads, heads + kv_heads), axis=1)
+    return rotate(q, angles), write_token(keys, slots, rotate(k, angles)), write_token(values, slots, v)
+
+
+def rotate(x: Float[Array, "*B N H"], angles: Float32[Array, "*B A"]) -> Float[Array, "*B N H"]:
+    """Rotary embedding in transformers' half-split order: pairs (i, i + H/2); in fp32, rounded once."""
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def write_token(
+    cache: Float[Array, "B K S H"], slots: Int[Array, " B"], new: Float[Array, "B K H"]
+) -> Float[Array, "B K S H"]:
+    """Put one token's entry of each row into its slot; slots outside the cache are dropped."""
+    rows = jnp.arange(cache.shape[0])
+    slots = jnp.where(slots < 0, cache.shape[2], slots)  # a negative index would count from the end
+    return cache.at[rows, :, slots].set(
+        to_cache(new, cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
+
+
+def to_cache(x: Float[Array, "*B H"], dtype: DTypeLike) -> Float[Array, "*B H"]:
+    """Keys (after rotary) or values as a cache of `dtype` holds them: rounded to the nearest, ties to even.
+
+    In e4m3, whose numbers end at 448, what is larger becomes ±448, infinity too (a plain cast would make it NaN); NaN
+    stays NaN.
+    """
+    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+        x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
+    return x.astype(dtype)

@@ -1,0 +1,109 @@
+"""The plain path of rotary embedding and cache write against NumPy, and what its entry point refuses."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from qerl_kernels.rope_cache import reference
+from qerl_kernels.rope_cache.rope import rope_and_cache
+
+ROWS, HEADS, KV_HEADS, SLOTS, WIDTH = 5, 6, 2, 4, 8
+WRITTEN = [0, 3, 4, -1, 2]  # rows 2 and 3 are idle
+
+
+def arguments(dtype=jnp.bfloat16, cache_dtype=None):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 3, jnp.float32)  # noqa: E731
+    caches = [draw(ROWS, KV_HEADS, SLOTS, WIDTH).astype(cache_dtype or dtype) for _ in range(2)]
+    angles = jnp.asarray(rng.uniform(0, 1000, (ROWS, WIDTH // 2)), jnp.float32)
+    qkv = draw(ROWS, (HEADS + 2 * KV_HEADS) * WIDTH).astype(dtype)
+    return qkv, angles, jnp.asarray(WRITTEN, jnp.int32), *caches
+
+
+def rotated(x, angles):
+    """x [B, N, H] as complex numbers, multiplied by e^(i · angle) in fp64."""
+    x = np.asarray(x, np.float64)
+    z = (x[..., : WIDTH // 2] + 1j * x[..., WIDTH // 2 :]) * np.exp(1j * np.asarray(angles, np.float64))[:, None]
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_equation(dtype):
+    """q and k turned, v as it was; written where a slot says so, and nowhere else."""
+    qkv, angles, slots, keys, values = arguments(dtype)
+    heads = np.asarray(qkv).reshape(ROWS, -1, WIDTH)
+    q, new_keys, new_values = jax.jit(rope_and_cache)(qkv, angles, slots, keys, values)
+    assert {x.dtype for x in (q, new_keys, new_values)} == {jnp.dtype(dtype)}
+    ulp = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-22
+    turned = rotated(heads[:, : HEADS + KV_HEADS], angles)
+    # A rounding of each of the two products and of their sum, in fp32, and of the result.
+    size = np.concatenate([np.hypot(*np.split(turned, 2, axis=-1))] * 2, axis=-1)
+    close = lambda got, exact, size: np.all(np.abs(np.asarray(got, np.float64) - exact) <= ulp * size)  # noqa: E731
+    assert close(q, turned[:, :HEADS], size[:, :HEADS])
+    for before, after, written, bound in (
+        (keys, new_keys, turned[:, HEADS:], size[:, HEADS:]),
+        (values, new_values, np.asarray(heads[:, HEADS + KV_HEADS :], np.float64), np.zeros((ROWS, KV_HEADS, WIDTH))),
+    ):
+        before, after = np.array(before), np.array(after)
+        for row, slot in enumerate(WRITTEN):
+            if 0 <= slot < SLOTS:
+                assert close(after[row, :, slot], written[row], bound[row])
+                after[row, :, slot] = before[row, :, slot]
+        np.testing.assert_array_equal(after, before)
+
+
+def test_each_product_and_sum_is_rounded():
+    """Bit by bit, operation by operation: what the kernel is compared with on a GPU has no multiply-add in it."""
+    qkv, angles, *_ = arguments()
+    x = np.asarray(qkv, np.float32).reshape(ROWS, -1, WIDTH)
+    cos, sin = (np.asarray(function(angles))[:, None] for function in (jnp.cos, jnp.sin))
+    first, second = np.split(x, 2, axis=-1)
+    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    got = reference.rotate(qkv.reshape(x.shape), angles)
+    np.testing.assert_array_equal(np.asarray(got), expected.astype(ml_dtypes.bfloat16))
+
+
+def test_e4m3_caches_hold_the_rounded_result_rounded_again():
+    qkv, angles, slots, *caches = arguments(cache_dtype=jnp.float8_e4m3fn)
+    qkv = qkv * 200  # some beyond 448
+    wide = [cache.astype(jnp.bfloat16) for cache in caches]
+    narrow, exact = (rope_and_cache(qkv, angles, slots, *both) for both in (caches, wide))
+    np.testing.assert_array_equal(narrow[0], exact[0])
+    for got, expected in zip(narrow[1:], exact[1:], strict=True):
+        expected = np.asarray(expected, np.float32)
+        assert np.abs(expected).max() > 480
+        clipped = np.clip(expected, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), clipped.view(np.uint8))
+
+
+def test_refusals():
+    qkv, angles, slots, keys, values = arguments()
+    with pytest.raises(ValueError, match=r"angles is \(5, 3\), not \(5, 4\)"):
+        rope_and_cache(qkv, angles[:, :3], slots, keys, values)
+    with pytest.raises(ValueError, match=r"slots is \(4,\), not \(5,\)"):
+        rope_and_cache(qkv, angles, slots[:4], keys, values)
+    with pytest.raises(ValueError, match="values is"):
+        rope_and_cache(qkv, angles, slots, keys, values[:, :1])
+    for wrong in (qkv[:, :-1], qkv[:, : 2 * KV_HEADS * WIDTH], qkv[:4]):
+        with pytest.raises(ValueError, match="is not 5 rows of more than 4 heads of 8"):
+            rope_and_cache(wrong, angles, slots, keys, values)
+    with pytest.raises(ValueError, match="no implementation 'cuda'"):
+        rope_and_cache(qkv, angles, slots, keys, values, implementation="cuda")
+    if jax.default_backend() == "cpu":
+        with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
+            rope_and_cache(qkv, angles, slots, keys, values, implementation="mosaic_gpu")
+
+
+def test_what_the_kernel_does_not_hold_is_named(monkeypatch):
+    from qerl_kernels import dispatch
+
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
+    qkv, angles, slots, keys, values = arguments()
+    call = lambda *caches: rope_and_cache(qkv, angles, slots, *caches, implementation="mosaic_gpu")  # noqa: E731
+    with pytest.raises(ValueError, match="a head dim of 64 or 128"):
+        call(keys, values)
+    with pytest.raises(ValueError, match=r"caches of bf16 or e4m3 \(these are float32 and float32\)"):
+        call(keys.astype(jnp.float32), values.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"caches of bf16 or e4m3 \(these are bfloat16 and float8_e4m3fn\)"):
+        call(keys, values.astype(jnp.float8_e4m3fn))
