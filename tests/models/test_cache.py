@@ -36,7 +36,7 @@ def test_tokens_and_prompts_are_written_as_the_cache_holds_them():
     expected = np.zeros((2, 1, 4, 2))
     expected[0, 0, 2] = 448, 1
     np.testing.assert_array_equal(np.asarray(token, np.float64), expected)
-    prompt = kv.write_prompts(empty, jnp.asarray([1]), [(new[None, :, 0][..., None, :], new[None, :, 0][..., None, :])])
+    prompt = kv.write_prompts(empty, jnp.asarray([1, 1]), jnp.asarray([0, 1]), [(new, new)])  # a prompt of two tokens
     expected = np.zeros((2, 1, 4, 2))
     expected[1, 0, :2] = [[448, 1], [-448, 16]]
     np.testing.assert_array_equal(np.asarray(prompt.values[0], np.float64), expected)
