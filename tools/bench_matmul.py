@@ -30,6 +30,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
 from record import meta
@@ -167,25 +168,26 @@ def adapters(case: str, rank: int, seed: int) -> tuple[jax.Array | None, list]:
     return a, [jax.random.normal(key, (rank, width), jnp.bfloat16) / 8 for key, width in widths]
 
 
-def with_adapters(x, layer):
+def with_adapters(x, layer, shrunk=None):
     """The product with the adapters of one layer: (x, (weight, A, [B, ...])) -> y."""
     weight, a, expand = layer
     loras, offset = [], 0
     for i, b in enumerate(expand):
         loras.append(types.SimpleNamespace(a=a, b=b, scale=1.0, offset=offset, column=i * b.shape[0]))
         offset += b.shape[1]
-    return nvfp4_matmul(x, weight, None, loras, implementation="mosaic_gpu")
+    return nvfp4_matmul(x, weight, None, loras, implementation="mosaic_gpu", shrunk=shrunk)
 
 
 def row_of(case: str, m: int, direction: str, rank: int) -> dict:
-    n, k = cases.SHAPES[case]
+    n, k = cases.SHAPES.get(case, (0, 0))
     return {"case": case, "m": m, "n": n, "k": k, "direction": direction, "lora_rank": rank, "impl": "qerl"}
 
 
 def describe(row: dict, anchors: dict) -> str:
     m, n, k, us = row["m"], row["n"], row["k"], row["us"]
     if not n:
-        return f"{row['case']} m {m} lora {row['lora_rank']} {us / 1e3:.3f} ms"
+        what = "projections and what precedes them" if row["products"] else "what precedes the projections"
+        return f"{row['case']} x {row['layers']} m {m} lora {row['lora_rank']:2d}: {us / 1e3:.3f} ms, {what}"
     packed_bytes = n * k * 0.5625
     flop = 2.0 * m * n * k
     text = (
@@ -235,16 +237,47 @@ def prepare_case(case: str, tokens: list[int], rank: int, batch_invariant: bool)
     return prepared
 
 
-def prepare_layers(m: int, rank: int, layers: int) -> list[tuple[dict, Callable]]:
-    """All projections of a 7B decode step in one jit: `layers` times qkv, o, gate_up, down, each with its own x."""
-    chain = [case for _ in range(layers) for case in cases.LAYER_7B]
-    pairs, inputs = [], []
-    for i, case in enumerate(chain):
-        pairs.append((weights_of(case, 1, 1)[0], *adapters(case, rank, i)))
-        inputs.append(jax.random.normal(jax.random.key(i), (m, cases.SHAPES[case][1]), jnp.bfloat16))
-    timed = prepare(with_adapters, inputs, pairs, 15.0)
-    row = {"case": "layer_set_7b", "m": m, "n": 0, "k": 0, "direction": "forward", "lora_rank": rank, "impl": "qerl"}
-    return [(row, lambda: timed() * len(chain))]
+def prepare_layers(m: int, rank: int, layers: int, products: bool) -> list[tuple[dict, Callable]]:
+    """What a decode step of 7B does outside attention, `layers` times, in one jit: the operations before each
+    projection as the rollout fuses them (with `x A`), and, with `products`, the projections. Without them and without
+    adapters, what is left is not the projections' and not the adapters'.
+    """
+    stack = []
+    for i in range(layers):
+        parts = [adapters(case, rank, 4 * i + j) for j, case in enumerate(cases.LAYER_7B)]
+        weights = [weights_of(case, 1, 1)[0] if products else None for case in cases.LAYER_7B]
+        stack.append([(weight, *part) for weight, part in zip(weights, parts, strict=True)])
+    hidden, ffn = cases.SHAPES["down_7b"]
+    keys = jax.random.split(jax.random.key(m), 3)
+    start = (
+        jax.random.normal(keys[0], (m, hidden)),
+        jax.random.normal(keys[1], (m, hidden), jnp.bfloat16),
+        list(jax.random.normal(keys[2], (layers, m, 2 * ffn), jnp.bfloat16)),
+    )
+    call = functools.partial(_layers, rank=rank, products=products)
+    timed = prepare(call, start, [stack], 30.0 * layers)
+    row = {**row_of("layers_7b", m, "forward", rank), "layers": layers, "products": products}
+    return [(row, timed)]
+
+
+def _layers(start, stack, rank: int, products: bool):
+    """(residual stream, what is added to it, gate and up of each layer) -> what depends on every operation, [1, 1]."""
+    (x, delta, gates), every = start, jnp.float32(0)
+    scale = jnp.ones(x.shape[1])
+    norm = functools.partial(norm_shrink, eps=1e-6, dtype=jnp.bfloat16)
+    of = lambda layer: {"a": layer[1], "ranks": (rank,) * len(layer[2])}  # noqa: E731
+    for (qkv, o, up, down), gate_up in zip(stack, gates, strict=True):
+        x, y, t = norm(x, delta, scale, **of(qkv))
+        delta = y
+        if products:
+            every += with_adapters(y, qkv, t)[0, 0]
+            t = shrink(y, **of(o)) if rank else None
+            delta = with_adapters(y, o, t)
+        x, y, t = norm(x, delta, scale, **of(up))
+        h, t = silu_shrink(with_adapters(y, up, t) if products else gate_up, **of(down))
+        delta = with_adapters(h, down, t) if products else y
+        every += h[0, 0] + delta[0, 0]
+    return (every + x[0, 0])[None, None]
 
 
 def measure(anchors: dict, what: Callable, *args) -> list[dict]:
@@ -275,13 +308,26 @@ def means(rows: list[dict], anchors: dict) -> str:
     return "\n".join(lines)
 
 
+def step_cost(rows: list[dict]) -> str:
+    """What the projections of a decode step take, and what adapters add, over what precedes them without adapters."""
+    times = {(row["m"], row["lora_rank"], row["products"]): row["us"] for row in rows if "products" in row}
+    lines = []
+    for m, rank in sorted({(m, rank) for m, rank, products in times if rank and products}):
+        rest, plain, adapted = times[m, 0, False], times[m, 0, True], times[m, rank, True]
+        lines.append(
+            f"step m {m:3d}: projections {(plain - rest) / 1e3:.3f} ms, with adapters of rank {rank} "
+            f"{(adapted - rest) / 1e3:.3f} ms ({(adapted - plain) / (plain - rest):+.1%})"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--anchors", type=pathlib.Path, help="JSON rows of rivals measured on the same kind of GPU")
     parser.add_argument("--cases", nargs="*", default=list(cases.SHAPES), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS))
     parser.add_argument("--rank", type=int, default=32, help="of the adapters timed for up to 64 tokens; 0 for none")
-    parser.add_argument("--layers", type=int, default=28, help="of the decode-step rows; 0 to leave them out")
+    parser.add_argument("--layers", type=int, default=28, help="of the decode steps; 0 to leave them out")
     parser.add_argument("--batch-invariant", action="store_true", help="also that mode, at 8, 64 and 4096 tokens")
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile; then they time one by one")
     parser.add_argument("--commit", help="where there is no git")
@@ -293,8 +339,9 @@ def main() -> None:
     rows, about = [], meta(args.commit)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        ranks = (0, args.rank) if args.layers else ()
-        tasks = [pool.submit(measure, anchors, prepare_layers, 8, rank, args.layers) for rank in ranks]
+        kinds = [(0, False), (0, True), (args.rank, True)] if args.layers else []
+        steps = [(m, rank, args.layers, products) for m in (8, 32, 64) for rank, products in kinds]
+        tasks = [pool.submit(measure, anchors, prepare_layers, *step) for step in steps]
         tasks += [
             pool.submit(measure, anchors, prepare_case, case, args.tokens, args.rank, args.batch_invariant)
             for case in args.cases
@@ -304,6 +351,7 @@ def main() -> None:
                 rows.append({**row, "commit": about["commit"]})
             args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
     print(means(rows, anchors))
+    print(step_cost(rows))
 
 
 if __name__ == "__main__":
