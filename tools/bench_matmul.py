@@ -39,6 +39,15 @@ ROTATE_BYTES = 300e6
 COPY_BYTES_PER_S = 4.30e12  # read + write of a device-to-device copy on an H200
 MATRIX_FLOP_PER_S = 788e12  # an 8192 × 8192 × 8192 bf16 product on an H200
 MAX_ERROR = 2.5e-3
+# direction, numbers of tokens, and the rival that counts there
+GROUPS = (
+    ("forward", (1, 8, 16, 32), "marlin"),
+    ("forward", (64,), "the better"),
+    ("forward", (96, 128), "the better"),
+    ("forward", (256, 512, 1024), "cublas_bf16"),
+    ("forward", (4096, 16384), "cublas_bf16"),
+    ("dx", (4096, 16384), "cublas_bf16"),
+)
 # Products that do not depend on each other must not run at the same time within a captured graph.
 ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
@@ -291,20 +300,33 @@ def measure(anchors: dict, what: Callable, *args) -> list[dict]:
     return rows
 
 
-def means(rows: list[dict], anchors: dict) -> str:
-    """Geometric means of the rivals' time over ours, for each number of tokens."""
-    ratios = {}
+def ratios(rows: list[dict], anchors: dict) -> dict[tuple[str, int, str], list[float]]:
+    """(direction, m, rival) -> the rival's time over ours in every case. dx is compared with cuBLAS's forward."""
+    found = {}
     for row in rows:
         if row["lora_rank"] or not row["n"] or row.get("batch_invariant"):
             continue
         times = {impl: anchors.get((row["case"], row["m"], impl)) for impl in ("marlin", "cublas_bf16")}
         for impl, us in [*times.items(), ("the better", min((us for us in times.values() if us), default=None))]:
             if us and (row["direction"] == "forward" or impl == "cublas_bf16"):
-                ratios.setdefault((row["direction"], row["m"], impl), []).append(us / row["us"])
-    lines = [
-        f"{direction:8s} m {m:6d}  {statistics.geometric_mean(values):5.2f} x {impl} (least {min(values):.2f})"
-        for (direction, m, impl), values in sorted(ratios.items())
-    ]
+                found.setdefault((row["direction"], row["m"], impl), []).append(us / row["us"])
+    return found
+
+
+def means(rows: list[dict], anchors: dict) -> str:
+    """Geometric means of `ratios` for each number of tokens, then for each group of them that has a rival of its own,
+    and the packed bytes that the wide projections read a second at few tokens."""
+    all_ratios, lines = ratios(rows, anchors), []
+    for (direction, m, impl), values in sorted(all_ratios.items()):
+        lines.append(f"{direction:8s} m {m:18d}  {_mean(values)} x {impl}")
+    for direction, tokens, impl in GROUPS:
+        values = [ratio for m in tokens for ratio in all_ratios.get((direction, m, impl), [])]
+        if values:
+            lines.append(f"{direction:8s} m {', '.join(map(str, tokens)):>18s}  {_mean(values)} x {impl}")
+    for row in rows:
+        wide = row["case"].startswith(("gate_up", "down")) and row["direction"] == "forward" and row["m"] <= 16
+        if wide and not row["lora_rank"] and not row.get("batch_invariant"):
+            lines.append(f"{row['case']} m {row['m']}: {row['n'] * row['k'] * 0.5625 / row['us'] / 1e6:.2f} TB/s")
     return "\n".join(lines)
 
 
@@ -319,6 +341,10 @@ def step_cost(rows: list[dict]) -> str:
             f"{(adapted - rest) / 1e3:.3f} ms ({(adapted - plain) / (plain - rest):+.1%})"
         )
     return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> str:
+    return f"{statistics.geometric_mean(values):5.2f} (least {min(values):.2f}, {len(values)} products)"
 
 
 def main() -> None:
