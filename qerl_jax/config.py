@@ -161,6 +161,9 @@ class Config:
     """Never sample a token less likely than min_p times the likeliest; 0: any. The trainer renormalizes likewise."""
     rollout_memory_gb: float | None = None
     """Key-value caches in 1e9 bytes: fewer completions are decoded at a time where not all fit. None: all at once."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Keys and values of rollouts and evaluations: auto: in `dtype`; fp8_e4m3: one byte each, unscaled, rounded and
+    saturated at 448; layers with a key bias above 3 √(head dim), which that would ruin, keep `dtype`."""
     deterministic: bool = False
     """No autotuning and no nondeterministic operations on a GPU, so that a run repeats bit for bit; slower. CPUs repeat
     anyway."""

@@ -18,7 +18,7 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.evaluation import Evaluation
 from qerl_jax.rewards.workers import check_rewards, load_rewards
-from qerl_jax.rollout.plan import Engine
+from qerl_jax.rollout.plan import Engine, cache_note
 from qerl_jax.types import Sampling
 
 
@@ -59,6 +59,8 @@ class _Arguments:
     """Completions decoded together."""
     rollout_memory_gb: float | None = None
     """Their key-value caches in 1e9 bytes: fewer are decoded together where not all fit."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Those caches: in the compute dtype, or one byte a number where a layer's key bias allows it."""
     weight_format: str | None = None
     """Quantize an unquantized checkpoint while loading: nvfp4, mxfp4 or nf4."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -140,11 +142,13 @@ def _run(arguments: _Arguments) -> Evaluation:
         limit=arguments.samples,
         need_answers=True,
     )
+    if note := cache_note(policy, arguments.kv_cache_dtype):
+        notes.append(note)
     for note in notes:
         print(note, flush=True)
     name = correctness_of(arguments.dataset)
     with load_rewards((name,), arguments.reward_workers, arguments.reward_timeout) as judge:
-        engine = Engine(arguments.batch_size, arguments.rollout_memory_gb)
+        engine = Engine(arguments.batch_size, arguments.rollout_memory_gb, kv_cache_dtype=arguments.kv_cache_dtype)
         return evaluate(policy, problems, sampling, arguments.seed, engine=engine, reward=judge[name])
 
 

@@ -48,7 +48,6 @@ from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.collect import Experience, collect
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Policy, Rollout, TrainState
 
 STOPPED = 130  # exit code
@@ -237,7 +236,7 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
             run.test_problems,
             config.eval_sampling,
             config.seed,
-            engine=Engine(config.eval_batch_size, config.rollout_memory_gb, batch_invariant=config.batch_invariant),
+            engine=dataclasses.replace(run.engine, slots=config.eval_batch_size),
             reward=judge[name],
         )
 

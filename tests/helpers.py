@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,18 @@ def with_norm_offsets(policy: Policy, seed: int, size: float = 0.1) -> Policy:
     return policy.replace(norms=norms)
 
 
-def plain_rollout(policy: Policy, prompts: list[list[int]], sampling: Sampling, key: jax.Array) -> list[tuple]:
+def plain_rollout(
+    policy: Policy,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    key: jax.Array,
+    logits_after: Callable[[Policy, jax.Array, int], jax.Array] | None = None,
+) -> list[tuple]:
     """(token ids, log-probabilities, finish) of every completion, without cache, slots or batch: the whole forward pass
-    of one row for each token. What the engine must agree with.
+    of one row for each token. What the engine must agree with. `logits_after(policy, tokens, prompt length)` in place
+    of `policy_logits`.
     """
-    forward = jax.jit(policy_logits)
+    forward = jax.jit(logits_after or (lambda policy, tokens, _: policy_logits(policy, tokens)))
     draw = jax.jit(sample, static_argnums=1)
     rows = []
     for p, prompt in enumerate(prompts):
@@ -58,7 +66,7 @@ def plain_rollout(policy: Policy, prompts: list[list[int]], sampling: Sampling, 
             width = len(prompt) + sampling.max_new_tokens  # one trace: what follows a token does not touch it
             while len(logprobs) < sampling.max_new_tokens and finish == Finish.LENGTH:
                 padded = np.array([ids + [0] * (width - len(ids))], np.int32)
-                logits = forward(policy, padded)[:, len(ids) - 1]
+                logits = forward(policy, padded, len(prompt))[:, len(ids) - 1]
                 token, logprob = draw(logits, sampling, keys.for_positions(row_key, jnp.array([len(ids)])))
                 ids.append(int(token[0]))
                 logprobs.append(float(logprob[0]))

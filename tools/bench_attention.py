@@ -2,8 +2,9 @@
 
     python tools/bench_attention.py [--cases 7b:8x256+256 ...] [--blocks 1 2 4] [--rivals CASE ...] [--out FILE.json]
 
-A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~]: rows that decode together, tokens of a prompt, own tokens of a row, rows
-that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN. A figure is the wall time
+A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~][@fp8]: rows that decode together, tokens of a prompt, own tokens of a row,
+rows that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN; caches are bf16, with
+@fp8 e4m3. A figure is the wall time
 of one jitted call that runs attention in a loop over many caches (200 MB or more in all, so that the L2 does not help),
 each with the result of the one before as its queries, divided by their number: the smallest of five repetitions.
 `bytes` counts keys and values once, those of a prompt once for its group. Every result is checked first, against XLA in
@@ -42,18 +43,20 @@ CASES = (
     "7b:1x256+256", "7b:8x256+256", "7b:8x256+1024", "7b:8x256+4096", "7b:16x256+1024~", "7b:32x256+256",
     "7b:32x256+1024~", "7b:32x256+4096", "7b:64x256+1024~", "7b:128x256+256", "7b:128x256+1024~", "0.5b:8x256+256",
     "3b:8x256+256", "14b:8x256+256", "14b:32x256+1024~", "72b:32x256+4096",
+    "7b:8x256+256@fp8", "7b:32x256+4096@fp8", "7b:128x256+1024~@fp8", "14b:32x256+1024~@fp8",
 )  # fmt: skip
 
 
 def parse(case: str) -> dict:
     """The fields of a row that describe a case."""
-    found = re.fullmatch(r"([\w.]+):(\d+)x(\d+)\+(\d+)(?:/(\d+))?(~?)", case)
+    found = re.fullmatch(r"([\w.]+):(\d+)x(\d+)\+(\d+)(?:/(\d+))?(~?)(@fp8)?", case)
     if not found or found[1] not in cases.MODELS:
-        raise SystemExit(f"{case}: not MODEL:ROWSxPROMPT+OWN[/GROUP][~], MODEL one of {', '.join(cases.MODELS)}")
-    model, rows, prompt, own, group, spread = found.groups()
+        raise SystemExit(f"{case}: not MODEL:ROWSxPROMPT+OWN[/GROUP][~][@fp8], MODEL one of {', '.join(cases.MODELS)}")
+    model, rows, prompt, own, group, spread, fp8 = found.groups()
     return {
         "model": model, "batch": int(rows), "group": min(int(group or 8), int(rows)), "prompt_len": int(prompt),
         "own_len": int(own), "lengths": "spread" if spread else "fixed",
+        "cache": "float8_e4m3fn" if fp8 else "bfloat16",
     }  # fmt: skip
 
 
@@ -67,10 +70,11 @@ def arguments(about: dict) -> tuple[jax.Array, list[tuple], int]:
     slots, own_slots = -(-max(prompt, 8) // 8) * 8, -(-own // 8) * 8
     rest = [jnp.asarray(a, jnp.int32) for a in (index, np.full(rows, prompt), lengths)]
     prompts = int(index[-1]) + 1
-    needed = cases.cache_bytes(about["model"], prompts * prompt, int(lengths.sum()))
+    dtype = jnp.dtype(about["cache"])
+    needed = cases.cache_bytes(about["model"], prompts * prompt, int(lengths.sum()), dtype)
     sets = []
     for i in range(max(2, min(40, math.ceil(ROTATE_BYTES / needed)))):
-        cache = cases.random_caches(jax.random.key(i), about["model"], rows, prompts, slots, own_slots)
+        cache = cases.random_caches(jax.random.key(i), about["model"], rows, prompts, slots, own_slots, dtype)
         sets.append((*cache[:2], *rest[:2], *cache[2:], rest[2]))
     return jax.random.normal(jax.random.key(99), (rows, heads, width), jnp.bfloat16), sets, needed
 
@@ -203,7 +207,7 @@ def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
             raise SystemExit(f"{case}, {name}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
         emit({**about, **name, "us": round(microseconds(call, q, sets), 2), "bytes": needed})
     del sets
-    if rivals and about["lengths"] == "fixed":
+    if rivals and about["lengths"] == "fixed" and about["cache"] == "bfloat16":
         for name, us in torch_rows(about).items():
             emit({**about, "impl": name, "us": round(us, 2), "bytes": needed})
 
@@ -221,9 +225,10 @@ def main() -> None:
     def emit(row: dict) -> None:
         rows.append({**row, "commit": about["commit"]})
         rate = row["bytes"] / row["us"] / 1e6
-        name = f"{row['model']}:{row['batch']}x{row['prompt_len']}+{row['own_len']}/{row['group']} {row['lengths']}"
+        name = f"{row['model']}:{row['batch']}x{row['prompt_len']}+{row['own_len']}/{row['group']}"
+        name += f" {row['lengths']} {row['cache']}"
         impl = f"{row['impl']} {row.get('blocks', '')}{'!' if row.get('forced') else ''}"
-        print(f"{name:30s} {impl:20s} {row['us']:9.2f} us  {rate:5.2f} TB/s "
+        print(f"{name:44s} {impl:20s} {row['us']:9.2f} us  {rate:5.2f} TB/s "
               f"({rate * 1e12 / COPY_BYTES_PER_S:4.0%} of a copy)", flush=True)  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"meta": about, "rows": rows}, indent=0))

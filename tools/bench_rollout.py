@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--spread", action="store_true", help="lengths 1:8, four fillings of the slots")
     parser.add_argument("--batch-invariant", action="store_true", help="in that mode")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--profile", action="store_true", help="time by kind of kernel")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rival", type=Path, help="rows of vLLM to compare with")
@@ -136,7 +137,7 @@ def main() -> None:
 def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[dict]) -> tuple[dict, str]:
     """One row and a line about it."""
     total = 4 * batch if args.spread else batch
-    engine = Engine(slots=batch, batch_invariant=args.batch_invariant)
+    engine = Engine(slots=batch, batch_invariant=args.batch_invariant, kv_cache_dtype=args.kv_cache_dtype)
     case = Case(policy, total, args.prompt_len, args.new_tokens, args.group, engine)
     limits = None
     if args.spread:
@@ -157,6 +158,7 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         "group": args.group,
         "lengths": "spread" if args.spread else "fixed",
         "batch_invariant": args.batch_invariant,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "tokens_per_s": tokens / seconds,
         "peak_bytes": peak_bytes(),
         "first_call_s": first,

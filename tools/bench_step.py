@@ -27,6 +27,7 @@ from record import peak_bytes, shell, timed, write_rows
 
 from qerl_jax import (
     Config,
+    Engine,
     LoraConfig,
     Policy,
     Prompts,
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--completion-len", type=int, default=128)
     parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fp32", action="store_true", help="also the distance from the model in fp32")
     parser.add_argument("--out", type=Path, required=True)
@@ -78,8 +80,10 @@ def main() -> None:
         rng.integers(0, policy.config.vocab_size, (args.batch // args.group, args.prompt_len)).tolist()
     )
 
+    engine = Engine(kv_cache_dtype=args.kv_cache_dtype)
+
     def rollout(i: int) -> Any:
-        return generate(policy, prompts, config.sampling, keys.for_step(0, keys.Purpose.SAMPLE, i))
+        return generate(policy, prompts, config.sampling, keys.for_step(0, keys.Purpose.SAMPLE, i), engine)
 
     started = time.perf_counter()
     jax.block_until_ready(rollout(0))
@@ -101,6 +105,7 @@ def main() -> None:
         "batch": args.batch,
         "prompt_len": args.prompt_len,
         "lora_rank": args.lora_rank,
+        "kv_cache_dtype": args.kv_cache_dtype,
     }
     new_tokens = args.batch * args.completion_len
     whole = rollout_seconds + update_seconds

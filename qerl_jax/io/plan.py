@@ -1,4 +1,6 @@
-"""What a run will hold in memory, from the shapes alone: no weight is read, no array is made."""
+"""What a run will hold in memory, from the shapes alone: no weight is read (under `kv_cache_dtype` fp8_e4m3 the biases
+of q, k and v), no array of the model's size is made.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.config import Config
-from qerl_jax.io import hf_config
+from qerl_jax.io import hf_config, names
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import build_policy
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
@@ -22,7 +24,7 @@ from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
 from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, ModelConfig
 from qerl_jax.rl.step import init_state
-from qerl_jax.rollout.plan import Engine, make_plan
+from qerl_jax.rollout.plan import Engine, cache_note, make_plan
 from qerl_jax.types import Policy, TrainState
 
 
@@ -99,6 +101,7 @@ class Plan:
       files: bytes of the weight files; None where the directory has none yet.
       parts: the parameter table.
       memory: the estimate.
+      cache_note: what `kv_cache_dtype` does not reach (`rollout.plan.cache_note`).
     """
 
     model: ModelConfig
@@ -106,10 +109,12 @@ class Plan:
     files: int | None
     parts: list[Part]
     memory: Memory
+    cache_note: str | None
 
 
 def plan(config: Config) -> Plan:
-    """The plan of a config. Reads config.json, and of weight files that are there the headers.
+    """The plan of a config. Reads config.json, and of weight files that are there the headers; for FP8 keys and values
+    their biases, too (without files no layer counts as an exception).
 
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
@@ -119,9 +124,33 @@ def plan(config: Config) -> Plan:
     scheme = hf_config.quantization_format(hf_config.read_json(where), str(where))
     stored = "nvfp4" if scheme else config.weight_format or "bf16"
     policy, state = abstract_trees(model, stored, config)
+    files = _file_bytes(directory)
+    if config.kv_cache_dtype != "auto" and files is not None:
+        policy = _with_biases(policy, directory)
     return Plan(
-        model, stored, _file_bytes(directory), parameter_table(policy, state), estimate_memory(policy, state, config)
+        model,
+        stored,
+        files,
+        parameter_table(policy, state),
+        estimate_memory(policy, state, config),
+        cache_note(policy, config.kv_cache_dtype),
     )
+
+
+def _with_biases(policy: Policy, directory: Path) -> Policy:
+    """An abstract policy with the real biases, which decide where keys and values may be FP8; a few KB to read."""
+    tensors = open_checkpoint(directory)
+
+    def layer(i: int, frozen: dict[str, Any]) -> dict[str, Any]:
+        parts = [f"{names.projection(i, part)}.bias" for part in names.BIASED]
+        for part in parts:
+            tensors.require(part)
+        bias = jnp.concatenate([jnp.asarray(tensors[part]) for part in parts]).astype(policy.dtype)
+        attention = frozen["self_attn"]
+        return {**frozen, "self_attn": {**attention, "qkv_proj": {**attention["qkv_proj"], "bias": bias}}}
+
+    layers = {i: layer(i, frozen) for i, frozen in policy.frozen["layers"].items()}
+    return policy.replace(frozen={**policy.frozen, "layers": layers})
 
 
 def _file_bytes(directory: Path) -> int | None:
@@ -236,8 +265,9 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     r = B / gradient_accumulation_steps of them, m = r T tokens), and the model's L, D, F, V, N query, K key heads of H:
 
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
-    - cache: `2 L K H e` for each token of the prompts and completions that the rollout holds at one time
-      (`rollout.plan.make_plan`), at most `rollout_memory_gb`; so do the `eval_batch_size` of an evaluation.
+    - cache: `2 L K H e` (1 for e in layers whose keys and values are FP8) for each token of the prompts and completions
+      that the rollout holds at one time (`rollout.plan.make_plan`), at most `rollout_memory_gb`; so do the
+      `eval_batch_size` of an evaluation.
     - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
     - update with gradient_checkpointing: `4 D m` kept for each layer (the residual stream is fp32), and one layer at
       work, `(4 + e) N r T² + (16 + 4 e) F m + 8 e D m`. Without: `(4 + e) N r T² + 8 (e − 1) F m + 10 (e − 1) D m`
@@ -260,11 +290,11 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     scores = (4 + e) * heads * rows * width**2
 
     lengths = config.max_prompt_length, config.max_completion_length
-    engine = Engine(memory_gb=config.rollout_memory_gb)
+    engine = Engine(memory_gb=config.rollout_memory_gb, kv_cache_dtype=config.kv_cache_dtype)
     rollout = make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)
     evaluation = None
     if config.eval_dataset:
-        engine = Engine(config.eval_batch_size, config.rollout_memory_gb)
+        engine = dataclasses.replace(engine, slots=config.eval_batch_size)
         evaluation = make_plan(policy, config.eval_samples, config.eval_num_generations, *lengths, engine)
     if config.gradient_checkpointing:
         kept, working = 4 * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens

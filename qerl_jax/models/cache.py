@@ -28,11 +28,19 @@ class KVCache:
     values: tuple[Float[Array, "B K S H"], ...]
 
 
-def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
-    """An empty cache of `2 · layers · batch · slots · kv_heads · head_dim` elements."""
+def init_cache(
+    batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike | Sequence[DTypeLike]
+) -> KVCache:
+    """An empty cache of `2 · layers · batch · slots · kv_heads · head_dim` elements.
+
+    dtype: one for all layers, or one for each; raises ValueError where these are not as many as layers.
+    """
+    dtypes = list(dtype) if isinstance(dtype, Sequence) and not isinstance(dtype, str) else [dtype] * layers
+    if len(dtypes) != layers:
+        raise ValueError(f"{len(dtypes)} dtypes for the caches of {layers} layers")
 
     def arrays():
-        return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
+        return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), of_layer) for of_layer in dtypes)
 
     return KVCache(arrays(), arrays())
 

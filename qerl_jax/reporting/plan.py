@@ -15,6 +15,8 @@ def show_plan(config: Config, console: Console) -> None:
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(planned))
     console.print(memory_table(planned.memory, config))
+    if planned.cache_note:
+        console.print(planned.cache_note, soft_wrap=True)
     files = "no weight files there yet" if planned.files is None else f"weight files of {_gb(planned.files)}"
     console.print(
         f"{config.model}: {planned.model.parameter_count() / 1e6:,.1f} M parameters, projections in {planned.stored}, "

@@ -90,7 +90,7 @@ class Outputs:
 def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPrompts, Slots]:
     """Empty states of a plan's shapes; all memory a rollout keeps. `key`: any, its kind is that of the slots' keys."""
     config: ModelConfig = policy.config
-    shape = (config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim, plan.dtypes)
     prompts, slots = plan.prompt_slots, plan.slots
     held = HeldPrompts(
         kv.init_cache(prompts, plan.prompt_width, *shape),

@@ -6,9 +6,12 @@ Axes: B sequences, P prompts, G group, T tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
 
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.types import Policy
@@ -16,13 +19,15 @@ from qerl_jax.types import Policy
 _SHRINK = 4  # at the tail, survivors move into a quarter of the slots: each size costs a compilation
 _SMALLEST = 8
 _SHARE_OF_FREE = 0.9  # the rest is for activations and logits
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+_MOST_KEY_BIAS = 3.0  # times the scale of the scores: rounded, it moves one by up to 3/16 of the query's element there
 _WHOLE = 8  # caches hold a multiple of so many tokens: the attention kernel copies no less
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """How a rollout runs. Nothing here changes what is drawn, but for the rounding of the logits: under
-    `batch_invariant` not even that.
+    """How a rollout runs. Nothing here but `kv_cache_dtype` changes what is drawn, save for the rounding of the
+    logits: under `batch_invariant` not even that.
 
     Attributes:
       slots: most sequences decoded together; None: all.
@@ -31,14 +36,20 @@ class Engine:
       chunk: decode steps between two looks at which have ended.
       batch_invariant: a completion's bits do not depend on slots, chunk, refill or neighbours (among rollouts with
         arrays of one prompt width and one `max_new_tokens`).
+      kv_cache_dtype: "auto": keys and values are kept in the compute dtype. "fp8_e4m3": in a byte each, unscaled,
+        rounded and beyond ±448 saturated, but in layers whose key bias that would ruin (`cache_dtypes`). This does
+        change what is drawn.
     """
 
     slots: int | None = None
     memory_gb: float | None = None
     chunk: int = 16
     batch_invariant: bool = False
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self):
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {list(KV_CACHE_DTYPES)}")
         for name in ("slots", "memory_gb", "chunk"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -55,6 +66,7 @@ class Plan:
       prompt_width: tokens of a prompt's cache, a multiple of 8.
       limit: tokens of a completion's cache, likewise.
       cache_bytes: of both caches together at their largest, when survivors are moved.
+      dtypes: of each layer's keys and values.
     """
 
     slots: int
@@ -62,6 +74,7 @@ class Plan:
     prompt_width: int
     limit: int
     cache_bytes: int
+    dtypes: tuple[jnp.dtype, ...]
 
     def sizes(self) -> list[int]:
         """Numbers of slots of the whole rollout, largest first: all, and what survivors are compacted into."""
@@ -71,9 +84,59 @@ class Plan:
         return sizes
 
 
-def token_bytes(config: ModelConfig, dtype: jax.typing.DTypeLike) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+def token_bytes(config: ModelConfig, dtypes: Sequence[jnp.dtype]) -> int:
+    """Bytes of one token's keys and values in all layers, of which each has its dtype."""
+    return 2 * config.num_kv_heads * config.head_dim * sum(dtype.itemsize for dtype in dtypes)
+
+
+def cache_dtypes(policy: Policy, kv_cache_dtype: str) -> tuple[jnp.dtype, ...]:
+    """dtype of each layer's keys and values.
+
+    Under "fp8_e4m3" a layer keeps the compute dtype where an element of its key bias exceeds `most_key_bias`. e4m3 has
+    three bits behind the point, so that a key is off by up to 1/16 of itself whatever its scale: where a bias of
+    hundreds stands in every key, that is more than what tells keys apart. Qwen2 and Qwen2.5 have such biases in their
+    first and last layers, and models that store those keys in e4m3 talk nonsense.
+
+    Args:
+      policy: where its biases are abstract, they count as small.
+      kv_cache_dtype: as in `Engine`.
+    """
+    layers = [policy.frozen["layers"][i] for i in range(policy.config.num_layers)]
+    if kv_cache_dtype == "auto":
+        return (policy.dtype,) * len(layers)
+    biases = [layer["self_attn"]["qkv_proj"]["bias"] for layer in layers]
+    if any(isinstance(bias, jax.ShapeDtypeStruct) for bias in biases):
+        largest = np.zeros(len(layers))
+    else:
+        first = policy.config.num_heads * policy.config.head_dim
+        count = policy.config.num_kv_heads * policy.config.head_dim
+        largest = np.asarray(_largest([bias[first : first + count] for bias in biases]))
+    fp8 = jnp.dtype(jnp.float8_e4m3fn)
+    most = most_key_bias(policy.config.head_dim)
+    return tuple(policy.dtype if bias > most else fp8 for bias in largest)
+
+
+def most_key_bias(head_dim: int) -> float:
+    """The largest key bias that e4m3 keys may have: `3 √H`, because scores are divided by `√H`."""
+    return _MOST_KEY_BIAS * head_dim**0.5
+
+
+@jax.jit
+def _largest(biases: list[Array]) -> Float32[Array, " L"]:
+    return jnp.stack([jnp.abs(bias.astype(jnp.float32)).max() for bias in biases])
+
+
+def cache_note(policy: Policy, kv_cache_dtype: str) -> str | None:
+    """Which layers do not hold what `kv_cache_dtype` asks for, in a sentence for people; None where all do."""
+    dtypes = cache_dtypes(policy, kv_cache_dtype)
+    kept = [i for i, dtype in enumerate(dtypes) if kv_cache_dtype != "auto" and dtype != jnp.float8_e4m3fn]
+    if not kept:
+        return None
+    return (
+        f"kv_cache_dtype {kv_cache_dtype}: of {len(dtypes)} layers these keep their keys and values in "
+        f"{dtypes[kept[0]].name}, because their key bias exceeds "
+        f"{most_key_bias(policy.config.head_dim):.1f}: {', '.join(map(str, kept))}"
+    )
 
 
 def make_plan(
@@ -100,13 +163,14 @@ def make_plan(
       ValueError: not even one completion fits, or without a `memory_gb` not all that are wanted; with the numbers and
         what to lower.
     """
-    each = token_bytes(policy.config, policy.dtype)
+    dtypes = cache_dtypes(policy, engine.kv_cache_dtype)
+    each = token_bytes(policy.config, dtypes)
     asked = prompt_width, limit
     prompt_width, limit = (-(-tokens // _WHOLE) * _WHOLE for tokens in asked)
 
     def plan(count: int) -> Plan:
         held = min(prompts, count, 2 * -(-count // group))
-        shapes = Plan(count, held, prompt_width, limit, 0)
+        shapes = Plan(count, held, prompt_width, limit, 0, dtypes)
         moved = sum(shapes.sizes()[1:2])  # survivors lie in both places while they move into fewer slots
         return dataclasses.replace(shapes, cache_bytes=each * ((count + moved) * limit + held * prompt_width))
 

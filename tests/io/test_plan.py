@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 import memory_for_h200
 import pytest
 import runs
+import small
 
 from qerl_jax.config import Config
 from qerl_jax.io.plan import abstract_trees, plan, tree_bytes
 from qerl_jax.models import cache as kv
 from qerl_jax.prepare import load
 from qerl_jax.rl.step import grpo_step, init_state
+from qerl_jax.rollout.plan import Engine, make_plan
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
@@ -54,6 +57,30 @@ def test_cache_is_the_real_one(tmp_path):
     assert 0 < limited.cache <= memory.cache / 2 and 0 < limited.sequences < 8
     with pytest.raises(ValueError, match=r"rollout_memory_gb .* cannot hold"):
         plan(runs.config(tmp_path, rollout_memory_gb=1e-6))
+
+
+def test_fp8_caches_are_the_real_ones(tmp_path):
+    """A byte a number, but in the layer whose key bias on disk forbids it: told by number, and as the run plans it."""
+    model = small.bf16(tmp_path / "model", shards=1)
+    base = {"model": str(model), "weight_format": "bf16", "kv_cache_dtype": "fp8_e4m3", "eval_dataset": "arithmetic"}
+    config = runs.config(tmp_path, **base, dtype="bfloat16", eval_batch_size=8)
+    planned = plan(config)
+    assert planned.cache_note is None
+    token = 2 * 8  # K and V of one head of 8 in a layer
+    of_rollout, of_evaluation = 2 * 96 + 8 * 24, (96 + 24) * 8
+    assert planned.memory.cache == 2 * token * of_rollout and planned.memory.eval_cache == 2 * token * of_evaluation
+    small.change_tensors(model, lambda tensors: set_bias(tensors, "model.layers.1.self_attn.k_proj.bias"))
+    planned = plan(config)
+    assert planned.memory.cache == 3 * token * of_rollout
+    assert planned.cache_note.endswith("keep their keys and values in bfloat16, because their key bias exceeds 8.5: 1")
+    fp8 = Engine(kv_cache_dtype="fp8_e4m3")
+    of_the_run = make_plan(load(config), config.num_prompts, config.num_generations, 96, 24, fp8)
+    assert of_the_run.cache_bytes == planned.memory.cache
+    assert plan(dataclasses.replace(config, kv_cache_dtype="auto")).memory.cache == 4 * token * of_rollout
+
+
+def set_bias(tensors, name: str) -> None:
+    tensors[name][3] = -40
 
 
 def test_the_evaluations_cache_is_the_real_one(tmp_path):

@@ -4,9 +4,10 @@
 
 CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
 (m, n, k, Tile(...), transposed, number of adapters) for the matrix product, or for attention
-("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots), or ("step", layers, folder):
-the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder, or ("shrink", kind, tokens,
-input features, *ranks), or ("rope", rows, query heads, key/value heads, head dim, dtype of the caches).
+("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches]), or
+("step", layers, folder): the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder, or
+("shrink", kind, tokens, input features, *ranks), or ("rope", rows, query heads, key/value heads, head dim, dtype of the
+caches).
 """
 
 import os
@@ -90,13 +91,16 @@ def step_program(layers: int) -> None:
     refuse_copies(program)
 
 
-def attention_program(rows: int, heads: int, kv_heads: int, width: int, slots: int, own_slots: int) -> None:
-    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+def attention_program(
+    rows: int, heads: int, kv_heads: int, width: int, slots: int, own_slots: int, dtype: str = "bfloat16"
+) -> None:
+    cache = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
     numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    prompt, own = bf16(3, kv_heads, slots, width), bf16(rows, kv_heads, own_slots, width)
+    prompt, own = cache(3, kv_heads, slots, width), cache(rows, kv_heads, own_slots, width)
+    q = jax.ShapeDtypeStruct((rows, heads, width), jnp.bfloat16)
     program = compiled(
         lambda *args: attention.decode_attention(*args, scale=0.1),
-        [bf16(rows, heads, width), prompt, prompt, numbers, numbers, own, own, numbers],
+        [q, prompt, prompt, numbers, numbers, own, own, numbers],
     )
     copied = [line for line in program.splitlines() if " copy(" in line]
     assert not copied, f"a cache is copied: {copied}"

@@ -20,21 +20,27 @@ pytestmark = [
 ]
 
 kernel = jax.jit(functools.partial(decode_attention, implementation="mosaic_gpu"), static_argnames="scale")
+CACHES = [jnp.bfloat16, jnp.float8_e4m3fn]
+both_caches = pytest.mark.parametrize("cached", CACHES, ids=["bf16", "e4m3"])
 EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000]
 
 
 def check(args, **kwargs):
-    """Each weight and the result are rounded to bf16 once, by at most 2^-8 each; the rest is fp32."""
+    """Each weight (to f16 where the caches are e4m3) and the result are rounded to bf16 once, by at most 2^-8 each; the
+    rest is fp32.
+    """
     y = np.asarray(kernel(*args.values(), **kwargs), np.float64)
     expected = exact(**args, **kwargs)
-    of_magnitudes = exact(**{**args, "prompt_v": jnp.abs(args["prompt_v"]), "v": jnp.abs(args["v"])}, **kwargs)
+    magnitudes = {name: np.abs(np.asarray(args[name], np.float64)) for name in ("prompt_v", "v")}
+    of_magnitudes = exact(**{**args, **magnitudes}, **kwargs)
     assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + (2.0**-8 + 2.0**-12) * of_magnitudes)
     if expected.size > 2000:
         assert np.linalg.norm(y - expected) <= 2.5e-3 * np.linalg.norm(expected)
 
 
+@both_caches
 @pytest.mark.parametrize("model", cases.MODELS)
-def test_every_model_at_every_edge(model):
+def test_every_model_at_every_edge(model, cached):
     """Own lengths at every edge, prompts of other lengths, NaN and infinity in the slots past both."""
     heads, kv_heads, width = cases.MODELS[model]
     prompts = [0, 1, 64, 65, 200]
@@ -42,23 +48,43 @@ def test_every_model_at_every_edge(model):
         check(
             inputs(
                 len(EDGES), 5, 200, 1000, heads, kv_heads, width, jnp.bfloat16, seed, lengths=EDGES,
-                prompt_lengths=np.roll(prompts, seed),
+                prompt_lengths=np.roll(prompts, seed), cached=cached,
             )
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (5, 1), (6, 2), (7, 1), (9, 3), (16, 2), (8, 8)])
 @pytest.mark.parametrize("width", [64, 128])
-def test_every_group(heads, kv_heads, width):
+@both_caches
+def test_every_group(heads, kv_heads, width, cached):
     """Groups of 1 to 8 queries; fewer than eight queries in all."""
-    check(inputs(1, 1, 8, 8, heads, kv_heads, width, jnp.bfloat16))
-    check(inputs(3, 2, 72, 136, heads, kv_heads, width, jnp.bfloat16, seed=1))
+    check(inputs(1, 1, 8, 8, heads, kv_heads, width, jnp.bfloat16, cached=cached))
+    check(inputs(3, 2, 72, 136, heads, kv_heads, width, jnp.bfloat16, seed=1, cached=cached))
 
 
-def test_long_caches():
-    check(
-        inputs(4, 2, 512, 4104, 28, 4, 128, jnp.bfloat16, lengths=[4096, 4097, 4104, 3000], prompt_lengths=[512, 300])
-    )
+@both_caches
+def test_long_caches(cached):
+    lengths, of_prompts = [4096, 4097, 4104, 3000], [512, 300]
+    check(inputs(4, 2, 512, 4104, 28, 4, 128, jnp.bfloat16, lengths=lengths, prompt_lengths=of_prompts, cached=cached))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_every_e4m3_number_is_read_as_itself(width):
+    """A single key gives its value whatever the score; the values are all 254 finite numbers, which differ by 1/16."""
+    numbers = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    numbers = numbers[np.isfinite(numbers)]
+    values = np.resize(numbers, (4, 1, 8, width)).astype(np.float32)
+    assert set(np.unique(values)) == set(np.unique(numbers))
+    args = inputs(4, 1, 8, 8, 1, 1, width, jnp.bfloat16, lengths=[1, 1, 1, 1], prompt_lengths=[0], cached=CACHES[1])
+    for slot in range(8):
+        first = jnp.asarray(np.roll(values, -slot, axis=2), CACHES[1])
+        y = np.asarray(kernel(*{**args, "v": first}.values()), np.float32)
+        np.testing.assert_allclose(y[:, 0], values[:, 0, slot], rtol=2.0**-8, atol=0)
+
+
+def test_e4m3_keys_with_queries_beyond_f16_stay_finite():
+    args = inputs(3, 1, 8, 64, 7, 1, 128, jnp.bfloat16, cached=CACHES[1])
+    assert np.isfinite(np.asarray(kernel(*{**args, "q": args["q"] * 1e6}.values()), np.float32)).all()
 
 
 def test_idle_rows_give_zero_and_lengths_of_the_prompt_alone():
@@ -71,8 +97,9 @@ def test_idle_rows_give_zero_and_lengths_of_the_prompt_alone():
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_scale_and_sharp_softmax(spread):
-    args = inputs(6, 2, 64, 256, 28, 4, 128, jnp.bfloat16)
+@both_caches
+def test_scale_and_sharp_softmax(spread, cached):
+    args = inputs(6, 2, 64, 256, 28, 4, 128, jnp.bfloat16, cached=cached)
     check({**args, "q": args["q"] * spread}, scale=0.05)
 
 
@@ -80,9 +107,10 @@ def bits(y):
     return np.asarray(jax.lax.bitcast_convert_type(y, jnp.uint16))
 
 
-def test_a_row_does_not_depend_on_the_others():
+@both_caches
+def test_a_row_does_not_depend_on_the_others(cached):
     """Alone, in another order, among other rows, with more slots: the same bits."""
-    args = inputs(24, 4, 256, 512, 28, 4, 128, jnp.bfloat16)
+    args = inputs(24, 4, 256, 512, 28, 4, 128, jnp.bfloat16, cached=cached)
     whole = bits(kernel(*args.values()))
 
     def rows(index, more=0):
@@ -101,9 +129,10 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 @pytest.mark.parametrize("rows", [3, 20, 40, 160])
-def test_a_thousand_runs_give_the_same_bits(rows):
+@both_caches
+def test_a_thousand_runs_give_the_same_bits(rows, cached):
     """Found a slot of the ring that was filled anew while it was still being read."""
-    args = inputs(rows, 4, 256, 512, 28, 4, 128, jnp.bfloat16)
+    args = inputs(rows, 4, 256, 512, 28, 4, 128, jnp.bfloat16, cached=cached)
 
     @jax.jit
     def differing(q, *rest):
@@ -120,9 +149,10 @@ def test_a_thousand_runs_give_the_same_bits(rows):
     assert int(differing(*args.values())) == 0
 
 
-def test_within_a_decode_loop():
+@both_caches
+def test_within_a_decode_loop(cached):
     """A scan that writes each step's token into donated caches before it attends, against XLA."""
-    args = inputs(5, 2, 64, 64, 14, 2, 64, jnp.bfloat16, lengths=[0, 3, 10, 0, 30])
+    args = inputs(5, 2, 64, 64, 14, 2, 64, jnp.bfloat16, lengths=[0, 3, 10, 0, 30], cached=cached)
     steps = jax.random.normal(jax.random.key(1), (20, 5, 14, 64), jnp.bfloat16)
 
     @functools.partial(jax.jit, static_argnames="implementation", donate_argnames=("k", "v"))
@@ -130,7 +160,8 @@ def test_within_a_decode_loop():
         def step(carry, q):
             k, v, lengths = carry
             rows = jnp.arange(5)
-            k, v = k.at[rows, :, lengths].set(q[:, ::7]), v.at[rows, :, lengths].set(q[:, 1::7])
+            new = q.astype(k.dtype)
+            k, v = k.at[rows, :, lengths].set(new[:, ::7]), v.at[rows, :, lengths].set(new[:, 1::7])
             y = decode_attention(
                 q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths + 1, implementation=implementation
             )
@@ -146,12 +177,13 @@ def test_within_a_decode_loop():
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-6 * np.abs(theirs).max())
 
 
-def test_every_ring_and_every_number_of_blocks_gives_the_same_bits():
+@both_caches
+def test_every_ring_and_every_number_of_blocks_gives_the_same_bits(cached):
     """And a wrong barrier would hang or tear."""
     from qerl_kernels.decode_attention import mosaic_gpu
 
     args = inputs(11, 3, 256, 512, 14, 2, 64, jnp.bfloat16, lengths=[0, 1, 64, 65, 130, 200, 256, 300, 400, 511, 512],
-                  prompt_lengths=[0, 64, 256])  # fmt: skip
+                  prompt_lengths=[0, 64, 256], cached=cached)  # fmt: skip
     check(args)
     first = bits(kernel(*args.values()))
     for blocks in (1, 2, 4):

@@ -90,10 +90,17 @@ def test_attention(tmp_path):
     """Also: two blocks fit a multiprocessor, as the size of the ring assumes."""
     from qerl_kernels.decode_attention import cases
 
-    found = [("attention", rows, *heads, 256, 1024) for heads in cases.MODELS.values() for rows in (2, 32, 128)]
+    found = [
+        ("attention", rows, *heads, 256, 1024, cached)
+        for heads in cases.MODELS.values()
+        for rows in (2, 32, 128)
+        for cached in ("bfloat16", "float8_e4m3fn")
+    ]
     for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
-        assert "mma.sync.aligned.m16n8k16" in kernel, case
+        fp8 = case[-1] == "float8_e4m3fn"
+        assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'f16.f16' if fp8 else 'bf16.bf16'}.f32" in kernel, case
+        assert ("cvt.rn.f16x2.e4m3x2" in kernel) == fp8, case
         assert int(re.search(r"Used (\d+) registers", report)[1]) <= 128, (case, report)
         set_up = kernel[: kernel.rindex("mbarrier.init.shared::cta")]  # the barriers lie behind all arrays
         barriers = max(int(offset) for offset in re.findall(r"add.s32\s+%r\d+, %r\d+, (\d+);", set_up))

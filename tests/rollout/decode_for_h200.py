@@ -1,9 +1,9 @@
 """Compiles a chunk of decoding for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
 
-    python decode_for_h200.py DUMP
+    python decode_for_h200.py DUMP [DTYPE]
 
 Prints, as JSON, the operations of the loop's body in the compiled program and how the body is launched; DUMP is a
-directory for XLA's own dump, from which the latter is read.
+directory for XLA's own dump, from which the latter is read; DTYPE that of the caches.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from qerl_jax.rollout.plan import Plan
 from qerl_jax.types import Policy, Sampling
 
 LAYERS, ROWS = 2, 8
+CACHE_DTYPE = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
 MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096, (0,), 0)
 
 
@@ -35,7 +36,7 @@ def abstract_chunk() -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
     """Arguments of `decode_chunk` as shapes, the weights packed for the kernels."""
     config = Config(model="x", weight_format="nvfp4", lora_rank=32, matmul_kernel="mosaic_gpu")
     policy, _ = abstract_trees(MODEL, "nvfp4", config)
-    plan = Plan(ROWS, ROWS, 256, 256, 0)
+    plan = Plan(ROWS, ROWS, 256, 256, 0, (jnp.dtype(CACHE_DTYPE),) * LAYERS)
     embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
 
     def states(key: jax.Array) -> tuple[decode.HeldPrompts, decode.Slots]:

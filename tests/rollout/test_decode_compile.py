@@ -12,12 +12,13 @@ LAYERS = 2
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path):
+@pytest.mark.parametrize("cached", ["bfloat16", "float8_e4m3fn"])
+def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path, cached):
     """Neither weights nor caches are copied in the loop, nor are the adapters put together there; its body is a single
     command buffer, with the ten kernels of each layer and a few for the whole step. The cosines and sines are one of
     those.
     """
-    ran = h200.run(Path(__file__).parent / "decode_for_h200.py", str(tmp_path))
+    ran = h200.run(Path(__file__).parent / "decode_for_h200.py", str(tmp_path), cached)
     found = json.loads(ran.stdout.splitlines()[-1])
     operations = found["operations"]
     assert set(operations) <= {"copy", "fusion", "custom-call"}

@@ -34,7 +34,9 @@ def decode_attention(
 
     Args:
       q: one query a row, rotary already applied; bf16 for the kernel, any float dtype for XLA.
-      prompt_k: keys of the prompts, which the rows of a group share. The kernel wants S and T to be multiples of 8.
+      prompt_k: keys of the prompts, which the rows of a group share. All four caches are of one dtype: q's, or e4m3
+        (float8_e4m3fn), which is read exactly and multiplied in 16 bits; the kernel then takes queries beyond ±65504
+        for that. The kernel wants S and T to be multiples of 8.
       prompt_v: values of the prompts.
       prompt_index: the prompt that each row continues.
       prompt_lengths: tokens of that prompt, at most S; may be 0.
@@ -45,9 +47,9 @@ def decode_attention(
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
 
     Raises:
-      ValueError: the shapes do not belong together, or the implementation asked for cannot run here.
+      ValueError: the shapes or dtypes do not belong together, or the implementation asked for cannot run here.
     """
-    _check_shapes(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths)
+    _check(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     arrays = q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths
     if dispatch.choose("decode_attention", implementation, _missing(q, prompt_k, k)) == "xla":
@@ -62,8 +64,6 @@ def _missing(q: Array, prompt_k: Array, k: Array) -> str | None:
     missing = dispatch.missing_for_mosaic_gpu(q.dtype)
     if missing:
         return missing
-    if not prompt_k.dtype == k.dtype == jnp.bfloat16:
-        return f"bf16 caches (these are {prompt_k.dtype} and {k.dtype})"
     if q.shape[2] not in (64, 128):
         return f"a head dim of 64 or 128 (this is {q.shape[2]})"
     if q.shape[1] > 8 * k.shape[1]:
@@ -73,7 +73,7 @@ def _missing(q: Array, prompt_k: Array, k: Array) -> str | None:
     return None
 
 
-def _check_shapes(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths) -> None:
+def _check(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths) -> None:
     rows, heads, width = q.shape
     kv_heads, own, prompt = k.shape[1], k.shape[2], prompt_k.shape[2]
     wanted = {
@@ -88,5 +88,9 @@ def _check_shapes(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, len
     for name, (array, shape) in wanted.items():
         if array.shape != shape:
             raise ValueError(f"decode_attention: {name} is {array.shape}, not {shape}, which goes with q {q.shape}")
+    for name, cache in (("k", k), ("v", v), ("prompt_k", prompt_k), ("prompt_v", prompt_v)):
+        if cache.dtype != k.dtype or cache.dtype not in (q.dtype, jnp.float8_e4m3fn):
+            raise ValueError(f"decode_attention: {name} is {cache.dtype}, k {k.dtype} and q {q.dtype}: caches are all "
+                             "of q's dtype or all float8_e4m3fn")  # fmt: skip
     if heads % kv_heads:
         raise ValueError(f"decode_attention: {heads} query heads are no multiple of {kv_heads} key/value heads")

@@ -58,9 +58,9 @@ from qerl_kernels.decode_attention.fragments import (
     KEYS_OF_WARP,
     MERGED,
     QUERIES,
-    RING,
-    SLOT,
     add_values,
+    load_queries,
+    ring_transforms,
     scores_of,
     store_result,
 )
@@ -77,15 +77,15 @@ def blocks_for(pairs: int, sms: int) -> int:
     return 4 if 4 * pairs <= sms else 2 if pairs <= sms else 1
 
 
-def slots_for(width: int, blocks: int) -> int:
-    """Slots of the ring that fit beside the sums.
+def slots_for(width: int, blocks: int, itemsize: int = 2) -> int:
+    """Slots of the ring that fit beside the sums; itemsize: bytes of a number in the caches.
 
     Not more where a block could have a multiprocessor to itself: clusters of four, one block on each multiprocessor, do
     not all fit on the chip at once.
     """
     sums = 4 * QUERIES * width * 4 + _boxes(blocks) * mail_bytes(width)
     small = 6 * 1024  # tops, totals and mail, a KiB each, Mosaic's own scratch, and the barriers
-    return (SMEM_BYTES - sums - small) // (TILE * width * 2)
+    return (SMEM_BYTES - sums - small) // (TILE * width * itemsize)
 
 
 def _boxes(blocks: int) -> int:
@@ -111,8 +111,8 @@ def decode_attention(
     blocks: int | None = None,
     slots: int | None = None,
 ) -> jax.Array:
-    """As `attention.decode_attention`: bf16, H 64 or 128, at most 8 query heads a key/value head, caches whose slots
-    are a multiple of 8.
+    """As `attention.decode_attention`: bf16, caches in bf16 or e4m3 with a multiple of 8 slots, H 64 or 128, at most 8
+    query heads a key/value head.
 
     Args:
       sms: multiprocessors of the GPU.
@@ -122,7 +122,7 @@ def decode_attention(
     rows, heads, width = q.shape
     kv_heads = k.shape[1]
     blocks = blocks or blocks_for(rows * kv_heads, sms)
-    slots = slots or slots_for(width, blocks)
+    slots = slots or slots_for(width, blocks, k.dtype.itemsize)
     more = max(0, QUERIES - rows * heads)  # the kernel reads eight queries at a time
     q = jnp.pad(q.reshape(rows * heads, width), ((0, more), (0, 0)))
     call = plgpu.kernel(
@@ -137,7 +137,7 @@ def decode_attention(
         num_threads=2,
         thread_name="warpgroup",
         scratch_types={
-            "ring": plgpu.SMEM((slots, TILE, width), jnp.bfloat16, transforms=RING),
+            "ring": plgpu.SMEM((slots, TILE, width), k.dtype, transforms=ring_transforms(width, k.dtype)),
             "full": plgpu.Barrier(num_barriers=slots),
             "empty": plgpu.Barrier(num_barriers=slots),
             "tops": plgpu.SMEM((4, QUERIES), jnp.float32),
@@ -146,7 +146,7 @@ def decode_attention(
             "boxes": plgpu.SMEM((_boxes(blocks), mail_bytes(width) // 4), jnp.float32),
             "mail": plgpu.SMEM((2,), jnp.uint32),
         },
-        kernel_name=f"decode_attention_h{width}",
+        kernel_name=f"decode_attention_h{width}" + ("_fp8" if k.dtype == jnp.float8_e4m3fn else ""),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
     )
     caches = [c.reshape(-1, *c.shape[2:]) for c in (prompt_k, prompt_v, k, v)]
@@ -160,7 +160,7 @@ def _body(
 ):  # fmt: skip
     warpgroup, pair, block = (lax.axis_index(name) for name in ("warpgroup", "pair", "block"))
     row = lax.div(pair, kv_heads)
-    width = out_g.shape[1]
+    width, fp8 = out_g.shape[1], k_g.dtype == jnp.float8_e4m3fn
     of_prompt, own, prompt = prompt_lengths_g[row], lengths_g[row], index_g[row]  # together: one latency
     prompt_pair = prompt * kv_heads + lax.rem(pair, kv_heads)
     prompt_tiles = pl.cdiv(of_prompt, TILE)
@@ -209,7 +209,7 @@ def _body(
     first = jnp.minimum(wanted, q_g.shape[0] - QUERIES)
 
     def consume():
-        q = plgpu.load(q_g.at[pl.ds(first, QUERIES)], layout=SLOT, optimized=False)
+        q = load_queries(q_g.at[pl.ds(first, QUERIES)], fp8)
         shape = (4, KEYS_OF_WARP, QUERIES)
         warp, key = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=FRAGMENT) for axis in (0, 1))
         key = warp * KEYS_OF_WARP + key
@@ -233,7 +233,7 @@ def _body(
             weights = jnp.exp2(scores - _over_keys(higher, shape))
             total = total * _over_keys(shrink, shape) + weights
             slot = slot_of(use + 1)
-            out = add_values(out * _over_keys(shrink, out.shape), weights.astype(jnp.bfloat16), ring.at[slot], left)
+            out = add_values(out * _over_keys(shrink, out.shape), weights, ring.at[slot], left)
             release(empty.at[slot])
             return use + 2, higher, total, out
 
@@ -275,7 +275,7 @@ def _body(
         def _():
             _, total, out = with_mail(result) if blocks > 1 else result
             divisor = jnp.where(total > 0, total, 1.0)
-            store_result(out / _over_rows(divisor, width), out_g, first, wanted - first, group)
+            store_result(out / _over_rows(divisor, width), out_g, first, wanted - first, group, fp8)
 
     def with_mail(result):
         wait_for_mail(mail)

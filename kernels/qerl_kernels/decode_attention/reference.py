@@ -24,9 +24,11 @@ def decode_attention(
 ) -> Float[Array, "B N H"]:
     """`softmax(scale · q [prompt_k; k]ᵀ) [prompt_v; v]` over the slots that are filled; scores and sums in fp32.
 
-    The weights `exp(score - max)` are rounded to v's dtype before they multiply v and stay fp32 in the denominator, as
+    The weights `exp(score - max)` are rounded to q's dtype before they multiply v and stay fp32 in the denominator, as
     the kernel has it. Slots past the lengths are masked on both sides, so that nothing in them matters, NaN included.
+    Caches in e4m3 are read as q's dtype, which holds every one of their numbers.
     """
+    prompt_k, prompt_v, k, v = (cache.astype(q.dtype) for cache in (prompt_k, prompt_v, k, v))
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     parts = [
         (prompt_k[prompt_index], prompt_v[prompt_index], _filled(prompt_lengths, prompt_k)),
@@ -40,7 +42,7 @@ def decode_attention(
     top = jnp.where(top == -jnp.inf, 0.0, top)  # an idle row has nothing to attend to: its weights are all 0
     weights = [jnp.exp(part - top) for part in scores]
     out = sum(
-        _einsum("bkgs,bksh->bkgh", part.astype(v.dtype), jnp.where(filled[:, None, :, None], values, 0))
+        _einsum("bkgs,bksh->bkgh", part.astype(q.dtype), jnp.where(filled[:, None, :, None], values, 0))
         for part, (_, values, filled) in zip(weights, parts, strict=True)
     )
     total = sum(part.sum(axis=-1, keepdims=True) for part in weights)

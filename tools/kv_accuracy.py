@@ -1,0 +1,91 @@
+"""How far FP8 keys and values move a rollout away from the trainer, at sigma = 0.
+
+    python tools/kv_accuracy.py MODEL [--dtype float32] [--key-bias 0 32 300] [--all-layers]
+
+MODEL is a directory or "tiny", whose prompts are its arithmetic problems; other models continue their BOS token.
+Prints for each `kv_cache_dtype` the mean |Δ logprob| and KL(sampled ‖ trainer) of the tokens drawn (the estimator
+`expm1(d) − d` that training logs), with the standard error over the completions. `--key-bias` sets one low-frequency
+element of each key head's bias in layer 0, and that of each query head to 4, for rollout and trainer alike, much as
+Qwen2.5 has them: beyond 3 √(head dim) that layer keeps the compute dtype, unless `--all-layers` has it in e4m3 all the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax import Engine, LoraConfig, Policy, Sampling, generate, keys, load_policy, token_logprobs
+from qerl_jax.data.problems import load_dataset
+from qerl_jax.data.prompts import encode
+from qerl_jax.io.assets import model_path
+from qerl_jax.rollout import plan
+
+QUERY_BIAS = 4.0
+
+
+def with_key_bias(policy: Policy, value: float) -> Policy:
+    """The last element of the first half of each head's bias in layer 0, which rotary turns slowest: `value` for keys,
+    `QUERY_BIAS` for queries.
+    """
+    config = policy.config
+    frozen = jax.tree.map(lambda leaf: leaf, policy.frozen)
+    projection = frozen["layers"][0]["self_attn"]["qkv_proj"]
+    heads = np.arange(config.num_heads + config.num_kv_heads)
+    places = heads * config.head_dim + config.head_dim // 2 - 1
+    values = jnp.where(heads < config.num_heads, QUERY_BIAS, value).astype(policy.dtype)
+    projection["bias"] = projection["bias"].at[places].set(values)
+    return policy.replace(frozen=frozen)
+
+
+def prompts_of(policy: Policy, arithmetic: bool, count: int) -> list[list[int]]:
+    """Token lists: arithmetic problems, or the BOS alone."""
+    if not arithmetic:
+        return [[1]] * count
+    problems = load_dataset("arithmetic", "test", "question", "answer", limit=count).problems
+    return encode(problems, policy.tokenizer, "")
+
+
+def measure(policy: Policy, prompts: list[list[int]], sampling: Sampling, engine: Engine) -> str:
+    """A rollout against the trainer's log-probabilities of its tokens."""
+    rollout = generate(policy, prompts, sampling, keys.for_step(0, keys.Purpose.SAMPLE, 0), engine)
+    trainer = jax.jit(token_logprobs)(policy, rollout.tokens, rollout.attention_mask)
+    mask = np.asarray(rollout.completion_mask)[:, 1:]
+    d = np.where(mask, np.asarray(trainer) - np.asarray(rollout.logprobs)[:, 1:], 0.0).astype(np.float64)
+    parts = []
+    for name, each in (("mean |Δ logprob|", np.abs(d)), ("KL", np.expm1(d) - d)):
+        total, weight = each.sum(axis=1), mask.sum(axis=1)
+        mean = total.sum() / weight.sum()
+        error = np.sqrt(((total - mean * weight) ** 2).sum()) / weight.sum()  # of a ratio, rows independent
+        parts.append(f"{name} {mean:.2e} ± {error:.0e}")
+    return f"{', '.join(parts)}, {int(mask.sum())} tokens"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help='model directory, or "tiny"')
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--key-bias", type=float, nargs="+", default=[0.0], help="0: the model's own")
+    parser.add_argument("--all-layers", action="store_true")
+    parser.add_argument("--completions", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=200)
+    args = parser.parse_args()
+    policy = load_policy(model_path(args.model), lora=LoraConfig(rank=0), dtype=jnp.dtype(args.dtype))
+    prompts = prompts_of(policy, args.model == "tiny", args.completions)
+    if args.all_layers:
+        plan.most_key_bias = lambda _: float("inf")
+    for bias in args.key_bias:
+        biased = with_key_bias(policy, bias) if bias else policy
+        for name in plan.KV_CACHE_DTYPES:
+            line = measure(biased, prompts, Sampling(args.new_tokens), Engine(slots=32, kv_cache_dtype=name))
+            note = plan.cache_note(biased, name)
+            about = f"{args.model} {args.dtype}, key bias {bias:g}, {name}"
+            print(f"{about}: {line}" + (f" ({note})" if note else ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()
