@@ -6,6 +6,7 @@ Axes: B rows, T tokens, N query heads, K key/value heads, S slots of a cache, H 
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
@@ -29,7 +30,14 @@ def rope_and_cache(
 def rotate(x: Float[Array, "*B N H"], angles: Float32[Array, "*B A"]) -> Float[Array, "*B N H"]:
     """Rotary embedding in transformers' half-split order: pairs (i, i + H/2); in fp32, rounded once."""
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    wide = x.astype(jnp.float32)
+    if (
+        x.dtype == jnp.bfloat16
+    ):  # XLA may leave out the rounding of x where it computes x itself, in one program but not
+        wide = lax.reduce_precision(
+            wide, exponent_bits=8, mantissa_bits=7
+        )  # in another; keys of hundreds make it count
+    first, second = jnp.split(wide, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
