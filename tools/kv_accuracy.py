@@ -2,7 +2,8 @@
 
     python tools/kv_accuracy.py MODEL [--dtype float32] [--key-bias 0 32 300] [--all-layers]
 
-MODEL is a directory or "tiny", whose prompts are its arithmetic problems; other models continue their BOS token.
+MODEL is a directory or "tiny". Prompts are the generated arithmetic problems; a model without a tokenizer continues
+token 1.
 Prints for each `kv_cache_dtype` the mean |Δ logprob| and KL(sampled ‖ trainer) of the tokens drawn (the estimator
 `expm1(d) − d` that training logs), with the standard error over the completions. `--key-bias` sets one low-frequency
 element of each key head's bias in layer 0, and that of each query head to 4, for rollout and trainer alike, much as
@@ -41,9 +42,9 @@ def with_key_bias(policy: Policy, value: float) -> Policy:
     return policy.replace(frozen=frozen)
 
 
-def prompts_of(policy: Policy, arithmetic: bool, count: int) -> list[list[int]]:
-    """Token lists: arithmetic problems, or the BOS alone."""
-    if not arithmetic:
+def prompts_of(policy: Policy, count: int) -> list[list[int]]:
+    """Token lists: arithmetic problems, or without a tokenizer token 1 alone."""
+    if policy.tokenizer is None:
         return [[1]] * count
     problems = load_dataset("arithmetic", "test", "question", "answer", limit=count).problems
     return encode(problems, policy.tokenizer, "")
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=200)
     args = parser.parse_args()
     policy = load_policy(model_path(args.model), lora=LoraConfig(rank=0), dtype=jnp.dtype(args.dtype))
-    prompts = prompts_of(policy, args.model == "tiny", args.completions)
+    prompts = prompts_of(policy, args.completions)
     if args.all_layers:
         plan.most_key_bias = lambda _: float("inf")
     for bias in args.key_bias:
