@@ -21,6 +21,7 @@ import math
 import multiprocessing
 import pathlib
 import time
+from collections.abc import Sequence
 
 import bench_matmul as bench
 import jax
@@ -47,20 +48,21 @@ def estimate(tile: Tile, m: int, n: int, k: int) -> float:
     issue = 80 + 40 / tile.depth + (6 * groups_of_8 if tile.warp_mma else 0)
     shared = 24 + moved / 128 + (32 * groups_of_8 if tile.warp_mma else 0)
     tensor = 4 * tile.tokens if tile.warp_mma else 2 * max(tile.tokens, 32)
-    path = moved / 48
+    path = moved / 44
     chain = (300 / tile.depth + 260 + tensor) / (tile.consumers * tile.blocks_per_sm)
     unit = max(issue, shared, tensor, path, chain) + 0.15 * (issue + shared + tensor + path)
     if not tile.warp_mma:
         unit = max(issue + tensor, shared, path, chain)
+    if tile.ahead:
+        chain = (260 + 100 / tile.depth) / (tile.consumers * tile.blocks_per_sm)
+        unit = max(1.1 * issue, tensor, shared, path, chain) + (35 if tile.ahead == 1 else 10)
     if m >= 1024:  # at the clock that the GPU's power allows
         unit = max(unit, 75 + 2.1 * tile.tokens) + 0.05 * unit
     tiles_ = -(-m // tile.tokens) * -(-n // (64 * tile.rows))
-    groups = min(tiles_, SMS * tile.blocks_per_sm // tile.cluster)
-    steps = -(-k // (64 * tile.slices * tile.depth))
+    groups = min(tiles_, mosaic_gpu.clusters_at_once(tile, SMS))
+    steps = -(-k // (64 * tile.slices * tile.depth * tile.turn)) * tile.turn
     passes = math.ceil(-(-tiles_ // groups) * steps / tile.cluster)
     resident = min(tile.blocks_per_sm, math.ceil(groups * tile.cluster / SMS))
-    if tile.cluster == 4 and tile.blocks_per_sm != 2 and groups * 4 > 128 * tile.blocks_per_sm:
-        passes *= 1.45  # groups of 16 or 18 multiprocessors: the last clusters of four come after the rest
     busiest = passes * tile.slices * tile.depth * tile.rows * resident
     once = 4.0 + 0.6 * (tile.cluster > 1) + 0.3 * (tile.slices > 1) + 0.4 * (tile.cluster > 2)
     return max(busiest * unit / CLOCK_HZ * 1e6, n * k * 0.5625 / bench.COPY_BYTES_PER_S * 1e6) + once
@@ -72,28 +74,31 @@ def takes_adapters(tile: Tile, n: int, parts: tuple[int, ...]) -> bool:
     return mosaic_gpu.fits(fewer, adapted=True) and mosaic_gpu.can_fuse(tile, n, [(32, part) for part in parts])
 
 
-def candidates(m: int, n: int, k: int, transposed: bool, most: int, parts: tuple[int, ...] = ()) -> list[Tile]:
+def candidates(
+    m: int, n: int, k: int, transposed: bool, most: int, parts: tuple[int, ...] = (), ahead: Sequence[int] = (0, 1, 2)
+) -> list[Tile]:
     """The `most` tiles that look best for x [m, k] and a weight [n, k], with as many stages as fit (at most 8).
 
     Up to 128 tokens only those into which adapters for `parts` of the features fit: a rollout always has them. At most
-    two have the same consumers (tokens, rows and slices), so that what the model gets wrong for one kind does not take
-    all the places.
+    two have the same consumers (tokens, rows, slices, ahead), so that what the model gets wrong for one kind does not
+    take all the places.
     """
     adapted = bool(parts) and m <= 128
     widths = {-(-m // (8 * equal)) * 8 for equal in range(1, max(2, m // 56))}  # as many equal tiles as may be
     widths = [width for width in sorted(widths) if width <= 256 and (width >= 120 or m < 1024)]
     found = []
-    for tokens, rows, slices, cluster, depth, blocks, warp_mma in itertools.product(
-        widths, range(1, 8), (1, 2, 3, 4, 6, 7), (1, 2, 4), (1, 2, 4), (1, 2, 3), (True, False)
+    for tokens, rows, slices, cluster, depth, blocks, warp_mma, ahead_ in itertools.product(
+        widths, range(1, 8), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4), (1, 2, 3), (True, False), ahead
     ):
         if rows * slices > 7 or (transposed and slices > 2) or (warp_mma and (m > 32 or transposed)):
             continue
-        if (tokens > 32 and (depth == 4 or blocks == 3)) or (rows > 3 and tokens > 128) or (cluster == 4 and m > 128):
+        if (tokens > 32 and (depth == 4 or blocks == 3)) or (rows > 3 and tokens > 128) or (cluster > 2 and m > 512):
             continue
         for stages in range(8, 1, -1):
-            tile = Tile(tokens, rows, slices, cluster, depth, stages, blocks, warp_mma)
+            tile = Tile(tokens, rows, slices, cluster, depth, stages, blocks, warp_mma, ahead_)
             if mosaic_gpu.fits(tile):
-                if stages * depth * slices * blocks >= 4 and (not adapted or takes_adapters(tile, n, parts)):
+                enough = stages * depth * slices * blocks >= 4 and not (ahead_ and (stages - 1) * depth < 3)
+                if enough and (not adapted or takes_adapters(tile, n, parts)):
                     found.append(tile)
                 break
     best = {}  # of those that differ in depth and stages alone
@@ -101,7 +106,7 @@ def candidates(m: int, n: int, k: int, transposed: bool, most: int, parts: tuple
         best.setdefault(dataclasses.replace(tile, depth=1, stages=1), tile)
     chosen, alike = [], collections.Counter()
     for tile in best.values():
-        consumers = (tile.tokens, tile.rows, tile.slices, tile.warp_mma)
+        consumers = (tile.tokens, tile.rows, tile.slices, tile.warp_mma, tile.ahead)
         alike[consumers] += 1
         if alike[consumers] <= 2:
             chosen.append(tile)
@@ -131,7 +136,9 @@ def product(x: jax.Array, weight, tile: Tile, transposed: bool) -> jax.Array:
     return mosaic_gpu.matmul(x, weight, tile, transposed=transposed)
 
 
-def tune_case(case: str, tokens: list[int], directions: list[str], most: int, until: float) -> list[dict]:
+def tune_case(
+    case: str, tokens: list[int], directions: list[str], most: int, ahead: list[int], until: float
+) -> list[dict]:
     """Rows of the table for one shape; what is measured is printed. Nothing new is begun after the time `until`."""
     n, k = cases.SHAPES[case]
     with bench.gpu_alone():
@@ -147,7 +154,7 @@ def tune_case(case: str, tokens: list[int], directions: list[str], most: int, un
             expected = bench.exact(x, weights[0], transposed)
         present = tiles.tile_for(m, n, k, transposed=transposed)
         parts = () if transposed else cases.parts(case)
-        wanted = list(dict.fromkeys([present, *candidates(m, *shape, transposed, most, parts)]))
+        wanted = list(dict.fromkeys([present, *candidates(m, *shape, transposed, most, parts, ahead)]))
         us = 1.5 * bench.floor_us(m, n, k) + 5
         some = weights[:3] if m >= 1024 else weights
         one = functools.partial(attempt, f"{case} {direction} m={m}", transposed, x, some, expected, us)
@@ -169,6 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--direction", nargs="*", choices=["forward", "dx"], default=["forward", "dx"])
     parser.add_argument("--most", type=int, default=12, help="tiles tried for each product")
+    parser.add_argument("--ahead", nargs="*", type=int, default=[0, 1, 2], choices=[0, 1, 2], help="of the tiles tried")
     parser.add_argument("--jobs", type=int, default=10, help="processes that compile; they time one at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further product is begun")
     parser.add_argument("--commit", help="where there is no git")
@@ -178,7 +186,7 @@ def main() -> None:
     stored["meta"] = meta(args.commit)
     best = []
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        rest = (args.tokens, args.direction, args.most, time.time() + args.seconds)
+        rest = (args.tokens, args.direction, args.most, args.ahead, time.time() + args.seconds)
         tasks = [pool.submit(tune_case, case, *rest) for case in args.cases]
         for done in concurrent.futures.as_completed(tasks):
             for row in done.result():

@@ -56,11 +56,31 @@ def check(cases, kernels):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
         instruction = "mma.sync.aligned.m16n8k16" if case[3].warp_mma else "wgmma.mma_async.sync.aligned.m64"
         assert instruction in kernel, case
+        assert "movmatrix" not in kernel and ("ldmatrix" in kernel) == (case[3].warp_mma or case[4]), case
         assert "serialized" not in report, (case, report)
 
 
 def test_every_tile_of_the_table(tmp_path):
     cases = table_cases()
+    check(cases, compiled(cases, tmp_path))
+
+
+def test_tiles_that_work_ahead(tmp_path):
+    """Products follow one another without the assembler waiting in between, whether two units share a slot or not."""
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, fits
+
+    cases = []
+    for ahead in (1, 2):
+        tiles = [
+            Tile(8, 1, 2, 2, 4, 3, 2, ahead=ahead),
+            Tile(64, 4, 1, 1, 1, 7, ahead=ahead),
+            Tile(128, 3, 1, 1, 2, 3, ahead=ahead),
+            Tile(256, 2, 1, 1, 1, 4, ahead=ahead),
+        ]
+        assert all(map(fits, tiles))
+        cases += [(tile.tokens, 4608, 3584, tile, False, 0) for tile in tiles]
+        cases += [(tile.tokens, 4608, 3584, tile, True, 0) for tile in tiles[2:]]
+        cases.append((64, 4096, 3584, dataclasses.replace(tiles[1], stages=6), False, 2))
     check(cases, compiled(cases, tmp_path))
 
 

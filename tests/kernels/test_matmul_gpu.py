@@ -1,5 +1,6 @@
 """The Mosaic GPU product on a Hopper GPU, against sums in fp64 of the dequantized weights."""
 
+import dataclasses
 import functools
 
 import jax
@@ -206,3 +207,27 @@ def test_pipelines_of_every_depth_end(rows, slices, cluster):
         for stages in (1, 2, 3, 6):
             tile = Tile(16, rows, slices, cluster, depth=1, stages=stages, warp_mma=slices == 2)
             check(matmul(x, packed, tile), x64 @ w.T, x64, w, k)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_working_ahead(ahead, transposed):
+    """Rings of two to five slots, one or more units in each, over contractions of even and odd length and tiles that
+    are shared; where sums are cut in the same places the bits are those of the plain loop."""
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
+
+    for n, k in ((1024, 1088), (1088, 1024), (640, 64 * 37)):
+        weight = weight_of(n, k)
+        packed = packing.pack(weight)
+        x = activations(300, n if transposed else k)
+        x64, w = exact(x, weight)
+        matrix = w if transposed else w.T
+        for rows, slices, cluster, depth, stages in (
+            (1, 1, 1, 1, 2), (2, 1, 1, 2, 2), (2, 2, 2, 1, 3), (3, 1, 2, 2, 3), (1, 2, 4, 1, 5), (2, 1, 1, 1, 4)
+        ):  # fmt: skip
+            plain = Tile(64, rows, slices, cluster, depth, stages)
+            y = matmul(x, packed, dataclasses.replace(plain, ahead=ahead), transposed=transposed)
+            check(y, x64 @ matrix, x64, matrix.T, len(matrix))
+            if cluster == 1:
+                same = matmul(x, packed, plain, transposed=transposed)
+                np.testing.assert_array_equal(np.asarray(y).view(np.uint16), np.asarray(same).view(np.uint16))

@@ -25,6 +25,9 @@ Barriers, and why none can hang. Every wait is answered by arrivals that do not 
   completes once a pass: every consumer arrives after its last read (after the wait for `wgmma`, or a fence, see
   `order_reads`). Producer and consumers of a block make the same passes in the same order, and the producer waits on
   `empty` only from the second round on.
+- With `ahead` a consumer waits for `full` of one pass while it still holds the slot of the pass before, and no other
+  (the pass before that it has freed). There are two slots or more, so the producer fills the one waited for without
+  needing the one held.
 - `sums[r]` completes once for every segment (a tile or a part of one): the slices - 1 consumers that share feature
   rows arrive with their sums. They reuse their place only after `taken[r]`, on which the reader arrives for every
   segment but the last.
@@ -41,6 +44,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -53,11 +57,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.fragments import (
     SCALES,
-    SCALES_T,
     WORDS,
-    WORDS_T,
     dequantize,
+    load_transposed,
     order_reads,
+    store_transposed,
     swizzled,
     warp_multiply,
 )
@@ -74,12 +78,15 @@ class Tile:
       tokens: rows of x in a tile (8 to 256, a multiple of 8).
       rows: consumer warpgroups side by side, 64 output features each.
       slices: consumer warpgroups that share the contraction of the same features.
-      cluster: blocks that walk over the same tiles, cut into equal runs (1, 2, 4 or 8).
+      cluster: blocks that walk over the same tiles, cut into equal runs (1, 2, 3, 4 or 8).
       depth: units of 64 along the contraction that a consumer takes from one slot of the ring.
       stages: slots of the ring.
       blocks_per_sm: blocks resident on one multiprocessor.
       warp_mma: multiply with `mma.sync` (a warp's own instruction) and not `wgmma`: for few tokens, where `wgmma`
         takes as long for 8 as for 32.
+      ahead: make the next unit's operand while `wgmma` works at the present one, which the next then waits for (1) or
+        follows at once (2). With 0, consumers that share a slot all make theirs and then all wait for the tensor cores:
+        a unit takes the sum of both times.
     """
 
     tokens: int
@@ -90,18 +97,26 @@ class Tile:
     stages: int = 4
     blocks_per_sm: int = 1
     warp_mma: bool = False
+    ahead: int = 0
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups of a block."""
         return self.rows * self.slices
 
+    @property
+    def turn(self) -> int:
+        """Passes of the ring that a consumer takes together: with `ahead` so many that two operands can take turns."""
+        return 2 if self.ahead and self.depth % 2 else 1
+
     def smem_bytes(self, adapted: bool = False) -> int:
-        """Shared memory of a block, with or without adapters; half a KiB of it for barriers."""
+        """Shared memory of a block, with or without adapters; half a KiB of it for barriers, each array a whole number
+        of KiB."""
         units = self.slices * self.depth
-        slot = units * (self.rows * (512 + 64) * 4 + self.tokens * TILE * 2)
+        slot = units * (self.rows * 512 * 4 + self.tokens * TILE * 2)
+        scales = -(-self.stages * units * self.rows // 4) * 1024
         sums = self.rows * self.tokens * TILE * (2 + 4 * (self.slices + self.cluster - 2))
-        return self.stages * slot + sums + adapted * self.rows * TILE * TILE * 2 + 512
+        return self.stages * slot + scales + sums + adapted * self.rows * TILE * TILE * 2 + 512
 
 
 # A jit of its own, although the callers are jitted: a program then lowers and compiles each shape once, not once for
@@ -141,6 +156,8 @@ def matmul(
     smem = tile.smem_bytes(bool(expand))
     if smem > SMEM_BYTES:
         raise ValueError(f"matmul: {tile} needs {smem} bytes of shared memory, a block has {SMEM_BYTES}")
+    if tile.ahead and (tile.stages < 2 or tile.warp_mma):  # one slot: its consumer would wait for itself
+        raise ValueError(f"matmul: {tile} works ahead, which takes wgmma and two slots")
     if expand and not can_fuse(tile, n, [b.shape for b in expand]):
         raise ValueError(f"matmul: adapters of shapes {[b.shape for b in expand]} do not fit {tile} and {n} features")
     more_tokens = -tokens % 8 if tokens > 8 else 0
@@ -169,6 +186,16 @@ def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
     )
 
 
+def clusters_at_once(tile: Tile, sms: int) -> int:
+    """Clusters that a GPU can hold, none waiting for another to end.
+
+    A cluster lies within one group of 14 to 18 multiprocessors; where it takes more than two of them, some are left
+    over.
+    """
+    left_over = 2 if tile.cluster > 2 * tile.blocks_per_sm else 0
+    return max(1, sms * tile.blocks_per_sm // tile.cluster - left_over)
+
+
 def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sms):
     tokens, contraction = x.shape
     token_tiles = -(-tokens // tile.tokens)
@@ -178,13 +205,16 @@ def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sm
     plan = _Plan(
         token_tiles=token_tiles,
         feature_tiles=feature_tiles,
-        steps=-(-contraction // (TILE * units)),
-        groups=min(tiles, max(1, sms * tile.blocks_per_sm // tile.cluster)),
+        steps=-(-contraction // (TILE * units * tile.turn)) * tile.turn,
+        groups=min(tiles, clusters_at_once(tile, sms)),
     )
+    words = weight.words.reshape(*weight.words.shape[:2], 16, 32) if transposed else weight.words  # the same bytes
     weight_block = (units, tile.rows) if transposed else (tile.rows, units)
     sums = (TILE, tile.tokens)
     scratch = {
-        "words_s": plgpu.SMEM((tile.stages, *weight_block, 4, 128), jnp.uint32),
+        "words_s": plgpu.SMEM(
+            (tile.stages, *weight_block, *words.shape[2:]), jnp.uint32, transforms=swizzled(32, 4) if transposed else ()
+        ),
         "scales_s": plgpu.SMEM((tile.stages, *weight_block, 64), jnp.uint32),
         "x_s": plgpu.SMEM(
             (tile.stages, tile.slices, tile.tokens, tile.depth * TILE), jnp.bfloat16, transforms=swizzled(TILE, 2)
@@ -228,7 +258,7 @@ def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sm
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     extra = (() if bias is None else (bias,)) + (((shrunk, *expand)) if expand else ())
-    return call(x, weight.words, weight.scales, weight.multiplier, *extra)
+    return call(x, words, weight.scales, weight.multiplier, *extra)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +316,7 @@ def _body(
 
     def cut(p):
         """First pass, counted over the cluster's tiles, of block p; block p ends where p + 1 begins."""
-        return lax.div(p * passes, tile.cluster)
+        return lax.div(p * lax.div(passes, tile.turn), tile.cluster) * tile.turn
 
     # A segment is what this block does of one tile: passes low : high of tile i. It owns the tile if it has the first.
     begin, end = cut(part), cut(part + 1)
@@ -378,18 +408,31 @@ def _body(
             plgpu.set_max_registers(registers[1], action="increase")
         q, r = lax.div(warpgroup, tile.rows), lax.rem(warpgroup, tile.rows)
 
+        def load(slot, d):
+            unit = q * tile.depth + d
+            if transposed:
+                return load_transposed(words_s.at[slot, unit, r], scales_s.at[slot, unit, r])
+            words = plgpu.load(words_s.at[slot, r, unit], layout=WORDS, optimized=False)
+            scales = plgpu.load(scales_s.at[slot, r, unit], layout=SCALES, optimized=False)
+            return words, scales
+
         def weights(slot, d):
-            at = (slot, q * tile.depth + d, r) if transposed else (slot, r, q * tile.depth + d)
-            words = plgpu.load(words_s.at[at], layout=WORDS_T if transposed else WORDS, optimized=False)
-            scales = plgpu.load(scales_s.at[at], layout=SCALES_T if transposed else SCALES, optimized=False)
-            return dequantize(words, scales, transposed)
+            return dequantize(*load(slot, d), transposed)
+
+        def tokens_of(slot, d):
+            return x_s.at[slot, q, :, pl.ds(d * TILE, TILE)].T
+
+        def filled(s, at):
+            """The slot of pass `at`, once its data is there; to be asked once for each pass."""
+            slot = lax.rem(ring(s, at), tile.stages)
+            plgpu.barrier_wait(full.at[slot])
+            return slot
 
         def over_passes(s, init, one_slot):
             _, low, high = segment(s)
 
             def one_pass(at, carry):
-                slot = lax.rem(ring(s, at), tile.stages)
-                plgpu.barrier_wait(full.at[slot])
+                slot = filled(s, at)
                 carry = one_slot(slot, carry)
                 if tile.warp_mma:
                     order_reads()
@@ -404,11 +447,57 @@ def _body(
             def by_warpgroup(acc):
                 def one_slot(slot, carry):
                     for d in range(tile.depth):
-                        plgpu.wgmma(acc, weights(slot, d), x_s.at[slot, q, :, pl.ds(d * TILE, TILE)].T)
+                        plgpu.wgmma(acc, weights(slot, d), tokens_of(slot, d))
                     plgpu.wgmma_wait(0)
                     return carry
 
                 over_passes(s, None, one_slot)
+                return acc[...]
+
+            def by_warpgroup_ahead(acc):
+                """Two operands take turns: one is made while the tensor cores read the other."""
+                _, low, high = segment(s)
+
+                def unit(at, d, slot, before, a, last=False):
+                    """Multiplies with `a`, the operand of unit d in `slot` (pass `at`), and makes the next one."""
+                    ends = d == tile.depth - 1
+
+                    def following():
+                        after = filled(s, at + 1) if ends else slot
+                        return after, load(after, 0 if ends else d + 1)
+
+                    if tile.ahead == 1 and not last:
+                        after, packed = following()
+                    plgpu.wgmma(acc, a, tokens_of(slot, d))
+                    if tile.ahead == 2:
+                        plgpu.wgmma_wait(0 if last else 1)  # the unit before is done
+                        if d == 0:
+
+                            @pl.when(before >= 0)
+                            def _():
+                                plgpu.barrier_arrive(empty.at[before])
+
+                        if not last:
+                            after, packed = following()
+                    if not last:
+                        a = dequantize(*packed, transposed)
+                    if tile.ahead == 1:
+                        plgpu.wgmma_wait(0)
+                    if (tile.ahead == 1 and ends) or last:
+                        plgpu.barrier_arrive(empty.at[slot])
+                    return (slot, before, a) if last else (after, slot if ends else before, a)
+
+                def turn(t, carry, last=False):
+                    for p, d in itertools.product(range(tile.turn), range(tile.depth)):
+                        final = last and (p, d) == (tile.turn - 1, tile.depth - 1)
+                        carry = unit(t * tile.turn + p, d, *carry, last=final)
+                    return carry
+
+                slot = filled(s, low)
+                carry = slot, jnp.int32(-1), weights(slot, 0)
+                end = lax.div(high, tile.turn) - 1
+                carry = lax.fori_loop(lax.div(low, tile.turn), end, turn, carry)
+                turn(end, carry, last=True)
                 return acc[...]
 
             def by_warp(slot, total):
@@ -419,7 +508,8 @@ def _body(
             if tile.warp_mma:
                 zero = plgpu.layout_cast(jnp.zeros((TILE, tile.tokens), jnp.float32), plgpu.Layout.WGMMA)
                 return over_passes(s, zero, by_warp)
-            return pl.run_scoped(by_warpgroup, plgpu.ACC((TILE, tile.tokens), jnp.float32))
+            by_wgmma = by_warpgroup_ahead if tile.ahead else by_warpgroup
+            return pl.run_scoped(by_wgmma, plgpu.ACC((TILE, tile.tokens), jnp.float32))
 
         def row_terms(i):
             """Multiplier and bias of this consumer's rows in the cluster's i-th tile; read before the sum, which hides
@@ -463,7 +553,10 @@ def _body(
 
             y = plgpu.layout_cast(total.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has left the buffer
-            out_s.at[r].T[...] = y
+            if transposed:
+                store_transposed(out_s.at[r], y)
+            else:
+                out_s.at[r].T[...] = y
             plgpu.commit_smem()
             first = (f * tile.rows + r) * TILE
 
@@ -578,13 +671,18 @@ def fits(tile: Tile, adapted: bool = False) -> bool:
     """Whether a multiprocessor can hold `tile`: shared memory, threads, and about the registers of a consumer."""
     threads = (tile.consumers + 1) * 128
     split = _register_split(tile)
-    registers = split[1] if split else 65536 // (threads * tile.blocks_per_sm) // 8 * 8
+    at_launch = 65536 // (threads * tile.blocks_per_sm) // 8 * 8
+    registers = split[1] if split else at_launch
     own = tile.tokens // 2  # its sums: beside them A while it multiplies, or those that it adds at the end
     others = own if tile.slices > 1 or tile.cluster > 1 else 0
+    operands = 16 * (2 if tile.ahead else tile.depth)
+    spills = tile.consumers > (3 if tile.cluster > 2 else 5)  # a few words with `ahead`, as compiling them showed
     return (
         tile.smem_bytes(adapted) * tile.blocks_per_sm <= SMEM_BYTES
         and threads * tile.blocks_per_sm <= 2048
         and tile.consumers <= 7
-        and tile.cluster in (1, 2, 4, 8)
-        and (tile.warp_mma or own + 28 + max(others, 16 * tile.depth) <= registers)
+        and tile.cluster in (1, 2, 3, 4, 8)
+        and not (tile.ahead and (tile.stages < 2 or tile.warp_mma or spills))
+        and (tile.warp_mma or own + 28 + max(others, operands) <= registers)
+        and (tile.warp_mma or own + 30 <= at_launch)  # what one `wgmma` names has to be there then
     )
