@@ -5,7 +5,7 @@
 Of all tiles that fit a multiprocessor, those that a rough model of the kernel (`estimate`) puts first are compiled,
 checked (relative error) and timed as `bench_matmul.py` does; the table's present tile is always among them. Run it
 under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were
-tried and leaves the others.
+tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody has timed.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def tune_case(
 ) -> list[dict]:
     """Rows of the table for one shape; what is measured is printed. Nothing new is begun after the time `until`."""
     n, k = cases.SHAPES[case]
-    with bench.gpu_alone():
+    with bench.gpu_shared():
         weights = jax.block_until_ready(bench.weights_of(case))
     rows = []
     for m, direction in itertools.product(tokens, directions):
@@ -149,8 +149,8 @@ def tune_case(
         if time.time() > until or (transposed and m < 1024):
             continue
         shape = (k, n) if transposed else (n, k)
-        x = jax.random.normal(jax.random.key(0), (m, shape[1]), jnp.bfloat16)
-        with bench.gpu_alone():
+        with bench.gpu_shared():
+            x = jax.random.normal(jax.random.key(0), (m, shape[1]), jnp.bfloat16)
             expected = bench.exact(x, weights[0], transposed)
         present = tiles.tile_for(m, n, k, transposed=transposed)
         parts = () if transposed else cases.parts(case)
@@ -179,26 +179,53 @@ def main() -> None:
     parser.add_argument("--ahead", nargs="*", type=int, default=[0, 1, 2], choices=[0, 1, 2], help="of the tiles tried")
     parser.add_argument("--jobs", type=int, default=10, help="processes that compile; they time one at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further product is begun")
+    parser.add_argument("--untimed", action="store_true", help="no GPU: take what the model puts first")
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store what was found")
     args = parser.parse_args()
     stored = json.loads(TABLE.read_text())
-    stored["meta"] = meta(args.commit)
     best = []
+    if args.untimed:
+        for case in args.cases:
+            keep(stored, best, guesses(case, args.tokens, args.direction, args.ahead))
+        if args.write:
+            args.write.write_text(in_lines(stored))
+        return
+    stored["meta"] = meta(args.commit)
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         rest = (args.tokens, args.direction, args.most, args.ahead, time.time() + args.seconds)
         tasks = [pool.submit(tune_case, case, *rest) for case in args.cases]
         for done in concurrent.futures.as_completed(tasks):
-            for row in done.result():
-                key = [row[name] for name in ("direction", "n", "k", "tokens")]
-                kept = [r for r in stored["rows"] if [r[name] for name in ("direction", "n", "k", "tokens")] != key]
-                stored["rows"] = [*kept, row]
-                best.append(row)
+            keep(stored, best, done.result())
             if args.write:
                 args.write.write_text(in_lines(stored))
     for row in sorted(best, key=lambda row: (row["direction"], row["tokens"], row["n"], row["k"])):
         tile = tuple(row["tile"].values())
         print(f"best {row['direction']} n {row['n']} k {row['k']} m {row['tokens']} {tile} {row['us']} us", flush=True)
+
+
+def guesses(case: str, tokens: list[int], directions: list[str], ahead: list[int]) -> list[dict]:
+    """Rows of the table for one shape as the model has them, without a time."""
+    n, k = cases.SHAPES[case]
+    rows = []
+    for m, direction in itertools.product(tokens, directions):
+        transposed = direction == "dx"
+        if transposed and m < 1024:
+            continue
+        parts = () if transposed else cases.parts(case)
+        [tile] = candidates(m, *((k, n) if transposed else (n, k)), transposed, 1, parts, ahead)
+        fields = dataclasses.asdict(tile)
+        rows.append({"direction": direction, "n": n, "k": k, "tokens": m, "tile": fields, "us": None})
+    return rows
+
+
+def keep(stored: dict, best: list[dict], rows: list[dict]) -> None:
+    """Put rows into the table in place of those of the same products."""
+    for row in rows:
+        key = [row[name] for name in ("direction", "n", "k", "tokens")]
+        kept = [r for r in stored["rows"] if [r[name] for name in ("direction", "n", "k", "tokens")] != key]
+        stored["rows"] = [*kept, row]
+        best.append(row)
 
 
 def in_lines(stored: dict) -> str:

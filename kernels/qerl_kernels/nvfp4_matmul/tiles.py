@@ -1,8 +1,8 @@
 """Which tile a product uses: a table found by `tools/tune_matmul.py` and stored as data, one file for a kind of GPU.
 
 A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m it was tuned for), the fields of `Tile`
-and the microseconds measured (null where the tile was taken from a shape like it). A shape that is not in the table
-takes the row of the shape nearest to it in log n and log k.
+and the microseconds measured (null where it is the choice of the tuner's model, or that of a shape like it). A shape
+that is not in the table takes the row of the shape nearest to it in log n and log k.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from importlib import resources
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits
 
 TABLE = "tiles_h200.json"
+FREE = 128  # tokens above which a tile may take fewer than the table says
+MULTIPROCESSORS = 132  # of the GPUs that the table is for
+PER_PASS = 45  # what a pass costs beside its tokens, in tokens (tools/results/LOG.md)
 SMALL = 512  # features below which a weight is no projection of a model and takes the plainest tile
 
 
@@ -61,7 +64,7 @@ def tile_for(
     elif batch_invariant:
         tile = Tile(tokens=64, rows=2, slices=2, depth=1, stages=4)
     else:
-        tile = _tuned(m, n, k, transposed)
+        tile = in_waves(_tuned(m, n, k, transposed), m, k if transposed else n)
     if not adapters:
         return tile
     for rows, stages in itertools.product((tile.rows, 4, 2, 1), (tile.stages, tile.stages - 1)):
@@ -70,6 +73,23 @@ def tile_for(
         if rows <= tile.rows and stages >= min(2, tile.stages) and fused:
             return narrower
     return None
+
+
+def in_waves(tile: Tile, m: int, features: int) -> Tile:
+    """`tile` with as many tokens, up to its own, as keep the multiprocessors busy to the end.
+
+    Blocks that walk alone over whole tiles take ⌈tiles / multiprocessors⌉ rounds. 448 tiles of 256 tokens for example
+    take four for 3.4; with 232 tokens there are 504, and four rounds of them cost 9 % less.
+    """
+    if m <= FREE or tile.cluster > 1 or tile.warp_mma:
+        return tile
+    blocks = MULTIPROCESSORS * tile.blocks_per_sm
+
+    def cost(tokens: int) -> int:
+        tiles = -(-m // tokens) * -(-features // (64 * tile.rows))
+        return -(-tiles // blocks) * (tokens + PER_PASS)
+
+    return dataclasses.replace(tile, tokens=min(range(tile.tokens, 63, -8), key=cost))
 
 
 def _tuned(m: int, n: int, k: int, transposed: bool) -> Tile:

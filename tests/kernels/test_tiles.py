@@ -1,0 +1,52 @@
+"""The choice of tiles: what the table's tile becomes for a number of tokens, against counting rounds by hand."""
+
+import dataclasses
+import math
+
+import pytest
+from qerl_kernels.nvfp4_matmul import cases, tiles
+from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, fits
+
+WIDE = Tile(tokens=256, rows=2, depth=1, stages=4, ahead=2)
+
+
+def rounds(tile: Tile, m: int, features: int) -> int:
+    return math.ceil(math.ceil(m / tile.tokens) * math.ceil(features / (64 * tile.rows)) / 132)
+
+
+@pytest.mark.parametrize(
+    ("m", "features", "tokens"),
+    [
+        (4096, 3584, 232),  # 28 x 16 tiles of 256: 3.39 rounds, four are run; 28 x 18 of 232: 3.82, four are run
+        (4096, 37888, 256),  # 296 x 16: 35.9 rounds
+        (129, 132 * 128, 136),  # one round; two of 72 would cost more
+    ],
+)
+def test_by_hand(m, features, tokens):
+    assert tiles.in_waves(WIDE, m, features) == dataclasses.replace(WIDE, tokens=tokens)
+
+
+def test_never_costs_more_than_the_table_s_tile():
+    for features in (3584, 4608, 5120, 18944, 55296):
+        for m in range(129, 5000, 97):
+            found = tiles.in_waves(WIDE, m, features)
+            assert found.tokens % 8 == 0 and 64 <= found.tokens <= 256
+            both = [rounds(tile, m, features) * (tile.tokens + tiles.PER_PASS) for tile in (found, WIDE)]
+            assert both[0] <= both[1]
+            assert tiles.in_waves(found, m, features) == found
+
+
+def test_tiles_that_share_their_work_are_left_alone():
+    for tile in (Tile(tokens=128, cluster=2), Tile(tokens=8, warp_mma=True)):
+        assert tiles.in_waves(tile, 4096, 3584) == tile
+    assert tiles.in_waves(WIDE, 128, 3584) == WIDE
+
+
+@pytest.mark.parametrize("case", cases.SHAPES)
+def test_every_number_of_tokens_has_a_tile_that_fits(case):
+    n, k = cases.SHAPES[case]
+    for m in (*cases.TOKENS, 100, 333, 2000, 3072, 50000):
+        assert fits(tiles.tile_for(m, n, k)) and fits(tiles.tile_for(m, n, k, transposed=True))
+    parts = [(32, width) for width in cases.parts(case)]
+    for m in (1, 8, 64, 128):
+        assert fits(tiles.tile_for(m, n, k, adapters=parts), adapted=True)
