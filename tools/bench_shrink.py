@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from qerl_kernels.lora_shrink import cases
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+from record import meta
 
 ROTATE_BYTES = 100e6
 EXECUTIONS = 5
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(cases.SHAPES), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/shrink.json"))
     args = parser.parse_args()
     rows = []
@@ -114,8 +116,7 @@ def main() -> None:
             print(f"{case:12s} m {tokens:4d}  ours {ours['us']:6.2f} us  xla {theirs['us']:6.2f} us, "
                   f"{theirs['kernels']} kernels that take {theirs['busy']:6.2f}", flush=True)  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    meta = {"gpu": jax.devices()[0].device_kind, "jax": jax.__version__}
-    args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=0))
+    args.out.write_text(json.dumps({"meta": meta(args.commit), "rows": rows}, indent=0) + "\n")
 
 
 if __name__ == "__main__":
