@@ -413,7 +413,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     raise ConfigError(f"{name} must be of type {hint.__name__}, got {value!r}")
 
 
-def from_mapping(values: dict[str, Any], where: str) -> Config:
+def from_mapping(values: dict[Any, Any], where: str) -> Config:
     """A Config from YAML's mapping; `-` in a key means `_`. `where` names the file in errors."""
     fields = {field.name for field in dataclasses.fields(Config)}
     known = {}
