@@ -33,6 +33,7 @@ import numpy as np
 from bench_matmul import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.attention import decode_attention
+from qerl_kernels.dispatch import MULTIPROCESSORS
 from record import meta
 
 ROTATE_BYTES = 200e6
@@ -197,7 +198,7 @@ def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
     q, sets, needed = arguments(about)
     kernel = functools.partial(mosaic_gpu.decode_attention, scale=q.shape[-1] ** -0.5)
     pairs = about["batch"] * cases.MODELS[about["model"]][1]
-    runs = [({"impl": "qerl", "blocks": mosaic_gpu.blocks_for(pairs, 132), "forced": False}, kernel)]
+    runs = [({"impl": "qerl", "blocks": mosaic_gpu.blocks_for(pairs, MULTIPROCESSORS), "forced": False}, kernel)]
     runs += [({"impl": "qerl", "blocks": n, "forced": True}, functools.partial(kernel, blocks=n)) for n in forced]
     if rivals:
         runs.append(({"impl": "xla"}, functools.partial(decode_attention, implementation="xla")))

@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["7b"], choices=list(MODELS))
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--slots", type=int, default=512)
+    parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/rope.json"))
     args = parser.parse_args()
     rows = []
@@ -92,7 +93,7 @@ def main() -> None:
             for row in (ours, theirs):
                 print("{model} batch {batch} {impl}: {us} us, {busy} in {kernels} kernels".format(**row), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"meta": meta(None), "rows": rows}, indent=0))
+    args.out.write_text(json.dumps({"meta": meta(args.commit), "rows": rows}, indent=0) + "\n")
 
 
 if __name__ == "__main__":

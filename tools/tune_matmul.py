@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import bench_matmul as bench
 import jax
 import jax.numpy as jnp
+from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul import cases, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
 from record import meta
@@ -33,7 +34,7 @@ from record import meta
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
 CLOCK_HZ = 1.85e9
-SMS = 132
+SMS = dispatch.MULTIPROCESSORS
 
 
 def estimate(tile: Tile, m: int, n: int, k: int) -> float:
@@ -79,12 +80,12 @@ def candidates(
 ) -> list[Tile]:
     """The `most` tiles that look best for x [m, k] and a weight [n, k], with as many stages as fit (at most 8).
 
-    Up to 128 tokens only those into which adapters for `parts` of the features fit: a rollout always has them. At most
+    Only those into which adapters for `parts` of the features fit: rollouts and training always have them. At most
     two have the same consumers (tokens, rows, slices, ahead), so that what the model gets wrong for one kind does not
     take all the places.
     """
-    adapted = bool(parts) and m <= 128
-    widths = {-(-m // (8 * equal)) * 8 for equal in range(1, max(2, m // 56))}  # as many equal tiles as may be
+    adapted = bool(parts)
+    widths = {-(-m // (8 * equal)) * 8 for equal in range(1, max(1, m // 64) + 1)}  # every number of equal tiles
     widths = [width for width in sorted(widths) if width <= 256 and (width >= 120 or m < 1024)]
     found = []
     for tokens, rows, slices, cluster, depth, blocks, warp_mma, ahead_ in itertools.product(
@@ -187,11 +188,13 @@ def main() -> None:
     best = []
     if args.untimed:
         for case in args.cases:
-            keep(stored, best, guesses(case, args.tokens, args.direction, args.ahead))
+            keep(stored, best, guesses(case, args.tokens, args.direction, args.ahead), over_timed=False)
+        for row in best:
+            print(*row.values())
         if args.write:
             args.write.write_text(in_lines(stored))
         return
-    stored["meta"] = meta(args.commit)
+    stored["meta"] = meta(args.commit) | {"note": stored["meta"].get("note", "")}
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         rest = (args.tokens, args.direction, args.most, args.ahead, time.time() + args.seconds)
         tasks = [pool.submit(tune_case, case, *rest) for case in args.cases]
@@ -219,13 +222,14 @@ def guesses(case: str, tokens: list[int], directions: list[str], ahead: list[int
     return rows
 
 
-def keep(stored: dict, best: list[dict], rows: list[dict]) -> None:
-    """Put rows into the table in place of those of the same products."""
+def keep(stored: dict, best: list[dict], rows: list[dict], over_timed: bool = True) -> None:
+    """Put rows into the table in place of those of the same products; a timed one stays unless `over_timed`."""
     for row in rows:
         key = [row[name] for name in ("direction", "n", "k", "tokens")]
-        kept = [r for r in stored["rows"] if [r[name] for name in ("direction", "n", "k", "tokens")] != key]
-        stored["rows"] = [*kept, row]
-        best.append(row)
+        same = [r for r in stored["rows"] if [r[name] for name in ("direction", "n", "k", "tokens")] == key]
+        if over_timed or not any(r["us"] is not None for r in same):
+            stored["rows"] = [*(r for r in stored["rows"] if r not in same), row]
+            best.append(row)
 
 
 def in_lines(stored: dict) -> str:

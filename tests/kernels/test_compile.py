@@ -89,7 +89,7 @@ def test_adapters_cost_no_tile_more_than_a_stage():
     from qerl_kernels.nvfp4_matmul import cases, tiles
 
     for case, (n, k) in cases.SHAPES.items():
-        for m in (1, 8, 16, 32, 64):
+        for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096):
             plain = tiles.tile_for(m, n, k)
             adapted = tiles.tile_for(m, n, k, adapters=[(32, width) for width in cases.parts(case)])
             assert adapted in (plain, dataclasses.replace(plain, stages=plain.stages - 1)), (case, m, plain, adapted)

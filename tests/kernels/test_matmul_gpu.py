@@ -194,7 +194,7 @@ def test_batch_invariant_rows_do_not_depend_on_the_others(adapted):
         np.testing.assert_array_equal(part, whole[first : first + m])
 
 
-@pytest.mark.parametrize("rows, slices, cluster", [(1, 1, 1), (2, 2, 2), (1, 3, 4)])
+@pytest.mark.parametrize("rows, slices, cluster", [(1, 1, 1), (2, 2, 2), (1, 3, 4), (1, 2, 3)])
 def test_pipelines_of_every_depth_end(rows, slices, cluster):
     """A wrong barrier would hang or tear: rings of one to six slots over many lengths of the contraction."""
     from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
@@ -223,7 +223,8 @@ def test_working_ahead(ahead, transposed):
         x64, w = exact(x, weight)
         matrix = w if transposed else w.T
         for rows, slices, cluster, depth, stages in (
-            (1, 1, 1, 1, 2), (2, 1, 1, 2, 2), (2, 2, 2, 1, 3), (3, 1, 2, 2, 3), (1, 2, 4, 1, 5), (2, 1, 1, 1, 4)
+            (1, 1, 1, 1, 2), (2, 1, 1, 2, 2), (2, 2, 2, 1, 3), (3, 1, 2, 2, 3), (1, 2, 4, 1, 5), (2, 1, 3, 1, 4),
+            (2, 1, 1, 1, 4),
         ):  # fmt: skip
             plain = Tile(64, rows, slices, cluster, depth, stages)
             y = matmul(x, packed, dataclasses.replace(plain, ahead=ahead), transposed=transposed)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from qerl_kernels.nvfp4_matmul import cases, tiles
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, fits
+from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, clusters_at_once, fits
 
 WIDE = Tile(tokens=256, rows=2, depth=1, stages=4, ahead=2)
 
@@ -31,9 +31,31 @@ def test_never_costs_more_than_the_table_s_tile():
         for m in range(129, 5000, 97):
             found = tiles.in_waves(WIDE, m, features)
             assert found.tokens % 8 == 0 and 64 <= found.tokens <= 256
-            both = [rounds(tile, m, features) * (tile.tokens + tiles.PER_PASS) for tile in (found, WIDE)]
+            both = [rounds(tile, m, features) * (tile.tokens + tiles.PER_ROUND) for tile in (found, WIDE)]
             assert both[0] <= both[1]
             assert tiles.in_waves(found, m, features) == found
+
+
+def test_blocks_that_share_a_multiprocessor_make_the_rounds_shorter():
+    """264 blocks: 28 x 16 tiles of 256 tokens are two rounds; of 240, 28 x 18 are two as well, and shorter."""
+    two = dataclasses.replace(WIDE, blocks_per_sm=2)
+    assert tiles.in_waves(two, 4096, 3584).tokens == 232
+
+
+def test_the_direction_decides_which_features_count(monkeypatch):
+    """dx has as many features as the weight has columns. A timed row is taken as it is, for the tokens it was timed
+    at."""
+    row = tiles.Row("dx", 37888, 3584, 4096, WIDE, None)
+    monkeypatch.setattr(tiles, "table", lambda: (row,))
+    assert tiles.tile_for(4096, 37888, 3584, transposed=True).tokens == 232
+    monkeypatch.setattr(tiles, "table", lambda: (dataclasses.replace(row, us=1500.0),))
+    assert tiles.tile_for(4096, 37888, 3584, transposed=True) == WIDE
+    assert tiles.tile_for(4000, 37888, 3584, transposed=True).tokens < 256
+
+
+def test_clusters_that_fit():
+    assert [clusters_at_once(Tile(64, cluster=n), 132) for n in (1, 2, 3, 4)] == [132, 66, 42, 31]
+    assert clusters_at_once(Tile(64, cluster=3, blocks_per_sm=2), 132) == 85
 
 
 def test_tiles_that_share_their_work_are_left_alone():

@@ -64,6 +64,7 @@ from qerl_kernels.decode_attention.fragments import (
     scores_of,
     store_result,
 )
+from qerl_kernels.dispatch import MULTIPROCESSORS
 
 TILE = 4 * KEYS_OF_WARP
 PARTS = 4
@@ -107,7 +108,7 @@ def decode_attention(
     lengths: jax.Array,
     scale: float,
     *,
-    sms: int = 132,
+    sms: int = MULTIPROCESSORS,
     blocks: int | None = None,
     slots: int | None = None,
 ) -> jax.Array:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import jax
 
+from qerl_kernels.dispatch import MULTIPROCESSORS
 from qerl_kernels.lora_shrink.reference import SLOT
 
 CHUNK = 32  # features that a warp takes at a time
 OCTET = 8  # tokens that `mma.sync` takes at a time
 BLOCKS = 16  # of a cluster: twice what is portable; faster than 8 up to 32 tokens (tools/results/LOG.md)
-CLUSTERS = 6  # of that size at work at one time; eight of them take twice as long as one (LOG.md)
+CLUSTERS = 6  # of that size to begin at one time: eight took twice as long as one (LOG.md), six are a guess
 LEAST_COLUMNS = 16  # of a cluster: what a row of A has for it is a whole sector of 32 bytes
-MULTIPROCESSORS = 132  # of the chips on which such a cluster has been seen to launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Plan:
 def plan_for(task: Task, blocks: int = BLOCKS) -> Plan:
     """As many warps as there are chunks, but not more than leave each the registers it needs. Few tokens spread over
     many clusters; more of them share what is read of A where registers allow. A cluster lies in one part of the chip,
-    whose path to the L2 is what bounds it (0.5 TB/s): with few tokens, several read a part of A each. Only `groups`,
+    whose path to the L2 seems to bound it (0.5 TB/s): with few tokens, several read a part of A each. Only `groups`,
     `ahead` and `shares` may depend on the number of tokens: they change no sum.
     """
     groups = 2 if task.tokens > 32 and task.columns <= 32 else 1

@@ -33,8 +33,8 @@ Barriers, and why none can hang. Every wait is answered by arrivals that do not 
   segment but the last.
 - `remote[r, d]` completes at most once in a kernel: a run can end within at most one tile, so a block owns at most one
   tile that others continue, and each of those sends once, when it has done its first segment. Owner and senders
-  compute the same cut points, so that the owner waits exactly for those who send; senders wait for nobody. An owner
-  cannot leave before its senders' data has come.
+  count the same `Cuts`, where blocks without work have no place, so that the owner waits exactly for those who send;
+  senders wait for nobody. An owner cannot leave before its senders' data has come.
 - With adapters, an owned tile has one more use of the ring, which all consumers wait for and free. B has one place:
   the producer refills it after `expanded`, on which each of the `rows` readers arrives for every owned tile but the
   last.
@@ -54,6 +54,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from qerl_kernels.dispatch import MULTIPROCESSORS
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.fragments import (
     SCALES,
@@ -68,6 +69,7 @@ from qerl_kernels.nvfp4_matmul.fragments import (
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 SMEM_BYTES = 227 * 1024
+_GROUPS = (18, 18, 18, 16, 16, 16, 16, 14)  # multiprocessors that can hold a cluster together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,7 @@ def matmul(
     shrunk: jax.Array | None = None,
     expand: Sequence[jax.Array] = (),
     scale: float = 1.0,
-    sms: int = 132,
+    sms: int = MULTIPROCESSORS,
 ) -> jax.Array:
     """The equation of the module's docstring: x bf16 [m, k] -> bf16 [m, n] (transposed: [m, n] -> [m, k]).
 
@@ -153,6 +155,8 @@ def matmul(
     tokens = x.shape[0]
     if x.shape != (tokens, contraction):
         raise ValueError(f"matmul: x is {x.shape}, the weight {n} x {k}, transposed={transposed}")
+    if transposed and (bias is not None or expand):
+        raise ValueError("matmul: the product with W has neither bias nor adapters")
     smem = tile.smem_bytes(bool(expand))
     if smem > SMEM_BYTES:
         raise ValueError(f"matmul: {tile} needs {smem} bytes of shared memory, a block has {SMEM_BYTES}")
@@ -187,13 +191,13 @@ def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
 
 
 def clusters_at_once(tile: Tile, sms: int) -> int:
-    """Clusters that a GPU can hold, none waiting for another to end.
+    """Clusters that a GPU should hold, none waiting for another to end.
 
-    A cluster lies within one group of 14 to 18 multiprocessors; where it takes more than two of them, some are left
-    over.
+    A cluster lies within one group of multiprocessors. How many a group has is not asked for: with 132 they are taken
+    to be `_GROUPS`, which agrees with clusters of four of which the last came after the others (LOG.md).
     """
-    left_over = 2 if tile.cluster > 2 * tile.blocks_per_sm else 0
-    return max(1, sms * tile.blocks_per_sm // tile.cluster - left_over)
+    groups = _GROUPS if sms == sum(_GROUPS) else (sms,)
+    return max(1, sum(group * tile.blocks_per_sm // tile.cluster for group in groups))
 
 
 def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sms):
@@ -293,6 +297,44 @@ class _Plan:
         return plgpu.planar_snake(index, (self.token_tiles, self.feature_tiles), 1, 8)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """How a cluster's blocks share its tiles: the same on every block, so that who waits knows who sends.
+
+    Attributes:
+      passes: of all tiles of the cluster.
+      steps: passes of a tile.
+      cluster: blocks.
+      turn: passes that a block takes together.
+    """
+
+    passes: jax.Array | int
+    steps: int
+    cluster: int
+    turn: int
+
+    def begin(self, block):
+        """First pass, counted over the cluster's tiles, of a block; it ends where the next one begins."""
+        return lax.div(block * lax.div(self.passes, jnp.int32(self.turn)), jnp.int32(self.cluster)) * self.turn
+
+    def owner(self, tile):
+        """The block that has a tile's first pass."""
+        first = tile * self.steps
+        return sum((self.begin(jnp.int32(block)) <= first).astype(jnp.int32) for block in range(self.cluster)) - 1
+
+    def senders_before(self, tile, before):
+        """How many blocks between a tile's owner and `before` send the owner their sums: those that have anything to do
+        there. Of a sender that is its place; with `before` past the last block it is how many the owner waits for.
+        """
+        owner, end = self.owner(tile), (tile + 1) * self.steps
+        count = jnp.int32(0)
+        for block in range(1, self.cluster):
+            begin = self.begin(jnp.int32(block))
+            works = (begin < end) & (begin < self.begin(jnp.int32(block + 1)))
+            count += ((block > owner) & (block < before) & works).astype(jnp.int32)
+        return count
+
+
 def _arrivals(tile: Tile, adapted: bool) -> int:
     """Arrivals that complete `full`: a pass has 2 + slices copies, an adapter 1 + rows; the one with fewer arrives the
     rest by hand."""
@@ -312,11 +354,8 @@ def _body(
     part = lax.axis_index("part")
     units = tile.slices * tile.depth
     registers = _register_split(tile)
-    passes = plan.tiles_of(group) * plan.steps
-
-    def cut(p):
-        """First pass, counted over the cluster's tiles, of block p; block p ends where p + 1 begins."""
-        return lax.div(p * lax.div(passes, tile.turn), tile.cluster) * tile.turn
+    cuts = Cuts(plan.tiles_of(group) * plan.steps, plan.steps, tile.cluster, tile.turn)
+    cut = cuts.begin
 
     # A segment is what this block does of one tile: passes low : high of tile i. It owns the tile if it has the first.
     begin, end = cut(part), cut(part + 1)
@@ -573,21 +612,14 @@ def _body(
         def finish(total, s, terms):
             """The sum over this block's slices is complete: send it to the tile's owner, or own the tile."""
             i, _, _ = segment(s)
-            tile_begin, tile_end = i * plan.steps, (i + 1) * plan.steps
             if tile.cluster == 1:
                 store(total, s, terms)
                 return
-            owner = sum((cut(jnp.int32(p)) <= tile_begin).astype(jnp.int32) for p in range(tile.cluster)) - 1
-            senders = sum(
-                ((p > part) & (cut(jnp.int32(p)) < tile_end) & (cut(jnp.int32(p)) < cut(jnp.int32(p + 1)))).astype(
-                    jnp.int32
-                )
-                for p in range(1, tile.cluster)
-            )
+            owner = cuts.owner(i)
 
             @pl.when(owner != part)
             def _():
-                place = part - owner - 1
+                place = cuts.senders_before(i, part)
                 plgpu.async_store_smem(
                     total, remote_s.at[r, place], remote.at[r * (tile.cluster - 1) + place],
                     cluster_idx=owner, cluster_dim="part", optimized=False,
@@ -599,7 +631,7 @@ def _body(
                     plgpu.barrier_wait(remote.at[r * (tile.cluster - 1) + place])
                     return added(total, remote_s.at[r, place])
 
-                store(lax.fori_loop(0, senders, add_one, total), s, terms)
+                store(lax.fori_loop(0, cuts.senders_before(i, tile.cluster), add_one, total), s, terms)
 
         def one_segment(s, carry):
             i, low, high = segment(s)

@@ -15,12 +15,12 @@ import math
 from collections.abc import Sequence
 from importlib import resources
 
+from qerl_kernels.dispatch import MULTIPROCESSORS
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits
 
 TABLE = "tiles_h200.json"
 FREE = 128  # tokens above which a tile may take fewer than the table says
-MULTIPROCESSORS = 132  # of the GPUs that the table is for
-PER_PASS = 45  # what a pass costs beside its tokens, in tokens (tools/results/LOG.md)
+PER_ROUND = 42  # what a unit costs beside its tokens, in tokens: 49 ns and 1.16 ns a token (tools/results/LOG.md)
 SMALL = 512  # features below which a weight is no projection of a model and takes the plainest tile
 
 
@@ -64,7 +64,9 @@ def tile_for(
     elif batch_invariant:
         tile = Tile(tokens=64, rows=2, slices=2, depth=1, stages=4)
     else:
-        tile = in_waves(_tuned(m, n, k, transposed), m, k if transposed else n)
+        row = _tuned(m, n, k, transposed)
+        timed = row.us is not None and row.tokens == m
+        tile = row.tile if timed else in_waves(row.tile, m, k if transposed else n)
     if not adapters:
         return tile
     for rows, stages in itertools.product((tile.rows, 4, 2, 1), (tile.stages, tile.stages - 1)):
@@ -79,7 +81,7 @@ def in_waves(tile: Tile, m: int, features: int) -> Tile:
     """`tile` with as many tokens, up to its own, as keep the multiprocessors busy to the end.
 
     Blocks that walk alone over whole tiles take ⌈tiles / multiprocessors⌉ rounds. 448 tiles of 256 tokens for example
-    take four for 3.4; with 232 tokens there are 504, and four rounds of them cost 9 % less.
+    take four for 3.4; with 232 tokens there are 504, and four rounds of them should cost 8 % less (a model, not timed).
     """
     if m <= FREE or tile.cluster > 1 or tile.warp_mma:
         return tile
@@ -87,12 +89,12 @@ def in_waves(tile: Tile, m: int, features: int) -> Tile:
 
     def cost(tokens: int) -> int:
         tiles = -(-m // tokens) * -(-features // (64 * tile.rows))
-        return -(-tiles // blocks) * (tokens + PER_PASS)
+        return -(-tiles // blocks) * (tokens + PER_ROUND)
 
-    return dataclasses.replace(tile, tokens=min(range(tile.tokens, 63, -8), key=cost))
+    return dataclasses.replace(tile, tokens=min(range(tile.tokens, min(64, tile.tokens) - 1, -8), key=cost))
 
 
-def _tuned(m: int, n: int, k: int, transposed: bool) -> Tile:
+def _tuned(m: int, n: int, k: int, transposed: bool) -> Row:
     rows = [row for row in table() if row.direction == ("dx" if transposed else "forward")]
 
     def distance(row: Row) -> float:
@@ -100,4 +102,4 @@ def _tuned(m: int, n: int, k: int, transposed: bool) -> Tile:
 
     nearest = min(distance(row) for row in rows)
     same_shape = sorted((row for row in rows if distance(row) == nearest), key=lambda row: row.tokens)
-    return next((row for row in same_shape if row.tokens >= m), same_shape[-1]).tile
+    return next((row for row in same_shape if row.tokens >= m), same_shape[-1])

@@ -31,12 +31,10 @@ def rotate(x: Float[Array, "*B N H"], angles: Float32[Array, "*B A"]) -> Float[A
     """Rotary embedding in transformers' half-split order: pairs (i, i + H/2); in fp32, rounded once."""
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     wide = x.astype(jnp.float32)
-    if (
-        x.dtype == jnp.bfloat16
-    ):  # XLA may leave out the rounding of x where it computes x itself, in one program but not
-        wide = lax.reduce_precision(
-            wide, exponent_bits=8, mantissa_bits=7
-        )  # in another; keys of hundreds make it count
+    # XLA may leave out the rounding of x where it computes x itself, in one program but not in another; keys of
+    # hundreds make it count.
+    if x.dtype == jnp.bfloat16:
+        wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     first, second = jnp.split(wide, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

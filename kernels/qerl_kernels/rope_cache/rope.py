@@ -23,10 +23,10 @@ def rope_and_cache(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Rotary embedding of one new token's q and k a row, and its k and v in their slot of the caches.
 
-    `(x_i, x_{i+H/2}) -> (x_i cos_i − x_{i+H/2} sin_i, x_{i+H/2} cos_i + x_i sin_i)` in fp32, each product and sum
-    rounded, and the result once to the dtype of qkv; in a cache of e4m3 once more, where what is larger becomes ±448.
-    The kernel has the bits of XLA on a GPU. Within a jit the caches are updated in place where nobody reads the old
-    ones later.
+    `(x_i, x_{i+H/2}) -> (x_i cos_i − x_{i+H/2} sin_i, x_{i+H/2} cos_i + x_i sin_i)` in fp32, and the result rounded
+    once to the dtype of qkv; in a cache of e4m3 once more, where what is larger becomes ±448. The kernel has the bits
+    of XLA on a GPU, which rounds each product and each sum; on a CPU XLA may contract them to multiply-adds. Within a
+    jit the caches are updated in place where nobody reads the old ones later.
 
     Args:
       qkv: the token's projections, heads of q first, then of k, then of v; bf16 for the kernel.
@@ -47,6 +47,7 @@ def rope_and_cache(
         return reference.rope_and_cache(qkv, angles, slots, keys, values)
     from qerl_kernels.rope_cache import mosaic_gpu  # jax ≥ 0.11: imported where it runs
 
+    angles, slots = angles.astype(jnp.float32), slots.astype(jnp.int32)  # what the kernel reads
     return mosaic_gpu.rope_and_cache(qkv, jnp.cos(angles), jnp.sin(angles), slots, keys, values)
 
 
