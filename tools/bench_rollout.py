@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
     case = Case(policy, total, args.prompt_len, args.new_tokens, args.group, engine)
     limits = None
     if args.spread:
-        limits = np.random.default_rng(1).integers(args.new_tokens // 8, args.new_tokens + 1, total)
+        limits = np.random.default_rng(1).integers(max(1, args.new_tokens // 8), args.new_tokens + 1, total)
     started = time.perf_counter()
     rollout = jax.block_until_ready(case.run(0, limits))
     first = time.perf_counter() - started

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+DEFAULTS = {"batch_invariant": False, "kv_cache_dtype": "auto"}  # of rows older than the option
 MEASURED = frozenset(
     {
         "us",
@@ -69,7 +70,8 @@ def write_rows(path: Path, rows: list[dict], commit: str) -> None:
     """Add rows to a result file; rows of the same case (all that is not measured) are replaced."""
 
     def case(row: dict) -> tuple:
-        return tuple(sorted((k, str(v)) for k, v in row.items() if k not in MEASURED))
+        told = {k: v for k, v in row.items() if k not in MEASURED and (k not in DEFAULTS or DEFAULTS[k] != v)}
+        return tuple(sorted((k, str(v)) for k, v in told.items()))
 
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     fresh = [{**row, "commit": commit} for row in rows]

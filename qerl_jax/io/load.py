@@ -137,15 +137,29 @@ def _load_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
     def fused(parts: tuple[str, ...]) -> Weight:
         return source.projection([(names.projection(layer, part), shapes[part]) for part in parts])
 
-    biases = [source.vector(f"{names.projection(layer, p)}.bias", shapes[p][0], source.dtype) for p in names.BIASED]
     return {
         "qkv_proj": fused(FUSED["qkv_proj"]),
-        "qkv_bias": jnp.concatenate(biases),
+        "qkv_bias": _biases(source, config, layer),
         "o_proj": fused(("o_proj",)),
         "gate_up_proj": fused(FUSED["gate_up_proj"]),
         "down_proj": fused(("down_proj",)),
         **{norm: source.vector(names.layer_norm(layer, norm), config.hidden_size, jnp.float32) for norm in LAYER_NORMS},
     }
+
+
+def _biases(source: _Source, config: ModelConfig, layer: int) -> jax.Array:
+    shapes = config.projection_shapes()
+    parts = [source.vector(f"{names.projection(layer, p)}.bias", shapes[p][0], source.dtype) for p in names.BIASED]
+    return jnp.concatenate(parts)
+
+
+def load_biases(path: str | Path, config: ModelConfig, dtype: DTypeLike) -> list[jax.Array]:
+    """The biases of q, k and v of every layer, one after the other, as `load_policy` reads and checks them: a few KB.
+
+    Raises CheckpointError as that does.
+    """
+    source = _Source(open_checkpoint(Path(path)), None, "bf16", dtype, "xla")
+    return [_biases(source, config, layer) for layer in range(config.num_layers)]
 
 
 class _Source:

@@ -16,9 +16,9 @@ from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.config import Config
-from qerl_jax.io import hf_config, names
+from qerl_jax.io import hf_config
 from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import build_policy
+from qerl_jax.io.load import build_policy, load_biases
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
@@ -139,15 +139,11 @@ def plan(config: Config) -> Plan:
 
 def _with_biases(policy: Policy, directory: Path) -> Policy:
     """An abstract policy with the real biases, which decide where keys and values may be FP8; a few KB to read."""
-    tensors = open_checkpoint(directory)
+    biases = load_biases(directory, policy.config, policy.dtype)
 
     def layer(i: int, frozen: dict[str, Any]) -> dict[str, Any]:
-        parts = [f"{names.projection(i, part)}.bias" for part in names.BIASED]
-        for part in parts:
-            tensors.require(part)
-        bias = jnp.concatenate([jnp.asarray(tensors[part]) for part in parts]).astype(policy.dtype)
         attention = frozen["self_attn"]
-        return {**frozen, "self_attn": {**attention, "qkv_proj": {**attention["qkv_proj"], "bias": bias}}}
+        return {**frozen, "self_attn": {**attention, "qkv_proj": {**attention["qkv_proj"], "bias": biases[int(i)]}}}
 
     layers = {i: layer(i, frozen) for i, frozen in policy.frozen["layers"].items()}
     return policy.replace(frozen={**policy.frozen, "layers": layers})

@@ -269,9 +269,8 @@ class Qwen2(nnx.Module):
 
         def mix(layer: int, qkv: Array, angles: Array) -> tuple[Array, tuple[Array, Array]]:
             q, keys, values = rope_and_cache(qkv[:, 0], angles[:, 0], slots, own.keys[layer], own.values[layer])
-            attended = decode_attention(
-                q, prompts.keys[layer], prompts.values[layer], prompt_index, prompt_lengths, keys, values, lengths
-            )
+            held = prompts.keys[layer], prompts.values[layer], prompt_index, prompt_lengths
+            attended = decode_attention(q, *held, keys, values, lengths, batch_invariant=batch_invariant)
             return attended[:, None], (keys, values)
 
         positions = jnp.maximum(prompt_lengths + lengths - 1, 0)[:, None]

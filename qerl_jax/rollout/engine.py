@@ -97,7 +97,8 @@ def stream(
             raise
         raise ValueError(
             f"the rollout ran out of device memory with {run.plan.slots} slots of {run.plan.limit} tokens, "
-            f"{run.plan.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb or max_completion_length"
+            f"{run.plan.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb, "
+            "max_completion_length or max_prompt_length"
         ) from error
     rollout = _assemble(prompts, run.slots.outputs, run.sampling, config.pad_token_id)
     return cut_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout

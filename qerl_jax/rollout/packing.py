@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-_SIZES = (256, 512, 2048, 8192)  # tokens of a call; the last bounds its activations
-_SMALL = 512  # calls up to here have one number of rows: a shape less costs more than rows that attention leaves empty
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a call; the last bounds what is held of them at a time
+_SMALL = 512  # calls up to here have one number of rows: one shape more to compile costs more than empty rows do
 _WIDTHS = (64, 256)  # of attention's rows, then doubling
-_SPARSE = 4  # rows hold at most so many places a token
-_EFFORT = 128  # what a call costs beside its tokens, in tokens: launches, reading the weights
+_SPARSE = 4  # rows up to `_LONG` hold at most so many places a token, longer ones, whose scores are many, one
+_LONG = 1024
+_EFFORT = 128  # what a call costs beside its tokens, in tokens (launches, reading the weights): an estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _fill(lengths: Sequence[int], begin: int, size: int) -> Pack:
     end, tokens, width = begin, 0, 0
     while end < len(lengths) and tokens + lengths[end] <= size:
         wider = max(width, min(_width(lengths[end]), size))
-        if (end + 1 - begin) * wider > _SPARSE * size:
+        if (end + 1 - begin) * wider > (_SPARSE if wider <= _LONG else 1) * size:
             break
         end, tokens, width = end + 1, tokens + lengths[end], wider
     count = end - begin

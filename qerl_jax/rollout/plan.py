@@ -27,7 +27,8 @@ _WHOLE = 8  # caches hold a multiple of so many tokens: the attention kernel cop
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """How a rollout runs. Nothing here but `kv_cache_dtype` changes what is drawn, save for the rounding of the
-    logits: under `batch_invariant` not even that.
+    logits (under FP8, where a last bit may move a key by an e4m3 step, more than that): under `batch_invariant` not
+    even that.
 
     Attributes:
       slots: most sequences decoded together; None: all.

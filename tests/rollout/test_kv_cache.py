@@ -18,7 +18,7 @@ from oracles import torch_qwen2
 from qerl_jax import train
 from qerl_jax.evaluate import main as evaluate
 from qerl_jax.models.qwen2 import attend
-from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.plan import Engine, cache_dtypes, cache_note, make_plan, most_key_bias
 from qerl_jax.types import Finish, Policy, Sampling, completion_ids
@@ -135,21 +135,41 @@ def test_layers_with_a_large_key_bias_keep_their_dtype(policy):
     )
 
 
-def test_the_command_lines_reach_the_engine(tmp_path, capfd):
-    """A layer is left out and told of; the other moves the rollout away from the trainer as fp32 caches, in
-    `test_train.py`, do not.
-    """
+def test_the_command_lines_reach_the_engine(tmp_path, capfd, monkeypatch):
+    """A layer is left out and told of; rollouts, evaluations within the run and `evaluate` all allocate such caches."""
     (tmp_path / "rows.jsonl").write_text(lines(ROWS))
     small.bf16(tmp_path / "model", shards=1)
     small.change_tensors(tmp_path / "model", with_large_bias)
+    allocate, seen = decode.allocate, []
+
+    def watched(policy, plan, rows, key):
+        seen.append(plan.dtypes)
+        return allocate(policy, plan, rows, key)
+
+    monkeypatch.setattr(decode, "allocate", watched)
     note = "keep their keys and values in float32, because their key bias exceeds 8.5: 1"
     flags = ["--kv-cache-dtype", "fp8_e4m3"]
-    assert train.main(training(tmp_path, *flags, "--max-steps", "1", "--sigma-start", "0", "--sigma-end", "0")) == 0
+    evaluated = ["--eval-dataset", str(tmp_path / "rows.jsonl"), "--eval-samples", "2", "--eval-num-generations", "1"]
+    assert train.main(training(tmp_path, *flags, *evaluated, "--max-steps", "1")) == 0
     assert note in capfd.readouterr().out
-    (row,) = read_metrics(tmp_path / "run")
-    assert row["sampling/sampling_logp_difference/mean"] > 1e-5
+    assert seen == [(E4M3, F32)] * 3, "before, one step, and after"
     assert evaluate([*evaluation(tmp_path), "--dtype", "float32", *flags]) == 0
     assert note in capfd.readouterr().out
+    assert seen[3:] == [(E4M3, F32)]
+
+
+def test_a_dry_run_reads_the_biases_as_the_loader_does(tmp_path, capfd):
+    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
+    small.bf16(tmp_path / "model", shards=1)
+    small.change_tensors(tmp_path / "model", with_short_bias)
+    flags = ["--kv-cache-dtype", "fp8_e4m3"]
+    assert train.main(training(tmp_path, *flags, "--dry-run")) == 2
+    told = capfd.readouterr().err
+    assert "'model.layers.0.self_attn.q_proj.bias' has shape [4], the config asks for" in " ".join(told.split())
+
+
+def with_short_bias(tensors) -> None:
+    tensors["model.layers.0.self_attn.q_proj.bias"] = tensors["model.layers.0.self_attn.q_proj.bias"][:4].copy()
 
 
 def with_large_bias(tensors) -> None:

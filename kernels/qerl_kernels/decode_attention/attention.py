@@ -25,12 +25,13 @@ def decode_attention(
     *,
     scale: float | None = None,
     implementation: str | None = None,
+    batch_invariant: bool = False,
 ) -> Float[Array, "B N H"]:
     """`softmax(scale · q [prompt_k; k]ᵀ) [prompt_v; v]`: a row attends to its prompt's tokens, then to its own.
 
     Query head n reads key/value head `n // (N / K)`. Scores, softmax and sums are fp32, the result is rounded once to
     q's dtype. What the caches hold past the lengths does not matter. By the kernel a row's bits depend on that row
-    alone; XLA sums over all S + T slots, in an order that goes with their number.
+    alone; XLA sums over all S + T slots, in an order that goes with their number and with that of the rows.
 
     Args:
       q: one query a row, rotary already applied; bf16 for the kernel, any float dtype for XLA.
@@ -45,6 +46,7 @@ def decode_attention(
       lengths: own tokens, at most T; may be 0. A row with neither prompt nor own tokens gets 0.
       scale: of the scores; None for `H ** -0.5`.
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
+      batch_invariant: XLA, too, takes each row by itself, so that its bits do not depend on how many there are; slower.
 
     Raises:
       ValueError: the shapes or dtypes do not belong together, or the implementation asked for cannot run here.
@@ -53,7 +55,8 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     arrays = q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths
     if dispatch.choose("decode_attention", implementation, _missing(q, prompt_k, k)) == "xla":
-        return reference.decode_attention(*arrays, scale)
+        compute = reference.by_row if batch_invariant else reference.decode_attention
+        return compute(*arrays, scale)
     from qerl_kernels.decode_attention import mosaic_gpu  # jax ≥ 0.11: imported where it runs
 
     return mosaic_gpu.decode_attention(*arrays, scale)

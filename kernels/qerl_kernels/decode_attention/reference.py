@@ -50,6 +50,28 @@ def decode_attention(
     return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype).reshape(q.shape)
 
 
+def by_row(
+    q: Float[Array, "B N H"],
+    prompt_k: Float[Array, "P K S H"],
+    prompt_v: Float[Array, "P K S H"],
+    prompt_index: Int[Array, " B"],
+    prompt_lengths: Int[Array, " B"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    lengths: Int[Array, " B"],
+    scale: float,
+) -> Float[Array, "B N H"]:
+    """`decode_attention` of one row after the other: of rows together XLA sums each in an order that goes with their
+    number.
+    """
+
+    def one(row: tuple[Array, ...]) -> Array:
+        q, index, prompt_length, k, v, length = (part[None] for part in row)
+        return decode_attention(q, prompt_k, prompt_v, index, prompt_length, k, v, length, scale)[0]
+
+    return jax.lax.map(one, (q, prompt_index, prompt_lengths, k, v, lengths))
+
+
 def _filled(lengths: Int[Array, " B"], cache: Float[Array, "R K S H"]) -> Bool[Array, "B S"]:
     return jnp.arange(cache.shape[2]) < lengths[:, None]
 
