@@ -308,21 +308,21 @@ class Cuts:
       turn: passes that a block takes together.
     """
 
-    passes: jax.Array | int
+    passes: jax.Array
     steps: int
     cluster: int
     turn: int
 
-    def begin(self, block):
+    def begin(self, block: jax.Array) -> jax.Array:
         """First pass, counted over the cluster's tiles, of a block; it ends where the next one begins."""
         return lax.div(block * lax.div(self.passes, jnp.int32(self.turn)), jnp.int32(self.cluster)) * self.turn
 
-    def owner(self, tile):
+    def owner(self, tile: jax.Array) -> jax.Array:
         """The block that has a tile's first pass."""
         first = tile * self.steps
         return sum((self.begin(jnp.int32(block)) <= first).astype(jnp.int32) for block in range(self.cluster)) - 1
 
-    def senders_before(self, tile, before):
+    def senders_before(self, tile: jax.Array, before: jax.Array | int) -> jax.Array:
         """How many blocks between a tile's owner and `before` send the owner their sums: those that have anything to do
         there. Of a sender that is its place; with `before` past the last block it is how many the owner waits for.
         """
