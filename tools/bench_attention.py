@@ -4,11 +4,10 @@
 
 A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~][@fp8]: rows that decode together, tokens of a prompt, own tokens of a row,
 rows that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN; caches are bf16, with
-@fp8 e4m3. A figure is the wall time
-of one jitted call that runs attention in a loop over many caches (200 MB or more in all, so that the L2 does not help),
-each with the result of the one before as its queries, divided by their number: the smallest of five repetitions.
-`bytes` counts keys and values once, those of a prompt once for its group. Every result is checked first, against XLA in
-fp32.
+@fp8 e4m3. A figure is the wall time of one jitted call that runs attention in a loop over many caches (200 MB or more
+in all, so that the L2 does not help), each with the result of the one before as its queries, divided by their number:
+the smallest of five repetitions. `bytes` counts keys and values once, those of a prompt once for its group. Every
+result is checked first, against XLA in fp32.
 
 Implementations: "qerl" (the Mosaic GPU kernel; `blocks` that share a pair, `forced` by --blocks or as it chooses); for
 the cases named by --rivals also "xla" (the reference), and FlashAttention 2 and cuDNN through PyTorch's

@@ -14,11 +14,10 @@ import argparse
 import functools
 import json
 import pathlib
-import statistics
 
 import jax
 import jax.numpy as jnp
-from bench_shrink import kernel_times
+from bench_shrink import kernel_times, timings
 from qerl_kernels.decode_attention.cases import MODELS
 from qerl_kernels.rope_cache.rope import rope_and_cache
 from record import meta
@@ -60,18 +59,8 @@ def measure(model: str, rows: int, slots: int) -> list[dict]:
             held.append(call(*given, held.pop()[1]))
             return held[0]
 
-        runs = kernel_times(again)
-        found.append(
-            {
-                "model": model,
-                "batch": rows,
-                "slots": slots,
-                "impl": implementation,
-                "us": round(statistics.median((run[-1][1] - run[0][0]) / LAYERS for run in runs), 2),
-                "busy": round(statistics.median(sum(end - start for start, end in run) / LAYERS for run in runs), 2),
-                "kernels": round(len(runs[0]) / LAYERS, 2),
-            }
-        )
+        about = {"model": model, "batch": rows, "slots": slots, "impl": implementation}
+        found.append(about | timings(kernel_times(again), LAYERS))
     same = jax.tree.map(lambda ours, theirs: bool((ours == theirs).all()), *results)
     assert all(jax.tree.leaves(same)), f"{model}, {rows} rows: the kernel and XLA differ"
     return found

@@ -81,23 +81,23 @@ def kernel_times(call) -> list[list[tuple[float, float]]]:
     return found
 
 
+def timings(runs: list[list[tuple[float, float]]], count: int) -> dict[str, float]:
+    """What one of `count` operations took, from the kernels of several executions of all."""
+    return {
+        "us": round(statistics.median((run[-1][1] - run[0][0]) / count for run in runs), 2),
+        "busy": round(statistics.median(sum(end - begin for begin, end in run) / count for run in runs), 2),
+        "kernels": round(len(runs[0]) / count, 2),
+    }
+
+
 def measure(case: str, tokens: int, rank: int, implementation: str) -> dict:
     """One row of the result."""
     kind, features, adapters = cases.SHAPES[case]
     ranks = (rank,) * adapters
     sets = sets_of(kind, tokens, features, sum(ranks))
     every = jax.jit(lambda sets: in_turn(functools.partial(operation, kind, ranks, implementation), sets))
-    runs = kernel_times(lambda: every(sets))
-    count = len(sets)
-    return {
-        "case": case,
-        "m": tokens,
-        "rank": rank,
-        "impl": implementation,
-        "us": round(statistics.median((run[-1][1] - run[0][0]) / count for run in runs), 2),
-        "busy": round(statistics.median(sum(end - begin for begin, end in run) / count for run in runs), 2),
-        "kernels": round(len(runs[0]) / count, 2),
-    }
+    about = {"case": case, "m": tokens, "rank": rank, "impl": implementation}
+    return about | timings(kernel_times(lambda: every(sets)), len(sets))
 
 
 def main() -> None:

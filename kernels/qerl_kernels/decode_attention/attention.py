@@ -6,6 +6,7 @@ dim.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -55,8 +56,14 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     arrays = q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths
     if dispatch.choose("decode_attention", implementation, _missing(q, prompt_k, k)) == "xla":
-        compute = reference.by_row if batch_invariant else reference.decode_attention
-        return compute(*arrays, scale)
+        if not batch_invariant:
+            return reference.decode_attention(*arrays, scale)
+
+        def one(row: tuple[Array, ...]) -> Array:
+            q, index, prompt_length, k, v, length = (part[None] for part in row)
+            return reference.decode_attention(q, prompt_k, prompt_v, index, prompt_length, k, v, length, scale)[0]
+
+        return jax.lax.map(one, (q, prompt_index, prompt_lengths, k, v, lengths))
     from qerl_kernels.decode_attention import mosaic_gpu  # jax ≥ 0.11: imported where it runs
 
     return mosaic_gpu.decode_attention(*arrays, scale)

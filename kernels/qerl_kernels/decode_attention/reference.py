@@ -26,8 +26,8 @@ def decode_attention(
 
     The weights `exp(score - max)` are rounded to q's dtype before they multiply v and stay fp32 in the denominator, as
     the kernel has it (which rounds them to f16 where caches are e4m3). Slots past the lengths are masked on both sides,
-    so that nothing in them matters, NaN included.
-    Caches in e4m3 are read as q's dtype, which holds every one of their numbers.
+    so that nothing in them matters, NaN included. Caches in e4m3 are read as q's dtype, which holds every one of their
+    numbers.
     """
     prompt_k, prompt_v, k, v = (cache.astype(q.dtype) for cache in (prompt_k, prompt_v, k, v))
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
@@ -48,28 +48,6 @@ def decode_attention(
     )
     total = sum(part.sum(axis=-1, keepdims=True) for part in weights)
     return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype).reshape(q.shape)
-
-
-def by_row(
-    q: Float[Array, "B N H"],
-    prompt_k: Float[Array, "P K S H"],
-    prompt_v: Float[Array, "P K S H"],
-    prompt_index: Int[Array, " B"],
-    prompt_lengths: Int[Array, " B"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
-    lengths: Int[Array, " B"],
-    scale: float,
-) -> Float[Array, "B N H"]:
-    """`decode_attention` of one row after the other: of rows together XLA sums each in an order that goes with their
-    number.
-    """
-
-    def one(row: tuple[Array, ...]) -> Array:
-        q, index, prompt_length, k, v, length = (part[None] for part in row)
-        return decode_attention(q, prompt_k, prompt_v, index, prompt_length, k, v, length, scale)[0]
-
-    return jax.lax.map(one, (q, prompt_index, prompt_lengths, k, v, lengths))
 
 
 def _filled(lengths: Int[Array, " B"], cache: Float[Array, "R K S H"]) -> Bool[Array, "B S"]:

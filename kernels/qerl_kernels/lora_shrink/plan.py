@@ -74,8 +74,8 @@ def plan_for(task: Task, blocks: int = BLOCKS) -> Plan:
     steps = -(-chunks // most)
     warps = -(-chunks // steps // 4) * 4
     most_shares = CLUSTERS // -(-task.tokens // (OCTET * groups))
-    units = task.columns // LEAST_COLUMNS if task.columns % LEAST_COLUMNS == 0 else 1
-    shares = max(n for n in range(1, max(1, most_shares) + 1) if n == 1 or (units and units % n == 0))
+    whole = [n for n in range(2, most_shares + 1) if task.columns % (LEAST_COLUMNS * n) == 0]
+    shares = max([1, *whole]) if task.columns else 1
     columns = task.columns // shares
     fetched = 2 * -(-columns // 16) * 4 + {"norm": 8, "silu": 8 * groups, "plain": 4 * groups}[task.kind]
     held = 2 * -(-columns // 8) * groups + 40
