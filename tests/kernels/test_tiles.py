@@ -54,8 +54,8 @@ def test_the_direction_decides_which_features_count(monkeypatch):
 
 
 def test_clusters_that_fit():
-    assert [clusters_at_once(Tile(64, cluster=n), 132) for n in (1, 2, 3, 4)] == [132, 66, 42, 31]
-    assert clusters_at_once(Tile(64, cluster=3, blocks_per_sm=2), 132) == 85
+    assert [clusters_at_once(Tile(64, cluster=n), 132) for n in (1, 2, 3, 4, 8)] == [132, 66, 39, 30, 15]
+    assert clusters_at_once(Tile(64, cluster=3, blocks_per_sm=2), 132) == 78
 
 
 def test_tiles_that_share_their_work_are_left_alone():

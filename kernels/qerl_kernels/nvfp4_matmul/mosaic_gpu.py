@@ -69,7 +69,9 @@ from qerl_kernels.nvfp4_matmul.fragments import (
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 SMEM_BYTES = 227 * 1024
-_GROUPS = (18, 18, 18, 16, 16, 16, 16, 14)  # multiprocessors that can hold a cluster together
+# Clusters of so many blocks that an H200 holds, one block a multiprocessor, as its driver says
+# (cuOccupancyMaxActiveClusters); other chips of the kind may differ by a few.
+_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 8: 15}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,11 +195,10 @@ def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
 def clusters_at_once(tile: Tile, sms: int) -> int:
     """Clusters that a GPU should hold, none waiting for another to end.
 
-    A cluster lies within one group of multiprocessors. How many a group has is not asked for: with 132 they are taken
-    to be `_GROUPS`, which agrees with clusters of four of which the last came after the others (LOG.md).
+    A cluster lies within one group of multiprocessors, so that those of three, four or eight blocks leave some idle.
     """
-    groups = _GROUPS if sms == sum(_GROUPS) else (sms,)
-    return max(1, sum(group * tile.blocks_per_sm // tile.cluster for group in groups))
+    at_once = _AT_ONCE[tile.cluster] if sms == MULTIPROCESSORS else sms // tile.cluster
+    return max(1, at_once * tile.blocks_per_sm)
 
 
 def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sms):
