@@ -7,7 +7,8 @@ bf16, or f32). Side effects keep loads, stores and barriers in the order in whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import jax.experimental.mosaic.gpu as mgpu
 from jaxlib.mlir import ir
@@ -81,6 +82,11 @@ def smaller(a: ir.Value | int, b: ir.Value | int) -> ir.Value:
     return arith.minsi(_value(a), _value(b))
 
 
+def xor(a: ir.Value, b: ir.Value | int) -> ir.Value:
+    """a ^ b of i32."""
+    return arith.xori(a, _value(b))
+
+
 def both(a: ir.Value, b: ir.Value) -> ir.Value:
     """1 where both flags are 1."""
     return arith.andi(a, b)
@@ -96,6 +102,21 @@ def fadd(a: ir.Value, b: ir.Value) -> ir.Value:
     return asm("add.rn.f32 $0, $1, $2;", "f", ("f", a), ("f", b))[0]
 
 
+def fmul(a: ir.Value, b: ir.Value) -> ir.Value:
+    """a · b in fp32."""
+    return asm("mul.rn.f32 $0, $1, $2;", "f", ("f", a), ("f", b))[0]
+
+
+def fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a · b + c in fp32, rounded once."""
+    return asm("fma.rn.f32 $0, $1, $2, $3;", "f", ("f", a), ("f", b), ("f", c))[0]
+
+
+def as_float(word: ir.Value) -> ir.Value:
+    """The fp32 value whose bits a word has."""
+    return asm("mov.b32 $0, $1;", "f", ("r", word))[0]
+
+
 def total(values: Sequence[ir.Value]) -> ir.Value:
     """Sum in fp32 as a balanced tree: the order depends only on how many there are."""
     values = list(values)
@@ -103,6 +124,19 @@ def total(values: Sequence[ir.Value]) -> ir.Value:
         pairs = [fadd(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[len(values) - len(values) % 2 :]
     return values[0]
+
+
+# ---- control ----
+
+
+def repeat(count: ir.Value, carry: Sequence[ir.Value], body: Callable[..., list[ir.Value]]) -> list[ir.Value]:
+    """`carry = body(i, carry)` for i in 0 ... count - 1."""
+    return list(mgpu.utils.fori(count, list(carry))(body).results)
+
+
+def only(flag: ir.Value) -> contextlib.AbstractContextManager[None]:
+    """What is emitted within is done where the flag is 1; no value leaves it."""
+    return mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, flag, const(0)))
 
 
 # ---- memory ----
@@ -176,6 +210,50 @@ def store_shared(at: ir.Value, values: Sequence[ir.Value], flag: ir.Value | None
     asm(f"{guard}st.shared{vector}.f32 [$0 + {byte}], {listed};", "", *inputs, effects=True)
 
 
+def copy(
+    to: ir.Value, source: ir.Value, offsets: Sequence[tuple[int, int]], flag: ir.Value, size: ir.Value | None = None
+) -> None:
+    """Starts copies of 16 bytes from global to shared memory, one for each (byte of `to`, byte of `source`), where
+    `flag` is 1. `size`: bytes to read, 0 or 16; the rest is zeros and not read.
+
+    Source: PTX ISA, "cp.async". The copies of this thread since the last `end_group` are a group.
+    """
+    count = "16" if size is None else "16, $3"
+    text = ".reg .pred p; setp.ne.b32 p, $2, 0;"
+    for there, here in offsets:
+        text += f" @p cp.async.cg.shared.global [$0 + {there}], [$1 + {here}], {count};"
+    asm(text, "", ("r", to), ("l", source), ("r", flag), *([("r", size)] if size is not None else []), effects=True)
+
+
+def end_group() -> None:
+    """The copies that this thread started since the last call are one group."""
+    asm("cp.async.commit_group;", effects=True)
+
+
+def wait_groups(pending: int) -> None:
+    """All groups of this thread but the last `pending` have come."""
+    asm(f"cp.async.wait_group {pending};", effects=True)
+
+
+def warp_barrier() -> None:
+    """All threads of the warp have come here, and see each other's shared memory."""
+    asm("bar.warp.sync -1;", effects=True)
+
+
+def read_shared(at: ir.Value, words: int, byte: int = 0) -> list[ir.Value]:
+    """2 or 4 words of this block's shared memory."""
+    listed = "{" + ", ".join(f"${i}" for i in range(words)) + "}"
+    return asm(f"ld.shared.v{words}.b32 {listed}, [${words} + {byte}];", "r" * words, ("r", at), effects=True)
+
+
+def read_matrices(at: ir.Value, byte: int = 0) -> list[ir.Value]:
+    """Four 8 x 8 matrices of bf16: lane 8 i + r has the address of row r of matrix i, lane 4 g + q gets elements 2 q
+    and 2 q + 1 of row g of each. Source: PTX ISA, "ldmatrix".
+    """
+    text = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4 + {byte}];"
+    return asm(text, "rrrr", ("r", at), effects=True)
+
+
 def send(at: ir.Value, block: ir.Value, values: Sequence[ir.Value], arrived: ir.Value, flag: ir.Value) -> None:
     """One or four fp32 values to the same place `at` in the shared memory of another block of the cluster, and their
     bytes to its barrier `arrived`, where `flag` is 1.
@@ -189,6 +267,11 @@ def send(at: ir.Value, block: ir.Value, values: Sequence[ir.Value], arrived: ir.
     )
     words = [asm("mov.b32 $0, $1;", "r", ("f", value))[0] for value in values]
     asm(text, "", ("r", at), ("r", block), ("r", arrived), *(("r", w) for w in words), ("r", flag), effects=True)
+
+
+def block_of_cluster() -> ir.Value:
+    """This block's number in its cluster, without the division by which a grid's index is taken apart."""
+    return asm("mov.u32 $0, %cluster_ctarank;", "r")[0]
 
 
 def begin_exchange(barriers: Sequence[tuple[ir.Value, int]], thread: ir.Value) -> None:
@@ -235,6 +318,17 @@ def unpacked(word: str, name: str) -> str:
         f".reg .b32 {name}t; .reg .f32 {name}0, {name}1; shl.b32 {name}t, {word}, 16; mov.b32 {name}0, {name}t;"
         f" and.b32 {name}t, {word}, 0xFFFF0000; mov.b32 {name}1, {name}t;\n"
     )
+
+
+def half_of(word: ir.Value, high: bool) -> ir.Value:
+    """One bf16 of a word in fp32."""
+    text = "and.b32 t, $1, 0xFFFF0000;" if high else "shl.b32 t, $1, 16;"
+    return asm(f".reg .b32 t; {text} mov.b32 $0, t;", "f", ("r", word))[0]
+
+
+def to_bf16(low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two fp32 values rounded to a word of bf16."""
+    return asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "r", ("f", low), ("f", high))[0]
 
 
 def add_halves(wide: Sequence[ir.Value], word: ir.Value) -> list[ir.Value]:

@@ -102,16 +102,21 @@ def _as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=flat.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
+def operands(words: list[ir.Value], scales: list[ir.Value]) -> list[list[ir.Value]]:
+    """A thread's four words and two words of scales of a tile -> its registers of A for each of the four steps."""
+    out = []
+    for step, word in enumerate(words):
+        pair = scales[step // 2]
+        if step % 2:
+            [pair] = _asm(1, [pair], "shf.r.wrap.b32 $0, $1, $1, 8;")
+        out.append(_asm(4, [word, *_asm(2, [pair], _SCALES)], _DEQUANTIZE))
+    return out
+
+
 def _dequantize_lane(ctx, words, scales):
     del ctx
     [word], [scale] = words.registers.flat, scales.registers.flat
-    out = []
-    for step in range(4):
-        pair = _element(scale, step // 2)
-        if step % 2:
-            [pair] = _asm(1, [pair], "shf.r.wrap.b32 $0, $1, $1, 8;")
-        out.append(_asm(4, [_element(word, step), *_asm(2, [pair], _SCALES)], _DEQUANTIZE))
-    return _as_fragments(out)
+    return _as_fragments(operands([_element(word, i) for i in range(4)], [_element(scale, i) for i in range(2)]))
 
 
 def _dequantize_lane_transposed(ctx, words, scales):

@@ -1,0 +1,291 @@
+"""The kernel for few tokens, its instructions run for all threads of all blocks on numpy, against sums in fp64.
+
+Copies arrive as late as the program's waits allow, or at once: so that what is read too early, or overwritten too
+early, is wrong. What is read outside an array, or before it was written, fails.
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_fragments
+from qerl_kernels.nvfp4_matmul import cases, packing
+from test_fragments import machine  # noqa: F401  # a fixture
+
+few_tokens = pytest.importorskip("qerl_kernels.nvfp4_matmul.few_tokens")
+Split = few_tokens.Split
+POISON = 0xFF  # of memory that nobody has written: a NaN as bf16 and as fp32
+
+
+class Memory:
+    """Global memory: arrays with gaps between them, in which nothing may be read or written."""
+
+    def __init__(self, *arrays: np.ndarray):
+        self.bytes, self.begins, self.ends, at = np.full(1 << 22, POISON, np.uint8), [], [], 4096
+        for array in arrays:
+            raw = np.ascontiguousarray(array).view(np.uint8).ravel()
+            self.bytes[at : at + raw.size] = raw
+            self.begins.append(at)
+            self.ends.append(at + raw.size)
+            at = -(-self.ends[-1] // 4096) * 4096 + 4096
+
+    def places(self, at: np.ndarray, size: int) -> np.ndarray:
+        for place in at:
+            array = np.searchsorted(self.begins, place, "right") - 1
+            assert self.begins[array] <= place and place + size <= self.ends[array], (place, size)
+        assert not (at % size).any()
+        return at[:, None] + np.arange(size)
+
+
+class Block:
+    """One block: what `few_tokens` takes from `lanes`, for arrays of one value a thread."""
+
+    def __init__(self, memory: Memory, threads: int, shared_bytes: int, part: int, eager: bool, mail: list):
+        self.memory, self.threads, self.part, self.eager, self.mail = memory, threads, part, eager, mail
+        self.shared = np.full(shared_bytes, POISON, np.uint8)
+        self.active = np.ones(threads, bool)
+        self.pending, self.group = [], np.zeros(threads, int)  # copies under way
+        self.stored = []
+        self.lane = np.arange(threads) % 32
+
+    add = staticmethod(lambda a, b: np.asarray(a) + b)
+    mul = staticmethod(lambda a, b: np.asarray(a) * b)
+    div = staticmethod(lambda a, b: np.asarray(a) // b)
+    rem = staticmethod(lambda a, b: np.asarray(a) % b)
+    xor = staticmethod(lambda a, b: np.asarray(a) ^ b)
+    both = staticmethod(lambda a, b: np.asarray(a) & b)
+    less = staticmethod(lambda a, b: (np.asarray(a) < b).astype(int))
+    smaller = staticmethod(np.minimum)
+    either = staticmethod(lambda flag, a, b: np.where(np.asarray(flag) != 0, a, b))
+    address = staticmethod(lambda base, offset: np.asarray(base) + offset)
+    const = staticmethod(np.int64)
+    fconst = staticmethod(np.float32)
+    fadd = staticmethod(lambda a, b: np.float32(a + b))
+    fmul = staticmethod(lambda a, b: np.float32(a * b))
+    fma = staticmethod(lambda a, b, c: np.float32(np.float64(a) * b + c))
+    total = staticmethod(lambda values: sum(values, np.float32(0)))
+    as_float = staticmethod(lambda word: word.astype(np.uint32).view(np.float32))
+
+    def every(self, value) -> np.ndarray:
+        return np.broadcast_to(np.asarray(value), (self.threads,))
+
+    def half_of(self, word, high: bool):
+        word = word.astype(np.uint32)
+        return ((word & np.uint32(0xFFFF0000)) if high else (word << np.uint32(16))).view(np.float32)
+
+    def pair(self, first, second, high: bool):
+        low, top = ((np.asarray(word, np.int64) >> (16 * high)) & 0xFFFF for word in (first, second))
+        return low | top << 16
+
+    def to_bf16(self, low, high):
+        halves = [np.asarray(jnp.asarray(v).astype(jnp.bfloat16)).view(np.uint16).astype(int) for v in (low, high)]
+        return halves[0] | halves[1] << 16
+
+    # ---- control ----
+
+    def repeat(self, count, carry, body):
+        outer, count = self.active, self.every(count)
+        carry = [self.every(value) for value in carry]
+        for i in range(max(count)):
+            self.active = outer & (i < count)
+            carry = [np.where(self.active, new, old) for new, old in zip(body(np.int64(i), carry), carry, strict=True)]
+        self.active = outer
+        return carry
+
+    @contextlib.contextmanager
+    def only(self, flag):
+        outer, self.active = self.active, self.active & (self.every(flag) != 0)
+        yield
+        self.active = outer
+
+    # ---- memory ----
+
+    def load(self, at, words: int, flag, byte: int = 0):
+        on = self.active & (self.every(flag) != 0)
+        found = np.zeros((self.threads, 4 * words), np.uint8)
+        found[on] = self.memory.bytes[self.memory.places(self.every(at)[on] + byte, 4 * words)]
+        return list(found.view(np.uint32).astype(np.int64).T)
+
+    def store(self, at, words, flag, byte: int = 0):
+        on = self.active & (self.every(flag) != 0)
+        values = np.stack([self.every(word)[on] for word in words], 1).astype(np.uint32).view(np.uint8)
+        places = self.memory.places(self.every(at)[on] + byte, values.shape[1])
+        self.stored += list(places[:, 0])
+        self.memory.bytes[places] = values
+
+    def copy(self, to, source, offsets, flag, size=None):
+        on = np.flatnonzero(self.active & (self.every(flag) != 0))
+        for there, here in offsets:
+            places, sources = self.every(to)[on] + there, self.every(source)[on] + here
+            assert not (places % 16).any() and places.max(initial=0) + 16 <= len(self.shared)
+            read = self.every(16 if size is None else size)[on] > 0
+            data = np.zeros((len(on), 16), np.uint8)
+            data[read] = self.memory.bytes[self.memory.places(sources[read], 16)]
+            copied = [places[:, None] + np.arange(16), data, on, self.group[on], np.zeros(len(on), bool)]
+            self.pending.append(copied)
+            if self.eager:
+                self.shared[copied[0]] = data
+
+    def end_group(self):
+        self.group = self.group + self.active
+
+    def wait_groups(self, pending: int):
+        for _, _, thread, group, came in self.pending:
+            came |= self.active[thread] & (group < self.group[thread] - pending)
+
+    def warp_barrier(self):
+        """What has come to a lane is seen by the others, and what has not is poison until then."""
+        for places, data, thread, _, came in self.pending:
+            if not self.eager:
+                now = came & self.active[thread]
+                self.shared[places[now]] = data[now]
+
+    def shared_places(self, at, size: int, on) -> np.ndarray:
+        assert not (at[on] % size).any() and (at[on] + size <= len(self.shared)).all()
+        return at[on][:, None] + np.arange(size)
+
+    def read_shared(self, at, words: int, byte: int = 0):
+        at, found = self.every(at) + byte, np.full((self.threads, 4 * words), POISON, np.uint8)
+        found[self.active] = self.shared[self.shared_places(at, 4 * words, self.active)]
+        return list(found.view(np.uint32).astype(np.int64).T)
+
+    def load_shared(self, at, words: int = 1, byte: int = 0):
+        return [word.astype(np.uint32).view(np.float32) for word in self.read_shared(at, words, byte)]
+
+    def store_shared(self, at, values, flag=None, byte: int = 0):
+        on = self.active & (self.every(1 if flag is None else flag) != 0)
+        data = np.stack([self.every(value) for value in values], 1).astype(np.float32).view(np.uint8)
+        self.shared[self.shared_places(self.every(at) + byte, data.shape[1], on)] = data[on]
+
+    def read_matrices(self, at, byte: int = 0):
+        rows = self.shared[np.clip(self.shared_places(self.every(at) + byte, 16, slice(None)), 0, None)]
+        rows = rows.view(np.uint32).reshape(-1, 4, 8, 4).astype(np.int64)  # warp, matrix, row, two elements
+        warp, g, q = np.arange(self.threads) // 32, self.lane // 4, self.lane % 4
+        return [rows[warp, i, g, q] for i in range(4)]
+
+    # ---- other blocks ----
+
+    def begin_exchange(self, barriers, thread):
+        [(_, self.expected)] = barriers
+
+    def all_began(self):
+        pass
+
+    def block_barrier(self):
+        assert self.active.all()
+
+    def send(self, at, block, values, arrived, flag):
+        on = self.active & (self.every(flag) != 0)
+        assert block == 0
+        data = np.stack([self.every(value)[on] for value in values], 1).astype(np.float32).view(np.uint8)
+        if on.any():
+            self.mail.append((self.shared_places(self.every(at), 16, on), data))
+
+    def wait_for(self, barrier):
+        if self.active.any():
+            assert self.part == 0 and sum(data.size for _, data in self.mail) == self.expected
+            for places, data in self.mail:
+                assert (self.shared[places] == POISON).all()  # nobody else's
+                self.shared[places] = data
+
+    # ---- arithmetic ----
+
+    def multiply(self, sums, a, b):
+        warps = self.threads // 32
+        elements = lambda word: [  # noqa: E731
+            (self.every(word).astype(np.uint32) >> np.uint32(16 * e) << np.uint32(16)).view(np.float32).astype(float)
+            for e in range(2)
+        ]
+        warp, g, q = np.arange(self.threads) // 32, self.lane // 4, self.lane % 4
+        left, right, out = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8), np.float32)
+        for i, word in enumerate(a):
+            for e, value in enumerate(elements(word)):
+                left[warp, g + 8 * (i % 2), 2 * q + 8 * (i // 2) + e] = value
+        for i, word in enumerate(b):
+            for e, value in enumerate(elements(word)):
+                right[warp, 2 * q + 8 * i + e, g] = value
+        for i, value in enumerate(sums):
+            out[warp, g + 8 * (i // 2), 2 * q + i % 2] = value
+        out = (out + left @ right).astype(np.float32)
+        return [out[warp, g + 8 * (i // 2), 2 * q + i % 2] for i in range(4)]
+
+
+def run(monkeypatch, split, x, packed, bias=None, shrunk=None, expand=(), scale=1.0, eager=False) -> np.ndarray:
+    """`few_tokens.matmul` on numpy: its wrapper as it is, in place of the launch a loop over the blocks."""
+
+    def call(task, split, inputs, out):
+        y = np.full(out.shape, 0xFFFF, np.uint16)
+        memory = Memory(
+            *(np.asarray(i).view(np.uint16) if i.dtype == jnp.bfloat16 else np.asarray(i) for i in inputs), y
+        )
+        sizes = {"ring_s": split.warps * split.warp_bytes, "adapters_s": task.steps * split.sum_bytes}
+        sizes |= {"box_s": (split.cluster - 1) * split.tokens * split.rows * 64, "arrived_s": 16}
+        starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in sizes.values())])
+        stored, threads = [], 32 * split.warps
+        for block in range(out.shape[1] // (16 * split.rows)):
+            mail = []
+            for part in reversed(range(split.cluster)):
+                lanes = Block(memory, threads, int(starts[-1]), part, eager, mail)
+                for name in ("add", "mul", "div", "rem", "both", "either", "less"):
+                    monkeypatch.setattr(few_tokens, name, getattr(lanes, name))
+                monkeypatch.setattr(few_tokens, "lanes", lanes)
+                thread = np.arange(threads)
+                place = few_tokens._Place(np.int64(block), np.int64(part), thread, thread // 32)
+                shared = dict(zip(sizes, map(int, starts), strict=False))
+                few_tokens._Program(task, split, place, list(memory.begins), shared).emit()
+                stored += lanes.stored
+        assert len(stored) == len(set(stored)) == y.shape[0] * out.shape[1] // 4
+        written = memory.bytes[memory.begins[-1] : memory.ends[-1]].view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return written.view(np.float32).reshape(y.shape)
+
+    def operands(words, scales):
+        found = []
+        for at in range(0, 32 * split.warps, 128):
+            some = [[np.asarray(w[at : at + 128], np.uint32) for w in part] for part in (words, scales)]
+            found.append(test_fragments.fragments.operands(*some))
+        return [[np.concatenate(parts) for parts in zip(*step, strict=True)] for step in zip(*found, strict=True)]
+
+    monkeypatch.setattr(few_tokens, "_call", call)
+    monkeypatch.setattr(few_tokens, "operands", operands)
+    matmul = few_tokens.matmul.__wrapped__
+    return np.asarray(matmul(x, packed, split, bias=bias, shrunk=shrunk, expand=expand, scale=scale), np.float64)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    "split, m, n, k, ranks",
+    [
+        (Split(8, rows=1, warps=4, depth=2), 8, 64, 192, ()),
+        (Split(8, rows=2, warps=4, depth=2), 5, 96, 64 * 11, (32,)),
+        (Split(16, rows=4, warps=4, depth=3, cluster=3), 13, 128, 64 * 17, (32, 16)),
+        (Split(8, rows=8, warps=4, depth=1, cluster=2), 1, 128, 64 * 9, (64, 8, 24)),
+        (Split(32, rows=4, warps=8, depth=2, cluster=2), 27, 64, 64 * 3, (40,)),
+        (Split(24, rows=2, warps=12, depth=1), 24, 32, 80, ()),
+    ],
+)
+@pytest.mark.usefixtures("machine")
+def test_against_fp64(monkeypatch, split, m, n, k, ranks, eager):
+    packed = packing.pack(cases.random_weight(jax.random.key(n + k), n, k))
+    packed = dataclasses.replace(packed, multiplier=packed.multiplier * (1 + jnp.arange(packed.multiplier.size) % 5))
+    rng = np.random.default_rng(m)
+    bf16 = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    x, bias, scale = bf16(m, k), bf16(n) * 4, 0.75
+    bias = bias if m % 2 else bias.astype(jnp.float32)
+    matrix, row = (np.asarray(part, np.float64) for part in packing.packed_parts(packed))
+    expected = np.asarray(x, np.float64) @ (matrix * row[:, None]).T
+    norm = np.linalg.norm(expected) / expected.size**0.5
+    expected += np.asarray(bias, np.float64)
+    shrunk, expand = None, ()
+    if ranks:
+        widths = [n - 16 * (len(ranks) - 1), *[16] * (len(ranks) - 1)]
+        expand = tuple(bf16(rank, width) for rank, width in zip(ranks, widths, strict=True))
+        t = [bf16(m, rank) for rank in ranks]
+        shrunk = t[0] if len(t) == 1 else jnp.concatenate([jnp.pad(p, ((0, 0), (0, 64 - p.shape[1]))) for p in t], 1)
+        delta = [np.asarray(a, np.float64) @ np.asarray(b, np.float64) for a, b in zip(t, expand, strict=True)]
+        expected += scale * np.concatenate(delta, axis=1)
+    y = run(monkeypatch, split, x, packed, bias, shrunk, expand, scale, eager)
+    assert np.abs(y - expected).max() <= 1e-5 * norm + 2.0**-8 * np.abs(expected).max()
+    assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + 1e-5 * (norm + 4))
