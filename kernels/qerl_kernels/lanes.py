@@ -210,19 +210,16 @@ def store_shared(at: ir.Value, values: Sequence[ir.Value], flag: ir.Value | None
     asm(f"{guard}st.shared{vector}.f32 [$0 + {byte}], {listed};", "", *inputs, effects=True)
 
 
-def copy(
-    to: ir.Value, source: ir.Value, offsets: Sequence[tuple[int, int]], flag: ir.Value, size: ir.Value | None = None
-) -> None:
+def copy(to: ir.Value, source: ir.Value, offsets: Sequence[tuple[int, int]], flag: ir.Value) -> None:
     """Starts copies of 16 bytes from global to shared memory, one for each (byte of `to`, byte of `source`), where
-    `flag` is 1. `size`: bytes to read, 0 or 16; the rest is zeros and not read.
+    `flag` is 1.
 
-    Source: PTX ISA, "cp.async". The copies of this thread since the last `end_group` are a group.
+    Source: PTX ISA, "cp.async". The copies that a thread starts between two calls of `end_group` are a group.
     """
-    count = "16" if size is None else "16, $3"
     text = ".reg .pred p; setp.ne.b32 p, $2, 0;"
     for there, here in offsets:
-        text += f" @p cp.async.cg.shared.global [$0 + {there}], [$1 + {here}], {count};"
-    asm(text, "", ("r", to), ("l", source), ("r", flag), *([("r", size)] if size is not None else []), effects=True)
+        text += f" @p cp.async.cg.shared.global [$0 + {there}], [$1 + {here}], 16;"
+    asm(text, "", ("r", to), ("l", source), ("r", flag), effects=True)
 
 
 def end_group() -> None:

@@ -116,14 +116,12 @@ class Block:
         self.stored += list(places[:, 0])
         self.memory.bytes[places] = values
 
-    def copy(self, to, source, offsets, flag, size=None):
+    def copy(self, to, source, offsets, flag):
         on = np.flatnonzero(self.active & (self.every(flag) != 0))
         for there, here in offsets:
             places, sources = self.every(to)[on] + there, self.every(source)[on] + here
             assert not (places % 16).any() and places.max(initial=0) + 16 <= len(self.shared)
-            read = self.every(16 if size is None else size)[on] > 0
-            data = np.zeros((len(on), 16), np.uint8)
-            data[read] = self.memory.bytes[self.memory.places(sources[read], 16)]
+            data = self.memory.bytes[self.memory.places(sources, 16)]
             copied = [places[:, None] + np.arange(16), data, on, self.group[on], np.zeros(len(on), bool)]
             self.pending.append(copied)
             if self.eager:

@@ -316,10 +316,10 @@ class _Program:
         # lane 8 j + r gives row r and chunk j, then chunk j + 4
         self.from_x = add(mul(chunk, 128), mul(lanes.xor(row, chunk), 16))
         self.from_scales = mul(self.g, 8)
-        self.x_sizes = {}  # of the copies whose tokens may not exist
-        for i in range(self.octets * 2):
-            if 4 * i + 4 > self.task.tokens:
-                self.x_sizes[i] = mul(less(add(row, 4 * i), self.task.tokens), 16)
+        self.x_exists = {}  # whether the token is there, for the copies of four rows where it may not be
+        for i in range(2 * self.octets):
+            if 4 * i < self.task.tokens < 4 * i + 4:
+                self.x_exists[i] = less(add(row, 4 * i), self.task.tokens)
 
     def _sources(self, first: ir.Value) -> list[ir.Value]:
         """Addresses of what this lane copies of a unit: words, scales, x."""
@@ -348,10 +348,9 @@ class _Program:
         lanes.copy(rest, scales, [(x_bytes + 512 * rows, 0)], some)
         low = add(slot, self.to_x)
         high = lanes.xor(low, 64)
-        for i in range(2 * self.octets):
-            if 4 * i < self.task.tokens or i in self.x_sizes:
-                to = (low, high)[i % 2]
-                lanes.copy(to, x, [(512 * i, 4 * i * units * 128)], flag, self.x_sizes.get(i))
+        for i in range(math.ceil(self.task.tokens / 4)):  # a token that is not there spoils no other
+            exists = both(flag, self.x_exists[i]) if i in self.x_exists else flag
+            lanes.copy((low, high)[i % 2], x, [(512 * i, 4 * i * units * 128)], exists)
 
     def _loop(self, count: ir.Value, ahead: int, at: list[ir.Value] | None) -> list[list[list[ir.Value]]]:
         """Sums of this warp's units, [row][octet] of four. `at`: addresses of unit `ahead`, None where there is
