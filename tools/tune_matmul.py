@@ -3,7 +3,8 @@
     python tools/tune_matmul.py [--cases gate_up_7b ...] [--tokens 8 16 ...] [--direction forward dx] [--write]
 
 Of all tiles that fit a multiprocessor, those that a rough model of the kernel (`estimate`) puts first are compiled,
-checked (relative error) and timed as `bench_matmul.py` does; the table's present tile is always among them. Run it
+checked (relative error) and timed as `bench_matmul.py` does; the table's present tile is always among them. For up to
+32 tokens so are as many splits of the kernel for few tokens (`few_tokens`), by a model of their own. Run it
 under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were
 tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody has timed.
 """
@@ -27,7 +28,8 @@ import bench_matmul as bench
 import jax
 import jax.numpy as jnp
 from qerl_kernels import dispatch
-from qerl_kernels.nvfp4_matmul import cases, mosaic_gpu, tiles
+from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
+from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
 from record import meta
 
@@ -67,6 +69,56 @@ def estimate(tile: Tile, m: int, n: int, k: int) -> float:
     busiest = passes * tile.slices * tile.depth * tile.rows * resident
     once = 4.0 + 0.6 * (tile.cluster > 1) + 0.3 * (tile.slices > 1) + 0.4 * (tile.cluster > 2)
     return max(busiest * unit / CLOCK_HZ * 1e6, n * k * 0.5625 / bench.COPY_BYTES_PER_S * 1e6) + once
+
+
+def estimate_split(split: Split, n: int, k: int) -> float:
+    """Microseconds of the kernel for few tokens, by a model like `estimate` that no sweep has been held against: for
+    16 × 64 weights 20 cycles of the issue slots, by SASS; the path from the L2; the memory's latency for what the warps
+    of a multiprocessor have under way; its rate; the largest and a part of all, and what a kernel pays once.
+    """
+    units = math.ceil(k / 64) / split.cluster
+    blocks = math.ceil(n / 64) * 4 // split.rows * split.cluster
+    registers = -(-(split.rows * (split.tokens // 2 + 10) + split.tokens + 24) // 8) * 8
+    resident = min(
+        few_tokens.SMEM_BYTES // split.smem_bytes(), 65536 // (32 * split.warps * registers), 64 // split.warps, 32
+    )
+    busiest = math.ceil(blocks / SMS)
+    at_once = min(busiest, max(1, resident))
+    of_block = units * (576 * split.rows + 128 * split.tokens)
+    of_warp = units / split.warps
+    depth = of_warp if split.depth >= of_warp else split.depth - 0.5  # a slot is empty while its unit is read
+    under_way = at_once * split.warps * depth * 576 * split.rows
+    issue = busiest * units * split.rows * (20 + split.tokens / 8)
+    path = busiest * of_block / 44
+    waits = busiest * units * 576 * split.rows / under_way * 1500
+    memory = n * k * 0.5625 / bench.COPY_BYTES_PER_S * CLOCK_HZ
+    once = 3.3 + 0.5 * (split.cluster > 1) + 0.3 * (busiest / at_once - 1)
+    return (max(issue, path, waits, memory) + 0.15 * (issue + path + waits)) / CLOCK_HZ * 1e6 + once
+
+
+def splits(m: int, n: int, k: int, most: int) -> list[Split]:
+    """The `most` splits for few tokens that look best, at most two with the same rows and cluster; none above 32
+    tokens."""
+    if m > few_tokens.MOST_TOKENS:
+        return []
+    found = []
+    for rows, warps, cluster in itertools.product((1, 2, 4, 8), (4, 8, 12, 16), range(1, 9)):
+        units = math.ceil(math.ceil(k / 64) / cluster / warps)  # of a warp, all of which may be under way
+        for depth in range(1, min(units, 8) + 1):
+            split = Split(-(-m // 8) * 8, rows, warps, cluster, depth)
+            if few_tokens.fits(split, n, k):
+                found.append(split)
+    chosen, alike = [], collections.Counter()
+    for split in sorted(found, key=lambda split: (estimate_split(split, n, k), split.depth)):
+        alike[split.rows, split.cluster] += 1
+        if alike[split.rows, split.cluster] <= 2:
+            chosen.append(split)
+    return chosen[:most]
+
+
+def model(how: Tile | Split, m: int, n: int, k: int) -> float:
+    """Microseconds that the model of its kernel expects."""
+    return estimate_split(how, n, k) if isinstance(how, Split) else estimate(how, m, n, k)
 
 
 def takes_adapters(tile: Tile, n: int, parts: tuple[int, ...]) -> bool:
@@ -114,7 +166,9 @@ def candidates(
     return chosen[:most]
 
 
-def attempt(what: str, transposed: bool, x: jax.Array, weights: list, expected: jax.Array, us: float, tile: Tile):
+def attempt(
+    what: str, transposed: bool, x: jax.Array, weights: list, expected: jax.Array, us: float, tile: Tile | Split
+):
     """Microseconds of a product, or what the compiler says against it."""
     call = functools.partial(product, tile=tile, transposed=transposed)
     rounds = max(2, bench.rounds_of(us, len(weights)))  # a loop of one round is none: its first product would be `call`
@@ -133,7 +187,9 @@ def attempt(what: str, transposed: bool, x: jax.Array, weights: list, expected: 
         return bench.microseconds(compiled, x, weights, rounds * len(weights) + 1, repeats=3, warm=warm)
 
 
-def product(x: jax.Array, weight, tile: Tile, transposed: bool) -> jax.Array:
+def product(x: jax.Array, weight, tile: Tile | Split, transposed: bool) -> jax.Array:
+    if isinstance(tile, Split):
+        return few_tokens.matmul(x, weight, tile)
     return mosaic_gpu.matmul(x, weight, tile, transposed=transposed)
 
 
@@ -155,7 +211,8 @@ def tune_case(
             expected = bench.exact(x, weights[0], transposed)
         present = tiles.tile_for(m, n, k, transposed=transposed)
         parts = () if transposed else cases.parts(case)
-        wanted = list(dict.fromkeys([present, *candidates(m, *shape, transposed, most, parts, ahead)]))
+        wanted = [present, *candidates(m, *shape, transposed, most, parts, ahead)]
+        wanted = list(dict.fromkeys(wanted + ([] if transposed else splits(m, n, k, most))))
         us = 1.5 * bench.floor_us(m, n, k) + 5
         some = weights[:3] if m >= 1024 else weights
         one = functools.partial(attempt, f"{case} {direction} m={m}", transposed, x, some, expected, us)
@@ -163,11 +220,12 @@ def tune_case(
             results = dict(zip(wanted, pool.map(one, wanted), strict=True))
         for tile, us in sorted(results.items(), key=lambda item: (isinstance(item[1], str), item[1])):
             measured = us if isinstance(us, str) else f"{us:.2f} us"
-            model = f"(model {estimate(tile, m, *shape):.1f}){' present' * (tile == present)}"
-            print(f"{case} {direction} m {m} {dataclasses.astuple(tile)} {measured} {model}", flush=True)
+            about = f"(model {model(tile, m, *shape):.1f}){' present' * (tile == present)}"
+            kind = type(tile).__name__
+            print(f"{case} {direction} m {m} {kind} {dataclasses.astuple(tile)} {measured} {about}", flush=True)
         best = min((us, i) for i, us in enumerate(results.values()) if not isinstance(us, str))[1]
-        tile, us = dataclasses.asdict(wanted[best]), round(results[wanted[best]], 2)
-        rows.append({"direction": direction, "n": n, "k": k, "tokens": m, "tile": tile, "us": us})
+        row = tiles.Row(direction, n, k, m, wanted[best], round(results[wanted[best]], 2))
+        rows.append(tiles.as_stored(row))
     return rows
 
 
@@ -217,8 +275,7 @@ def guesses(case: str, tokens: list[int], directions: list[str], ahead: list[int
             continue
         parts = () if transposed else cases.parts(case)
         [tile] = candidates(m, *((k, n) if transposed else (n, k)), transposed, 1, parts, ahead)
-        fields = dataclasses.asdict(tile)
-        rows.append({"direction": direction, "n": n, "k": k, "tokens": m, "tile": fields, "us": None})
+        rows.append(tiles.as_stored(tiles.Row(direction, n, k, m, tile, None)))
     return rows
 
 

@@ -3,7 +3,7 @@
     python compile_for_h200.py CUDA_DIR CASE [CASE ...]
 
 CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
-(m, n, k, Tile(...), transposed, number of adapters) for the matrix product, or for attention
+(m, n, k, Tile(...) or Split(...), transposed, number of adapters) for the matrix product, or for attention
 ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches]), or
 ("step", layers, folder): the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder, or
 ("shrink", kind, tokens, input features, *ranks), or ("rope", rows, query heads, key/value heads, head dim, dtype of the
@@ -33,8 +33,9 @@ from qerl_kernels import dispatch  # noqa: E402
 from qerl_kernels.decode_attention import mosaic_gpu as attention  # noqa: E402
 from qerl_kernels.lora_shrink import mosaic_gpu as shrink  # noqa: E402
 from qerl_kernels.lora_shrink import plan as shrink_plan  # noqa: E402
-from qerl_kernels.nvfp4_matmul import cases  # noqa: E402
+from qerl_kernels.nvfp4_matmul import cases, few_tokens  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
+from qerl_kernels.nvfp4_matmul.few_tokens import Split  # noqa: E402
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul  # noqa: E402
 from qerl_kernels.rope_cache import mosaic_gpu as rope  # noqa: E402
@@ -50,14 +51,17 @@ def weight(n: int, k: int) -> PackedNvfp4:
     return PackedNvfp4(words, scales, rows, jax.ShapeDtypeStruct((n,), jnp.float32), (n, k), True, 16, True)
 
 
-def matmul_program(m: int, n: int, k: int, tile: Tile, transposed: bool, adapters: int) -> None:
+def matmul_program(m: int, n: int, k: int, tile: Tile | Split, transposed: bool, adapters: int) -> None:
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     args = [bf16(m, n if transposed else k), weight(n, k)]
     if adapters:
         args += [bf16(n), bf16(m, 64 * adapters), *[bf16(32, n // adapters)] * adapters]
 
     def call(x, weight, bias=None, shrunk=None, *expand):
-        return matmul(x, weight, tile, transposed=transposed, bias=bias, shrunk=shrunk, expand=expand, scale=2.0)
+        terms = {"bias": bias, "shrunk": shrunk, "expand": expand, "scale": 2.0}
+        if isinstance(tile, Split):
+            return few_tokens.matmul(x, weight, tile, **terms)
+        return matmul(x, weight, tile, transposed=transposed, **terms)
 
     refuse_copies(compiled(call, args))
 

@@ -6,6 +6,7 @@ Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 
 import dataclasses
 import importlib.util
+import math
 import pathlib
 import re
 import subprocess
@@ -41,12 +42,13 @@ def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]
 
 
 def table_cases() -> list[tuple]:
-    from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles
+    from qerl_kernels.nvfp4_matmul import few_tokens, mosaic_gpu, tiles
 
     cases = {}
     for row in tiles.table():
         tile, transposed = row.tile, row.direction == "dx"
-        assert mosaic_gpu.fits(tile), tile
+        few = isinstance(tile, few_tokens.Split)
+        assert few_tokens.fits(tile, row.n, row.k) if few else mosaic_gpu.fits(tile), tile
         cases.setdefault((tile, transposed), (min(row.tokens, 512), row.n, row.k, tile, transposed, 0))
     return list(cases.values())
 
@@ -54,9 +56,10 @@ def table_cases() -> list[tuple]:
 def check(cases, kernels):
     for case, (kernel, report) in zip(cases, kernels, strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
-        instruction = "mma.sync.aligned.m16n8k16" if case[3].warp_mma else "wgmma.mma_async.sync.aligned.m64"
+        by_warp = getattr(case[3], "warp_mma", True)  # a `Split` has no other way
+        instruction = "mma.sync.aligned.m16n8k16" if by_warp else "wgmma.mma_async.sync.aligned.m64"
         assert instruction in kernel, case
-        assert "movmatrix" not in kernel and ("ldmatrix" in kernel) == (case[3].warp_mma or case[4]), case
+        assert "movmatrix" not in kernel and ("ldmatrix" in kernel) == (by_warp or case[4]), case
         assert "serialized" not in report, (case, report)
 
 
@@ -84,6 +87,34 @@ def test_tiles_that_work_ahead(tmp_path):
     check(cases, compiled(cases, tmp_path))
 
 
+def test_few_tokens(tmp_path):
+    """Also: a warp asks for all it will have under way, and for what it adds at the end, before it waits; the registers
+    allow the blocks that the tuner counts on; one block alone waits for no other."""
+    from qerl_kernels.nvfp4_matmul.few_tokens import Split, fits
+
+    cases = [
+        (8, 3584, 3584, Split(8, 2, 16, 1, 4), False, 0),
+        (3, 3584, 3584, Split(8, 4, 8, 2, 4), False, 1),
+        (8, 4608, 3584, Split(8, 1, 8, 1, 7), False, 3),
+        (8, 3584, 18944, Split(8, 4, 4, 7, 4), False, 1),
+        (8, 5120, 27648, Split(8, 8, 16, 3, 2), False, 1),
+        (5, 3584, 3584, Split(8, 2, 28, 1, 2), False, 1),
+        (16, 4608, 3584, Split(16, 8, 4, 7, 2), False, 3),
+        (13, 37888, 3584, Split(16, 4, 4, 1, 3), False, 2),
+        (32, 4608, 3584, Split(32, 4, 8, 4, 2), False, 3),
+    ]
+    assert all(fits(split, n, k) for _, n, k, split, _, _ in cases)
+    kernels = compiled(cases, tmp_path)
+    check(cases, kernels)
+    for (m, n, _, split, _, adapters), (kernel, report) in zip(cases, kernels, strict=True):
+        begun = kernel[: kernel.index("cp.async.wait_group")]
+        assert begun.count("cp.async.cg") == split.depth * (split.rows + 1 + math.ceil(m / 4)), split
+        assert begun.count("ld.volatile.global") == kernel.count("ld.volatile.global") >= 1 + bool(adapters), split
+        registers = int(re.search(r"Used (\d+) registers", report)[1])
+        assert registers <= (112 if split.rows <= 4 and split.tokens <= 16 else 168), (split, registers)
+        assert ("mapa.shared::cluster" in kernel) == (split.cluster > 1), (n, split)
+
+
 def test_adapters_cost_no_tile_more_than_a_stage():
     """At decode every projection has them: a tile into which they do not fit would be another than the one timed."""
     from qerl_kernels.nvfp4_matmul import cases, tiles
@@ -92,7 +123,10 @@ def test_adapters_cost_no_tile_more_than_a_stage():
         for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096):
             plain = tiles.tile_for(m, n, k)
             adapted = tiles.tile_for(m, n, k, adapters=[(32, width) for width in cases.parts(case)])
-            assert adapted in (plain, dataclasses.replace(plain, stages=plain.stages - 1)), (case, m, plain, adapted)
+            allowed = (
+                (plain, dataclasses.replace(plain, stages=plain.stages - 1)) if hasattr(plain, "stages") else (plain,)
+            )
+            assert adapted in allowed, (case, m, plain, adapted)
 
 
 def test_with_adapters(tmp_path):

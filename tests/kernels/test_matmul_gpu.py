@@ -232,3 +232,74 @@ def test_working_ahead(ahead, transposed):
             if cluster == 1:
                 same = matmul(x, packed, plain, transposed=transposed)
                 np.testing.assert_array_equal(np.asarray(y).view(np.uint16), np.asarray(same).view(np.uint16))
+
+
+# tokens, rows, warps, cluster, depth
+SPLITS = [(8, 1, 4, 1, 2), (8, 4, 8, 2, 3), (16, 8, 4, 3, 2), (16, 2, 12, 1, 1), (32, 4, 4, 7, 2), (24, 4, 4, 8, 3)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("n, k", [(512, 64 * 8), (640, 64 * 37), (600, 1040), (4608, 3584)])
+def test_few_tokens(split, n, k):
+    """The kernel for few tokens, with fewer units than warps and with many rounds of a warp's slots."""
+    from qerl_kernels.nvfp4_matmul import few_tokens
+
+    split = few_tokens.fitted(few_tokens.Split(*split), n)
+    weight = weight_of(n, k, seed=n, uniform=False)
+    packed = packing.pack(weight)
+    for m in {1, split.tokens - 3, split.tokens - 1, split.tokens}:
+        x = activations(m, k, m)
+        x64, w = exact(x, weight)
+        check(few_tokens.matmul(x, packed, split), x64 @ w.T, x64, w, k)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    "widths, ranks", [((640,), (32,)), ((640,), (8,)), ((512, 64, 64), (64, 16, 40)), ((400, 240), (24, 32))]
+)
+def test_few_tokens_with_adapters(split, widths, ranks):
+    from qerl_kernels.nvfp4_matmul import few_tokens
+
+    split, k = few_tokens.Split(*split), 1024
+    weight = weight_of(640, k)
+    packed = packing.pack(weight)
+    rng = np.random.default_rng(len(ranks))
+    for m, dtype in ((split.tokens, jnp.bfloat16), (split.tokens - 5, jnp.float32)):
+        x, bias = activations(m, k), jnp.asarray(rng.normal(size=640) * 100, dtype)
+        t = [jnp.asarray(rng.normal(size=(m, rank)), jnp.bfloat16) for rank in ranks]
+        b = [jnp.asarray(rng.normal(size=shape) * 50, jnp.bfloat16) for shape in zip(ranks, widths, strict=True)]
+        shrunk = t[0] if len(t) == 1 else jnp.concatenate([jnp.pad(p, ((0, 0), (0, 64 - p.shape[1]))) for p in t], 1)
+        x64, w = exact(x, weight)
+        delta = [np.asarray(p, np.float64) @ np.asarray(q, np.float64) for p, q in zip(t, b, strict=True)]
+        expected = x64 @ w.T + np.asarray(bias, np.float64) + 0.75 * np.concatenate(delta, axis=1)
+        y = few_tokens.matmul(x, packed, split, bias=bias, shrunk=shrunk, expand=tuple(b), scale=0.75)
+        y = np.asarray(y, np.float64)
+        assert np.linalg.norm(y - expected) <= 2.6e-3 * np.linalg.norm(expected)
+        assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + 1e-4 * np.abs(x64 @ w.T).max())
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_few_tokens_rows_do_not_touch_each_other(split):
+    """A row's bits are the same whatever the others hold, NaN too, and however many there are, a thousand times."""
+    from qerl_kernels.nvfp4_matmul import few_tokens
+
+    split = few_tokens.Split(*split)
+    packed = packing.pack(weight_of(1024, 3584))
+    x = activations(split.tokens, 3584)
+    bits = lambda y: np.asarray(y).view(np.uint16)  # noqa: E731
+    whole = bits(few_tokens.matmul(x, packed, split))
+    np.testing.assert_array_equal(bits(few_tokens.matmul(x[:5], packed, split)), whole[:5])
+    spoilt = few_tokens.matmul(x.at[3].set(jnp.nan), packed, split)
+    assert np.isnan(np.asarray(spoilt[3], np.float32)).all()
+    np.testing.assert_array_equal(np.delete(bits(spoilt), 3, 0), np.delete(whole, 3, 0))
+
+    @jax.jit
+    def differing(x, first):
+        def once(i, count):
+            again = few_tokens.matmul(jax.lax.dynamic_slice(jnp.concatenate([x, x]), (i % 2 * len(x), 0), x.shape),
+                                      packed, split)  # fmt: skip
+            return count + jnp.sum(jax.lax.bitcast_convert_type(again, jnp.uint16) != first)
+
+        return jax.lax.fori_loop(0, 1000, once, 0)
+
+    assert int(differing(x, whole)) == 0

@@ -1,10 +1,12 @@
 """The choice of tiles: what the table's tile becomes for a number of tokens, against counting rounds by hand."""
 
 import dataclasses
+import json
 import math
 
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, tiles
+from qerl_kernels.nvfp4_matmul import cases, few_tokens, tiles
+from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, clusters_at_once, fits
 
 WIDE = Tile(tokens=256, rows=2, depth=1, stages=4, ahead=2)
@@ -64,11 +66,47 @@ def test_tiles_that_share_their_work_are_left_alone():
     assert tiles.in_waves(WIDE, 128, 3584) == WIDE
 
 
+def holds(how: Tile | Split, n: int, k: int, m: int, adapted: bool = False) -> bool:
+    return few_tokens.fits(how, n, k) and m <= how.tokens if isinstance(how, Split) else fits(how, adapted)
+
+
 @pytest.mark.parametrize("case", cases.SHAPES)
 def test_every_number_of_tokens_has_a_tile_that_fits(case):
     n, k = cases.SHAPES[case]
     for m in (*cases.TOKENS, 100, 333, 2000, 3072, 50000):
-        assert fits(tiles.tile_for(m, n, k)) and fits(tiles.tile_for(m, n, k, transposed=True))
+        assert holds(tiles.tile_for(m, n, k), n, k, m) and fits(tiles.tile_for(m, n, k, transposed=True))
     parts = [(32, width) for width in cases.parts(case)]
     for m in (1, 8, 64, 128):
-        assert fits(tiles.tile_for(m, n, k, adapters=parts), adapted=True)
+        assert holds(tiles.tile_for(m, n, k, adapters=parts), n, k, m, adapted=True)
+
+
+def test_a_row_may_hold_either_kernel(monkeypatch):
+    """As the tuner stores it and the table reads it. The split is used as it is up to its tokens, in every shape; never
+    with `batch_invariant`, nor with adapters that do not fit it."""
+    split = Split(8, rows=8, warps=16, cluster=2, depth=2)
+    rows = [tiles.Row("forward", 4608, 3584, 8, split, 5.5), tiles.Row("forward", 4608, 3584, 4096, WIDE, None)]
+    stored = json.loads(json.dumps([tiles.as_stored(row) for row in rows]))
+    assert [row.get("kernel") for row in stored] == ["few_tokens", None]
+    assert [tiles.from_stored(row) for row in stored] == rows
+    monkeypatch.setattr(tiles, "table", lambda: tuple(rows))
+    for m in range(1, 9):
+        assert tiles.tile_for(m, 4608, 3584) == split
+    assert isinstance(tiles.tile_for(9, 4608, 3584), Tile)
+    assert isinstance(tiles.tile_for(8, 4608, 3584, batch_invariant=True), Tile)
+    narrower = tiles.tile_for(8, 4608 + 64, 3584)  # 73 tiles of 64: not divided by 128
+    assert narrower == dataclasses.replace(split, rows=4) and few_tokens.fits(narrower, 4608 + 64, 3584)
+    assert tiles.tile_for(8, 4608, 3584, adapters=[(32, 3584), (64, 512), (8, 512)]) == split
+    for adapters in ([(32, 3584), (32, 512)], [(72, 4608)], [(12, 4608)], [(32, 4600), (32, 8)]):
+        assert tiles.tile_for(8, 4608, 3584, adapters=adapters) is None
+
+
+def test_what_a_multiprocessor_cannot_hold_does_not_fit():
+    good = Split(8, rows=4, warps=8, cluster=2, depth=4)
+    assert few_tokens.fits(good, 4608, 3584)
+    for wrong in (
+        {"tokens": 12}, {"tokens": 40}, {"rows": 3}, {"warps": 6}, {"warps": 36}, {"cluster": 9}, {"depth": 0},
+        {"depth": 9}, {"rows": 8, "tokens": 32, "warps": 16}, {"rows": 8, "warps": 28},
+    ):  # fmt: skip
+        assert not few_tokens.fits(dataclasses.replace(good, **wrong), 4608, 3584), wrong
+    assert not few_tokens.fits(dataclasses.replace(good, rows=8), 4608 + 64, 3584)
+    assert not few_tokens.fits(dataclasses.replace(good, cluster=8), 4608, 7 * 64)

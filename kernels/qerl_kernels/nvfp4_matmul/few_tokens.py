@@ -118,11 +118,16 @@ def fits(split: Split, n: int, k: int) -> bool:
         and 1 <= split.cluster <= 8
         and split.smem_bytes() <= SMEM_BYTES
         and split.depth >= 1
-        and -(-n // TILE) * 4 % split.rows == 0
-        and -(-k // TILE) >= split.cluster
+        and math.ceil(n / TILE) * 4 % split.rows == 0
+        and math.ceil(k / TILE) >= split.cluster
         # sums, a unit's words and scales, x; 40 for addresses and what one operand takes
         and split.rows * (split.tokens // 2 + 6) + split.tokens + 40 <= 65536 // (32 * split.warps)
     )
+
+
+def fitted(split: Split, n: int) -> Split:
+    """`split`, or with as few operands in a block as divide the n features."""
+    return split if math.ceil(n / TILE) * 4 % split.rows == 0 else dataclasses.replace(split, rows=4)
 
 
 def can_fuse(n: int, shapes: Sequence[tuple[int, int]]) -> bool:

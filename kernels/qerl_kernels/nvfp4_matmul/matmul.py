@@ -185,7 +185,7 @@ def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs
 
 def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, expand=(), scale=1.0) -> Array:
     """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product."""
-    from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles  # jax ≥ 0.11: imported where it runs
+    from qerl_kernels.nvfp4_matmul import few_tokens, mosaic_gpu, tiles  # jax ≥ 0.11: imported where it runs
 
     @jax.custom_batching.custom_vmap
     def product(rows, weight, bias, expand):
@@ -194,9 +194,10 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
             x.shape[0], *weight.shape, transposed=transposed, adapters=[b.shape for b in expand],
             batch_invariant=static.batch_invariant,
         )  # fmt: skip
-        return mosaic_gpu.matmul(
-            x, weight, tile, transposed=transposed, bias=bias, shrunk=shrunk, expand=expand, scale=scale
-        )
+        terms = {"bias": bias, "shrunk": shrunk, "expand": expand, "scale": scale}
+        if isinstance(tile, few_tokens.Split):
+            return few_tokens.matmul(x, weight, tile, **terms)
+        return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, **terms)
 
     @product.def_vmap
     def batched(size, in_batched, rows, weight, bias, expand):

@@ -1,8 +1,9 @@
 """Which tile a product uses: a table found by `tools/tune_matmul.py` and stored as data, one file for a kind of GPU.
 
 A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m it was tuned for), the fields of `Tile`
-and the microseconds measured (null where it is the choice of the tuner's model, or that of a shape like it). A shape
-that is not in the table takes the row of the shape nearest to it in log n and log k.
+and the microseconds measured (null where it is the choice of the tuner's model, or that of a shape like it). With
+`"kernel": "few_tokens"` the fields are those of `few_tokens.Split`, and that kernel runs. A shape that is not in the
+table takes the row of the shape nearest to it in log n and log k.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from importlib import resources
 
 from qerl_kernels.dispatch import MULTIPROCESSORS
+from qerl_kernels.nvfp4_matmul import few_tokens
+from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits
 
 TABLE = "tiles_h200.json"
@@ -32,15 +35,31 @@ class Row:
     n: int
     k: int
     tokens: int
-    tile: Tile
+    tile: Tile | Split
     us: float | None
+
+
+_KERNELS = {"tiles": Tile, "few_tokens": Split}  # the key "kernel" of a row -> what its fields are
+
+
+def from_stored(stored: dict) -> Row:
+    """A row of the file."""
+    kernel = _KERNELS[stored.get("kernel", "tiles")]
+    rest = {name: value for name, value in stored.items() if name != "kernel"}
+    return Row(**{**rest, "tile": kernel(**stored["tile"])})
+
+
+def as_stored(row: Row) -> dict:
+    """The inverse of `from_stored`; the key "kernel" is left out where it is "tiles"."""
+    stored = dataclasses.asdict(row)
+    return {**stored, "kernel": "few_tokens"} if isinstance(row.tile, Split) else stored
 
 
 @functools.cache
 def table() -> tuple[Row, ...]:
     """All rows of the file, read once."""
     stored = json.loads(resources.files("qerl_kernels.nvfp4_matmul").joinpath(TABLE).read_text())["rows"]
-    return tuple(Row(**{**row, "tile": Tile(**row["tile"])}) for row in stored)
+    return tuple(map(from_stored, stored))
 
 
 def tile_for(
@@ -51,9 +70,9 @@ def tile_for(
     transposed: bool = False,
     adapters: Sequence[tuple[int, int]] = (),
     batch_invariant: bool = False,
-) -> Tile | None:
-    """The tile for x [m, k] (transposed: [m, n]) and a weight [n, k]; None where the adapters cannot be added within
-    the kernel.
+) -> Tile | Split | None:
+    """The tile for x [m, k] (transposed: [m, n]) and a weight [n, k], or the split of the kernel for few tokens; None
+    where the adapters cannot be added within the kernel.
 
     Args:
       adapters: shape of B of each adapter that the kernel is to add.
@@ -65,6 +84,8 @@ def tile_for(
         tile = Tile(tokens=64, rows=2, slices=2, depth=1, stages=4)
     else:
         row = _tuned(m, n, k, transposed)
+        if isinstance(row.tile, Split):
+            return few_tokens.fitted(row.tile, n) if not adapters or few_tokens.can_fuse(n, adapters) else None
         timed = row.us is not None and row.tokens == m
         tile = row.tile if timed else in_waves(row.tile, m, k if transposed else n)
     if not adapters:
