@@ -278,6 +278,9 @@ class _Program:
 
     def emit(self) -> None:
         split = self.split
+        if split.cluster > 1:  # first: its fence might wait for copies under way
+            size = split.tokens * split.rows * _ROWS * 4
+            lanes.begin_exchange([(self.shared["arrived_s"], (split.cluster - 1) * size)], self.thread)
         first, count = self._units()
         self._lane_offsets()
         at = self._sources(first)
@@ -287,9 +290,6 @@ class _Program:
             self._request(add(self.ring, d * split.slot_bytes), at, less(d, count))
             lanes.end_group()
             at = self._next(at)
-        if split.cluster > 1:
-            size = split.tokens * split.rows * _ROWS * 4
-            lanes.begin_exchange([(self.shared["arrived_s"], (split.cluster - 1) * size)], self.thread)
         terms = self._terms()
         jobs = self._fetch_adapters()
         sums = self._loop(count, ahead, at if most > ahead else None)
