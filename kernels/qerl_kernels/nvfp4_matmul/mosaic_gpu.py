@@ -71,7 +71,7 @@ from qerl_kernels.nvfp4_matmul.packing import TILE
 SMEM_BYTES = 227 * 1024
 # Clusters of so many blocks that an H200 holds, one block a multiprocessor, as its driver says
 # (cuOccupancyMaxActiveClusters); other chips of the kind may differ by a few.
-_AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 8: 15}
+AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 8: 15}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ def clusters_at_once(tile: Tile, sms: int) -> int:
 
     A cluster lies within one group of multiprocessors, so that those of three, four or eight blocks leave some idle.
     """
-    at_once = _AT_ONCE[tile.cluster] if sms == MULTIPROCESSORS else sms // tile.cluster
+    at_once = AT_ONCE[tile.cluster] if sms == MULTIPROCESSORS else sms // tile.cluster
     return max(1, at_once * tile.blocks_per_sm)
 
 
