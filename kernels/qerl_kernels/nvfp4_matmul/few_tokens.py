@@ -369,14 +369,16 @@ class _Program:
             at_, flat = (rest[:3], rest[3:]) if at else ([], rest)
             lanes.wait_groups(ahead - 1)
             lanes.warp_barrier()
-            x, words, scales = self._read(slot)
+            sums = self._by_row(flat)
+            x = self._read_x(slot)
+            sums = [self._multiply(row, x, *self._read(slot, r)) for r, row in enumerate(sums)]
             if at:
                 lanes.warp_barrier()
                 self._request(slot, at_, less(add(i, ahead), count))
                 at_ = self._next(at_)
             lanes.end_group()
             after = either(less(slot, last), add(slot, split.slot_bytes), self.ring)
-            return [after, *at_, *self._multiply(flat, x, words, scales)]
+            return [after, *at_, *(value for row in sums for four in row for value in four)]
 
         flat = lanes.repeat(count, start, unit)[-4 * split.rows * self.octets :]
         return self._by_row(flat)
@@ -385,24 +387,24 @@ class _Program:
         fours = [flat[i : i + 4] for i in range(0, len(flat), 4)]
         return [fours[i : i + self.octets] for i in range(0, len(fours), self.octets)]
 
-    def _read(self, slot: ir.Value) -> tuple[list, list, list]:
-        """A unit from its slot: x (eight words an octet), words (four a row) and scales (two a row)."""
-        x_bytes, rows = self.split.tokens * 128, self.split.rows
+    def _read_x(self, slot: ir.Value) -> list[list[ir.Value]]:
+        """x of a unit from its slot: eight words an octet."""
         low = add(slot, self.from_x)
         high = lanes.xor(low, 64)
-        x = [lanes.read_matrices(low, 1024 * o) + lanes.read_matrices(high, 1024 * o) for o in range(self.octets)]
-        rest, small = add(slot, self.to_rest), add(slot, self.from_scales)
-        words = [lanes.read_shared(rest, 4, x_bytes + 512 * r) for r in range(rows)]
-        scales = [lanes.read_shared(small, 2, x_bytes + 512 * rows + 64 * r) for r in range(rows)]
-        return x, words, scales
+        return [lanes.read_matrices(low, 1024 * o) + lanes.read_matrices(high, 1024 * o) for o in range(self.octets)]
 
-    def _multiply(self, flat: list[ir.Value], x: list, words: list, scales: list) -> list[ir.Value]:
-        sums = self._by_row(flat)
-        for row, word, scale in zip(sums, words, scales, strict=True):
-            for step, a in enumerate(operands(word, scale)):
-                for o in range(self.octets):
-                    row[o] = lanes.multiply(row[o], a, x[o][2 * step : 2 * step + 2])
-        return [value for row in sums for four in row for value in four]
+    def _read(self, slot: ir.Value, row: int) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Four words and two words of scales of a row from a unit's slot."""
+        words_at = self.split.tokens * 128
+        scales_at = words_at + 512 * self.split.rows
+        words = lanes.read_shared(add(slot, self.to_rest), 4, words_at + 512 * row)
+        return words, lanes.read_shared(add(slot, self.from_scales), 2, scales_at + 64 * row)
+
+    def _multiply(self, sums: list, x: list, words: list[ir.Value], scales: list[ir.Value]) -> list[list[ir.Value]]:
+        """The sums of a row, four for each octet, plus those of a unit."""
+        for step, a in enumerate(operands(words, scales)):
+            sums = [lanes.multiply(four, a, x[o][2 * step : 2 * step + 2]) for o, four in enumerate(sums)]
+        return sums
 
     # ---- what is added ----
 
