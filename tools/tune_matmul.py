@@ -78,7 +78,7 @@ def estimate_split(split: Split, n: int, k: int) -> float:
     """
     units = math.ceil(k / 64) / split.cluster
     blocks = math.ceil(n / 64) * 4 // split.rows * split.cluster
-    registers = -(-(split.rows * (split.tokens // 2 + 10) + split.tokens + 24) // 8) * 8
+    registers = math.ceil((split.rows * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
     resident = min(
         few_tokens.SMEM_BYTES // split.smem_bytes(), 65536 // (32 * split.warps * registers), 64 // split.warps, 32
     )

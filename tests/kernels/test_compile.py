@@ -89,7 +89,7 @@ def test_tiles_that_work_ahead(tmp_path):
 
 def test_few_tokens(tmp_path):
     """Also: a warp asks for all it will have under way, and for what it adds at the end, before it waits; 16 warps with
-    up to 64 rows of sums find registers on a multiprocessor, others 11; one block alone waits for no other."""
+    up to 64 rows of sums find registers on a multiprocessor, any other 8; one block alone waits for no other."""
     from qerl_kernels.nvfp4_matmul.few_tokens import Split, fits
 
     cases = [
@@ -102,6 +102,7 @@ def test_few_tokens(tmp_path):
         (16, 4608, 3584, Split(16, 8, 4, 7, 2), False, 3),
         (13, 37888, 3584, Split(16, 4, 4, 1, 3), False, 2),
         (32, 4608, 3584, Split(32, 4, 8, 4, 2), False, 3),
+        (24, 4608, 3584, Split(24, 8, 4, 2, 2), False, 3),
     ]
     assert all(fits(split, n, k) for _, n, k, split, _, _ in cases)
     kernels = compiled(cases, tmp_path)
@@ -111,7 +112,7 @@ def test_few_tokens(tmp_path):
         assert begun.count("cp.async.cg") == split.depth * (split.rows + 1 + math.ceil(m / 4)), split
         assert begun.count("ld.volatile.global") == kernel.count("ld.volatile.global") >= 1 + bool(adapters), split
         registers = int(re.search(r"Used (\d+) registers", report)[1])
-        assert registers <= (128 if split.rows * split.tokens <= 64 else 176), (split, registers)
+        assert registers <= (128 if split.rows * split.tokens <= 64 else 248), (split, registers)
         assert ("mapa.shared::cluster" in kernel) == (split.cluster > 1), (n, split)
 
 

@@ -247,7 +247,7 @@ def test_few_tokens(split, n, k):
     split = few_tokens.fitted(few_tokens.Split(*split), n)
     weight = weight_of(n, k, seed=n, uniform=False)
     packed = packing.pack(weight)
-    for m in {1, split.tokens - 3, split.tokens - 1, split.tokens}:
+    for m in (1, split.tokens - 3, split.tokens):
         x = activations(m, k, m)
         x64, w = exact(x, weight)
         check(few_tokens.matmul(x, packed, split), x64 @ w.T, x64, w, k)

@@ -105,7 +105,7 @@ def test_what_a_multiprocessor_cannot_hold_does_not_fit():
     assert few_tokens.fits(good, 4608, 3584)
     for wrong in (
         {"tokens": 12}, {"tokens": 40}, {"rows": 3}, {"warps": 6}, {"warps": 36}, {"cluster": 9}, {"depth": 0},
-        {"depth": 9}, {"rows": 8, "tokens": 32, "warps": 16}, {"rows": 8, "warps": 28},
+        {"depth": 9}, {"rows": 8, "tokens": 32, "warps": 4}, {"rows": 4, "warps": 28, "depth": 1},
     ):  # fmt: skip
         assert not few_tokens.fits(dataclasses.replace(good, **wrong), 4608, 3584), wrong
     assert not few_tokens.fits(dataclasses.replace(good, rows=8), 4608 + 64, 3584)

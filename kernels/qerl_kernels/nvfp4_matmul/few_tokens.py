@@ -120,8 +120,9 @@ def fits(split: Split, n: int, k: int) -> bool:
         and split.depth >= 1
         and math.ceil(n / TILE) * 4 % split.rows == 0
         and math.ceil(k / TILE) >= split.cluster
-        # sums, a unit's words and scales, x; 40 for addresses and what one operand takes
-        and split.rows * (split.tokens // 2 + 6) + split.tokens + 40 <= 65536 // (32 * split.warps)
+        and split.rows * split.tokens <= 192  # above, sums and adapters of several octets spill
+        # sums, x, two rows' words and scales; the rest for addresses and what one operand takes
+        and split.rows * split.tokens // 2 + split.tokens + 64 <= min(255, 65536 // (32 * split.warps))
     )
 
 
