@@ -79,14 +79,13 @@ def estimate_split(split: Split, n: int, k: int) -> float:
     units = math.ceil(k / 64) / split.cluster
     blocks = math.ceil(n / 64) * 4 // split.rows * split.cluster
     registers = math.ceil((split.rows * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
-    resident = min(
-        few_tokens.SMEM_BYTES // split.smem_bytes(), 65536 // (32 * split.warps * registers), 64 // split.warps, 32
-    )
+    memory, threads = few_tokens.SMEM_BYTES // split.smem_bytes(), 64 // split.warps
+    resident = max(1, min(memory, threads, 65536 // (32 * split.warps * registers)))
     # of the clusters of 5 to 7 nobody has asked the driver: as those of six, if they take multiprocessors by pairs
-    clusters = mosaic_gpu.AT_ONCE.get(split.cluster, 18 if split.cluster < 7 else 15) * max(1, resident)
+    clusters = mosaic_gpu.AT_ONCE.get(split.cluster, 18 if split.cluster < 7 else 15) * resident
     waves = math.ceil(blocks / split.cluster / clusters)
     busiest = max(math.ceil(blocks / SMS), resident * waves if waves > 1 else 1)
-    at_once = min(busiest, max(1, resident))
+    at_once = min(busiest, resident)
     of_block = units * (576 * split.rows + 128 * split.tokens)
     of_warp = units / split.warps
     depth = of_warp if split.depth >= of_warp else split.depth - 0.5  # a slot is empty while its unit is read
@@ -94,9 +93,9 @@ def estimate_split(split: Split, n: int, k: int) -> float:
     issue = busiest * units * split.rows * (20 + split.tokens / 8)
     path = busiest * of_block / 44
     waits = busiest * units * 576 * split.rows / under_way * 1500
-    memory = n * k * 0.5625 / bench.COPY_BYTES_PER_S * CLOCK_HZ
+    rate = n * k * 0.5625 / bench.COPY_BYTES_PER_S * CLOCK_HZ
     once = 3.3 + 0.5 * (split.cluster > 1) + 0.3 * (busiest / at_once - 1)
-    return (max(issue, path, waits, memory) + 0.15 * (issue + path + waits)) / CLOCK_HZ * 1e6 + once
+    return (max(issue, path, waits, rate) + 0.15 * (issue + path + waits)) / CLOCK_HZ * 1e6 + once
 
 
 def splits(m: int, n: int, k: int, most: int) -> list[Split]:

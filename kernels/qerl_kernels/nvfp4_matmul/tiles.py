@@ -85,7 +85,9 @@ def tile_for(
     else:
         row = _tuned(m, n, k, transposed)
         if isinstance(row.tile, Split):
-            return few_tokens.fitted(row.tile, n) if not adapters or few_tokens.can_fuse(n, adapters) else None
+            # it takes more adapters than tiles do, but `vmap` may still make many tokens of few: the same are fused
+            fuses = not adapters or can_fuse(Tile(tokens=8, rows=1), n, adapters)
+            return few_tokens.fitted(row.tile, n) if fuses else None
         timed = row.us is not None and row.tokens == m
         tile = row.tile if timed else in_waves(row.tile, m, k if transposed else n)
     if not adapters:
