@@ -6,32 +6,31 @@ A figure is the wall time of one jitted loop whose body runs the product over ma
 bytes and two copies, so that the L2 does not help), divided by the number of products. The loop stands for a decode
 loop: its buffers do not move, so that its CUDA graphs are captured once; a list of calls without a loop is captured
 anew whenever an output lies elsewhere, and then the host is what is timed. The smallest of five repetitions after the
-GPU has been busy for 30 ms. Every product is checked first, against the exact weights in fp32. `--anchors` names rows
-of rivals in the same layout ("marlin", "cublas_bf16"), for the ratios; without it only our own figures are printed.
-The rows of rivals are copied into the result, marked with their own source.
+GPU has been busy for 30 ms. Every product is checked first, against the exact weights in fp32. All loops are compiled
+beforehand, by processes that do not touch the GPU (`ahead`); one process times them, one after the other. `--anchors`
+names rows of rivals in the same layout ("marlin", "cublas_bf16"), for the ratios; without it only our own figures are
+printed. The rows of rivals are copied into the result, marked with their own source.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import contextlib
-import fcntl
+import dataclasses
 import functools
 import json
 import math
-import multiprocessing
+import os
 import pathlib
 import statistics
-import tempfile
 import time
 import types
-from collections.abc import Callable
 
+import ahead
 import jax
 import jax.numpy as jnp
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
+from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
 from record import meta
 
@@ -50,23 +49,6 @@ GROUPS = (
 )
 # Products that do not depend on each other must not run at the same time within a captured graph.
 ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-
-
-@contextlib.contextmanager
-def _locked(kind: int):
-    with open(pathlib.Path(tempfile.gettempdir()) / "qerl-bench.lock", "w") as file:  # a file for each: threads too
-        fcntl.flock(file, kind)
-        yield
-
-
-def gpu_alone():
-    """No other process or thread that asks is on the GPU meanwhile."""
-    return _locked(fcntl.LOCK_EX)
-
-
-def gpu_shared():
-    """Others may be on it too; who wants it alone waits. For compiling, which tries XLA's own products on the GPU."""
-    return _locked(fcntl.LOCK_SH)
 
 
 def looped(call, rounds: int):
@@ -109,27 +91,16 @@ def rounds_of(us: float, count: int) -> int:
     return max(1, round(8e3 / (us * count)))
 
 
-def prepare(call, x, weights: list, us: float):
-    """Compiles the loop of `call(x, weight)`, which takes about `us`; the result times it, nobody else on the GPU."""
-    rounds = rounds_of(us, len(weights))
-    compiled = jax.jit(looped(call, rounds), compiler_options=ONE_BY_ONE).lower(x, weights).compile()
-
-    def timed() -> float:
-        with gpu_alone():
-            return microseconds(compiled, x, weights, rounds * len(weights))
-
-    return timed
-
-
-def weights_of(case: str, least: int = 2, limit: int | None = None) -> list:
-    """Packed random weights of one case, enough to outgrow the L2."""
+def weights_of(case: str, m: int) -> list[PackedNvfp4]:
+    """Packed random weights of one case, enough to outgrow the L2; three where the product itself takes long."""
     n, k = cases.SHAPES[case]
-    copies = max(least, math.ceil(ROTATE_BYTES / (n * k * 0.5625)))
-    copies = copies if limit is None else min(copies, limit)
-    return [packing.pack(cases.random_weight(jax.random.key(i), n, k)) for i in range(copies)]
+    copies = max(2, math.ceil(ROTATE_BYTES / (n * k * 0.5625)))
+    copies = copies if m < 1024 else min(3, copies)
+    return [cases.random_packed(jax.random.key(i), n, k) for i in range(copies)]
 
 
-@functools.partial(jax.jit, static_argnums=2)
+# Autotuning would take longer than all else here.
+@functools.partial(jax.jit, static_argnums=2, compiler_options={"xla_gpu_autotune_level": 0})
 def _exact(x, weight, transposed: bool):
     matrix, row = packing.packed_parts(weight)
     matrix, x = matrix.astype(jnp.float32), x[:256].astype(jnp.float32)
@@ -187,9 +158,151 @@ def with_adapters(x, layer, shrunk=None):
     return nvfp4_matmul(x, weight, None, loras, implementation="mosaic_gpu", shrunk=shrunk)
 
 
-def row_of(case: str, m: int, direction: str, rank: int) -> dict:
-    n, k = cases.SHAPES.get(case, (0, 0))
-    return {"case": case, "m": m, "n": n, "k": k, "direction": direction, "lora_rank": rank, "impl": "qerl"}
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product to be timed, with adapters of a rank or without."""
+
+    case: str
+    m: int
+    direction: str = "forward"
+    lora_rank: int = 0
+    batch_invariant: bool = False
+
+    def row(self) -> dict:
+        """Of the result, without its time."""
+        n, k = cases.SHAPES[self.case]
+        row = {"case": self.case, "m": self.m, "n": n, "k": k, "direction": self.direction, "impl": "qerl"}
+        more = {"batch_invariant": True} if self.batch_invariant else {}
+        return {**row, "lora_rank": self.lora_rank, **more}
+
+    def expected_us(self) -> float:
+        """Roughly what a product takes."""
+        return 1.5 * floor_us(self.m, *cases.SHAPES[self.case]) + 5
+
+    def call(self, x: jax.Array, weight) -> jax.Array:
+        """The product."""
+        if self.direction == "dx":
+            return backward(x, weight)
+        if self.lora_rank:
+            return with_adapters(x, weight)
+        return nvfp4_matmul(x, weight, implementation="mosaic_gpu", batch_invariant=self.batch_invariant)
+
+    def width(self) -> int:
+        """Features of x (of dy where the product is dx)."""
+        n, k = cases.SHAPES[self.case]
+        return n if self.direction == "dx" else k
+
+    def arguments(self, x: jax.Array) -> tuple:
+        """(x, weights) of the loop; an x for each weight where there are adapters: XLA would make one product of those
+        that share theirs."""
+        weights = weights_of(self.case, self.m)
+        if not self.lora_rank:
+            return x, weights
+        pairs = [(weight, *adapters(self.case, self.lora_rank, i)) for i, weight in enumerate(weights)]
+        return [jnp.roll(x, i, axis=1) for i in range(len(weights))], pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a decode step of 7B does outside attention, `layers` times, in one jit: the operations before each
+    projection as the rollout fuses them (with `x A`), and, with `products`, the projections. Without them and without
+    adapters, what is left is not the projections' and not the adapters'.
+    """
+
+    m: int
+    lora_rank: int
+    layers: int
+    products: bool
+
+    def row(self) -> dict:
+        """Of the result, without its time."""
+        row = {"case": "layers_7b", "m": self.m, "n": 0, "k": 0, "direction": "forward", "impl": "qerl"}
+        return {**row, "lora_rank": self.lora_rank, "layers": self.layers, "products": self.products}
+
+    def expected_us(self) -> float:
+        """Roughly what a step takes."""
+        return 60.0 * self.layers
+
+    def call(self, start: tuple, stack: list) -> jax.Array:
+        """One step."""
+        return _layers(start, stack, self.lora_rank, self.products)
+
+    def width(self) -> int:
+        """Features of the residual stream."""
+        return cases.SHAPES["down_7b"][0]
+
+    def arguments(self, x: jax.Array) -> tuple:
+        """(what enters the first layer, [the layers])."""
+        stack = []
+        for i in range(self.layers):
+            parts = [adapters(case, self.lora_rank, 4 * i + j) for j, case in enumerate(cases.LAYER_7B)]
+            keys = jax.random.split(jax.random.key(i), len(parts))
+            weights = [
+                cases.random_packed(key, *cases.SHAPES[case]) if self.products else None
+                for key, case in zip(keys, cases.LAYER_7B, strict=True)
+            ]
+            stack.append([(weight, *part) for weight, part in zip(weights, parts, strict=True)])
+        gates = jax.random.normal(jax.random.key(1), (self.layers, self.m, 2 * cases.SHAPES["down_7b"][1]), x.dtype)
+        return (x.astype(jnp.float32), jnp.roll(x, 1), list(gates)), [stack]
+
+
+def program(what: Product | Step):
+    """(x, weights) -> what depends on the whole loop, and the first product."""
+    loop = looped(what.call, _rounds(what))
+    return lambda x, weights: (loop(x, weights), what.call(x[0] if isinstance(x, list) else x, weights[0]))
+
+
+def _rounds(what: Product | Step) -> int:
+    """Rounds of the loop; two or more, because XLA takes a loop of one round apart."""
+    count = 1 if isinstance(what, Step) else len(jax.eval_shape(lambda: weights_of(what.case, what.m)))
+    return max(2, rounds_of(what.expected_us(), count))
+
+
+def build(what: Product | Step) -> tuple:
+    """For `ahead.compile_all`: the program and the shapes of its arguments."""
+    x = jax.ShapeDtypeStruct((what.m, what.width()), jnp.bfloat16)
+    return program(what), jax.eval_shape(what.arguments, x)
+
+
+def wanted(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> list[Product]:
+    """The products of one case that are timed."""
+    found = [Product(case, m) for m in tokens]
+    found += [Product(case, m, batch_invariant=True) for m in tokens if batch_invariant and m in (8, 64, 4096)]
+    found += [Product(case, m, lora_rank=rank) for m in tokens if rank and m <= 64]
+    return found + [Product(case, m, "dx") for m in tokens if m >= 4096]
+
+
+class Bench:
+    """Times programs on this machine's GPU, one by one, and checks what they compute."""
+
+    def __init__(self, executables: dict, anchors: dict) -> None:
+        self.executables, self.anchors = executables, anchors
+        self.inputs = functools.lru_cache(1)(self._inputs)
+
+    def _inputs(self, case: str, direction: str, most: int) -> tuple[jax.Array, jax.Array]:
+        """Rows of x for every number of tokens of a case, and the exact product of the first."""
+        what = Product(case, most, direction)
+        x = jax.random.normal(jax.random.key(9), (most, what.width()), jnp.bfloat16)
+        return x, exact(x[:256], weights_of(case, 1024)[0], direction == "dx")
+
+    def measure(self, what: Product | Step, most: int) -> dict:
+        """The row of `what`. `most`: tokens of the largest product of its case."""
+        found = self.executables[(what,)]
+        if isinstance(found, str):
+            raise SystemExit(f"{what} does not compile: {found}")
+        if isinstance(what, Step):
+            x, expected = jax.random.normal(jax.random.key(9), (what.m, what.width()), jnp.bfloat16), None
+        else:
+            x, expected = self.inputs(what.case, what.direction, most)
+        args = what.arguments(x[: what.m])
+        compiled = ahead.load(found, *args)
+        _, first = compiled(*args)
+        if expected is not None and not what.lora_rank:
+            refuse_if_wrong(first, expected[: what.m], str(what))
+        us = microseconds(compiled, *args, _rounds(what) * len(args[1]) + 1)
+        row = {**what.row(), "us": round(us, 2)}
+        print(describe(row, self.anchors), flush=True)
+        return row
 
 
 def describe(row: dict, anchors: dict) -> str:
@@ -211,64 +324,6 @@ def describe(row: dict, anchors: dict) -> str:
     return text + ("  batch invariant" if row.get("batch_invariant") else "")
 
 
-def prepare_case(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> list[tuple[dict, Callable]]:
-    """Rows of one case without their time, each with what measures it."""
-    n, k = cases.SHAPES[case]
-    weights = weights_of(case)
-    prepared = []
-
-    def add(call, m: int, direction: str, rank: int, x, weights, **more) -> None:
-        timed = prepare(call, x, weights, 1.5 * floor_us(m, n, k) + 5)
-        prepared.append(({**row_of(case, m, direction, rank), **more}, timed))
-
-    def check(call, m: int, x, transposed: bool) -> None:
-        y, expected = jax.jit(call)(x, weights[0]), exact(x, weights[0], transposed)
-        refuse_if_wrong(y, expected, f"{case} m={m} transposed={transposed}")
-
-    for m in tokens:
-        some = weights[:3] if m >= 1024 else weights
-        x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
-        check(forward, m, x, False)
-        add(forward, m, "forward", 0, x, some)
-        if batch_invariant and m in (8, 64, 4096):
-            invariant = functools.partial(nvfp4_matmul, implementation="mosaic_gpu", batch_invariant=True)
-            check(invariant, m, x, False)
-            add(invariant, m, "forward", 0, x, some, batch_invariant=True)
-        if rank and m <= 64:
-            # an x for each weight: XLA would make one product of those that share theirs
-            inputs = [jnp.roll(x, i, axis=1) for i in range(len(some))]
-            pairs = [(weight, *adapters(case, rank, i)) for i, weight in enumerate(some)]
-            add(with_adapters, m, "forward", rank, inputs, pairs)
-        if m >= 4096:
-            dy = jax.random.normal(jax.random.key(9), (m, n), jnp.bfloat16)
-            check(backward, m, dy, True)
-            add(backward, m, "dx", 0, dy, some)
-    return prepared
-
-
-def prepare_layers(m: int, rank: int, layers: int, products: bool) -> list[tuple[dict, Callable]]:
-    """What a decode step of 7B does outside attention, `layers` times, in one jit: the operations before each
-    projection as the rollout fuses them (with `x A`), and, with `products`, the projections. Without them and without
-    adapters, what is left is not the projections' and not the adapters'.
-    """
-    stack = []
-    for i in range(layers):
-        parts = [adapters(case, rank, 4 * i + j) for j, case in enumerate(cases.LAYER_7B)]
-        weights = [weights_of(case, 1, 1)[0] if products else None for case in cases.LAYER_7B]
-        stack.append([(weight, *part) for weight, part in zip(weights, parts, strict=True)])
-    hidden, ffn = cases.SHAPES["down_7b"]
-    keys = jax.random.split(jax.random.key(m), 3)
-    start = (
-        jax.random.normal(keys[0], (m, hidden)),
-        jax.random.normal(keys[1], (m, hidden), jnp.bfloat16),
-        list(jax.random.normal(keys[2], (layers, m, 2 * ffn), jnp.bfloat16)),
-    )
-    call = functools.partial(_layers, rank=rank, products=products)
-    timed = prepare(call, start, [stack], 30.0 * layers)
-    row = {**row_of("layers_7b", m, "forward", rank), "layers": layers, "products": products}
-    return [(row, timed)]
-
-
 def _layers(start, stack, rank: int, products: bool):
     """(residual stream, what is added to it, gate and up of each layer) -> what depends on every operation, [1, 1]."""
     (x, delta, gates), every = start, jnp.float32(0)
@@ -287,17 +342,6 @@ def _layers(start, stack, rank: int, products: bool):
         delta = with_adapters(h, down, t) if products else y
         every += h[0, 0] + delta[0, 0]
     return (every + x[0, 0])[None, None]
-
-
-def measure(anchors: dict, what: Callable, *args) -> list[dict]:
-    """Rows of `what(*args)`: first all is compiled, then timed while no other process compiles or times."""
-    with gpu_shared():
-        prepared = what(*args)
-    rows = []
-    for row, timed in prepared:
-        rows.append({**row, "us": round(timed(), 2)})
-        print(describe(rows[-1], anchors), flush=True)
-    return rows
 
 
 def ratios(rows: list[dict], anchors: dict) -> dict[tuple[str, int, str], list[float]]:
@@ -355,27 +399,23 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32, help="of the adapters timed for up to 64 tokens; 0 for none")
     parser.add_argument("--layers", type=int, default=28, help="of the decode steps; 0 to leave them out")
     parser.add_argument("--batch-invariant", action="store_true", help="also that mode, at 8, 64 and 4096 tokens")
-    parser.add_argument("--jobs", type=int, default=4, help="processes that compile; then they time one by one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
     rivals = json.loads(args.anchors.read_text())["rows"] if args.anchors else []
     anchors = {(row["case"], row["m"], row["impl"]): row["us"] for row in rivals}
     copied = [{**rival, "source": args.anchors.name} for rival in rivals] if args.anchors else []
+    kinds = [(0, False), (0, True), (args.rank, True)] if args.layers else []
+    steps = [Step(m, rank, args.layers, products) for m in (8, 32, 64) for rank, products in kinds]
+    products = [what for case in args.cases for what in wanted(case, args.tokens, args.rank, args.batch_invariant)]
+    programs = [(what,) for what in steps + products]  # the longest to compile first
+    bench = Bench(dict(ahead.compile_all(build, programs, args.jobs, ONE_BY_ONE)), anchors)
     rows, about = [], meta(args.commit)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        kinds = [(0, False), (0, True), (args.rank, True)] if args.layers else []
-        steps = [(m, rank, args.layers, products) for m in (8, 32, 64) for rank, products in kinds]
-        tasks = [pool.submit(measure, anchors, prepare_layers, *step) for step in steps]
-        tasks += [
-            pool.submit(measure, anchors, prepare_case, case, args.tokens, args.rank, args.batch_invariant)
-            for case in args.cases
-        ]
-        for done in concurrent.futures.as_completed(tasks):
-            for row in done.result():
-                rows.append({**row, "commit": about["commit"]})
-            args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
+    for (what,) in programs:
+        rows.append({**bench.measure(what, max(args.tokens)), "commit": about["commit"]})
+        args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
     print(means(rows, anchors))
     print(step_cost(rows))
 

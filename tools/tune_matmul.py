@@ -2,28 +2,31 @@
 
     python tools/tune_matmul.py [--cases gate_up_7b ...] [--tokens 8 16 ...] [--direction forward dx] [--write]
 
-Of all tiles that fit a multiprocessor, those that a rough model of the kernel (`estimate`) puts first are compiled,
-checked (relative error) and timed as `bench_matmul.py` does; the table's present tile is always among them. For up to
-32 tokens so are as many splits of the kernel for few tokens (`few_tokens`), by a model of their own. Run it
-under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were
-tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody has timed.
+Of all tiles that fit a multiprocessor, those that a rough model of the kernel (`estimate`) puts first are compiled by
+processes that do not touch the GPU (`ahead`), then checked (relative error) and timed one after the other; the table's
+present tile is always among them. For up to 32 tokens so are as many splits of the kernel for few tokens
+(`few_tokens`), by a model of their own. A time is the median duration of the kernel itself as the profiler has it, over
+weights that outgrow the L2: some 0.8 µs less than what `bench_matmul.py` finds in a loop. Run it under a time limit: a
+kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were tried and leaves the
+others; with `--untimed` it stores the model's choice, for products that nobody has timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import json
 import math
-import multiprocessing
+import os
 import pathlib
-import time
-from collections.abc import Sequence
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
 
+import ahead
 import bench_matmul as bench
 import jax
 import jax.numpy as jnp
@@ -81,8 +84,7 @@ def estimate_split(split: Split, n: int, k: int) -> float:
     registers = math.ceil((split.rows * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
     memory, threads = few_tokens.SMEM_BYTES // split.smem_bytes(), 64 // split.warps
     resident = max(1, min(memory, threads, 65536 // (32 * split.warps * registers)))
-    # of the clusters of 5 to 7 nobody has asked the driver: as those of six, if they take multiprocessors by pairs
-    clusters = mosaic_gpu.AT_ONCE.get(split.cluster, 18 if split.cluster < 7 else 15) * resident
+    clusters = mosaic_gpu.AT_ONCE[split.cluster] * resident
     waves = math.ceil(blocks / split.cluster / clusters)
     busiest = max(math.ceil(blocks / SMS), resident * waves if waves > 1 else 1)
     at_once = min(busiest, resident)
@@ -168,67 +170,110 @@ def candidates(
     return chosen[:most]
 
 
-def attempt(
-    what: str, transposed: bool, x: jax.Array, weights: list, expected: jax.Array, us: float, tile: Tile | Split
-):
-    """Microseconds of a product, or what the compiler says against it."""
-    call = functools.partial(product, tile=tile, transposed=transposed)
-    rounds = max(2, bench.rounds_of(us, len(weights)))  # a loop of one round is none: its first product would be `call`
-    loop = bench.looped(call, rounds)
-    try:
-        both = jax.jit(lambda x, weights: (loop(x, weights), call(x, weights[0])), compiler_options=bench.ONE_BY_ONE)
-        compiled = both.lower(x, weights).compile()
-    except Exception as error:  # any refusal of the compiler is an answer
-        return repr(error)[:200]
-    with bench.gpu_alone():
-        try:  # the rest of the sweep is worth having
-            bench.refuse_if_wrong(compiled(x, weights)[1], expected, what)
-        except (SystemExit, jax.errors.JaxRuntimeError) as error:
-            return f"WRONG: {str(error)[:200]}"
-        warm = 0.1 if us > 100 else 0.01  # what heats the GPU is to be timed at the clock that its power allows
-        return bench.microseconds(compiled, x, weights, rounds * len(weights) + 1, repeats=3, warm=warm)
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A tile or split tried for a product."""
+
+    case: str
+    m: int
+    direction: str
+    how: Tile | Split
+
+    @property
+    def product(self) -> bench.Product:
+        """What is computed."""
+        return bench.Product(self.case, self.m, self.direction)
+
+    def call(self, x: jax.Array, weight) -> jax.Array:
+        """The product."""
+        if isinstance(self.how, Split):
+            return few_tokens.matmul(x, weight, self.how)
+        return mosaic_gpu.matmul(x, weight, self.how, transposed=self.direction == "dx")
 
 
-def product(x: jax.Array, weight, tile: Tile | Split, transposed: bool) -> jax.Array:
-    if isinstance(tile, Split):
-        return few_tokens.matmul(x, weight, tile)
-    return mosaic_gpu.matmul(x, weight, tile, transposed=transposed)
+def build(trial: Trial) -> tuple:
+    """For `ahead.compile_all`."""
+    x = jax.ShapeDtypeStruct((trial.m, trial.product.width()), jnp.bfloat16)
+    return trial.call, (x, jax.eval_shape(lambda: bench.weights_of(trial.case, trial.m)[0]))
 
 
-def tune_case(
-    case: str, tokens: list[int], directions: list[str], most: int, ahead: list[int], until: float
-) -> list[dict]:
-    """Rows of the table for one shape; what is measured is printed. Nothing new is begun after the time `until`."""
+def trials(case: str, tokens: list[int], directions: list[str], most: int, ahead_: list[int]) -> list[Trial]:
+    """Everything that is tried for one shape, the table's present choice first."""
     n, k = cases.SHAPES[case]
-    with bench.gpu_shared():
-        weights = jax.block_until_ready(bench.weights_of(case))
-    rows = []
+    found = []
     for m, direction in itertools.product(tokens, directions):
         transposed = direction == "dx"
-        if time.time() > until or (transposed and m < 1024):
+        if transposed and m < 1024:
             continue
         shape = (k, n) if transposed else (n, k)
-        with bench.gpu_shared():
-            x = jax.random.normal(jax.random.key(0), (m, shape[1]), jnp.bfloat16)
-            expected = bench.exact(x, weights[0], transposed)
-        present = tiles.tile_for(m, n, k, transposed=transposed)
         parts = () if transposed else cases.parts(case)
-        wanted = [present, *candidates(m, *shape, transposed, most, parts, ahead)]
-        wanted = list(dict.fromkeys(wanted + ([] if transposed else splits(m, n, k, most))))
-        us = 1.5 * bench.floor_us(m, n, k) + 5
-        some = weights[:3] if m >= 1024 else weights
-        one = functools.partial(attempt, f"{case} {direction} m={m}", transposed, x, some, expected, us)
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            results = dict(zip(wanted, pool.map(one, wanted), strict=True))
-        for tile, us in sorted(results.items(), key=lambda item: (isinstance(item[1], str), item[1])):
+        wanted = [
+            tiles.tile_for(m, n, k, transposed=transposed),
+            *candidates(m, *shape, transposed, most, parts, ahead_),
+        ]
+        wanted += [] if transposed else splits(m, n, k, most)
+        found += [Trial(case, m, direction, how) for how in dict.fromkeys(wanted)]
+    return found
+
+
+def tune_case(group: list[Trial], executables: dict) -> list[dict]:
+    """Rows of the table for the trials of one shape and direction; what is measured is printed."""
+    case, direction = group[0].case, group[0].direction
+    most = max(trial.m for trial in group)
+    x = jax.random.normal(jax.random.key(0), (most, group[0].product.width()), jnp.bfloat16)
+    weights = {large: bench.weights_of(case, 1024 if large else 1) for large in {trial.m >= 1024 for trial in group}}
+    expected = bench.exact(x[:256], next(iter(weights.values()))[0], direction == "dx")
+    calls, results = [], {}
+    for trial in group:
+        found, some = executables[(trial,)], weights[trial.m >= 1024]
+        if isinstance(found, str):
+            results[trial] = found
+            continue
+        call = functools.partial(ahead.load(found, x[: trial.m], some[0]), x[: trial.m])
+        try:  # the rest of the sweep is worth having
+            bench.refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
+        except (SystemExit, jax.errors.JaxRuntimeError) as error:
+            results[trial] = f"WRONG: {str(error)[:200]}"
+            continue
+        calls.append((trial, call, some))
+    results |= durations(calls)
+    rows, n_k = [], cases.SHAPES[case]
+    for m in dict.fromkeys(trial.m for trial in group):
+        of_m = [trial for trial in group if trial.m == m]
+        for trial in sorted(of_m, key=lambda trial: (isinstance(results[trial], str), results[trial])):
+            us, kind = results[trial], type(trial.how).__name__
+            expects = model(trial.how, m, *(n_k if direction == "forward" else n_k[::-1]))
             measured = us if isinstance(us, str) else f"{us:.2f} us"
-            about = f"(model {model(tile, m, *shape):.1f}){' present' * (tile == present)}"
-            kind = type(tile).__name__
-            print(f"{case} {direction} m {m} {kind} {dataclasses.astuple(tile)} {measured} {about}", flush=True)
-        best = min((us, i) for i, us in enumerate(results.values()) if not isinstance(us, str))[1]
-        row = tiles.Row(direction, n, k, m, wanted[best], round(results[wanted[best]], 2))
-        rows.append(tiles.as_stored(row))
+            about = f"(model {expects:.1f}){' present' * (trial == of_m[0])}"
+            print(f"{case} {direction} m {m} {kind} {dataclasses.astuple(trial.how)} {measured} {about}", flush=True)
+        timed = [trial for trial in of_m if not isinstance(results[trial], str)]
+        if timed:
+            best = min(timed, key=results.__getitem__)
+            rows.append(tiles.as_stored(tiles.Row(direction, *n_k, m, best.how, round(results[best], 2))))
     return rows
+
+
+def durations(calls: Sequence[tuple[Trial, Callable, list]]) -> dict[Trial, float]:
+    """Median microseconds of each call's kernel, called with all weights in turn; what heats the GPU is called some
+    times more before, to be timed at the clock that its power allows."""
+    counts = [(0, 24) if trial.m < 1024 else (8, 6) for trial, _, _ in calls]
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for (_, call, weights), count in zip(calls, counts, strict=True):
+                for i in range(sum(count)):
+                    y = call(weights[i % len(weights)])
+                jax.block_until_ready(y)
+        [file] = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = [p for p in jax.profiler.ProfileData.from_file(str(file)).planes if p.name.startswith("/device:GPU")]
+        lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
+        events = sorted((e.start_ns, e.duration_ns) for line in lines for e in line.events if "nvfp4" in e.name)
+    if len(events) != sum(map(sum, counts)):
+        raise SystemExit(f"the profile has {len(events)} kernels of {sum(map(sum, counts))}")
+    found, at = {}, 0
+    for (trial, _, _), (warm, count) in zip(calls, counts, strict=True):
+        found[trial] = statistics.median(us for _, us in events[at + warm : at + warm + count]) * 1e-3
+        at += warm + count
+    return found
 
 
 def main() -> None:
@@ -236,10 +281,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(cases.SHAPES), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--direction", nargs="*", choices=["forward", "dx"], default=["forward", "dx"])
-    parser.add_argument("--most", type=int, default=12, help="tiles tried for each product")
+    parser.add_argument("--most", type=int, default=16, help="tiles tried for each product")
     parser.add_argument("--ahead", nargs="*", type=int, default=[0, 1, 2], choices=[0, 1, 2], help="of the tiles tried")
-    parser.add_argument("--jobs", type=int, default=10, help="processes that compile; they time one at a time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further product is begun")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--untimed", action="store_true", help="no GPU: take what the model puts first")
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store what was found")
@@ -255,13 +299,15 @@ def main() -> None:
             args.write.write_text(in_lines(stored))
         return
     stored["meta"] = meta(args.commit) | {"note": stored["meta"].get("note", "")}
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        rest = (args.tokens, args.direction, args.most, args.ahead, time.time() + args.seconds)
-        tasks = [pool.submit(tune_case, case, *rest) for case in args.cases]
-        for done in concurrent.futures.as_completed(tasks):
-            keep(stored, best, done.result())
-            if args.write:
-                args.write.write_text(in_lines(stored))
+    groups = [
+        trials(case, args.tokens, [direction], args.most, args.ahead)
+        for case, direction in itertools.product(args.cases, args.direction)
+    ]
+    executables = dict(ahead.compile_all(build, [(trial,) for group in groups for trial in group], args.jobs))
+    for group in filter(None, groups):
+        keep(stored, best, tune_case(group, executables))
+        if args.write:
+            args.write.write_text(in_lines(stored))
     for row in sorted(best, key=lambda row: (row["direction"], row["tokens"], row["n"], row["k"])):
         tile = tuple(row["tile"].values())
         print(f"best {row['direction']} n {row['n']} k {row['k']} m {row['tokens']} {tile} {row['us']} us", flush=True)

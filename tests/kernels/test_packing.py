@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul import packing, reference
+from qerl_kernels.nvfp4_matmul import cases, packing, reference
 from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4
 
 
@@ -119,3 +119,12 @@ def test_input_features_must_be_whole_blocks():
     weight = random_weight(64, 64, 0)
     with pytest.raises(ValueError, match="56 input features"):
         packing.pack(Nvfp4(weight.codes[:, :28], weight.scales, weight.global_scale, False))
+
+
+def test_a_weight_drawn_as_packed_is_one_that_packs_so():
+    drawn = cases.random_packed(jax.random.key(0), 128, 192)
+    packed = packing.pack(packing.unpack(drawn))
+    np.testing.assert_array_equal(drawn.words, packed.words)
+    np.testing.assert_array_equal(drawn.scales, packed.scales)
+    np.testing.assert_array_equal(drawn.multiplier, packed.multiplier)
+    assert jax.tree.structure(drawn) == jax.tree.structure(packed)

@@ -7,7 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qerl_kernels.nvfp4_matmul.api import Nvfp4
+from qerl_kernels.nvfp4_matmul import packing
+from qerl_kernels.nvfp4_matmul.api import Nvfp4, PackedNvfp4
 
 # case -> (n, k). qkv and o of 32B equal those of 14B.
 SHAPES = {
@@ -46,3 +47,16 @@ def random_weight(key: jax.Array, n: int, k: int) -> Nvfp4:
     codes = jax.random.bits(codes_key, (n, k // 2), jnp.uint8)
     scales = jnp.exp2(jax.random.uniform(scales_key, (n, k // 16), minval=-4.0, maxval=2.5))
     return Nvfp4(codes, scales.astype(jnp.float8_e4m3fn), jnp.full((n,), 0.37 / k**0.5, jnp.float32), False)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_packed(key: jax.Array, n: int, k: int) -> PackedNvfp4:
+    """A packed weight like that of `random_weight`, n and k multiples of 64. Any word is eight codes, so that these are
+    drawn as words: packing takes longer to compile than all products of a shape to time."""
+    words_key, scales_key = jax.random.split(key)
+    words = jax.random.bits(words_key, (n // 64, k // 64, 4, 128), jnp.uint32)
+    scales = jnp.exp2(jax.random.uniform(scales_key, (n, k // 16), minval=-4.0, maxval=2.5)).astype(jnp.float8_e4m3fn)
+    world = jnp.full((n,), 0.37 / k**0.5, jnp.float32)
+    return PackedNvfp4(
+        words, packing.pack_scales(scales), world * 2.0**packing.PRODUCT_LOG2, world, (n, k), False, 16, True
+    )

@@ -71,7 +71,7 @@ from qerl_kernels.nvfp4_matmul.packing import TILE
 SMEM_BYTES = 227 * 1024
 # Clusters of so many blocks that an H200 holds, one block a multiprocessor, as its driver says
 # (cuOccupancyMaxActiveClusters); other chips of the kind may differ by a few.
-AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 8: 15}
+AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Float32, UInt8, UInt32
+from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, UInt8, UInt32
 
 from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4, PackedNvfp4
 from qerl_kernels.nvfp4_matmul.reference import E2M1_VALUES, multiplier
@@ -111,7 +111,13 @@ def _pack_nvfp4(weight: Nvfp4):
     byte = jax.lax.bitcast_convert_type(weight.scales, jnp.uint8)
     codes = _nibbles(weight.codes)
     codes = jnp.where(jnp.repeat(byte == 0, NVFP4_BLOCK, axis=1), 0, codes)
-    return _words(codes), _scale_words(jnp.asarray(E5M3_OF_E4M3)[byte & 127]), multiplier(weight)
+    return _words(codes), pack_scales(weight.scales), multiplier(weight)
+
+
+def pack_scales(scales: Float8e4m3fn[Array, "n k/16"]) -> UInt32[Array, "n/64 k/64 64"]:
+    """The block scales as the packed form holds them."""
+    byte = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    return _scale_words(jnp.asarray(E5M3_OF_E4M3)[byte & 127])
 
 
 def _block_has_value(codes: UInt8[Array, "n k/2"]) -> Array:
