@@ -13,6 +13,7 @@ from qerl_jax.data.problems import correctness_of
 from qerl_jax.data.prompts import load_encoded
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
+from qerl_jax.io.devices import keep_all_compiled
 from qerl_jax.io.files import check_writable, write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
@@ -122,6 +123,7 @@ def _run(arguments: _Arguments) -> Evaluation:
         top_p=arguments.top_p,
         num_generations=arguments.num_generations,
     )
+    keep_all_compiled()
     policy = load_policy(
         model_path(arguments.model),
         arguments.weight_format,

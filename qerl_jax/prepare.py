@@ -14,7 +14,7 @@ from qerl_jax.data.problems import check_dataset, correctness_of, rewards_of
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import Stream
 from qerl_jax.io import assets, run_directory
-from qerl_jax.io.devices import make_deterministic
+from qerl_jax.io.devices import keep_all_compiled, make_deterministic
 from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import sinks
@@ -43,6 +43,7 @@ def prepare(config: Config, console: Console) -> Run:
     check(config)
     if config.deterministic:
         make_deterministic()
+    keep_all_compiled()
     rewards = load_rewards(
         config.reward_funcs,
         config.reward_workers,

@@ -151,7 +151,8 @@ class Prompts(_Replace):
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         ids = range(len(prompts)) if ids is None else ids
-        return cls(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), jnp.asarray(list(ids), jnp.int32))
+        # By NumPy and `device_put`: for `jnp.asarray` JAX compiles a program for each shape.
+        return cls(*(jax.device_put(np.asarray(x, np.int32)) for x in (tokens, lengths, ids)))
 
 
 @dataclasses.dataclass(frozen=True)

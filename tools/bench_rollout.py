@@ -29,6 +29,7 @@ from random_policy import random_policy
 from record import peak_bytes, shell, timed, write_rows
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
+from qerl_jax.io.devices import keep_all_compiled
 
 SHORT = 32
 KINDS = (  # the first pattern that a kernel's name matches
@@ -120,6 +121,7 @@ def main() -> None:
         parser.error("--batch must rise: peak memory is that of the process so far")
     if args.profile and args.new_tokens < 2 * SHORT:
         parser.error(f"--profile needs at least {2 * SHORT} --new-tokens")
+    keep_all_compiled()
     kernel = "xla" if args.format == "bf16" else args.matmul_kernel
     policy = random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), kernel)
     jax.block_until_ready(policy.frozen)

@@ -1,8 +1,10 @@
-"""What is asked of XLA before the first device starts."""
+"""What is asked of JAX and XLA before anything is compiled."""
 
 from __future__ import annotations
 
 import os
+
+import jax
 
 DETERMINISTIC_FLAGS = (
     "--xla_gpu_deterministic_ops=true",
@@ -29,3 +31,12 @@ def make_deterministic() -> None:
             f"XLA_FLAGS={' '.join(missing)!r} into the environment"
         )
     os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
+
+
+def keep_all_compiled() -> None:
+    """Have JAX put every program into its compilation cache, where there is one (`JAX_COMPILATION_CACHE_DIR`), not only
+    those that took a second to compile: a rollout has several that take less, and compiles them again in every process.
+    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment has the last word.
+    """
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

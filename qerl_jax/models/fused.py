@@ -37,6 +37,7 @@ def layer_step(
     delta: Float[Array, "B D"] | None,
     angles: Float32[Array, "B 1 A"],
     mix: Mix,
+    held: Any,
 ) -> tuple[Float32[Array, "B D"], Float[Array, "B D"], Any]:
     """One token a sequence through a layer. No gradients.
 
@@ -46,6 +47,7 @@ def layer_step(
       delta: what the layer before adds to it; None before the first.
       angles: of the tokens' positions.
       mix: as in `DecoderLayer`.
+      held: what it is given for this layer.
 
     Returns:
       x and delta for the next layer, and what `mix` keeps.
@@ -53,7 +55,7 @@ def layer_step(
     attention, mlp = layer.self_attn, layer.mlp
     x, y, t = _norm(layer.input_layernorm, x, delta, attention.qkv_proj)
     qkv = attention.qkv_proj(y, shrunk=t)
-    mixed, kept = mix(qkv[:, None], angles)
+    mixed, kept = mix(qkv[:, None], angles, held)
     mixed = mixed.reshape(x.shape[0], -1)
     a, ranks = _adapters(attention.o_proj, mixed.dtype)
     t = None if a is None else shrink(mixed, a, ranks)

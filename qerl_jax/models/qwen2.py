@@ -10,7 +10,6 @@ G query heads a key/value head, H head dim, V vocab.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -89,9 +88,10 @@ class ModelConfig:
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
 
 
-Mix = Callable[[Array, Array], tuple[Array, Any]]
-"""How a layer's tokens see each other: (q, k and v side by side [B T (N + 2 K)·H], rotary angles [B T H/2]) ->
-(attended [B T N H], what the caller keeps). Training, prefill and decode differ in nothing else.
+Mix = Callable[[Array, Array, Any], tuple[Array, Any]]
+"""How a layer's tokens see each other: (q, k and v side by side [B T (N + 2 K)·H], rotary angles [B T H/2], what the
+caller holds for this layer) -> (attended [B T N H], what the caller keeps). Training, prefill and decode differ in
+nothing else.
 """
 
 
@@ -146,8 +146,8 @@ class Attention(nnx.Module):
         self.qkv_proj = Projection(weights["qkv_proj"], weights["qkv_bias"], adapters["qkv_proj"])
         self.o_proj = Projection(weights["o_proj"], None, adapters["o_proj"])
 
-    def __call__(self, x, angles, mix: Mix, batch_invariant: bool):
-        mixed, kept = mix(self.qkv_proj(x, batch_invariant), angles)
+    def __call__(self, x, angles, mix: Mix, held: Any, batch_invariant: bool):
+        mixed, kept = mix(self.qkv_proj(x, batch_invariant), angles, held)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1), batch_invariant), kept
 
 
@@ -181,8 +181,8 @@ class DecoderLayer(nnx.Module):
         self.self_attn = Attention(weights, adapters)
         self.mlp = Mlp(weights, adapters)
 
-    def __call__(self, x, angles, mix: Mix, batch_invariant: bool):
-        attended, kept = self.self_attn(self.input_layernorm(x), angles, mix, batch_invariant)
+    def __call__(self, x, angles, mix: Mix, held: Any, batch_invariant: bool):
+        attended, kept = self.self_attn(self.input_layernorm(x), angles, mix, held, batch_invariant)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x), batch_invariant), kept
 
@@ -224,8 +224,8 @@ class Qwen2(nnx.Module):
         positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
         order = jnp.arange(tokens.shape[1])
         mask = (order[:, None] >= order[None, :]) & attention_mask[:, None, :]
-        mix = self._rotated(lambda layer, q, k, v: (attend(q, k, v, mask), None))
-        return self._run(tokens, positions, mix, remat)[0]
+        mix = self._rotated(lambda q, k, v, _: (attend(q, k, v, mask), None))
+        return self._run(tokens, positions, mix, remat=remat)[0]
 
     def prefill(
         self, tokens: Int[Array, " T"], prompts: Ragged, batch_invariant: bool = False
@@ -234,7 +234,7 @@ class Qwen2(nnx.Module):
         the filler behind them is no token's.
         """
 
-        def mix(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        def mix(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
             attended = prompts.together(causal(*(prompts.apart(x[0]) for x in (q, k, v))))
             return attended[None], (k[0], v[0])
 
@@ -267,50 +267,60 @@ class Qwen2(nnx.Module):
         slots = jnp.where(lengths > 0, lengths - 1, own.keys[0].shape[2])  # an idle row writes nothing
         prompt_lengths = jnp.where(lengths > 0, prompt_lengths, 0)
 
-        def mix(layer: int, qkv: Array, angles: Array) -> tuple[Array, tuple[Array, Array]]:
-            q, keys, values = rope_and_cache(qkv[:, 0], angles[:, 0], slots, own.keys[layer], own.values[layer])
-            held = prompts.keys[layer], prompts.values[layer], prompt_index, prompt_lengths
-            attended = decode_attention(q, *held, keys, values, lengths, batch_invariant=batch_invariant)
+        def mix(qkv: Array, angles: Array, held: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+            prompt_keys, prompt_values, keys, values = held
+            q, keys, values = rope_and_cache(qkv[:, 0], angles[:, 0], slots, keys, values)
+            shared = prompt_keys, prompt_values, prompt_index, prompt_lengths
+            attended = decode_attention(q, *shared, keys, values, lengths, batch_invariant=batch_invariant)
             return attended[:, None], (keys, values)
 
+        held = list(zip(prompts.keys, prompts.values, own.keys, own.values, strict=True))
         positions = jnp.maximum(prompt_lengths + lengths - 1, 0)[:, None]
         # Not batch-invariant: at another number of rows the plain way may be taken, which sums in another order.
         if fused.fits(self.layers, tokens.shape[0]) and not batch_invariant:
-            hidden, kept = self._run_fused(tokens, positions, mix)
+            hidden, kept = self._run_fused(tokens, positions, mix, held)
         else:
-            hidden, kept = self._run(tokens[:, None], positions, mix, batch_invariant=batch_invariant)
+            hidden, kept = self._run(tokens[:, None], positions, mix, held, batch_invariant=batch_invariant)
         return hidden[:, 0], KVCache(*(tuple(arrays) for arrays in zip(*kept, strict=True)))
 
-    def _rotated(self, mix: Callable[[int, Array, Array, Array], tuple[Array, Any]]):
-        """What `_run` takes of `mix(layer, q, k, v)` with q [B T N H] and k [B T K H] rotated, v [B T K H]."""
+    def _rotated(self, mix: Callable[[Array, Array, Array, Any], tuple[Array, Any]]) -> Mix:
+        """What `_run` takes of `mix(q, k, v, held)` with q [B T N H] and k [B T K H] rotated, v [B T K H]."""
         c = self.config
 
-        def whole(layer: int, qkv: Array, angles: Array) -> tuple[Array, Any]:
+        def whole(qkv: Array, angles: Array, held: Any) -> tuple[Array, Any]:
             heads = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
             q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
-            return mix(layer, rotate(q, angles), rotate(k, angles), v)
+            return mix(rotate(q, angles), rotate(k, angles), v, held)
 
         return whole
 
-    def _run(self, tokens, positions, mix, remat=False, batch_invariant=False):
+    def _run(self, tokens, positions, mix, held=None, remat=False, batch_invariant=False):
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+
+        def run(layer: DecoderLayer, x: Array, held: Any) -> tuple[Array, Any]:
+            return layer(x, angles, mix, held, batch_invariant)
+
+        # One jitted function for all layers: those of one shape are traced and lowered once. XLA inlines its calls.
+        step = jax.jit(jax.checkpoint(run) if remat else run)
         x = self.embed_tokens.get_value()[tokens].astype(jnp.float32)
         kept = []
-        for i, layer in enumerate(self.layers):
-            run = functools.partial(
-                layer, angles=angles, mix=functools.partial(mix, i), batch_invariant=batch_invariant
-            )
-            x, keep = jax.checkpoint(run)(x) if remat else run(x)
+        for layer, of_layer in zip(self.layers, held or [None] * len(self.layers), strict=True):
+            x, keep = step(layer, x, of_layer)
             kept.append(keep)
         return self.norm(x), kept
 
-    def _run_fused(self, tokens, positions, mix):
+    def _run_fused(self, tokens, positions, mix, held):
         """`_run` of one token a sequence, in fewer and longer kernels."""
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+
+        def run(layer: DecoderLayer, x: Array, delta: Array | None, held: Any) -> tuple[Array, Array, Any]:
+            return fused.layer_step(layer, x, delta, angles, mix, held)
+
+        step = jax.jit(run)  # as in `_run`; the first layer is one of its own
         x, delta = self.embed_tokens.get_value()[tokens].astype(jnp.float32), None
         kept = []
-        for i, layer in enumerate(self.layers):
-            x, delta, keep = fused.layer_step(layer, x, delta, angles, functools.partial(mix, i))
+        for layer, of_layer in zip(self.layers, held, strict=True):
+            x, delta, keep = step(layer, x, delta, of_layer)
             kept.append(keep)
         return self.norm((x + delta)[:, None]), kept
 

@@ -89,12 +89,16 @@ class Outputs:
 
 def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPrompts, Slots]:
     """Empty states of a plan's shapes; all memory a rollout keeps. `key`: any, its kind is that of the slots' keys."""
-    config: ModelConfig = policy.config
+    return _empty(key, policy.config, policy.dtype, plan, rows)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "plan", "rows"))
+def _empty(key: Array, config: ModelConfig, dtype: jnp.dtype, plan: Plan, rows: int) -> tuple[HeldPrompts, Slots]:
     shape = (config.num_layers, config.num_kv_heads, config.head_dim, plan.dtypes)
     prompts, slots = plan.prompt_slots, plan.slots
     held = HeldPrompts(
         kv.init_cache(prompts, plan.prompt_width, *shape),
-        jnp.zeros((prompts, config.hidden_size), policy.dtype),
+        jnp.zeros((prompts, config.hidden_size), dtype),
         jnp.zeros(prompts, jnp.int32),
     )
     outputs = Outputs(
@@ -105,7 +109,7 @@ def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPro
     )
     return held, Slots(
         cache=kv.init_cache(slots, plan.limit, *shape),
-        hidden=jnp.zeros((slots, config.hidden_size), policy.dtype),
+        hidden=jnp.zeros((slots, config.hidden_size), dtype),
         rows=jnp.zeros(slots, jnp.int32),
         keys=jnp.broadcast_to(key, (slots,)),
         held=jnp.zeros(slots, jnp.int32),
@@ -242,6 +246,14 @@ def _step(
 @jax.jit
 def _take(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
     return jax.tree.map(lambda leaf: leaf[kept], slots)
+
+
+@jax.jit
+def reorder(
+    active: Bool[Array, " S"], drawn: Int32[Array, "T S"], kept: Int32[Array, " S2"]
+) -> tuple[Bool[Array, " S2"], Int32[Array, "T S2"]]:
+    """What `decode_chunk` says of the slots, for those `kept` and in that order."""
+    return active[kept], drawn[:, kept]
 
 
 def compact(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:

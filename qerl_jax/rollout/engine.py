@@ -240,11 +240,11 @@ class _Run:
         size = min(size for size in self.plan.sizes() if size >= len(self.schedule.live))
         if size >= len(self.schedule.rows):
             return running
-        kept = jnp.asarray(self.schedule.compact(size), jnp.int32)
-        self.budget = self.budget[np.asarray(kept)]
+        order = self.schedule.compact(size)
+        self.budget, kept = self.budget[order], jax.device_put(np.asarray(order, np.int32))
         self.slots = decode.compact(self.slots, kept)
         return [
-            _Chunk([chunk.rows[slot] for slot in kept.tolist()], chunk.active[kept], chunk.drawn[:, kept])
+            _Chunk([chunk.rows[slot] for slot in order], *decode.reorder(chunk.active, chunk.drawn, kept))
             for chunk in running
         ]
 

@@ -66,13 +66,14 @@ def rounding_logits(dtypes):
         order = jnp.arange(tokens.shape[1])
         mask = jnp.broadcast_to(order[:, None] >= order, (1, *order.shape, *order.shape))
 
-        def mix(layer, q, k, v):
-            held = [jnp.clip(x, -448, 448).astype(dtypes[layer]).astype(x.dtype) for x in (k, v)]
-            exact, rounded = attend(q, k, v, mask), attend(q, *held, mask)
+        def mix(q, k, v, like):
+            kept = [jnp.clip(x, -448, 448).astype(like.dtype).astype(x.dtype) for x in (k, v)]
+            exact, rounded = attend(q, k, v, mask), attend(q, *kept, mask)
             return jnp.where((order < prompt)[None, :, None, None], exact, rounded), None
 
         model = policy.model()
-        return model.logits(model._run(tokens, order[None], model._rotated(mix))[0])
+        of_layers = [jnp.zeros(0, dtype) for dtype in dtypes]
+        return model.logits(model._run(tokens, order[None], model._rotated(mix), of_layers)[0])
 
     return logits
 

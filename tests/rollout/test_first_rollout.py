@@ -1,0 +1,120 @@
+"""What a first rollout pays beside its run: programs compiled, and layers traced for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import fp32_policy
+from oracles import torch_qwen2
+
+from qerl_jax.config import Config
+from qerl_jax.io.plan import abstract_trees
+from qerl_jax.models import fused
+from qerl_jax.models.qwen2 import DecoderLayer, ModelConfig
+from qerl_jax.rl.advantages import make_batch
+from qerl_jax.rl.step import grpo_step
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.plan import Engine, Plan
+from qerl_jax.types import Policy, Rollout, Sampling
+
+MODEL = ModelConfig(64, 128, 128, 5, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
+BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[str]:
+    """A name for each time that Python went through a layer, of either kind."""
+    seen = []
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(DecoderLayer, "__call__")
+    count(fused, "layer_step")
+    return seen
+
+
+def config_of(**changes) -> Config:
+    sizes = {"batch_size": 4, "num_generations": 2, "max_prompt_length": 8, "max_completion_length": 8}
+    return Config(model="x", weight_format="nvfp4", lora_rank=8, **sizes, **changes)
+
+
+def states(policy: Policy, dtypes: tuple[jnp.dtype, ...]) -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
+    """Arguments of `decode_chunk` as shapes."""
+    plan = Plan(4, 2, 8, 8, 0, dtypes)
+    held, slots = jax.eval_shape(lambda: decode._empty(jax.random.key(0), MODEL, BF16, plan, 4))
+    return policy.replace(lora=jax.eval_shape(decode.prepare, policy)), held, slots
+
+
+def ints(*sizes: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtypes", "times"),
+    [
+        ("xla", (BF16,) * 5, ["__call__"]),
+        ("xla", (BF16, FP8, FP8, FP8, BF16), ["__call__"] * 2),
+        ("mosaic_gpu", (BF16,) * 5, ["layer_step"] * 2),  # nothing is added to the stream before the first
+    ],
+)
+def test_decoding_traces_layers_of_one_shape_once(traced, kernel, dtypes, times):
+    policy, _ = abstract_trees(MODEL, "nvfp4", config_of(matmul_kernel=kernel))
+    decode.decode_chunk.trace(*states(policy, dtypes), Sampling(8), 4, False)
+    assert traced == times
+
+
+def test_prefill_traces_layers_of_one_shape_once(traced):
+    policy, _ = abstract_trees(MODEL, "nvfp4", config_of(matmul_kernel="xla"))
+    policy, held, _ = states(policy, (BF16,) * 5)
+    decode.prefill.trace(policy, held, *ints(32, 2, 2), 16, False)
+    assert traced == ["__call__"]
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_an_update_of_more_layers_traces_no_more_of_them(traced, remat):
+    config, counts = config_of(matmul_kernel="xla", gradient_checkpointing=remat), []
+    flat, tokens = jnp.zeros(4, jnp.int32), jnp.zeros((4, 16), jnp.int32)
+    rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
+    batch = make_batch(rollout, jnp.zeros(4))
+    for layers in (1, 5):
+        traced.clear()
+        policy, state = abstract_trees(dataclasses.replace(MODEL, num_layers=layers), "nvfp4", config)
+        grpo_step.trace(state, policy.frozen, batch)
+        counts.append(len(traced))
+    assert 0 < counts[0] == counts[1]
+
+
+def test_a_rollout_compiles_its_own_functions_only(tmp_path):
+    """No operation outside of them, which would be a program by itself and compile in every process. Sizes that no
+    other test has, so that nothing is compiled already; half the completions end early, so that the others move.
+    """
+    torch_qwen2.make(tmp_path, seed=0, scale=0.3)
+    policy = fp32_policy(tmp_path, rank=3)
+    policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=()))
+    prompts, key = [[5, 9, 2, 7, 1, 4, 6]] * 34, jax.random.key(0)
+    compiled = []
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if event == COMPILED:
+            compiled.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        generate(policy, prompts, Sampling(13), key, Engine(slots=34, chunk=3), limits=[13] * 5 + [4] * 29)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    once = ["prepare", "_empty", "admit", "_take", "reorder", "_assemble"]
+    twice = ["prefill", "decode_chunk"]  # two sizes of calls, two numbers of slots
+    assert sorted(compiled) == sorted(f"jit({name})" for name in once + 2 * twice)
