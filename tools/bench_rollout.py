@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import glob
+import itertools
 import json
 import re
 import tempfile
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--matmul-kernel", choices=("xla", "mosaic_gpu"), default="mosaic_gpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--prompt-len", type=int, nargs="+", default=[256], help="tokens, or two ends of a range")
-    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[256])
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--spread", action="store_true", help="lengths 1:8, four fillings of the slots")
@@ -117,9 +118,9 @@ def main() -> None:
     args = parser.parse_args()
     if len(args.prompt_len) > 2:
         parser.error(f"--prompt-len takes one length or two, not {len(args.prompt_len)}")
-    if args.batch != sorted(args.batch):
-        parser.error("--batch must rise: peak memory is that of the process so far")
-    if args.profile and args.new_tokens < 2 * SHORT:
+    if args.batch != sorted(args.batch) or args.new_tokens != sorted(args.new_tokens):
+        parser.error("--batch and --new-tokens must rise: peak memory is that of the process so far")
+    if args.profile and args.new_tokens[0] < 2 * SHORT:
         parser.error(f"--profile needs at least {2 * SHORT} --new-tokens")
     keep_all_compiled()
     kernel = "xla" if args.format == "bf16" else args.matmul_kernel
@@ -127,8 +128,8 @@ def main() -> None:
     jax.block_until_ready(policy.frozen)
     rival = json.loads(args.rival.read_text())["rows"] if args.rival else []
     rows, table = [], []
-    for batch in args.batch:
-        row, line = measure(args, policy, batch, rival)
+    for batch, new_tokens in itertools.product(args.batch, args.new_tokens):
+        row, line = measure(args, policy, batch, new_tokens, rival)
         rows.append(row)
         table.append(line)
         write_rows(args.out / "rollout.json", rows, args.commit)
@@ -136,14 +137,16 @@ def main() -> None:
     print("\n".join(table))
 
 
-def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[dict]) -> tuple[dict, str]:
+def measure(
+    args: argparse.Namespace, policy: Policy, batch: int, new_tokens: int, rival: list[dict]
+) -> tuple[dict, str]:
     """One row and a line about it."""
     total = 4 * batch if args.spread else batch
     engine = Engine(slots=batch, batch_invariant=args.batch_invariant, kv_cache_dtype=args.kv_cache_dtype)
-    case = Case(policy, total, args.prompt_len, args.new_tokens, args.group, engine)
+    case = Case(policy, total, args.prompt_len, new_tokens, args.group, engine)
     limits = None
     if args.spread:
-        limits = np.random.default_rng(1).integers(max(1, args.new_tokens // 8), args.new_tokens + 1, total)
+        limits = np.random.default_rng(1).integers(max(1, new_tokens // 8), new_tokens + 1, total)
     started = time.perf_counter()
     rollout = jax.block_until_ready(case.run(0, limits))
     first = time.perf_counter() - started
@@ -155,7 +158,7 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         "impl": "qerl" if args.matmul_kernel == "mosaic_gpu" else "qerl_xla",
         "batch": batch,
         "prompt_len": args.prompt_len[0] if len(args.prompt_len) == 1 else args.prompt_len,
-        "new_tokens": args.new_tokens,
+        "new_tokens": new_tokens,
         "lora_rank": args.lora_rank,
         "group": args.group,
         "lengths": "spread" if args.spread else "fixed",
@@ -165,12 +168,12 @@ def measure(args: argparse.Namespace, policy: Policy, batch: int, rival: list[di
         "peak_bytes": peak_bytes(),
         "first_call_s": first,
     }
-    line = f"{args.size} {args.format} batch {batch:4d}: {seconds:.3f} s, {row['tokens_per_s']:.0f} tokens/s"
+    line = f"{args.size} {args.format} batch {batch:4d}, {new_tokens} tokens: {seconds:.3f} s, {row['tokens_per_s']:.0f} tokens/s"
     line += f", first call {first:5.1f} s"
     line += f", peak {row['peak_bytes'] / 1e9:.1f} GB"
-    if not args.spread and args.new_tokens > SHORT:
+    if not args.spread and new_tokens > SHORT:
         _, short = timed(lambda i: case.run(i, SHORT), args.repeats)
-        row["decode_ms_per_step"] = 1e3 * (seconds - short) / (args.new_tokens - SHORT)
+        row["decode_ms_per_step"] = 1e3 * (seconds - short) / (new_tokens - SHORT)
         line += f", decode {row['decode_ms_per_step']:.3f} ms a step, {SHORT} tokens {short:.3f} s"
     same = ("model", "format", "batch", "prompt_len", "lora_rank", "lengths")
     for other in rival if args.group == 1 else ():

@@ -126,7 +126,14 @@ def prepare(policy: Policy) -> Any:
     return side_by_side(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
-@functools.partial(jax.jit, donate_argnames="held", static_argnames=("width", "batch_invariant"))
+# Its products are this project's kernels or large, so that XLA's own are not tried: trying them takes longer to compile
+# than all the rest.
+@functools.partial(
+    jax.jit,
+    donate_argnames="held",
+    static_argnames=("width", "batch_invariant"),
+    compiler_options={"xla_gpu_enable_triton_gemm": False},
+)
 def prefill(
     policy: Policy,
     held: HeldPrompts,
