@@ -168,7 +168,8 @@ def measure(
         "peak_bytes": peak_bytes(),
         "first_call_s": first,
     }
-    line = f"{args.size} {args.format} batch {batch:4d}, {new_tokens} tokens: {seconds:.3f} s, {row['tokens_per_s']:.0f} tokens/s"
+    line = f"{args.size} {args.format} batch {batch:4d}, {new_tokens} tokens: {seconds:.3f} s"
+    line += f", {row['tokens_per_s']:.0f} tokens/s"
     line += f", first call {first:5.1f} s"
     line += f", peak {row['peak_bytes'] / 1e9:.1f} GB"
     if not args.spread and new_tokens > SHORT:
