@@ -5,10 +5,11 @@
 Of all tiles that fit a multiprocessor, those that a rough model of the kernel (`estimate`) puts first are compiled by
 processes that do not touch the GPU (`ahead`), then checked (relative error) and timed one after the other; the table's
 present tile is always among them. For up to 32 tokens so are as many splits of the kernel for few tokens
-(`few_tokens`), by a model of their own. A time is the median duration of the kernel itself as the profiler has it, over
-weights that outgrow the L2: some 0.8 µs less than what `bench_matmul.py` finds in a loop. Run it under a time limit: a
-kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were tried and leaves the
-others; with `--untimed` it stores the model's choice, for products that nobody has timed.
+(`few_tokens`), by a model of their own. Forward products carry adapters, as they do in rollouts and training. A time is
+the median duration of the kernel itself as the profiler has it, over weights that outgrow the L2: some 0.8 µs less than
+in a loop. Run it under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the
+products that were tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody
+has timed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
 CLOCK_HZ = 1.85e9
 SMS = dispatch.MULTIPROCESSORS
+RANK = 32  # of the adapters
 
 
 def estimate(tile: Tile, m: int, n: int, k: int) -> float:
@@ -179,22 +181,33 @@ class Trial:
     direction: str
     how: Tile | Split
 
-    @property
-    def product(self) -> bench.Product:
-        """What is computed."""
-        return bench.Product(self.case, self.m, self.direction)
-
-    def call(self, x: jax.Array, weight) -> jax.Array:
-        """The product."""
+    def call(self, x: jax.Array, shrunk: jax.Array, layer: tuple) -> jax.Array:
+        """The product. `layer`: the weight and B of each of its adapters."""
+        weight, expand = layer
+        if self.direction == "dx":
+            return mosaic_gpu.matmul(x, weight, self.how, transposed=True)
         if isinstance(self.how, Split):
-            return few_tokens.matmul(x, weight, self.how)
-        return mosaic_gpu.matmul(x, weight, self.how, transposed=self.direction == "dx")
+            return few_tokens.matmul(x, weight, self.how, shrunk=shrunk, expand=expand)
+        tile = tiles.with_adapters(self.how, weight.shape[0], [b.shape for b in expand])
+        return mosaic_gpu.matmul(x, weight, tile, shrunk=shrunk, expand=expand)
+
+
+def layers_of(case: str, m: int) -> list[tuple]:
+    """Weights as `bench.weights_of` has them, each with B of its adapters."""
+    return [(weight, bench.adapters(case, RANK, i)[1]) for i, weight in enumerate(bench.weights_of(case, m))]
+
+
+def activations(case: str, direction: str, m: int) -> tuple[jax.Array, jax.Array]:
+    """x (or dy), and `x A` of the adapters as the kernels take it: zeros past the rank."""
+    x = jax.random.normal(jax.random.key(0), (m, bench.Product(case, m, direction).width()), jnp.bfloat16)
+    shrunk = jax.random.normal(jax.random.key(1), (m, len(cases.parts(case)), RANK), jnp.bfloat16)
+    return x, jnp.pad(shrunk, ((0, 0), (0, 0), (0, 64 - RANK))).reshape(m, -1)
 
 
 def build(trial: Trial) -> tuple:
     """For `ahead.compile_all`."""
-    x = jax.ShapeDtypeStruct((trial.m, trial.product.width()), jnp.bfloat16)
-    return trial.call, (x, jax.eval_shape(lambda: bench.weights_of(trial.case, trial.m)[0]))
+    inputs = jax.eval_shape(lambda: activations(trial.case, trial.direction, trial.m))
+    return trial.call, (*inputs, jax.eval_shape(lambda: layers_of(trial.case, trial.m)[0]))
 
 
 def trials(case: str, tokens: list[int], directions: list[str], most: int, ahead_: list[int]) -> list[Trial]:
@@ -219,17 +232,20 @@ def trials(case: str, tokens: list[int], directions: list[str], most: int, ahead
 def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     """Rows of the table for the trials of one shape and direction; what is measured is printed."""
     case, direction = group[0].case, group[0].direction
-    most = max(trial.m for trial in group)
-    x = jax.random.normal(jax.random.key(0), (most, group[0].product.width()), jnp.bfloat16)
-    weights = {large: bench.weights_of(case, 1024 if large else 1) for large in {trial.m >= 1024 for trial in group}}
-    expected = bench.exact(x[:256], next(iter(weights.values()))[0], direction == "dx")
+    x, shrunk = activations(case, direction, max(trial.m for trial in group))
+    layers = {large: layers_of(case, 1024 if large else 1) for large in {trial.m >= 1024 for trial in group}}
+    weight, expand = next(iter(layers.values()))[0]
+    expected = bench.exact(x[:256], weight, direction == "dx")
+    if direction == "forward":
+        expected += jnp.concatenate([_product(shrunk[:256, 64 * i :], b) for i, b in enumerate(expand)], axis=1)
     calls, results = [], {}
     for trial in group:
-        found, some = executables[(trial,)], weights[trial.m >= 1024]
+        found, some = executables[(trial,)], layers[trial.m >= 1024]
         if isinstance(found, str):
             results[trial] = found
             continue
-        call = functools.partial(ahead.load(found, x[: trial.m], some[0]), x[: trial.m])
+        inputs = x[: trial.m], shrunk[: trial.m]
+        call = functools.partial(ahead.load(found, *inputs, some[0]), *inputs)
         try:  # the rest of the sweep is worth having
             bench.refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
         except (SystemExit, jax.errors.JaxRuntimeError) as error:
@@ -253,15 +269,21 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     return rows
 
 
+def _product(shrunk: jax.Array, b: jax.Array) -> jax.Array:
+    """(x A) B in fp32."""
+    wide = shrunk[:, : b.shape[0]].astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)
+
+
 def durations(calls: Sequence[tuple[Trial, Callable, list]]) -> dict[Trial, float]:
     """Median microseconds of each call's kernel, called with all weights in turn; what heats the GPU is called some
     times more before, to be timed at the clock that its power allows."""
     counts = [(0, 24) if trial.m < 1024 else (8, 6) for trial, _, _ in calls]
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for (_, call, weights), count in zip(calls, counts, strict=True):
+            for (_, call, layers), count in zip(calls, counts, strict=True):
                 for i in range(sum(count)):
-                    y = call(weights[i % len(weights)])
+                    y = call(layers[i % len(layers)])
                 jax.block_until_ready(y)
         [file] = pathlib.Path(folder).rglob("*.xplane.pb")
         planes = [p for p in jax.profiler.ProfileData.from_file(str(file)).planes if p.name.startswith("/device:GPU")]

@@ -219,7 +219,7 @@ def run(monkeypatch, split, x, packed, bias=None, shrunk=None, expand=(), scale=
         memory = Memory(
             *(np.asarray(i).view(np.uint16) if i.dtype == jnp.bfloat16 else np.asarray(i) for i in inputs), y
         )
-        sizes = {"ring_s": split.warps * split.warp_bytes, "adapters_s": task.steps * split.sum_bytes}
+        sizes = {"ring_s": split.warps * split.warp_bytes}
         sizes |= {"box_s": (split.cluster - 1) * split.tokens * split.rows * 64, "arrived_s": 16}
         starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in sizes.values())])
         stored, threads = [], 32 * split.warps

@@ -61,6 +61,7 @@ from qerl_kernels.nvfp4_matmul.packing import TILE
 SMEM_BYTES = 227 * 1024
 MOST_TOKENS = 32
 _ROWS = 16  # features of one operand
+_PIECE_ROW_BYTES = 4 * (_ROWS + 4)  # a token in an adapter's product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +98,21 @@ class Split:
         return 4 * (_ROWS * self.rows + 4)
 
     @property
-    def warp_bytes(self) -> int:
-        """Shared memory of a warp: its slots, and later its sums."""
-        return max(self.depth * self.slot_bytes, -(-self.sum_bytes // 128) * 128)
+    def piece_bytes(self) -> int:
+        """An adapter's product of 16 ranks for 16 features: [tokens][features] in fp32, spread likewise."""
+        return self.tokens * _PIECE_ROW_BYTES
 
-    def smem_bytes(self, rank: int = 64) -> int:
-        """Shared memory of a block, with adapters up to this rank; each array a whole number of KiB."""
+    @property
+    def warp_bytes(self) -> int:
+        """Shared memory of a warp: its slots, and later its sums and its part of the adapters' products."""
+        pieces = -(-self.rows * TILE // _ROWS // self.warps)
+        return max(self.depth * self.slot_bytes, -(-(self.sum_bytes + pieces * self.piece_bytes) // 128) * 128)
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a block, with adapters or without; each array a whole number of KiB."""
         kib = lambda size: -(-size // 1024) * 1024  # noqa: E731
         box = (self.cluster - 1) * self.tokens * self.rows * _ROWS * 4
-        return kib(self.warps * self.warp_bytes) + kib(-(-rank // 16) * self.sum_bytes) + kib(box) + 1024
+        return kib(self.warps * self.warp_bytes) + kib(box) + 1024
 
 
 def fits(split: Split, n: int, k: int) -> bool:
@@ -211,8 +218,6 @@ class _Task:
 
 def _call(task: _Task, split: Split, inputs: Sequence[jax.Array], out: jax.ShapeDtypeStruct) -> jax.Array:
     scratch = {"ring_s": plgpu.SMEM((split.warps * split.warp_bytes // 4,), jnp.uint32)}
-    if task.steps:
-        scratch["adapters_s"] = plgpu.SMEM((task.steps * split.sum_bytes // 4,), jnp.uint32)
     if split.cluster > 1:
         box = (split.cluster - 1) * split.tokens * split.rows * _ROWS
         scratch |= {"box_s": plgpu.SMEM((box,), jnp.float32), "arrived_s": plgpu.SMEM((4,), jnp.uint32)}
@@ -294,8 +299,8 @@ class _Program:
         terms = self._terms()
         jobs = self._fetch_adapters()
         sums = self._loop(count, ahead, at if most > ahead else None)
-        self._multiply_adapters(jobs)
         self._leave(sums)
+        self._multiply_adapters(jobs)
         lanes.block_barrier()
         if split.cluster > 1:
             lanes.all_began()
@@ -428,7 +433,8 @@ class _Program:
         return multiplier, lanes.load(lanes.address(self.bias, mul(feature, size)), size, self.is_first)
 
     def _fetch_adapters(self) -> list[tuple]:
-        """This warp's jobs, each a row and 16 ranks: (row, step, whether there is one, words of B, words of t)."""
+        """This warp's jobs, each 16 ranks of a row: (whether there is one, words of B, words of t). Job number i of all
+        is row i % rows and step i // rows, and warp i % warps has it."""
         jobs, split = [], self.split
         for start in range(0, split.rows * self.task.steps, split.warps):
             number = add(self.warp, start)
@@ -445,7 +451,7 @@ class _Program:
                 token = add(self.g, 8 * o)
                 place = mul(add(mul(token, self.task.slots), add(column, first)), 2)
                 t.append(lanes.load(lanes.address(self.t, place), 2, both(ok, less(token, self.task.tokens))))
-            jobs.append((row, step, exists, b, t))
+            jobs.append((exists, b, t))
         return jobs
 
     def _adapter_of(self, feature: ir.Value) -> tuple[ir.Value, ...]:
@@ -460,16 +466,28 @@ class _Program:
         return base, add(feature, mul(begin, -1)), width, rank, column
 
     def _multiply_adapters(self, jobs: list[tuple]) -> None:
-        """Bᵀ tᵀ of each job to its place in shared memory, [step][token][feature]."""
-        split = self.split
-        for row, step, exists, b, t in jobs:
+        """Bᵀ tᵀ of each job to this warp's shared memory behind its sums, [job][token][feature]."""
+        for number, (exists, b, t) in enumerate(jobs):
             a = [lanes.pair(b[i], b[i + 1], high) for i in (0, 2) for high in (False, True)]
             for o in range(self.octets):
                 found = lanes.multiply([lanes.fconst(0.0)] * 4, a, t[o])
-                at = add(mul(step, split.sum_bytes), mul(add(mul(self.q, 2), 8 * o), split.row_bytes))
-                at = add(add(self.shared["adapters_s"], at), add(mul(row, 4 * _ROWS), mul(self.g, 8)))
+                at = add(mul(add(mul(self.q, 2), 8 * o), _PIECE_ROW_BYTES), mul(self.g, 8))
+                at = add(add(self.ring, at), self.split.sum_bytes + number * self.split.piece_bytes)
                 for e in range(2):
-                    lanes.store_shared(at, [found[e], found[e + 2]], exists, byte=e * split.row_bytes)
+                    lanes.store_shared(at, [found[e], found[e + 2]], exists, byte=e * _PIECE_ROW_BYTES)
+
+    def _adapted(self, start: int) -> list[list[ir.Value]]:
+        """What the adapters add, before their scale, to the four features that this thread finishes: of each step."""
+        split, found = self.split, []
+        token, group = self._item(start)
+        at = add(mul(lanes.smaller(token, split.tokens - 1), _PIECE_ROW_BYTES), mul(rem(group, 4), 16))
+        at = add(add(self.shared["ring_s"], at), split.sum_bytes)
+        for step in range(self.task.steps):
+            number = add(div(group, 4), step * split.rows)
+            warp, job = rem(number, split.warps), div(number, split.warps)
+            piece = add(mul(warp, split.warp_bytes), mul(job, split.piece_bytes))
+            found.append(lanes.load_shared(add(at, piece), 4))
+        return found
 
     # ---- the end ----
 
@@ -494,23 +512,23 @@ class _Program:
             exists = less(add(self.thread, start), items)
             at = add(mul(lanes.smaller(token, split.tokens - 1), split.row_bytes), mul(group, 16))
             mine = add(self.shared["ring_s"], at)
-            found.append((start, token, exists, at, self._over_warps(mine)))
+            found.append((start, token, exists, self._over_warps(mine)))
         if split.cluster == 1:
-            for _, token, exists, at, whole in found:
-                self._store(token, exists, at, whole, terms)
+            for start, token, exists, whole in found:
+                self._store(start, token, exists, whole, terms)
             return
         box = self.shared["box_s"]
         with lanes.only(less(0, self.part)):
-            for start, _, exists, _, whole in found:
+            for start, _, exists, whole in found:
                 place = add(mul(add(self.part, -1), items), add(self.thread, start))
                 lanes.send(add(box, mul(place, 16)), lanes.const(0), whole, self.shared["arrived_s"], exists)
         with lanes.only(self.is_first):
             lanes.wait_for(self.shared["arrived_s"])
-            for start, token, exists, at, whole in found:
+            for start, token, exists, whole in found:
                 place = add(box, mul(lanes.smaller(add(self.thread, start), items - 1), 16))
                 others = [lanes.load_shared(place, 4, byte=16 * items * i) for i in range(split.cluster - 1)]
                 whole = [lanes.total(values) for values in zip(whole, *others, strict=True)]
-                self._store(token, exists, at, whole, terms)
+                self._store(start, token, exists, whole, terms)
 
     def _over_warps(self, at: ir.Value) -> list[ir.Value]:
         """The sums of all warps at this place, eight at a time: more would take too many registers."""
@@ -521,7 +539,7 @@ class _Program:
             sums.append([lanes.total(values) for values in zip(*found, strict=True)])
         return [lanes.total(values) for values in zip(*sums, strict=True)]
 
-    def _store(self, token: ir.Value, exists: ir.Value, at: ir.Value, whole: list[ir.Value], terms: tuple) -> None:
+    def _store(self, start: int, token: ir.Value, exists: ir.Value, whole: list[ir.Value], terms: tuple) -> None:
         """Four features of a token: · multiplier (+ bias) (+ adapters), as bf16."""
         multiplier, bias = terms
         values = [lanes.fmul(value, lanes.as_float(word)) for value, word in zip(whole, multiplier, strict=True)]
@@ -530,9 +548,7 @@ class _Program:
             added = [lanes.as_float(bias[i]) if wide else lanes.half_of(bias[i // 2], i % 2 == 1) for i in range(4)]
             values = [lanes.fadd(value, more) for value, more in zip(values, added, strict=True)]
         if self.task.steps:
-            at = add(self.shared["adapters_s"], at)
-            steps = [lanes.load_shared(at, 4, byte=self.split.sum_bytes * s) for s in range(self.task.steps)]
-            scale = lanes.fconst(self.task.scale)
+            scale, steps = lanes.fconst(self.task.scale), self._adapted(start)
             values = [lanes.fma(scale, lanes.total(more), v) for v, *more in zip(values, *steps, strict=True)]
         words = [lanes.to_bf16(values[0], values[1]), lanes.to_bf16(values[2], values[3])]
         row = -(-self.task.features // TILE) * TILE

@@ -90,8 +90,12 @@ def tile_for(
             return few_tokens.fitted(row.tile, n) if fuses else None
         timed = row.us is not None and row.tokens == m
         tile = row.tile if timed else in_waves(row.tile, m, k if transposed else n)
-    if not adapters:
-        return tile
+    return with_adapters(tile, n, adapters) if adapters else tile
+
+
+def with_adapters(tile: Tile, n: int, adapters: Sequence[tuple[int, int]]) -> Tile | None:
+    """`tile`, or with fewer stages or features what has room for adapters with B of these shapes; None where nothing
+    has."""
     for rows, stages in itertools.product((tile.rows, 4, 2, 1), (tile.stages, tile.stages - 1)):
         narrower = dataclasses.replace(tile, rows=rows, stages=stages)
         fused = fits(narrower, adapted=True) and can_fuse(narrower, n, adapters)
