@@ -126,8 +126,8 @@ def prepare(policy: Policy) -> Any:
     return side_by_side(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
-# Its products are this project's kernels or large, so that XLA's own are not tried: trying them takes longer to compile
-# than all the rest.
+# Its products are this project's kernels or large ones for cuBLAS: XLA's own are not tried, which takes seconds of
+# compiling (a first rollout of 7B on an H200, one run each: 27 s with them, 23 without).
 @functools.partial(
     jax.jit,
     donate_argnames="held",
