@@ -255,14 +255,6 @@ def _take(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
     return jax.tree.map(lambda leaf: leaf[kept], slots)
 
 
-@jax.jit
-def reorder(
-    active: Bool[Array, " S"], drawn: Int32[Array, "T S"], kept: Int32[Array, " S2"]
-) -> tuple[Bool[Array, " S2"], Int32[Array, "T S2"]]:
-    """What `decode_chunk` says of the slots, for those `kept` and in that order."""
-    return active[kept], drawn[:, kept]
-
-
 def compact(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
     """Only the slots `kept`, in that order. For a moment both caches exist."""
     moved = _take(dataclasses.replace(slots, outputs=None), kept)

@@ -2,7 +2,7 @@
 
 Fixed slots, each decoding one completion. A prompt is prefilled once and its keys and values are shared by its group.
 The device decodes in chunks of steps; meanwhile the host reads which slots had ended one chunk before, refills them
-from the queue, and at the tail moves the survivors into fewer slots.
+and those whose limit the running chunk reaches from the queue, and at the tail moves the survivors into fewer slots.
 
 Axes: B sequences, P prompts, G group (row = p · G + g), T tokens.
 """
@@ -29,7 +29,9 @@ from qerl_jax.types import Policy, Prompts, Rollout, Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a rollout is: completions ended, of how many, and tokens drawn so far."""
+    """How far a rollout is: completions ended or sure to end with what has been sent to the device, of how many, and
+    tokens drawn so far.
+    """
 
     ended: int
     rows: int
@@ -152,7 +154,7 @@ class _Run:
         self.limits = limits
         self.plan: Plan = make_plan(policy, count, group, width, most, engine)
         self.chunk = -(-most // -(-most // engine.chunk))  # equal chunks up to the longest completion
-        self.schedule = Schedule(count, group, self.plan.slots, self.plan.prompt_slots)
+        self.schedule = Schedule(limits.tolist(), group, self.plan.slots, self.plan.prompt_slots)
         self.budget = np.zeros(self.plan.slots, np.int64)  # tokens each slot's completion may still ask for
         self.stop = StopWatch(sampling.stop, policy.tokenizer)
         self.progress = Progress(0, count * group, 0)
@@ -161,44 +163,52 @@ class _Run:
         """Decode everything. What has ended in one chunk is looked at while the next one runs."""
         self.policy = self.policy.replace(lora=decode.prepare(self.policy))
         self.held, self.slots = decode.allocate(self.policy, self.plan, self.progress.rows, self.key)
-        self._refill([])
-        running: list[_Chunk] = []
-        while self.schedule.live:
-            if any(self.budget[slot] > 0 for slot in self.schedule.live):
+        running, stopped = [], []
+        while True:
+            self._refill(stopped)
+            if self.schedule.live:
+                if not self.schedule.queued:
+                    self._compact()
                 running.append(self._decode())
-            if len(running) == 1 and any(self.budget[slot] > 0 for slot in self.schedule.live):
+            if not running:
+                return
+            if len(running) == 1 and self.schedule.live:
                 continue
             stopped = self._look(running.pop(0))
-            self._refill(stopped)
-            if self.schedule.live and not self.schedule.queued:
-                running = self._compact(running)
             yield self.progress
 
     def _decode(self) -> _Chunk:
+        """Send a chunk off. Completions that it brings to their limits count as ended at once, so that others begin in
+        their slots right behind it.
+        """
         self.slots, active, drawn = decode.decode_chunk(
             self.policy, self.held, self.slots, self.sampling, self.chunk, self.batch_invariant
         )
-        self.budget -= self.chunk
         for array in (active, drawn):
             array.copy_to_host_async()
-        return _Chunk(list(self.schedule.rows), active, drawn)
+        chunk = _Chunk(list(self.schedule.rows), active, drawn)
+        self.budget -= self.chunk
+        self.schedule.end([slot for slot in self.schedule.live if self.budget[slot] <= 0])
+        return chunk
 
     def _look(self, chunk: _Chunk) -> list[int]:
         """Take note of what has ended; returns the slots that a stop string ends."""
         active, drawn = np.asarray(chunk.active), np.asarray(chunk.drawn)
+        places = {row: slot for slot, row in enumerate(chunk.rows)}  # then: survivors may have moved since
         ended, stopped = [], []
         for slot in self.schedule.live:
-            if chunk.rows[slot] != self.schedule.rows[slot]:
+            row = self.schedule.rows[slot]
+            if row not in places:
                 continue  # begun after this chunk
-            new = drawn[drawn[:, slot] >= 0, slot].tolist()
-            if not active[slot]:
+            then = places[row]
+            if not active[then]:
                 ended.append(slot)
-            elif self.stop.reached(chunk.rows[slot], new):
+            elif self.stop.reached(row, drawn[drawn[:, then] >= 0, then].tolist()):
                 stopped.append(slot)
         self.schedule.end(ended + stopped)
         self.progress = dataclasses.replace(
             self.progress,
-            ended=self.progress.ended + len(ended) + len(stopped),
+            ended=self.progress.rows - self.schedule.queued - len(self.schedule.live),
             tokens=self.progress.tokens + int((drawn >= 0).sum()),
         )
         return stopped
@@ -235,18 +245,13 @@ class _Run:
             new["ids"][slot], new["samples"][slot] = self.ids[prompt], sample
         self.slots = decode.admit(self.slots, self.held, self.key, {"begin": begin, **new}, stop)
 
-    def _compact(self, running: list[_Chunk]) -> list[_Chunk]:
-        """Move the survivors into the fewest slots that hold them; returns the running chunks in the new order."""
+    def _compact(self) -> None:
+        """Move the survivors into the fewest slots that hold them."""
         size = min(size for size in self.plan.sizes() if size >= len(self.schedule.live))
-        if size >= len(self.schedule.rows):
-            return running
-        order = self.schedule.compact(size)
-        self.budget, kept = self.budget[order], jax.device_put(np.asarray(order, np.int32))
-        self.slots = decode.compact(self.slots, kept)
-        return [
-            _Chunk([chunk.rows[slot] for slot in order], *decode.reorder(chunk.active, chunk.drawn, kept))
-            for chunk in running
-        ]
+        if size < len(self.schedule.rows):
+            order = self.schedule.compact(size)
+            self.budget = self.budget[order]
+            self.slots = decode.compact(self.slots, jax.device_put(np.asarray(order, np.int32)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,8 @@ class Engine:
       slots: most sequences decoded together; None: all.
       memory_gb: what their keys and values may take, in 1e9 bytes: fewer are decoded together where not all fit. None:
         all that `slots` asks for, or an error where the device has less than that free.
-      chunk: decode steps between two looks at which have ended.
+      chunk: decode steps between two looks at which have ended. Where others wait, a slot stands idle for half a chunk
+        after a completion that reached its limit, and for one and a half after one that ended by itself.
       batch_invariant: a completion's bits do not depend on slots, chunk, refill or neighbours (among rollouts with
         arrays of one prompt width and one `max_new_tokens`).
       kv_cache_dtype: "auto": keys and values are kept in the compute dtype. "fp8_e4m3": in a byte each, unscaled,
@@ -44,7 +45,7 @@ class Engine:
 
     slots: int | None = None
     memory_gb: float | None = None
-    chunk: int = 16
+    chunk: int = 8
     batch_invariant: bool = False
     kv_cache_dtype: str = "auto"
 

@@ -17,7 +17,8 @@ def test_random_ends_leave_nothing_out(prompts, group, slots, prompt_slots):
     compaction keeps every live completion.
     """
     rng = np.random.default_rng(prompts * slots)
-    schedule = Schedule(prompts, group, slots, prompt_slots)
+    limits = rng.integers(1, 5, prompts * group).tolist()
+    schedule = Schedule(limits, group, slots, prompt_slots)
     place, begun, done = {}, [], [0] * prompts
     while True:
         loads, admissions = schedule.fill()
@@ -48,7 +49,7 @@ def test_random_ends_leave_nothing_out(prompts, group, slots, prompt_slots):
 
 def test_a_held_prompts_completions_come_before_a_new_prompt():
     """Two groups of three in four slots: the second begins only with what is left, and goes on as slots come free."""
-    schedule = Schedule(3, 3, 4, 2)
+    schedule = Schedule([7] * 9, 3, 4, 2)
     loads, admissions = schedule.fill()
     assert [load.prompt for load in loads] == [0, 1]
     assert [admission.row for admission in admissions] == [0, 1, 2, 3]
@@ -59,3 +60,21 @@ def test_a_held_prompts_completions_come_before_a_new_prompt():
     loads, admissions = schedule.fill()
     assert [(load.prompt, load.prompt_slot) for load in loads] == [(2, 0)]
     assert [admission.row for admission in admissions] == [5, 6]
+
+
+def test_what_may_become_longest_begins_first():
+    """Groups of two with limits 3, 9; 8, 2; 9, 4; 5, 6 in two slots, by hand: while there is a place for another
+    prompt, its 9 comes before the 3 of one that is held.
+    """
+    schedule = Schedule([3, 9, 8, 2, 9, 4, 5, 6], 2, 2, 2)
+    begun = []
+    while True:
+        loads, admissions = schedule.fill()
+        begun.append(([load.prompt for load in loads], [admission.row for admission in admissions]))
+        if not schedule.live:
+            break
+        schedule.end([schedule.live[0]])
+    # Prompts 0 and 2 have both places until one group is complete.
+    expected = [([0, 2], [1, 4]), ([], [5]), ([], [0]), ([1], [2])]
+    assert begun[:4] == expected and begun[-1] == ([], [])
+    assert sorted(row for _, rows in begun for row in rows) == list(range(8))

@@ -1,0 +1,98 @@
+"""Slots that stand idle: counted step by step in what the device draws, and bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import fp32_policy
+from oracles import torch_qwen2
+
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.engine import Progress, stream
+from qerl_jax.rollout.plan import Engine
+from qerl_jax.types import Policy, Rollout, Sampling
+
+CHUNK = 4
+KEY = jax.random.key(3)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Policy:
+    """Vocab 64, no EOS."""
+    path = tmp_path_factory.mktemp("micro")
+    torch_qwen2.make(path, seed=0, scale=0.3)
+    return with_eos(fp32_policy(path, rank=2))
+
+
+def with_eos(policy: Policy, *ids: int) -> Policy:
+    return policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=ids))
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[np.ndarray]:
+    """Of each chunk decoded: which slot drew a token in which step."""
+    seen, decode_chunk = [], decode.decode_chunk
+
+    def watched(*args):
+        slots, active, drawn = decode_chunk(*args)
+        seen.append(np.asarray(drawn) >= 0)
+        return slots, active, drawn
+
+    monkeypatch.setattr(decode, "decode_chunk", watched)
+    return seen
+
+
+def run(policy: Policy, prompts: int, sampling: Sampling, slots: int, limits=None) -> tuple[Progress, Rollout]:
+    running = stream(policy, [[p + 1, 9, 2] for p in range(prompts)], sampling, KEY, Engine(slots, chunk=CHUNK), limits)
+    while True:
+        try:
+            progress = next(running)
+        except StopIteration as end:
+            return progress, end.value
+
+
+def waits(steps: list[np.ndarray]) -> list[int]:
+    """Idle steps of a slot between one completion and the next, for every pair."""
+    between = []
+    for slot in np.concatenate(steps).T:
+        between += [gap - 1 for gap in np.diff(np.flatnonzero(slot)).tolist() if gap > 1]
+    return between
+
+
+@pytest.mark.parametrize(
+    ("group", "limits"), [(1, [4, 4, 8]), (1, [4, 4, 12, 4, 8, 8]), (2, [4, 16, 8, 4]), (1, [8] * 4)]
+)
+def test_no_slot_is_idle_where_limits_allow_it(policy, steps, group, limits):
+    """Limits in whole chunks that share out evenly over two slots: every slot draws a token in every step."""
+    progress, _ = run(policy, len(limits) // group, Sampling(16, num_generations=group), 2, limits)
+    assert all(chunk.shape == (CHUNK, 2) and chunk.all() for chunk in steps)
+    assert CHUNK * 2 * len(steps) == sum(limits) == progress.tokens
+
+
+def test_a_slot_waits_less_than_a_chunk_after_a_limit(policy, steps):
+    limits = np.random.default_rng(0).integers(1, 17, 24).tolist()
+    run(policy, 12, Sampling(16, num_generations=2), 3, limits)
+    assert sum(chunk.sum() for chunk in steps) == sum(limits)
+    between = waits(steps)
+    assert len(between) > 10 and max(between) == CHUNK - 1
+
+
+def test_a_slot_waits_less_than_two_chunks_after_an_eos(policy, steps):
+    """What draws EOS is seen one chunk later, while the next one runs."""
+    _, rollout = run(with_eos(policy, *range(12)), 12, Sampling(16, num_generations=2), 3)
+    lengths = np.asarray(rollout.lengths - rollout.prompt_lengths)
+    assert len(set(lengths.tolist())) > 6 and sum(chunk.sum() for chunk in steps) == lengths.sum()
+    between = waits(steps)
+    assert len(between) > 10 and CHUNK <= max(between) <= 2 * CHUNK - 1
+
+
+def test_the_stream_counts_all_tokens_where_survivors_move(policy, steps):
+    """32 slots become 8 while a chunk is on its way in which the others draw their last tokens."""
+    limits = [16] * 5 + [6] * 27
+    progress, rollout = run(policy, 4, Sampling(16, num_generations=8), 32, limits)
+    assert [chunk.shape[1] for chunk in steps] == [32, 32, 8, 8]
+    assert progress.tokens == sum(limits) and progress.ended == progress.rows == 32
+    assert np.asarray(rollout.lengths - rollout.prompt_lengths).tolist() == limits
