@@ -5,9 +5,10 @@ kernel, peak memory, beside vLLM's rows where a file of them is given.
 
 Prompts are distinct, completions have a fixed length (no EOS), temperature 1, log-probabilities on, adapters on all
 seven projections. Decode milliseconds a step are the difference of a long and a 32-token rollout, divided by the
-difference of their lengths, medians of `--repeats`. `--spread` draws the length of each completion, within a group
-too, between 1/8 and all of the long one (drawn again from a queue as slots come free) and reports tokens/s. The
-seconds of `--new-tokens 1` are those of the prefill and one step.
+difference of their lengths, medians of `--repeats` after a first one. `--spread` draws the length of each completion,
+within a group too, between 1/8 and all of the long one (drawn again from a queue as slots come free) and reports
+tokens/s; the host does not know these lengths beforehand, as with EOS. The seconds of `--new-tokens 1` are those of the
+prefill and one step.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ import glob
 import itertools
 import json
 import re
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+import unittest.mock
 from pathlib import Path
 
 import jax
 import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
-from record import peak_bytes, shell, timed, write_rows
+from record import peak_bytes, shell, write_rows
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
 from qerl_jax.io.devices import keep_all_compiled
+from qerl_jax.rollout import engine
+from qerl_jax.rollout.schedule import Schedule
 
 SHORT = 32
 KINDS = (  # the first pattern that a kernel's name matches
@@ -43,28 +47,54 @@ KINDS = (  # the first pattern that a kernel's name matches
 )
 
 
+class _Unforeseen(engine._Run):
+    """Completions end at their limits on the device; the host believes that all may have the most tokens."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.most = self.sampling.max_new_tokens
+        slots = self.plan.slots, self.plan.prompt_slots
+        self.schedule = Schedule([self.most] * len(self.limits), self.sampling.num_generations, *slots)
+
+    def _admit(self, admissions, stopped) -> None:
+        super()._admit(admissions, stopped)
+        self.budget[[admission.slot for admission in admissions]] = self.most
+
+
 class Case:
     """One policy and batch: distinct prompts, or groups whose completions differ in length."""
 
-    def __init__(
-        self, policy: Policy, batch: int, prompt_len: Sequence[int], new_tokens: int, group: int, engine: Engine
-    ) -> None:
-        if batch % group:
-            raise SystemExit(f"--group {group} does not divide a batch of {batch}")
-        self.policy = policy
+    def __init__(self, args: argparse.Namespace, policy: Policy, batch: int, new_tokens: int) -> None:
+        rows = 4 * batch if args.spread else batch
+        if rows % args.group:
+            raise SystemExit(f"--group {args.group} does not divide a batch of {rows}")
+        self.policy, self.batch, self.new_tokens = policy, batch, new_tokens
         rng = np.random.default_rng(0)
-        lengths = np.linspace(prompt_len[0], prompt_len[-1], batch // group).round().astype(int)
+        ends = args.prompt_len
+        lengths = np.linspace(ends[0], ends[-1], rows // args.group).round().astype(int)
         tokens = [rng.integers(0, policy.config.vocab_size, length).tolist() for length in rng.permutation(lengths)]
         self.prompts = Prompts.from_lists(tokens)
-        self.sampling = Sampling(new_tokens, num_generations=group)
-        self.engine = engine
+        self.sampling = Sampling(new_tokens, num_generations=args.group)
+        self.engine = Engine(slots=batch, batch_invariant=args.batch_invariant, kv_cache_dtype=args.kv_cache_dtype)
+        shortest = max(1, new_tokens // 8)
+        self.limits = np.random.default_rng(1).integers(shortest, new_tokens + 1, rows) if args.spread else None
 
     def run(self, i: int, limits: np.ndarray | int | None = None):
         """A rollout with its own key; `limits` as in `generate`, or one for all."""
         if isinstance(limits, int):
             limits = np.full(self.prompts.tokens.shape[0], limits)
         key = keys.for_step(0, keys.Purpose.SAMPLE, i)
-        return generate(self.policy, self.prompts, self.sampling, key, self.engine, limits)
+        with unittest.mock.patch.object(engine, "_Run", _Unforeseen if self.limits is not None else engine._Run):
+            return generate(self.policy, self.prompts, self.sampling, key, self.engine, limits)
+
+    def seconds(self, repeats: int, limits: np.ndarray | int | None) -> float:
+        """Median of so many rollouts, all compiled."""
+        found = []
+        for i in range(1, repeats + 1):
+            started = time.perf_counter()
+            jax.block_until_ready(self.run(i, limits))
+            found.append(time.perf_counter() - started)
+        return statistics.median(found)
 
 
 def time_by_kind(case: Case) -> dict[str, float]:
@@ -111,6 +141,7 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="in that mode")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--profile", action="store_true", help="time by kind of kernel")
+    parser.add_argument("--compile-only", action="store_true", help="run each once, to fill JAX's compilation cache")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rival", type=Path, help="rows of vLLM to compare with")
     parser.add_argument("--out", type=Path, required=True)
@@ -129,7 +160,11 @@ def main() -> None:
     rival = json.loads(args.rival.read_text())["rows"] if args.rival else []
     rows, table = [], []
     for batch, new_tokens in itertools.product(args.batch, args.new_tokens):
-        row, line = measure(args, policy, batch, new_tokens, rival)
+        case = Case(args, policy, batch, new_tokens)
+        if args.compile_only:
+            jax.block_until_ready(case.run(0, case.limits if args.spread else 1))
+            continue
+        row, line = measure(args, case, rival)
         rows.append(row)
         table.append(line)
         write_rows(args.out / "rollout.json", rows, args.commit)
@@ -137,20 +172,13 @@ def main() -> None:
     print("\n".join(table))
 
 
-def measure(
-    args: argparse.Namespace, policy: Policy, batch: int, new_tokens: int, rival: list[dict]
-) -> tuple[dict, str]:
+def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[dict, str]:
     """One row and a line about it."""
-    total = 4 * batch if args.spread else batch
-    engine = Engine(slots=batch, batch_invariant=args.batch_invariant, kv_cache_dtype=args.kv_cache_dtype)
-    case = Case(policy, total, args.prompt_len, new_tokens, args.group, engine)
-    limits = None
-    if args.spread:
-        limits = np.random.default_rng(1).integers(max(1, new_tokens // 8), new_tokens + 1, total)
+    batch, new_tokens = case.batch, case.new_tokens
     started = time.perf_counter()
-    rollout = jax.block_until_ready(case.run(0, limits))
+    rollout = jax.block_until_ready(case.run(0, case.limits))
     first = time.perf_counter() - started
-    _, seconds = timed(lambda i: case.run(i, limits), args.repeats)
+    seconds = case.seconds(args.repeats, case.limits)
     tokens = int(np.asarray(rollout.lengths - rollout.prompt_lengths).sum())
     row = {
         "model": args.size.lower(),
@@ -173,7 +201,7 @@ def measure(
     line += f", first call {first:5.1f} s"
     line += f", peak {row['peak_bytes'] / 1e9:.1f} GB"
     if not args.spread and new_tokens > SHORT:
-        _, short = timed(lambda i: case.run(i, SHORT), args.repeats)
+        short = case.seconds(args.repeats, SHORT)
         row["decode_ms_per_step"] = 1e3 * (seconds - short) / (new_tokens - SHORT)
         line += f", decode {row['decode_ms_per_step']:.3f} ms a step, {SHORT} tokens {short:.3f} s"
     same = ("model", "format", "batch", "prompt_len", "lora_rank", "lengths")
