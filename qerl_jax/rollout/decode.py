@@ -251,11 +251,20 @@ def _step(
 
 
 @jax.jit
-def _take(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
-    return jax.tree.map(lambda leaf: leaf[kept], slots)
+def _take(rows: Any, kept: Int32[Array, " S2"]) -> Any:
+    return jax.tree.map(lambda leaf: leaf[kept], rows)
 
 
 def compact(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
-    """Only the slots `kept`, in that order. For a moment both caches exist."""
-    moved = _take(dataclasses.replace(slots, outputs=None), kept)
-    return dataclasses.replace(moved, outputs=slots.outputs)
+    """Only the slots `kept`, in that order; `slots` is gone. The caches move array by array, so that no more than one
+    of them exists twice.
+    """
+
+    def move(array: Array) -> Array:
+        moved = _take(array, kept)
+        array.delete()
+        return moved
+
+    fields = {field.name: getattr(slots, field.name) for field in dataclasses.fields(slots)}
+    cache, outputs = fields.pop("cache"), fields.pop("outputs")
+    return Slots(cache=jax.tree.map(move, cache), outputs=outputs, **_take(fields, kept))

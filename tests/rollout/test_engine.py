@@ -215,6 +215,7 @@ def test_survivors_move_into_fewer_slots(policy, free):
     ended = with_eos(policy, *range(14))
     sampling = FREE.replace(num_generations=8, max_new_tokens=24)
     assert make_plan(ended, 4, 8, 5, 24, Engine()).sizes() == [32, 8]
+    assert make_plan(ended, 16, 8, 5, 24, Engine()).sizes() == [128, 64, 32, 8]
     slow = generate(ended, PROMPTS, sampling, KEY, Engine(slots=2))
     fast = generate(ended, PROMPTS, sampling, KEY, Engine(chunk=2))
     longest = np.sort(np.asarray(fast.lengths - fast.prompt_lengths))
