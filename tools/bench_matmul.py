@@ -394,7 +394,7 @@ def _mean(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--anchors", type=pathlib.Path, help="JSON rows of rivals measured on the same kind of GPU")
-    parser.add_argument("--cases", nargs="*", default=list(cases.SHAPES), choices=list(cases.SHAPES))
+    parser.add_argument("--cases", nargs="*", default=list(cases.TIMED), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS))
     parser.add_argument("--rank", type=int, default=32, help="of the adapters timed for up to 64 tokens; 0 for none")
     parser.add_argument("--layers", type=int, default=28, help="of the decode steps; 0 to leave them out")

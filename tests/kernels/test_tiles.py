@@ -45,14 +45,15 @@ def test_blocks_that_share_a_multiprocessor_make_the_rounds_shorter():
 
 
 def test_the_direction_decides_which_features_count(monkeypatch):
-    """dx has as many features as the weight has columns. A timed row is taken as it is, for the tokens it was timed
-    at."""
+    """dx has as many features as the weight has columns. A timed row is taken as it is, for the tokens and the shape it
+    was timed at."""
     row = tiles.Row("dx", 37888, 3584, 4096, WIDE, None)
     monkeypatch.setattr(tiles, "table", lambda: (row,))
     assert tiles.tile_for(4096, 37888, 3584, transposed=True).tokens == 232
     monkeypatch.setattr(tiles, "table", lambda: (dataclasses.replace(row, us=1500.0),))
     assert tiles.tile_for(4096, 37888, 3584, transposed=True) == WIDE
     assert tiles.tile_for(4000, 37888, 3584, transposed=True).tokens < 256
+    assert tiles.tile_for(4096, 37824, 3584, transposed=True).tokens == 232
 
 
 def test_clusters_that_fit():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from qerl_kernels.nvfp4_matmul import packing
 from qerl_kernels.nvfp4_matmul.api import Nvfp4, PackedNvfp4
 
-# case -> (n, k). qkv and o of 32B equal those of 14B.
+# case -> (n, k); "05b" and "15b" are 0.5B and 1.5B. qkv and o of 32B equal those of 14B.
 SHAPES = {
     "qkv_7b": (4608, 3584),
     "o_7b": (3584, 3584),
@@ -22,7 +22,24 @@ SHAPES = {
     "down_14b": (5120, 13824),
     "gate_up_32b": (55296, 5120),
     "down_32b": (5120, 27648),
+    "qkv_05b": (1152, 896),
+    "o_05b": (896, 896),
+    "gate_up_05b": (9728, 896),
+    "down_05b": (896, 4864),
+    "qkv_15b": (2048, 1536),
+    "o_15b": (1536, 1536),
+    "gate_up_15b": (17920, 1536),
+    "down_15b": (1536, 8960),
+    "qkv_3b": (2560, 2048),
+    "o_3b": (2048, 2048),
+    "gate_up_3b": (22016, 2048),
+    "down_3b": (2048, 11008),
+    "qkv_72b": (10240, 8192),
+    "o_72b": (8192, 8192),
+    "gate_up_72b": (59136, 8192),
+    "down_72b": (8192, 29568),
 }
+TIMED = tuple(SHAPES)[:10]  # those of 7B, 14B and 32B, over which means are taken
 LAYER_7B = ("qkv_7b", "o_7b", "gate_up_7b", "down_7b")
 # case -> output features of each part of a fused projection: each carries an adapter of its own
 PARTS = {
@@ -31,6 +48,14 @@ PARTS = {
     "gate_up_7b": (18944, 18944),
     "gate_up_14b": (13824, 13824),
     "gate_up_32b": (27648, 27648),
+    "qkv_05b": (896, 128, 128),
+    "gate_up_05b": (4864, 4864),
+    "qkv_15b": (1536, 256, 256),
+    "gate_up_15b": (8960, 8960),
+    "qkv_3b": (2048, 256, 256),
+    "gate_up_3b": (11008, 11008),
+    "qkv_72b": (8192, 1024, 1024),
+    "gate_up_72b": (29568, 29568),
 }
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
 

@@ -88,7 +88,7 @@ def tile_for(
             # it takes more adapters than tiles do, but `vmap` may still make many tokens of few: the same are fused
             fuses = not adapters or can_fuse(Tile(tokens=8, rows=1), n, adapters)
             return few_tokens.fitted(row.tile, n) if fuses else None
-        timed = row.us is not None and row.tokens == m
+        timed = row.us is not None and (row.n, row.k, row.tokens) == (n, k, m)
         tile = row.tile if timed else in_waves(row.tile, m, k if transposed else n)
     return with_adapters(tile, n, adapters) if adapters else tile
 
