@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import glob
 import itertools
 import json
 import re
 import statistics
-import tempfile
 import time
 import unittest.mock
 from pathlib import Path
@@ -29,7 +27,7 @@ import jax
 import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
-from record import peak_bytes, shell, write_rows
+from record import peak_bytes, profiled, shell, write_rows
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
 from qerl_jax.io.devices import keep_all_compiled
@@ -101,7 +99,7 @@ def time_by_kind(case: Case) -> dict[str, float]:
     """Milliseconds of GPU kernels a decode step by kind: the difference of a profile of 32 tokens and one of 64, so
     that the prefill is not in it. Command buffers are off while profiling.
     """
-    short, long = profiled(case, SHORT), profiled(case, 2 * SHORT)
+    short, long = by_name(case, SHORT), by_name(case, 2 * SHORT)
     step = {name: (ms - short[name]) / SHORT for name, ms in long.items()}
     for name, ms in sorted(step.items(), key=lambda item: -item[1])[:40]:
         print(f"    {1e3 * ms:8.1f} us a step  {name[:90]}")
@@ -111,18 +109,11 @@ def time_by_kind(case: Case) -> dict[str, float]:
     return dict(total)
 
 
-def profiled(case: Case, tokens: int) -> dict[str, float]:
+def by_name(case: Case, tokens: int) -> dict[str, float]:
     """Milliseconds of each GPU kernel over a rollout of so many tokens."""
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            jax.block_until_ready(case.run(99, tokens))
-        (file,) = glob.glob(f"{directory}/**/*.xplane.pb", recursive=True)
-        profile = jax.profiler.ProfileData.from_file(file)
     names: dict[str, float] = collections.Counter()
-    for plane in profile.planes:
-        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-            for event in line.events if line.name.startswith("Stream") else ():
-                names[event.name] += event.duration_ns * 1e-6
+    for kernel in profiled(lambda: case.run(99, tokens)):
+        names[kernel.name] += kernel.duration_ns * 1e-6
     return names
 
 

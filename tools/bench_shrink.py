@@ -15,13 +15,12 @@ import json
 import math
 import pathlib
 import statistics
-import tempfile
 
 import jax
 import jax.numpy as jnp
 from qerl_kernels.lora_shrink import cases
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
-from record import meta
+from record import meta, profiled
 
 ROTATE_BYTES = 100e6
 EXECUTIONS = 5
@@ -67,18 +66,8 @@ def sets_of(kind: str, tokens: int, features: int, columns: int) -> list:
 def kernel_times(call) -> list[list[tuple[float, float]]]:
     """(begin, end) in µs of every kernel on the device, for each of `EXECUTIONS` calls."""
     jax.block_until_ready(call())
-    found = []
-    for _ in range(EXECUTIONS):
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready(call())
-            [file] = pathlib.Path(folder).rglob("*.xplane.pb")
-            planes = [
-                p for p in jax.profiler.ProfileData.from_file(str(file)).planes if p.name.startswith("/device:GPU")
-            ]
-            events = [e for p in planes for line in p.lines if line.name.startswith("Stream") for e in line.events]
-        found.append(sorted((e.start_ns / 1e3, e.end_ns / 1e3) for e in events))
-    return found
+    runs = [profiled(call) for _ in range(EXECUTIONS)]
+    return [[(kernel.start_ns / 1e3, (kernel.start_ns + kernel.duration_ns) / 1e3) for kernel in run] for run in runs]
 
 
 def timings(runs: list[list[tuple[float, float]]], count: int) -> dict[str, float]:

@@ -6,11 +6,12 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,6 +43,26 @@ def timed(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
         result = jax.block_until_ready(function(i))
         seconds.append(time.perf_counter() - start)
     return result, statistics.median(seconds)
+
+
+class Kernel(NamedTuple):
+    """One kernel on the GPU as the profiler has it."""
+
+    start_ns: float
+    duration_ns: float
+    name: str
+
+
+def profiled(run: Callable[[], Any]) -> list[Kernel]:
+    """Every GPU kernel of `run`, whose result is waited for, in the order in which they began."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        [file] = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+        planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU")]
+        lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
+        return sorted(Kernel(event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
 
 
 def peak_bytes() -> int:

@@ -24,7 +24,6 @@ import math
 import os
 import pathlib
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 
 import ahead
@@ -35,7 +34,8 @@ from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
-from record import meta
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
+from record import meta, profiled
 
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
@@ -251,7 +251,8 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     weight, expand = next(iter(layers.values()))[0]
     expected = bench.exact(x[:256], weight, direction == "dx")
     if direction == "forward":
-        expected += jnp.concatenate([_product(shrunk[:256, 64 * i :], b) for i, b in enumerate(expand)], axis=1)
+        parts = [fp32_matmul(shrunk[:256, 64 * i :][:, : b.shape[0]], b) for i, b in enumerate(expand)]
+        expected += jnp.concatenate(parts, axis=1)
     calls, results = [], {}
     for trial in group:
         found, some = executables[(trial,)], layers[trial.m >= 1024]
@@ -283,31 +284,23 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     return rows
 
 
-def _product(shrunk: jax.Array, b: jax.Array) -> jax.Array:
-    """(x A) B in fp32."""
-    wide = shrunk[:, : b.shape[0]].astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)
-
-
 def durations(calls: Sequence[tuple[Trial, Callable, list]]) -> dict[Trial, float]:
     """Median microseconds of each call's kernel, called with all weights in turn; what heats the GPU is called some
     times more before, to be timed at the clock that its power allows."""
     counts = [(0, 24) if trial.m < 1024 else (8, 6) for trial, _, _ in calls]
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for (_, call, layers), count in zip(calls, counts, strict=True):
-                for i in range(sum(count)):
-                    y = call(layers[i % len(layers)])
-                jax.block_until_ready(y)
-        [file] = pathlib.Path(folder).rglob("*.xplane.pb")
-        planes = [p for p in jax.profiler.ProfileData.from_file(str(file)).planes if p.name.startswith("/device:GPU")]
-        lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
-        events = sorted((e.start_ns, e.duration_ns) for line in lines for e in line.events if "nvfp4" in e.name)
-    if len(events) != sum(map(sum, counts)):
-        raise SystemExit(f"the profile has {len(events)} kernels of {sum(map(sum, counts))}")
+
+    def run() -> None:
+        for (_, call, layers), count in zip(calls, counts, strict=True):
+            for i in range(sum(count)):
+                y = call(layers[i % len(layers)])
+            jax.block_until_ready(y)
+
+    kernels = [kernel for kernel in profiled(run) if "nvfp4" in kernel.name]
+    if len(kernels) != sum(map(sum, counts)):
+        raise SystemExit(f"the profile has {len(kernels)} kernels of {sum(map(sum, counts))}")
     found, at = {}, 0
     for (trial, _, _), (warm, count) in zip(calls, counts, strict=True):
-        found[trial] = statistics.median(us for _, us in events[at + warm : at + warm + count]) * 1e-3
+        found[trial] = statistics.median(kernel.duration_ns for kernel in kernels[at + warm : at + warm + count]) * 1e-3
         at += warm + count
     return found
 
