@@ -243,11 +243,12 @@ def read_shared(at: ir.Value, words: int, byte: int = 0) -> list[ir.Value]:
     return asm(f"ld.shared.v{words}.b32 {listed}, [${words} + {byte}];", "r" * words, ("r", at), effects=True)
 
 
-def read_matrices(at: ir.Value, byte: int = 0) -> list[ir.Value]:
+def read_matrices(at: ir.Value, byte: int = 0, transposed: bool = False) -> list[ir.Value]:
     """Four 8 x 8 matrices of bf16: lane 8 i + r has the address of row r of matrix i, lane 4 g + q gets elements 2 q
-    and 2 q + 1 of row g of each. Source: PTX ISA, "ldmatrix".
+    and 2 q + 1 of row g of each (`transposed`: of column g). Source: PTX ISA, "ldmatrix".
     """
-    text = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4 + {byte}];"
+    kind = "x4.trans" if transposed else "x4"
+    text = f"ldmatrix.sync.aligned.m8n8.{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {byte}];"
     return asm(text, "rrrr", ("r", at), effects=True)
 
 

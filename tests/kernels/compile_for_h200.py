@@ -3,7 +3,7 @@
     python compile_for_h200.py CUDA_DIR CASE [CASE ...]
 
 CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
-(m, n, k, Tile(...) or Split(...), transposed, number of adapters) for the matrix product, or for attention
+(m, n, k, Tile(...) or Split(...), transposed, number of adapters[, their rank]) for the matrix product, or for attention
 ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches]), or
 ("step", layers, folder): the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder, or
 ("shrink", kind, tokens, input features, *ranks), or ("rope", rows, query heads, key/value heads, head dim, dtype of the
@@ -51,14 +51,16 @@ def weight(n: int, k: int) -> PackedNvfp4:
     return PackedNvfp4(words, scales, rows, jax.ShapeDtypeStruct((n,), jnp.float32), (n, k), True, 16, True)
 
 
-def matmul_program(m: int, n: int, k: int, tile: Tile | Split, transposed: bool, adapters: int) -> None:
+def matmul_program(m: int, n: int, k: int, tile: Tile | Split, transposed: bool, adapters: int, rank: int = 32) -> None:
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     args = [bf16(m, n if transposed else k), weight(n, k)]
+    shrinks = isinstance(tile, Split) and tile.shrinks
     if adapters:
-        args += [bf16(n), bf16(m, 64 * adapters), *[bf16(32, n // adapters)] * adapters]
+        a_or_t = bf16(k, rank * adapters) if shrinks else bf16(m, 64 * adapters)
+        args += [bf16(n), a_or_t, *[bf16(rank, n // adapters)] * adapters]
 
-    def call(x, weight, bias=None, shrunk=None, *expand):
-        terms = {"bias": bias, "shrunk": shrunk, "expand": expand, "scale": 2.0}
+    def call(x, weight, bias=None, a_or_t=None, *expand):
+        terms = {"bias": bias, "a" if shrinks else "shrunk": a_or_t, "expand": expand, "scale": 2.0}
         if isinstance(tile, Split):
             return few_tokens.matmul(x, weight, tile, **terms)
         return matmul(x, weight, tile, transposed=transposed, **terms)

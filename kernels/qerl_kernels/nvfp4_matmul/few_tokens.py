@@ -2,6 +2,8 @@
 
     y[m, n] = multiplier[n] · Σ_k x[m, k] · w[n, k]  (+ bias[n])  (+ scale · Σ_r t[m, r] · b[r, n])
 
+t = x A is given, or with `Split.shrinks` computed here: a launch less where nothing else precedes the product.
+
 `mosaic_gpu` streams a weight through a ring that a producer fills by TMA; before its first product stand the fetch of
 tensor maps, the barriers' set-up and a hand-over, after its last two exchanges of sums and a store through shared
 memory. Here no warp waits for another before its last product.
@@ -14,6 +16,7 @@ warp is, in its slot of shared memory,
     x        8 · octets token rows of 128 bytes; 16-byte chunk c of row r lies at c ^ (r % 8)
     words    512 bytes for each 16 features, as `packing` has them: 16 bytes for each lane
     scales   64 bytes for each 16 features: 8 bytes for lanes 4 g ... 4 g + 3
+    A        (that shrinks; behind x) 64 rows of 16, 32 or 64 ranks, those of the block's adapter
 
 all brought by `cp.async`, `depth` units ahead, one group of copies each (one is always ended, be it empty, so that
 "all but the last depth - 1" is the present unit). Copies, not loads to registers: the depth costs no register, the loop
@@ -29,24 +32,37 @@ row g of the operand is feature 2 g and row g + 8 feature 2 g + 1, so that one w
 4 q + (0, 1, 2, 3) stands at columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9, so that a thread's words of t lie together. What
 this needs from memory (B, t, multiplier, bias) is asked for before the loop.
 
+x A. A warp multiplies Aᵀ [16 ranks × 16 of k], which `ldmatrix.trans` makes of A as it lies, with the x that it has in
+registers anyway. The 16-byte chunks of a row of A are swizzled so that the eight rows that one matrix takes lie in
+different banks: rows of 32, 64 and 128 bytes have their chunk c at c ^ (r / 4 % 2), c ^ (r / 2 % 4) and c ^ (r % 8).
+Each warp leaves its part of t behind its sums, and t goes the way of the sums: over the warps, to the first block, over
+the blocks. There it is rounded to bf16 once, as everywhere else, and lies in shared memory of its own, ranks that the
+adapter does not have as zeros (what a slot has there nobody wrote). After a barrier the warps multiply it with B, over
+what they left before; after another one the sums are finished. All clusters whose features have the same adapter
+compute the same t: to share it would take a barrier of the whole GPU.
+
 Why nothing tears or hangs. A slot is written by copies of its warp and read by that warp alone: a lane waits for its
 own copies, `bar.warp.sync` makes those of the others visible, and a second one stands between the last read and the
 copies that fill the slot anew; after the loop no copy is under way (all groups that hold any have been waited for).
 One barrier of the block stands between the sums' writes and reads. Between blocks there is one barrier in the first
 block's shared memory, set up before the loop and completed once, by the bytes of all others, each of which sends the
-same number and waits for nobody (but for that set-up, which every block announces before it waits for anything).
+same number and waits for nobody (but for that set-up, which every block announces before it waits for anything). Every
+thread that reads what came has waited for that barrier itself. Where the kernel shrinks, two more barriers of the block
+follow, which all threads of all blocks pass: t is written before the first, by the thread that added it up, and read
+after it; products with B are written after the first, over parts of t whose last reads stand before it, and read after
+the second. The sums of the block itself are in registers from before the first on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -57,98 +73,7 @@ from qerl_kernels.lanes import add, both, div, either, less, mul, rem
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.fragments import operands
 from qerl_kernels.nvfp4_matmul.packing import TILE
-
-SMEM_BYTES = 227 * 1024
-MOST_TOKENS = 32
-_ROWS = 16  # features of one operand
-_PIECE_ROW_BYTES = 4 * (_ROWS + 4)  # a token in an adapter's product
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """How the work is cut; found by `tools/tune_matmul.py`.
-
-    Attributes:
-      tokens: rows of x that there may be (8, 16, 24 or 32).
-      rows: operands of 16 features in a block (1, 2, 4 or 8).
-      warps: of a block, which share the contraction (a multiple of 4).
-      cluster: blocks that share the contraction (1 to 8).
-      depth: units of 64 along the contraction that a warp has under way.
-    """
-
-    tokens: int
-    rows: int = 4
-    warps: int = 8
-    cluster: int = 1
-    depth: int = 4
-
-    @property
-    def slot_bytes(self) -> int:
-        """Shared memory of a unit; a multiple of 128, so that rows of x begin where banks do."""
-        return -(-(self.tokens * 128 + self.rows * 576) // 128) * 128
-
-    @property
-    def sum_bytes(self) -> int:
-        """[tokens][features] in fp32; four more in a row spread the tokens over the banks."""
-        return self.tokens * self.row_bytes
-
-    @property
-    def row_bytes(self) -> int:
-        """One token in `sum_bytes`."""
-        return 4 * (_ROWS * self.rows + 4)
-
-    @property
-    def piece_bytes(self) -> int:
-        """An adapter's product of 16 ranks for 16 features: [tokens][features] in fp32, spread likewise."""
-        return self.tokens * _PIECE_ROW_BYTES
-
-    @property
-    def warp_bytes(self) -> int:
-        """Shared memory of a warp: its slots, and later its sums and its part of the adapters' products."""
-        pieces = -(-self.rows * TILE // _ROWS // self.warps)
-        return max(self.depth * self.slot_bytes, -(-(self.sum_bytes + pieces * self.piece_bytes) // 128) * 128)
-
-    def smem_bytes(self) -> int:
-        """Shared memory of a block, with adapters or without; each array a whole number of KiB."""
-        kib = lambda size: -(-size // 1024) * 1024  # noqa: E731
-        box = (self.cluster - 1) * self.tokens * self.rows * _ROWS * 4
-        return kib(self.warps * self.warp_bytes) + kib(box) + 1024
-
-
-def fits(split: Split, n: int, k: int) -> bool:
-    """Whether a multiprocessor can hold a block of `split`, and the weight [n, k] divides into such blocks."""
-    return (
-        split.tokens in (8, 16, 24, 32)
-        and split.rows in (1, 2, 4, 8)
-        and split.warps % 4 == 0
-        and 4 <= split.warps <= 32
-        and 1 <= split.cluster <= 8
-        and split.smem_bytes() <= SMEM_BYTES
-        and split.depth >= 1
-        and math.ceil(n / TILE) * 4 % split.rows == 0
-        and math.ceil(k / TILE) >= split.cluster
-        and split.rows * split.tokens <= 192  # above, sums and adapters of several octets spill
-        # sums, x, two rows' words and scales; the rest for addresses and what one operand takes
-        and split.rows * split.tokens // 2 + split.tokens + 64 <= min(255, 65536 // (32 * split.warps))
-    )
-
-
-def fitted(split: Split, n: int) -> Split:
-    """`split`, or with as few operands in a block as divide the n features."""
-    return split if math.ceil(n / TILE) * 4 % split.rows == 0 else dataclasses.replace(split, rows=4)
-
-
-def can_fuse(n: int, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Whether adapters with B of these shapes can be added within the kernel: their ranks are multiples of 8 up to 64,
-    they cover all n features, and none begins within 16 of them."""
-    ends = np.cumsum([features for _, features in shapes])
-    return (
-        bool(len(ends))
-        and ends[-1] == n
-        and all(rank % 8 == 0 and rank <= TILE for rank, _ in shapes)
-        and all(end % _ROWS == 0 for end in ends)
-    )
-
+from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, ROWS, Layout, Split, can_fuse, fits
 
 # A jit of its own: a program lowers and compiles each shape once, not once for every layer.
 @functools.partial(jax.jit, static_argnames=("split", "scale"))
@@ -159,6 +84,7 @@ def matmul(
     *,
     bias: jax.Array | None = None,
     shrunk: jax.Array | None = None,
+    a: jax.Array | None = None,
     expand: Sequence[jax.Array] = (),
     scale: float = 1.0,
 ) -> jax.Array:
@@ -170,29 +96,34 @@ def matmul(
       split: how to cut the work.
       bias: [n], any float dtype.
       shrunk: `x A` of the adapters side by side, bf16 [m, 64 · adapters], each padded to a rank of 64 with zeros; one
-        adapter alone may keep its rank.
+        adapter alone may keep its rank. Where the split shrinks, in its place:
+      a: A of the adapters side by side, bf16 [k, sum of ranks].
       expand: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
       scale: of the adapters.
     """
     n, k = weight.shape
     if x.shape != (x.shape[0], k) or x.shape[0] > split.tokens:
         raise ValueError(f"matmul: x is {x.shape}, the weight {n} x {k}, {split}")
-    if not fits(split, n, k):
-        raise ValueError(f"matmul: {split} does not fit a multiprocessor or {n} x {k} features")
-    if expand and not can_fuse(n, [b.shape for b in expand]):
-        raise ValueError(f"matmul: adapters of shapes {[b.shape for b in expand]} do not fit {n} features")
+    shapes = tuple(b.shape for b in expand)
+    if not fits(split, n, k, max((rank for rank, _ in shapes), default=0)):
+        raise ValueError(f"matmul: {split} does not fit a multiprocessor or {n} x {k} features, adapters {shapes}")
+    if expand and not can_fuse(n, shapes, split.features if split.shrinks else ROWS):
+        raise ValueError(f"matmul: adapters of shapes {shapes} do not fit {n} features and {split}")
+    if split.shrinks and (a is None or a.shape != (k, sum(rank for rank, _ in shapes))):
+        raise ValueError(f"matmul: A is {None if a is None else a.shape}, x {x.shape}, adapters {shapes}")
     padded = weight.multiplier.shape[0]
     x = jnp.pad(x, ((0, 0), (0, -k % TILE)))
+    a_or_t = jnp.pad(a, ((0, -k % TILE), (0, 0))) if split.shrinks else shrunk
     if bias is not None:
         bias = bias if bias.dtype in (jnp.bfloat16, jnp.float32) else bias.astype(jnp.float32)
         bias = jnp.pad(bias, (0, padded - n))
     task = _Task(
         tokens=x.shape[0], features=n, units=x.shape[1] // TILE, scale=scale,
         bias=None if bias is None else bias.dtype.itemsize,
-        adapters=tuple(b.shape for b in expand), slots=shrunk.shape[1] if expand else 0,
+        adapters=shapes, columns=a_or_t.shape[1] if expand else 0,
     )  # fmt: skip
     inputs = [x, weight.words, weight.scales, weight.multiplier]
-    inputs += ([] if bias is None else [bias]) + ([shrunk, *expand] if expand else [])
+    inputs += ([] if bias is None else [bias]) + ([a_or_t, *expand] if expand else [])
     out = jax.ShapeDtypeStruct((x.shape[0], padded), jnp.bfloat16)
     return _call(task, split, inputs, out)[:, :n]
 
@@ -200,7 +131,7 @@ def matmul(
 @dataclasses.dataclass(frozen=True)
 class _Task:
     """What is multiplied: rows of x, features and units of the weight, bytes of a bias, (rank, features) of each
-    adapter and the columns of `shrunk`."""
+    adapter and the columns of `shrunk` or of A."""
 
     tokens: int
     features: int
@@ -208,19 +139,22 @@ class _Task:
     scale: float
     bias: int | None
     adapters: tuple[tuple[int, int], ...]
-    slots: int
+    columns: int
+
+    @property
+    def rank(self) -> int:
+        """The largest of the adapters."""
+        return max((rank for rank, _ in self.adapters), default=0)
 
     @property
     def steps(self) -> int:
         """Products of 16 ranks that the adapters take."""
-        return -(-max((rank for rank, _ in self.adapters), default=0) // 16)
+        return -(-self.rank // ROWS)
 
 
 def _call(task: _Task, split: Split, inputs: Sequence[jax.Array], out: jax.ShapeDtypeStruct) -> jax.Array:
-    scratch = {"ring_s": plgpu.SMEM((split.warps * split.warp_bytes // 4,), jnp.uint32)}
-    if split.cluster > 1:
-        box = (split.cluster - 1) * split.tokens * split.rows * _ROWS
-        scratch |= {"box_s": plgpu.SMEM((box,), jnp.float32), "arrived_s": plgpu.SMEM((4,), jnp.uint32)}
+    sizes = Layout(split, task.rank).arrays()
+    scratch = {name: plgpu.SMEM((size // 4,), jnp.uint32) for name, size in sizes.items()}
 
     def body(*refs, **scratch):
         block = lax.axis_index("block")
@@ -241,13 +175,13 @@ def _call(task: _Task, split: Split, inputs: Sequence[jax.Array], out: jax.Shape
     call = plgpu.kernel(
         body,
         out_type=out,
-        grid=(out.shape[1] // (_ROWS * split.rows),),
+        grid=(out.shape[1] // split.features,),
         grid_names=("block",),
         **clusters,
         num_threads=split.warps // 4,
         thread_name="warpgroup",
         scratch_types=scratch,
-        kernel_name=f"nvfp4_few_m{split.tokens}",
+        kernel_name=f"nvfp4_few_m{split.tokens}{'_shrinks' if split.shrinks else ''}",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     return call(*inputs)
@@ -263,14 +197,25 @@ class _Place:
     warp: ir.Value
 
 
+@dataclasses.dataclass(frozen=True)
+class _Left:
+    """fp32 [tokens][4 · groups] as each warp leaves it: from which byte on, bytes of a token, and the number of its
+    first four in what a block sends."""
+
+    at: int
+    row_bytes: int
+    groups: int
+    first: int
+
+
 class _Program:
     """Emits the instructions of one thread."""
 
     def __init__(self, task: _Task, split: Split, place: _Place, pointers: list[ir.Value], shared: dict):
-        self.task, self.split, self.shared = task, split, shared
+        self.task, self.split, self.shared, self.layout = task, split, shared, Layout(split, task.rank)
         self.x, self.words, self.scales, self.multiplier = pointers[:4]
         self.bias = None if task.bias is None else pointers[4]
-        self.t, self.b = (
+        self.a_or_t, self.b = (
             (pointers[-2 - len(task.adapters)], pointers[-1 - len(task.adapters) : -1]) if task.steps else (None, [])
         )
         self.y = pointers[-1]
@@ -280,31 +225,39 @@ class _Program:
         self.is_first = less(self.part, 1) if split.cluster > 1 else lanes.const(1)
         self.lane = rem(self.thread, 32)
         self.g, self.q = div(self.lane, 4), rem(self.lane, 4)
-        self.ring = add(self.shared["ring_s"], mul(self.warp, split.warp_bytes))
+        self.ring = add(self.shared["ring_s"], mul(self.warp, self.layout.warp_bytes))
+        self.sums = _Left(0, self.layout.row_bytes, 4 * split.rows, 0)
+        self.parts = _Left(
+            self.layout.sum_bytes, self.layout.part_row_bytes, 4 * self.layout.steps, split.tokens * 4 * split.rows
+        )
 
     def emit(self) -> None:
         split = self.split
         if split.cluster > 1:  # first: its fence might wait for copies under way
-            size = split.tokens * split.rows * _ROWS * 4
-            lanes.begin_exchange([(self.shared["arrived_s"], (split.cluster - 1) * size)], self.thread)
+            size = (split.cluster - 1) * self.layout.items * 16
+            lanes.begin_exchange([(self.shared["arrived_s"], size)], self.thread)
         first, count = self._units()
         self._lane_offsets()
         at = self._sources(first)
         most = math.ceil(math.ceil(self.task.units / split.cluster) / split.warps)
         ahead = min(split.depth, most)
         for d in range(ahead):
-            self._request(add(self.ring, d * split.slot_bytes), at, less(d, count))
+            self._request(add(self.ring, d * self.layout.slot_bytes), at, less(d, count))
             lanes.end_group()
             at = self._next(at)
         terms = self._terms()
         jobs = self._fetch_adapters()
         sums = self._loop(count, ahead, at if most > ahead else None)
-        self._leave(sums)
-        self._multiply_adapters(jobs)
+        lanes.wait_groups(0)
+        lanes.warp_barrier()
+        self._leave(self.sums, sums[: split.rows])
+        self._leave(self.parts, sums[split.rows :])
+        if not split.shrinks:
+            self._multiply_adapters(jobs)
         lanes.block_barrier()
         if split.cluster > 1:
             lanes.all_began()
-        self._finish(terms)
+        self._finish(terms, jobs)
 
     # ---- the loop ----
 
@@ -331,9 +284,26 @@ class _Program:
         for i in range(2 * self.octets):
             if 4 * i < self.task.tokens < 4 * i + 4:
                 self.x_exists[i] = less(add(row, 4 * i), self.task.tokens)
+        if self.split.shrinks:
+            self._lane_offsets_of_a()
+
+    def _lane_offsets_of_a(self) -> None:
+        """The same for A; `chunks` of 16 bytes make a row."""
+        layout, chunks = self.layout, self.layout.columns // 8
+        swizzled = lambda row, chunk: mul(lanes.xor(chunk, rem(div(row, 8 // chunks), chunks)), 16)  # noqa: E731
+        row, self.a_chunk = div(self.lane, chunks), rem(self.lane, chunks)
+        self.to_a = add(add(mul(row, 2 * layout.columns), swizzled(row, self.a_chunk)), layout.a_at)
+        # lane 8 j + r gives row r of the matrix of chunk j % 2 and of the upper or lower eight of 16 rows
+        matrix, row = div(self.lane, 8), rem(self.lane, 8)
+        rows = add(mul(add(mul(div(matrix, 2), 8), row), 2 * layout.columns), layout.a_at)
+        self.from_a = [add(rows, swizzled(row, add(rem(matrix, 2), 2 * i))) for i in range(layout.steps)]
+        *_, rank, self.a_column = self._adapter_of(mul(self.first_row, ROWS))
+        self.a_rank = rank if any(r < ROWS * layout.steps for r, _ in self.task.adapters) else None
+        exact = all(r == layout.columns for r, _ in self.task.adapters)
+        self.a_exists = None if exact else less(mul(self.a_chunk, 8), rank)
 
     def _sources(self, first: ir.Value) -> list[ir.Value]:
-        """Addresses of what this lane copies of a unit: words, scales, x."""
+        """Addresses of what this lane copies of a unit: words, scales, x and, where it is needed, A."""
         units, rows = self.task.units, self.split.rows
         tile, quarter = div(self.first_row, 4), rem(self.first_row, 4)
         unit = add(mul(tile, units), first)
@@ -342,52 +312,72 @@ class _Program:
         if rows == 8:  # lanes 16-31 have the second tile
             scales = add(scales, mul(div(self.lane, 16), (units - 1) * 256))
         x = add(mul(div(self.lane, 8), units * 128), add(mul(first, 128), mul(rem(self.lane, 8), 16)))
-        return [words, lanes.address(self.scales, scales), lanes.address(self.x, x)]
+        at = [words, lanes.address(self.scales, scales), lanes.address(self.x, x)]
+        if self.split.shrinks:
+            row = add(mul(first, TILE), div(self.lane, self.layout.columns // 8))
+            column = add(self.a_column, mul(self.a_chunk, 8))
+            at.append(lanes.address(self.a_or_t, mul(add(mul(row, self.task.columns), column), 2)))
+        return at
 
     def _next(self, at: list[ir.Value]) -> list[ir.Value]:
         """The addresses one unit on."""
-        return [lanes.address(a, lanes.const(step)) for a, step in zip(at, (2048, 256, 128), strict=True)]
+        steps = (2048, 256, 128, TILE * 2 * self.task.columns)
+        return [lanes.address(a, lanes.const(step)) for a, step in zip(at, steps[: len(at)], strict=True)]
 
     def _request(self, slot: ir.Value, at: list[ir.Value], flag: ir.Value) -> None:
         """Starts the copies of a unit where `flag` is 1."""
-        words, scales, x = at
-        rows, units, x_bytes = self.split.rows, self.task.units, self.split.tokens * 128
+        words, scales, x, *a = at
+        rows, units, words_at = self.split.rows, self.task.units, self.layout.words_at
         rest = add(slot, self.to_rest)
         of_tile = [(r // 4) * units * 2048 + r % 4 * 512 for r in range(rows)]
-        lanes.copy(rest, words, [(x_bytes + 512 * r, there) for r, there in enumerate(of_tile)], flag)
+        lanes.copy(rest, words, [(words_at + 512 * r, there) for r, there in enumerate(of_tile)], flag)
         some = flag if rows == 8 else both(flag, less(self.lane, 4 * rows))
-        lanes.copy(rest, scales, [(x_bytes + 512 * rows, 0)], some)
+        lanes.copy(rest, scales, [(words_at + 512 * rows, 0)], some)
         low = add(slot, self.to_x)
         high = lanes.xor(low, 64)
         for i in range(math.ceil(self.task.tokens / 4)):  # a token that is not there spoils no other
             exists = both(flag, self.x_exists[i]) if i in self.x_exists else flag
             lanes.copy((low, high)[i % 2], x, [(512 * i, 4 * i * units * 128)], exists)
+        if a:
+            self._request_a(slot, *a, flag)
+
+    def _request_a(self, slot: ir.Value, a: ir.Value, flag: ir.Value) -> None:
+        """Starts the copies of a unit's rows of A; those of ranks that there are."""
+        columns, width = self.layout.columns, self.task.columns
+        low, rows = add(slot, self.to_a), 32 * 8 // columns  # rows that the lanes copy at a time
+        places = [(r * 2 * columns, r * 2 * width) for r in range(0, TILE, rows)]
+        exists = flag if self.a_exists is None else both(flag, self.a_exists)
+        if columns == TILE:  # four rows of eight chunks: rows 4-7 have theirs 64 bytes away
+            lanes.copy(low, a, places[::2], exists)
+            lanes.copy(lanes.xor(low, 64), a, places[1::2], exists)
+        else:
+            lanes.copy(low, a, places, exists)
 
     def _loop(self, count: ir.Value, ahead: int, at: list[ir.Value] | None) -> list[list[list[ir.Value]]]:
-        """Sums of this warp's units, [row][octet] of four. `at`: addresses of unit `ahead`, None where there is
-        none."""
-        split, zero = self.split, lanes.fconst(0.0)
-        start = [self.ring, *(at or []), *[zero] * (4 * split.rows * self.octets)]
-        last = add(self.ring, (ahead - 1) * split.slot_bytes)
+        """Sums of this warp's units, [row][octet] of four, behind the rows' those of x A, [16 ranks][octet]. `at`:
+        addresses of unit `ahead`, None where there is none."""
+        split, zero, at = self.split, lanes.fconst(0.0), at or []
+        carried = 4 * (split.rows + self.layout.steps) * self.octets
+        start = [self.ring, *at, *[zero] * carried]
+        last = add(self.ring, (ahead - 1) * self.layout.slot_bytes)
 
         def unit(i: ir.Value, carry: list[ir.Value]) -> list[ir.Value]:
-            slot, *rest = carry
-            at_, flat = (rest[:3], rest[3:]) if at else ([], rest)
+            slot, at_, flat = carry[0], carry[1 : 1 + len(at)], carry[1 + len(at) :]
             lanes.wait_groups(ahead - 1)
             lanes.warp_barrier()
             sums = self._by_row(flat)
             x = self._read_x(slot)
-            sums = [self._multiply(row, x, *self._read(slot, r)) for r, row in enumerate(sums)]
+            parts = [self._shrink(part, x, slot, i) for i, part in enumerate(sums[split.rows :])]
+            sums = [self._multiply(row, x, *self._read(slot, r)) for r, row in enumerate(sums[: split.rows])]
             if at:
                 lanes.warp_barrier()
                 self._request(slot, at_, less(add(i, ahead), count))
                 at_ = self._next(at_)
             lanes.end_group()
-            after = either(less(slot, last), add(slot, split.slot_bytes), self.ring)
-            return [after, *at_, *(value for row in sums for four in row for value in four)]
+            after = either(less(slot, last), add(slot, self.layout.slot_bytes), self.ring)
+            return [after, *at_, *(value for row in sums + parts for four in row for value in four)]
 
-        flat = lanes.repeat(count, start, unit)[-4 * split.rows * self.octets :]
-        return self._by_row(flat)
+        return self._by_row(lanes.repeat(count, start, unit)[-carried:])
 
     def _by_row(self, flat: list[ir.Value]) -> list[list[list[ir.Value]]]:
         fours = [flat[i : i + 4] for i in range(0, len(flat), 4)]
@@ -401,7 +391,7 @@ class _Program:
 
     def _read(self, slot: ir.Value, row: int) -> tuple[list[ir.Value], list[ir.Value]]:
         """Four words and two words of scales of a row from a unit's slot."""
-        words_at = self.split.tokens * 128
+        words_at = self.layout.words_at
         scales_at = words_at + 512 * self.split.rows
         words = lanes.read_shared(add(slot, self.to_rest), 4, words_at + 512 * row)
         return words, lanes.read_shared(add(slot, self.from_scales), 2, scales_at + 64 * row)
@@ -409,8 +399,19 @@ class _Program:
     def _multiply(self, sums: list, x: list, words: list[ir.Value], scales: list[ir.Value]) -> list[list[ir.Value]]:
         """The sums of a row, four for each octet, plus those of a unit."""
         for step, a in enumerate(operands(words, scales)):
-            sums = [lanes.multiply(four, a, x[o][2 * step : 2 * step + 2]) for o, four in enumerate(sums)]
+            sums = self._plus(sums, a, x, step)
         return sums
+
+    def _shrink(self, part: list, x: list, slot: ir.Value, number: int) -> list[list[ir.Value]]:
+        """The sums of 16 ranks, four for each octet, plus those of a unit."""
+        at = add(slot, self.from_a[number])
+        for step in range(TILE // 16):
+            a = lanes.read_matrices(at, step * 16 * 2 * self.layout.columns, transposed=True)
+            part = self._plus(part, a, x, step)
+        return part
+
+    def _plus(self, sums: list, a: list[ir.Value], x: list, step: int) -> list[list[ir.Value]]:
+        return [lanes.multiply(four, a, x[o][2 * step : 2 * step + 2]) for o, four in enumerate(sums)]
 
     # ---- what is added ----
 
@@ -421,7 +422,7 @@ class _Program:
 
     def _feature(self) -> ir.Value:
         """First of the four features that this thread finishes, whatever the token."""
-        return add(mul(self.first_row, _ROWS), mul(self._item(0)[1], 4))
+        return add(mul(self.first_row, ROWS), mul(self._item(0)[1], 4))
 
     def _terms(self) -> tuple[list[ir.Value], list[ir.Value] | None]:
         """Words of the multiplier and of the bias for this thread's features."""
@@ -433,32 +434,34 @@ class _Program:
         return multiplier, lanes.load(lanes.address(self.bias, mul(feature, size)), size, self.is_first)
 
     def _fetch_adapters(self) -> list[tuple]:
-        """This warp's jobs, each 16 ranks of a row: (whether there is one, words of B, words of t). Job number i of all
-        is row i % rows and step i // rows, and warp i % warps has it."""
+        """This warp's jobs, each 16 ranks of a row: (whether there is one, its step, words of B, words of t if that is
+        given). Job number i of all is row i % rows and step i // rows, and warp i % warps has it."""
         jobs, split = [], self.split
         for start in range(0, split.rows * self.task.steps, split.warps):
             number = add(self.warp, start)
             row, step = rem(number, split.rows), div(number, split.rows)
             exists = less(step, self.task.steps)
-            feature = mul(add(self.first_row, row), _ROWS)
+            feature = mul(add(self.first_row, row), ROWS)
             base, within, width, rank, column = self._adapter_of(feature)
             first = add(mul(step, 16), mul(self.q, 4))
             ok = both(both(exists, self.is_first), both(less(first, rank), less(feature, self.task.features)))
             at = mul(add(mul(first, width), add(within, mul(self.g, 2))), 2)
             b = [lanes.load(lanes.address(base, add(at, mul(width, 2 * i))), 1, ok)[0] for i in range(4)]
             t = []
-            for o in range(self.octets):
+            for o in range(0 if split.shrinks else self.octets):
                 token = add(self.g, 8 * o)
-                place = mul(add(mul(token, self.task.slots), add(column, first)), 2)
-                t.append(lanes.load(lanes.address(self.t, place), 2, both(ok, less(token, self.task.tokens))))
-            jobs.append((exists, b, t))
+                place = mul(add(mul(token, self.task.columns), add(column, first)), 2)
+                t.append(lanes.load(lanes.address(self.a_or_t, place), 2, both(ok, less(token, self.task.tokens))))
+            jobs.append((exists, step, b, t))
         return jobs
 
     def _adapter_of(self, feature: ir.Value) -> tuple[ir.Value, ...]:
-        """(B, feature within it, its features, its rank, its first column of t) of the adapter at `feature`."""
+        """(B, feature within it, its features, its rank, its first column of t or A) of the adapter at `feature`."""
         found, begin = None, 0
+        ranks = [rank for rank, _ in self.task.adapters]
         for i, ((rank, width), base) in enumerate(zip(self.task.adapters, self.b, strict=True)):
-            this = [base, *(lanes.const(value) for value in (begin, width, rank, TILE * i))]
+            column = sum(ranks[:i]) if self.split.shrinks else TILE * i
+            this = [base, *(lanes.const(value) for value in (begin, width, rank, column))]
             here = less(begin - 1, feature)
             found = this if found is None else [either(here, *both_) for both_ in zip(this, found, strict=True)]
             begin += width
@@ -467,81 +470,126 @@ class _Program:
 
     def _multiply_adapters(self, jobs: list[tuple]) -> None:
         """Bᵀ tᵀ of each job to this warp's shared memory behind its sums, [job][token][feature]."""
-        for number, (exists, b, t) in enumerate(jobs):
+        for number, (exists, step, b, t) in enumerate(jobs):
+            t = t or self._kept(step)
             a = [lanes.pair(b[i], b[i + 1], high) for i in (0, 2) for high in (False, True)]
             for o in range(self.octets):
                 found = lanes.multiply([lanes.fconst(0.0)] * 4, a, t[o])
-                at = add(mul(add(mul(self.q, 2), 8 * o), _PIECE_ROW_BYTES), mul(self.g, 8))
-                at = add(add(self.ring, at), self.split.sum_bytes + number * self.split.piece_bytes)
+                at = add(mul(add(mul(self.q, 2), 8 * o), PIECE_ROW_BYTES), mul(self.g, 8))
+                at = add(add(self.ring, at), self.layout.sum_bytes + number * self.layout.piece_bytes)
                 for e in range(2):
-                    lanes.store_shared(at, [found[e], found[e + 2]], exists, byte=e * _PIECE_ROW_BYTES)
+                    lanes.store_shared(at, [found[e], found[e + 2]], exists, byte=e * PIECE_ROW_BYTES)
 
     def _adapted(self, start: int) -> list[list[ir.Value]]:
         """What the adapters add, before their scale, to the four features that this thread finishes: of each step."""
         split, found = self.split, []
         token, group = self._item(start)
-        at = add(mul(lanes.smaller(token, split.tokens - 1), _PIECE_ROW_BYTES), mul(rem(group, 4), 16))
-        at = add(add(self.shared["ring_s"], at), split.sum_bytes)
+        at = add(mul(lanes.smaller(token, split.tokens - 1), PIECE_ROW_BYTES), mul(rem(group, 4), 16))
+        at = add(add(self.shared["ring_s"], at), self.layout.sum_bytes)
         for step in range(self.task.steps):
             number = add(div(group, 4), step * split.rows)
             warp, job = rem(number, split.warps), div(number, split.warps)
-            piece = add(mul(warp, split.warp_bytes), mul(job, split.piece_bytes))
+            piece = add(mul(warp, self.layout.warp_bytes), mul(job, self.layout.piece_bytes))
             found.append(lanes.load_shared(add(at, piece), 4))
         return found
 
     # ---- the end ----
 
-    def _leave(self, sums: list[list[list[ir.Value]]]) -> None:
-        """This warp's sums over its slots, [token][feature]."""
-        lanes.wait_groups(0)
-        lanes.warp_barrier()
-        at = add(self.ring, add(mul(self.q, 2 * self.split.row_bytes), mul(self.g, 4)))
+    def _leave(self, left: _Left, sums: list[list[list[ir.Value]]]) -> None:
+        """This warp's sums over its slots, [token][feature or rank]; no copy is under way, and the warp has read all."""
+        at = add(self.ring, add(mul(self.q, 2 * left.row_bytes), mul(self.g, 4)))
         for r, row in enumerate(sums):
             for o, four in enumerate(row):
                 for i, value in enumerate(four):  # feature g + 8 h, token 2 q + e
                     h, e = divmod(i, 2)
-                    byte = (8 * o + e) * self.split.row_bytes + 4 * (_ROWS * r + 8 * h)
+                    byte = left.at + (8 * o + e) * left.row_bytes + 4 * (ROWS * r + 8 * h)
                     lanes.store_shared(at, [value], byte=byte)
 
-    def _finish(self, terms: tuple) -> None:
-        split = self.split
-        items = split.tokens * 4 * split.rows
+    def _finish(self, terms: tuple, jobs: list[tuple]) -> None:
+        kinds = [self.sums, self.parts] if self.split.shrinks else [self.sums]
+        wholes = [self._over_warps(left) for left in kinds]
+        if self.split.cluster > 1:
+            with lanes.only(less(0, self.part)):
+                for left, whole in zip(kinds, wholes, strict=True):
+                    self._send(left, whole)
+            with lanes.only(self.is_first):
+                lanes.wait_for(self.shared["arrived_s"])
+        if self.split.shrinks:
+            with self._of_first():
+                self._keep(wholes[1])
+            lanes.block_barrier()
+            with self._of_first():
+                self._multiply_adapters(jobs)
+            lanes.block_barrier()
+        with self._of_first():
+            for start, whole in self._over_blocks(self.sums, wholes[0]):
+                self._store(start, whole, terms)
+
+    def _of_first(self) -> contextlib.AbstractContextManager[None]:
+        """What is emitted within is the first block's."""
+        return lanes.only(self.is_first) if self.split.cluster > 1 else contextlib.nullcontext()
+
+    def _items(self, left: _Left) -> Iterator[tuple[int, ir.Value, ir.Value, ir.Value, ir.Value]]:
+        """Which fours this thread adds up: (first of all threads', number, whether there is one, token, group)."""
+        count = self.split.tokens * left.groups
+        for start in range(0, count, 32 * self.split.warps):
+            number = add(self.thread, start)
+            yield start, number, less(number, count), div(number, left.groups), rem(number, left.groups)
+
+    def _over_warps(self, left: _Left) -> list[list[ir.Value]]:
+        """Each of this thread's fours, of all warps of the block; eight warps at a time, because more would take too
+        many registers."""
         found = []
-        for start in range(0, items, 32 * split.warps):
-            token, group = self._item(start)
-            exists = less(add(self.thread, start), items)
-            at = add(mul(lanes.smaller(token, split.tokens - 1), split.row_bytes), mul(group, 16))
-            mine = add(self.shared["ring_s"], at)
-            found.append((start, token, exists, self._over_warps(mine)))
-        if split.cluster == 1:
-            for start, token, exists, whole in found:
-                self._store(start, token, exists, whole, terms)
-            return
-        box = self.shared["box_s"]
-        with lanes.only(less(0, self.part)):
-            for start, _, exists, whole in found:
-                place = add(mul(add(self.part, -1), items), add(self.thread, start))
-                lanes.send(add(box, mul(place, 16)), lanes.const(0), whole, self.shared["arrived_s"], exists)
-        with lanes.only(self.is_first):
-            lanes.wait_for(self.shared["arrived_s"])
-            for start, token, exists, whole in found:
-                place = add(box, mul(lanes.smaller(add(self.thread, start), items - 1), 16))
-                others = [lanes.load_shared(place, 4, byte=16 * items * i) for i in range(split.cluster - 1)]
+        for _, _, _, token, group in self._items(left):
+            at = add(mul(lanes.smaller(token, self.split.tokens - 1), left.row_bytes), mul(group, 16))
+            at, sums = add(self.shared["ring_s"], at), []
+            for begin in range(0, self.split.warps, 8):
+                some = range(begin, min(begin + 8, self.split.warps))
+                fours = [lanes.load_shared(at, 4, byte=left.at + self.layout.warp_bytes * w) for w in some]
+                sums.append([lanes.total(values) for values in zip(*fours, strict=True)])
+            found.append([lanes.total(values) for values in zip(*sums, strict=True)])
+        return found
+
+    def _send(self, left: _Left, wholes: list[list[ir.Value]]) -> None:
+        """To the first block of the cluster."""
+        for (_, number, exists, _, _), whole in zip(self._items(left), wholes, strict=True):
+            place = add(mul(add(self.part, -1), self.layout.items), add(number, left.first))
+            at = add(self.shared["box_s"], mul(place, 16))
+            lanes.send(at, lanes.const(0), whole, self.shared["arrived_s"], exists)
+
+    def _over_blocks(self, left: _Left, wholes: list[list[ir.Value]]) -> Iterator[tuple[int, list[ir.Value]]]:
+        """(first of all threads', this thread's four of all blocks), in the first one and after it has waited."""
+        last = self.split.tokens * left.groups - 1
+        for (start, number, *_), whole in zip(self._items(left), wholes, strict=True):
+            if self.split.cluster > 1:
+                at = add(self.shared["box_s"], mul(add(lanes.smaller(number, last), left.first), 16))
+                blocks = range(self.split.cluster - 1)
+                others = [lanes.load_shared(at, 4, byte=16 * self.layout.items * i) for i in blocks]
                 whole = [lanes.total(values) for values in zip(whole, *others, strict=True)]
-                self._store(start, token, exists, whole, terms)
+            yield start, whole
 
-    def _over_warps(self, at: ir.Value) -> list[ir.Value]:
-        """The sums of all warps at this place, eight at a time: more would take too many registers."""
-        split, sums = self.split, []
-        for begin in range(0, split.warps, 8):
-            some = range(begin, min(begin + 8, split.warps))
-            found = [lanes.load_shared(at, 4, byte=split.warp_bytes * w) for w in some]
-            sums.append([lanes.total(values) for values in zip(*found, strict=True)])
-        return [lanes.total(values) for values in zip(*sums, strict=True)]
+    def _keep(self, wholes: list[list[ir.Value]]) -> None:
+        """x A in bf16 to the block's shared memory, [token][rank], zeros where the adapter has no such rank."""
+        found = self._over_blocks(self.parts, wholes)
+        for (_, number, exists, _, group), (_, whole) in zip(self._items(self.parts), found, strict=True):
+            words = [lanes.to_bf16(whole[0], whole[1]), lanes.to_bf16(whole[2], whole[3])]
+            if self.a_rank is not None:
+                there = less(mul(group, 4), self.a_rank)
+                words = [either(there, word, lanes.const(0)) for word in words]
+            at = add(self.shared["t_s"], mul(number, 8))
+            lanes.store_shared(at, [lanes.as_float(word) for word in words], exists)
 
-    def _store(self, start: int, token: ir.Value, exists: ir.Value, whole: list[ir.Value], terms: tuple) -> None:
+    def _kept(self, step: ir.Value) -> list[list[ir.Value]]:
+        """Words of x A as the operand of each octet wants them."""
+        steps = self.layout.steps
+        within = add(mul(lanes.smaller(step, steps - 1), 32), mul(self.q, 8))
+        at = add(add(self.shared["t_s"], within), mul(self.g, 32 * steps))
+        return [lanes.read_shared(at, 2, byte=8 * o * 32 * steps) for o in range(self.octets)]
+
+    def _store(self, start: int, whole: list[ir.Value], terms: tuple) -> None:
         """Four features of a token: · multiplier (+ bias) (+ adapters), as bf16."""
         multiplier, bias = terms
+        token, exists = self._item(start)[0], less(add(self.thread, start), self.split.tokens * 4 * self.split.rows)
         values = [lanes.fmul(value, lanes.as_float(word)) for value, word in zip(whole, multiplier, strict=True)]
         if bias is not None:
             wide = self.task.bias == 4

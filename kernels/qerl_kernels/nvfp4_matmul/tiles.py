@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from importlib import resources
 
 from qerl_kernels.dispatch import MULTIPROCESSORS
-from qerl_kernels.nvfp4_matmul import few_tokens
-from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits
+from qerl_kernels.nvfp4_matmul.split import Split, fitted
 
 TABLE = "tiles_h200.json"
 FREE = 128  # tokens above which a tile may take fewer than the table says
@@ -87,7 +86,7 @@ def tile_for(
         if isinstance(row.tile, Split):
             # it takes more adapters than tiles do, but `vmap` may still make many tokens of few: the same are fused
             fuses = not adapters or can_fuse(Tile(tokens=8, rows=1), n, adapters)
-            return few_tokens.fitted(row.tile, n) if fuses else None
+            return fitted(row.tile, n, adapters) if fuses else None
         timed = row.us is not None and (row.n, row.k, row.tokens) == (n, k, m)
         tile = row.tile if timed else in_waves(row.tile, m, k if transposed else n)
     return with_adapters(tile, n, adapters) if adapters else tile

@@ -1,0 +1,176 @@
+"""How the kernel for few tokens (`few_tokens`) cuts its work, and what that takes of a multiprocessor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from qerl_kernels.nvfp4_matmul.packing import TILE
+
+SMEM_BYTES = 227 * 1024
+MOST_TOKENS = 32
+ROWS = 16  # features of one operand, and ranks
+PIECE_ROW_BYTES = 4 * (ROWS + 4)  # a token in an adapter's product
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How the work is cut; found by `tools/tune_matmul.py`.
+
+    Attributes:
+      tokens: rows of x that there may be (8, 16, 24 or 32).
+      rows: operands of 16 features in a block (1, 2, 4 or 8).
+      warps: of a block, which share the contraction (a multiple of 4).
+      cluster: blocks that share the contraction (1 to 8).
+      depth: units of 64 along the contraction that a warp has under way.
+      shrinks: True where the kernel takes A and computes `x A` itself; no block may have features of two adapters.
+    """
+
+    tokens: int
+    rows: int = 4
+    warps: int = 8
+    cluster: int = 1
+    depth: int = 4
+    shrinks: bool = False
+
+    @property
+    def features(self) -> int:
+        """Output features of a block."""
+        return ROWS * self.rows
+
+    def smem_bytes(self, rank: int = 0) -> int:
+        """Shared memory of a block, with adapters or without; each array a whole number of KiB. `rank`: the largest of
+        the adapters, which counts where the kernel shrinks."""
+        kib = lambda size: -(-size // 1024) * 1024  # noqa: E731
+        sizes = Layout(self, rank).arrays()
+        return sum(kib(size) for name, size in sizes.items() if name != "arrived_s") + 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a block's shared memory has what, in bytes. `rank`: of the split's adapters, see `Split.smem_bytes`."""
+
+    split: Split
+    rank: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Operands of 16 ranks that a warp multiplies with x."""
+        return -(-self.rank // ROWS) if self.split.shrinks else 0
+
+    @property
+    def columns(self) -> int:
+        """Ranks in a row of A in a slot: 16, 32 or 64, so that a row is a power of two; 0 without A."""
+        return ROWS * 2 ** math.ceil(math.log2(self.steps)) if self.steps else 0
+
+    @property
+    def a_at(self) -> int:
+        """A in a slot, behind x: 64 rows."""
+        return self.split.tokens * 128
+
+    @property
+    def words_at(self) -> int:
+        """Words in a slot; the scales follow them."""
+        return self.a_at + TILE * 2 * self.columns
+
+    @property
+    def slot_bytes(self) -> int:
+        """A unit; a multiple of 128, so that rows of x begin where banks do."""
+        return -(-(self.words_at + self.split.rows * 576) // 128) * 128
+
+    @property
+    def row_bytes(self) -> int:
+        """One token of a warp's sums; four more in a row spread the tokens over the banks."""
+        return 4 * (self.split.features + 4)
+
+    @property
+    def sum_bytes(self) -> int:
+        """A warp's sums: [tokens][features] in fp32. Its part of x A lies behind them."""
+        return self.split.tokens * self.row_bytes
+
+    @property
+    def part_row_bytes(self) -> int:
+        """One token of a warp's part of x A, [tokens][ranks] in fp32, spread likewise."""
+        return 4 * (ROWS * self.steps + 4)
+
+    @property
+    def piece_bytes(self) -> int:
+        """An adapter's product of 16 ranks for 16 features: [tokens][features] in fp32, spread likewise."""
+        return self.split.tokens * PIECE_ROW_BYTES
+
+    @property
+    def warp_bytes(self) -> int:
+        """Of a warp: its slots, and later its sums, with its part of x A and then its part of the adapters' products
+        behind them."""
+        split = self.split
+        pieces = -(-split.rows * TILE // ROWS // split.warps) * self.piece_bytes
+        behind = max(pieces, split.tokens * self.part_row_bytes if self.steps else 0)
+        return max(split.depth * self.slot_bytes, -(-(self.sum_bytes + behind) // 128) * 128)
+
+    @property
+    def items(self) -> int:
+        """Fours of fp32 that a block sends: of its sums, then of x A."""
+        return self.split.tokens * (self.split.features + ROWS * self.steps) // 4
+
+    def arrays(self) -> dict[str, int]:
+        """Bytes of each array: the warps' own, what blocks send to the first, its barrier, and x A in bf16."""
+        sizes = {"ring_s": self.split.warps * self.warp_bytes}
+        if self.split.cluster > 1:
+            sizes |= {"box_s": (self.split.cluster - 1) * self.items * 16, "arrived_s": 16}
+        return sizes | ({"t_s": self.split.tokens * ROWS * self.steps * 2} if self.steps else {})
+
+
+def fits(split: Split, n: int, k: int, rank: int = 0) -> bool:
+    """Whether a multiprocessor can hold a block of `split`, and the weight [n, k] divides into such blocks. `rank`: the
+    largest of the adapters, which a split that shrinks must have."""
+    return (
+        split.tokens in (8, 16, 24, 32)
+        and split.rows in (1, 2, 4, 8)
+        and split.warps % 4 == 0
+        and 4 <= split.warps <= 32
+        and 1 <= split.cluster <= 8
+        and split.depth >= 1
+        and math.ceil(n / TILE) * 4 % split.rows == 0
+        and math.ceil(k / TILE) >= split.cluster
+        and _holds(split, rank)
+    )
+
+
+def _holds(split: Split, rank: int) -> bool:
+    """Whether shared memory and registers are enough."""
+    steps = Layout(split, rank).steps
+    return (
+        (0 < rank <= TILE or not split.shrinks)
+        and split.smem_bytes(rank) <= SMEM_BYTES
+        and (split.rows + steps) * split.tokens <= 192  # above, sums and adapters of several octets spill
+        # sums, x, two rows' words and scales; the rest for addresses and what one operand takes
+        and (split.rows + steps) * split.tokens // 2 + split.tokens + 64 <= min(255, 65536 // (32 * split.warps))
+    )
+
+
+def fitted(split: Split, n: int, adapters: Sequence[tuple[int, int]] = ()) -> Split:
+    """`split`, or with as few operands in a block as divide the n features. It shrinks only where there are `adapters`
+    (shapes of B), none begins within a block, and a multiprocessor has room for A."""
+    if math.ceil(n / TILE) * 4 % split.rows:
+        split = dataclasses.replace(split, rows=4)
+    if split.shrinks:
+        rank = max((rank for rank, _ in adapters), default=0)
+        able = can_fuse(n, adapters, split.features) and _holds(split, rank)
+        split = dataclasses.replace(split, shrinks=able)
+    return split
+
+
+def can_fuse(n: int, shapes: Sequence[tuple[int, int]], features: int = ROWS) -> bool:
+    """Whether adapters with B of these shapes can be added within the kernel: their ranks are multiples of 8 up to 64,
+    they cover all n features, and none begins within `features` of them."""
+    ends = np.cumsum([width for _, width in shapes])
+    return (
+        bool(len(ends))
+        and ends[-1] == n
+        and n % ROWS == 0
+        and all(rank % 8 == 0 and 0 < rank <= TILE for rank, _ in shapes)
+        and all(end % features == 0 for end in ends[:-1])
+    )
