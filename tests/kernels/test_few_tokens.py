@@ -349,7 +349,8 @@ def test_x_a_within_the_product(monkeypatch, split, m, n, k, ranks, widths, eage
     expected = plain + scale * np.concatenate([np.matmul(*two) for two in zip(t, b, strict=True)], axis=1)
     # one sum that is rounded to the other side, for each token and adapter
     spare = [
-        scale * 2.0**-7 * np.abs(part).max(1)[:, None] * np.abs(each).max(0) for part, each in zip(exact, b, strict=True)
+        scale * 2.0**-7 * np.abs(part).max(1)[:, None] * np.abs(each).max(0)
+        for part, each in zip(exact, b, strict=True)
     ]
     y = run(monkeypatch, split, x, packed, eager, bias=bias, a=a, expand=expand, scale=scale)
     rounding = 2.0**-8 * np.abs(expected) + 1e-4 * np.abs(expected).max()

@@ -101,6 +101,33 @@ def test_a_row_may_hold_either_kernel(monkeypatch):
         assert tiles.tile_for(8, 4608, 3584, adapters=adapters) is None
 
 
+def test_a_split_shrinks_only_where_the_adapters_allow_it(monkeypatch):
+    """Blocks of 128 features: 3584, 512 and 512 are multiples, 3584 + 64 is not. A of rank 64 takes 8 KiB a slot, and
+    three slots of each of eight warps more than a multiprocessor has. Stored, the field is there where it is true."""
+    split = Split(8, rows=8, warps=8, cluster=2, depth=2, shrinks=True)
+    rows = [tiles.Row("forward", 4608, 3584, 8, split, 5.5), tiles.Row("forward", 4608, 3584, 16, WIDE, None)]
+    stored = json.loads(json.dumps([tiles.as_stored(row) for row in rows]))
+    assert stored[0]["tile"]["shrinks"] is True and [tiles.from_stored(row) for row in stored] == rows
+    plain = dataclasses.replace(split, shrinks=False)
+    assert "shrinks" not in tiles.as_stored(dataclasses.replace(rows[0], tile=plain))["tile"]
+    monkeypatch.setattr(tiles, "table", lambda: tuple(rows))
+    three = [(32, 3584), (16, 512), (32, 512)]
+    assert tiles.tile_for(8, 4608, 3584, adapters=three) == split
+    assert tiles.tile_for(8, 4608, 3584) == plain
+    assert tiles.tile_for(8, 4608, 3584, adapters=[(32, 3648), (32, 960)]) == plain
+    deeper = dataclasses.replace(split, depth=3)
+    assert [few_tokens.fits(deeper, 4608, 3584, rank) for rank in (0, 8, 32, 64, 72)] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(tiles, "table", lambda: (dataclasses.replace(rows[0], tile=deeper),))
+    assert tiles.tile_for(8, 4608, 3584, adapters=[(16, 4608)]) == deeper
+    assert tiles.tile_for(8, 4608, 3584, adapters=[(64, 4608)]) == dataclasses.replace(deeper, shrinks=False)
+
+
 def test_what_a_multiprocessor_cannot_hold_does_not_fit():
     good = Split(8, rows=4, warps=8, cluster=2, depth=4)
     assert few_tokens.fits(good, 4608, 3584)

@@ -84,6 +84,30 @@ def test_fused_decode_is_decode(targets, monkeypatch):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
+def test_no_x_a_is_made_for_a_product_that_computes_its_own(monkeypatch):
+    """Of o and of down, say: nothing is launched before the one, and what precedes the other makes h alone."""
+    model, asked, made = model_of(), [], []
+    expected = decoded(model, 5)
+
+    def shrinks(rows, weight, parts, dtype):
+        asked.append((rows, dtype))
+        return weight.shape[0] == CONFIG.hidden_size
+
+    def recorded(name):
+        whole = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *args, **more: made.append((name, args)) or whole(*args, **more))
+
+    monkeypatch.setattr(fused, "product_shrinks", shrinks)
+    for name in ("norm_shrink", "silu_shrink", "shrink"):
+        recorded(name)
+    for got, wanted in zip(jax.tree.leaves(decoded(model, 5)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    assert set(asked) == {(5, jnp.dtype(jnp.float32))} and len(asked) == 2 * 2 * 4  # tokens, layers, projections
+    names = [name for name, _ in made]
+    assert names.count("norm_shrink") == names.count("silu_shrink") * 2 == 8 and "shrink" not in names
+    assert all((args[-1] == ()) == (name == "silu_shrink") for name, args in made)
+
+
 def test_what_the_kernels_do_not_hold_goes_the_plain_way():
     assert not fused.fits(model_of().layers, 129)
     assert not fused.fits(model_of(rank=72).layers, 8)

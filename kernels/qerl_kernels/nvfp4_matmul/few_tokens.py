@@ -75,6 +75,7 @@ from qerl_kernels.nvfp4_matmul.fragments import operands
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, ROWS, Layout, Split, can_fuse, fits
 
+
 # A jit of its own: a program lowers and compiles each shape once, not once for every layer.
 @functools.partial(jax.jit, static_argnames=("split", "scale"))
 def matmul(
@@ -496,7 +497,7 @@ class _Program:
     # ---- the end ----
 
     def _leave(self, left: _Left, sums: list[list[list[ir.Value]]]) -> None:
-        """This warp's sums over its slots, [token][feature or rank]; no copy is under way, and the warp has read all."""
+        """This warp's sums over its slots, [token][feature or rank], after the last copy and the last read of them."""
         at = add(self.ring, add(mul(self.q, 2 * left.row_bytes), mul(self.g, 4)))
         for r, row in enumerate(sums):
             for o, four in enumerate(row):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks, no_gradient
+
+if TYPE_CHECKING:
+    from qerl_kernels.nvfp4_matmul.split import Split
+    from qerl_kernels.nvfp4_matmul.tiles import Tile
 
 _SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
 
@@ -61,7 +65,8 @@ def nvfp4_matmul(
     above 64) are added to its rounded result in fp32: two roundings.
 
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
-    and rounded once.
+    and rounded once; for few tokens the product's own kernel may compute it (`product_shrinks`), but not where
+    gradients are taken, whose backward pass needs it.
 
     Args:
       x: activations; bf16 for the kernels, any float dtype for XLA.
@@ -81,8 +86,7 @@ def nvfp4_matmul(
     k = weight.shape[1]
     if x.shape[-1] != k:
         raise ValueError(f"nvfp4_matmul: x has {x.shape[-1]} input features, the weight {weight.shape[0]} x {k}")
-    chosen = dispatch.choose("nvfp4_matmul", implementation, dispatch.missing_for_mosaic_gpu(x.dtype))
-    static = _Static(tuple((float(lora.scale), int(lora.offset)) for lora in loras), chosen, batch_invariant)
+    static = _static(loras, x.dtype, implementation, batch_invariant)
     columns = [getattr(lora, "column", None) for lora in loras]
     together = loras[0].a.astype(x.dtype) if loras and columns[0] is not None else None
     own = [
@@ -98,9 +102,34 @@ def nvfp4_matmul(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def product_shrinks(
+    rows: int,
+    weight: PackedNvfp4,
+    loras: Sequence[Adapter],
+    dtype: jax.typing.DTypeLike,
+    *,
+    implementation: str | None = None,
+    batch_invariant: bool = False,
+) -> bool:
+    """Whether the kernel of `nvfp4_matmul` computes `x A` of these adapters itself for x [rows, K], so that a launch
+    that makes `shrunk` would be one for nothing; errors as there."""
+    static = _static(loras, dtype, implementation, batch_invariant)
+    return _shrinks(static, rows, weight, [lora.b.shape for lora in loras])
+
+
+def _static(loras: Sequence[Adapter], dtype, implementation: str | None, batch_invariant: bool) -> _Static:
+    chosen = dispatch.choose("nvfp4_matmul", implementation, dispatch.missing_for_mosaic_gpu(dtype))
+    return _Static(tuple((float(lora.scale), int(lora.offset)) for lora in loras), chosen, batch_invariant)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(static, x, weight, bias, pairs, together):
-    return _forward(static, x, weight, bias, pairs, together)[0]
+    """What runs where no gradient is taken; else `_forward`, because `_backward` needs `x A`."""
+    expand = tuple(b for _, b in pairs)
+    if not _shrinks(static, x.shape[0], weight, [b.shape for b in expand]):
+        return _forward(static, x, weight, bias, pairs, together)[0]
+    a = jnp.concatenate([a for a, _ in pairs], axis=1) if together is None else together
+    return _kernel(static, False, x, weight, bias, a=a, expand=expand, scale=static.adapters[0][0])
 
 
 def _forward(static, x, weight, bias, pairs, together):
@@ -167,46 +196,65 @@ def _products(static: _Static, a: Float[Array, "M K"], b: Float[Array, "K N"]) -
 
 def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs, slots) -> Array:
     """The product with its adapters added within the kernel where they fit it, else around it."""
-    from qerl_kernels.nvfp4_matmul import tiles
-
     if not pairs:
         return _kernel(static, False, x, weight, bias)
     n, _ = weight.shape
-    starts = [offset for _, offset in static.adapters]
-    shapes = [b.shape for _, b in pairs]
-    adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
-    scales = {scale for scale, _ in static.adapters}
-    tile = tiles.tile_for(x.shape[0], *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
-    if not (adjacent and len(scales) == 1 and 0.0 not in scales and tile):
+    if _fusing_tile(static, x.shape[0], weight, [b.shape for _, b in pairs]) is None:
         return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
     slots = _in_slots(shrunk) if slots is None else slots
-    return _kernel(static, False, x, weight, bias, slots, tuple(b for _, b in pairs), scales.pop())
+    expand = tuple(b for _, b in pairs)
+    return _kernel(static, False, x, weight, bias, slots, expand=expand, scale=static.adapters[0][0])
 
 
-def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, expand=(), scale=1.0) -> Array:
-    """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product."""
+def _fusing_tile(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> Tile | Split | None:
+    """The tile into which adapters with B of these shapes fit; None where there is none."""
+    from qerl_kernels.nvfp4_matmul import tiles
+
+    starts = [offset for _, offset in static.adapters]
+    adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
+    scales = {scale for scale, _ in static.adapters}
+    if not adjacent or len(scales) != 1 or 0.0 in scales:
+        return None
+    return tiles.tile_for(rows, *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
+
+
+def _shrinks(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> bool:
+    if not shapes or static.implementation == "xla":
+        return False
+    return getattr(_fusing_tile(static, rows, weight, shapes), "shrinks", False)  # a `Tile` never does
+
+
+def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, a=None, expand=(), scale=1.0) -> Array:
+    """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product. With adapters it takes `shrunk`,
+    or `a`: their A side by side."""
     from qerl_kernels.nvfp4_matmul import few_tokens, mosaic_gpu, tiles  # jax ≥ 0.11: imported where it runs
 
     @jax.custom_batching.custom_vmap
-    def product(rows, weight, bias, expand):
+    def product(rows, weight, bias, a, expand):
         x, shrunk = rows
         tile = tiles.tile_for(
             x.shape[0], *weight.shape, transposed=transposed, adapters=[b.shape for b in expand],
             batch_invariant=static.batch_invariant,
         )  # fmt: skip
-        terms = {"bias": bias, "shrunk": shrunk, "expand": expand, "scale": scale}
+        terms = {"bias": bias, "expand": expand, "scale": scale}
+        if a is not None and getattr(tile, "shrinks", False):
+            return few_tokens.matmul(x, weight, tile, a=a, **terms)
+        if a is not None:  # `vmap` made too many tokens of few
+            parts = jnp.split(a, np.cumsum([b.shape[0] for b in expand])[:-1], axis=1)
+            shrunk = _in_slots(_shrink(x, parts, a, static.batch_invariant))
+        terms["shrunk"] = shrunk
         if isinstance(tile, few_tokens.Split):
-            return few_tokens.matmul(x, weight, tile, **terms)
+            return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), **terms)
         return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, **terms)
 
     @product.def_vmap
-    def batched(size, in_batched, rows, weight, bias, expand):
+    def batched(size, in_batched, rows, weight, bias, a, expand):
         if any(jax.tree.leaves(in_batched[1:])):
             raise ValueError("nvfp4_matmul: vmap over x only; weight, bias and adapters have no batch axis")
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), rows)
-        return product(flat, weight, bias, expand).reshape(size, rows[0].shape[1], -1), True
+        return product(flat, weight, bias, a, expand).reshape(size, rows[0].shape[1], -1), True
 
-    return product((x, shrunk), weight, bias, expand)
+    return product((x, shrunk), weight, bias, a, expand)
 
 
 def _backward(static, residual, dy):

@@ -2,8 +2,8 @@
 
 A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m it was tuned for), the fields of `Tile`
 and the microseconds measured (null where it is the choice of the tuner's model, or that of a shape like it). With
-`"kernel": "few_tokens"` the fields are those of `few_tokens.Split`, and that kernel runs. A shape that is not in the
-table takes the row of the shape nearest to it in log n and log k.
+`"kernel": "few_tokens"` the fields are those of `Split`, and that kernel runs; "shrinks" may be left out. A shape that
+is not in the table takes the row of the shape nearest to it in log n and log k.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ def from_stored(stored: dict) -> Row:
 
 
 def as_stored(row: Row) -> dict:
-    """The inverse of `from_stored`; the key "kernel" is left out where it is "tiles"."""
+    """The inverse of `from_stored`; "kernel" is left out where it is "tiles", "shrinks" where it is false."""
     stored = dataclasses.asdict(row)
-    return {**stored, "kernel": "few_tokens"} if isinstance(row.tile, Split) else stored
+    if not isinstance(row.tile, Split):
+        return stored
+    tile = {name: value for name, value in stored["tile"].items() if name != "shrinks" or value}
+    return {**stored, "tile": tile, "kernel": "few_tokens"}
 
 
 @functools.cache
@@ -70,8 +73,8 @@ def tile_for(
     adapters: Sequence[tuple[int, int]] = (),
     batch_invariant: bool = False,
 ) -> Tile | Split | None:
-    """The tile for x [m, k] (transposed: [m, n]) and a weight [n, k], or the split of the kernel for few tokens; None
-    where the adapters cannot be added within the kernel.
+    """The tile for x [m, k] (transposed: [m, n]) and a weight [n, k], or the split of the kernel for few tokens, which
+    shrinks only where these adapters allow it; None where the adapters cannot be added within the kernel.
 
     Args:
       adapters: shape of B of each adapter that the kernel is to add.

@@ -1,0 +1,135 @@
+"""Who computes `x A` where the table says that the product does: which kernel is called with what, the kernels
+replaced by the equations that they stand for."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qerl_kernels.nvfp4_matmul import cases, packing
+from qerl_kernels.nvfp4_matmul import matmul as entry
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_shrinks
+
+few_tokens = pytest.importorskip("qerl_kernels.nvfp4_matmul.few_tokens")
+from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles  # noqa: E402
+
+N, K = 512, 640
+SPLIT = few_tokens.Split(8, rows=2, warps=4, cluster=2, depth=1, shrinks=True)
+TILE = mosaic_gpu.Tile(tokens=64, rows=1, depth=1, stages=4)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(kernel, rows of x, whether it was given A) of each call."""
+    made = []
+
+    def whole(x, weight, shrunk, a, expand, scale, bias):
+        matrix, row = packing.packed_parts(weight)
+        y = x.astype(jnp.float32) @ matrix.astype(jnp.float32).T * row
+        ranks = [b.shape[0] for b in expand]
+        if a is not None:
+            t = jnp.split((x.astype(jnp.float32) @ a.astype(jnp.float32)).astype(x.dtype), np.cumsum(ranks)[:-1], 1)
+        else:
+            t = [shrunk[:, 64 * i :][:, :rank] for i, rank in enumerate(ranks)]
+        added = [p.astype(jnp.float32) @ b.astype(jnp.float32) for p, b in zip(t, expand, strict=True)]
+        y = y + scale * jnp.concatenate(added, axis=1) if expand else y
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+    def few(x, weight, split, *, bias=None, shrunk=None, a=None, expand=(), scale=1.0):
+        assert x.shape[0] <= split.tokens and split.shrinks == (a is not None) and (shrunk is None or a is None)
+        made.append(("few", x.shape[0], a is not None))
+        return whole(x, weight, shrunk, a, expand, scale, bias)
+
+    def many(x, weight, tile, *, transposed=False, bias=None, shrunk=None, expand=(), scale=1.0):
+        made.append(("many", x.shape[0], False))
+        if transposed:
+            matrix, row = packing.packed_parts(weight)
+            return (x.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(x.dtype)
+        return whole(x, weight, shrunk, None, expand, scale, bias)
+
+    rows = [
+        tiles.Row("forward", N, K, 8, SPLIT, 1.0),
+        tiles.Row("forward", N, K, 64, TILE, None),
+        tiles.Row("dx", N, K, 64, TILE, None),
+    ]
+    monkeypatch.setattr(tiles, "table", lambda: tuple(rows))
+    monkeypatch.setattr(few_tokens, "matmul", few)
+    monkeypatch.setattr(mosaic_gpu, "matmul", many)
+    monkeypatch.setattr(entry.dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
+    return made
+
+
+def draw(rows, widths, ranks, scale=0.5, beside=True):
+    keys = iter(jax.random.split(jax.random.key(len(ranks)), 8))
+    a = [jax.random.normal(next(keys), (K, rank), jnp.bfloat16) / K**0.5 for rank in ranks]
+    together, loras = jnp.concatenate(a, axis=1), []
+    for i, (rank, width) in enumerate(zip(ranks, widths, strict=True)):
+        b = jax.random.normal(next(keys), (rank, width), jnp.bfloat16)
+        where = {"a": together, "column": sum(ranks[:i])} if beside else {"a": a[i], "column": None}
+        loras.append(types.SimpleNamespace(b=b, scale=scale, offset=sum(widths[:i]), **where))
+    x = jax.random.normal(next(keys), (rows, K), jnp.bfloat16)
+    return x, packing.pack(cases.random_weight(jax.random.key(0), N, K)), loras
+
+
+def near(got, expected):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    np.testing.assert_allclose(got, expected, rtol=2.0**-7, atol=2.0**-7 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16))])
+def test_no_gradient_no_x_a(calls, widths, ranks, beside):
+    x, weight, loras = draw(5, widths, ranks, beside=beside)
+    assert product_shrinks(5, weight, loras, x.dtype)
+    y = jax.jit(lambda x: nvfp4_matmul(x, weight, jnp.ones(N), loras))(x)
+    assert calls == [("few", 5, True)]
+    near(y, nvfp4_matmul(x, weight, jnp.ones(N), loras, implementation="xla"))
+
+
+def test_where_it_is_given_it_is_taken(calls):
+    x, weight, loras = draw(8, (512,), (32,))
+    t = (x.astype(jnp.float32) @ loras[0].a.astype(jnp.float32)).astype(jnp.bfloat16)
+    slots = jnp.pad(2 * t, ((0, 0), (0, 32)))
+    y = nvfp4_matmul(x, weight, None, loras, shrunk=slots)
+    assert calls == [("few", 8, False)]
+    near(y, nvfp4_matmul(x, weight, None, loras, shrunk=slots, implementation="xla"))
+
+
+def test_gradients_need_x_a(calls):
+    x, weight, loras = draw(4, (512,), (16,), beside=False)
+
+    def loss(x, b, implementation):
+        lora = types.SimpleNamespace(a=loras[0].a, b=b, scale=0.5, offset=0)
+        return nvfp4_matmul(x, weight, None, [lora], implementation=implementation).astype(jnp.float32).sum()
+
+    ours = jax.grad(loss, (0, 1))(x, loras[0].b, None)
+    assert calls == [("few", 4, False), ("many", 4, False)]
+    for got, expected in zip(ours, jax.grad(loss, (0, 1))(x, loras[0].b, "xla"), strict=True):
+        near(got, expected)
+
+
+def test_a_batch_of_few_tokens_may_be_many(calls):
+    """`vmap` makes one product of all rows; where that is no kernel for few tokens, `x A` is made for it."""
+    x, weight, loras = draw(8, (256, 256), (32, 8))
+    one = lambda x: nvfp4_matmul(x, weight, None, loras)  # noqa: E731
+    expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
+    near(jax.vmap(one)(x.reshape(2, 4, K)).reshape(8, N), expected)
+    near(jax.vmap(one)(jnp.stack([x, x, x]))[1], expected)
+    assert [call for call in calls if call[1] in (8, 24)][-2:] == [("few", 8, True), ("many", 24, False)]
+
+
+def test_who_does_not_shrink(calls):
+    """Too many rows, no adapters, adapters that share a block of 32 features or that do not fit at all, XLA."""
+    x, weight, loras = draw(8, (512,), (32,))
+    assert product_shrinks(8, weight, loras, x.dtype)
+    assert not product_shrinks(9, weight, loras, x.dtype)
+    assert not product_shrinks(8, weight, [], x.dtype)
+    assert not product_shrinks(8, weight, loras, x.dtype, implementation="xla")
+    assert not product_shrinks(8, weight, loras, x.dtype, batch_invariant=True)
+    for widths, ranks, scale in (((240, 272), (16, 16), 0.5), ((512,), (72,), 0.5), ((512,), (32,), 0.0)):
+        x, weight, loras = draw(8, widths, ranks, scale)
+        assert not product_shrinks(8, weight, loras, x.dtype)
+        calls.clear()
+        near(nvfp4_matmul(x, weight, None, loras), nvfp4_matmul(x, weight, None, loras, implementation="xla"))
+        assert calls == [("few", 8, False)]
