@@ -278,6 +278,76 @@ def test_few_tokens_with_adapters(split, widths, ranks):
         assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + 1e-4 * np.abs(x64 @ w.T).max())
 
 
+# tokens, rows, warps, cluster, depth of splits that compute `x A`
+SHRINKING = [(8, 8, 8, 4, 2), (8, 2, 4, 1, 3), (16, 4, 8, 3, 2), (16, 1, 12, 8, 1), (32, 2, 4, 4, 2), (24, 4, 4, 2, 1)]
+
+
+@pytest.mark.parametrize("split", SHRINKING)
+@pytest.mark.parametrize("k", [64 * 37, 1040])
+@pytest.mark.parametrize(
+    "widths, ranks", [((640,), (32,)), ((640,), (8,)), ((384, 128, 128), (32, 16, 24)), ((256, 384), (48, 64))]
+)
+def test_few_tokens_that_compute_x_a(split, k, widths, ranks):
+    """Against the same kernel that is given `x A`, and against fp64; a thousand runs give the same bits."""
+    from qerl_kernels.nvfp4_matmul import few_tokens
+
+    split = few_tokens.Split(*split, shrinks=True)
+    if not few_tokens.fits(split, 640, k, max(ranks)):  # a rank of 64 takes more of a slot
+        split = dataclasses.replace(split, depth=1)
+    weight = weight_of(640, k)
+    packed = packing.pack(weight)
+    rng = np.random.default_rng(k + len(ranks))
+    b = [jnp.asarray(rng.normal(size=shape) * 2000, jnp.bfloat16) for shape in zip(ranks, widths, strict=True)]
+    a = jnp.asarray(rng.normal(size=(k, sum(ranks))) / k**0.5, jnp.bfloat16)
+    for m, dtype in ((split.tokens, jnp.bfloat16), (split.tokens - 5, jnp.float32)):
+        x, bias = activations(m, k), jnp.asarray(rng.normal(size=640) * 100, dtype)
+        x64, w = exact(x, weight)
+        t = jnp.split(jnp.asarray(x64 @ np.asarray(a, np.float64), jnp.float32), np.cumsum(ranks)[:-1], axis=1)
+        t = [part.astype(jnp.bfloat16) for part in t]
+        delta = [np.asarray(p, np.float64) @ np.asarray(q, np.float64) for p, q in zip(t, b, strict=True)]
+        expected = x64 @ w.T + np.asarray(bias, np.float64) + 0.75 * np.concatenate(delta, axis=1)
+        call = functools.partial(few_tokens.matmul, weight=packed, bias=bias, expand=tuple(b), scale=0.75)
+        y = np.asarray(call(x, split=split, a=a), np.float64)
+        assert np.linalg.norm(y - expected) <= 2.8e-3 * np.linalg.norm(expected)
+        assert np.abs(y - expected).max() <= 2.0**-6 * np.abs(expected).max()
+        slots = t[0] if len(t) == 1 else jnp.concatenate([jnp.pad(p, ((0, 0), (0, 64 - p.shape[1]))) for p in t], 1)
+        given = np.asarray(call(x, split=dataclasses.replace(split, shrinks=False), shrunk=slots), np.float64)
+        assert (
+            np.mean(given == y) > 0.8
+        )  # a sum of x A that is rounded to the other side moves its row by a fifth of a bit
+
+    @jax.jit
+    def differing(x, first):
+        def once(i, count):
+            again = call(jax.lax.dynamic_slice(jnp.concatenate([x, x]), (i % 2 * len(x), 0), x.shape), split=split, a=a)
+            return count + jnp.sum(jax.lax.bitcast_convert_type(again, jnp.uint16) != first)
+
+        return jax.lax.fori_loop(0, 1000, once, 0)
+
+    assert int(differing(x, jax.lax.bitcast_convert_type(call(x, split=split, a=a), jnp.uint16))) == 0
+
+
+def test_a_product_that_shrinks_is_called_so(monkeypatch):
+    """From the entry point with a table that says so; NaN in one row stays there."""
+    from qerl_kernels.nvfp4_matmul import few_tokens, tiles
+    from qerl_kernels.nvfp4_matmul.matmul import product_shrinks
+
+    n, k = 1024, 3584
+    split = few_tokens.Split(8, 8, 8, 4, 2, shrinks=True)
+    plain = dataclasses.replace(split, shrinks=False)
+    packed, x = packing.pack(weight_of(n, k)), activations(8, k)
+    loras = adapters(k, (768, 256), 32)
+    found = {}
+    for how in (split, plain):
+        monkeypatch.setattr(tiles, "table", lambda how=how: (tiles.Row("forward", n, k, 8, how, 5.0),))
+        assert product_shrinks(8, packed, loras, x.dtype) == how.shrinks
+        found[how] = np.asarray(kernel(x, packed, None, loras), np.float64)
+        spoilt = np.asarray(kernel(x.at[3].set(jnp.nan), packed, None, loras), np.float64)
+        assert np.isnan(spoilt[3]).all()
+        np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(found[how], 3, 0))
+    assert np.linalg.norm(found[split] - found[plain]) <= 2e-3 * np.linalg.norm(found[plain])
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_few_tokens_rows_do_not_touch_each_other(split):
     """A row's bits are the same whatever the others hold, NaN too, and however many there are, a thousand times."""
