@@ -5,11 +5,12 @@
 Of all tiles that fit a multiprocessor, those that a rough model of the kernel (`estimate`) puts first are compiled by
 processes that do not touch the GPU (`ahead`), then checked (relative error) and timed one after the other; the table's
 present tile is always among them. For up to 32 tokens so are as many splits of the kernel for few tokens
-(`few_tokens`), by a model of their own. Forward products carry adapters, as they do in rollouts and training. A time is
-the median duration of the kernel itself as the profiler has it, over weights that outgrow the L2: some 0.8 µs less than
-in a loop. Run it under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the
-products that were tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody
-has timed.
+(`few_tokens`), by a model of their own, and as many that compute `x A` themselves, where the model sees a gain in that.
+Forward products carry adapters, as they do in rollouts and training. What precedes such a product in decode is timed
+with the adapters' `x A` and without, and counted with the splits it goes with (`Before`). A time is the median duration
+of the kernel itself as the profiler has it, over weights that outgrow the L2: some 0.8 µs less than in a loop. Run it
+under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were
+tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody has timed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -31,10 +33,13 @@ import bench_matmul as bench
 import jax
 import jax.numpy as jnp
 from qerl_kernels import dispatch
+from qerl_kernels.lora_shrink import reference
+from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
-from qerl_kernels.nvfp4_matmul.few_tokens import Split
+from qerl_kernels.nvfp4_matmul import split as cut
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
+from qerl_kernels.nvfp4_matmul.split import Split
 from record import meta, profiled
 
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
@@ -42,6 +47,10 @@ TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
 CLOCK_HZ = 1.98e9
 SMS = dispatch.MULTIPROCESSORS
 RANK = 32  # of the adapters
+FEW_CALLS = 24  # of what is timed with fewer than 1024 tokens
+OURS = re.compile("nvfp4|lora_(norm|silu|plain)")  # names of the kernels that are timed
+LAUNCH_US = 0.8  # what a kernel takes in a loop over its duration by the profiler (tools/results/LOG.md)
+MOST_BEFORE = 4.0  # microseconds that `x A` may cost before a product: more is not gained by computing it there
 
 
 def estimate(tile: Tile, m: int, n: int, k: int) -> float:
@@ -86,26 +95,29 @@ def estimate_split(split: Split, n: int, k: int) -> float:
     wave of blocks.
 
     Fitted to 600 durations of 30 products as `estimate` was: 1.7 % (15 % at most), 28 of 30, 5 %; without 32B, 14B or
-    7B 2.4, 1.0 and 2.3 %. Of 32 tokens and of one operand of 16 features in a block there were few.
+    7B 2.4, 1.0 and 2.3 %. Of 32 tokens and of one operand of 16 features in a block there were few. What is counted for
+    `x A` (A's bytes, half an operand of 16 features for 16 ranks, 0.4 us at the end) no time has been held against.
     """
+    layout = cut.Layout(split, RANK)
     units = math.ceil(k / 64) / split.cluster
     clusters = math.ceil(n / 64) * 4 // split.rows
     at_once = mosaic_gpu.AT_ONCE[split.cluster]
-    registers = math.ceil((split.rows * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
-    memory, threads = few_tokens.SMEM_BYTES // split.smem_bytes(), 64 // split.warps
+    registers = math.ceil(((split.rows + layout.steps) * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
+    memory, threads = cut.SMEM_BYTES // split.smem_bytes(RANK), 64 // split.warps
     resident = max(1, min(memory, threads, 65536 // (32 * split.warps * registers)))
     waves, busiest = math.ceil(clusters / (at_once * resident)), math.ceil(clusters / at_once)
     of_warp = math.ceil(units / split.warps)
-    unit = split.rows * (29.7 + 3.89 * split.tokens / 8)
+    unit = split.rows * (29.7 + 3.89 * split.tokens / 8) + layout.steps * (14.9 + 3.89 * split.tokens / 8)
     rounds = 1 if split.depth >= of_warp else of_warp / (split.depth - 0.5)  # a slot is empty while its unit is read
     parts = (
         busiest * units * unit,
-        busiest * units * (576 * split.rows + 128 * split.tokens) / 40,
+        busiest * units * (576 * split.rows + 128 * split.tokens + 128 * layout.columns) / 40,
         waves * of_warp * 4.8 * unit,
         waves * rounds * 1680,
         dram(n, k),
     )
-    ends = (0.062 * busiest * split.warps + 0.06 * split.cluster) * split.rows * split.tokens / 64
+    ends = (0.062 * busiest * split.warps + 0.06 * split.cluster) * (split.rows + layout.steps) * split.tokens / 64
+    ends += 0.4 * split.shrinks
     return max(parts) / CLOCK_HZ * 1e6 + ends + 2.1 + 0.45 * (split.cluster > 1) + 1.2 * (waves - 1)
 
 
@@ -114,17 +126,18 @@ def dram(n: int, k: int) -> float:
     return n * k * 0.5625 / bench.COPY_BYTES_PER_S * CLOCK_HZ
 
 
-def splits(m: int, n: int, k: int, most: int) -> list[Split]:
+def splits(m: int, n: int, k: int, most: int, shrinking: tuple[int, ...] = ()) -> list[Split]:
     """The `most` splits for few tokens that look best, at most two with the same rows and cluster; none above 32
-    tokens."""
-    if m > few_tokens.MOST_TOKENS:
+    tokens. `shrinking`: features of adapters whose `x A` they are to compute."""
+    if m > cut.MOST_TOKENS:
         return []
+    adapters = [(RANK, features) for features in shrinking]
     found = []
     for rows, warps, cluster in itertools.product((1, 2, 4, 8), (4, 8, 12, 16), range(1, 9)):
         units = math.ceil(math.ceil(k / 64) / cluster / warps)  # of a warp, all of which may be under way
         for depth in range(1, min(units, 8) + 1):
-            split = Split(-(-m // 8) * 8, rows, warps, cluster, depth)
-            if few_tokens.fits(split, n, k):
+            split = Split(-(-m // 8) * 8, rows, warps, cluster, depth, bool(adapters))
+            if cut.fits(split, n, k, RANK) and cut.fitted(split, n, adapters) == split:
                 found.append(split)
     chosen, alike = [], collections.Counter()
     for split in sorted(found, key=lambda split: (estimate_split(split, n, k), split.depth)):
@@ -132,6 +145,15 @@ def splits(m: int, n: int, k: int, most: int) -> list[Split]:
         if alike[split.rows, split.cluster] <= 2:
             chosen.append(split)
     return chosen[:most]
+
+
+def worth_trying(m: int, n: int, k: int, most: int, parts: tuple[int, ...]) -> list[Split]:
+    """The splits without `x A`, and with it those that may be faster with what is saved before them."""
+    plain = splits(m, n, k, most)
+    if not plain:
+        return []
+    bound = estimate_split(plain[0], n, k) + MOST_BEFORE
+    return plain + [split for split in splits(m, n, k, most, parts) if estimate_split(split, n, k) < bound]
 
 
 def model(how: Tile | Split, m: int, n: int, k: int) -> float:
@@ -196,32 +218,108 @@ class Trial:
     how: Tile | Split
 
     def call(self, x: jax.Array, shrunk: jax.Array, layer: tuple) -> jax.Array:
-        """The product. `layer`: the weight and B of each of its adapters."""
-        weight, expand = layer
+        """The product. `layer`: the weight, A of its adapters side by side and B of each."""
+        weight, a, expand = layer
         if self.direction == "dx":
             return mosaic_gpu.matmul(x, weight, self.how, transposed=True)
+        if getattr(self.how, "shrinks", False):
+            return few_tokens.matmul(x, weight, self.how, a=a, expand=expand)
         if isinstance(self.how, Split):
             return few_tokens.matmul(x, weight, self.how, shrunk=shrunk, expand=expand)
         tile = tiles.with_adapters(self.how, weight.shape[0], [b.shape for b in expand])
         return mosaic_gpu.matmul(x, weight, tile, shrunk=shrunk, expand=expand)
 
 
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What precedes a product in decode, with `x A` of its adapters or without: a norm, SiLU, or (before o) nothing."""
+
+    case: str
+    m: int
+    shrinks: bool
+
+    @property
+    def kind(self) -> str:
+        """As `lora_shrink` names it."""
+        return {"qkv": "norm", "gate": "norm", "down": "silu", "o": "plain"}[self.case.split("_")[0]]
+
+    def inputs(self, seed: int) -> tuple:
+        """(what the operation takes, A); another set for each of the calls, so that none of it is in the L2."""
+        _, k = cases.SHAPES[self.case]
+        key = jax.random.key(seed)
+        width = 2 * k if self.kind == "silu" else k
+        x = jax.random.normal(key, (self.m, width), jnp.float32 if self.kind == "norm" else jnp.bfloat16)
+        rest = (x.astype(jnp.bfloat16), jnp.ones(k)) if self.kind == "norm" else ()
+        return (x, *rest), bench.adapters(self.case, RANK, seed)[0] if self.shrinks else None
+
+    def call(self, layer: tuple) -> tuple:
+        """The operation. `layer`: from `inputs`."""
+        inputs, a = layer
+        ranks = (RANK,) * len(cases.parts(self.case)) if self.shrinks else ()
+        if self.kind == "norm":
+            return norm_shrink(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+        if self.kind == "silu":
+            return silu_shrink(*inputs, a, ranks, implementation="mosaic_gpu")
+        return shrink(*inputs, a, ranks, implementation="mosaic_gpu")
+
+
+def befores(group: Sequence[Trial]) -> list[Before]:
+    """What precedes the products of some trials, where one of them computes `x A` itself."""
+    found = []
+    for trial in group:
+        if getattr(trial.how, "shrinks", False):
+            both = (Before(trial.case, trial.m, shrinks) for shrinks in (True, False))
+            found += [before for before in both if before.shrinks or before.kind != "plain"]
+    return list(dict.fromkeys(found))
+
+
+def counted_before(how: Tile | Split, m: int, times: dict) -> float | None:
+    """Microseconds of what has to precede this product of m tokens, from those of each `Before`; None where there is
+    none. A launch that one of them does without is counted for the other."""
+    of_m = {key.shrinks: (us, key) for key, us in times.items() if isinstance(key, Before) and key.m == m}
+    if not of_m:
+        return None
+    us, before = of_m[True]
+    without = 0.0 if before.kind == "plain" else of_m[False][0]
+    return without if getattr(how, "shrinks", False) else us + LAUNCH_US * (before.kind == "plain")
+
+
 def layers_of(case: str, m: int) -> list[tuple]:
-    """Weights as `bench.weights_of` has them, each with B of its adapters."""
-    return [(weight, bench.adapters(case, RANK, i)[1]) for i, weight in enumerate(bench.weights_of(case, m))]
+    """Weights as `bench.weights_of` has them, each with A of its adapters side by side and B of each."""
+    return [(weight, *bench.adapters(case, RANK, i)) for i, weight in enumerate(bench.weights_of(case, m))]
 
 
-def activations(case: str, direction: str, m: int) -> tuple[jax.Array, jax.Array]:
-    """x (or dy), and `x A` of the adapters as the kernels take it: zeros past the rank."""
-    x = jax.random.normal(jax.random.key(0), (m, bench.Product(case, m, direction).width()), jnp.bfloat16)
-    shrunk = jax.random.normal(jax.random.key(1), (m, len(cases.parts(case)), RANK), jnp.bfloat16)
-    return x, jnp.pad(shrunk, ((0, 0), (0, 0), (0, 64 - RANK))).reshape(m, -1)
+def activations(case: str, direction: str, m: int) -> jax.Array:
+    """x (or dy)."""
+    return jax.random.normal(jax.random.key(0), (m, bench.Product(case, m, direction).width()), jnp.bfloat16)
 
 
-def build(trial: Trial) -> tuple:
+# Autotuning would take longer than all else here.
+@functools.partial(jax.jit, static_argnums=2, compiler_options={"xla_gpu_autotune_level": 0})
+def _x_a(x: jax.Array, a: jax.Array, parts: int) -> jax.Array:
+    """`x A` of the adapters as the kernels take it: zeros past the rank."""
+    return reference.shrink(x, a, (RANK,) * parts)
+
+
+def shrunk_of(x: jax.Array, layer: tuple, direction: str) -> jax.Array | None:
+    """`x A` of a layer's adapters; None for dx, which has none."""
+    return None if direction == "dx" else _x_a(x, layer[1], len(layer[2]))
+
+
+def build(trial: Trial | Before) -> tuple:
     """For `ahead.compile_all`."""
-    inputs = jax.eval_shape(lambda: activations(trial.case, trial.direction, trial.m))
-    return trial.call, (*inputs, jax.eval_shape(lambda: layers_of(trial.case, trial.m)[0]))
+    if isinstance(trial, Before):
+        return trial.call, (jax.eval_shape(lambda: trial.inputs(0)),)
+    x = jax.eval_shape(lambda: activations(trial.case, trial.direction, trial.m))
+    layer = jax.eval_shape(lambda: layers_of(trial.case, trial.m)[0])
+    shrunk = jax.ShapeDtypeStruct((trial.m, reference.SLOT * len(layer[2])), x.dtype)
+    return trial.call, (x, None if trial.direction == "dx" else shrunk, layer)
+
+
+def present(m: int, n: int, k: int, transposed: bool, parts: tuple[int, ...]) -> Tile | Split:
+    """The table's choice, with as many stages as it has without adapters."""
+    adapted = tiles.tile_for(m, n, k, transposed=transposed, adapters=[(RANK, features) for features in parts])
+    return adapted if isinstance(adapted, Split) else tiles.tile_for(m, n, k, transposed=transposed)
 
 
 def trials(case: str, tokens: list[int], directions: list[str], most: int, ahead_: list[int]) -> list[Trial]:
@@ -235,10 +333,10 @@ def trials(case: str, tokens: list[int], directions: list[str], most: int, ahead
         shape = (k, n) if transposed else (n, k)
         parts = () if transposed else cases.parts(case)
         wanted = [
-            tiles.tile_for(m, n, k, transposed=transposed),
+            present(m, n, k, transposed, parts),
             *candidates(m, *shape, transposed, most, parts, ahead_),
         ]
-        wanted += [] if transposed else splits(m, n, k, most)
+        wanted += [] if transposed else worth_trying(m, n, k, most, parts)
         found += [Trial(case, m, direction, how) for how in dict.fromkeys(wanted)]
     return found
 
@@ -246,9 +344,10 @@ def trials(case: str, tokens: list[int], directions: list[str], most: int, ahead
 def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     """Rows of the table for the trials of one shape and direction; what is measured is printed."""
     case, direction = group[0].case, group[0].direction
-    x, shrunk = activations(case, direction, max(trial.m for trial in group))
+    x = activations(case, direction, max(trial.m for trial in group))
     layers = {large: layers_of(case, 1024 if large else 1) for large in {trial.m >= 1024 for trial in group}}
-    weight, expand = next(iter(layers.values()))[0]
+    weight, _, expand = next(iter(layers.values()))[0]
+    shrunk = shrunk_of(x, next(iter(layers.values()))[0], direction)
     expected = bench.exact(x[:256], weight, direction == "dx")
     if direction == "forward":
         parts = [fp32_matmul(shrunk[:256, 64 * i :][:, : b.shape[0]], b) for i, b in enumerate(expand)]
@@ -259,7 +358,7 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
         if isinstance(found, str):
             results[trial] = found
             continue
-        inputs = x[: trial.m], shrunk[: trial.m]
+        inputs = x[: trial.m], None if shrunk is None else shrunk[: trial.m]
         call = functools.partial(ahead.load(found, *inputs, some[0]), *inputs)
         try:  # the rest of the sweep is worth having
             bench.refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
@@ -267,27 +366,46 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
             results[trial] = f"WRONG: {str(error)[:200]}"
             continue
         calls.append((trial, call, some))
-    results |= durations(calls)
-    rows, n_k = [], cases.SHAPES[case]
+    for before in befores(group):
+        found = executables[(before,)]
+        if isinstance(found, str):
+            raise SystemExit(f"{before} does not compile: {found}")
+        sets = [before.inputs(seed) for seed in range(FEW_CALLS)]
+        calls.append((before, ahead.load(found, sets[0]), sets))
+    times = durations(calls)
+    return best_of(group, {trial: times.get(trial, results.get(trial)) for trial in group}, times)
+
+
+def best_of(group: list[Trial], results: dict[Trial, float | str], times: dict) -> list[dict]:
+    """The row of each number of tokens, all results printed. `times`: those of `befores` among them."""
+    for before in befores(group):
+        made = "with x A" if before.shrinks else "without"
+        print(f"{before.case} m {before.m} before it: {before.kind} {made} {times[before]:.2f} us", flush=True)
+    case, direction, rows = group[0].case, group[0].direction, []
+    n_k = cases.SHAPES[case]
     for m in dict.fromkeys(trial.m for trial in group):
         of_m = [trial for trial in group if trial.m == m]
-        for trial in sorted(of_m, key=lambda trial: (isinstance(results[trial], str), results[trial])):
+        before = {trial: counted_before(trial.how, m, times) for trial in of_m}
+        whole = {t: results[t] if isinstance(results[t], str) else results[t] + (before[t] or 0.0) for t in of_m}
+        for trial in sorted(of_m, key=lambda trial: (isinstance(whole[trial], str), whole[trial])):
             us, kind = results[trial], type(trial.how).__name__
             expects = model(trial.how, m, *(n_k if direction == "forward" else n_k[::-1]))
             measured = us if isinstance(us, str) else f"{us:.2f} us"
             about = f"(model {expects:.1f}){' present' * (trial == of_m[0])}"
+            about = about if before[trial] is None else f"+ {before[trial]:.2f} before it {about}"
             print(f"{case} {direction} m {m} {kind} {dataclasses.astuple(trial.how)} {measured} {about}", flush=True)
         timed = [trial for trial in of_m if not isinstance(results[trial], str)]
         if timed:
-            best = min(timed, key=results.__getitem__)
-            rows.append(tiles.as_stored(tiles.Row(direction, *n_k, m, best.how, round(results[best], 2))))
+            best = min(timed, key=whole.__getitem__)
+            counted = None if before[best] is None else round(before[best], 2)
+            rows.append(tiles.as_stored(tiles.Row(direction, *n_k, m, best.how, round(results[best], 2), counted)))
     return rows
 
 
-def durations(calls: Sequence[tuple[Trial, Callable, list]]) -> dict[Trial, float]:
+def durations(calls: Sequence[tuple[Trial | Before, Callable, list]]) -> dict[Trial | Before, float]:
     """Median microseconds of each call's kernel, called with all weights in turn; what heats the GPU is called some
     times more before, to be timed at the clock that its power allows."""
-    counts = [(0, 24) if trial.m < 1024 else (8, 6) for trial, _, _ in calls]
+    counts = [(0, FEW_CALLS) if trial.m < 1024 else (8, 6) for trial, _, _ in calls]
 
     def run() -> None:
         for (_, call, layers), count in zip(calls, counts, strict=True):
@@ -295,7 +413,7 @@ def durations(calls: Sequence[tuple[Trial, Callable, list]]) -> dict[Trial, floa
                 y = call(layers[i % len(layers)])
             jax.block_until_ready(y)
 
-    kernels = [kernel for kernel in profiled(run) if "nvfp4" in kernel.name]
+    kernels = [kernel for kernel in profiled(run) if OURS.search(kernel.name)]
     if len(kernels) != sum(map(sum, counts)):
         raise SystemExit(f"the profile has {len(kernels)} kernels of {sum(map(sum, counts))}")
     found, at = {}, 0
@@ -332,7 +450,8 @@ def main() -> None:
         trials(case, args.tokens, [direction], args.most, args.ahead)
         for case, direction in itertools.product(args.cases, args.direction)
     ]
-    executables = dict(ahead.compile_all(build, [(trial,) for group in groups for trial in group], args.jobs))
+    wanted = [what for group in groups for what in (*group, *befores(group))]
+    executables = dict(ahead.compile_all(build, [(what,) for what in wanted], args.jobs))
     for group in filter(None, groups):
         keep(stored, best, tune_case(group, executables))
         if args.write:

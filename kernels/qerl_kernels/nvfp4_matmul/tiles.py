@@ -3,7 +3,8 @@
 A row of the table: direction ("forward" or "dx"), n, k, `tokens` (the largest m it was tuned for), the fields of `Tile`
 and the microseconds measured (null where it is the choice of the tuner's model, or that of a shape like it). With
 `"kernel": "few_tokens"` the fields are those of `Split`, and that kernel runs; "shrinks" may be left out. A shape that
-is not in the table takes the row of the shape nearest to it in log n and log k.
+is not in the table takes the row of the shape nearest to it in log n and log k. "before": where it was timed, the
+microseconds of what then has to precede the product, which were counted when this row was chosen over others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ SMALL = 512  # features below which a weight is no projection of a model and tak
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A tile, the product it was found for (x [tokens, k] with a weight [n, k]) and its microseconds, if measured."""
+    """A tile, the product it was found for (x [tokens, k] with a weight [n, k]) and its microseconds, if measured, and
+    those of what precedes it, if counted."""
 
     direction: str
     n: int
@@ -36,6 +38,7 @@ class Row:
     tokens: int
     tile: Tile | Split
     us: float | None
+    before: float | None = None
 
 
 _KERNELS = {"tiles": Tile, "few_tokens": Split}  # the key "kernel" of a row -> what its fields are
@@ -49,8 +52,11 @@ def from_stored(stored: dict) -> Row:
 
 
 def as_stored(row: Row) -> dict:
-    """The inverse of `from_stored`; "kernel" is left out where it is "tiles", "shrinks" where it is false."""
+    """The inverse of `from_stored`; what is not needed is left out: "kernel" where it is "tiles", "shrinks" where it is
+    false, "before" where nothing was counted."""
     stored = dataclasses.asdict(row)
+    if row.before is None:
+        del stored["before"]
     if not isinstance(row.tile, Split):
         return stored
     tile = {name: value for name, value in stored["tile"].items() if name != "shrinks" or value}
