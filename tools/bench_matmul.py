@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_shrinks
 from record import meta
 
 ROTATE_BYTES = 300e6
@@ -148,14 +148,29 @@ def adapters(case: str, rank: int, seed: int) -> tuple[jax.Array | None, list]:
     return a, [jax.random.normal(key, (rank, width), jnp.bfloat16) / 8 for key, width in widths]
 
 
-def with_adapters(x, layer, shrunk=None):
-    """The product with the adapters of one layer: (x, (weight, A, [B, ...])) -> y."""
-    weight, a, expand = layer
+def loras_of(a, expand) -> list:
+    """Adapters with their A side by side."""
     loras, offset = [], 0
     for i, b in enumerate(expand):
         loras.append(types.SimpleNamespace(a=a, b=b, scale=1.0, offset=offset, column=i * b.shape[0]))
         offset += b.shape[1]
-    return nvfp4_matmul(x, weight, None, loras, implementation="mosaic_gpu", shrunk=shrunk)
+    return loras
+
+
+def with_adapters(x, layer, shrunk=None):
+    """The product with the adapters of one layer: (x, (weight, A, [B, ...])) -> y."""
+    weight, a, expand = layer
+    return nvfp4_matmul(x, weight, None, loras_of(a, expand), implementation="mosaic_gpu", shrunk=shrunk)
+
+
+def shrunk_before(rows: int, layer) -> dict:
+    """A and the ranks of a layer's adapters as what precedes its product takes them; none where the product computes
+    `x A` itself."""
+    weight, a, expand = layer
+    loras = loras_of(a, expand)
+    if weight is not None and product_shrinks(rows, weight, loras, jnp.bfloat16, implementation="mosaic_gpu"):
+        return {"a": None, "ranks": ()}
+    return {"a": a, "ranks": tuple(b.shape[0] for b in expand)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +240,7 @@ class Step:
 
     def call(self, start: tuple, stack: list) -> jax.Array:
         """One step."""
-        return _layers(start, stack, self.lora_rank, self.products)
+        return _layers(start, stack, self.products)
 
     def width(self) -> int:
         """Features of the residual stream."""
@@ -324,18 +339,18 @@ def describe(row: dict, anchors: dict) -> str:
     return text + ("  batch invariant" if row.get("batch_invariant") else "")
 
 
-def _layers(start, stack, rank: int, products: bool):
+def _layers(start, stack, products: bool):
     """(residual stream, what is added to it, gate and up of each layer) -> what depends on every operation, [1, 1]."""
     (x, delta, gates), every = start, jnp.float32(0)
     scale = jnp.ones(x.shape[1])
     norm = functools.partial(norm_shrink, eps=1e-6, dtype=jnp.bfloat16)
-    of = lambda layer: {"a": layer[1], "ranks": (rank,) * len(layer[2])}  # noqa: E731
+    of = functools.partial(shrunk_before, x.shape[0])
     for (qkv, o, up, down), gate_up in zip(stack, gates, strict=True):
         x, y, t = norm(x, delta, scale, **of(qkv))
         delta = y
         if products:
             every += with_adapters(y, qkv, t)[0, 0]
-            t = shrink(y, **of(o)) if rank else None
+            t = None if of(o)["a"] is None else shrink(y, **of(o))
             delta = with_adapters(y, o, t)
         x, y, t = norm(x, delta, scale, **of(up))
         h, t = silu_shrink(with_adapters(y, up, t) if products else gate_up, **of(down))

@@ -7,9 +7,10 @@ import statistics
 import sys
 
 import pytest
-from qerl_kernels.nvfp4_matmul import cases
+from qerl_kernels.nvfp4_matmul import cases, tiles
 from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
+from qerl_kernels.nvfp4_matmul.split import fits
 
 # (case, tokens of x, kernel) -> fields of the tile or split: measured, from the best to the worst of what was tried
 MEASURED = {
@@ -143,6 +144,36 @@ def test_the_list_to_be_tried_has_the_best_measured_among_its_first(tuner):
         listed = tuner.candidates(m, *cases.SHAPES[case], False, 6, cases.parts(case))
         alike = [(t.tokens, t.rows, t.slices, t.cluster, t.blocks_per_sm) for t in listed]
         assert (best.tokens, best.rows, best.slices, best.cluster, best.blocks_per_sm) in alike[:6], (case, m, listed)
+
+
+def test_what_precedes_a_product_counts_against_it(tuner):
+    """By hand: before o stands `x A` alone, whose launch counts 0.8 us more than it takes; before down stands SiLU
+    anyway. So the slower product is taken where it saves more than it costs, and only there."""
+    plain, own = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True)
+    for case, times, expected in (("o_7b", {True: 2.4}, (3.2, 0.0)), ("down_7b", {True: 4.8, False: 2.0}, (4.8, 2.0))):
+        times = {tuner.Before(case, 8, shrinks): us for shrinks, us in times.items()}
+        assert tuple(tuner.counted_before(how, 8, times) for how in (plain, own)) == pytest.approx(expected)
+        assert tuner.counted_before(own, 16, times) is None
+        group = [tuner.Trial(case, 8, "forward", how) for how in (plain, own)]
+        assert set(tuner.befores(group)) == set(times) and not tuner.befores(group[:1])
+        for more, taken in ((2.7, own), (3.3, plain)):
+            [row] = tuner.best_of(group, dict(zip(group, (5.0, 5.0 + more), strict=True)), times)
+            if case == "o_7b" or more > 2.8:
+                assert tiles.from_stored(row).tile == taken
+                assert (row["us"], row["before"]) == ((5.0 + more, expected[1]) if taken is own else (5.0, expected[0]))
+
+
+def test_splits_that_compute_x_a_are_tried_where_they_may_gain(tuner):
+    """Those for qkv of 7B keep the three adapters (3584, 512 and 512 features) in blocks of their own and fit with A of
+    rank 32; for gate_up, whose many blocks would all read A, none is tried; above 32 tokens there is nothing to try."""
+    for case in ("o_7b", "qkv_7b", "down_7b"):
+        n, k = cases.SHAPES[case]
+        found = tuner.worth_trying(8, n, k, 4, cases.parts(case))
+        assert [split.shrinks for split in found] == [False] * 4 + [True] * (len(found) - 4) and len(found) > 4
+        for split in found[4:]:
+            assert fits(split, n, k, 32) and all(width % split.features == 0 for width in cases.parts(case))
+    assert not any(s.shrinks for s in tuner.worth_trying(8, *cases.SHAPES["gate_up_7b"], 4, cases.parts("gate_up_7b")))
+    assert tuner.worth_trying(64, 3584, 3584, 4, (3584,)) == []
 
 
 def test_without_a_gpu_the_model_decides_between_both_kernels(tuner):
