@@ -51,6 +51,8 @@ class Block:
         self.stored = []
         # since the last barrier of the block, for each byte: the warp that wrote it, and the warps that read it
         self.writer, self.readers = np.full(shared_bytes, -1), np.zeros(shared_bytes, np.uint64)
+        # since the last barrier of the warp: the thread that wrote it, and the one that read it (any if several did)
+        self.writing, self.reading = np.full(shared_bytes, -1), np.full(shared_bytes, -1)
         self.lane = np.arange(threads) % 32
 
     add = staticmethod(lambda a, b: np.asarray(a) + b)
@@ -73,16 +75,22 @@ class Block:
 
     def wrote(self, places: np.ndarray, thread: np.ndarray) -> None:
         """Nobody else has written there or read there since the last barrier."""
-        warp = np.broadcast_to(thread[:, None] // 32, places.shape)
+        thread = np.broadcast_to(thread[:, None], places.shape)
+        warp = thread // 32
         assert ((self.writer[places] == -1) | (self.writer[places] == warp)).all()
         assert not (self.readers[places] & ~(np.uint64(1) << warp.astype(np.uint64))).any()
-        self.writer[places] = warp
+        assert all(((of[places] == -1) | (of[places] == thread)).all() for of in (self.writing, self.reading))
+        self.writer[places], self.writing[places] = warp, thread
 
     def read(self, places: np.ndarray, thread: np.ndarray) -> None:
         """Nobody else has written there since the last barrier."""
-        warp = np.broadcast_to(thread[:, None] // 32, places.shape)
+        thread = np.broadcast_to(thread[:, None], places.shape)
+        warp = thread // 32
         assert ((self.writer[places] == -1) | (self.writer[places] == warp)).all()
+        assert ((self.writing[places] == -1) | (self.writing[places] == thread)).all()
         np.bitwise_or.at(self.readers, places, np.uint64(1) << warp.astype(np.uint64))
+        several = (self.reading[places] != -1) & (self.reading[places] != thread)
+        self.reading[places] = np.where(several, self.threads, thread)
 
     def every(self, value) -> np.ndarray:
         return np.broadcast_to(np.asarray(value), (self.threads,))
@@ -152,6 +160,8 @@ class Block:
 
     def warp_barrier(self):
         """What has come to a lane is seen by the others, and what has not is poison until then."""
+        for of in (self.writing, self.reading):  # what a warp did that is here, or several did, which `readers` knows
+            of[np.append(self.active, [True, True])[of]] = -1
         for places, data, thread, _, came in self.pending:
             if not self.eager:
                 now = came & self.active[thread]
@@ -203,6 +213,7 @@ class Block:
     def block_barrier(self):
         assert self.active.all()
         self.writer[:], self.readers[:] = -1, 0
+        self.writing[:], self.reading[:] = -1, -1
 
     def send(self, at, block, values, arrived, flag):
         on = self.active & (self.every(flag) != 0)
