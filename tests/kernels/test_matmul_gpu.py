@@ -243,8 +243,9 @@ SPLITS = [(8, 1, 4, 1, 2), (8, 4, 8, 2, 3), (16, 8, 4, 3, 2), (16, 2, 12, 1, 1),
 def test_few_tokens(split, n, k):
     """The kernel for few tokens, with fewer units than warps and with many rounds of a warp's slots."""
     from qerl_kernels.nvfp4_matmul import few_tokens
+    from qerl_kernels.nvfp4_matmul.split import fitted
 
-    split = few_tokens.fitted(few_tokens.Split(*split), n)
+    split = fitted(few_tokens.Split(*split), n)
     weight = weight_of(n, k, seed=n, uniform=False)
     packed = packing.pack(weight)
     for m in (1, split.tokens - 3, split.tokens):
