@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_shrinks
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
 from record import meta
 
 ROTATE_BYTES = 300e6
@@ -163,14 +163,20 @@ def with_adapters(x, layer, shrunk=None):
     return nvfp4_matmul(x, weight, None, loras_of(a, expand), implementation="mosaic_gpu", shrunk=shrunk)
 
 
-def shrunk_before(rows: int, layer) -> dict:
-    """A and the ranks of a layer's adapters as what precedes its product takes them; none where the product computes
-    `x A` itself."""
+def shrunk_before(rows: int, layer, norm: bool = False) -> dict:
+    """How what precedes a product of a layer is to be called: A and the ranks of its adapters, and, but for a norm,
+    whether their `x A` may come in parts. No A where the product computes `x A` itself."""
     weight, a, expand = layer
-    loras = loras_of(a, expand)
-    if weight is not None and product_shrinks(rows, weight, loras, jnp.bfloat16, implementation="mosaic_gpu"):
-        return {"a": None, "ranks": ()}
-    return {"a": a, "ranks": tuple(b.shape[0] for b in expand)}
+    whole = weight is None or not expand
+    takes = (
+        "whole"
+        if whole
+        else product_takes(rows, weight, loras_of(a, expand), jnp.bfloat16, implementation="mosaic_gpu")
+    )
+    how = {} if norm else {"in_parts": takes == "parts"}
+    return (
+        {"a": None, "ranks": (), **how} if takes == "a" else {"a": a, "ranks": tuple(b.shape[0] for b in expand), **how}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,13 +352,13 @@ def _layers(start, stack, products: bool):
     norm = functools.partial(norm_shrink, eps=1e-6, dtype=jnp.bfloat16)
     of = functools.partial(shrunk_before, x.shape[0])
     for (qkv, o, up, down), gate_up in zip(stack, gates, strict=True):
-        x, y, t = norm(x, delta, scale, **of(qkv))
+        x, y, t = norm(x, delta, scale, **of(qkv, norm=True))
         delta = y
         if products:
             every += with_adapters(y, qkv, t)[0, 0]
             t = None if of(o)["a"] is None else shrink(y, **of(o))
             delta = with_adapters(y, o, t)
-        x, y, t = norm(x, delta, scale, **of(up))
+        x, y, t = norm(x, delta, scale, **of(up, norm=True))
         h, t = silu_shrink(with_adapters(y, up, t) if products else gate_up, **of(down))
         delta = with_adapters(h, down, t) if products else y
         every += h[0, 0] + delta[0, 0]

@@ -6,11 +6,12 @@ Of all tiles that fit a multiprocessor, those that a rough model of the kernel (
 processes that do not touch the GPU (`ahead`), then checked (relative error) and timed one after the other; the table's
 present tile is always among them. For up to 32 tokens so are as many splits of the kernel for few tokens
 (`few_tokens`), by a model of their own, and as many that compute `x A` themselves, where the model sees a gain in that.
-Forward products carry adapters, as they do in rollouts and training. What precedes such a product in decode is timed
-with the adapters' `x A` and without, and counted with the splits it goes with (`Before`). A time is the median duration
-of the kernel itself as the profiler has it, over weights that outgrow the L2: some 0.8 µs less than in a loop. Run it
-under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the products that were
-tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody has timed.
+Forward products carry adapters, as they do in rollouts and training. Where they differ in what they are given of the
+adapters' `x A` (`takes`), what precedes them in decode is timed too, and counted (`Before`). A time is the median
+duration of the kernel itself as the profiler has it, over weights that outgrow the L2: some 0.8 µs less than in a loop.
+Run it under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the products
+that were tried and leaves the others; with `--untimed` it stores the model's choice, for products that nobody has
+timed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import bench_matmul as bench
 import jax
 import jax.numpy as jnp
 from qerl_kernels import dispatch
-from qerl_kernels.lora_shrink import reference
+from qerl_kernels.lora_shrink import plan, reference
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul import split as cut
@@ -225,23 +226,46 @@ class Trial:
         if getattr(self.how, "shrinks", False):
             return few_tokens.matmul(x, weight, self.how, a=a, expand=expand)
         if isinstance(self.how, Split):
+            if takes(self.case, self.how) == "parts":  # as many as there are in decode, all but one of them zeros
+                whole = jnp.concatenate([shrunk[:, reference.SLOT * i :][:, :RANK] for i in range(len(expand))], axis=1)
+                shrunk = jnp.pad(
+                    whole[None].astype(jnp.float32), ((0, parts_of(self.case, self.m) - 1), (0, 0), (0, 0))
+                )
             return few_tokens.matmul(x, weight, self.how, shrunk=shrunk, expand=expand)
         tile = tiles.with_adapters(self.how, weight.shape[0], [b.shape for b in expand])
         return mosaic_gpu.matmul(x, weight, tile, shrunk=shrunk, expand=expand)
 
 
+def kind_before(case: str) -> str:
+    """What precedes a projection in decode, as `lora_shrink` names it."""
+    return {"qkv": "norm", "gate": "norm", "down": "silu", "o": "plain"}[case.split("_")[0]]
+
+
+def takes(case: str, how: Tile | Split) -> str:
+    """What this product is given of its adapters' `x A` in decode: "whole", "parts" or "a" (nothing)."""
+    if getattr(how, "shrinks", False):
+        return "a"
+    return "parts" if isinstance(how, Split) and kind_before(case) != "norm" else "whole"
+
+
+def parts_of(case: str, m: int) -> int:
+    """How many parts there are."""
+    task = plan.Task(kind_before(case), m, cases.SHAPES[case][1], (RANK,) * len(cases.parts(case)), in_parts=True)
+    return plan.plan_for(task).parts
+
+
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What precedes a product in decode, with `x A` of its adapters or without: a norm, SiLU, or (before o) nothing."""
+    """What precedes a product in decode: a norm, SiLU, or `x A` alone, and what it `gives` of that (see `takes`)."""
 
     case: str
     m: int
-    shrinks: bool
+    gives: str
 
     @property
     def kind(self) -> str:
         """As `lora_shrink` names it."""
-        return {"qkv": "norm", "gate": "norm", "down": "silu", "o": "plain"}[self.case.split("_")[0]]
+        return kind_before(self.case)
 
     def inputs(self, seed: int) -> tuple:
         """(what the operation takes, A); another set for each of the calls, so that none of it is in the L2."""
@@ -250,38 +274,36 @@ class Before:
         width = 2 * k if self.kind == "silu" else k
         x = jax.random.normal(key, (self.m, width), jnp.float32 if self.kind == "norm" else jnp.bfloat16)
         rest = (x.astype(jnp.bfloat16), jnp.ones(k)) if self.kind == "norm" else ()
-        return (x, *rest), bench.adapters(self.case, RANK, seed)[0] if self.shrinks else None
+        return (x, *rest), None if self.gives == "a" else bench.adapters(self.case, RANK, seed)[0]
 
     def call(self, layer: tuple) -> tuple:
         """The operation. `layer`: from `inputs`."""
         inputs, a = layer
-        ranks = (RANK,) * len(cases.parts(self.case)) if self.shrinks else ()
+        ranks = () if a is None else (RANK,) * len(cases.parts(self.case))
         if self.kind == "norm":
             return norm_shrink(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+        more = {"in_parts": self.gives == "parts", "implementation": "mosaic_gpu"}
         if self.kind == "silu":
-            return silu_shrink(*inputs, a, ranks, implementation="mosaic_gpu")
-        return shrink(*inputs, a, ranks, implementation="mosaic_gpu")
+            return silu_shrink(*inputs, a, ranks, **more)
+        return shrink(*inputs, a, ranks, **more)
 
 
 def befores(group: Sequence[Trial]) -> list[Before]:
-    """What precedes the products of some trials, where one of them computes `x A` itself."""
-    found = []
-    for trial in group:
-        if getattr(trial.how, "shrinks", False):
-            both = (Before(trial.case, trial.m, shrinks) for shrinks in (True, False))
-            found += [before for before in both if before.shrinks or before.kind != "plain"]
-    return list(dict.fromkeys(found))
+    """What precedes the products of some trials, where it is not the same for all of them."""
+    wanted = {m: {takes(t.case, t.how): None for t in group if t.m == m} for m in dict.fromkeys(t.m for t in group)}
+    found = [Before(group[0].case, m, gives) for m, several in wanted.items() if len(several) > 1 for gives in several]
+    return [before for before in found if (before.kind, before.gives) != ("plain", "a")]
 
 
-def counted_before(how: Tile | Split, m: int, times: dict) -> float | None:
-    """Microseconds of what has to precede this product of m tokens, from those of each `Before`; None where there is
-    none. A launch that one of them does without is counted for the other."""
-    of_m = {key.shrinks: (us, key) for key, us in times.items() if isinstance(key, Before) and key.m == m}
-    if not of_m:
+def counted_before(trial: Trial, times: dict) -> float | None:
+    """Microseconds of what has to precede this product, from those of each `Before`; None where it is the same for all.
+    A launch that one of them does without is counted for the others."""
+    if not any(isinstance(key, Before) and key.m == trial.m for key in times):
         return None
-    us, before = of_m[True]
-    without = 0.0 if before.kind == "plain" else of_m[False][0]
-    return without if getattr(how, "shrinks", False) else us + LAUNCH_US * (before.kind == "plain")
+    before = Before(trial.case, trial.m, takes(trial.case, trial.how))
+    if before.kind != "plain":
+        return times[before]
+    return 0.0 if before.gives == "a" else times[before] + LAUNCH_US
 
 
 def layers_of(case: str, m: int) -> list[tuple]:
@@ -379,13 +401,13 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
 def best_of(group: list[Trial], results: dict[Trial, float | str], times: dict) -> list[dict]:
     """The row of each number of tokens, all results printed. `times`: those of `befores` among them."""
     for before in befores(group):
-        made = "with x A" if before.shrinks else "without"
+        made = {"whole": "with x A", "parts": "with x A in parts", "a": "without x A"}[before.gives]
         print(f"{before.case} m {before.m} before it: {before.kind} {made} {times[before]:.2f} us", flush=True)
     case, direction, rows = group[0].case, group[0].direction, []
     n_k = cases.SHAPES[case]
     for m in dict.fromkeys(trial.m for trial in group):
         of_m = [trial for trial in group if trial.m == m]
-        before = {trial: counted_before(trial.how, m, times) for trial in of_m}
+        before = {trial: counted_before(trial, times) for trial in of_m}
         whole = {t: results[t] if isinstance(results[t], str) else results[t] + (before[t] or 0.0) for t in of_m}
         for trial in sorted(of_m, key=lambda trial: (isinstance(whole[trial], str), whole[trial])):
             us, kind = results[trial], type(trial.how).__name__

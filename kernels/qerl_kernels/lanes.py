@@ -117,6 +117,11 @@ def as_float(word: ir.Value) -> ir.Value:
     return asm("mov.b32 $0, $1;", "f", ("r", word))[0]
 
 
+def as_word(value: ir.Value) -> ir.Value:
+    """The bits of an fp32 value."""
+    return asm("mov.b32 $0, $1;", "r", ("f", value))[0]
+
+
 def total(values: Sequence[ir.Value]) -> ir.Value:
     """Sum in fp32 as a balanced tree: the order depends only on how many there are."""
     values = list(values)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.lora_shrink.shrink import MOST_RANK, MOST_TOKENS, norm_shrink, shrink, silu_shrink
-from qerl_kernels.nvfp4_matmul.matmul import product_shrinks
+from qerl_kernels.nvfp4_matmul.matmul import product_takes
 
 from qerl_jax.models.formats import PackedNvfp4
 from qerl_jax.models.lora import together
@@ -59,11 +59,12 @@ def layer_step(
     qkv = attention.qkv_proj(y, shrunk=t)
     mixed, kept = mix(qkv[:, None], angles, held)
     mixed = mixed.reshape(x.shape[0], -1)
-    a, ranks = _adapters(attention.o_proj, mixed)
-    t = None if a is None else shrink(mixed, a, ranks)
+    a, ranks, in_parts = _adapters(attention.o_proj, mixed)
+    t = None if a is None else shrink(mixed, a, ranks, in_parts=in_parts)
     delta = attention.o_proj(mixed, shrunk=t)
     x, y, t = _norm(layer.post_attention_layernorm, x, delta, mlp.gate_up_proj)
-    h, t = silu_shrink(mlp.gate_up_proj(y, shrunk=t), *_adapters(mlp.down_proj, y))
+    a, ranks, in_parts = _adapters(mlp.down_proj, y)
+    h, t = silu_shrink(mlp.gate_up_proj(y, shrunk=t), a, ranks, in_parts=in_parts)
     return x, mlp.down_proj(h, shrunk=t), kept
 
 
@@ -73,14 +74,15 @@ def _projections(layer: DecoderLayer) -> tuple[Projection, ...]:
 
 
 def _norm(norm: RMSNorm, x: Array, delta: Array | None, projection: Projection) -> tuple[Array, Array, Array | None]:
-    a, ranks = _adapters(projection, jax.ShapeDtypeStruct(x.shape, norm.dtype))
+    a, ranks, _ = _adapters(projection, jax.ShapeDtypeStruct(x.shape, norm.dtype))
     return norm_shrink(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
 
 
-def _adapters(projection: Projection, x: Array | jax.ShapeDtypeStruct) -> tuple[Array | None, tuple[int, ...]]:
+def _adapters(projection: Projection, x: Array | jax.ShapeDtypeStruct) -> tuple[Array | None, tuple[int, ...], bool]:
     """A of a projection's adapters side by side, and their ranks, where something is to be multiplied with A before the
-    product with as many rows as x has, of its dtype."""
+    product with as many rows as x has, of its dtype; and whether that may come in parts."""
     parts = projection.adapters()
-    if not parts or product_shrinks(x.shape[0], projection.weight.get_value(), parts, x.dtype):
-        return None, ()
-    return together(parts).astype(x.dtype), tuple(part.b.shape[0] for part in parts)
+    takes = product_takes(x.shape[0], projection.weight.get_value(), parts, x.dtype)
+    if not parts or takes == "a":
+        return None, (), False
+    return together(parts).astype(x.dtype), tuple(part.b.shape[0] for part in parts), takes == "parts"

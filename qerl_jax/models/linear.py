@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.nvfp4_matmul import reference as fp4
+from qerl_kernels.nvfp4_matmul.api import Shrunk
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
 
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4
@@ -28,7 +29,7 @@ def linear(
     lora: Lora | Sequence[Lora] | None = None,
     *,
     batch_invariant: bool = False,
-    shrunk: Float[Array, "M S"] | None = None,
+    shrunk: Shrunk | None = None,
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded once to x's dtype.
 

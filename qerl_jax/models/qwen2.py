@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.decode_attention.attention import decode_attention
 from qerl_kernels.lora_shrink.reference import rms_norm, silu_product
+from qerl_kernels.nvfp4_matmul.api import Shrunk
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 from qerl_kernels.rope_cache.reference import rotate
 from qerl_kernels.rope_cache.rope import rope_and_cache
@@ -120,7 +121,7 @@ class Projection(nnx.Module):
         return sorted((adapter.get_value() for adapter in self.lora.values()), key=lambda part: part.offset)
 
     def __call__(
-        self, x: Float[Array, "*B K"], batch_invariant: bool = False, shrunk: Float[Array, "M S"] | None = None
+        self, x: Float[Array, "*B K"], batch_invariant: bool = False, shrunk: Shrunk | None = None
     ) -> Float[Array, "*B N"]:
         bias = None if self.bias is None else self.bias.get_value()
         weight = self.weight.get_value()

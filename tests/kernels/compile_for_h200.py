@@ -51,12 +51,16 @@ def weight(n: int, k: int) -> PackedNvfp4:
     return PackedNvfp4(words, scales, rows, jax.ShapeDtypeStruct((n,), jnp.float32), (n, k), True, 16, True)
 
 
-def matmul_program(m: int, n: int, k: int, tile: Tile | Split, transposed: bool, adapters: int, rank: int = 32) -> None:
+def matmul_program(
+    m: int, n: int, k: int, tile: Tile | Split, transposed: bool, adapters: int, rank: int = 32, parts: int = 0
+) -> None:
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     args = [bf16(m, n if transposed else k), weight(n, k)]
     shrinks = isinstance(tile, Split) and tile.shrinks
     if adapters:
         a_or_t = bf16(k, rank * adapters) if shrinks else bf16(m, 64 * adapters)
+        if parts:
+            a_or_t = jax.ShapeDtypeStruct((parts, m, rank * adapters), jnp.float32)
         args += [bf16(n), a_or_t, *[bf16(rank, n // adapters)] * adapters]
 
     def call(x, weight, bias=None, a_or_t=None, *expand):
@@ -115,7 +119,9 @@ def attention_program(
 
 def shrink_program(kind: str, tokens: int, features: int, *ranks: int) -> None:
     norm = kind == "norm"
-    task = shrink_plan.Task(kind, tokens, features, ranks, eps=1e-6 if norm else 0.0, residual=norm)
+    kind, _, in_parts = kind.partition(" ")
+    more = {"eps": 1e-6, "residual": True} if norm else {"in_parts": bool(in_parts)}
+    task = shrink_plan.Task(kind, tokens, features, ranks, **more)
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     inputs = [bf16(tokens, features * (2 if kind == "silu" else 1))]
     if norm:

@@ -104,11 +104,14 @@ def test_few_tokens(tmp_path):
         (13, 37888, 3584, Split(16, 4, 4, 1, 3), False, 2),
         (32, 4608, 3584, Split(32, 4, 8, 4, 2), False, 3),
         (24, 4608, 3584, Split(24, 8, 4, 2, 2), False, 3),
+        (8, 3584, 18944, Split(8, 4, 8, 2, 3), False, 1, 32, 6),
+        (16, 3584, 18944, Split(16, 4, 8, 2, 2), False, 1, 32, 6),
+        (32, 3584, 18944, Split(32, 4, 4, 2, 3), False, 1, 32, 3),
     ]
-    assert all(fits(split, n, k) for _, n, k, split, _, _ in cases)
+    assert all(fits(split, n, k) for _, n, k, split, *_ in cases)
     kernels = compiled(cases, tmp_path)
     check(cases, kernels)
-    for (m, n, _, split, _, adapters), (kernel, report) in zip(cases, kernels, strict=True):
+    for (m, n, _, split, _, adapters, *_), (kernel, report) in zip(cases, kernels, strict=True):
         begun = kernel[: kernel.index("cp.async.wait_group")]
         assert begun.count("cp.async.cg") == split.depth * (split.rows + 1 + math.ceil(m / 4)), split
         assert begun.count("ld.volatile.global") == kernel.count("ld.volatile.global") >= 1 + bool(adapters), split
@@ -223,6 +226,8 @@ def test_fused_decode_operations(tmp_path):
         for tokens, rank in ((8, 32), (128, 32), (8, 16))
     ]
     found += [("shrink", "norm", 128, 8192, 64, 64), ("shrink", "norm", 8, 896), ("shrink", "silu", 128, 29568, 64)]
+    found += [("shrink", "silu in parts", tokens, 18944, 32) for tokens in (8, 13, 32)]
+    found += [("shrink", "silu in parts", 32, 29568, 64), ("shrink", "plain in parts", 8, 3584, 32)]
     for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
         assert ("mma.sync.aligned.m16n8k16" in kernel) == (len(case) > 4), case

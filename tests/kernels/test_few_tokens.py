@@ -293,18 +293,22 @@ def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
-    "split, m, n, k, ranks",
+    "split, m, n, k, ranks, parts",
     [
-        (Split(8, rows=1, warps=4, depth=2), 8, 64, 192, ()),
-        (Split(8, rows=2, warps=4, depth=2), 5, 96, 64 * 11, (32,)),
-        (Split(16, rows=4, warps=4, depth=3, cluster=3), 13, 128, 64 * 17, (32, 16)),
-        (Split(8, rows=8, warps=4, depth=1, cluster=2), 1, 128, 64 * 9, (64, 8, 24)),
-        (Split(32, rows=4, warps=8, depth=2, cluster=2), 27, 64, 64 * 3, (40,)),
-        (Split(24, rows=2, warps=12, depth=1), 24, 32, 80, ()),
+        (Split(8, rows=1, warps=4, depth=2), 8, 64, 192, (), 0),
+        (Split(8, rows=2, warps=4, depth=2), 5, 96, 64 * 11, (32,), 0),
+        (Split(8, rows=2, warps=4, depth=2), 5, 96, 64 * 11, (32,), 6),
+        (Split(16, rows=4, warps=4, depth=3, cluster=3), 13, 128, 64 * 17, (32, 16), 0),
+        (Split(16, rows=4, warps=4, depth=3, cluster=3), 13, 128, 64 * 17, (32, 16), 3),
+        (Split(8, rows=8, warps=4, depth=1, cluster=2), 1, 128, 64 * 9, (64, 8, 24), 0),
+        (Split(8, rows=8, warps=4, depth=1, cluster=2), 1, 128, 64 * 9, (64, 8, 24), 1),
+        (Split(32, rows=4, warps=8, depth=2, cluster=2), 27, 64, 64 * 3, (40,), 2),
+        (Split(24, rows=2, warps=12, depth=1), 24, 32, 80, (), 0),
     ],
 )
 @pytest.mark.usefixtures("machine")
-def test_against_fp64(monkeypatch, split, m, n, k, ranks, eager):
+def test_against_fp64(monkeypatch, split, m, n, k, ranks, parts, eager):
+    """`parts` of which x A is given as the sum; 0: it is given whole."""
     packed = packing.pack(cases.random_weight(jax.random.key(n + k), n, k))
     packed = dataclasses.replace(packed, multiplier=packed.multiplier * (1 + jnp.arange(packed.multiplier.size) % 5))
     rng = np.random.default_rng(m)
@@ -321,6 +325,9 @@ def test_against_fp64(monkeypatch, split, m, n, k, ranks, eager):
         expand = tuple(bf16(rank, width) for rank, width in zip(ranks, widths, strict=True))
         t = [bf16(m, rank) for rank in ranks]
         shrunk = t[0] if len(t) == 1 else jnp.concatenate([jnp.pad(p, ((0, 0), (0, 64 - p.shape[1]))) for p in t], 1)
+        if parts:
+            shrunk = jnp.asarray(rng.integers(-999, 999, (parts, m, sum(ranks))) / 256, jnp.float32)  # exact sums
+            t = jnp.split(shrunk.sum(0).astype(jnp.bfloat16), np.cumsum(ranks)[:-1], axis=1)
         delta = [np.asarray(a, np.float64) @ np.asarray(b, np.float64) for a, b in zip(t, expand, strict=True)]
         expected += scale * np.concatenate(delta, axis=1)
     y = run(monkeypatch, split, x, packed, eager, bias=bias, shrunk=shrunk, expand=expand, scale=scale)

@@ -273,7 +273,11 @@ def test_few_tokens_with_adapters(split, widths, ranks):
         x64, w = exact(x, weight)
         delta = [np.asarray(p, np.float64) @ np.asarray(q, np.float64) for p, q in zip(t, b, strict=True)]
         expected = x64 @ w.T + np.asarray(bias, np.float64) + 0.75 * np.concatenate(delta, axis=1)
-        y = few_tokens.matmul(x, packed, split, bias=bias, shrunk=shrunk, expand=tuple(b), scale=0.75)
+        call = functools.partial(few_tokens.matmul, x, packed, split, bias=bias, expand=tuple(b), scale=0.75)
+        y = call(shrunk=shrunk)
+        half = jnp.concatenate(t, axis=1).astype(jnp.float32) / 2
+        parts = jnp.stack([half, jnp.zeros_like(half), half])
+        np.testing.assert_array_equal(np.asarray(call(shrunk=parts)), np.asarray(y))
         y = np.asarray(y, np.float64)
         assert np.linalg.norm(y - expected) <= 2.6e-3 * np.linalg.norm(expected)
         assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + 1e-4 * np.abs(x64 @ w.T).max())
@@ -331,7 +335,7 @@ def test_few_tokens_that_compute_x_a(split, k, widths, ranks):
 def test_a_product_that_shrinks_is_called_so(monkeypatch):
     """From the entry point with a table that says so; NaN in one row stays there."""
     from qerl_kernels.nvfp4_matmul import few_tokens, tiles
-    from qerl_kernels.nvfp4_matmul.matmul import product_shrinks
+    from qerl_kernels.nvfp4_matmul.matmul import product_takes
 
     n, k = 1024, 3584
     split = few_tokens.Split(8, 8, 8, 4, 2, shrinks=True)
@@ -341,7 +345,7 @@ def test_a_product_that_shrinks_is_called_so(monkeypatch):
     found = {}
     for how in (split, plain):
         monkeypatch.setattr(tiles, "table", lambda how=how: (tiles.Row("forward", n, k, 8, how, 5.0),))
-        assert product_shrinks(8, packed, loras, x.dtype) == how.shrinks
+        assert product_takes(8, packed, loras, x.dtype) == ("a" if how.shrinks else "parts")
         found[how] = np.asarray(kernel(x, packed, None, loras), np.float64)
         spoilt = np.asarray(kernel(x.at[3].set(jnp.nan), packed, None, loras), np.float64)
         assert np.isnan(spoilt[3]).all()

@@ -60,12 +60,19 @@ def test_silu_shrink(dtype):
     close(wide(h), gate / (1 + np.exp(-gate)) * up, dtype)
     close(slots(t, (16, 8)), wide(h) @ wide(a), dtype)
     assert silu_shrink(gate_up)[1] is None
+    same, parts = silu_shrink(gate_up, a, (16, 8), in_parts=True)
+    np.testing.assert_array_equal(wide(same), wide(h))
+    assert parts.dtype == jnp.float32 and parts.shape[1:] == (5, 24)
+    np.testing.assert_allclose(wide(parts).sum(0), wide(h) @ wide(a), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_shrink(dtype):
     x, a = draw(5, 48, dtype=dtype), draw(48, 64, seed=1, dtype=dtype)
     close(slots(shrink(x, a, (64,)), (64,)), wide(x) @ wide(a), dtype)
+    parts = shrink(x, a, (64,), in_parts=True)
+    assert parts.dtype == jnp.float32 and parts.shape[1:] == (5, 64)
+    np.testing.assert_allclose(wide(parts).sum(0), wide(x) @ wide(a), rtol=1e-5, atol=1e-5)
 
 
 def test_refusals():
@@ -95,5 +102,21 @@ def test_no_plan_lets_the_tokens_change_the_order_of_a_sum(kind, features, ranks
     for task, each in zip(tasks, plans, strict=True):
         assert each.shares == 1 or task.columns % (plan.LEAST_COLUMNS * each.shares) == 0
         assert each.shares == 1 or -(-task.tokens // (8 * each.groups)) * each.shares <= plan.CLUSTERS
+        assert each.parts == 1
     if ranks == (32, 32, 32):
         assert (plans[7].shares, plans[15].shares, plans[31].shares) == (6, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("features", "ranks"), [(18944, (32,)), (3584, (32,)), (29568, (64,)), (896, (8,)), (32, (8,))]
+)
+def test_parts_take_every_chunk_once(features, ranks):
+    """And no more clusters than begin at one time."""
+    for tokens in range(1, 33):
+        task = plan.Task("silu", tokens, features, ranks, in_parts=True)
+        found = plan.plan_for(task)
+        assert found.shares == 1 and -(-tokens // (8 * found.groups)) * found.parts <= plan.CLUSTERS
+        of_block = -(-features // plan.CHUNK // (found.blocks * found.parts))
+        assert found.warps * -(-of_block // found.warps) * found.blocks * found.parts >= features // plan.CHUNK
+        if features == 18944:
+            assert found.parts == (6 if tokens <= 16 else 3)

@@ -106,6 +106,30 @@ def test_every_number_of_tokens(case):
                 np.testing.assert_array_equal(wide(ours), wide(all_)[MOST - m :])
 
 
+@pytest.mark.parametrize("case", ["o_7b", "down_7b", "down_0.5b", "down_72b"])
+@pytest.mark.parametrize("ranks", [(32,), (64, 8)])
+def test_in_parts(case, ranks):
+    """h has the bits that it has otherwise, and the parts add up to its product with A; forty runs agree."""
+    kind, features, _ = cases.SHAPES[case]
+    of = silu_shrink if kind == "silu" else shrink
+    call = jax.jit(
+        lambda x, a, in_parts: of(x, a, ranks, in_parts=in_parts, implementation="mosaic_gpu"), static_argnums=2
+    )
+    for tokens in (1, 8, 13, 16, 27, 32):
+        [x], a = inputs_of(kind, tokens, features, sum(ranks), seed=tokens)
+        poison([(6, tokens, 2 * sum(ranks)), (tokens, features)])
+        got = call(x, a, True)
+        h, parts = got if kind == "silu" else (x, got)
+        if kind == "silu":
+            np.testing.assert_array_equal(wide(h), wide(call(x, a, False)[0]))
+        exact = wide(h) @ wide(a)
+        slack = np.linalg.norm(wide(h), axis=1)[:, None] * np.linalg.norm(wide(a), axis=0)[None]
+        assert parts.shape[1:] == exact.shape and parts.dtype == jnp.float32
+        assert np.all(np.abs(wide(parts).sum(0) - exact) <= 4 * np.sqrt(features) * 2.0**-24 * slack)
+        for _ in range(40):
+            np.testing.assert_array_equal(jax.tree.leaves(call(x, a, True))[-1], parts)
+
+
 @pytest.mark.parametrize("kind", ["norm", "silu", "plain"])
 @pytest.mark.parametrize("ranks", [(8,), (16, 16), (8, 8, 8), (32, 8, 64), (64,), (64, 64), (64, 64, 64)])
 def test_ranks(kind, ranks):

@@ -6,6 +6,8 @@ import pathlib
 import statistics
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from qerl_kernels.nvfp4_matmul import cases, tiles
 from qerl_kernels.nvfp4_matmul.few_tokens import Split
@@ -149,18 +151,35 @@ def test_the_list_to_be_tried_has_the_best_measured_among_its_first(tuner):
 def test_what_precedes_a_product_counts_against_it(tuner):
     """By hand: before o stands `x A` alone, whose launch counts 0.8 us more than it takes; before down stands SiLU
     anyway. So the slower product is taken where it saves more than it costs, and only there."""
-    plain, own = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True)
-    for case, times, expected in (("o_7b", {True: 2.4}, (3.2, 0.0)), ("down_7b", {True: 4.8, False: 2.0}, (4.8, 2.0))):
-        times = {tuner.Before(case, 8, shrinks): us for shrinks, us in times.items()}
-        assert tuple(tuner.counted_before(how, 8, times) for how in (plain, own)) == pytest.approx(expected)
-        assert tuner.counted_before(own, 16, times) is None
-        group = [tuner.Trial(case, 8, "forward", how) for how in (plain, own)]
+    plain, own, tile = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True), Tile(8, 1, 2, warp_mma=True)
+    for case, times, expected in (
+        ("o_7b", {"parts": 2.4, "whole": 2.3}, (3.2, 0.0, 3.1)),
+        ("down_7b", {"parts": 3.0, "a": 2.0, "whole": 4.8}, (3.0, 2.0, 4.8)),
+    ):
+        times = {tuner.Before(case, 8, gives): us for gives, us in times.items()}
+        group = [tuner.Trial(case, 8, "forward", how) for how in (plain, own, tile)]
+        assert tuple(tuner.counted_before(trial, times) for trial in group) == pytest.approx(expected)
+        assert tuner.counted_before(tuner.Trial(case, 16, "forward", own), times) is None
         assert set(tuner.befores(group)) == set(times) and not tuner.befores(group[:1])
-        for more, taken in ((2.7, own), (3.3, plain)):
-            [row] = tuner.best_of(group, dict(zip(group, (5.0, 5.0 + more), strict=True)), times)
-            if case == "o_7b" or more > 2.8:
-                assert tiles.from_stored(row).tile == taken
-                assert (row["us"], row["before"]) == ((5.0 + more, expected[1]) if taken is own else (5.0, expected[0]))
+        for us in ((5.0, 9.0, 4.0), (5.0, 5.5, 4.9), (7.0, 9.0, 4.0)):
+            [row] = tuner.best_of(group, dict(zip(group, us, strict=True)), times)
+            best = min(range(3), key=lambda i: us[i] + expected[i])
+            assert tiles.from_stored(row).tile == (plain, own, tile)[best]
+            assert (row["us"], row["before"]) == (us[best], pytest.approx(expected[best]))
+    [qkv] = {tuner.takes("qkv_7b", how) for how in (plain, tile)}  # a norm needs all features: no parts
+    assert qkv == "whole" and tuner.parts_of("down_7b", 8) == 6
+
+
+def test_parts_are_given_as_in_decode(tuner, monkeypatch):
+    """One of them is `x A`, the others zeros."""
+    taken = []
+    monkeypatch.setattr(tuner.few_tokens, "matmul", lambda *args, shrunk, **more: taken.append(shrunk))
+    shrunk = jnp.pad(jnp.ones((8, 32), jnp.bfloat16), ((0, 0), (0, 32)))
+    tuner.Trial("down_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
+    assert taken[0].shape == (6, 8, 32) and taken[0].dtype == jnp.float32
+    np.testing.assert_array_equal(taken[0].sum(0), np.ones((8, 32)))
+    tuner.Trial("qkv_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
+    assert taken[1] is shrunk
 
 
 def test_splits_that_compute_x_a_are_tried_where_they_may_gain(tuner):

@@ -89,15 +89,15 @@ def test_no_x_a_is_made_for_a_product_that_computes_its_own(monkeypatch):
     model, asked, made = model_of(), [], []
     expected = decoded(model, 5)
 
-    def shrinks(rows, weight, parts, dtype):
+    def takes(rows, weight, parts, dtype):
         asked.append((rows, dtype))
-        return weight.shape[0] == CONFIG.hidden_size
+        return "a" if weight.shape[0] == CONFIG.hidden_size else "whole"
 
     def recorded(name):
         whole = getattr(fused, name)
         monkeypatch.setattr(fused, name, lambda *args, **more: made.append((name, args)) or whole(*args, **more))
 
-    monkeypatch.setattr(fused, "product_shrinks", shrinks)
+    monkeypatch.setattr(fused, "product_takes", takes)
     for name in ("norm_shrink", "silu_shrink", "shrink"):
         recorded(name)
     for got, wanted in zip(jax.tree.leaves(decoded(model, 5)), jax.tree.leaves(expected), strict=True):
@@ -106,6 +106,21 @@ def test_no_x_a_is_made_for_a_product_that_computes_its_own(monkeypatch):
     names = [name for name, _ in made]
     assert names.count("norm_shrink") == names.count("silu_shrink") * 2 == 8 and "shrink" not in names
     assert all((args[-1] == ()) == (name == "silu_shrink") for name, args in made)
+
+
+def test_x_a_in_parts_goes_to_products_that_add_it_up(monkeypatch):
+    """Before o and down; a norm makes the whole of it whatever follows."""
+    model, made = model_of(), []
+    expected = decoded(model, 5)
+    monkeypatch.setattr(fused, "product_takes", lambda *args: "parts")
+    for name in ("silu_shrink", "shrink"):
+        whole = getattr(fused, name)
+        recorded = lambda *args, whole=whole, **more: made.append(whole(*args, **more)) or made[-1]  # noqa: E731
+        monkeypatch.setattr(fused, name, recorded)
+    for got, wanted in zip(jax.tree.leaves(decoded(model, 5)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    t = [each[1] if isinstance(each, tuple) else each for each in made]
+    assert [(each.shape, each.dtype) for each in t] == [((1, 5, 8), jnp.float32)] * 2 * 2 * CONFIG.num_layers
 
 
 def test_what_the_kernels_do_not_hold_goes_the_plain_way():

@@ -8,9 +8,11 @@ How the work is cut. With few tokens everything here is latency, so that a kerne
 load is issued at the start, straight into the registers where the tensor cores want it, and nothing is staged in shared
 memory. A cluster of `blocks` blocks takes `8 · groups` tokens and shares out the K features in chunks of 32, one warp a
 chunk (`steps` chunks where there are more than warps). With very few tokens several clusters take the same tokens and
-share out the columns of A (`shares`); each makes all of y for itself and stores a part of it. What the features have in
-common crosses the blocks through distributed shared memory, twice: the sums of squares (every block gets all of them),
-and the sums of x A (each block gets and adds up its share of them).
+share out the columns of A (`shares`); each makes all of y for itself and stores a part of it. Or, where each token's y
+needs nothing of the others' features and the product that follows adds up (`parts`), they share out the features: each
+reads its part of x and of A and leaves its sums in fp32. What the features have in common crosses the blocks through
+distributed shared memory, twice: the sums of squares (every block gets all of them), and the sums of x A (each block
+gets and adds up its share of them).
 
 Registers. Thread (g, c) = (lane / 4, lane % 4) of a warp holds of its chunk features 8 c ... 8 c + 7 of token g: 16
 bytes. `mma.sync.m16n8k16` multiplies Aᵀ [16 columns × 16 features] with yᵀ [16 features × 8 tokens]. Which features and
@@ -19,7 +21,7 @@ its operand as it lies. The columns of row g are neighbours (`_run`, e.g. 4 g ..
 whole sectors of A, and one byte permutation of two features' words is an operand.
 
 Determinism. Every sum has one order, which depends on K, the number of blocks and that of warps alone. So a token's
-bits depend neither on the other tokens nor on how many there are.
+bits depend neither on the other tokens nor on how many there are (of sums in parts: on how many there are).
 
 Barriers. What is sent to a block counts on a barrier of its own, `arrived`: one for the squares, one for the products,
 each used once. A block waits for all that is sent to it and for nothing else, and all blocks send all they have before
@@ -62,13 +64,16 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
       a: bf16 [K, C]; None without adapters.
 
     Returns:
-      norm: (s f32 if `task.residual`,) y; silu: y; then, with adapters, t [M, SLOT · adapters]; bf16 all but s.
+      norm: (s f32 if `task.residual`,) y; silu: y; then, with adapters, t [M, SLOT · adapters]; bf16 all but s. With
+      `task.in_parts` t is f32 [plan.parts, M, C].
     """
     tokens, features, columns = task.tokens, task.features, task.columns
     out = [jax.ShapeDtypeStruct((tokens, features), jnp.float32)] if task.residual else []
     if task.kind != "plain":
         out.append(jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16))
-    if columns:
+    if columns and task.in_parts:
+        out.append(jax.ShapeDtypeStruct((plan.parts, tokens, columns), jnp.float32))
+    elif columns:
         out.append(jax.ShapeDtypeStruct((tokens, SLOT * len(task.ranks)), jnp.bfloat16))
     octets, of_cluster = OCTET * plan.groups, columns // plan.shares
     scratch = {"arrived_s": plgpu.SMEM((4,), jnp.uint32)}  # two barriers
@@ -94,7 +99,7 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
     call = plgpu.kernel(
         body,
         out_type=tuple(out),
-        grid=(pl.cdiv(tokens, octets) * plan.shares,),
+        grid=(pl.cdiv(tokens, octets) * plan.shares * plan.parts,),
         grid_names=("group",),
         cluster=(plan.blocks,),
         cluster_names=("part",),
@@ -135,11 +140,11 @@ class _Program:
         lane = rem(self.thread, 32)
         self.warp, self.g, self.c = div(self.thread, 32), div(lane, 4), rem(lane, 4)
         self.chunks = task.features // CHUNK
-        self.chunks_of_block = -(-self.chunks // plan.blocks)
+        self.chunks_of_block = -(-self.chunks // (plan.blocks * plan.parts))
         self.steps = -(-self.chunks_of_block // plan.warps)
         self.columns = task.columns // plan.shares  # of this cluster, from `share · columns` on
-        self.share = rem(group, plan.shares)
-        self.first_token = mul(div(group, plan.shares), OCTET * plan.groups)
+        self.share, self.of_features = rem(group, plan.shares), rem(group, plan.parts)  # one of the two is 0
+        self.first_token = mul(div(group, plan.shares * plan.parts), OCTET * plan.groups)
         tokens = [add(add(self.first_token, OCTET * i), self.g) for i in range(plan.groups)]
         self.token_ok = [less(token, task.tokens) for token in tokens]
         self.tokens = [lanes.smaller(token, task.tokens - 1) for token in tokens]
@@ -186,7 +191,8 @@ class _Program:
     def _chunk(self, s: int) -> tuple[ir.Value, ir.Value]:
         """(first feature of this thread, whether there is one) in step s."""
         local = add(self.warp, s * self.plan.warps)
-        chunk = add(mul(self.part, self.chunks_of_block), local)
+        block = add(mul(self.of_features, self.plan.blocks), self.part)
+        chunk = add(mul(block, self.chunks_of_block), local)
         ok = both(less(local, self.chunks_of_block), less(chunk, self.chunks))
         return add(mul(chunk, CHUNK), mul(self.c, 8)), ok
 
@@ -306,7 +312,8 @@ class _Program:
             for e in range(own):
                 pair = tiles[e // 2][2 * (e % 2) :][:2]
                 lanes.store_shared(at, pair, byte=4 * (i * OCTET * columns + e * 64))
-        self._zero_padding()
+        if not self.task.in_parts:
+            self._zero_padding()
         lanes.block_barrier()
         for start in range(0, size // 4, self.threads):
             index = mul(add(self.thread, start), 4)
@@ -326,9 +333,14 @@ class _Program:
             column = add(add(mul(div(e, run), 8 * run), mul(g, run)), rem(e, run))
             column = add(mul(self.share, columns), column)
             token = add(add(self.first_token, mul(octet, OCTET)), rem(within, 8))
-            place = add(mul(token, SLOT * len(self.task.ranks)), self._slot(column))
             ok = both(less(local, share), less(token, self.task.tokens))
-            lanes.store_bf16(lanes.address(self.t, mul(place, 2)), whole, ok)
+            if self.task.in_parts:
+                row = add(mul(self.of_features, self.task.tokens), token)
+                place = add(mul(row, self.task.columns), column)
+                lanes.store(lanes.address(self.t, mul(place, 4)), [lanes.as_word(whole)], ok)
+            else:
+                place = add(mul(token, SLOT * len(self.task.ranks)), self._slot(column))
+                lanes.store_bf16(lanes.address(self.t, mul(place, 2)), whole, ok)
 
     def _slot(self, column: ir.Value) -> ir.Value:
         """The column of t of a column of A."""

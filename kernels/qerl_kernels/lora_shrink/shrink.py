@@ -1,7 +1,7 @@
 """What precedes the four projections of a layer in decode, each with the adapters' `x A`, in one launch.
 
 Forward only: training and prefill run the plain model. Axes: M tokens, K input features, F ffn features, C adapter
-columns, S = 64 · adapters.
+columns, S = 64 · adapters, P parts of the features.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Float32
 
 from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink import plan, reference
+from qerl_kernels.nvfp4_matmul.api import Shrunk
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 
 MOST_TOKENS = 128  # above, XLA's products take over
 MOST_RANK = reference.SLOT  # of an adapter
@@ -66,27 +68,39 @@ def silu_shrink(
     a: Float[Array, "F C"] | None = None,
     ranks: Sequence[int] = (),
     *,
+    in_parts: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "M F"], Float[Array, "M S"] | None]:
-    """`h = silu(gate) · up` in fp32, rounded once, and `t = h A`; arguments, t and errors as for `norm_shrink`."""
+) -> tuple[Float[Array, "M F"], Shrunk | None]:
+    """`h = silu(gate) · up` in fp32, rounded once, and `t = h A`; arguments, t and errors as for `norm_shrink`.
+
+    `in_parts`: t as fp32 sums over parts of the features [P, M, C], as many as suit the kernel, for a product that adds
+    them up (`nvfp4_matmul.matmul.product_takes`): more of the chip can work on it, which none of it waits for.
+    """
     if _chosen("silu_shrink", gate_up, gate_up.dtype, a, ranks, implementation) == "xla":
         h = reference.silu_product(gate_up)
-        return h, _shrink(h, a, ranks)
-    out = _fused("silu_shrink", gate_up, (gate_up,), a, ranks)
+        return h, _shrink(h, a, ranks, in_parts)
+    out = _fused("silu_shrink", gate_up, (gate_up,), a, ranks, in_parts=in_parts)
     return out if a is not None else (*out, None)
 
 
 def shrink(
-    x: Float[Array, "M K"], a: Float[Array, "K C"], ranks: Sequence[int], *, implementation: str | None = None
-) -> Float[Array, "M S"]:
-    """`t = x A` alone; arguments, t and errors as for `norm_shrink`."""
+    x: Float[Array, "M K"],
+    a: Float[Array, "K C"],
+    ranks: Sequence[int],
+    *,
+    in_parts: bool = False,
+    implementation: str | None = None,
+) -> Shrunk:
+    """`t = x A` alone; arguments, t and errors as for `silu_shrink`."""
     if _chosen("shrink", x, x.dtype, a, ranks, implementation) == "xla":
-        return reference.shrink(x, a, ranks)
-    return _fused("shrink", x, (x,), a, ranks)[0]
+        return _shrink(x, a, ranks, in_parts)
+    return _fused("shrink", x, (x,), a, ranks, in_parts=in_parts)[0]
 
 
-def _shrink(y: Array, a: Array | None, ranks: Sequence[int]) -> Array | None:
-    return None if a is None else reference.shrink(y, a, ranks)
+def _shrink(y: Array, a: Array | None, ranks: Sequence[int], in_parts: bool = False) -> Array | None:
+    if a is None:
+        return None
+    return fp32_matmul(y, a)[None] if in_parts else reference.shrink(y, a, ranks)
 
 
 def _chosen(

@@ -11,7 +11,11 @@ import dataclasses
 import functools
 
 import jax
-from jaxtyping import Array, Float, Float8e4m3fn, UInt8, UInt32
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, UInt8, UInt32
+
+# `x A` of a projection's adapters: 64 columns for each, zeros past its rank; or fp32 sums over P parts of the features,
+# which are to be added up and rounded, the ranks side by side in C columns. M tokens.
+Shrunk = Float[Array, "M S"] | Float32[Array, "P M C"]
 
 NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32

@@ -2,7 +2,8 @@
 
     y[m, n] = multiplier[n] · Σ_k x[m, k] · w[n, k]  (+ bias[n])  (+ scale · Σ_r t[m, r] · b[r, n])
 
-t = x A is given, or with `Split.shrinks` computed here: a launch less where nothing else precedes the product.
+t = x A is given, whole or as sums over parts of k, or with `Split.shrinks` computed here: a launch less where nothing
+else precedes the product.
 
 `mosaic_gpu` streams a weight through a ring that a producer fills by TMA; before its first product stand the fetch of
 tensor maps, the barriers' set-up and a hand-over, after its last two exchanges of sums and a store through shared
@@ -97,7 +98,8 @@ def matmul(
       split: how to cut the work.
       bias: [n], any float dtype.
       shrunk: `x A` of the adapters side by side, bf16 [m, 64 · adapters], each padded to a rank of 64 with zeros; one
-        adapter alone may keep its rank. Where the split shrinks, in its place:
+        adapter alone may keep its rank. Or sums of which it is the sum, f32 [parts, m, sum of ranks]. Where the split
+        shrinks, in its place:
       a: A of the adapters side by side, bf16 [k, sum of ranks].
       expand: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
       scale: of the adapters.
@@ -121,7 +123,8 @@ def matmul(
     task = _Task(
         tokens=x.shape[0], features=n, units=x.shape[1] // TILE, scale=scale,
         bias=None if bias is None else bias.dtype.itemsize,
-        adapters=shapes, columns=a_or_t.shape[1] if expand else 0,
+        adapters=shapes, columns=a_or_t.shape[-1] if expand else 0,
+        parts=len(a_or_t) if expand and a_or_t.ndim == 3 else 0,
     )  # fmt: skip
     inputs = [x, weight.words, weight.scales, weight.multiplier]
     inputs += ([] if bias is None else [bias]) + ([a_or_t, *expand] if expand else [])
@@ -132,7 +135,7 @@ def matmul(
 @dataclasses.dataclass(frozen=True)
 class _Task:
     """What is multiplied: rows of x, features and units of the weight, bytes of a bias, (rank, features) of each
-    adapter and the columns of `shrunk` or of A."""
+    adapter, the columns of `shrunk` or of A, and the parts of `shrunk` (0: it is whole)."""
 
     tokens: int
     features: int
@@ -141,6 +144,7 @@ class _Task:
     bias: int | None
     adapters: tuple[tuple[int, int], ...]
     columns: int
+    parts: int = 0
 
     @property
     def rank(self) -> int:
@@ -448,20 +452,33 @@ class _Program:
             ok = both(both(exists, self.is_first), both(less(first, rank), less(feature, self.task.features)))
             at = mul(add(mul(first, width), add(within, mul(self.g, 2))), 2)
             b = [lanes.load(lanes.address(base, add(at, mul(width, 2 * i))), 1, ok)[0] for i in range(4)]
-            t = []
-            for o in range(0 if split.shrinks else self.octets):
-                token = add(self.g, 8 * o)
-                place = mul(add(mul(token, self.task.columns), add(column, first)), 2)
-                t.append(lanes.load(lanes.address(self.a_or_t, place), 2, both(ok, less(token, self.task.tokens))))
+            t = [] if split.shrinks else [self._fetch_t(o, add(column, first), ok) for o in range(self.octets)]
             jobs.append((exists, step, b, t))
+        if self.task.parts:  # after all loads; the copies that the loop waits for are under way
+            jobs = [(exists, step, b, [self._summed(four) for four in t]) for exists, step, b, t in jobs]
         return jobs
+
+    def _fetch_t(self, octet: int, column: ir.Value, ok: ir.Value) -> list[ir.Value]:
+        """Four ranks of this thread's token, from `column` on: two words, or four for each part."""
+        token, task = add(self.g, 8 * octet), self.task
+        ok = both(ok, less(token, task.tokens))
+        place = add(mul(token, task.columns), column)
+        if not task.parts:
+            return lanes.load(lanes.address(self.a_or_t, mul(place, 2)), 2, ok)
+        at, size = lanes.address(self.a_or_t, mul(place, 4)), 4 * task.tokens * task.columns
+        return [word for part in range(task.parts) for word in lanes.load(at, 4, ok, byte=part * size)]
+
+    def _summed(self, words: list[ir.Value]) -> list[ir.Value]:
+        """Four ranks of all parts, as two words."""
+        sums = [lanes.total([lanes.as_float(word) for word in words[i::4]]) for i in range(4)]
+        return [lanes.to_bf16(sums[0], sums[1]), lanes.to_bf16(sums[2], sums[3])]
 
     def _adapter_of(self, feature: ir.Value) -> tuple[ir.Value, ...]:
         """(B, feature within it, its features, its rank, its first column of t or A) of the adapter at `feature`."""
         found, begin = None, 0
         ranks = [rank for rank, _ in self.task.adapters]
         for i, ((rank, width), base) in enumerate(zip(self.task.adapters, self.b, strict=True)):
-            column = sum(ranks[:i]) if self.split.shrinks else TILE * i
+            column = sum(ranks[:i]) if self.split.shrinks or self.task.parts else TILE * i
             this = [base, *(lanes.const(value) for value in (begin, width, rank, column))]
             here = less(begin - 1, feature)
             found = this if found is None else [either(here, *both_) for both_ in zip(this, found, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from qerl_kernels import dispatch
-from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.api import PackedNvfp4, Shrunk
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks, no_gradient
 
@@ -57,7 +57,7 @@ def nvfp4_matmul(
     *,
     implementation: str | None = None,
     batch_invariant: bool = False,
-    shrunk: Float[Array, "M S"] | None = None,
+    shrunk: Shrunk | None = None,
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded to x's dtype.
 
@@ -65,8 +65,8 @@ def nvfp4_matmul(
     above 64) are added to its rounded result in fp32: two roundings.
 
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
-    and rounded once; for few tokens the product's own kernel may compute it (`product_shrinks`), but not where
-    gradients are taken, whose backward pass needs it.
+    and rounded once; for few tokens the product's own kernel may compute it (`product_takes`), but not where gradients
+    are taken, whose backward pass needs it.
 
     Args:
       x: activations; bf16 for the kernels, any float dtype for XLA.
@@ -76,8 +76,8 @@ def nvfp4_matmul(
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
       batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
         shapes).
-      shrunk: `x A` of all `loras` where it is known already, as `lora_shrink` makes it: [M, 64 · adapters], zeros past
-        each one's rank. Then nothing here is differentiable.
+      shrunk: `x A` of all `loras` where it is known already, as `lora_shrink` makes it. Then nothing here is
+        differentiable.
 
     Raises:
       ValueError: K of x and of the weight differ, `shrunk` has another width, or the implementation asked for cannot
@@ -98,11 +98,11 @@ def nvfp4_matmul(
     if shrunk is None:
         y = _matmul(static, rows, weight, bias, pairs, together)
     else:
-        y = _sum(static, rows, weight, bias, _of_slots(shrunk, pairs), pairs, shrunk)
+        y = _sum(static, rows, weight, bias, _of_given(shrunk, [b.shape[0] for _, b in pairs], x.dtype), pairs, shrunk)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def product_shrinks(
+def product_takes(
     rows: int,
     weight: PackedNvfp4,
     loras: Sequence[Adapter],
@@ -110,11 +110,12 @@ def product_shrinks(
     *,
     implementation: str | None = None,
     batch_invariant: bool = False,
-) -> bool:
-    """Whether the kernel of `nvfp4_matmul` computes `x A` of these adapters itself for x [rows, K], so that a launch
-    that makes `shrunk` would be one for nothing; errors as there."""
+) -> Literal["whole", "parts", "a"]:
+    """What the kernel of `nvfp4_matmul` takes of these adapters' `x A` for x [rows, K]: the whole; or sums in parts,
+    too, which it adds up; or A, with which it computes `x A` itself, so that a launch that makes `shrunk` would be one
+    for nothing. Errors as there."""
     static = _static(loras, dtype, implementation, batch_invariant)
-    return _shrinks(static, rows, weight, [lora.b.shape for lora in loras])
+    return _takes(static, rows, weight, [lora.b.shape for lora in loras])
 
 
 def _static(loras: Sequence[Adapter], dtype, implementation: str | None, batch_invariant: bool) -> _Static:
@@ -126,7 +127,7 @@ def _static(loras: Sequence[Adapter], dtype, implementation: str | None, batch_i
 def _matmul(static, x, weight, bias, pairs, together):
     """What runs where no gradient is taken; else `_forward`, because `_backward` needs `x A`."""
     expand = tuple(b for _, b in pairs)
-    if not _shrinks(static, x.shape[0], weight, [b.shape for b in expand]):
+    if _takes(static, x.shape[0], weight, [b.shape for b in expand]) != "a":
         return _forward(static, x, weight, bias, pairs, together)[0]
     a = jnp.concatenate([a for a, _ in pairs], axis=1) if together is None else together
     return _kernel(static, False, x, weight, bias, a=a, expand=expand, scale=static.adapters[0][0])
@@ -137,15 +138,15 @@ def _forward(static, x, weight, bias, pairs, together):
     return _sum(static, x, weight, bias, shrunk, pairs), (x, weight, bias, pairs, together, shrunk)
 
 
-def _sum(static, x, weight, bias, shrunk: list[Array], pairs, slots: Array | None = None) -> Array:
-    """All terms of y. `slots`: `shrunk` as the kernel takes it, where that exists already."""
+def _sum(static, x, weight, bias, shrunk: list[Array], pairs, given: Array | None = None) -> Array:
+    """All terms of y. `given`: what `shrunk` was made from, where the caller has it in a form that a kernel takes."""
     if static.implementation == "xla":
         matrix, row = packed_parts(weight)
         y = _products(static, x, matrix.astype(x.dtype).T) * row
         y = y if bias is None else y + bias.astype(jnp.float32)
         y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
     else:
-        y = _kernel_forward(static, x, weight, bias, shrunk, pairs, slots)
+        y = _kernel_forward(static, x, weight, bias, shrunk, pairs, given)
     return y.astype(x.dtype)
 
 
@@ -174,11 +175,14 @@ def _in_slots(shrunk: list[Array]) -> Array:
     return jnp.concatenate([jnp.pad(t, ((0, 0), (0, -t.shape[1] % _SLOT))) for t in shrunk], axis=1)
 
 
-def _of_slots(slots: Float[Array, "M S"], pairs) -> list[Array]:
-    """The inverse of `_in_slots`."""
-    if slots.shape[1] != _SLOT * len(pairs):
-        raise ValueError(f"nvfp4_matmul: shrunk has {slots.shape[1]} columns for {len(pairs)} adapters of {_SLOT} each")
-    return [slots[:, _SLOT * i :][:, : b.shape[0]] for i, (_, b) in enumerate(pairs)]
+def _of_given(shrunk: Array, ranks: list[int], dtype) -> list[Array]:
+    """`x A` of each adapter from what the caller has made of it: the inverse of `_in_slots`, or the parts' sum."""
+    width = sum(ranks) if shrunk.ndim == 3 else _SLOT * len(ranks)
+    if shrunk.shape[-1] != width:
+        raise ValueError(f"nvfp4_matmul: shrunk is {shrunk.shape}, adapters of ranks {ranks} need {width} columns")
+    if shrunk.ndim == 3:
+        return jnp.split(shrunk.sum(0).astype(dtype), np.cumsum(ranks)[:-1], axis=1)
+    return [shrunk[:, _SLOT * i :][:, :rank] for i, rank in enumerate(ranks)]
 
 
 def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
@@ -194,16 +198,16 @@ def _products(static: _Static, a: Float[Array, "M K"], b: Float[Array, "K N"]) -
     return in_blocks(lambda rows: fp32_matmul(rows, b), a) if static.batch_invariant else fp32_matmul(a, b)
 
 
-def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs, slots) -> Array:
+def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs, given) -> Array:
     """The product with its adapters added within the kernel where they fit it, else around it."""
     if not pairs:
         return _kernel(static, False, x, weight, bias)
     n, _ = weight.shape
     if _fusing_tile(static, x.shape[0], weight, [b.shape for _, b in pairs]) is None:
         return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
-    slots = _in_slots(shrunk) if slots is None else slots
+    given = _in_slots(shrunk) if given is None else given
     expand = tuple(b for _, b in pairs)
-    return _kernel(static, False, x, weight, bias, slots, expand=expand, scale=static.adapters[0][0])
+    return _kernel(static, False, x, weight, bias, given, expand=expand, scale=static.adapters[0][0])
 
 
 def _fusing_tile(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> Tile | Split | None:
@@ -218,10 +222,11 @@ def _fusing_tile(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[t
     return tiles.tile_for(rows, *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
 
 
-def _shrinks(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> bool:
+def _takes(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> str:
     if not shapes or static.implementation == "xla":
-        return False
-    return getattr(_fusing_tile(static, rows, weight, shapes), "shrinks", False)  # a `Tile` never does
+        return "whole"
+    shrinks = getattr(_fusing_tile(static, rows, weight, shapes), "shrinks", None)  # None: a `Tile`
+    return {None: "whole", False: "parts", True: "a"}[shrinks]
 
 
 def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, a=None, expand=(), scale=1.0) -> Array:
@@ -242,16 +247,19 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
         if a is not None:  # `vmap` made too many tokens of few
             parts = jnp.split(a, np.cumsum([b.shape[0] for b in expand])[:-1], axis=1)
             shrunk = _in_slots(_shrink(x, parts, a, static.batch_invariant))
-        terms["shrunk"] = shrunk
         if isinstance(tile, few_tokens.Split):
-            return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), **terms)
-        return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, **terms)
+            return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), shrunk=shrunk, **terms)
+        if shrunk is not None and shrunk.ndim == 3:
+            shrunk = _in_slots(_of_given(shrunk, [b.shape[0] for b in expand], x.dtype))
+        return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, shrunk=shrunk, **terms)
 
     @product.def_vmap
     def batched(size, in_batched, rows, weight, bias, a, expand):
         if any(jax.tree.leaves(in_batched[1:])):
             raise ValueError("nvfp4_matmul: vmap over x only; weight, bias and adapters have no batch axis")
-        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), rows)
+        # rows of x and of `shrunk` become more rows, also where sums come in parts [size, parts, rows, columns]
+        beside = lambda leaf: jnp.moveaxis(leaf, 0, -3).reshape(*leaf.shape[1:-2], -1, leaf.shape[-1])  # noqa: E731
+        flat = jax.tree.map(beside, rows)
         return product(flat, weight, bias, a, expand).reshape(size, rows[0].shape[1], -1), True
 
     return product((x, shrunk), weight, bias, a, expand)

@@ -1,6 +1,7 @@
 """Who computes `x A` where the table says that the product does: which kernel is called with what, the kernels
 replaced by the equations that they stand for."""
 
+import dataclasses
 import types
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul import matmul as entry
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_shrinks
+from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
 
 few_tokens = pytest.importorskip("qerl_kernels.nvfp4_matmul.few_tokens")
 from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles  # noqa: E402
@@ -21,7 +22,7 @@ TILE = mosaic_gpu.Tile(tokens=64, rows=1, depth=1, stages=4)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(kernel, rows of x, whether it was given A) of each call."""
+    """(kernel, rows of x, what it was given: "a", "parts", "whole" or None) of each call."""
     made = []
 
     def whole(x, weight, shrunk, a, expand, scale, bias):
@@ -30,19 +31,25 @@ def calls(monkeypatch):
         ranks = [b.shape[0] for b in expand]
         if a is not None:
             t = jnp.split((x.astype(jnp.float32) @ a.astype(jnp.float32)).astype(x.dtype), np.cumsum(ranks)[:-1], 1)
+        elif shrunk is not None and shrunk.ndim == 3:
+            t = jnp.split(shrunk.sum(0).astype(x.dtype), np.cumsum(ranks)[:-1], 1)
         else:
             t = [shrunk[:, 64 * i :][:, :rank] for i, rank in enumerate(ranks)]
         added = [p.astype(jnp.float32) @ b.astype(jnp.float32) for p, b in zip(t, expand, strict=True)]
         y = y + scale * jnp.concatenate(added, axis=1) if expand else y
         return (y if bias is None else y + bias).astype(x.dtype)
 
+    def given(shrunk):
+        return None if shrunk is None else "parts" if shrunk.ndim == 3 else "whole"
+
     def few(x, weight, split, *, bias=None, shrunk=None, a=None, expand=(), scale=1.0):
         assert x.shape[0] <= split.tokens and split.shrinks == (a is not None) and (shrunk is None or a is None)
-        made.append(("few", x.shape[0], a is not None))
+        made.append(("few", x.shape[0], "a" if a is not None else given(shrunk)))
         return whole(x, weight, shrunk, a, expand, scale, bias)
 
     def many(x, weight, tile, *, transposed=False, bias=None, shrunk=None, expand=(), scale=1.0):
-        made.append(("many", x.shape[0], False))
+        made.append(("many", x.shape[0], given(shrunk)))
+        assert shrunk is None or shrunk.ndim == 2
         if transposed:
             matrix, row = packing.packed_parts(weight)
             return (x.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(x.dtype)
@@ -81,9 +88,9 @@ def near(got, expected):
 @pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16))])
 def test_no_gradient_no_x_a(calls, widths, ranks, beside):
     x, weight, loras = draw(5, widths, ranks, beside=beside)
-    assert product_shrinks(5, weight, loras, x.dtype)
+    assert product_takes(5, weight, loras, x.dtype) == "a"
     y = jax.jit(lambda x: nvfp4_matmul(x, weight, jnp.ones(N), loras))(x)
-    assert calls == [("few", 5, True)]
+    assert calls == [("few", 5, "a")]
     near(y, nvfp4_matmul(x, weight, jnp.ones(N), loras, implementation="xla"))
 
 
@@ -92,8 +99,32 @@ def test_where_it_is_given_it_is_taken(calls):
     t = (x.astype(jnp.float32) @ loras[0].a.astype(jnp.float32)).astype(jnp.bfloat16)
     slots = jnp.pad(2 * t, ((0, 0), (0, 32)))
     y = nvfp4_matmul(x, weight, None, loras, shrunk=slots)
-    assert calls == [("few", 8, False)]
+    assert calls == [("few", 8, "whole")]
     near(y, nvfp4_matmul(x, weight, None, loras, shrunk=slots, implementation="xla"))
+
+
+@pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16))])
+def test_parts_are_added_up(calls, monkeypatch, widths, ranks):
+    """In the kernel for few tokens; before the other one; by XLA; and where `vmap` makes many tokens of few."""
+    row = tiles.Row("forward", N, K, 8, dataclasses.replace(SPLIT, shrinks=False), 1.0)
+    monkeypatch.setattr(tiles, "table", lambda: (row, tiles.Row("forward", N, K, 64, TILE, None)))
+    x, weight, loras = draw(8, widths, ranks)
+    assert product_takes(8, weight, loras, x.dtype) == "parts"
+    assert product_takes(9, weight, loras, x.dtype) == "whole"
+    halves = [x[:, part].astype(jnp.float32) @ loras[0].a[part].astype(jnp.float32) for part in np.s_[:200, 200:]]
+    parts = jnp.stack(halves)
+    expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
+    product = lambda x, parts, **more: nvfp4_matmul(x, weight, None, loras, shrunk=parts, **more)  # noqa: E731
+    near(product(x, parts), expected)
+    near(product(x, parts, implementation="xla"), expected)
+    near(product(jnp.tile(x, (2, 1)), jnp.tile(parts, (1, 2, 1)))[8:], expected)
+    several = jax.vmap(product)(x.reshape(2, 4, K), jnp.moveaxis(parts.reshape(2, 2, 4, -1), 1, 0))
+    near(several.reshape(8, N), expected)
+    near(jax.vmap(product)(jnp.stack([-x, x, -x]), jnp.stack([-parts, parts, -parts]))[1], expected)
+    kinds = [call for call in calls if call[1] in (8, 16, 24)]
+    assert {("few", 8, "parts"), ("many", 16, "whole"), ("many", 24, "whole")} == set(kinds)
+    with pytest.raises(ValueError, match=r"shrunk is \(2, 8, \d+\), adapters of ranks .* need \d+ columns"):
+        product(x, parts[:, :, 8:])
 
 
 def test_gradients_need_x_a(calls):
@@ -104,7 +135,7 @@ def test_gradients_need_x_a(calls):
         return nvfp4_matmul(x, weight, None, [lora], implementation=implementation).astype(jnp.float32).sum()
 
     ours = jax.grad(loss, (0, 1))(x, loras[0].b, None)
-    assert calls == [("few", 4, False), ("many", 4, False)]
+    assert calls == [("few", 4, "whole"), ("many", 4, None)]
     for got, expected in zip(ours, jax.grad(loss, (0, 1))(x, loras[0].b, "xla"), strict=True):
         near(got, expected)
 
@@ -116,20 +147,20 @@ def test_a_batch_of_few_tokens_may_be_many(calls):
     expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
     near(jax.vmap(one)(x.reshape(2, 4, K)).reshape(8, N), expected)
     near(jax.vmap(one)(jnp.stack([x, x, x]))[1], expected)
-    assert [call for call in calls if call[1] in (8, 24)][-2:] == [("few", 8, True), ("many", 24, False)]
+    assert [call for call in calls if call[1] in (8, 24)][-2:] == [("few", 8, "a"), ("many", 24, "whole")]
 
 
 def test_who_does_not_shrink(calls):
     """Too many rows, no adapters, adapters that share a block of 32 features or that do not fit at all, XLA."""
     x, weight, loras = draw(8, (512,), (32,))
-    assert product_shrinks(8, weight, loras, x.dtype)
-    assert not product_shrinks(9, weight, loras, x.dtype)
-    assert not product_shrinks(8, weight, [], x.dtype)
-    assert not product_shrinks(8, weight, loras, x.dtype, implementation="xla")
-    assert not product_shrinks(8, weight, loras, x.dtype, batch_invariant=True)
+    assert product_takes(8, weight, loras, x.dtype) == "a"
+    assert product_takes(9, weight, loras, x.dtype) == "whole"
+    assert product_takes(8, weight, [], x.dtype) == "whole"
+    assert product_takes(8, weight, loras, x.dtype, implementation="xla") == "whole"
+    assert product_takes(8, weight, loras, x.dtype, batch_invariant=True) == "whole"
     for widths, ranks, scale in (((240, 272), (16, 16), 0.5), ((512,), (72,), 0.5), ((512,), (32,), 0.0)):
         x, weight, loras = draw(8, widths, ranks, scale)
-        assert not product_shrinks(8, weight, loras, x.dtype)
+        assert product_takes(8, weight, loras, x.dtype) == "whole"
         calls.clear()
         near(nvfp4_matmul(x, weight, None, loras), nvfp4_matmul(x, weight, None, loras, implementation="xla"))
-        assert calls == [("few", 8, False)]
+        assert calls == [("few", 8, None)]
