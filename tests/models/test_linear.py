@@ -138,6 +138,7 @@ def test_one_adapter_without_a_list_and_none(x):
     np.testing.assert_allclose(linear(jnp.asarray(x), weight), expected(x, exact, None, []), atol=1e-4)
 
 
+@jax.default_matmul_precision("highest")  # a GPU's default for fp32 is tf32, and this is what `linear` is held against
 def _plain(x, exact, bias, loras):
     y = x @ exact.T + bias
     for lora in loras:

@@ -21,7 +21,12 @@ class Head:
         self.head = head
 
     def logits(self, hidden):
-        return hidden @ self.head
+        return product(hidden, self.head)
+
+
+def product(hidden, head):
+    """In fp32 as `Qwen2.logits` has it; a GPU's default would be tf32."""
+    return jnp.matmul(hidden, head, precision=jax.lax.Precision.HIGHEST)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +78,7 @@ def test_gradients_equal_those_of_log_softmax_and_entropy_has_none(case, chunk):
         return jnp.sum(probe * logp) + 100 * entropy.sum()
 
     def plain(hidden, head):
-        logp = jax.nn.log_softmax(hidden @ head / 0.6)
+        logp = jax.nn.log_softmax(product(hidden, head) / 0.6)
         return jnp.sum(probe * jnp.take_along_axis(logp, targets[..., None], -1)[..., 0])
 
     for got, want in zip(jax.grad(ours, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True):
@@ -123,7 +128,7 @@ def test_truncated_distributions_are_renormalized_over_the_kept_set_and_the_targ
     """Slow set arithmetic; the target is in the set whatever this model thinks of it: the sampler had kept it."""
     hidden, head, targets = case
     logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling, 3)
-    logits = np.asarray(hidden @ head, np.float64) / sampling.temperature
+    logits = np.asarray(product(hidden, head), np.float64) / sampling.temperature
     outside = 0
     for b in range(B):
         for t in range(T):

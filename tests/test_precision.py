@@ -1,0 +1,52 @@
+"""The products of an fp32 model ask for fp32 in every program: a GPU's default is tf32, three digits, and on the CPU
+nobody would notice.
+
+Nor would anybody on a GPU if tests set a default precision for what they test: they may for what it is held against.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qerl_jax.config import Config
+from qerl_jax.io.plan import abstract_trees
+from qerl_jax.models.formats import WEIGHT_FORMATS
+from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.rl.advantages import make_batch
+from qerl_jax.rl.step import grpo_step
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.plan import Plan
+from qerl_jax.types import Rollout, Sampling
+
+MODEL = ModelConfig(64, 128, 128, 2, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
+ROWS, WIDTH = 4, 8
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+
+
+def products(program: jax.stages.Lowered) -> list[str]:
+    """The lines of its matrix products of fp32 numbers."""
+    lines = [line for line in program.as_text().splitlines() if "dot_general" in line]
+    return [line for line in lines if "xf32>" in line.rsplit(" : ", 1)[1].split("->")[0]]
+
+
+@pytest.mark.parametrize("stored", WEIGHT_FORMATS)
+def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
+    """Prefill, decode over fp32 and FP8 caches, batch-invariant or not, and the update with its backward pass."""
+    sizes = {"batch_size": ROWS, "num_generations": 2, "max_prompt_length": WIDTH, "max_completion_length": WIDTH}
+    config = Config(model="x", weight_format=stored, dtype="float32", lora_rank=8, train_norms=True, beta=0.1, **sizes)
+    policy, state = abstract_trees(MODEL, stored, config)
+    flat, tokens = jnp.zeros(ROWS, jnp.int32), jnp.zeros((ROWS, 2 * WIDTH), jnp.int32)
+    rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
+    programs = [grpo_step.lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
+    plan = Plan(ROWS, ROWS, WIDTH, WIDTH, 0, (policy.dtype, FP8))
+    held, slots = jax.eval_shape(lambda: decode._empty(jax.random.key(0), MODEL, policy.dtype, plan, ROWS))
+    policy = policy.replace(lora=jax.eval_shape(decode.prepare, policy))
+    for invariant in (False, True):
+        programs.append(decode.prefill.lower(policy, held, jnp.zeros(16, jnp.int32), flat, flat, WIDTH, invariant))
+        programs.append(decode.decode_chunk.lower(policy, held, slots, Sampling(WIDTH), 2, invariant))
+    for program in programs:
+        found = products(program)
+        assert len(found) >= 20  # of one layer: four weights, seven adapters, scores and values
+        assert all("precision = [HIGHEST, HIGHEST]" in line for line in found), found
