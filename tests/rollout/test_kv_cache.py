@@ -57,6 +57,19 @@ def with_key_bias(policy: Policy, layer: int, value: float, head: int = 1, dim: 
     return policy.replace(frozen=frozen)
 
 
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """As a cache of a dtype holds it; e4m3 by exact arithmetic (three bits behind the point, the last worth 2^-9 or
+    more), because XLA may leave out a cast there and back, and on a GPU does so to the values.
+    """
+    if dtype != E4M3:
+        return x
+    power_of_two = lambda n: jax.lax.bitcast_convert_type((n + 127) << 23, jnp.float32)  # noqa: E731
+    x = jnp.clip(x, -448, 448)
+    exponent = ((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
+    last = jnp.maximum(exponent, -6) - 3
+    return jnp.round(x * power_of_two(-last)) * power_of_two(last)
+
+
 def rounding_logits(dtypes):
     """Logits of a forward pass in which whatever follows the prompt attends to keys and values as a cache holds them;
     the prompt's own tokens see each other exactly.
@@ -67,9 +80,9 @@ def rounding_logits(dtypes):
         mask = jnp.broadcast_to(order[:, None] >= order, (1, *order.shape, *order.shape))
 
         def mix(q, k, v, like):
-            kept = [jnp.clip(x, -448, 448).astype(like.dtype).astype(x.dtype) for x in (k, v)]
-            exact, rounded = attend(q, k, v, mask), attend(q, *kept, mask)
-            return jnp.where((order < prompt)[None, :, None, None], exact, rounded), None
+            exact = attend(q, k, v, mask)
+            cached = attend(q, rounded(k, like.dtype), rounded(v, like.dtype), mask)
+            return jnp.where((order < prompt)[None, :, None, None], exact, cached), None
 
         model = policy.model()
         of_layers = [jnp.zeros(0, dtype) for dtype in dtypes]
