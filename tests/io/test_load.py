@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from helpers import assert_trees_equal, fp32_policy
 from oracles import torch_qwen2
+from qerl_kernels import dispatch
+from qerl_kernels.nvfp4_matmul.packing import unpack
 
 from qerl_jax.io import safetensors as st
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.safetensors import CheckpointError
-from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4
+from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, PackedNvfp4
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -97,8 +99,11 @@ def test_a_tied_head_may_stand_in_the_file_once_more(tmp_path):
     assert_trees_equal(fp32_policy(twice).frozen, fp32_policy(tmp_path / "tied").frozen)
 
 
+@pytest.mark.parametrize("missing", ["a Hopper GPU", None], ids=["xla", "mosaic_gpu"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_dtypes_and_formats(micro_dir, dtype):
+def test_dtypes_and_formats(micro_dir, dtype, missing, monkeypatch):
+    """4-bit weights are packed where the kernels run and nowhere else."""
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: missing)
     for name, kind in (("bf16", Dense), (None, Dense), ("nvfp4", Nvfp4), ("mxfp4", Mxfp4), ("nf4", Nf4)):
         policy = load_policy(micro_dir, name, LoraConfig(rank=2), dtype)
         layer = policy.frozen["layers"][0]
@@ -108,7 +113,10 @@ def test_dtypes_and_formats(micro_dir, dtype):
             ("mlp", "gate_up_proj"),
             ("mlp", "down_proj"),
         ):
-            assert isinstance(layer[block][fused]["weight"], kind)
+            weight = layer[block][fused]["weight"]
+            packed = missing is None and kind in (Nvfp4, Mxfp4)
+            assert isinstance(weight, PackedNvfp4) == packed
+            assert isinstance(unpack(weight) if packed else weight, kind)
         assert policy.frozen["embed_tokens"].dtype == dtype == policy.dtype
         assert {x.dtype for x in jax.tree.leaves((policy.norms, policy.lora))} == {jnp.dtype(jnp.float32)}
 

@@ -99,6 +99,7 @@ def test_an_implementation_that_cannot_run_here_is_refused():
 
 def test_the_choice_is_said_once_and_only_where_a_kernel_could_be_expected(caplog, monkeypatch):
     dispatch.say_once.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert dispatch.choose("kernel", None, "a Hopper GPU") == "xla" and not caplog.records
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for _ in range(2):

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from qerl_kernels.nvfp4_matmul.packing import unpack
 
 from qerl_jax.io import names
+from qerl_jax.models.formats import PackedNvfp4, Weight
 from qerl_jax.models.qwen2 import FUSED
 from qerl_jax.types import Policy
 
@@ -34,11 +36,13 @@ def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
                 row += rows
 
 
-def weight_bytes(module: str, weight: object, rows: slice) -> Iterator[tuple[str, bytes]]:
-    """One part of a fused projection."""
+def weight_bytes(module: str, weight: Weight, rows: slice) -> Iterator[tuple[str, bytes]]:
+    """One part of a fused projection; of a packed one all but the codes of blocks whose scale is zero."""
     if hasattr(weight, "values"):
         yield f"{module}.weight", np.asarray(weight.values[rows]).tobytes()
         return
+    if isinstance(weight, PackedNvfp4):  # on a Hopper GPU
+        weight = unpack(weight)
     suffixes = names.QUANTIZED["compressed-tensors" if weight.divides else "modelopt"]
     yield f"{module}.{suffixes[0]}", np.asarray(weight.codes[rows]).tobytes()
     yield f"{module}.{suffixes[1]}", np.asarray(weight.scales[rows]).tobytes()
