@@ -5,7 +5,6 @@ Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 """
 
 import dataclasses
-import importlib.util
 import math
 import pathlib
 import re
@@ -17,23 +16,21 @@ import pytest
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 
 
-def cuda_dir() -> pathlib.Path:
-    return pathlib.Path(next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations)))
-
-
 def compile_for_h200(cases: list[tuple]) -> subprocess.CompletedProcess:
-    return h200.run(pathlib.Path(__file__).parent / "compile_for_h200.py", str(cuda_dir()), *map(repr, cases))
+    return h200.run(pathlib.Path(__file__).parent / "compile_for_h200.py", str(h200.cuda_dir()), *map(repr, cases))
 
 
 def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]]:
     """(PTX, what ptxas says of registers and spills) of each kernel."""
+    if missing := h200.missing("bin/ptxas"):
+        pytest.skip(missing)
     run = compile_for_h200(cases)
     kernels = [part for part in re.split(r"(?=^\.version )", run.stdout + run.stderr, flags=re.M) if ".entry" in part]
     found = []
     for i, kernel in enumerate(kernels):
         source = tmp_path / f"{i}.ptx"
         source.write_text(kernel.rsplit("}\n", 1)[0] + "}\n")
-        command = [cuda_dir() / "bin/ptxas", "-v", "-arch=sm_90a", source, "-o", tmp_path / f"{i}.cubin"]
+        command = [h200.cuda_dir() / "bin/ptxas", "-v", "-arch=sm_90a", source, "-o", tmp_path / f"{i}.cubin"]
         report = subprocess.run(command, capture_output=True, text=True)
         assert report.returncode == 0, report.stderr
         found.append((kernel, report.stderr))
