@@ -76,6 +76,10 @@ from qerl_kernels.nvfp4_matmul.fragments import operands
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, ROWS, Layout, Split, can_fuse, fits
 
+# Words of x A in parts that a thread may hold during the loop. To add them up before it costs 0.5 us: a warp then waits
+# for them while what it has asked for of the weight comes in (down of 7B, 8 tokens: tools/results/LOG.md).
+MOST_HELD = 24
+
 
 # A jit of its own: a program lowers and compiles each shape once, not once for every layer.
 @functools.partial(jax.jit, static_argnames=("split", "scale"))
@@ -454,8 +458,8 @@ class _Program:
             b = [lanes.load(lanes.address(base, add(at, mul(width, 2 * i))), 1, ok)[0] for i in range(4)]
             t = [] if split.shrinks else [self._fetch_t(o, add(column, first), ok) for o in range(self.octets)]
             jobs.append((exists, step, b, t))
-        if self.task.parts:  # after all loads; the copies that the loop waits for are under way
-            jobs = [(exists, step, b, [self._summed(four) for four in t]) for exists, step, b, t in jobs]
+        if len(jobs) * self.octets * 4 * self.task.parts > MOST_HELD:
+            return [(exists, step, b, list(map(self._summed, t))) for exists, step, b, t in jobs]
         return jobs
 
     def _fetch_t(self, octet: int, column: ir.Value, ok: ir.Value) -> list[ir.Value]:
@@ -469,7 +473,9 @@ class _Program:
         return [word for part in range(task.parts) for word in lanes.load(at, 4, ok, byte=part * size)]
 
     def _summed(self, words: list[ir.Value]) -> list[ir.Value]:
-        """Four ranks of all parts, as two words."""
+        """Two words from the four of each part; from two words themselves."""
+        if len(words) == 2:
+            return words
         sums = [lanes.total([lanes.as_float(word) for word in words[i::4]]) for i in range(4)]
         return [lanes.to_bf16(sums[0], sums[1]), lanes.to_bf16(sums[2], sums[3])]
 
@@ -489,7 +495,7 @@ class _Program:
     def _multiply_adapters(self, jobs: list[tuple]) -> None:
         """Bᵀ tᵀ of each job to this warp's shared memory behind its sums, [job][token][feature]."""
         for number, (exists, step, b, t) in enumerate(jobs):
-            t = t or self._kept(step)
+            t = list(map(self._summed, t)) or self._kept(step)
             a = [lanes.pair(b[i], b[i + 1], high) for i in (0, 2) for high in (False, True)]
             for o in range(self.octets):
                 found = lanes.multiply([lanes.fconst(0.0)] * 4, a, t[o])
