@@ -68,7 +68,9 @@ def test_tiles_that_share_their_work_are_left_alone():
 
 
 def holds(how: Tile | Split, n: int, k: int, m: int, adapted: bool = False) -> bool:
-    return few_tokens.fits(how, n, k) and m <= how.tokens if isinstance(how, Split) else fits(how, adapted)
+    if isinstance(how, Split):
+        return few_tokens.fits(how, n, k, rank=32 * adapted) and m <= how.tokens
+    return fits(how, adapted)
 
 
 @pytest.mark.parametrize("case", cases.SHAPES)
