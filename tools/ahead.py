@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu  # noqa: F401  # tells XLA where the runtime is that the kernels' host code calls
+import jax.experimental.mosaic.gpu  # tells XLA where the runtime is that the kernels' host code calls
 from jax.experimental import serialize_executable, topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from qerl_kernels import dispatch
