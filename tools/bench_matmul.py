@@ -165,23 +165,22 @@ def with_adapters(x, layer, shrunk=None):
 
 def shrunk_before(rows: int, layer, norm: bool = False) -> dict:
     """How what precedes a product of a layer is to be called: A and the ranks of its adapters, and, but for a norm,
-    whether their `x A` may come in parts. No A where the product computes `x A` itself."""
+    whether their `x A` may come in parts. No A where the product computes `x A` itself; all of it where there is no
+    weight."""
     weight, a, expand = layer
-    whole = weight is None or not expand
-    takes = (
-        "whole"
-        if whole
-        else product_takes(rows, weight, loras_of(a, expand), jnp.bfloat16, implementation="mosaic_gpu")
-    )
-    how = {} if norm else {"in_parts": takes == "parts"}
-    return (
-        {"a": None, "ranks": (), **how} if takes == "a" else {"a": a, "ranks": tuple(b.shape[0] for b in expand), **how}
-    )
+    takes = "whole"
+    if weight is not None:
+        takes = product_takes(rows, weight, loras_of(a, expand), jnp.bfloat16, implementation="mosaic_gpu")
+    if takes == "a":
+        a, expand = None, []
+    how = {"a": a, "ranks": tuple(b.shape[0] for b in expand)}
+    return how if norm else {**how, "in_parts": takes == "parts"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product to be timed, with adapters of a rank or without."""
+    """A product to be timed, with adapters of a rank or without; their `x A` is the product's own where the table of
+    tiles says so, else XLA's, and counted either way."""
 
     case: str
     m: int
@@ -356,7 +355,8 @@ def _layers(start, stack, products: bool):
         delta = y
         if products:
             every += with_adapters(y, qkv, t)[0, 0]
-            t = None if of(o)["a"] is None else shrink(y, **of(o))
+            before = of(o)
+            t = None if before["a"] is None else shrink(y, **before)
             delta = with_adapters(y, o, t)
         x, y, t = norm(x, delta, scale, **of(up, norm=True))
         h, t = silu_shrink(with_adapters(y, up, t) if products else gate_up, **of(down))

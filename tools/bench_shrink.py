@@ -4,7 +4,8 @@
 
 One jitted function runs the operation over many sets of buffers (at least 100 MB in all, so that the L2 does not help),
 one after the other. `us` is the time between the beginnings of two operations on the device, gaps between kernels
-included, `busy` what the kernels themselves take; both from the profiler, the median of several executions.
+included, `busy` what the kernels themselves take; both from the profiler, the median of several executions. `x A` is
+made whole; where decode makes it in parts or leaves it to the product (`product_takes`), `tune_matmul` times that.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ def estimate_split(split: Split, n: int, k: int) -> float:
 
     Fitted to 600 durations of 30 products as `estimate` was: 1.7 % (15 % at most), 28 of 30, 5 %; without 32B, 14B or
     7B 2.4, 1.0 and 2.3 %. Of 32 tokens and of one operand of 16 features in a block there were few. What is counted for
-    `x A` (A's bytes, half an operand of 16 features for 16 ranks, 0.4 us at the end) no time has been held against.
+    `x A` (A's bytes, half an operand of 16 features for 16 ranks, 0.4 us at the end) is not fitted: five times of o of
+    7B and 14B in the table are within 5 % of it, four of 3B and 0.5B 0.8 to 1.6 us below.
     """
     layout = cut.Layout(split, RANK)
     units = math.ceil(k / 64) / split.cluster

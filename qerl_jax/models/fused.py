@@ -79,8 +79,8 @@ def _norm(norm: RMSNorm, x: Array, delta: Array | None, projection: Projection) 
 
 
 def _adapters(projection: Projection, x: Array | jax.ShapeDtypeStruct) -> tuple[Array | None, tuple[int, ...], bool]:
-    """A of a projection's adapters side by side, and their ranks, where something is to be multiplied with A before the
-    product with as many rows as x has, of its dtype; and whether that may come in parts."""
+    """(A of a projection's adapters side by side, their ranks, whether `x A` may come in parts), for a product with as
+    many rows as x has, of its dtype. No A where there are no adapters or the product computes `x A` itself."""
     parts = projection.adapters()
     takes = product_takes(x.shape[0], projection.weight.get_value(), parts, x.dtype)
     if not parts or takes == "a":

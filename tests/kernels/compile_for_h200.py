@@ -2,12 +2,16 @@
 
     python compile_for_h200.py CUDA_DIR CASE [CASE ...]
 
-CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python:
-(m, n, k, Tile(...) or Split(...), transposed, number of adapters[, their rank]) for the product, or for attention
-("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches]), or
-("step", layers, folder): the products of a 7B decode step with adapters, whose thunk list XLA writes to the folder, or
-("shrink", kind, tokens, input features, *ranks), or ("rope", rows, query heads, key/value heads, head dim, dtype of the
-caches).
+CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python, one of
+
+    (m, n, k, Tile(...) or Split(...), transposed, number of adapters[, their rank[, parts of x A]])
+    ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches])
+    ("shrink", kind or "kind in parts", tokens, input features, *ranks)
+    ("rope", rows, query heads, key/value heads, head dim, dtype of the caches)
+    ("step", layers, folder)
+
+the first for the product, the last for the products of a 7B decode step with adapters, whose thunk list XLA writes to
+the folder.
 """
 
 import os

@@ -18,6 +18,12 @@ from test_fragments import machine  # noqa: F401  # a fixture
 few_tokens = pytest.importorskip("qerl_kernels.nvfp4_matmul.few_tokens")
 Split = few_tokens.Split
 POISON = 0xFF  # of memory that nobody has written: a NaN as bf16 and as fp32
+PLAIN = Split(8, rows=2, warps=4, depth=1)
+OWN = dataclasses.replace(PLAIN, shrinks=True)
+
+
+def zeros(*shape: int, dtype=jnp.bfloat16) -> np.ndarray:
+    return np.zeros(shape, dtype)
 
 
 class Memory:
@@ -376,6 +382,43 @@ def test_x_a_within_the_product(monkeypatch, split, m, n, k, ranks, widths, eage
     assert (np.abs(y - expected) <= rounding).mean() > 0.9
 
 
+@pytest.mark.parametrize(
+    "split, terms, words",
+    [
+        (PLAIN, {"x": zeros(8, 128, dtype=jnp.float32)}, r"x is float32\[8, 128\]"),
+        (PLAIN, {"x": zeros(9, 128)}, r"x is bfloat16\[9, 128\]"),
+        (PLAIN, {"bias": zeros(64)}, r"the bias is bfloat16\[64\]"),
+        (PLAIN, {}, "x A is not given"),
+        (PLAIN, {"shrunk": zeros(3, 7, 32, dtype=jnp.float32)}, r"x A is float32\[3, 7, 32\]"),
+        (PLAIN, {"shrunk": zeros(3, 8, 64, dtype=jnp.float32)}, r"x A is float32\[3, 8, 64\]"),
+        (PLAIN, {"shrunk": zeros(3, 8, 32)}, r"x A is bfloat16\[3, 8, 32\]"),
+        (PLAIN, {"shrunk": zeros(0, 8, 32, dtype=jnp.float32)}, r"x A is float32\[0, 8, 32\]"),
+        (PLAIN, {"shrunk": zeros(7, 64)}, r"x A is bfloat16\[7, 64\]"),
+        (PLAIN, {"shrunk": zeros(8, 48)}, r"x A is bfloat16\[8, 48\]"),
+        (PLAIN, {"shrunk": zeros(8, 64, dtype=jnp.float32)}, r"x A is float32\[8, 64\]"),
+        (PLAIN, {"shrunk": zeros(8, 32), "expand": (zeros(16, 64), zeros(16, 64))}, r"x A is bfloat16\[8, 32\]"),
+        (PLAIN, {"shrunk": zeros(8, 64), "expand": ()}, r"x A is bfloat16\[8, 64\]"),
+        (PLAIN, {"shrunk": zeros(8, 64), "a": zeros(128, 32)}, r"A is bfloat16\[128, 32\]"),
+        (PLAIN, {"shrunk": zeros(8, 64), "expand": (zeros(32, 128, dtype=jnp.float32),)}, r"B are \['float32"),
+        (OWN, {"shrunk": zeros(8, 64), "a": zeros(128, 32)}, r"x A is bfloat16\[8, 64\]"),
+        (OWN, {"a": zeros(128, 32, dtype=jnp.float32)}, r"A is float32\[128, 32\]"),
+        (OWN, {}, "A is not given"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(monkeypatch, split, terms, words):
+    """The kernel sees addresses alone. What it may be given passes."""
+    monkeypatch.setattr(few_tokens, "_call", lambda task, split, inputs, out: jnp.zeros(out.shape, out.dtype))
+    packed = packing.pack(cases.random_weight(jax.random.key(0), 128, 128))
+    call = lambda **given: few_tokens.matmul.__wrapped__(  # noqa: E731
+        **{"x": zeros(8, 128), "weight": packed, "split": split, "expand": (zeros(32, 128),)} | given
+    )
+    good = [{"a": zeros(128, 32)}] if split.shrinks else [{"shrunk": zeros(8, columns)} for columns in (32, 64)]
+    for given in good if split.shrinks else [*good, {"shrunk": zeros(3, 8, 32, dtype=jnp.float32)}]:
+        assert call(**given).shape == (8, 128)
+    with pytest.raises(ValueError, match=words):
+        call(**({**good[0], **terms} if {"x", "bias"} & set(terms) else terms))
+
+
 def test_what_shrinks_is_refused_where_it_cannot():
     packed = packing.pack(cases.random_weight(jax.random.key(0), 128, 128))
     split, x = Split(8, rows=4, warps=4, depth=1, shrinks=True), jnp.zeros((8, 128), jnp.bfloat16)
@@ -385,5 +428,5 @@ def test_what_shrinks_is_refused_where_it_cannot():
         few_tokens.matmul(x, packed, split, a=a(64), expand=b(32, 96, 32))
     with pytest.raises(ValueError, match="does not fit a multiprocessor"):
         few_tokens.matmul(x, packed, split)
-    with pytest.raises(ValueError, match=r"A is \(128, 16\)"):
+    with pytest.raises(ValueError, match=r"A is bfloat16\[128, 16\]"):
         few_tokens.matmul(x, packed, split, a=a(16), expand=b(32, 128))

@@ -72,8 +72,23 @@ def test_x_a_may_be_given():
     doubled = nvfp4_matmul(x, weight, None, loras, implementation="xla", shrunk=2 * shrunk)
     plain = nvfp4_matmul(x, weight, implementation="xla")
     np.testing.assert_allclose(doubled - plain, 2 * (made - plain), rtol=1e-3, atol=1e-4 * float(jnp.abs(made).max()))
-    with pytest.raises(ValueError, match=r"shrunk is \(6, 128\), adapters of ranks \[8\] need 64 columns"):
-        nvfp4_matmul(x, weight, None, loras[:1], implementation="xla", shrunk=shrunk)
+
+
+def test_x_a_of_another_shape_or_dtype_is_refused():
+    weight, x = packing.pack(random_weight(96, 80, 1)), jnp.zeros((6, 80))
+    loras, shrunk = adapters(80, (64, 32), 8), jnp.zeros((6, 128))
+    high = adapters(80, (64,), 72)
+    for wrong, parts, words in (
+        (shrunk, loras[:1], r"\[6, 128\], 6 rows with adapters of ranks \[8\] need float32\[6, 64\]"),
+        (shrunk[:1], loras, r"\[1, 128\], 6 rows with .* need float32\[6, 128\]"),  # XLA would spread it over the rows
+        (shrunk.astype(jnp.bfloat16), loras, r"bfloat16\[6, 128\], .* need float32\[6, 128\]"),
+        (jnp.zeros((2, 5, 16)), loras, r"\[2, 5, 16\], .* need float32\[2, 6, 16\]"),
+        (jnp.zeros((0, 6, 16)), loras, r"\[0, 6, 16\], .* need float32\[1, 6, 16\]"),
+        (jnp.zeros((2, 6, 16), jnp.bfloat16), loras, r"bfloat16\[2, 6, 16\], .* need float32\[2, 6, 16\]"),
+        (shrunk, [*high, loras[1]], r"ranks \[72, 8\] need float32\[6, 128\] and ranks up to 64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nvfp4_matmul(x, weight, None, parts, implementation="xla", shrunk=wrong)
 
 
 def test_gradients():

@@ -317,9 +317,8 @@ def test_few_tokens_that_compute_x_a(split, k, widths, ranks):
         assert np.abs(y - expected).max() <= 2.0**-6 * np.abs(expected).max()
         slots = t[0] if len(t) == 1 else jnp.concatenate([jnp.pad(p, ((0, 0), (0, 64 - p.shape[1]))) for p in t], 1)
         given = np.asarray(call(x, split=dataclasses.replace(split, shrinks=False), shrunk=slots), np.float64)
-        assert (
-            np.mean(given == y) > 0.8
-        )  # a sum of x A that is rounded to the other side moves its row by a fifth of a bit
+        # a sum of x A that is rounded to the other side moves its row by a fifth of a bit
+        assert np.mean(given == y) > 0.8
 
     @jax.jit
     def differing(x, first):

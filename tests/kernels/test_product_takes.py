@@ -123,7 +123,11 @@ def test_parts_are_added_up(calls, monkeypatch, widths, ranks):
     near(jax.vmap(product)(jnp.stack([-x, x, -x]), jnp.stack([-parts, parts, -parts]))[1], expected)
     kinds = [call for call in calls if call[1] in (8, 16, 24)]
     assert {("few", 8, "parts"), ("many", 16, "whole"), ("many", 24, "whole")} == set(kinds)
-    with pytest.raises(ValueError, match=r"shrunk is \(2, 8, \d+\), adapters of ranks .* need \d+ columns"):
+    over_x = jax.vmap(product, in_axes=(0, None))(jnp.stack([x, x]), parts)  # as many as there are parts
+    over_parts = jax.vmap(product, in_axes=(None, 0))(x, jnp.stack([parts, parts[::-1]]))
+    for several in (*over_x, *over_parts):
+        near(several, expected)
+    with pytest.raises(ValueError, match=r"shrunk is float32\[2, 8, \d+\], .* need float32\[2, 8, \d+\]"):
         product(x, parts[:, :, 8:])
 
 

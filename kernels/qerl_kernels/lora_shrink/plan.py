@@ -71,8 +71,8 @@ def plan_for(task: Task, blocks: int = BLOCKS) -> Plan:
     """As many warps as there are chunks, but not more than leave each the registers it needs. Few tokens spread over
     many clusters; more of them share what is read of A where registers allow. A cluster lies in one part of the chip,
     whose path to the L2 seems to bound it (0.5 TB/s): with few tokens, several read a part of A each, or of x and A
-    where somebody else adds up (`in_parts`). Only `groups`, `ahead` and `shares` may depend on the number of tokens:
-    they change no sum. `parts` does, and depends on it.
+    where somebody else adds up (`in_parts`). `groups`, `ahead` and `shares` may depend on the number of tokens, because
+    they change no sum. `parts` depends on it too and does: so do the bits of sums in parts.
     """
     groups = 2 if task.tokens > (OCTET if task.in_parts else 32) and task.columns <= 32 else 1
     most = 16 if task.columns <= 96 else 8

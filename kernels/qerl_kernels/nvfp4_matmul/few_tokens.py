@@ -15,13 +15,13 @@ the `cluster` blocks of a cluster have the same features and lie one after anoth
 warp is, in its slot of shared memory,
 
     x        8 · octets token rows of 128 bytes; 16-byte chunk c of row r lies at c ^ (r % 8)
+    A        (that shrinks) 64 rows of 16, 32 or 64 ranks, those of the block's adapter
     words    512 bytes for each 16 features, as `packing` has them: 16 bytes for each lane
     scales   64 bytes for each 16 features: 8 bytes for lanes 4 g ... 4 g + 3
-    A        (that shrinks; behind x) 64 rows of 16, 32 or 64 ranks, those of the block's adapter
 
 all brought by `cp.async`, `depth` units ahead, one group of copies each (one is always ended, be it empty, so that
 "all but the last depth - 1" is the present unit). Copies, not loads to registers: the depth costs no register, the loop
-is not unrolled, and all three operands are waited for together. With four or eight times 16 features what a warp reads
+is not unrolled, and all operands are waited for together. With four or eight times 16 features what a warp reads
 of the weight is one contiguous run. The lane reads its words and scales, makes A (see `fragments`), and multiplies with
 `mma.sync.m16n8k16`, x coming by `ldmatrix`.
 
@@ -107,17 +107,12 @@ def matmul(
       a: A of the adapters side by side, bf16 [k, sum of ranks].
       expand: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
       scale: of the adapters.
+
+    Raises:
+      ValueError: the split fits neither the GPU nor these shapes, or an array has another shape or dtype than stated.
     """
+    _check(x, weight, split, bias, shrunk, a, expand)
     n, k = weight.shape
-    if x.shape != (x.shape[0], k) or x.shape[0] > split.tokens:
-        raise ValueError(f"matmul: x is {x.shape}, the weight {n} x {k}, {split}")
-    shapes = tuple(b.shape for b in expand)
-    if not fits(split, n, k, max((rank for rank, _ in shapes), default=0)):
-        raise ValueError(f"matmul: {split} does not fit a multiprocessor or {n} x {k} features, adapters {shapes}")
-    if expand and not can_fuse(n, shapes, split.features if split.shrinks else ROWS):
-        raise ValueError(f"matmul: adapters of shapes {shapes} do not fit {n} features and {split}")
-    if split.shrinks and (a is None or a.shape != (k, sum(rank for rank, _ in shapes))):
-        raise ValueError(f"matmul: A is {None if a is None else a.shape}, x {x.shape}, adapters {shapes}")
     padded = weight.multiplier.shape[0]
     x = jnp.pad(x, ((0, 0), (0, -k % TILE)))
     a_or_t = jnp.pad(a, ((0, -k % TILE), (0, 0))) if split.shrinks else shrunk
@@ -127,13 +122,47 @@ def matmul(
     task = _Task(
         tokens=x.shape[0], features=n, units=x.shape[1] // TILE, scale=scale,
         bias=None if bias is None else bias.dtype.itemsize,
-        adapters=shapes, columns=a_or_t.shape[-1] if expand else 0,
+        adapters=tuple(b.shape for b in expand), columns=a_or_t.shape[-1] if expand else 0,
         parts=len(a_or_t) if expand and a_or_t.ndim == 3 else 0,
     )  # fmt: skip
     inputs = [x, weight.words, weight.scales, weight.multiplier]
     inputs += ([] if bias is None else [bias]) + ([a_or_t, *expand] if expand else [])
     out = jax.ShapeDtypeStruct((x.shape[0], padded), jnp.bfloat16)
     return _call(task, split, inputs, out)[:, :n]
+
+
+def _check(x, weight, split, bias, shrunk, a, expand) -> None:
+    """Refuses what the kernel, which sees addresses alone, would read as something else."""
+    (n, k), m, shapes = weight.shape, x.shape[0], tuple(b.shape for b in expand)
+    ranks = [rank for rank, _ in shapes]
+    if x.shape != (m, k) or m > split.tokens or x.dtype != jnp.bfloat16:
+        raise ValueError(f"matmul: x is {_named(x)}, the weight {n} x {k}, {split}")
+    if not fits(split, n, k, max(ranks, default=0)):
+        raise ValueError(f"matmul: {split} does not fit a multiprocessor or {n} x {k} features, adapters {shapes}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"matmul: the bias is {_named(bias)}, the weight {n} x {k}")
+    if expand and not can_fuse(n, shapes, split.features if split.shrinks else ROWS):
+        raise ValueError(f"matmul: adapters of shapes {shapes} do not fit {n} features and {split}")
+    if any(b.dtype != jnp.bfloat16 for b in expand):
+        raise ValueError(f"matmul: B are {list(map(_named, expand))}, all must be bfloat16")
+    given, unused = (a, shrunk) if split.shrinks else (shrunk, a)
+    if not expand:
+        good = given is None
+    elif split.shrinks:
+        good = given is not None and given.shape == (k, sum(ranks)) and given.dtype == jnp.bfloat16
+    elif given is not None and given.ndim == 3:
+        good = given.shape == (max(1, len(given)), m, sum(ranks)) and given.dtype == jnp.float32
+    else:
+        wide = {(m, columns) for columns in (TILE * len(ranks), *(ranks if len(ranks) == 1 else ()))}
+        good = given is not None and given.shape in wide and given.dtype == jnp.bfloat16
+    if not good or unused is not None:
+        raise ValueError(
+            f"matmul: x A is {_named(shrunk)}, A is {_named(a)}; x {_named(x)}, adapters of shapes {shapes}, {split}"
+        )
+
+
+def _named(array: jax.Array | None) -> str:
+    return "not given" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)

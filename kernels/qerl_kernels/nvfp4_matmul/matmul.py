@@ -80,8 +80,8 @@ def nvfp4_matmul(
         differentiable.
 
     Raises:
-      ValueError: K of x and of the weight differ, `shrunk` has another width, or the implementation asked for cannot
-        run here.
+      ValueError: K of x and of the weight differ, `shrunk` has another shape or dtype than `Shrunk` for these rows and
+        adapters, or the implementation asked for cannot run here.
     """
     k = weight.shape[1]
     if x.shape[-1] != k:
@@ -98,7 +98,8 @@ def nvfp4_matmul(
     if shrunk is None:
         y = _matmul(static, rows, weight, bias, pairs, together)
     else:
-        y = _sum(static, rows, weight, bias, _of_given(shrunk, [b.shape[0] for _, b in pairs], x.dtype), pairs, shrunk)
+        of_each = _of_given(shrunk, len(rows), [b.shape[0] for _, b in pairs], x.dtype)
+        y = _sum(static, rows, weight, bias, of_each, pairs, shrunk)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -175,12 +176,17 @@ def _in_slots(shrunk: list[Array]) -> Array:
     return jnp.concatenate([jnp.pad(t, ((0, 0), (0, -t.shape[1] % _SLOT))) for t in shrunk], axis=1)
 
 
-def _of_given(shrunk: Array, ranks: list[int], dtype) -> list[Array]:
+def _of_given(shrunk: Array, rows: int, ranks: list[int], dtype) -> list[Array]:
     """`x A` of each adapter from what the caller has made of it: the inverse of `_in_slots`, or the parts' sum."""
-    width = sum(ranks) if shrunk.ndim == 3 else _SLOT * len(ranks)
-    if shrunk.shape[-1] != width:
-        raise ValueError(f"nvfp4_matmul: shrunk is {shrunk.shape}, adapters of ranks {ranks} need {width} columns")
-    if shrunk.ndim == 3:
+    in_parts = shrunk.ndim == 3
+    shape = (max(1, len(shrunk)), rows, sum(ranks)) if in_parts else (rows, _SLOT * len(ranks))
+    wanted = jnp.dtype(jnp.float32 if in_parts else dtype)
+    if shrunk.shape != shape or shrunk.dtype != wanted or not (in_parts or max(ranks, default=0) <= _SLOT):
+        raise ValueError(
+            f"nvfp4_matmul: shrunk is {shrunk.dtype}{list(shrunk.shape)}, {rows} rows with adapters of ranks {ranks} "
+            f"need {wanted}{list(shape)}" + ("" if in_parts else f" and ranks up to {_SLOT}")
+        )
+    if in_parts:
         return jnp.split(shrunk.sum(0).astype(dtype), np.cumsum(ranks)[:-1], axis=1)
     return [shrunk[:, _SLOT * i :][:, :rank] for i, rank in enumerate(ranks)]
 
@@ -250,7 +256,7 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
         if isinstance(tile, few_tokens.Split):
             return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), shrunk=shrunk, **terms)
         if shrunk is not None and shrunk.ndim == 3:
-            shrunk = _in_slots(_of_given(shrunk, [b.shape[0] for b in expand], x.dtype))
+            shrunk = _in_slots(_of_given(shrunk, len(x), [b.shape[0] for b in expand], x.dtype))
         return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, shrunk=shrunk, **terms)
 
     @product.def_vmap
@@ -258,7 +264,9 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
         if any(jax.tree.leaves(in_batched[1:])):
             raise ValueError("nvfp4_matmul: vmap over x only; weight, bias and adapters have no batch axis")
         # rows of x and of `shrunk` become more rows, also where sums come in parts [size, parts, rows, columns]
+        every = lambda leaf, own: leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape))  # noqa: E731
         beside = lambda leaf: jnp.moveaxis(leaf, 0, -3).reshape(*leaf.shape[1:-2], -1, leaf.shape[-1])  # noqa: E731
+        rows = jax.tree.map(every, rows, in_batched[0])
         flat = jax.tree.map(beside, rows)
         return product(flat, weight, bias, a, expand).reshape(size, rows[0].shape[1], -1), True
 

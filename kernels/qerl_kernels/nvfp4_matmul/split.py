@@ -152,8 +152,8 @@ def _holds(split: Split, rank: int) -> bool:
 
 
 def fitted(split: Split, n: int, adapters: Sequence[tuple[int, int]] = ()) -> Split:
-    """`split`, or with as few operands in a block as divide the n features. It shrinks only where there are `adapters`
-    (shapes of B), none begins within a block, and a multiprocessor has room for A."""
+    """`split`, with four operands in a block where its eight do not divide the n features. It shrinks only where there
+    are `adapters` (shapes of B), none begins within a block, and a multiprocessor has room for A."""
     if math.ceil(n / TILE) * 4 % split.rows:
         split = dataclasses.replace(split, rows=4)
     if split.shrinks:
