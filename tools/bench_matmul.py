@@ -1,15 +1,22 @@
 """Times the NVFP4 product on the projections of Qwen2.5 and writes tools/results/<device>/matmul.json.
 
-    python tools/bench_matmul.py [--anchors ROWS.json] [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
+    python tools/bench_matmul.py [--anchors ROWS.json | --library _C.abi3.so] [--cases qkv_7b ...] [--tokens 1 8 ...]
+        [--out FILE.json]
 
-A figure is the wall time of one jitted loop whose body runs the product over many weights (at least 300 MB of packed
-bytes and two copies, so that the L2 does not help), divided by the number of products. The loop stands for a decode
-loop: its buffers do not move, so that its CUDA graphs are captured once; a list of calls without a loop is captured
-anew whenever an output lies elsewhere, and then the host is what is timed. The smallest of five repetitions after the
-GPU has been busy for 30 ms. Every product is checked first, against the exact weights in fp32. All loops are compiled
-beforehand, by processes that do not touch the GPU (`ahead`); one process times them, one after the other. `--anchors`
-names rows of rivals in the same layout ("marlin", "cublas_bf16"), for the ratios; without it only our own figures are
-printed. The rows of rivals are copied into the result, marked with their own source.
+A figure is the wall time of one jitted loop whose body runs the product over many weights (at least 512 MiB of packed
+bytes, so that the L2 does not help; three weights from 1024 tokens on), divided by the number of products. The loop
+stands for a decode loop: its buffers do not move, so that its CUDA graphs are captured once; a list of calls without a
+loop is captured anew whenever an output lies elsewhere, and then the host is what is timed. The median of nine
+repetitions after the GPU has been busy for 30 ms. Every product is checked first, against the exact weights in fp32.
+All loops are compiled beforehand, by processes that do not touch the GPU (`ahead`); one process times them, one after
+the other.
+
+Rivals, for the ratios: `--library` names vLLM's library of kernels, and Marlin and cuBLAS are timed on this GPU first
+(`time_rivals.py`); `--anchors` names rows measured on the same kind of GPU. Their rows are copied into the result,
+marked with their source.
+
+The result is written after every row, and a run goes on where one of the same commit was cut short: rows that are there
+already are not timed again. `matmul_report.py` prints the summary of a stored result.
 """
 
 from __future__ import annotations
@@ -22,63 +29,59 @@ import math
 import os
 import pathlib
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import types
 
 import ahead
 import jax
 import jax.numpy as jnp
+import numpy as np
+from matmul_report import COPY_BYTES_PER_S, MATRIX_FLOP_PER_S, describe, rivals_of, summary
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
 from record import meta
 
-ROTATE_BYTES = 300e6
-COPY_BYTES_PER_S = 4.30e12  # read + write of a device-to-device copy on an H200
-MATRIX_FLOP_PER_S = 788e12  # an 8192 × 8192 × 8192 bf16 product on an H200
+ROTATE_BYTES = 512 << 20
+LOOP_US = 25e3  # so that what the host does for each array of a call, about 1 us, does not count
 MAX_ERROR = 2.5e-3
-# direction, numbers of tokens, and the rival that counts there
-GROUPS = (
-    ("forward", (1, 8, 16, 32), "marlin"),
-    ("forward", (64,), "the better"),
-    ("forward", (96, 128), "the better"),
-    ("forward", (256, 512, 1024), "cublas_bf16"),
-    ("forward", (4096, 16384), "cublas_bf16"),
-    ("dx", (4096, 16384), "cublas_bf16"),
-)
 # Products that do not depend on each other must not run at the same time within a captured graph.
 ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def looped(call, rounds: int):
-    """(x, weights) -> a number that depends on every product: `rounds` times `call(x, weight)` for each weight; x turns
-    its sign every round, so that nothing can leave the loop. x may be a list, one for each weight."""
+    """(x, weights) -> a number that depends on every product: `rounds` times `call(x, weight)` for each weight. x may
+    be a list, one for each weight. Every round's x waits for the sum of the round before, so that nothing can leave the
+    loop, and nothing but the sum is computed beside the products."""
 
     def every(x, weights):
 
-        def one_round(_, carry):
-            x, total = carry
-            inputs = x if isinstance(x, list) else [x] * len(weights)
+        def one_round(_, total):
+            now, _ = jax.lax.optimization_barrier((x, total))
+            inputs = now if isinstance(now, list) else [now] * len(weights)
             outs = [call(x, weight) for x, weight in zip(inputs, weights, strict=True)]
-            return jax.tree.map(jnp.negative, x), total + sum(out[0, 0].astype(jnp.float32) for out in outs)
+            return total + sum(out[0, 0].astype(jnp.float32) for out in outs)
 
-        return jax.lax.fori_loop(0, rounds, one_round, (x, jnp.float32(0)))
+        return jax.lax.fori_loop(0, rounds, one_round, jnp.float32(0))
 
     return every
 
 
-def microseconds(compiled, x, weights: list, count: int, repeats: int = 5, warm: float = 0.03) -> float:
-    """Time of one of the `count` products of a compiled `looped`."""
-    best = math.inf
+def microseconds(compiled, x, weights: list, count: int, repeats: int = 9, warm: float = 0.03) -> float:
+    """Median time of one of the `count` products of a compiled `looped`."""
     start = time.perf_counter()
     while time.perf_counter() - start < warm:
         jax.block_until_ready(compiled(x, weights))
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(compiled(x, weights))
-        best = min(best, time.perf_counter() - start)
-    return best / count * 1e6
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / count * 1e6
 
 
 def floor_us(m: int, n: int, k: int) -> float:
@@ -87,8 +90,8 @@ def floor_us(m: int, n: int, k: int) -> float:
 
 
 def rounds_of(us: float, count: int) -> int:
-    """Rounds of a loop that take about 8 ms."""
-    return max(1, round(8e3 / (us * count)))
+    """Rounds of a loop that take about `LOOP_US`."""
+    return max(1, round(LOOP_US / (us * count)))
 
 
 def weights_of(case: str, m: int) -> list[PackedNvfp4]:
@@ -97,6 +100,12 @@ def weights_of(case: str, m: int) -> list[PackedNvfp4]:
     copies = max(2, math.ceil(ROTATE_BYTES / (n * k * 0.5625)))
     copies = copies if m < 1024 else min(3, copies)
     return [cases.random_packed(jax.random.key(i), n, k) for i in range(copies)]
+
+
+@jax.jit
+def _turned(x, by):
+    """One program for all shifts."""
+    return jnp.roll(x, by, axis=1)
 
 
 # Autotuning would take longer than all else here.
@@ -219,7 +228,7 @@ class Product:
         if not self.lora_rank:
             return x, weights
         pairs = [(weight, *adapters(self.case, self.lora_rank, i)) for i, weight in enumerate(weights)]
-        return [jnp.roll(x, i, axis=1) for i in range(len(weights))], pairs
+        return [_turned(x, i) for i in range(len(weights))], pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +272,7 @@ class Step:
             ]
             stack.append([(weight, *part) for weight, part in zip(weights, parts, strict=True)])
         gates = jax.random.normal(jax.random.key(1), (self.layers, self.m, 2 * cases.SHAPES["down_7b"][1]), x.dtype)
-        return (x.astype(jnp.float32), jnp.roll(x, 1), list(gates)), [stack]
+        return (x.astype(jnp.float32), x, list(gates)), [stack]
 
 
 def program(what: Product | Step):
@@ -295,18 +304,19 @@ def wanted(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> li
 class Bench:
     """Times programs on this machine's GPU, one by one, and checks what they compute."""
 
-    def __init__(self, executables: dict, anchors: dict) -> None:
-        self.executables, self.anchors = executables, anchors
+    def __init__(self, executables: dict, rivals: dict) -> None:
+        self.executables, self.rivals = executables, rivals
         self.inputs = functools.lru_cache(1)(self._inputs)
 
-    def _inputs(self, case: str, direction: str, most: int) -> tuple[jax.Array, jax.Array]:
+    def _inputs(self, case: str, direction: str, most: int) -> tuple[jax.Array, np.ndarray]:
         """Rows of x for every number of tokens of a case, and the exact product of the first."""
         what = Product(case, most, direction)
         x = jax.random.normal(jax.random.key(9), (most, what.width()), jnp.bfloat16)
-        return x, exact(x[:256], weights_of(case, 1024)[0], direction == "dx")
+        return x, np.asarray(exact(x[:256], weights_of(case, 1024)[0], direction == "dx"))
 
     def measure(self, what: Product | Step, most: int) -> dict:
-        """The row of `what`. `most`: tokens of the largest product of its case."""
+        """The row of `what`. `most`: tokens of the largest product of its case. Raises SystemExit where it does not
+        compile or is wrong."""
         found = self.executables[(what,)]
         if isinstance(found, str):
             raise SystemExit(f"{what} does not compile: {found}")
@@ -317,31 +327,23 @@ class Bench:
         args = what.arguments(x[: what.m])
         compiled = ahead.load(found, *args)
         _, first = compiled(*args)
-        if expected is not None and not what.lora_rank:
-            refuse_if_wrong(first, expected[: what.m], str(what))
+        if expected is not None:
+            expected = expected[: what.m]
+            expected = expected + adapters_of(args[0][0], args[1][0]) if what.lora_rank else expected
+            refuse_if_wrong(first, expected, str(what))
         us = microseconds(compiled, *args, _rounds(what) * len(args[1]) + 1)
         row = {**what.row(), "us": round(us, 2)}
-        print(describe(row, self.anchors), flush=True)
+        print(describe(row, self.rivals), flush=True)
         return row
 
 
-def describe(row: dict, anchors: dict) -> str:
-    m, n, k, us = row["m"], row["n"], row["k"], row["us"]
-    if not n:
-        what = "projections and what precedes them" if row["products"] else "what precedes the projections"
-        return f"{row['case']} x {row['layers']} m {m} lora {row['lora_rank']:2d}: {us / 1e3:.3f} ms, {what}"
-    packed_bytes = n * k * 0.5625
-    flop = 2.0 * m * n * k
-    text = (
-        f"{row['case']:12s} {row['direction']:8s} m {m:6d} lora {row['lora_rank']:2d} {us:9.2f} us  "
-        f"{packed_bytes / us / 1e6:5.2f} TB/s ({packed_bytes / us * 1e6 / COPY_BYTES_PER_S:4.0%})  "
-        f"{flop / us / 1e6:6.1f} TFLOP/s ({flop / us * 1e6 / MATRIX_FLOP_PER_S:4.0%})"
-    )
-    for impl in ("cublas_bf16", "marlin"):
-        rival = anchors.get((row["case"], m, impl))
-        if rival and row["direction"] == "forward" and not row["lora_rank"]:
-            text += f"  {rival / us:5.2f} x {impl}"
-    return text + ("  batch invariant" if row.get("batch_invariant") else "")
+def adapters_of(x: jax.Array, layer: tuple) -> np.ndarray:
+    """`(x A) B` of all adapters side by side, in fp32 but for `x A`, which is rounded to bf16."""
+    _, a, expand = layer
+    ranks = np.cumsum([b.shape[0] for b in expand])[:-1]
+    wide = (np.asarray(x, np.float32) @ np.asarray(a, np.float32)).astype(jnp.bfloat16).astype(np.float32)
+    parts = zip(np.split(wide, ranks, axis=1), expand, strict=True)
+    return np.concatenate([t @ np.asarray(b, np.float32) for t, b in parts], axis=1)
 
 
 def _layers(start, stack, products: bool):
@@ -365,56 +367,32 @@ def _layers(start, stack, products: bool):
     return (every + x[0, 0])[None, None]
 
 
-def ratios(rows: list[dict], anchors: dict) -> dict[tuple[str, int, str], list[float]]:
-    """(direction, m, rival) -> the rival's time over ours in every case. dx is compared with cuBLAS's forward."""
-    found = {}
-    for row in rows:
-        if row["lora_rank"] or not row["n"] or row.get("batch_invariant"):
-            continue
-        times = {impl: anchors.get((row["case"], row["m"], impl)) for impl in ("marlin", "cublas_bf16")}
-        for impl, us in [*times.items(), ("the better", min((us for us in times.values() if us), default=None))]:
-            if us and (row["direction"] == "forward" or impl == "cublas_bf16"):
-                found.setdefault((row["direction"], row["m"], impl), []).append(us / row["us"])
-    return found
+def rival_rows(anchors: pathlib.Path | None, library: pathlib.Path | None) -> list[dict]:
+    """Rows of rivals, marked with their source; timed by a process of its own, whose memory on the GPU is then free."""
+    if library is None:
+        return [{**row, "source": anchors.name} for row in json.loads(anchors.read_text())["rows"]] if anchors else []
+    script = pathlib.Path(__file__).parent / "time_rivals.py"
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "rivals.json"
+        subprocess.run([sys.executable, script, library, "--out", out], check=True)
+        found = json.loads(out.read_text())
+    return [{**row, "source": f"time_rivals.py, torch {found['meta']['torch']}"} for row in found["rows"]]
 
 
-def means(rows: list[dict], anchors: dict) -> str:
-    """Geometric means of `ratios` for each number of tokens, then for each group of them that has a rival of its own,
-    and the packed bytes that the wide projections read a second at few tokens."""
-    all_ratios, lines = ratios(rows, anchors), []
-    for (direction, m, impl), values in sorted(all_ratios.items()):
-        lines.append(f"{direction:8s} m {m:18d}  {_mean(values)} x {impl}")
-    for direction, tokens, impl in GROUPS:
-        values = [ratio for m in tokens for ratio in all_ratios.get((direction, m, impl), [])]
-        if values:
-            lines.append(f"{direction:8s} m {', '.join(map(str, tokens)):>18s}  {_mean(values)} x {impl}")
-    for row in rows:
-        wide = row["case"].startswith(("gate_up", "down")) and row["direction"] == "forward" and row["m"] <= 16
-        if wide and not row["lora_rank"] and not row.get("batch_invariant"):
-            lines.append(f"{row['case']} m {row['m']}: {row['n'] * row['k'] * 0.5625 / row['us'] / 1e6:.2f} TB/s")
-    return "\n".join(lines)
-
-
-def step_cost(rows: list[dict]) -> str:
-    """What the projections of a decode step take, and what adapters add, over what precedes them without adapters."""
-    times = {(row["m"], row["lora_rank"], row["products"]): row["us"] for row in rows if "products" in row}
-    lines = []
-    for m, rank in sorted({(m, rank) for m, rank, products in times if rank and products}):
-        rest, plain, adapted = times[m, 0, False], times[m, 0, True], times[m, rank, True]
-        lines.append(
-            f"step m {m:3d}: projections {(plain - rest) / 1e3:.3f} ms, with adapters of rank {rank} "
-            f"{(adapted - rest) / 1e3:.3f} ms ({(adapted - plain) / (plain - rest):+.1%})"
-        )
-    return "\n".join(lines)
-
-
-def _mean(values: list[float]) -> str:
-    return f"{statistics.geometric_mean(values):5.2f} (least {min(values):.2f}, {len(values)} products)"
+def stored_rows(path: pathlib.Path, commit: str) -> tuple[list[dict], list[str]]:
+    """Our rows of a commit that a run left behind, and the commands that made them."""
+    if commit == "unknown" or not path.exists():
+        return [], []
+    stored = json.loads(path.read_text())
+    rows = [row for row in stored["rows"] if row["impl"] == "qerl" and row.get("commit") == commit]
+    return rows, [stored["meta"]["command"]] if rows else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--anchors", type=pathlib.Path, help="JSON rows of rivals measured on the same kind of GPU")
+    rivals = parser.add_mutually_exclusive_group()
+    rivals.add_argument("--anchors", type=pathlib.Path, help="JSON rows of rivals measured on the same kind of GPU")
+    rivals.add_argument("--library", type=pathlib.Path, help="vLLM's _C.abi3.so; needs torch with CUDA")
     parser.add_argument("--cases", nargs="*", default=list(cases.TIMED), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS))
     parser.add_argument("--rank", type=int, default=32, help="of the adapters timed for up to 64 tokens; 0 for none")
@@ -424,21 +402,35 @@ def main() -> None:
     parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
-    rivals = json.loads(args.anchors.read_text())["rows"] if args.anchors else []
-    anchors = {(row["case"], row["m"], row["impl"]): row["us"] for row in rivals}
-    copied = [{**rival, "source": args.anchors.name} for rival in rivals] if args.anchors else []
-    kinds = [(0, False), (0, True), (args.rank, True)] if args.layers else []
-    steps = [Step(m, rank, args.layers, products) for m in (8, 32, 64) for rank, products in kinds]
+    copied = rival_rows(args.anchors, args.library)
+    about = meta(args.commit)
+    rows, commands = stored_rows(args.out, about["commit"])
+    about["command"] = "; ".join(dict.fromkeys([*commands, about["command"]]))
+    kinds = [(0, False), (0, True), (args.rank, True)] if args.layers and args.rank else []
+    few = [m for m in args.tokens if m <= 64]
+    steps = [Step(m, rank, args.layers, products) for m in few for rank, products in kinds]
     products = [what for case in args.cases for what in wanted(case, args.tokens, args.rank, args.batch_invariant)]
-    programs = [(what,) for what in steps + products]  # the longest to compile first
-    bench = Bench(dict(ahead.compile_all(build, programs, args.jobs, ONE_BY_ONE)), anchors)
-    rows, about = [], meta(args.commit)
+    programs = without([*steps, *products], rows)
+    bench = Bench(dict(ahead.compile_all(build, programs, args.jobs, ONE_BY_ONE)), rivals_of(copied))
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    failed = []
     for (what,) in programs:
-        rows.append({**bench.measure(what, max(args.tokens)), "commit": about["commit"]})
+        try:  # the others are worth having
+            rows.append({**bench.measure(what, max(args.tokens)), "commit": about["commit"]})
+        except (SystemExit, jax.errors.JaxRuntimeError) as error:
+            failed.append(f"{what}: {str(error)[:300]}")
+            print(failed[-1], flush=True)
+            continue
         args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
-    print(means(rows, anchors))
-    print(step_cost(rows))
+    print(summary(rows + copied))
+    if failed:
+        raise SystemExit("\n".join([f"{len(failed)} of {len(programs)} failed:", *failed]))
+
+
+def without(programs: list[Product | Step], rows: list[dict]) -> list[tuple]:
+    """The programs that `rows` do not tell of, for `ahead.compile_all`: the longest to compile first."""
+    known = [{key: value for key, value in row.items() if key not in ("us", "commit")} for row in rows]
+    return [(what,) for what in programs if what.row() not in known]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""What the rows of `bench_matmul.py` say: every product beside its rivals, means, the decode step, and what is asked.
+
+    python tools/matmul_report.py [tools/results/nvidia-h200/matmul.json]
+
+Rivals are rows of the same file whose `impl` is not "qerl" (cuBLAS's and Marlin's forward products, without adapters).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+
+COPY_BYTES_PER_S = 4.30e12  # read + write of a device-to-device copy on an H200
+MATRIX_FLOP_PER_S = 788e12  # an 8192 × 8192 × 8192 bf16 product on an H200
+RIVALS = ("marlin", "cublas_bf16")
+TWICE = {"qkv_14b": "qkv_32b", "o_14b": "o_32b"}  # products of 14B that 32B has, too: they count for both
+LATENCY_BOUND = ("qkv_7b", "o_7b")
+BYTES_BOUND = ("gate_up_7b", "down_7b", "gate_up_32b", "down_32b")
+FEW = (1, 8, 16)
+# direction, numbers of tokens, the rival that counts there, cases (None: all), how many times as fast is asked at least
+# in the mean, and what in every single case
+ASKED = (
+    ("forward", (1, 8, 16, 32), "marlin", None, 1.35, 1.0),
+    ("forward", FEW, "marlin", LATENCY_BOUND, 1.5, 0.0),
+    ("forward", (64,), "the better", None, 1.15, 0.0),
+    ("forward", (96, 128), "the better", None, 1.05, 0.0),
+    ("forward", (256, 512, 1024), "cublas_bf16", None, 0.85, 0.0),
+    ("forward", (4096, 16384), "cublas_bf16", None, 0.93, 0.0),
+    ("dx", (4096, 16384), "cublas_bf16", None, 0.88, 0.0),
+)
+ASKED_TB_PER_S = 2.8  # of packed bytes, BYTES_BOUND at FEW tokens
+ASKED_STEP = (8, 1.7)  # tokens, ms of all projections of 7B with their adapters
+ASKED_ADAPTERS = 0.10  # what adapters may add to the projections of a layer, up to 64 tokens
+
+
+def rivals_of(rows: list[dict]) -> dict[tuple[str, int, str], float]:
+    """(case, m, impl) -> microseconds."""
+    return {(row["case"], row["m"], row["impl"]): row["us"] for row in rows if row["impl"] in RIVALS}
+
+
+def describe(row: dict, rivals: dict) -> str:
+    """One row in words, with its rivals' time over its own."""
+    m, n, k, us = row["m"], row["n"], row["k"], row["us"]
+    if not n:
+        what = "projections and what precedes them" if row["products"] else "what precedes the projections"
+        return f"{row['case']} x {row['layers']} m {m} lora {row['lora_rank']:2d}: {us / 1e3:.3f} ms, {what}"
+    packed_bytes = n * k * 0.5625
+    flop = 2.0 * m * n * k
+    text = (
+        f"{row['case']:12s} {row['direction']:8s} m {m:6d} lora {row['lora_rank']:2d} {us:9.2f} us  "
+        f"{packed_bytes / us / 1e6:5.2f} TB/s ({packed_bytes / us * 1e6 / COPY_BYTES_PER_S:4.0%})  "
+        f"{flop / us / 1e6:6.1f} TFLOP/s ({flop / us * 1e6 / MATRIX_FLOP_PER_S:4.0%})"
+    )
+    for impl in reversed(RIVALS):
+        if (row["case"], m, impl) in rivals and (row["direction"] == "forward" or impl == "cublas_bf16"):
+            text += f"  {rivals[row['case'], m, impl] / us:5.2f} x {impl}"
+    return text + ("  batch invariant" if row.get("batch_invariant") else "")
+
+
+def plain(rows: list[dict]) -> list[dict]:
+    """Our products without adapters, of the mode that is the default."""
+    ours = [row for row in rows if row["impl"] == "qerl" and row["n"]]
+    return [row for row in ours if not row["lora_rank"] and not row.get("batch_invariant")]
+
+
+def ratios(rows: list[dict], rivals: dict) -> dict[tuple[str, int, str], dict[str, float]]:
+    """(direction, m, rival) -> case -> the rival's time over ours. dx is compared with cuBLAS's forward."""
+    found = {}
+    for row in plain(rows):
+        for case in (row["case"], *([TWICE[row["case"]]] if row["case"] in TWICE else [])):
+            times = {impl: rivals[case, row["m"], impl] for impl in RIVALS if (case, row["m"], impl) in rivals}
+            if len(times) == len(RIVALS):
+                times["the better"] = min(times.values())
+            for impl, us in times.items():
+                if row["direction"] == "forward" or impl == "cublas_bf16":
+                    found.setdefault((row["direction"], row["m"], impl), {})[case] = us / row["us"]
+    return found
+
+
+def means(rows: list[dict], rivals: dict) -> str:
+    """Geometric means of `ratios` for each number of tokens, then what is asked of groups of them."""
+    found, lines = ratios(rows, rivals), []
+    for (direction, m, impl), values in sorted(found.items()):
+        lines.append(f"{direction:8s} m {m:18d}  {_mean(values.values())} x {impl}")
+    for direction, tokens, impl, cases, mean, least in ASKED:
+        several = [found.get((direction, m, impl), {}) for m in tokens]
+        values = [ratio for by_case in several for case, ratio in by_case.items() if cases is None or case in cases]
+        if values:
+            holds = statistics.geometric_mean(values) >= mean and min(values) >= least
+            asked = f"asked {mean}" + (f", each {least}" if least else "")
+            where = f" of {', '.join(cases)}" if cases else ""
+            text = f"{direction:8s} m {', '.join(map(str, tokens)):>18s}  {_mean(values)} x {impl}{where}"
+            lines.append(f"{text}: {asked}: {_verdict(holds)}")
+    few = [row for row in plain(rows) if row["direction"] == "forward" and row["m"] in FEW]
+    speeds = {(row["case"], row["m"]): _packed_tb_per_s(row) for row in few if row["case"] in BYTES_BOUND}
+    lines += [f"{case} m {m}: {speed:.2f} TB/s" for (case, m), speed in speeds.items()]
+    if speeds:
+        holds = statistics.geometric_mean(speeds.values()) >= ASKED_TB_PER_S
+        lines.append(f"these {_mean(speeds.values())} TB/s: asked {ASKED_TB_PER_S}: {_verdict(holds)}")
+    return "\n".join(lines)
+
+
+def step_cost(rows: list[dict], rivals: dict) -> str:
+    """What the projections of a decode step take, and what adapters add, over what precedes them without adapters."""
+    times = {(row["m"], row["lora_rank"], row["products"]): row["us"] for row in rows if "products" in row}
+    lines = []
+    for m, rank in sorted({(m, rank) for m, rank, products in times if rank and products}):
+        if (m, 0, False) not in times or (m, 0, True) not in times:
+            continue  # of a run that was cut short
+        rest, without, adapted = times[m, 0, False], times[m, 0, True], times[m, rank, True]
+        share = (adapted - without) / (without - rest)
+        text = (
+            f"step m {m:3d}: projections {(without - rest) / 1e3:.3f} ms, with adapters of rank {rank} "
+            f"{(adapted - rest) / 1e3:.3f} ms ({share:+.1%}: asked {ASKED_ADAPTERS:.0%}: "
+            f"{_verdict(share <= ASKED_ADAPTERS)})"
+        )
+        if m == ASKED_STEP[0]:
+            text += f", asked {ASKED_STEP[1]} ms: {_verdict((adapted - rest) / 1e3 <= ASKED_STEP[1])}"
+        if ("layer_set_7b", m, "marlin") in rivals:
+            text += f"; Marlin without adapters {rivals['layer_set_7b', m, 'marlin'] / 1e3:.3f} ms"
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def other_costs(rows: list[dict]) -> str:
+    """What adapters (`x A` by XLA where the product does not compute it) and the batch-invariant mode take over plain
+    products, in the mean."""
+    base = {(row["direction"], row["case"], row["m"]): row["us"] for row in plain(rows)}
+    found = {}
+    for row in rows:
+        name = "batch invariant" if row.get("batch_invariant") else "with adapters"
+        key = (row.get("direction"), row["case"], row["m"])
+        if row["impl"] == "qerl" and row["n"] and (row["lora_rank"] or row.get("batch_invariant")) and key in base:
+            found.setdefault((name, row["m"]), []).append(row["us"] / base[key])
+    return "\n".join(
+        f"{name} m {m}: {statistics.geometric_mean(values):.2f} times a plain product (most {max(values):.2f}, "
+        f"{len(values)} products)"
+        for (name, m), values in sorted(found.items())
+    )
+
+
+def summary(rows: list[dict]) -> str:
+    """All of it."""
+    rivals = rivals_of(rows)
+    parts = [means(rows, rivals), other_costs(rows), step_cost(rows, rivals)]
+    return "\n".join(part for part in parts if part)
+
+
+def _packed_tb_per_s(row: dict) -> float:
+    return row["n"] * row["k"] * 0.5625 / row["us"] / 1e6
+
+
+def _mean(values) -> str:
+    values = list(values)
+    return f"{statistics.geometric_mean(values):5.2f} (least {min(values):.2f}, {len(values)} products)"
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "MISSED"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = pathlib.Path("tools/results/nvidia-h200/matmul.json")
+    parser.add_argument("file", nargs="?", type=pathlib.Path, default=default)
+    rows = json.loads(parser.parse_args().file.read_text())["rows"]
+    for row in rows:
+        if row["impl"] == "qerl":
+            print(describe(row, rivals_of(rows)))
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

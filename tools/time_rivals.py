@@ -1,0 +1,142 @@
+"""Times vLLM's NVFP4 product (Marlin) and cuBLAS's bf16 product on the projections of Qwen2.5, with PyTorch.
+
+    python tools/time_rivals.py _C.abi3.so [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
+
+The library is vLLM 0.22's, made for the PyTorch that is installed. A figure is the median of 15 replays of a CUDA
+graph, divided by its calls; weights rotate over 512 MiB (of packed bytes for Marlin, of bf16 for cuBLAS), three from
+1024 tokens on. Rows are those of `bench_matmul.py` with `impl` "marlin" or "cublas_bf16"; `layer_set_7b` is 28 times
+qkv, o, gate_up and down of 7B in one graph. Marlin's weights are random words, and what it computes is not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Callable
+
+import torch
+from qerl_kernels.nvfp4_matmul import cases
+
+ROTATE_BYTES = 512 << 20
+REPEATS = 15
+LAYERS = 28
+# vLLM's number of a scalar type: 8 bits exponent, 8 mantissa, sign, 32 bias, finite only, kind of NaN
+E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
+GLOBAL_SCALE_LOG2 = 126 - 7  # Marlin's own bias of exponents for bf16, less what its scales carry
+SHAPES = {**{case: cases.SHAPES[case] for case in cases.TIMED}, "qkv_32b": (7168, 5120), "o_32b": (5120, 5120)}
+
+
+class Marlin:
+    """The library's product."""
+
+    def __init__(self, library: pathlib.Path) -> None:
+        torch.ops.load_library(str(library.resolve()))
+        self.ops = torch.ops._C
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+        self.workspace = torch.zeros(count, dtype=torch.int, device="cuda")
+        self.world = torch.tensor([2.0**GLOBAL_SCALE_LOG2], device="cuda")
+
+    def weight(self, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random words and scales in the library's order."""
+        words = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda").view(torch.int32).T.contiguous()
+        none = torch.empty(0, dtype=torch.int, device="cuda")
+        return self.ops.gptq_marlin_repack(words, none, k, n, 4, False), marlin_scales(n, k, "cuda")
+
+    def product(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], n: int, k: int) -> torch.Tensor:
+        """x [M, k] · W."""
+        words, scales = weight
+        return self.ops.marlin_gemm(
+            x, None, words, None, scales, None, self.world, None, None, None, self.workspace, E2M1, x.shape[0], n, k,
+            True, False, True, False,
+        )  # fmt: skip
+
+
+def marlin_scales(n: int, k: int, device: str) -> torch.Tensor:
+    """Random e4m3 scales [k/16, n] as Marlin keeps them: columns permuted, as the upper byte of an f16 × 2^7 without
+    its sign."""
+    scales = (torch.rand(n, k // 16, device=device) * 4 + 0.25).to(torch.float8_e4m3fn)
+    by_column = torch.tensor([i + 8 * j for i, j in itertools.product(range(8), range(8))], device=device)
+    halves = scales.T.to(torch.half).reshape(-1, 64)[:, by_column].reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1, n)
+    return ((halves * 2**7).view(torch.int16) << 1).view(torch.float8_e4m3fn)[:, 1::2].contiguous()
+
+
+def microseconds(calls: list[Callable]) -> float:
+    """Of one replay of all calls, captured one after the other."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def copies(bytes_each: float) -> int:
+    """Weights that outgrow the L2."""
+    return max(2, math.ceil(ROTATE_BYTES / bytes_each))
+
+
+def row(case: str, m: int, impl: str, us: float) -> dict:
+    """Of the result."""
+    n, k = SHAPES.get(case, (0, 0))
+    return {"case": case, "m": m, "n": n, "k": k, "direction": "forward", "lora_rank": 0, "impl": impl,
+            "us": round(us, 2)}  # fmt: skip
+
+
+def products(marlin: Marlin, case: str, tokens: list[int]) -> list[dict]:
+    """Rows of one projection."""
+    n, k = SHAPES[case]
+    packed = [marlin.weight(n, k) for _ in range(copies(n * k * 0.5625))]
+    dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies(n * k * 2))]
+    rows = []
+    for m in tokens:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        most = 3 if m >= 1024 else None
+        calls = [functools.partial(marlin.product, x, weight, n, k) for weight in packed[:most]]
+        rows.append(row(case, m, "marlin", microseconds(calls) / len(calls)))
+        calls = [functools.partial(torch.matmul, x, weight.T) for weight in dense[:most]]
+        rows.append(row(case, m, "cublas_bf16", microseconds(calls) / len(calls)))
+    print(case, " ".join(f"{r['impl']} {r['m']}: {r['us']:.1f}" for r in rows), flush=True)
+    return rows
+
+
+def layers(marlin: Marlin, m: int) -> dict:
+    """The row of all projections of 7B."""
+    x = {k: torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for k in (3584, 18944)}
+    shapes = [SHAPES[case] for case in cases.LAYER_7B] * LAYERS
+    calls = [functools.partial(marlin.product, x[k], marlin.weight(n, k), n, k) for n, k in shapes]
+    return row("layer_set_7b", m, "marlin", microseconds(calls))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", type=pathlib.Path)
+    parser.add_argument("--cases", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS))
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    marlin = Marlin(args.library)
+    rows = [one for case in args.cases for one in products(marlin, case, args.tokens)]
+    rows += [layers(marlin, m) for m in args.tokens if m <= 64]
+    if args.out:
+        about = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+        args.out.write_text(json.dumps({"meta": about, "rows": rows}, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()
