@@ -1,0 +1,63 @@
+"""What keeps the kernels from running is named: on other GPUs, other versions, other weights."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from qerl_kernels import dispatch
+from qerl_kernels.nvfp4_matmul.api import Mxfp4, PackedNvfp4
+
+from qerl_jax.io.load import kernel_form
+
+
+def on(monkeypatch, capability: str | None, version: str = "0.11.2") -> None:
+    """A machine with a GPU of this compute capability; None: without one."""
+    platform = "cpu" if capability is None else "gpu"
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind=f"GPU {capability}")
+    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    dispatch.say_once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "capability, version, dtype, missing",
+    [
+        ("8.0", "0.11.2", jnp.bfloat16, "a Hopper GPU, compute capability 9.0 (this is GPU 8.0, 8.0)"),
+        ("10.0", "0.12.0", jnp.bfloat16, "a Hopper GPU, compute capability 9.0 (this is GPU 10.0, 10.0)"),
+        ("9.0", "0.10.2", jnp.bfloat16, "jax 0.11 or later (this is 0.10.2)"),
+        ("9.0", "0.11.2", jnp.float32, "bf16 activations (these are float32)"),
+        (None, "0.11.2", jnp.bfloat16, "a Hopper GPU (the default device is cpu)"),
+        ("9.0", "1.0.0", jnp.bfloat16, None),
+    ],
+)
+def test_where_the_kernels_run(monkeypatch, caplog, capability, version, dtype, missing):
+    on(monkeypatch, capability, version)
+    assert dispatch.missing_for_mosaic_gpu(dtype) == missing
+    for _ in range(2):
+        chosen = dispatch.choose("nvfp4_matmul", None, dispatch.missing_for_mosaic_gpu(dtype))
+        assert chosen == ("xla" if missing else "mosaic_gpu")
+    said = f"nvfp4_matmul: the XLA path runs, because Mosaic GPU needs {missing}"
+    assert [record.message for record in caplog.records] == ([said] if missing and capability else [])
+    if missing:
+        with pytest.raises(ValueError, match="implementation 'mosaic_gpu' needs"):
+            dispatch.choose("nvfp4_matmul", "mosaic_gpu", missing)
+
+
+@pytest.mark.parametrize("span", [30, 31])
+def test_mxfp4_of_a_wide_span_stays_as_it_is_and_is_said_once(monkeypatch, caplog, span):
+    exponents = np.full((64, 2), 100, np.uint8)
+    exponents[5, 1] += span
+    weight = Mxfp4(jnp.full((64, 32), 0x22, jnp.uint8), jnp.asarray(exponents))
+    on(monkeypatch, "9.0")
+    found = [kernel_form(weight, jnp.bfloat16, "auto") for _ in range(2)]
+    if span == 30:
+        assert all(isinstance(one, PackedNvfp4) for one in found) and not caplog.records
+    else:
+        assert all(one is weight for one in found)
+        assert [record.message for record in caplog.records] == [
+            "nvfp4_matmul: the XLA path runs, because Mosaic GPU needs the block exponents of a row to span at most 30 "
+            "binades (they span 31)"
+        ]

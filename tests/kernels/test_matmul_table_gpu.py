@@ -1,0 +1,135 @@
+"""The Mosaic GPU product on a Hopper GPU over every projection of the models, over shapes drawn at random, over rings
+of every depth, and its gradients; references are sums in fp64 where nothing else is said."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from qerl_kernels.nvfp4_matmul import cases, packing
+from test_matmul_gpu import activations, adapters, check, exact, kernel, pytestmark, weight_of  # noqa: F401
+
+TOKENS = (1, 8, 15, 32, 63, 96, 130, 257, 1030)
+
+
+def poison(m, n):
+    """Fill freed memory with NaN, so that an output nobody wrote shows."""
+    jax.block_until_ready([jnp.full((m, n), jnp.nan, jnp.bfloat16) for _ in range(3)])
+
+
+@pytest.mark.parametrize("case", cases.SHAPES)
+def test_every_projection(case):
+    """The first and the last 64 features, and 256 more."""
+    n, k = cases.SHAPES[case]
+    packed = cases.random_packed(jax.random.key(0), n, k)
+    tiles = np.unique([0, n // 64 - 1, *np.random.default_rng(0).integers(0, n // 64, 4)])
+    columns = (64 * tiles[:, None] + np.arange(64)).ravel()
+    some = dataclasses.replace(
+        packed, words=packed.words[tiles], scales=packed.scales[tiles], multiplier=packed.multiplier[columns],
+        global_scale=packed.global_scale[columns], shape=(len(columns), k),
+    )  # fmt: skip
+    matrix, row = packing.packed_parts(some)
+    w = np.asarray(matrix.astype(jnp.float32), np.float64) * np.asarray(row, np.float64)[:, None]
+    for m in TOKENS:
+        x = activations(m, k, m)
+        x64 = np.asarray(x, np.float64)
+        poison(m, n)
+        y = np.asarray(jax.jit(kernel)(x, packed).astype(jnp.float32))
+        assert np.isfinite(y).all()
+        check(jnp.asarray(y[:, columns]), x64 @ w.T, x64, w, k)
+
+
+def drawn(seed):
+    """m, n, k and whether there is a bias."""
+    rng = np.random.default_rng(seed)
+    m = int(2 ** rng.uniform(0, 10))
+    return m, int(rng.integers(1, 3000)), 16 * int(rng.integers(1, 200)), bool(rng.integers(2))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_shapes(seed):
+    """Forward with codes and scales of every kind (subnormal, zero, -0, the largest), and dx."""
+    m, n, k, biased = drawn(seed)
+    weight = weight_of(n, k, seed)
+    packed, x, dy = packing.pack(weight), activations(m, k, seed), activations(m, n, seed + 1)
+    x64, w = exact(x, weight)
+    expected = x64 @ w.T
+    bias = jnp.asarray(np.random.default_rng(seed).normal(size=n) * expected.std(), jnp.float32) if biased else None
+    expected += np.asarray(bias, np.float64) if biased else 0
+    poison(m, n)
+    y, pull = jax.vjp(lambda x: kernel(x, packed, bias), x)
+    check(y, expected, x64, w, k)
+    dy64 = np.asarray(dy, np.float64)
+    poison(m, k)
+    check(pull(dy)[0], dy64 @ w, dy64, w.T, n)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_rings_of_every_depth_end(stages, depth):
+    """Contractions shorter than the ring, as long, and many times as long."""
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
+
+    tile = Tile(16, 2, 1, 2, depth=depth, stages=stages)
+    for k in (64, 192, 256, 1088, 2048, 8256):
+        weight = weight_of(320, k, seed=k)
+        x = activations(20, k)
+        x64, w = exact(x, weight)
+        check(matmul(x, packing.pack(weight), tile), x64 @ w.T, x64, w, k)
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("depth", range(1, 8))
+def test_few_tokens_of_every_depth_end(depth, warps):
+    from qerl_kernels.nvfp4_matmul.few_tokens import Split, fits, matmul
+
+    split = Split(8, 2, warps, 2, depth)
+    for k in (128, 192, 256, 1088, 2048, 8256):
+        assert fits(split, 320, k)
+        weight = weight_of(320, k, seed=k)
+        x = activations(7, k)
+        x64, w = exact(x, weight)
+        check(matmul(x, packing.pack(weight), split), x64 @ w.T, x64, w, k)
+
+
+def test_check_grads():
+    """Finite differences; the product is linear in each of its arguments, so steps may be large, as bf16 needs."""
+    packed = packing.pack(weight_of(512, 1024))
+    pairs = [(lora.a, lora.b / 50) for lora in adapters(1024, (384, 128), 32)]
+    unit = float(jnp.abs(kernel(activations(8, 1024), packed).astype(jnp.float32)).mean())
+
+    def call(x, bias, pairs):
+        loras = [
+            types.SimpleNamespace(a=a, b=b, scale=0.2 * unit, offset=offset)
+            for (a, b), offset in zip(pairs, (0, 384), strict=True)
+        ]
+        return kernel(x, packed, bias * unit, loras).astype(jnp.float32) / unit
+
+    arguments = activations(8, 1024), jnp.ones(512, jnp.float32), pairs
+    check_grads(call, arguments, order=1, modes=["rev"], atol=0.05, rtol=0.05, eps=0.25)
+
+
+@pytest.mark.parametrize("case, m", [("qkv_7b", 2048), ("gate_up_3b", 4096), ("down_7b", 512)])
+def test_large_gradients_agree_with_xla(case, m):
+    n, k = cases.SHAPES[case]
+    packed, widths = cases.random_packed(jax.random.key(0), n, k), cases.parts(case)
+    offsets = np.cumsum([0, *widths[:-1]])
+    pairs = [(lora.a, lora.b / 50) for lora in adapters(k, widths, 32)]
+    target = activations(m, n, 7)
+
+    def loss(x, bias, pairs, implementation):
+        loras = [
+            types.SimpleNamespace(a=a, b=b, scale=2.0, offset=int(offset))
+            for (a, b), offset in zip(pairs, offsets, strict=True)
+        ]
+        y = kernel(x, packed, bias, loras, implementation=implementation)
+        return jnp.vdot(y.astype(jnp.float32), target.astype(jnp.float32))
+
+    arguments = activations(m, k), jnp.ones(n, jnp.bfloat16), pairs
+    grads = [jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(*arguments, name) for name in ("mosaic_gpu", "xla")]
+    for ours, theirs in zip(*map(jax.tree.leaves, grads), strict=True):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(ours - theirs) <= 4e-3 * np.linalg.norm(theirs)
