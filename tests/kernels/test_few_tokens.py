@@ -16,6 +16,8 @@ from qerl_kernels.nvfp4_matmul import cases, packing
 from test_fragments import machine  # noqa: F401  # a fixture
 
 few_tokens = pytest.importorskip("qerl_kernels.nvfp4_matmul.few_tokens")
+from qerl_kernels.nvfp4_matmul import adapters, ring, sums  # noqa: E402
+
 Split = few_tokens.Split
 POISON = 0xFF  # of memory that nobody has written: a NaN as bf16 and as fp32
 PLAIN = Split(8, rows=2, warps=4, depth=1)
@@ -272,11 +274,12 @@ def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
             mail = []
             for part in reversed(range(split.cluster)):
                 lanes = Block(memory, threads, int(starts[-1]), part, eager, mail)
-                for name in ("add", "mul", "div", "rem", "both", "either", "less"):
-                    monkeypatch.setattr(few_tokens, name, getattr(lanes, name))
-                monkeypatch.setattr(few_tokens, "lanes", lanes)
+                for module in (few_tokens, ring, sums, adapters):
+                    monkeypatch.setattr(module, "lanes", lanes)
+                    for name in {"add", "mul", "div", "rem", "both", "either", "less"} & set(vars(module)):
+                        monkeypatch.setattr(module, name, getattr(lanes, name))
                 thread = np.arange(threads)
-                place = few_tokens._Place(np.int64(block), np.int64(part), thread, thread // 32)
+                place = np.int64(block), np.int64(part), thread, thread // 32
                 shared = dict(zip(sizes, map(int, starts[:-1]), strict=True))
                 few_tokens._Program(task, split, place, list(memory.begins), shared).emit()
                 stored += lanes.stored

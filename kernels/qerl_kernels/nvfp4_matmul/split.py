@@ -1,4 +1,4 @@
-"""How the kernel for few tokens (`few_tokens`) cuts its work, and what that takes of a multiprocessor."""
+"""What the kernel for few tokens (`few_tokens`) computes, how it cuts that, and what it takes of a multiprocessor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,41 @@ SMEM_BYTES = 227 * 1024
 MOST_TOKENS = 32
 ROWS = 16  # features of one operand, and ranks
 PIECE_ROW_BYTES = 4 * (ROWS + 4)  # a token in an adapter's product
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is multiplied.
+
+    Attributes:
+      tokens: rows of x.
+      features: n of the weight.
+      units: of 64 along its contraction.
+      scale: of the adapters.
+      bias: bytes of one of its elements; None without a bias.
+      adapters: (rank, features) of each.
+      columns: of `shrunk` or of A.
+      parts: of which `shrunk` is the sum; 0 where it is whole.
+    """
+
+    tokens: int
+    features: int
+    units: int
+    scale: float
+    bias: int | None
+    adapters: tuple[tuple[int, int], ...]
+    columns: int
+    parts: int
+
+    @property
+    def rank(self) -> int:
+        """The largest of the adapters."""
+        return max((rank for rank, _ in self.adapters), default=0)
+
+    @property
+    def steps(self) -> int:
+        """Products of 16 ranks that the adapters take."""
+        return -(-self.rank // ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +70,11 @@ class Split:
     cluster: int = 1
     depth: int = 4
     shrinks: bool = False
+
+    @property
+    def octets(self) -> int:
+        """Of tokens: `mma.sync` takes eight at a time."""
+        return self.tokens // 8
 
     @property
     def features(self) -> int:
