@@ -63,4 +63,5 @@ def evaluate(
         mean_length=float(np.mean(np.asarray(rollout.lengths - rollout.prompt_lengths))),
         problems=len(problems),
         generations=sampling.num_generations,
+        failed=int(np.sum(np.asarray(rollout.finish) == Finish.FAILED)),
     )

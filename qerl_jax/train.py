@@ -48,7 +48,7 @@ from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.collect import Experience, collect
 from qerl_jax.rollout.engine import generate
-from qerl_jax.types import Policy, Rollout, TrainState
+from qerl_jax.types import Finish, Policy, Rollout, TrainState
 
 STOPPED = 130  # exit code
 perturb = jax.jit(aqn.perturb)
@@ -218,7 +218,9 @@ def collect_step(run: Run, actor: Policy, state: TrainState, phases: Phases) -> 
         columns["completion_lengths"] = np.asarray(rollout.lengths - rollout.prompt_lengths).tolist()
         prompts, answers = [row.prompt for row in rows], [row.answer for row in rows]
         with phases("grading"):
-            return functions.score(run.rewards, config.reward_weights, prompts, texts, answers, **columns)
+            rewards, parts = functions.score(run.rewards, config.reward_weights, prompts, texts, answers, **columns)
+        failed = np.asarray(rollout.finish) == Finish.FAILED  # they count in no mean of their group
+        return np.where(failed, np.nan, rewards).tolist(), parts
 
     key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     refills = config.max_refill_rounds if config.dynamic_sampling else 0

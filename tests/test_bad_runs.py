@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import runs
 import small
-from command_lines import ROWS, assert_says, error_of, lines, training
+from command_lines import ROWS, assert_says, error_of, evaluation, lines, training
 from helpers import logits_of
 from qerl_kernels.nvfp4_matmul.reference import dequantize
 
 from qerl_jax import train
+from qerl_jax.evaluate import main as evaluate
 from qerl_jax.io.checkpoint import latest_step
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
@@ -374,6 +375,39 @@ def test_an_all_zero_tensor_is_legal(tmp_path):
         assert not np.asarray(weight.values if weight_format == "bf16" else dequantize(weight)).any()
         logits = np.asarray(logits_of(policy, jnp.array([[5, 6, 7]], jnp.int32)))
         assert np.isfinite(logits).all() and logits.std() > 0
+
+
+def test_a_completion_with_a_broken_logit_leaves_the_others_as_they_are(tmp_path, capfd):
+    """The two completions of one problem of two overflow in their prompt, at a token that nothing else holds: they are
+    counted and left out of rewards and loss, and the step is taken with the others. `evaluate` counts them, too.
+    """
+    (tmp_path / "rows.jsonl").write_text(lines([ROWS[0], {"question": "What is @?", "answer": "1"}]))
+    small.bf16(tmp_path / "model", shards=1)
+    token = load_policy(tmp_path / "model", lora=LoraConfig(0)).tokenizer.encode("@")[0]
+
+    def overflow_at_the_token(tensors) -> None:
+        """Column 5 of the residual stream is 0 for every other token."""
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[:, 5], embedding[token] = 0, 0
+        embedding[token, 5] = 1
+        tensors["model.layers.0.self_attn.q_proj.weight"][:, 5] = 3e38
+        for layer in range(2):
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                tensors[f"model.layers.{layer}.{name}.weight"][5] = 0
+
+    small.change_tensors(tmp_path / "model", overflow_at_the_token)
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, completions, **_):\n"
+        "    return [5.0 if '@' in p else float(i % 2) for i, p in enumerate(prompts)]\n"
+    )
+    flags = ["--reward-funcs", f"{tmp_path / 'mine.py'}:reward", "--reward-workers", "0", "--max-steps", "1"]
+    assert train.main(training(tmp_path, *flags)) == 0
+    (step,) = read_metrics(tmp_path / "run")
+    assert step["completions/failed"] == 2 and step["skipped"] == 0 and step["grad_norm"] > 0
+    assert step["reward"] == 0.5
+    assert "2 completions had a logit that was not a number" in (tmp_path / "run/report.md").read_text()
+    assert evaluate([*evaluation(tmp_path), "--dtype", "float32"]) == 0
+    assert "2 problems, 1 completions had a logit that was not a number)" in capfd.readouterr().out
 
 
 # what a reward of one's own does: (its body, message)

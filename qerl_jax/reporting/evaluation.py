@@ -27,6 +27,7 @@ class Evaluation:
       truncated: share of completions cut off at the token limit.
       mean_length: tokens of a completion.
       problems, generations: how many problems, and completions of each.
+      failed: completions that ended because a logit was not a number; they count as wrong.
     """
 
     accuracy: float
@@ -38,12 +39,14 @@ class Evaluation:
     mean_length: float
     problems: int
     generations: int
+    failed: int = 0
 
     def describe(self) -> str:
         """One line for people."""
         name = "pass@1" if self.generations == 1 else f"avg@{self.generations}"
         interval = f"{100 * self.low:.1f}–{100 * self.high:.1f}"
-        return f"{name} {100 * self.accuracy:.1f} % (95 % interval {interval}, {self.problems} problems)"
+        failed = f", {self.failed} completions had a logit that was not a number" if self.failed else ""
+        return f"{name} {100 * self.accuracy:.1f} % (95 % interval {interval}, {self.problems} problems{failed})"
 
     def metrics(self) -> dict[str, float]:
         """`eval/…`, for the curves of a run."""

@@ -62,15 +62,17 @@ def make_batch(
     """A rollout with its advantages and the tokens that enter the loss: the completion, its EOS included.
 
     Rows leave the loss whole if their reward is NaN, their rollout failed, or they were truncated under
-    `mask_truncated_completions`.
+    `mask_truncated_completions`. The tokens of failed rows give way to those of one that did not fail: what broke them
+    would break the trainer's pass over them, too, and 0 · NaN is NaN in a gradient that all rows share.
     """
     rows = rollout.finish != Finish.FAILED
+    tokens = jnp.where(rows[:, None], rollout.tokens, rollout.tokens[jnp.argmax(rows)])
     if rewards is not None:
         rows &= ~jnp.isnan(jnp.asarray(rewards))
     if mask_truncated_completions:
         rows &= rollout.finish != Finish.LENGTH
     return Batch(
-        rollout.tokens,
+        tokens,
         rollout.logprobs,
         rollout.prompt_lengths,
         rollout.lengths,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -27,3 +29,5 @@ def test_results_survive_the_process(tmp_path):
     Results(tmp_path).put("before", result)
     assert Results(tmp_path).get("before") == result and Results(tmp_path).get("after") is None
     assert result.describe() == "pass@1 50.0 % (95 % interval 40.0–60.0, 200 problems)"
+    broken = dataclasses.replace(result, failed=3).describe()
+    assert broken == result.describe()[:-1] + ", 3 completions had a logit that was not a number)"

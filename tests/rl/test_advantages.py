@@ -99,3 +99,13 @@ def test_loss_mask_is_the_completion_without_what_cannot_teach():
     unscored = make_batch(rollout(), advantage, jnp.asarray([0.0, 1, 0, NAN])).loss_mask
     np.testing.assert_array_equal(unscored, completion & np.array([1, 1, 1, 0], bool)[:, None])
     np.testing.assert_array_equal(make_batch(rollout(), advantage).advantages, advantage)
+
+
+def test_the_tokens_of_a_failed_row_give_way_to_a_sound_ones():
+    """The first sound one's; all others keep theirs, also where the first row failed or all did."""
+    tokens = np.arange(24).reshape(4, 6)
+    np.testing.assert_array_equal(make_batch(rollout(), jnp.zeros(4)).tokens, tokens[[0, 1, 0, 3]])
+    first = rollout().replace(finish=rollout().finish[jnp.array([2, 0, 1, 3])])
+    np.testing.assert_array_equal(make_batch(first, jnp.zeros(4)).tokens, tokens[[1, 1, 2, 3]])
+    none = rollout().replace(finish=jnp.full(4, Finish.FAILED, jnp.int8))
+    assert not make_batch(none, jnp.zeros(4)).loss_mask.any()

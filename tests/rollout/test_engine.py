@@ -189,6 +189,18 @@ def test_samples_are_the_plain_samplers(policy, free):
             np.testing.assert_allclose(rollout.logprobs[row, start : start + len(ids)], logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("fixture", "weight_format"), [("tiny_dir", "bf16"), ("tiny_dir", "nvfp4"), ("stories_dir", "bf16")]
+)
+def test_greedy_ids_of_the_fixtures_are_the_plain_samplers(request, fixture, weight_format):
+    fixed = fp32_policy(request.getfixturevalue(fixture), weight_format=weight_format)
+    sampling = Sampling(NEW, temperature=0, num_generations=GROUP)
+    rollout = generate(fixed, PROMPTS, sampling, KEY, CUT)
+    expected = [(ids, finish) for ids, _, finish in plain_rollout(fixed, PROMPTS, sampling, KEY)]
+    assert list(zip(completion_ids(rollout), rollout.finish.tolist(), strict=True)) == expected
+    assert len({tuple(ids) for ids, _ in expected}) > 1, "prompts go on in different ways"
+
+
 @pytest.mark.parametrize("engine", [Engine(slots=1), Engine(slots=3, chunk=1), Engine(slots=5, chunk=3)], ids=str)
 def test_slots_and_chunks_change_nothing(policy, free, engine):
     """Fewer slots than rows: refills, prompts held in turn, groups that begin while others end."""
@@ -276,6 +288,27 @@ def test_slots_that_fit_a_memory_limit(policy):
         ValueError, match=r"rollout_memory_gb 3.84e-06 cannot hold 1 completions of 8 tokens .* need 4.1e-06 GB"
     ):
         make_plan(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 15 / 1e9))
+
+
+def test_without_a_limit_the_devices_free_memory_is_one(policy, monkeypatch):
+    """Nine tenths of what is free; 256 bytes a token: 8 completions of 8 tokens and 4 prompts of as many."""
+    need = 256 * (8 * 8 + 8 * 4)
+
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 10**6, "bytes_in_use": 10**6 - free}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    free = need / 0.9 + 1
+    assert make_plan(policy, 4, 2, 5, 8, Engine()).cache_bytes == need
+    free = need / 0.9 - 1
+    expected = (
+        r"90% of the free device memory, in GB, 2\.46e-05 cannot hold 8 completions of 8 tokens and 4 prompts of 5: "
+        r"they need 2\.46e-05 GB; lower max_completion_length, or set rollout_memory_gb so that fewer"
+    )
+    with pytest.raises(ValueError, match=expected):
+        make_plan(policy, 4, 2, 5, 8, Engine())
+    assert make_plan(policy, 4, 2, 5, 8, Engine(slots=4)).slots == 4
 
 
 def test_keys_make_the_samples(policy, free):
