@@ -96,9 +96,11 @@ def means(rows: list[dict], rivals: dict) -> str:
     few = [row for row in plain(rows) if row["direction"] == "forward" and row["m"] in FEW]
     speeds = {(row["case"], row["m"]): _packed_tb_per_s(row) for row in few if row["case"] in BYTES_BOUND}
     lines += [f"{case} m {m}: {speed:.2f} TB/s" for (case, m), speed in speeds.items()]
+    for m in dict.fromkeys(m for _, m in speeds):
+        lines.append(f"m {m}: {_mean(speed for (_, tokens), speed in speeds.items() if tokens == m)} TB/s")
     if speeds:
         holds = statistics.geometric_mean(speeds.values()) >= ASKED_TB_PER_S
-        lines.append(f"these {_mean(speeds.values())} TB/s: asked {ASKED_TB_PER_S}: {_verdict(holds)}")
+        lines.append(f"all of these {_mean(speeds.values())} TB/s: asked {ASKED_TB_PER_S}: {_verdict(holds)}")
     return "\n".join(lines)
 
 

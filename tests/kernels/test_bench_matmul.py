@@ -141,6 +141,8 @@ def test_the_summary_by_hand(tools):
         in said
     )
     assert "dx       m        4096, 16384   0.85 (least 0.85, 1 products) x cublas_bf16: asked 0.88: MISSED" in said
+    assert "m 8:  3.82 (least 3.82, 1 products) TB/s" in said
+    assert "all of these  3.82 (least 3.82, 1 products) TB/s: asked 2.8: holds" in said
     assert "gate_up_7b m 8: 3.82 TB/s" in said  # 37888 · 3584 · 0.5625 bytes in 20 µs
     assert "with adapters m 8: 1.20 times a plain product (most 1.20, 1 products)" in said
     assert "batch invariant m 8: 1.50 times a plain product (most 1.50, 1 products)" in said
