@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.decode_attention.attention import decode_attention
 from qerl_kernels.lora_shrink.reference import rms_norm, silu_product
 from qerl_kernels.nvfp4_matmul.api import Shrunk
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks
 from qerl_kernels.rope_cache.reference import rotate
 from qerl_kernels.rope_cache.rope import rope_and_cache
 
@@ -136,8 +136,13 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.dtype = dtype
 
-    def __call__(self, x: Float32[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return rms_norm(x, self.weight.get_value(), self.eps, self.dtype)
+    def __call__(self, x: Float32[Array, "B T D"], batch_invariant: bool = False) -> Float[Array, "B T D"]:
+        def norm(rows: Array) -> Array:
+            return rms_norm(rows, self.weight.get_value(), self.eps, self.dtype)
+
+        if not batch_invariant:
+            return norm(x)
+        return in_blocks(norm, x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 class Attention(nnx.Module):
@@ -183,9 +188,9 @@ class DecoderLayer(nnx.Module):
         self.mlp = Mlp(weights, adapters)
 
     def __call__(self, x, angles, mix: Mix, held: Any, batch_invariant: bool):
-        attended, kept = self.self_attn(self.input_layernorm(x), angles, mix, held, batch_invariant)
+        attended, kept = self.self_attn(self.input_layernorm(x, batch_invariant), angles, mix, held, batch_invariant)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x), batch_invariant), kept
+        return x + self.mlp(self.post_attention_layernorm(x, batch_invariant), batch_invariant), kept
 
 
 class Qwen2(nnx.Module):
@@ -308,7 +313,7 @@ class Qwen2(nnx.Module):
         for layer, of_layer in zip(self.layers, held or [None] * len(self.layers), strict=True):
             x, keep = step(layer, x, of_layer)
             kept.append(keep)
-        return self.norm(x), kept
+        return self.norm(x, batch_invariant), kept
 
     def _run_fused(self, tokens, positions, mix, held):
         """`_run` of one token a sequence, in fewer and longer kernels."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 from helpers import fp32_policy, randomized
 
 from qerl_jax.io.assets import model_path
+from qerl_jax.io.load import load_policy
+from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.plan import Engine
@@ -37,6 +44,37 @@ def test_rows_are_the_same_bits_whatever_runs_beside_them(weight_format):
         equal[invariant] = [np.array_equal(a, b) for row in few for a, b in zip(few[row], many[row], strict=True)]
     assert all(equal[True])
     assert not all(equal[False]), "this machine would not show a difference"
+
+
+def wider(path: Path, weight_format: str, dtype: str, matmul_kernel: str = "auto") -> Policy:
+    """256 wide, so that XLA also cuts the norms' sums by the number of rows, with adapters; some rows end by EOS."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small.bf16(path / "model", shards=1, head_dim=64, **sizes)
+    policy = load_policy(path / "model", weight_format, LoraConfig(16), jnp.dtype(dtype), matmul_kernel=matmul_kernel)
+    config = dataclasses.replace(policy.config, eos_token_ids=tuple(range(20)))
+    return randomized(policy.replace(config=config), 0, 0.05)
+
+
+def assert_the_same_bits(policy: Policy) -> None:
+    """Rows of 72 at once, of which the last survivors move into fewer slots, and of four in three slots."""
+    many = rollout(policy, [0, 1, 2, 3, 4, 5], 12, Engine(chunk=2, batch_invariant=True))
+    few = rollout(policy, [4, 0], 2, Engine(slots=3, chunk=5, batch_invariant=True))
+    for row, found in few.items():
+        for a, b in zip(found, many[row], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_of_wider_rows_are_the_same_bits(tmp_path, dtype):
+    assert_the_same_bits(wider(tmp_path, "nvfp4", dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
+def test_rows_are_the_same_bits_on_a_gpu(tmp_path, weight_format):
+    """bf16; NVFP4 on packed weights through the kernels."""
+    kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
+    assert_the_same_bits(wider(tmp_path, weight_format, "bfloat16", kernel))
 
 
 def test_each_prompt_is_prefilled_alone(monkeypatch):
