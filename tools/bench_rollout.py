@@ -18,7 +18,6 @@ import collections
 import itertools
 import json
 import re
-import statistics
 import time
 import unittest.mock
 from pathlib import Path
@@ -27,7 +26,7 @@ import jax
 import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
-from record import peak_bytes, profiled, shell, write_rows
+from record import peak_bytes, profiled, shell, timed_warm, write_rows
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
 from qerl_jax.io.devices import keep_all_compiled
@@ -87,12 +86,7 @@ class Case:
 
     def seconds(self, repeats: int, limits: np.ndarray | int | None) -> float:
         """Median of so many rollouts, all compiled."""
-        found = []
-        for i in range(1, repeats + 1):
-            started = time.perf_counter()
-            jax.block_until_ready(self.run(i, limits))
-            found.append(time.perf_counter() - started)
-        return statistics.median(found)
+        return timed_warm(lambda i: self.run(i, limits), repeats)[1]
 
 
 def time_by_kind(case: Case) -> dict[str, float]:

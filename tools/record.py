@@ -37,7 +37,13 @@ MEASURED = frozenset(
 
 def timed(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
     """Last result and median seconds of `function(i)`, the first call left out."""
-    result, seconds = jax.block_until_ready(function(0)), []
+    jax.block_until_ready(function(0))
+    return timed_warm(function, repeats)
+
+
+def timed_warm(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
+    """`timed` of what has been called before."""
+    seconds = []
     for i in range(1, repeats + 1):
         start = time.perf_counter()
         result = jax.block_until_ready(function(i))

@@ -38,8 +38,9 @@ from qerl_kernels.lora_shrink import plan, reference
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul import split as cut
+from qerl_kernels.nvfp4_matmul.api import SLOT
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, of_slots
 from qerl_kernels.nvfp4_matmul.split import Split
 from record import meta, profiled
 
@@ -224,11 +225,11 @@ class Trial:
         weight, a, expand = layer
         if self.direction == "dx":
             return mosaic_gpu.matmul(x, weight, self.how, transposed=True)
-        if getattr(self.how, "shrinks", False):
+        if self.how.takes == "a":
             return few_tokens.matmul(x, weight, self.how, a=a, expand=expand)
         if isinstance(self.how, Split):
             if takes(self.case, self.how) == "parts":  # as many as there are in decode, all but one of them zeros
-                whole = jnp.concatenate([shrunk[:, reference.SLOT * i :][:, :RANK] for i in range(len(expand))], axis=1)
+                whole = jnp.concatenate(of_slots(shrunk, [RANK] * len(expand)), axis=1)
                 shrunk = jnp.pad(
                     whole[None].astype(jnp.float32), ((0, parts_of(self.case, self.m) - 1), (0, 0), (0, 0))
                 )
@@ -244,9 +245,7 @@ def kind_before(case: str) -> str:
 
 def takes(case: str, how: Tile | Split) -> str:
     """What this product is given of its adapters' `x A` in decode: "whole", "parts" or "a" (nothing)."""
-    if getattr(how, "shrinks", False):
-        return "a"
-    return "parts" if isinstance(how, Split) and kind_before(case) != "norm" else "whole"
+    return "whole" if how.takes == "parts" and kind_before(case) == "norm" else how.takes
 
 
 def parts_of(case: str, m: int) -> int:
@@ -335,7 +334,7 @@ def build(trial: Trial | Before) -> tuple:
         return trial.call, (jax.eval_shape(lambda: trial.inputs(0)),)
     x = jax.eval_shape(lambda: activations(trial.case, trial.direction, trial.m))
     layer = jax.eval_shape(lambda: layers_of(trial.case, trial.m)[0])
-    shrunk = jax.ShapeDtypeStruct((trial.m, reference.SLOT * len(layer[2])), x.dtype)
+    shrunk = jax.ShapeDtypeStruct((trial.m, SLOT * len(layer[2])), x.dtype)
     return trial.call, (x, None if trial.direction == "dx" else shrunk, layer)
 
 
@@ -373,8 +372,8 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     shrunk = shrunk_of(x, next(iter(layers.values()))[0], direction)
     expected = bench.exact(x[:256], weight, direction == "dx")
     if direction == "forward":
-        parts = [fp32_matmul(shrunk[:256, 64 * i :][:, : b.shape[0]], b) for i, b in enumerate(expand)]
-        expected += jnp.concatenate(parts, axis=1)
+        x_a = of_slots(shrunk[:256], [b.shape[0] for b in expand])
+        expected += jnp.concatenate([fp32_matmul(t, b) for t, b in zip(x_a, expand, strict=True)], axis=1)
     calls, results = [], {}
     for trial in group:
         found, some = executables[(trial,)], layers[trial.m >= 1024]

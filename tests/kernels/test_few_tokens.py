@@ -12,11 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_fragments
-from qerl_kernels.nvfp4_matmul import cases, packing
+from qerl_kernels.nvfp4_matmul import adapters, cases, few_tokens, packing, ring, sums
 from test_fragments import machine  # noqa: F401  # a fixture
-
-few_tokens = pytest.importorskip("qerl_kernels.nvfp4_matmul.few_tokens")
-from qerl_kernels.nvfp4_matmul import adapters, ring, sums  # noqa: E402
 
 Split = few_tokens.Split
 POISON = 0xFF  # of memory that nobody has written: a NaN as bf16 and as fp32

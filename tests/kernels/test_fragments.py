@@ -7,9 +7,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, packing
-
-fragments = pytest.importorskip("qerl_kernels.nvfp4_matmul.fragments")
+from qerl_kernels.nvfp4_matmul import cases, fragments, packing
 
 U32 = np.uint32
 THREAD = np.arange(128, dtype=U32)

@@ -133,16 +133,26 @@ def test_gradients_agree_with_xla(m, uniform):
     weight = weight_of(512, 1024, uniform=uniform)
     packed, bias = packing.pack(weight), jnp.ones(512, jnp.bfloat16)
     assert packed.uniform == uniform
-    pairs = [(lora.a, lora.b) for lora in adapters(1024, (384, 128), 32)]
-    target = activations(m, 512, 7)
+    assert_gradients_agree(packed, m, bias, adapters(1024, (384, 128), 32))
+
+
+def with_parameters(loras, pairs, scale):
+    """The adapters with other A and B, and a scale."""
+    return [Lora(a, b, scale, lora.offset) for lora, (a, b) in zip(loras, pairs, strict=True)]
+
+
+def assert_gradients_agree(packed, m, bias, loras):
+    """In x, bias, A and B, with XLA's."""
+    n, k = packed.shape
+    target = activations(m, n, 7)
 
     def loss(x, bias, pairs, implementation):
-        loras = [Lora(a, b, 2.0, offset) for (a, b), offset in zip(pairs, (0, 384), strict=True)]
-        y = nvfp4_matmul(x, packed, bias, loras, implementation=implementation)
+        loras_ = with_parameters(loras, pairs, 2.0)
+        y = nvfp4_matmul(x, packed, bias, loras_, implementation=implementation)
         return jnp.vdot(y.astype(jnp.float32), target.astype(jnp.float32))
 
-    grads = [jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(activations(m, 1024), bias, pairs, name)
-             for name in ("mosaic_gpu", "xla")]  # fmt: skip
+    arguments = activations(m, k), bias, [(lora.a, lora.b) for lora in loras]
+    grads = [jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(*arguments, name) for name in ("mosaic_gpu", "xla")]
     for ours, theirs in zip(*map(jax.tree.leaves, grads), strict=True):
         ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
         assert np.linalg.norm(ours - theirs) <= 4e-3 * np.linalg.norm(theirs)

@@ -2,7 +2,6 @@
 of every depth, and its gradients; references are sums in fp64 where nothing else is said."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +9,20 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from qerl_kernels.nvfp4_matmul import cases, packing
-from test_matmul_gpu import activations, adapters, check, exact, kernel, pytestmark, weight_of  # noqa: F401
+from test_matmul_gpu import (  # noqa: F401  # the marks
+    activations,
+    adapters,
+    assert_gradients_agree,
+    check,
+    exact,
+    kernel,
+    pytestmark,
+    weight_of,
+    with_parameters,
+)
+from test_shrink_gpu import poison
 
 TOKENS = (1, 8, 15, 32, 63, 96, 130, 257, 1030)
-
-
-def poison(m, n):
-    """Fill freed memory with NaN, so that an output nobody wrote shows."""
-    jax.block_until_ready([jnp.full((m, n), jnp.nan, jnp.bfloat16) for _ in range(3)])
 
 
 @pytest.mark.parametrize("case", cases.SHAPES)
@@ -36,7 +41,7 @@ def test_every_projection(case):
     for m in TOKENS:
         x = activations(m, k, m)
         x64 = np.asarray(x, np.float64)
-        poison(m, n)
+        poison([(m, n)] * 3)
         y = np.asarray(jax.jit(kernel)(x, packed).astype(jnp.float32))
         assert np.isfinite(y).all()
         check(jnp.asarray(y[:, columns]), x64 @ w.T, x64, w, k)
@@ -59,11 +64,11 @@ def test_random_shapes(seed):
     expected = x64 @ w.T
     bias = jnp.asarray(np.random.default_rng(seed).normal(size=n) * expected.std(), jnp.float32) if biased else None
     expected += np.asarray(bias, np.float64) if biased else 0
-    poison(m, n)
+    poison([(m, n)] * 3)
     y, pull = jax.vjp(lambda x: kernel(x, packed, bias), x)
     check(y, expected, x64, w, k)
     dy64 = np.asarray(dy, np.float64)
-    poison(m, k)
+    poison([(m, k)] * 3)
     check(pull(dy)[0], dy64 @ w, dy64, w.T, n)
 
 
@@ -98,15 +103,12 @@ def test_few_tokens_of_every_depth_end(depth, warps):
 def test_check_grads():
     """Finite differences; the product is linear in each of its arguments, so steps may be large, as bf16 needs."""
     packed = packing.pack(weight_of(512, 1024))
-    pairs = [(lora.a, lora.b / 50) for lora in adapters(1024, (384, 128), 32)]
+    loras = adapters(1024, (384, 128), 32)
+    pairs = [(lora.a, lora.b / 50) for lora in loras]
     unit = float(jnp.abs(kernel(activations(8, 1024), packed).astype(jnp.float32)).mean())
 
     def call(x, bias, pairs):
-        loras = [
-            types.SimpleNamespace(a=a, b=b, scale=0.2 * unit, offset=offset)
-            for (a, b), offset in zip(pairs, (0, 384), strict=True)
-        ]
-        return kernel(x, packed, bias * unit, loras).astype(jnp.float32) / unit
+        return kernel(x, packed, bias * unit, with_parameters(loras, pairs, 0.2 * unit)).astype(jnp.float32) / unit
 
     arguments = activations(8, 1024), jnp.ones(512, jnp.float32), pairs
     check_grads(call, arguments, order=1, modes=["rev"], atol=0.05, rtol=0.05, eps=0.25)
@@ -115,21 +117,6 @@ def test_check_grads():
 @pytest.mark.parametrize("case, m", [("qkv_7b", 2048), ("gate_up_3b", 4096), ("down_7b", 512)])
 def test_large_gradients_agree_with_xla(case, m):
     n, k = cases.SHAPES[case]
-    packed, widths = cases.random_packed(jax.random.key(0), n, k), cases.parts(case)
-    offsets = np.cumsum([0, *widths[:-1]])
-    pairs = [(lora.a, lora.b / 50) for lora in adapters(k, widths, 32)]
-    target = activations(m, n, 7)
-
-    def loss(x, bias, pairs, implementation):
-        loras = [
-            types.SimpleNamespace(a=a, b=b, scale=2.0, offset=int(offset))
-            for (a, b), offset in zip(pairs, offsets, strict=True)
-        ]
-        y = kernel(x, packed, bias, loras, implementation=implementation)
-        return jnp.vdot(y.astype(jnp.float32), target.astype(jnp.float32))
-
-    arguments = activations(m, k), jnp.ones(n, jnp.bfloat16), pairs
-    grads = [jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(*arguments, name) for name in ("mosaic_gpu", "xla")]
-    for ours, theirs in zip(*map(jax.tree.leaves, grads), strict=True):
-        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-        assert np.linalg.norm(ours - theirs) <= 4e-3 * np.linalg.norm(theirs)
+    packed, loras = cases.random_packed(jax.random.key(0), n, k), adapters(k, cases.parts(case), 32)
+    loras = with_parameters(loras, [(lora.a, lora.b / 50) for lora in loras], 2.0)
+    assert_gradients_agree(packed, m, jnp.ones(n, jnp.bfloat16), loras)

@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, packing
+from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, packing, tiles
 from qerl_kernels.nvfp4_matmul import matmul as entry
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
-
-few_tokens = pytest.importorskip("qerl_kernels.nvfp4_matmul.few_tokens")
-from qerl_kernels.nvfp4_matmul import mosaic_gpu, tiles  # noqa: E402
 
 N, K = 512, 640
 SPLIT = few_tokens.Split(8, rows=2, warps=4, cluster=2, depth=1, shrinks=True)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels.lora_shrink import plan
-from qerl_kernels.lora_shrink.reference import SLOT
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+from qerl_kernels.nvfp4_matmul.api import SLOT
 
 EPS = 1e-6
 ROUNDING = {jnp.float32: 2.0**-18, jnp.bfloat16: 2.0**-8}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink import cases
-from qerl_kernels.lora_shrink.reference import SLOT
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+from qerl_kernels.nvfp4_matmul.api import SLOT
 
 pytestmark = [
     pytest.mark.gpu,

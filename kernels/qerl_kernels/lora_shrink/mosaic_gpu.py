@@ -46,7 +46,7 @@ from jaxlib.mlir import ir
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, less, mul, rem
 from qerl_kernels.lora_shrink.plan import CHUNK, OCTET, Plan, Task
-from qerl_kernels.lora_shrink.reference import SLOT
+from qerl_kernels.nvfp4_matmul.api import SLOT
 
 
 def _run(columns: int) -> int:

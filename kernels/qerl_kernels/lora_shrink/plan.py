@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from qerl_kernels.dispatch import MULTIPROCESSORS
-from qerl_kernels.lora_shrink.reference import SLOT
+from qerl_kernels.nvfp4_matmul.api import SLOT
 
 CHUNK = 32  # features that a warp takes at a time
 OCTET = 8  # tokens that `mma.sync` takes at a time

@@ -13,9 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
-
-SLOT = 64  # columns that the product's kernel gives to each adapter
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_slots
 
 
 def rms_norm(x: Float32[Array, "*M K"], weight: Float32[Array, " K"], eps: float, dtype: DTypeLike) -> Array:
@@ -31,5 +29,4 @@ def silu_product(gate_up: Float[Array, "*M 2*F"]) -> Float[Array, "*M F"]:
 
 def shrink(x: Float[Array, "M K"], a: Float[Array, "K C"], ranks: Sequence[int]) -> Float[Array, "M S"]:
     """`x A` summed in fp32 and rounded once; the columns of each adapter padded to `SLOT`: S = SLOT · adapters."""
-    parts = jnp.split(fp32_matmul(x, a).astype(x.dtype), np.cumsum(ranks)[:-1], axis=1)
-    return jnp.concatenate([jnp.pad(part, ((0, 0), (0, SLOT - part.shape[1]))) for part in parts], axis=1)
+    return in_slots(jnp.split(fp32_matmul(x, a).astype(x.dtype), np.cumsum(ranks)[:-1], axis=1))

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Float32
 
 from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink import plan, reference
-from qerl_kernels.nvfp4_matmul.api import Shrunk
+from qerl_kernels.nvfp4_matmul.api import SLOT, Shrunk
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 
 MOST_TOKENS = 128  # above, XLA's products take over
-MOST_RANK = reference.SLOT  # of an adapter
+MOST_RANK = SLOT  # of an adapter
 KINDS = {"norm_shrink": "norm", "silu_shrink": "silu", "shrink": "plain"}
 
 

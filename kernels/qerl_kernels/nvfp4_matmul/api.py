@@ -13,8 +13,9 @@ import functools
 import jax
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, UInt8, UInt32
 
-# `x A` of a projection's adapters: 64 columns for each, zeros past its rank; or fp32 sums over P parts of the features,
-# which are to be added up and rounded, the ranks side by side in C columns. M tokens.
+SLOT = 64  # columns of `x A` that a product's kernel takes for each adapter, its largest rank
+# `x A` of a projection's adapters: `SLOT` columns for each, zeros past its rank; or fp32 sums over P parts of the
+# features, which are to be added up and rounded, the ranks side by side in C columns. M tokens.
 Shrunk = Float[Array, "M S"] | Float32[Array, "P M C"]
 
 NVFP4_BLOCK = 16

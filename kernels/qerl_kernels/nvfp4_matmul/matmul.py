@@ -16,15 +16,13 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from qerl_kernels import dispatch
-from qerl_kernels.nvfp4_matmul.api import PackedNvfp4, Shrunk
+from qerl_kernels.nvfp4_matmul.api import SLOT, PackedNvfp4, Shrunk
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks, no_gradient
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks, in_slots, no_gradient, of_slots
 
 if TYPE_CHECKING:
     from qerl_kernels.nvfp4_matmul.split import Split
     from qerl_kernels.nvfp4_matmul.tiles import Tile
-
-_SLOT = 64  # the kernel takes `x A` of each adapter padded to this rank
 
 
 class Adapter(Protocol):
@@ -169,26 +167,24 @@ def _shrink(x: Array, a: list[Array], together: Array | None, by_blocks: bool) -
 
 
 def _in_slots(shrunk: list[Array]) -> Array:
-    """`x A` of the adapters side by side, each padded to a rank of 64: [M, 64 · adapters]. XLA does this within the sum
-    that makes them; one adapter alone stays as it is, because its padding would be a kernel of its own."""
-    if len(shrunk) == 1:
-        return shrunk[0]
-    return jnp.concatenate([jnp.pad(t, ((0, 0), (0, -t.shape[1] % _SLOT))) for t in shrunk], axis=1)
+    """`x A` of the adapters as the kernel takes it. XLA pads within the sum that makes them; one adapter alone stays as
+    it is, because its padding would be a kernel of its own."""
+    return shrunk[0] if len(shrunk) == 1 else in_slots(shrunk)
 
 
 def _of_given(shrunk: Array, rows: int, ranks: list[int], dtype) -> list[Array]:
-    """`x A` of each adapter from what the caller has made of it: the inverse of `_in_slots`, or the parts' sum."""
+    """`x A` of each adapter from what the caller has made of it: slots, or parts that are to be added up."""
     in_parts = shrunk.ndim == 3
-    shape = (max(1, len(shrunk)), rows, sum(ranks)) if in_parts else (rows, _SLOT * len(ranks))
+    shape = (max(1, len(shrunk)), rows, sum(ranks)) if in_parts else (rows, SLOT * len(ranks))
     wanted = jnp.dtype(jnp.float32 if in_parts else dtype)
-    if shrunk.shape != shape or shrunk.dtype != wanted or not (in_parts or max(ranks, default=0) <= _SLOT):
+    if shrunk.shape != shape or shrunk.dtype != wanted or not (in_parts or max(ranks, default=0) <= SLOT):
         raise ValueError(
             f"nvfp4_matmul: shrunk is {shrunk.dtype}{list(shrunk.shape)}, {rows} rows with adapters of ranks {ranks} "
-            f"need {wanted}{list(shape)}" + ("" if in_parts else f" and ranks up to {_SLOT}")
+            f"need {wanted}{list(shape)}" + ("" if in_parts else f" and ranks up to {SLOT}")
         )
     if in_parts:
         return jnp.split(shrunk.sum(0).astype(dtype), np.cumsum(ranks)[:-1], axis=1)
-    return [shrunk[:, _SLOT * i :][:, :rank] for i, rank in enumerate(ranks)]
+    return of_slots(shrunk, ranks)
 
 
 def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
@@ -231,8 +227,8 @@ def _fusing_tile(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[t
 def _takes(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> str:
     if not shapes or static.implementation == "xla":
         return "whole"
-    shrinks = getattr(_fusing_tile(static, rows, weight, shapes), "shrinks", None)  # None: a `Tile`
-    return {None: "whole", False: "parts", True: "a"}[shrinks]
+    tile = _fusing_tile(static, rows, weight, shapes)
+    return "whole" if tile is None else tile.takes
 
 
 def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, a=None, expand=(), scale=1.0) -> Array:
@@ -248,7 +244,7 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
             batch_invariant=static.batch_invariant,
         )  # fmt: skip
         terms = {"bias": bias, "expand": expand, "scale": scale}
-        if a is not None and getattr(tile, "shrinks", False):
+        if a is not None and tile.takes == "a":
             return few_tokens.matmul(x, weight, tile, a=a, **terms)
         if a is not None:  # `vmap` made too many tokens of few
             parts = jnp.split(a, np.cumsum([b.shape[0] for b in expand])[:-1], axis=1)

@@ -46,6 +46,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,11 @@ class Tile:
     blocks_per_sm: int = 1
     warp_mma: bool = False
     ahead: int = 0
+
+    @property
+    def takes(self) -> Literal["whole"]:
+        """What the kernel is given of its adapters' `x A` (see `Split.takes`)."""
+        return "whole"
 
     @property
     def consumers(self) -> int:

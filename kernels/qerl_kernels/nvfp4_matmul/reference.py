@@ -5,7 +5,7 @@ Sources: OCP Microscaling Formats 1.0 (E2M1, E8M0); the NVFP4 layout of compress
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Float32, Shaped, UInt8
 
-from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
+from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, SLOT, Mxfp4, Nvfp4
 
 _ROWS_IN_A_BLOCK = 64
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -52,6 +52,16 @@ def fp32_matmul(a: Float[Array, "i k"], b: Float[Array, "k j"]) -> Float32[Array
     """`a b` accumulated and returned in fp32; fp32 operands multiply in fp32, where a GPU's default would be tf32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.matmul(a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def in_slots(parts: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
+    """`x A` of adapters side by side, each padded to `SLOT` columns with zeros: s = SLOT · adapters."""
+    return jnp.concatenate([jnp.pad(part, ((0, 0), (0, SLOT - part.shape[1]))) for part in parts], axis=1)
+
+
+def of_slots(slots: Float[Array, "m s"], ranks: Sequence[int]) -> list[Float[Array, "m r"]]:
+    """The inverse of `in_slots`."""
+    return [slots[:, SLOT * i :][:, :rank] for i, rank in enumerate(ranks)]
 
 
 def in_blocks(function: Callable[..., Any], *rows: Shaped[Array, "m ..."]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -75,6 +76,11 @@ class Split:
     def octets(self) -> int:
         """Of tokens: `mma.sync` takes eight at a time."""
         return self.tokens // 8
+
+    @property
+    def takes(self) -> Literal["parts", "a"]:
+        """What the kernel is given of its adapters' `x A`: the whole or parts of it, which it adds up; or A alone."""
+        return "a" if self.shrinks else "parts"
 
     @property
     def features(self) -> int:
