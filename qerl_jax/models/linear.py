@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
+from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.nvfp4_matmul import reference as fp4
 from qerl_kernels.nvfp4_matmul.api import Shrunk
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
@@ -65,7 +66,7 @@ def linear(
         return y.astype(x.dtype)
 
     rows = x.reshape(-1, k)
-    y = fp4.in_blocks(product, rows) if batch_invariant else product(rows)
+    y = in_blocks(product, rows) if batch_invariant else product(rows)
     return y.reshape(*x.shape[:-1], n)
 
 

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
+from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.decode_attention.attention import decode_attention
 from qerl_kernels.lora_shrink.reference import rms_norm, silu_product
 from qerl_kernels.nvfp4_matmul.api import Shrunk
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 from qerl_kernels.rope_cache.reference import rotate
 from qerl_kernels.rope_cache.rope import rope_and_cache
 

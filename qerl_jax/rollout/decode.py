@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
-from qerl_kernels.nvfp4_matmul.reference import in_blocks
+from qerl_kernels.batch_invariant import in_blocks
 
 from qerl_jax import keys
 from qerl_jax.models import cache as kv
@@ -221,7 +221,7 @@ def _step(
 
     def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array]:
         logits = model.logits(hidden)
-        return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, sampling, token_keys)
+        return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, sampling, token_keys, batch_invariant)
 
     prompt_lengths = held.lengths[slots.held]
     token_keys = keys.for_positions(slots.keys, prompt_lengths + slots.counts)

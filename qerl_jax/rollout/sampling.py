@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from qerl_kernels.batch_invariant import ordered
 
 from qerl_jax.types import Sampling
 
@@ -63,7 +64,7 @@ def _sortable(values: Float32[Array, ...]) -> UInt32[Array, ...]:
 
 
 def sample(
-    logits: Float32[Array, "B V"], sampling: Sampling, keys: Array
+    logits: Float32[Array, "B V"], sampling: Sampling, keys: Array, batch_invariant: bool = False
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
     """Draw one token a row, and its log-probability under the distribution drawn from (0 for greedy).
 
@@ -71,11 +72,15 @@ def sample(
       logits: of the model.
       sampling: temperature and truncation.
       keys: one for each row, so that a row's draw does not depend on its neighbours.
+      batch_invariant: every sum is compiled in one way; the rows are one block (`in_blocks`).
     """
     if sampling.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1)
         return tokens.astype(jnp.int32), jnp.zeros(tokens.shape, jnp.float32)
     kept = sampled_logits(logits, sampling)
+    total = jax.nn.logsumexp(kept, axis=-1)
+    if batch_invariant:  # XLA may fuse the draw with this sum, or with the largest logit
+        kept, total, keys = ordered(kept, total, keys)
     tokens = jax.vmap(jax.random.categorical)(keys, kept)
     chosen = jnp.take_along_axis(kept, tokens[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(kept, axis=-1)
+    return tokens.astype(jnp.int32), chosen - total

@@ -32,11 +32,14 @@ CACHE_DTYPE = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
 MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096, (0,), 0)
 
 
-def abstract_chunk() -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
-    """Arguments of `decode_chunk` as shapes, the weights packed for the kernels."""
-    config = Config(model="x", weight_format="nvfp4", lora_rank=32, matmul_kernel="mosaic_gpu")
-    policy, _ = abstract_trees(MODEL, "nvfp4", config)
-    plan = Plan(ROWS, ROWS, 256, 256, 0, (jnp.dtype(CACHE_DTYPE),) * LAYERS)
+def abstract_chunk(
+    slots: int = ROWS, weight_format: str = "nvfp4"
+) -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
+    """Arguments of `decode_chunk` as shapes; NVFP4 weights are packed for the kernels."""
+    kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
+    config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
+    policy, _ = abstract_trees(MODEL, weight_format, config)
+    plan = Plan(slots, ROWS, 256, 256, 0, (jnp.dtype(CACHE_DTYPE),) * LAYERS)
     embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
 
     def states(key: jax.Array) -> tuple[decode.HeldPrompts, decode.Slots]:

@@ -1,4 +1,4 @@
-"""A chunk of decoding and a prefill, compiled for an H200: what they copy, and how the loop is launched."""
+"""A chunk of decoding and a prefill, compiled for an H200: what they copy, how the loop is launched, and what sums."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ def test_a_packed_prefill_copies_no_weight_and_no_cache():
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["products"] == 4 * LAYERS
     assert found["copied"] == [] and found["reused"] == found["kept"]
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+@pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
+def test_batch_invariant_sums_are_the_same_programs_for_any_number_of_slots(weight_format):
+    """XLA adds up in an order of its own wherever it fuses a sum with something else, and chooses that anew for every
+    program; without the mode it does choose otherwise."""
+    ran = h200.run(Path(__file__).parent / "sums_for_h200.py", weight_format)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    one, *others = found["batch_invariant"]
+    assert len(one) > 4
+    assert all(other == one for other in others)
+    assert found["not"][0] != found["not"][1]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from qerl_kernels import dispatch
+from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.decode_attention import reference
 
 
@@ -59,11 +60,10 @@ def decode_attention(
         if not batch_invariant:
             return reference.decode_attention(*arrays, scale)
 
-        def one(row: tuple[Array, ...]) -> Array:
-            q, index, prompt_length, k, v, length = (part[None] for part in row)
-            return reference.decode_attention(q, prompt_k, prompt_v, index, prompt_length, k, v, length, scale)[0]
+        def one(q: Array, *row: Array) -> Array:
+            return reference.decode_attention(q, prompt_k, prompt_v, *row, scale)
 
-        return jax.lax.map(one, (q, prompt_index, prompt_lengths, k, v, lengths))
+        return in_blocks(one, q, prompt_index, prompt_lengths, k, v, lengths, size=1)
     from qerl_kernels.decode_attention import mosaic_gpu  # jax ≥ 0.11: imported where it runs
 
     return mosaic_gpu.decode_attention(*arrays, scale)

@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from qerl_kernels import dispatch
+from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.nvfp4_matmul.api import SLOT, PackedNvfp4, Shrunk
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_blocks, in_slots, no_gradient, of_slots
+from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_slots, no_gradient, of_slots
 
 if TYPE_CHECKING:
     from qerl_kernels.nvfp4_matmul.split import Split

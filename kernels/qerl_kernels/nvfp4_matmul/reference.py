@@ -5,17 +5,15 @@ Sources: OCP Microscaling Formats 1.0 (E2M1, E8M0); the NVFP4 layout of compress
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Float, Float32, Shaped, UInt8
+from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
 from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, SLOT, Mxfp4, Nvfp4
 
-_ROWS_IN_A_BLOCK = 64
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -62,17 +60,6 @@ def in_slots(parts: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
 def of_slots(slots: Float[Array, "m s"], ranks: Sequence[int]) -> list[Float[Array, "m r"]]:
     """The inverse of `in_slots`."""
     return [slots[:, SLOT * i :][:, :rank] for i, rank in enumerate(ranks)]
-
-
-def in_blocks(function: Callable[..., Any], *rows: Shaped[Array, "m ..."]) -> Any:
-    """`function` of arrays whose first axis is m, computed 64 rows at a time (the last block is filled up with copies
-    of the last row): a product or a sum goes in an order that depends on how many rows there are, and so would a
-    row's bits.
-    """
-    count = rows[0].shape[0]
-    places = jnp.minimum(jnp.arange(count + -count % _ROWS_IN_A_BLOCK), count - 1).reshape(-1, _ROWS_IN_A_BLOCK)
-    out = jax.lax.map(lambda block: function(*block), tuple(array[places] for array in rows))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], out)
 
 
 def no_gradient(leaf: Array) -> np.ndarray | Array:

@@ -1,0 +1,55 @@
+"""Compiles chunks of decoding with several numbers of slots for an H200. `test_decode_compile.py` runs it.
+
+    python sums_for_h200.py {nvfp4,bf16}
+
+Prints, as JSON, for each chunk the distinct operations that sum: fused computations with a reduction or a product, and
+calls of libraries, without names and with every number of slots replaced. Mosaic's kernels are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+weight_format = sys.argv.pop()  # the module reads a dtype from there
+
+import decode_for_h200 as h200  # noqa: E402
+
+from qerl_jax.rollout import decode  # noqa: E402
+from qerl_jax.types import Sampling  # noqa: E402
+
+SLOTS = (3, 88, 24)
+TRUNCATED = Sampling(256, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+
+
+def plain(text: str) -> str:
+    """A computation or an operation without what does not change its result."""
+    text = re.sub(r", (metadata|backend_config)=\{.*", "", text)
+    names: dict[str, str] = {}
+    text = re.sub(r"%[\w.\-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), text)
+    return re.sub(rf"\b({'|'.join(map(str, SLOTS))})(?=[],])", "S", text)
+
+
+def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
+    """Of one chunk."""
+    states = h200.abstract_chunk(slots, weight_format)
+    program = h200.compiled(decode.decode_chunk, states, sampling, 4, batch_invariant)
+    found = set()
+    for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL):
+        if "fused" in name and re.search(r" (reduce|reduce-window|dot)\(", body):
+            found.add(plain(body))
+    calls = re.findall(r"^.* custom-call\(.*", program, re.MULTILINE)
+    return sorted(found | {plain(call) for call in calls if "mosaic_gpu" not in call})
+
+
+def main() -> None:
+    invariant = [sums(slots, sampling, True) for sampling in (Sampling(256), TRUNCATED) for slots in SLOTS]
+    by_sampling = [invariant[: len(SLOTS)], invariant[len(SLOTS) :]]
+    joined = [sorted({*plainly, *truncated}) for plainly, truncated in zip(*by_sampling, strict=True)]
+    print(json.dumps({"batch_invariant": joined, "not": [sums(slots, Sampling(256), False) for slots in SLOTS[:2]]}))
+
+
+if __name__ == "__main__":
+    h200.use_compilers()
+    main()
