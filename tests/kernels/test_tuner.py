@@ -167,7 +167,7 @@ def test_what_precedes_a_product_counts_against_it(tuner):
             assert tiles.from_stored(row).tile == (plain, own, tile)[best]
             assert (row["us"], row["before"]) == (us[best], pytest.approx(expected[best]))
     [qkv] = {tuner.takes("qkv_7b", how) for how in (plain, tile)}  # a norm needs all features: no parts
-    assert qkv == "whole" and tuner.parts_of("down_7b", 8) == 6
+    assert qkv == "whole" and tuner.parts_of("down_7b", 8) == 7
 
 
 def test_parts_are_given_as_in_decode(tuner, monkeypatch):
@@ -176,7 +176,7 @@ def test_parts_are_given_as_in_decode(tuner, monkeypatch):
     monkeypatch.setattr(tuner.few_tokens, "matmul", lambda *args, shrunk, **more: taken.append(shrunk))
     shrunk = jnp.pad(jnp.ones((8, 32), jnp.bfloat16), ((0, 0), (0, 32)))
     tuner.Trial("down_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
-    assert taken[0].shape == (6, 8, 32) and taken[0].dtype == jnp.float32
+    assert taken[0].shape == (7, 8, 32) and taken[0].dtype == jnp.float32
     np.testing.assert_array_equal(taken[0].sum(0), np.ones((8, 32)))
     tuner.Trial("qkv_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
     assert taken[1] is shrunk

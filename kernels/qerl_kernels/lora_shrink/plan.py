@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -13,9 +14,13 @@ from qerl_kernels.nvfp4_matmul.api import SLOT
 CHUNK = 32  # features that a warp takes at a time
 OCTET = 8  # tokens that `mma.sync` takes at a time
 BLOCKS = 16  # of a cluster: twice what is portable; faster than 8 up to 32 tokens (tools/results/LOG.md)
-CLUSTERS = 6  # of that size to begin at one time: eight took twice as long as one (LOG.md), six are a guess
+AT_ONCE = 7  # clusters of that size that an H200 holds at one time, as its driver says
+MOST_GROUPS = 4
 LEAST_CHUNKS = 4  # of a block, where clusters share out the features: fewer gain nothing, one warp takes one chunk
 LEAST_COLUMNS = 16  # of a cluster: what a row of A has for it is a whole sector of 32 bytes
+# What `cost` is made of (H200, tools/results/LOG.md): o and norms at 8 and 32 tokens, SiLU at 8 and 32.
+START_US, ADD_US, ROUND_US, PART_US = 1.8, 0.4, 0.8, 0.05
+PATH_BYTES_PER_US = 0.5e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,29 +72,50 @@ class Plan:
     parts: int = 1
 
 
-def plan_for(task: Task, blocks: int = BLOCKS) -> Plan:
-    """As many warps as there are chunks, but not more than leave each the registers it needs. Few tokens spread over
-    many clusters; more of them share what is read of A where registers allow. A cluster lies in one part of the chip,
-    whose path to the L2 seems to bound it (0.5 TB/s): with few tokens, several read a part of A each, or of x and A
-    where somebody else adds up (`in_parts`). `groups`, `ahead` and `shares` may depend on the number of tokens, because
-    they change no sum. `parts` depends on it too and does: so do the bits of sums in parts.
-    """
-    groups = 2 if task.tokens > (OCTET if task.in_parts else 32) and task.columns <= 32 else 1
+def plan_for(task: Task) -> Plan:
+    """The plan that `cost` puts first. Only `groups`, `ahead` and `shares` may depend on the number of tokens: they
+    change no sum. `parts` does, and depends on it."""
+    return min(plans(task), key=lambda plan: cost(task, plan))
+
+
+def plans(task: Task) -> list[Plan]:
+    """Every way to cut the work for which a thread has registers."""
+    most_parts = -(-task.features // CHUNK // (BLOCKS * LEAST_CHUNKS)) if task.in_parts else 1
+    shares = [1]
+    if task.columns and not task.in_parts:
+        shares += [n for n in range(2, AT_ONCE + 1) if task.columns % (LEAST_COLUMNS * n) == 0]
+    cuts = itertools.product(range(1, MOST_GROUPS + 1), shares, range(1, min(AT_ONCE, most_parts) + 1))
+    found = [_plan(task, *cut) for cut in cuts if cut[0] == 1 or OCTET * (cut[0] - 1) < task.tokens]
+    return list(filter(None, found))
+
+
+def _plan(task: Task, groups: int, shares: int, parts: int) -> Plan | None:
+    """As many warps as there are chunks, but not more than leave each the registers it needs, and as many chunks of A
+    under way as these allow."""
     most = 16 if task.columns <= 96 else 8
-    at_once = CLUSTERS // -(-task.tokens // (OCTET * groups))
-    worth = -(-task.features // CHUNK // (blocks * LEAST_CHUNKS))
-    parts = max(1, min(at_once, worth)) if task.in_parts else 1
-    chunks = -(-task.features // CHUNK // (blocks * parts))
+    chunks = -(-task.features // CHUNK // (BLOCKS * parts))
     steps = -(-chunks // most)
     warps = -(-chunks // steps // 4) * 4
-    whole = [n for n in range(2, at_once + 1) if task.columns % (LEAST_COLUMNS * n) == 0]
-    shares = max([1, *whole]) if task.columns and not task.in_parts else 1
     columns = task.columns // shares
     fetched = 2 * -(-columns // 16) * 4 + {"norm": 8, "silu": 8 * groups, "plain": 4 * groups}[task.kind]
     held = 2 * -(-columns // 8) * groups + 40
     held += 8 * groups * steps if task.kind == "norm" else 0
-    free = 65536 // (warps * 32) - held
-    return Plan(blocks, warps, groups, max(1, min(steps, free // fetched)), shares, parts)
+    free = min(255, 65536 // (warps * 32)) - held
+    ahead = min(steps, free // fetched)
+    return Plan(BLOCKS, warps, groups, max(1, ahead), shares, parts) if ahead >= 1 or groups == 1 else None
+
+
+def cost(task: Task, plan: Plan) -> float:
+    """Microseconds by a rough model. A cluster lies in one part of the chip, whose path to the L2 bounds it; what it
+    takes beside that: to begin, to add up, and one latency more for each time that a warp loads again. What does not
+    begin at once waits for all that did."""
+    clusters = -(-task.tokens // (OCTET * plan.groups)) * plan.shares * plan.parts
+    tokens = min(task.tokens, OCTET * plan.groups)
+    width = {"norm": 4 + 2 * task.residual, "silu": 4, "plain": 2}[task.kind]
+    read = task.features * (width * tokens + 2 * task.columns // plan.shares) / plan.parts
+    steps = -(-task.features // CHUNK // (plan.blocks * plan.parts * plan.warps))
+    one = START_US + ADD_US * bool(task.columns) + ROUND_US * (-(-steps // plan.ahead) - 1) + read / PATH_BYTES_PER_US
+    return -(-clusters // AT_ONCE) * one + PART_US * plan.parts
 
 
 def missing(features: int, ranks: Sequence[int]) -> str | None:
