@@ -32,9 +32,7 @@ CACHE_DTYPE = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
 MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096, (0,), 0)
 
 
-def abstract_chunk(
-    slots: int = ROWS, weight_format: str = "nvfp4"
-) -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
+def abstract_chunk(slots: int = ROWS, weight_format: str = "nvfp4") -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
     """Arguments of `decode_chunk` as shapes; NVFP4 weights are packed for the kernels."""
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)

@@ -18,9 +18,12 @@ AT_ONCE = 7  # clusters of that size that an H200 holds at one time, as its driv
 MOST_GROUPS = 4
 LEAST_CHUNKS = 4  # of a block, where clusters share out the features: fewer gain nothing, one warp takes one chunk
 LEAST_COLUMNS = 16  # of a cluster: what a row of A has for it is a whole sector of 32 bytes
-# What `cost` is made of (H200, tools/results/LOG.md): o and norms at 8 and 32 tokens, SiLU at 8 and 32.
-START_US, ADD_US, ROUND_US, PART_US = 1.8, 0.4, 0.8, 0.05
-PATH_BYTES_PER_US = 0.5e6
+# What `cost` is made of, in us, fitted to 297 plans on an H200 (tools/results/LOG.md): to begin; for each wave of
+# clusters; for the sums of 8 tokens and 32 columns; for 8 tokens of one cluster more that makes the same y; for 1e6 of a
+# cluster's elements of x; for 1e6 bytes of its A.
+START, WAVE, PRODUCTS, AGAIN = 1.7, 0.1, 0.11, 0.1
+READ_X = {"norm": 19.3, "silu": 9.1, "plain": 0.2}
+READ_A = 1.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +109,14 @@ def _plan(task: Task, groups: int, shares: int, parts: int) -> Plan | None:
 
 
 def cost(task: Task, plan: Plan) -> float:
-    """Microseconds by a rough model. A cluster lies in one part of the chip, whose path to the L2 bounds it; what it
-    takes beside that: to begin, to add up, and one latency more for each time that a warp loads again. What does not
-    begin at once waits for all that did."""
+    """Microseconds by a rough model (8 % off): clusters beyond those that begin at once wait for all that did."""
     clusters = -(-task.tokens // (OCTET * plan.groups)) * plan.shares * plan.parts
-    tokens = min(task.tokens, OCTET * plan.groups)
-    width = {"norm": 4 + 2 * task.residual, "silu": 4, "plain": 2}[task.kind]
-    read = task.features * (width * tokens + 2 * task.columns // plan.shares) / plan.parts
-    steps = -(-task.features // CHUNK // (plan.blocks * plan.parts * plan.warps))
-    one = START_US + ADD_US * bool(task.columns) + ROUND_US * (-(-steps // plan.ahead) - 1) + read / PATH_BYTES_PER_US
-    return -(-clusters // AT_ONCE) * one + PART_US * plan.parts
+    columns = task.columns / plan.shares
+    x = 1e-6 * task.features / plan.parts * min(task.tokens, OCTET * plan.groups)
+    a = 1e-6 * task.features / plan.parts * 2 * columns
+    of_cluster = READ_X[task.kind] * x + READ_A * a
+    of_cluster += plan.groups * (PRODUCTS * columns / 32 + AGAIN * (plan.shares - 1))
+    return START + -(-clusters // AT_ONCE) * (WAVE + of_cluster)
 
 
 def missing(features: int, ranks: Sequence[int]) -> str | None:
