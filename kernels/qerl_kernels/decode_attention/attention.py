@@ -6,7 +6,6 @@ dim.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
