@@ -19,8 +19,8 @@ MOST_GROUPS = 4
 LEAST_CHUNKS = 4  # of a block, where clusters share out the features: fewer gain nothing, one warp takes one chunk
 LEAST_COLUMNS = 16  # of a cluster: what a row of A has for it is a whole sector of 32 bytes
 # What `cost` is made of, in us, fitted to 297 plans on an H200 (tools/results/LOG.md): to begin; for each wave of
-# clusters; for the sums of 8 tokens and 32 columns; for 8 tokens of one cluster more that makes the same y; for 1e6 of a
-# cluster's elements of x; for 1e6 bytes of its A.
+# clusters; for the sums of 8 tokens and 32 columns; for 8 tokens of one cluster more that makes the same y; for 1e6 of
+# a cluster's elements of x; for 1e6 bytes of its A.
 START, WAVE, PRODUCTS, AGAIN = 1.7, 0.1, 0.11, 0.1
 READ_X = {"norm": 19.3, "silu": 9.1, "plain": 0.2}
 READ_A = 1.8
