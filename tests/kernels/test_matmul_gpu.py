@@ -127,6 +127,50 @@ def test_adapters(m, widths, rank):
     assert np.abs(y - expected).max() <= 2.0**-6 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("m", [1, 8, 64, 128, 129])
+@pytest.mark.parametrize("k", [3584, 1040])  # the last no multiple of 32: XLA makes `x A`
+@pytest.mark.parametrize("widths, ranks", [((512,), (32,)), ((384, 64, 64), (64, 8, 24)), ((240, 272), (16, 16))])
+def test_adapters_and_their_gradients(m, k, widths, ranks):
+    """y and the gradients in x, A and B against fp64, called once and as two halves by `vmap`."""
+    weight, target = weight_of(512, k), activations(m, 512, 7)
+    packed, x = packing.pack(weight), activations(m, k)
+    drawn = [adapters(k, [width], rank, seed=rank)[0] for width, rank in zip(widths, ranks, strict=True)]
+    loras = [Lora(lora.a, 16 * lora.b, 2.0, sum(widths[:i])) for i, lora in enumerate(drawn)]  # as large as x Wᵀ
+    pairs = [(lora.a, lora.b) for lora in loras]
+
+    @jax.jit
+    def of(x, pairs, target):
+        y, back = jax.vjp(lambda x, pairs: kernel(x, packed, None, with_parameters(loras, pairs, 2.0)), x, pairs)
+        return y, back(target)
+
+    y, (dx, d_pairs) = of(x, pairs, target)
+    x64, w = exact(x, weight)
+    wide = lambda array: np.asarray(array, np.float64)  # noqa: E731
+    dy, expected_pairs = wide(target), []
+    expected_y, expected_dx = x64 @ w.T, dy @ w
+    for lora in loras:
+        a, b, part = wide(lora.a), wide(lora.b), slice(lora.offset, lora.offset + lora.b.shape[1])
+        expected_y[:, part] += 2 * (x64 @ a) @ b
+        through_b = 2 * dy[:, part] @ b.T
+        expected_dx += through_b @ a.T
+        expected_pairs += [x64.T @ through_b, 2 * (x64 @ a).T @ dy[:, part]]
+    all_expected = [expected_y, expected_dx, *expected_pairs]
+    for ours, expected in zip(jax.tree.leaves((y, dx, d_pairs)), all_expected, strict=True):
+        assert_near(ours, expected)
+    if m % 2 == 0:
+        halves = jax.vmap(of, (0, None, 0))
+        y, (dx, d_pairs) = halves(x.reshape(2, m // 2, k), pairs, target.reshape(2, m // 2, 512))
+        assert_near(y.reshape(m, 512), expected_y)
+        assert_near(dx.reshape(m, k), expected_dx)
+        for ours, expected in zip(jax.tree.leaves(d_pairs), expected_pairs, strict=True):
+            assert_near(wide(ours).sum(0), expected)
+
+
+def assert_near(got, expected):
+    """Within what two or three roundings to bf16 on the way may do, in norm."""
+    assert np.linalg.norm(np.asarray(got, np.float64) - expected) <= 4e-3 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("m", [8, 300])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_gradients_agree_with_xla(m, uniform):

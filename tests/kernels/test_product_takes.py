@@ -1,4 +1,4 @@
-"""Who computes `x A` where the table says that the product does: which kernel is called with what, the kernels
+"""Who computes `x A`, the product, the kernel of `lora_shrink` or XLA: which kernel is called with what, the kernels
 replaced by the equations that they stand for."""
 
 import dataclasses
@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qerl_kernels.lora_shrink import mosaic_gpu as lora_shrink
+from qerl_kernels.lora_shrink import reference
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, packing, tiles
 from qerl_kernels.nvfp4_matmul import matmul as entry
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
@@ -19,7 +21,7 @@ TILE = mosaic_gpu.Tile(tokens=64, rows=1, depth=1, stages=4)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(kernel, rows of x, what it was given: "a", "parts", "whole" or None) of each call."""
+    """(kernel, rows of x, what it was given: "a", "parts", "whole" or None) of each call; ("shrink", rows, ranks)."""
     made = []
 
     def whole(x, weight, shrunk, a, expand, scale, bias):
@@ -52,6 +54,13 @@ def calls(monkeypatch):
             return (x.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(x.dtype)
         return whole(x, weight, shrunk, None, expand, scale, bias)
 
+    def shrink(task, plan, inputs, a):
+        [x] = inputs
+        assert (task.kind, task.in_parts) == ("plain", False) and x.dtype == a.dtype == jnp.bfloat16
+        assert x.shape == (task.tokens, task.features) and a.shape == (task.features, sum(task.ranks))
+        made.append(("shrink", task.tokens, task.ranks))
+        return [reference.shrink(x, a, task.ranks)]
+
     rows = [
         tiles.Row("forward", N, K, 8, SPLIT, 1.0),
         tiles.Row("forward", N, K, 64, TILE, None),
@@ -60,6 +69,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(tiles, "table", lambda: tuple(rows))
     monkeypatch.setattr(few_tokens, "matmul", few)
     monkeypatch.setattr(mosaic_gpu, "matmul", many)
+    monkeypatch.setattr(lora_shrink, "fused", shrink)
     monkeypatch.setattr(entry.dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
     return made
 
@@ -136,7 +146,7 @@ def test_gradients_need_x_a(calls):
         return nvfp4_matmul(x, weight, None, [lora], implementation=implementation).astype(jnp.float32).sum()
 
     ours = jax.grad(loss, (0, 1))(x, loras[0].b, None)
-    assert calls == [("few", 4, "whole"), ("many", 4, None)]
+    assert calls == [("shrink", 4, (16,)), ("few", 4, "whole"), ("many", 4, None)]
     for got, expected in zip(ours, jax.grad(loss, (0, 1))(x, loras[0].b, "xla"), strict=True):
         near(got, expected)
 
@@ -148,7 +158,8 @@ def test_a_batch_of_few_tokens_may_be_many(calls):
     expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
     near(jax.vmap(one)(x.reshape(2, 4, K)).reshape(8, N), expected)
     near(jax.vmap(one)(jnp.stack([x, x, x]))[1], expected)
-    assert [call for call in calls if call[1] in (8, 24)][-2:] == [("few", 8, "a"), ("many", 24, "whole")]
+    made = [call for call in calls if call[1] in (8, 24)]
+    assert made[-3:] == [("few", 8, "a"), ("shrink", 24, (32, 8)), ("many", 24, "whole")]
 
 
 def test_who_does_not_shrink(calls):
@@ -164,4 +175,108 @@ def test_who_does_not_shrink(calls):
         assert product_takes(8, weight, loras, x.dtype) == "whole"
         calls.clear()
         near(nvfp4_matmul(x, weight, None, loras), nvfp4_matmul(x, weight, None, loras, implementation="xla"))
-        assert calls == [("few", 8, None)]
+        assert calls == [("shrink", 8, ranks)] * (max(ranks) <= 64) + [("few", 8, None)]
+
+
+def draw_for_gradients(rows, widths, ranks, k=K):
+    """A product as a function of x and its adapters' A and B, and these; `k`: as many of the input features."""
+    x, weight, loras = draw(rows, widths, ranks, beside=False)
+    weight = weight if k == K else packing.pack(cases.random_weight(jax.random.key(0), N, k))
+
+    def product(x, pairs, **more):
+        parts = [
+            types.SimpleNamespace(a=a, b=b, scale=lora.scale, offset=lora.offset)
+            for lora, (a, b) in zip(loras, pairs, strict=True)
+        ]
+        return nvfp4_matmul(x, weight, None, parts, **more)
+
+    return product, (x[:, :k], [(lora.a[:k], lora.b) for lora in loras])
+
+
+def value_and_gradients(product, arguments, **more):
+    """y, and the gradients of its squares' sum in x and all A and B."""
+
+    def loss(*arguments):
+        y = product(*arguments, **more)
+        return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+    gradients, y = jax.grad(loss, (0, 1), has_aux=True)(*arguments)
+    return [y, *jax.tree.leaves(gradients)]
+
+
+def all_near(got, expected):
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(ours - theirs) <= 4e-3 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16)), ((240, 272), (16, 16))])
+@pytest.mark.parametrize("rows", [1, 8, 64, 127, 128, 129])
+def test_up_to_128_tokens_a_kernel_shrinks(calls, rows, widths, ranks):
+    product, arguments = draw_for_gradients(rows, widths, ranks)
+    got = value_and_gradients(product, arguments)
+    assert [call for call in calls if call[0] == "shrink"] == [("shrink", rows, ranks)] * (rows <= 128)
+    calls.clear()
+    expected = value_and_gradients(product, arguments, implementation="xla")
+    assert not calls
+    all_near(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "k", "more"),
+    [
+        ((12,), K, {}), ((72,), K, {}), ((32,), K - 16, {}), ((32,), K, {"batch_invariant": True}),
+        ((32,), K, {"implementation": "xla"}),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_does_not_take_goes_to_xla(calls, ranks, k, more):
+    product, arguments = draw_for_gradients(8, (512,), ranks, k)
+    got = value_and_gradients(product, arguments, **more)
+    assert "shrink" not in [call[0] for call in calls]
+    all_near(got, value_and_gradients(product, arguments, implementation="xla"))
+
+
+def test_on_a_chip_that_is_too_small_xla_shrinks(calls, monkeypatch):
+    product, arguments = draw_for_gradients(8, (512,), (32,))
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=114)])
+    value_and_gradients(product, arguments)
+    assert "shrink" not in [call[0] for call in calls]
+
+
+@pytest.mark.parametrize("batch", [3, 12])
+@pytest.mark.parametrize("how", ["vmap", "jit", "scan", "remat", "inner"])
+def test_transformations_of_a_product_whose_x_a_a_kernel_makes(calls, how, batch):
+    """`vmap`, within a gradient or around it, makes one call of the kernel with more rows (36), none where they are too
+    many (144)."""
+    product, (x, pairs) = draw_for_gradients(12 * batch, (256, 256), (32, 8))
+    several = x.reshape(batch, 12, K)
+    of_one = lambda x, **more: value_and_gradients(product, (x, pairs), **more)  # noqa: E731
+    expected = [jnp.stack(leaves) for leaves in zip(*[of_one(x, implementation="xla") for x in several], strict=True)]
+    calls.clear()
+    if how == "scan":
+        got = jax.lax.scan(lambda carry, x: (carry, of_one(x)), 0, several)[1]
+    elif how == "inner":  # the gradients of A and B are sums over the batch
+        mapped = lambda x, pairs, **more: jax.vmap(lambda x: product(x, pairs, **more))(x)  # noqa: E731
+        got = value_and_gradients(mapped, (several, pairs))
+        expected = expected[:2] + [leaf.astype(jnp.float32).sum(0).astype(leaf.dtype) for leaf in expected[2:]]
+    elif how == "remat":
+        got = jax.vmap(lambda x: value_and_gradients(jax.checkpoint(product), (x, pairs)))(several)
+    else:
+        got = jax.vmap(jax.jit(of_one) if how == "jit" else of_one)(several)
+    all_near(got, expected)
+    rows = {call[1] for call in calls if call[0] == "shrink"}
+    last = [call for call in calls if call[0] == "many" and call[2]][-1]
+    if how == "scan":
+        assert rows == {12} and last[1] == 12
+    else:
+        assert rows <= {12, 12 * batch} and (12 * batch in rows) == (batch == 3) and last[1] == 12 * batch
+
+
+def test_a_batch_of_adapters_outside_the_product(calls):
+    """Adapters that the product cannot add itself may have a batch axis: their `x A` is XLA's."""
+    product, (x, pairs) = draw_for_gradients(8, (240, 272), (16, 16))
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf, 2 * leaf]), pairs)
+    expected = [product(x, jax.tree.map(lambda leaf, i=i: leaf[i], several), implementation="xla") for i in range(3)]
+    near(jax.vmap(product, (None, 0))(x, several), jnp.stack(expected))
+    near(jax.vmap(product, (0, 0))(jnp.stack([x] * 3), several), jnp.stack(expected))

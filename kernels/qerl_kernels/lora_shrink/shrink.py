@@ -1,4 +1,5 @@
-"""What precedes the four projections of a layer in decode, each with the adapters' `x A`, in one launch.
+"""What precedes the four projections of a layer in decode, each with the adapters' `x A`, in one launch; and that
+`x A` alone, which the product with adapters (`nvfp4_matmul`) takes for few tokens.
 
 Forward only: training and prefill run the plain model. Axes: M tokens, K input features, F ffn features, C adapter
 columns, S = 64 · adapters, P parts of the features.
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, BFloat16, Float, Float32
 
 from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink import plan, reference
@@ -95,6 +96,31 @@ def shrink(
     if _chosen("shrink", x, x.dtype, a, ranks, implementation) == "xla":
         return _shrink(x, a, ranks, in_parts)
     return _fused("shrink", x, (x,), a, ranks, in_parts=in_parts)[0]
+
+
+def shrink_by_kernel(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks: Sequence[int]) -> Array | None:
+    """`x A` in slots, [M, S], by the kernel, for callers that run on Mosaic GPU anyway and have XLA's product at hand;
+    None where that is the faster one (above 128 tokens) or the kernel does not take these shapes or this chip.
+
+    A batch of x (`vmap`) becomes more rows, which go to XLA where they are too many; with a batch of A it does always.
+    """
+    if x.shape[0] > MOST_TOKENS or plan.missing(x.shape[1], ranks) is not None:
+        return None
+
+    @jax.custom_batching.custom_vmap
+    def slots(x, a):
+        if x.shape[0] > MOST_TOKENS:
+            return reference.shrink(x, a, ranks)
+        return shrink(x, a, ranks, implementation="mosaic_gpu")
+
+    @slots.def_vmap
+    def batched(size, in_batched, x, a):
+        if in_batched[1]:
+            axes = [0 if own else None for own in in_batched]
+            return jax.vmap(lambda x, a: reference.shrink(x, a, ranks), axes)(x, a), True
+        return slots(x.reshape(-1, x.shape[-1]), a).reshape(size, x.shape[1], -1), True
+
+    return slots(x, a)
 
 
 def _shrink(y: Array, a: Array | None, ranks: Sequence[int], in_parts: bool = False) -> Array | None:

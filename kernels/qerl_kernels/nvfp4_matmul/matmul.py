@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from qerl_kernels import dispatch
 from qerl_kernels.batch_invariant import in_blocks
+from qerl_kernels.lora_shrink.shrink import shrink_by_kernel
 from qerl_kernels.nvfp4_matmul.api import SLOT, PackedNvfp4, Shrunk
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_slots, no_gradient, of_slots
@@ -64,8 +65,9 @@ def nvfp4_matmul(
     above 64) are added to its rounded result in fp32: two roundings.
 
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
-    and rounded once; for few tokens the product's own kernel may compute it (`product_takes`), but not where gradients
-    are taken, whose backward pass needs it.
+    and rounded once. Who computes it, where Mosaic GPU runs: for few tokens the product's own kernel may
+    (`product_takes`), but not where gradients are taken, whose backward pass needs it; else up to 128 tokens the kernel
+    of `lora_shrink`, for shapes it takes and without `batch_invariant`; else XLA.
 
     Args:
       x: activations; bf16 for the kernels, any float dtype for XLA.
@@ -134,8 +136,8 @@ def _matmul(static, x, weight, bias, pairs, together):
 
 
 def _forward(static, x, weight, bias, pairs, together):
-    shrunk = _shrink(x, [a for a, _ in pairs], together, static.batch_invariant)
-    return _sum(static, x, weight, bias, shrunk, pairs), (x, weight, bias, pairs, together, shrunk)
+    shrunk, slots = _shrink(static, x, [a for a, _ in pairs], together)
+    return _sum(static, x, weight, bias, shrunk, pairs, slots), (x, weight, bias, pairs, together, shrunk)
 
 
 def _sum(static, x, weight, bias, shrunk: list[Array], pairs, given: Array | None = None) -> Array:
@@ -150,21 +152,28 @@ def _sum(static, x, weight, bias, shrunk: list[Array], pairs, given: Array | Non
     return y.astype(x.dtype)
 
 
-def _shrink(x: Array, a: list[Array], together: Array | None, by_blocks: bool) -> list[Array]:
-    """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once.
+def _shrink(static: _Static, x: Array, a: list[Array], together: Array | None) -> tuple[list[Array], Array | None]:
+    """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once; and the slots it lies in
+    where a kernel made it (`shrink_by_kernel`), None where XLA did.
 
-    XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it. `by_blocks`:
-    in products of 64 rows each, so that XLA takes the same kernel for a row however many rows there are.
+    XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it. Batch
+    invariant: by XLA always, since more tokens than the kernel is for must have the same bits; in products of 64 rows
+    each, so that XLA takes the same kernel for a row however many rows there are.
     """
     if not a:
-        return []
+        return [], None
     together = jnp.concatenate(a, axis=1) if together is None else together
+    ranks = [part.shape[1] for part in a]
+    if static.implementation == "mosaic_gpu" and not static.batch_invariant:
+        slots = shrink_by_kernel(x, together, ranks)
+        if slots is not None:
+            return of_slots(slots, ranks), slots
 
     def product(rows: Array) -> Array:
         return fp32_matmul(rows, together).astype(x.dtype)
 
-    shrunk = in_blocks(product, x) if by_blocks else product(x)
-    return jnp.split(shrunk, np.cumsum([part.shape[1] for part in a])[:-1], axis=1)
+    shrunk = in_blocks(product, x) if static.batch_invariant else product(x)
+    return jnp.split(shrunk, np.cumsum(ranks)[:-1], axis=1), None
 
 
 def _in_slots(shrunk: list[Array]) -> Array:
@@ -249,7 +258,8 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
             return few_tokens.matmul(x, weight, tile, a=a, **terms)
         if a is not None:  # `vmap` made too many tokens of few
             parts = jnp.split(a, np.cumsum([b.shape[0] for b in expand])[:-1], axis=1)
-            shrunk = _in_slots(_shrink(x, parts, a, static.batch_invariant))
+            each, slots = _shrink(static, x, parts, a)
+            shrunk = _in_slots(each) if slots is None else slots
         if isinstance(tile, few_tokens.Split):
             return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), shrunk=shrunk, **terms)
         if shrunk is not None and shrunk.ndim == 3:
