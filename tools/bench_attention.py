@@ -29,7 +29,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_matmul import COPY_BYTES_PER_S
+from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.attention import decode_attention
 from qerl_kernels.dispatch import MULTIPROCESSORS

@@ -3,17 +3,16 @@
     python tools/bench_matmul.py [--anchors ROWS.json | --library _C.abi3.so] [--cases qkv_7b ...] [--tokens 1 8 ...]
         [--out FILE.json]
 
-A figure is the wall time of one jitted loop whose body runs the product over many weights (at least 512 MiB of packed
-bytes, so that the L2 does not help; three weights from 1024 tokens on), divided by the number of products. The loop
-stands for a decode loop: its buffers do not move, so that its CUDA graphs are captured once; a list of calls without a
-loop is captured anew whenever an output lies elsewhere, and then the host is what is timed. The median of nine
-repetitions after the GPU has been busy for 30 ms. Every product is checked first, against the exact weights in fp32.
-All loops are compiled beforehand, by processes that do not touch the GPU (`ahead`); one process times them, one after
-the other.
+A figure comes from two jitted loops whose body runs the product over many weights (`bursts`): the longer loop's median
+wall time less the shorter's, divided by the products it has more of, so that what the host does once a call (for
+hundreds of arrays 0.1 to 2 ms) does not count. A loop stands for a decode loop: its buffers do not move, so that its
+CUDA graphs are captured once; a list of calls without a loop is captured anew whenever an output lies elsewhere. Every
+product is checked first, against the exact weights in fp32. All loops are compiled beforehand, by processes that do
+not touch the GPU (`ahead`); one process times them, one after the other.
 
-Rivals, for the ratios: `--library` names vLLM's library of kernels, and Marlin and cuBLAS are timed on this GPU first
-(`time_rivals.py`); `--anchors` names rows measured on the same kind of GPU. Their rows are copied into the result,
-marked with their source.
+Rivals, for the ratios: `--library` names vLLM's library of kernels, and Marlin and cuBLAS are timed first, on this GPU
+and in the same bursts (`time_rivals.py`); `--anchors`, where there is no library, names rows that it wrote on the same
+kind of GPU. Their rows are copied into the result, marked with their source.
 
 The result is written after every row, and a run goes on where one of the same commit was cut short: rows that are there
 already are not timed again. `matmul_report.py` prints the summary of a stored result.
@@ -25,10 +24,8 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,34 +33,35 @@ import time
 import types
 
 import ahead
+import bursts
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matmul_report import COPY_BYTES_PER_S, MATRIX_FLOP_PER_S, describe, rivals_of, summary
+from matmul_report import describe, rivals_of, summary
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
 from record import meta
 
-ROTATE_BYTES = 512 << 20
-LOOP_US = 25e3  # so that what the host does for each array of a call, about 1 us, does not count
+SHORT = 2  # rounds of the shorter loop, because XLA takes a loop of one round apart
 MAX_ERROR = 2.5e-3
 # Products that do not depend on each other must not run at the same time within a captured graph.
 ONE_BY_ONE = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
 def looped(call, rounds: int):
-    """(x, weights) -> a number that depends on every product: `rounds` times `call(x, weight)` for each weight. x may
-    be a list, one for each weight. Every round's x waits for the sum of the round before, so that nothing can leave the
-    loop, and nothing but the sum is computed beside the products."""
+    """(xs, weights) -> a number that depends on every product: in each of the `rounds`, for each of `xs`,
+    `call(x, weight)` for each weight. An x may be a list, one for each weight; all must differ, or XLA would make one
+    call of several. Every round's xs wait for the sum of the round before, so that nothing can leave the loop, and
+    nothing but the sum is computed beside the products."""
 
-    def every(x, weights):
+    def every(xs, weights):
 
         def one_round(_, total):
-            now, _ = jax.lax.optimization_barrier((x, total))
-            inputs = now if isinstance(now, list) else [now] * len(weights)
-            outs = [call(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+            now, _ = jax.lax.optimization_barrier((xs, total))
+            inputs = [one for x in now for one in (x if isinstance(x, list) else [x] * len(weights))]
+            outs = [call(x, weight) for x, weight in zip(inputs, weights * len(xs), strict=True)]
             return total + sum(out[0, 0].astype(jnp.float32) for out in outs)
 
         return jax.lax.fori_loop(0, rounds, one_round, jnp.float32(0))
@@ -71,35 +69,22 @@ def looped(call, rounds: int):
     return every
 
 
-def microseconds(compiled, x, weights: list, count: int, repeats: int = 9, warm: float = 0.03) -> float:
-    """Median time of one of the `count` products of a compiled `looped`."""
-    start = time.perf_counter()
-    while time.perf_counter() - start < warm:
-        jax.block_until_ready(compiled(x, weights))
-    times = []
-    for _ in range(repeats):
+def microseconds(short, long, args: tuple, count: int) -> float:
+    """Time of one of the `count` products that `long(*args)` has more of than `short(*args)`."""
+
+    def seconds(compiled) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(compiled(x, weights))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) / count * 1e6
+        jax.block_until_ready(compiled(*args))
+        return time.perf_counter() - start
 
-
-def floor_us(m: int, n: int, k: int) -> float:
-    """No product is faster: its bytes at the copy's rate, its operations at the matrix unit's."""
-    return max(n * k * 0.5625 / COPY_BYTES_PER_S, 2.0 * m * n * k / MATRIX_FLOP_PER_S) * 1e6
-
-
-def rounds_of(us: float, count: int) -> int:
-    """Rounds of a loop that take about `LOOP_US`."""
-    return max(1, round(LOOP_US / (us * count)))
+    less, more = bursts.medians([functools.partial(seconds, compiled) for compiled in (short, long)])
+    return (more - less) / count * 1e6
 
 
 def weights_of(case: str, m: int) -> list[PackedNvfp4]:
-    """Packed random weights of one case, enough to outgrow the L2; three where the product itself takes long."""
-    n, k = cases.SHAPES[case]
-    copies = max(2, math.ceil(ROTATE_BYTES / (n * k * 0.5625)))
-    copies = copies if m < 1024 else min(3, copies)
-    return [cases.random_packed(jax.random.key(i), n, k) for i in range(copies)]
+    """Packed random weights of one case, as many as its burst rotates."""
+    shape = cases.SHAPES[case]
+    return [cases.random_packed(jax.random.key(i), *shape) for i in range(Product(case, m).burst().weights)]
 
 
 @jax.jit
@@ -204,9 +189,10 @@ class Product:
         more = {"batch_invariant": True} if self.batch_invariant else {}
         return {**row, "lora_rank": self.lora_rank, **more}
 
-    def expected_us(self) -> float:
-        """Roughly what a product takes."""
-        return 1.5 * floor_us(self.m, *cases.SHAPES[self.case]) + 5
+    def burst(self) -> bursts.Burst:
+        """How it is timed."""
+        n, k = cases.SHAPES[self.case]
+        return bursts.burst_of(self.m, n, k, n * k * 0.5625)
 
     def call(self, x: jax.Array, weight) -> jax.Array:
         """The product."""
@@ -222,13 +208,13 @@ class Product:
         return n if self.direction == "dx" else k
 
     def arguments(self, x: jax.Array) -> tuple:
-        """(x, weights) of the loop; an x for each weight where there are adapters: XLA would make one product of those
-        that share theirs."""
-        weights = weights_of(self.case, self.m)
+        """(xs, weights) of the loop, an x for each turn; for each weight, too, where there are adapters: XLA would make
+        one `x A` of those that share theirs."""
+        weights, turns = weights_of(self.case, self.m), range(self.burst().turns)
         if not self.lora_rank:
-            return x, weights
-        pairs = [(weight, *adapters(self.case, self.lora_rank, i)) for i, weight in enumerate(weights)]
-        return [_turned(x, i) for i in range(len(weights))], pairs
+            return [_turned(x, i) for i in turns], weights
+        layers = [(weight, *adapters(self.case, self.lora_rank, i)) for i, weight in enumerate(weights)]
+        return [[_turned(x, i * len(layers) + j) for j in range(len(layers))] for i in turns], layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +234,9 @@ class Step:
         row = {"case": "layers_7b", "m": self.m, "n": 0, "k": 0, "direction": "forward", "impl": "qerl"}
         return {**row, "lora_rank": self.lora_rank, "layers": self.layers, "products": self.products}
 
-    def expected_us(self) -> float:
-        """Roughly what a step takes."""
-        return 60.0 * self.layers
+    def burst(self) -> bursts.Burst:
+        """How it is timed."""
+        return bursts.burst_of_step(self.layers)
 
     def call(self, start: tuple, stack: list) -> jax.Array:
         """One step."""
@@ -261,7 +247,7 @@ class Step:
         return cases.SHAPES["down_7b"][0]
 
     def arguments(self, x: jax.Array) -> tuple:
-        """(what enters the first layer, [the layers])."""
+        """([what enters the first layer], [the layers])."""
         stack = []
         for i in range(self.layers):
             parts = [adapters(case, self.lora_rank, 4 * i + j) for j, case in enumerate(cases.LAYER_7B)]
@@ -272,25 +258,28 @@ class Step:
             ]
             stack.append([(weight, *part) for weight, part in zip(weights, parts, strict=True)])
         gates = jax.random.normal(jax.random.key(1), (self.layers, self.m, 2 * cases.SHAPES["down_7b"][1]), x.dtype)
-        return (x.astype(jnp.float32), x, list(gates)), [stack]
+        return [(x.astype(jnp.float32), x, list(gates))], [stack]
 
 
-def program(what: Product | Step):
-    """(x, weights) -> what depends on the whole loop, and the first product."""
-    loop = looped(what.call, _rounds(what))
-    return lambda x, weights: (loop(x, weights), what.call(x[0] if isinstance(x, list) else x, weights[0]))
+def program(what: Product | Step, rounds: int):
+    """(xs, weights) -> what depends on the whole loop, and the first product."""
+    loop = looped(what.call, rounds)
+    return lambda xs, weights: (loop(xs, weights), what.call(_first(xs), weights[0]))
 
 
-def _rounds(what: Product | Step) -> int:
-    """Rounds of the loop; two or more, because XLA takes a loop of one round apart."""
-    count = 1 if isinstance(what, Step) else len(jax.eval_shape(lambda: weights_of(what.case, what.m)))
-    return max(2, rounds_of(what.expected_us(), count))
+def _first(xs: list):
+    return xs[0][0] if isinstance(xs[0], list) else xs[0]
 
 
-def build(what: Product | Step) -> tuple:
+def rounds_of(what: Product | Step) -> tuple[int, int]:
+    """Of the shorter loop and of the longer."""
+    return SHORT, SHORT + what.burst().rounds
+
+
+def build(what: Product | Step, rounds: int) -> tuple:
     """For `ahead.compile_all`: the program and the shapes of its arguments."""
     x = jax.ShapeDtypeStruct((what.m, what.width()), jnp.bfloat16)
-    return program(what), jax.eval_shape(what.arguments, x)
+    return program(what, rounds), jax.eval_shape(what.arguments, x)
 
 
 def wanted(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> list[Product]:
@@ -312,26 +301,28 @@ class Bench:
         """Rows of x for every number of tokens of a case, and the exact product of the first."""
         what = Product(case, most, direction)
         x = jax.random.normal(jax.random.key(9), (most, what.width()), jnp.bfloat16)
-        return x, np.asarray(exact(x[:256], weights_of(case, 1024)[0], direction == "dx"))
+        return x, np.asarray(exact(x[:256], weights_of(case, most)[0], direction == "dx"))
 
     def measure(self, what: Product | Step, most: int) -> dict:
         """The row of `what`. `most`: tokens of the largest product of its case. Raises SystemExit where it does not
         compile or is wrong."""
-        found = self.executables[(what,)]
-        if isinstance(found, str):
-            raise SystemExit(f"{what} does not compile: {found}")
+        both = [self.executables[what, rounds] for rounds in rounds_of(what)]
+        for found in both:
+            if isinstance(found, str):
+                raise SystemExit(f"{what} does not compile: {found}")
         if isinstance(what, Step):
             x, expected = jax.random.normal(jax.random.key(9), (what.m, what.width()), jnp.bfloat16), None
         else:
             x, expected = self.inputs(what.case, what.direction, most)
         args = what.arguments(x[: what.m])
-        compiled = ahead.load(found, *args)
-        _, first = compiled(*args)
+        short, long = (ahead.load(found, *args) for found in both)
+        _, first = long(*args)
         if expected is not None:
             expected = expected[: what.m]
-            expected = expected + adapters_of(args[0][0], args[1][0]) if what.lora_rank else expected
+            expected = expected + adapters_of(_first(args[0]), args[1][0]) if what.lora_rank else expected
             refuse_if_wrong(first, expected, str(what))
-        us = microseconds(compiled, *args, _rounds(what) * len(args[1]) + 1)
+        weights, turns, rounds = what.burst()
+        us = microseconds(short, long, args, weights * turns * rounds)
         row = {**what.row(), "us": round(us, 2)}
         print(describe(row, self.rivals), flush=True)
         return row
@@ -410,11 +401,12 @@ def main() -> None:
     few = [m for m in args.tokens if m <= 64]
     steps = [Step(m, rank, args.layers, products) for m in few for rank, products in kinds]
     products = [what for case in args.cases for what in wanted(case, args.tokens, args.rank, args.batch_invariant)]
-    programs = without([*steps, *products], rows)
+    missing = without([*steps, *products], rows)
+    programs = [(what, rounds) for what in missing for rounds in rounds_of(what)]
     bench = Bench(dict(ahead.compile_all(build, programs, args.jobs, ONE_BY_ONE)), rivals_of(copied))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     failed = []
-    for (what,) in programs:
+    for what in missing:
         try:  # the others are worth having
             rows.append({**bench.measure(what, max(args.tokens)), "commit": about["commit"]})
         except (SystemExit, jax.errors.JaxRuntimeError) as error:
@@ -424,13 +416,13 @@ def main() -> None:
         args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
     print(summary(rows + copied))
     if failed:
-        raise SystemExit("\n".join([f"{len(failed)} of {len(programs)} failed:", *failed]))
+        raise SystemExit("\n".join([f"{len(failed)} of {len(missing)} failed:", *failed]))
 
 
-def without(programs: list[Product | Step], rows: list[dict]) -> list[tuple]:
-    """The programs that `rows` do not tell of, for `ahead.compile_all`: the longest to compile first."""
+def without(programs: list[Product | Step], rows: list[dict]) -> list[Product | Step]:
+    """The programs that `rows` do not tell of, in their order: the longest to compile first."""
     known = [{key: value for key, value in row.items() if key not in ("us", "commit")} for row in rows]
-    return [(what,) for what in programs if what.row() not in known]
+    return [what for what in programs if what.row() not in known]
 
 
 if __name__ == "__main__":

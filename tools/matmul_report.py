@@ -8,6 +8,7 @@ Rivals are rows of the same file whose `impl` is not "qerl" (cuBLAS's and Marlin
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import pathlib
 import statistics
@@ -105,7 +106,8 @@ def means(rows: list[dict], rivals: dict) -> str:
 
 
 def step_cost(rows: list[dict], rivals: dict) -> str:
-    """What the projections of a decode step take, and what adapters add, over what precedes them without adapters."""
+    """What the projections of a decode step take over what precedes them without adapters, and what adapters add to
+    that: (with adapters − without) / (without − what precedes without)."""
     times = {(row["m"], row["lora_rank"], row["products"]): row["us"] for row in rows if "products" in row}
     lines = []
     for m, rank in sorted({(m, rank) for m, rank, products in times if rank and products}):
@@ -143,10 +145,16 @@ def other_costs(rows: list[dict]) -> str:
     )
 
 
+def sources(rows: list[dict]) -> str:
+    """Where the rivals' times in the ratios come from."""
+    counts = collections.Counter(row.get("source", "no source named") for row in rows if row["impl"] in RIVALS)
+    return "\n".join(f"rivals: {count} rows, {source}" for source, count in counts.items())
+
+
 def summary(rows: list[dict]) -> str:
     """All of it."""
     rivals = rivals_of(rows)
-    parts = [means(rows, rivals), other_costs(rows), step_cost(rows, rivals)]
+    parts = [sources(rows), means(rows, rivals), other_costs(rows), step_cost(rows, rivals)]
     return "\n".join(part for part in parts if part)
 
 

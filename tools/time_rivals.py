@@ -2,10 +2,10 @@
 
     python tools/time_rivals.py _C.abi3.so [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
 
-The library is vLLM 0.22's, made for the PyTorch that is installed. A figure is the median of 15 replays of a CUDA
-graph, divided by its calls; weights rotate over 512 MiB (of packed bytes for Marlin, of bf16 for cuBLAS), three from
-1024 tokens on. Rows are those of `bench_matmul.py` with `impl` "marlin" or "cublas_bf16"; `layer_set_7b` is 28 times
-qkv, o, gate_up and down of 7B in one graph. Marlin's weights are random words, and what it computes is not checked.
+The library is vLLM 0.22's, made for the PyTorch that is installed. Calls are captured in a CUDA graph and timed in
+bursts of replays, as `bench_matmul.py` times ours (`bursts`). Rows are those of `bench_matmul.py` with `impl` "marlin"
+or "cublas_bf16"; `layer_set_7b` is 28 times qkv, o, gate_up and down of 7B in one graph. Marlin's weights are random
+words, and what it computes is not checked.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import pathlib
-import statistics
 from collections.abc import Callable
 
+import bursts
 import torch
 from qerl_kernels.nvfp4_matmul import cases
 
-ROTATE_BYTES = 512 << 20
-REPEATS = 15
 LAYERS = 28
 # vLLM's number of a scalar type: 8 bits exponent, 8 mantissa, sign, 32 bias, finite only, kind of NaN
 E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
@@ -65,30 +62,29 @@ def marlin_scales(n: int, k: int, device: str) -> torch.Tensor:
     return ((halves * 2**7).view(torch.int16) << 1).view(torch.float8_e4m3fn)[:, 1::2].contiguous()
 
 
-def microseconds(calls: list[Callable]) -> float:
-    """Of one replay of all calls, captured one after the other."""
+def microseconds(calls: list[Callable], turns: int, rounds: int) -> float:
+    """Of all calls, one after the other, timed in `rounds` replays of `turns` times all calls. One replay goes before:
+    the GPU would wait for the launch of the first."""
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
+        for call in calls * turns:
             call()
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
+
+    def burst() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
         graph.replay()
+        begin.record()
+        for _ in range(rounds):
+            graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+        return begin.elapsed_time(end) * 1e3
 
-
-def copies(bytes_each: float) -> int:
-    """Weights that outgrow the L2."""
-    return max(2, math.ceil(ROTATE_BYTES / bytes_each))
+    [us] = bursts.medians([burst])
+    return us / rounds / turns
 
 
 def row(case: str, m: int, impl: str, us: float) -> dict:
@@ -101,16 +97,19 @@ def row(case: str, m: int, impl: str, us: float) -> dict:
 def products(marlin: Marlin, case: str, tokens: list[int]) -> list[dict]:
     """Rows of one projection."""
     n, k = SHAPES[case]
-    packed = [marlin.weight(n, k) for _ in range(copies(n * k * 0.5625))]
-    dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies(n * k * 2))]
+    kinds = (
+        ("marlin", n * k * 0.5625, lambda: marlin.weight(n, k), lambda x, w: marlin.product(x, w, n, k)),
+        ("cublas_bf16", n * k * 2, lambda: torch.randn(n, k, device="cuda", dtype=torch.bfloat16).T, torch.matmul),
+    )
     rows = []
-    for m in tokens:
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        most = 3 if m >= 1024 else None
-        calls = [functools.partial(marlin.product, x, weight, n, k) for weight in packed[:most]]
-        rows.append(row(case, m, "marlin", microseconds(calls) / len(calls)))
-        calls = [functools.partial(torch.matmul, x, weight.T) for weight in dense[:most]]
-        rows.append(row(case, m, "cublas_bf16", microseconds(calls) / len(calls)))
+    for impl, weight_bytes, weight, product in kinds:
+        plans = {m: bursts.burst_of(m, n, k, weight_bytes) for m in tokens}
+        weights = [weight() for _ in range(max(plan.weights for plan in plans.values()))]
+        for m, plan in plans.items():
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            calls = [functools.partial(product, x, one) for one in weights[: plan.weights]]
+            rows.append(row(case, m, impl, microseconds(calls, plan.turns, plan.rounds) / len(calls)))
+        del weights
     print(case, " ".join(f"{r['impl']} {r['m']}: {r['us']:.1f}" for r in rows), flush=True)
     return rows
 
@@ -120,7 +119,8 @@ def layers(marlin: Marlin, m: int) -> dict:
     x = {k: torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for k in (3584, 18944)}
     shapes = [SHAPES[case] for case in cases.LAYER_7B] * LAYERS
     calls = [functools.partial(marlin.product, x[k], marlin.weight(n, k), n, k) for n, k in shapes]
-    return row("layer_set_7b", m, "marlin", microseconds(calls))
+    _, turns, rounds = bursts.burst_of_step(LAYERS)
+    return row("layer_set_7b", m, "marlin", microseconds(calls, turns, rounds))
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ import ahead
 import bench_matmul as bench
 import jax
 import jax.numpy as jnp
+from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink import plan, reference
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
@@ -126,7 +127,7 @@ def estimate_split(split: Split, n: int, k: int) -> float:
 
 def dram(n: int, k: int) -> float:
     """Cycles that a weight's packed bytes take at the rate of a copy."""
-    return n * k * 0.5625 / bench.COPY_BYTES_PER_S * CLOCK_HZ
+    return n * k * 0.5625 / COPY_BYTES_PER_S * CLOCK_HZ
 
 
 def splits(m: int, n: int, k: int, most: int, shrinking: tuple[int, ...] = ()) -> list[Split]:

@@ -1,9 +1,11 @@
-"""The benchmark of the product without a GPU: what is called with which arguments, what is kept, what is said."""
+"""The benchmark of the product without a GPU: how it times, what is called with what, what is kept and said."""
 
+import contextlib
 import importlib
 import json
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ PARTS = {"qkv_7b": (256, 64, 64), "gate_up_7b": (512, 512)}
 @pytest.fixture
 def tools(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
-    for name in ("ahead", "bench_matmul", "matmul_report"):
+    for name in ("ahead", "bench_matmul", "bursts", "matmul_report", "time_rivals"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("bench_matmul"), importlib.import_module("matmul_report")
 
@@ -32,12 +34,11 @@ def bench(tools, monkeypatch):
     for case, shape in SMALL.items():
         monkeypatch.setitem(cases.SHAPES, case, shape)
     monkeypatch.setattr(cases, "PARTS", PARTS)
-    monkeypatch.setattr(module, "ROTATE_BYTES", 2e5)
-    monkeypatch.setattr(module, "LOOP_US", 20.0)
+    monkeypatch.setattr(module.bursts, "ROTATE_BYTES", 2e5)
+    monkeypatch.setattr(module.bursts, "ROUND_US", 40.0)
+    monkeypatch.setattr(module.bursts, "TIMED_US", 80.0)
     monkeypatch.setattr(dispatch, "choose", lambda *_: "xla")
-    monkeypatch.setattr(
-        module, "microseconds", lambda compiled, x, weights, count: float(len(jax.tree.leaves(weights)))
-    )
+    monkeypatch.setattr(module, "microseconds", lambda short, long, args, count: float(len(jax.tree.leaves(args[1]))))
 
     def compile_all(build, programs, jobs, options):
         return [(program, build(*program)) for program in programs]
@@ -92,8 +93,157 @@ def test_a_run_goes_on_where_it_was_cut_short(bench, monkeypatch, tmp_path, caps
 def test_the_sum_of_a_loop_is_that_of_its_products(tools):
     module, _ = tools
     x, weights = jnp.arange(6.0).reshape(2, 3), [jnp.ones((3, 2)), 2 * jnp.ones((3, 2))]
-    assert float(jax.jit(module.looped(jnp.matmul, 5))(x, weights)) == 5 * (3 + 6)
-    assert float(jax.jit(module.looped(jnp.matmul, 2))([x, x + 1], weights)) == 2 * (3 + 12)
+    assert float(jax.jit(module.looped(jnp.matmul, 5))([x], weights)) == 5 * (3 + 6)
+    assert float(jax.jit(module.looped(jnp.matmul, 5))([x, x + 1], weights)) == 5 * (3 + 6 + 6 + 12)
+    assert float(jax.jit(module.looped(jnp.matmul, 2))([[x, x + 1], [x + 2, x]], weights)) == 2 * (3 + 12 + 9 + 6)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_no_two_calls_of_a_round_are_the_same(bench, monkeypatch, rank):
+    """XLA would compute them once: neither the same x and weight nor, with adapters, the same x at all."""
+    monkeypatch.setattr(bench.bursts, "ROUND_US", 100.0)
+    what = bench.Product("qkv_7b", 8, lora_rank=rank)
+    xs, weights = what.arguments(jax.random.normal(jax.random.key(0), (8, 256)))
+    assert len(xs) == what.burst().turns == 5 and len(weights) == 4
+    every = [one for x in xs for one in (x if rank else [x])]
+    assert len({np.asarray(x).tobytes() for x in every}) == len(every) == (20 if rank else 5)
+    words = [(weight[0] if rank else weight).words for weight in weights]
+    assert len({np.asarray(one).tobytes() for one in words}) == 4
+
+
+class Clock:
+    """Stands for `time`; what is slept is counted apart."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def clock(tools, monkeypatch):
+    clock = Clock()
+    for module in (tools[0], tools[0].bursts):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_what_a_call_costs_once_is_no_part_of_a_product(tools, clock):
+    """A call of r rounds of 20 products of 50 us takes 3 ms + r ms; two calls in fifteen take far longer."""
+    module, _ = tools
+    calls = []
+
+    def program(rounds):
+        def compiled(x, weights):
+            late = 0.5 if len(calls) in (8, 23) else 0.0  # one of the short, one of the long
+            clock.now += 3e-3 + rounds * 1e-3 + late
+            calls.append((clock.now, rounds))
+
+        return compiled
+
+    assert module.microseconds(program(2), program(5), (None, None), 3 * 20) == pytest.approx(50.0)
+    assert [rounds for _, rounds in calls] == [2, 5] * (2 + 15)
+    assert clock.slept == pytest.approx([15e-3, 24e-3] * 15)  # three times 5 and 8 ms, one before each that counts
+
+
+@pytest.mark.parametrize(
+    ("seconds", "repeats", "pause"), [(1e-3, 15, 5e-3), (0.03, 15, 0.09), (0.05, 9, 0.15), (2.0, 5, 6.0)]
+)
+def test_long_bursts_are_repeated_less_often(tools, clock, seconds, repeats, pause):
+    calls = []
+
+    def burst():
+        clock.now += seconds
+        calls.append(None)
+        return float(len(calls))
+
+    # two calls before what counts, of which the results are their numbers
+    assert tools[0].bursts.medians([burst]) == [2 + (repeats + 1) / 2]
+    assert clock.slept == pytest.approx([pause] * repeats)
+
+
+def test_what_rotates_is_more_than_the_l2_holds(tools):
+    """50 MB on an H200; where it is not 512 MiB of weights, none is used twice in a round."""
+    bursts = tools[0].bursts
+    for n, k in map(cases.SHAPES.get, cases.TIMED):
+        for m in cases.TOKENS:
+            for weight_bytes in (n * k * 0.5625, n * k * 2):
+                weights, turns, _ = bursts.burst_of(m, n, k, weight_bytes)
+                assert weights * weight_bytes + 2 * m * (n + k) > 90e6
+                assert weights * weight_bytes >= 512 * 2**20 or turns == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "m", "weight_bytes", "us"),
+    [
+        ("qkv_7b", 8, 0.5625, 6.0),
+        ("qkv_7b", 8, 0.5625, 10.9),  # Marlin's
+        ("qkv_7b", 256, 2, 14.8),  # cuBLAS's
+        ("gate_up_7b", 16, 0.5625, 26.7),
+        ("gate_up_7b", 1024, 0.5625, 388.0),
+    ],
+)
+def test_rounds_take_about_a_millisecond(tools, case, m, weight_bytes, us):
+    """By times that an H200 took: well above the 9 us between rounds, and the part that is timed some milliseconds."""
+    n, k = cases.SHAPES[case]
+    weights, turns, rounds = tools[0].bursts.burst_of(m, n, k, n * k * weight_bytes)
+    assert 600 < weights * turns * us < 1500 and 1200 < weights * turns * rounds * us < 3000
+
+
+def test_bursts_by_hand(tools):
+    bursts = tools[0].bursts
+    # 76.4 MB: 8 of them are 512 MiB; 1.5 · 76.4 MB / 4.3 TB/s + 5 us = 31.6 us; 4 · 8 of these are 1013 us
+    assert bursts.burst_of(16, 37888, 3584, 37888 * 3584 * 0.5625) == (8, 4, 2)
+    # 1.5 · 2 · 16384 · 37888 · 3584 / 788e12 + 5 us = 8475 us
+    assert bursts.burst_of(16384, 37888, 3584, 37888 * 3584 * 2) == (1, 1, 1)
+    assert bursts.burst_of_step(28) == (1, 1, 6)  # 1.26 ms each
+
+
+def test_rivals_are_timed_without_the_launch_of_the_first_replay(tools, clock, monkeypatch):
+    """A GPU that takes 30 us a call and begins 40 us after an idle stream's launch; the host needs 10 us a launch."""
+    torch = pytest.importorskip("torch")
+    rivals = importlib.import_module("time_rivals")
+    gpu = types.SimpleNamespace(free=0.0, captured=None, replays=0)
+
+    def call():
+        if gpu.captured is not None:
+            gpu.captured += 1
+
+    class Graph:
+        def replay(self):
+            clock.now += 10e-6
+            gpu.free = max(gpu.free, clock.now + 40e-6) + self.calls * 30e-6
+            gpu.replays += 1
+
+    @contextlib.contextmanager
+    def capture(graph):
+        gpu.captured = 0
+        yield
+        graph.calls, gpu.captured = gpu.captured, None
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = max(gpu.free, clock.now)
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+
+    def synchronize():
+        clock.now = max(clock.now, gpu.free)
+
+    for name, value in {"CUDAGraph": Graph, "graph": capture, "Event": Event, "synchronize": synchronize}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert rivals.microseconds([call] * 7, turns=5, rounds=3) == pytest.approx(7 * 30.0)
+    assert gpu.replays == (2 + 15) * (1 + 3)
+    assert clock.slept == pytest.approx([3 * (50e-6 + 4 * 5 * 7 * 30e-6)] * 15)
 
 
 def test_adapters_are_checked_as_the_product_adds_them(tools):
@@ -116,8 +266,8 @@ def test_the_summary_by_hand(tools):
     _, report = tools
     rows = [
         product("qkv_7b", 8, 5.0),
-        product("qkv_7b", 8, 10.0, impl="marlin"),
-        product("qkv_7b", 8, 20.0, impl="cublas_bf16"),
+        product("qkv_7b", 8, 10.0, impl="marlin", source="here"),
+        product("qkv_7b", 8, 20.0, impl="cublas_bf16", source="here"),
         product("o_14b", 8, 10.0),
         product("o_14b", 8, 9.0, impl="marlin"),
         product("o_32b", 8, 12.0, impl="marlin"),  # the same product as 14B's, measured again
@@ -132,6 +282,7 @@ def test_the_summary_by_hand(tools):
         rows.append({**step, "lora_rank": rank, "products": products, "us": us})
     rows.append({**step, "case": "layer_set_7b", "impl": "marlin", "us": 2334.0})
     said = report.summary(rows).splitlines()
+    assert said[:2] == ["rivals: 2 rows, here", "rivals: 4 rows, no source named"]
     # (2 · 0.9 · 1.2)^(1/3) = 1.29
     assert (
         "forward  m       1, 8, 16, 32   1.29 (least 0.90, 3 products) x marlin: asked 1.35, each 1.0: MISSED" in said

@@ -1,0 +1,71 @@
+"""How products are timed, ours (`bench_matmul.py`) and those of rivals (`time_rivals.py`): in short bursts.
+
+Under sustained load an H200 runs into its power limit, cuBLAS's products and ours more than Marlin's; in a decode step
+none of them does. So a burst takes some milliseconds, and before each the GPU rests for three times as long. A burst
+is a number of rounds, a round one captured graph of many calls. What the host does once a burst is no part of a figure:
+rivals' rounds are timed by events after a first one, ours are the difference of two bursts of different length.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from matmul_report import COPY_BYTES_PER_S, MATRIX_FLOP_PER_S
+
+ROTATE_BYTES = 512 << 20  # of weights, so that the L2 does not help
+ROUND_US = 1e3  # because the GPU waits between two graphs, some 9 us between two rounds of our loops on an H200
+TIMED_US = 2e3  # because a burst's length varies by some 10 us
+STEP_TIMED_US = 8e3  # of decode steps: the host takes 2 ms a call there, and adapters are a tenth of what is timed
+WARM, REPEATS, LEAST_REPEATS = 2, 15, 5
+LONG_S = 0.03  # all bursts of a repetition; where they take longer, there are fewer repetitions
+PAUSE, LEAST_PAUSE_S = 3, 5e-3  # before a burst: times its length, but at least
+
+
+class Burst(NamedTuple):
+    """Weights that rotate, rotations in a round, rounds that are timed."""
+
+    weights: int
+    turns: int
+    rounds: int
+
+
+def floor_us(m: int, n: int, k: int, weight_bytes: float) -> float:
+    """No product is faster: its weight's bytes at the copy's rate, its operations at the matrix unit's."""
+    return max(weight_bytes / COPY_BYTES_PER_S, 2.0 * m * n * k / MATRIX_FLOP_PER_S) * 1e6
+
+
+def burst_of(m: int, n: int, k: int, weight_bytes: float) -> Burst:
+    """The burst of a product of m tokens with weights [n, k]. Fewer weights than outgrow the L2 where a round needs no
+    more calls: those move so many tokens that the L2 does not help either."""
+    us = 1.5 * floor_us(m, n, k, weight_bytes) + 5  # roughly
+    weights = max(1, min(math.ceil(ROTATE_BYTES / weight_bytes), math.ceil(ROUND_US / us)))
+    turns = max(1, round(ROUND_US / (us * weights)))
+    return Burst(weights, turns, max(1, round(TIMED_US / (us * weights * turns))))
+
+
+def burst_of_step(layers: int) -> Burst:
+    """The burst of all projections of a decode step, roughly 45 us a layer: a round is a step."""
+    return Burst(1, 1, max(1, round(STEP_TIMED_US / (45.0 * layers))))
+
+
+def medians(runs: Sequence[Callable[[], float]]) -> list[float]:
+    """Median of what each run returns. A run is one burst and ends when the GPU has nothing left to do; they take
+    turns."""
+    lengths = [_timed(run)[1] for _ in range(WARM) for run in runs][-len(runs) :]
+    repeats = max(LEAST_REPEATS, int(REPEATS * min(1.0, LONG_S / sum(lengths))))
+    found = [[] for _ in runs]
+    for _ in range(repeats):
+        for run, results, length in zip(runs, found, lengths, strict=True):
+            time.sleep(max(LEAST_PAUSE_S, PAUSE * length))
+            results.append(run())
+    return [statistics.median(results) for results in found]
+
+
+def _timed(run: Callable[[], float]) -> tuple[float, float]:
+    start = time.perf_counter()
+    result = run()
+    return result, time.perf_counter() - start
