@@ -257,6 +257,11 @@ def read_matrices(at: ir.Value, byte: int = 0, transposed: bool = False) -> list
     return asm(text, "rrrr", ("r", at), effects=True)
 
 
+def transposed(word: ir.Value) -> ir.Value:
+    """The word of halves (2 q, 2 q + 1) of row g of an 8 × 8 matrix that a warp has -> the same of its transpose."""
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", ("r", word), effects=True)[0]
+
+
 def send(at: ir.Value, block: ir.Value, values: Sequence[ir.Value], arrived: ir.Value, flag: ir.Value) -> None:
     """One or four fp32 values to the same place `at` in the shared memory of another block of the cluster, and their
     bytes to its barrier `arrived`, where `flag` is 1.
