@@ -369,6 +369,7 @@ def units_of_warps(units: int, split: Split) -> list[range]:
         (Split(32, rows=2, warps=8, cluster=2, depth=1), 27, 64, 64 * 3, (48,), (64,)),
         (Split(24, rows=2, warps=12, depth=1), 24, 32, 64 * 13, (16,), (32,)),
         (Split(16, rows=1, warps=16, cluster=2, depth=1), 16, 64, 64 * 35, (64,), (64,)),
+        (Split(16, rows=1, warps=12, cluster=8, depth=1), 11, 64, 1040, (8,), (64,)),  # warps without a unit
     ],
 )
 @pytest.mark.usefixtures("machine")
