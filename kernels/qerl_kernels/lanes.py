@@ -207,9 +207,10 @@ def load_shared(at: ir.Value, words: int = 1, byte: int = 0) -> list[ir.Value]:
 
 
 def store_shared(at: ir.Value, values: Sequence[ir.Value], flag: ir.Value | None = None, byte: int = 0) -> None:
-    """One or two fp32 values to this block's shared memory, where `flag` is 1."""
-    listed = "$1" if len(values) == 1 else "{$1, $2}"
-    vector = "" if len(values) == 1 else ".v2"
+    """1, 2 or 4 fp32 values to this block's shared memory, where `flag` is 1."""
+    names = [f"${i + 1}" for i in range(len(values))]
+    listed = names[0] if len(values) == 1 else "{" + ", ".join(names) + "}"
+    vector = "" if len(values) == 1 else f".v{len(values)}"
     guard = "" if flag is None else f".reg .pred p; setp.ne.b32 p, ${len(values) + 1}, 0; @p "
     inputs = [("r", at), *(("f", value) for value in values), *([("r", flag)] if flag is not None else [])]
     asm(f"{guard}st.shared{vector}.f32 [$0 + {byte}], {listed};", "", *inputs, effects=True)
@@ -255,6 +256,11 @@ def read_matrices(at: ir.Value, byte: int = 0, transposed: bool = False) -> list
     kind = "x4.trans" if transposed else "x4"
     text = f"ldmatrix.sync.aligned.m8n8.{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {byte}];"
     return asm(text, "rrrr", ("r", at), effects=True)
+
+
+def transposed(word: ir.Value) -> ir.Value:
+    """The word of halves (2 q, 2 q + 1) of row g of an 8 × 8 matrix that a warp has -> the same of its transpose."""
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", ("r", word), effects=True)[0]
 
 
 def send(at: ir.Value, block: ir.Value, values: Sequence[ir.Value], arrived: ir.Value, flag: ir.Value) -> None:

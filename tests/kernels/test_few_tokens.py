@@ -6,6 +6,7 @@ early, is wrong. What is read outside an array, or before it was written, fails.
 
 import contextlib
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,11 @@ class Block:
         low, high = ([rows[warp, i, row, element] for i in range(4)] for row, element in two)
         return [a | b << 16 for a, b in zip(low, high, strict=True)]
 
+    def transposed(self, word):
+        halves = np.stack([np.asarray(word, np.int64) >> (16 * e) & 0xFFFF for e in range(2)], 1)
+        rows = halves.reshape(-1, 8, 8).transpose(0, 2, 1).reshape(-1, 2)
+        return rows[:, 0] | rows[:, 1] << 16
+
     # ---- other blocks ----
 
     def begin_exchange(self, barriers, thread):
@@ -341,6 +347,16 @@ def test_against_fp64(monkeypatch, split, m, n, k, ranks, parts, eager):
     assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + 1e-5 * (norm + 4))
 
 
+def units_of_warps(units: int, split: Split) -> list[range]:
+    """The units of each warp of a cluster: an even share of its block's, which has an even share of all."""
+
+    def shares(some: range, count: int) -> list[range]:
+        cuts = np.cumsum([0, *(len(some) // count + (i < len(some) % count) for i in range(count))])
+        return [some[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+    return [each for block in shares(range(units), split.cluster) for each in shares(block, split.warps)]
+
+
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "split, m, n, k, ranks, widths",
@@ -352,13 +368,14 @@ def test_against_fp64(monkeypatch, split, m, n, k, ranks, parts, eager):
         (Split(8, rows=2, warps=4, cluster=2, depth=2), 8, 112, 64 * 9, (64, 8, 40), (32, 32, 48)),
         (Split(32, rows=2, warps=8, cluster=2, depth=1), 27, 64, 64 * 3, (48,), (64,)),
         (Split(24, rows=2, warps=12, depth=1), 24, 32, 64 * 13, (16,), (32,)),
-        (Split(16, rows=2, warps=16, cluster=2, depth=1), 16, 64, 64 * 35, (64,), (64,)),
+        (Split(16, rows=1, warps=16, cluster=2, depth=1), 16, 64, 64 * 35, (64,), (64,)),
+        (Split(16, rows=1, warps=12, cluster=8, depth=1), 11, 64, 1040, (8,), (64,)),  # warps without a unit
     ],
 )
 @pytest.mark.usefixtures("machine")
 def test_x_a_within_the_product(monkeypatch, split, m, n, k, ranks, widths, eager):
-    """Against t in fp64, rounded once: where a sum lies between two bf16 it may be rounded to either, which is less
-    than one in a hundred, and t is large enough beside the product to see any other."""
+    """Against each warp's part of t in fp64, rounded once: where a sum lies between two bf16 it may be rounded to
+    either, which is less than one in a hundred, and t is large enough beside the product to see any other."""
     split = dataclasses.replace(split, shrinks=True)
     packed = packing.pack(cases.random_weight(jax.random.key(n + k), n, k))
     rng = np.random.default_rng(m)
@@ -367,18 +384,20 @@ def test_x_a_within_the_product(monkeypatch, split, m, n, k, ranks, widths, eage
     a, expand = bf16(k, sum(ranks)) / 8, tuple(bf16(*shape) for shape in zip(ranks, widths, strict=True))
     matrix, row = (np.asarray(part, np.float64) for part in packing.packed_parts(packed))
     plain = np.asarray(x, np.float64) @ (matrix * row[:, None]).T + np.asarray(bias, np.float64)
-    exact = np.split(np.asarray(x, np.float64) @ np.asarray(a, np.float64), np.cumsum(ranks)[:-1], axis=1)
-    t = [np.asarray(jnp.asarray(part, jnp.float32).astype(jnp.bfloat16), np.float64) for part in exact]
     b = [np.asarray(part, np.float64) for part in expand]
-    expected = plain + scale * np.concatenate([np.matmul(*two) for two in zip(t, b, strict=True)], axis=1)
-    # one sum that is rounded to the other side, for each token and adapter
-    spare = [
-        scale * 2.0**-7 * np.abs(part).max(1)[:, None] * np.abs(each).max(0)
-        for part, each in zip(exact, b, strict=True)
-    ]
+    expected, spare = plain, 0
+    for units in units_of_warps(-(-k // 64), split):
+        part = slice(64 * units.start, 64 * units.stop)
+        exact = np.asarray(x, np.float64)[:, part] @ np.asarray(a, np.float64)[part]
+        rounded = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
+        t, exact = (np.split(each, np.cumsum(ranks)[:-1], axis=1) for each in (rounded, exact))
+        expected = expected + scale * np.concatenate([np.matmul(*two) for two in zip(t, b, strict=True)], axis=1)
+        # one sum that is rounded to the other side, for each token and adapter
+        other = [np.abs(one).max(1)[:, None] * np.abs(two).max(0) for one, two in zip(exact, b, strict=True)]
+        spare = np.maximum(spare, scale * 2.0**-7 * np.concatenate(other, axis=1))
     y = run(monkeypatch, split, x, packed, eager, bias=bias, a=a, expand=expand, scale=scale)
     rounding = 2.0**-8 * np.abs(expected) + 1e-4 * np.abs(expected).max()
-    assert np.all(np.abs(y - expected) <= rounding + np.concatenate(spare, axis=1))
+    assert np.all(np.abs(y - expected) <= rounding + spare)
     assert (np.abs(y - expected) <= rounding).mean() > 0.9
 
 

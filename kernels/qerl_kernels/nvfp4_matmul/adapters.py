@@ -1,9 +1,14 @@
-"""What adapters add to a product of few tokens: t B, for t = x A that is given, or that the kernel has computed.
+"""What adapters add to a product of few tokens: t B, for t = x A that is given, or of which each warp has its part.
 
-Bᵀ [16 features × 16 ranks] of each is multiplied with t by some warp of the first block; row g of the operand is
-feature 2 g and row g + 8 feature 2 g + 1, so that one word of B holds both, and rank 4 q + (0, 1, 2, 3) stands at
-columns 2 q, 2 q + 1, 2 q + 8, 2 q + 9, so that a thread's words of t lie together. The instructions of one thread, as
-all of `few_tokens`, which says where the barriers stand.
+Given: Bᵀ [16 features × 16 ranks] is multiplied with t by some warp of the first block; row g of the operand is feature
+2 g and row g + 8 feature 2 g + 1, so that one word of B holds both, and rank 4 q + (0, 1, 2, 3) stands at columns 2 q,
+2 q + 1, 2 q + 8, 2 q + 9, so that a thread's words of t lie together (`fetch`, `multiply`, `added`).
+
+A part of it: every warp multiplies all of the block's Bᵀ with its own part. Features and ranks are in order, because
+the products go into the warp's sums; `ldmatrix.trans` reads B from shared memory so, and `movmatrix` turns t around
+(`request`, `added_to`).
+
+The instructions of one thread, as all of `few_tokens`, which says where the barriers stand.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, ROWS, Layout, Split, Task
-from qerl_kernels.nvfp4_matmul.sums import Place, Sums
+from qerl_kernels.nvfp4_matmul.sums import Place
 
 # Words of x A in parts that a thread may hold during the loop. To add them up before it costs 0.5 us: a warp then waits
 # for them while what it has asked for of the weight comes in (down of 7B, 8 tokens: tools/results/LOG.md).
@@ -46,8 +51,8 @@ class Adapters:
     b: list[ir.Value]
 
     def fetch(self) -> list[tuple]:
-        """This warp's jobs, each 16 ranks of a row: (whether there is one, its step, words of B, words of t if that is
-        given). Job number i of all is row i % rows and step i // rows, and warp i % warps has it."""
+        """This warp's jobs, each 16 ranks of a row: (whether there is one, words of B, words of t). Job number i of all
+        is row i % rows and step i // rows, and warp i % warps has it."""
         jobs, split = [], self.split
         for start in range(0, split.rows * self.task.steps, split.warps):
             number = add(self.place.warp, start)
@@ -59,10 +64,9 @@ class Adapters:
             ok = both(both(exists, self.place.is_first), both(less(first, rank), less(feature, self.task.features)))
             at = mul(add(mul(first, width), add(within, mul(self.place.g, 2))), 2)
             b = [lanes.load(lanes.address(base, add(at, mul(width, 2 * i))), 1, ok)[0] for i in range(4)]
-            t = [] if split.shrinks else [self._fetch_t(o, add(column, first), ok) for o in range(split.octets)]
-            jobs.append((exists, step, b, t))
+            jobs.append((exists, b, [self._fetch_t(o, add(column, first), ok) for o in range(split.octets)]))
         if len(jobs) * split.octets * 4 * self.task.parts > MOST_HELD:
-            return [(exists, step, b, list(map(self._summed, t))) for exists, step, b, t in jobs]
+            return [(exists, b, list(map(self._summed, t))) for exists, b, t in jobs]
         return jobs
 
     def _fetch_t(self, octet: int, column: ir.Value, ok: ir.Value) -> list[ir.Value]:
@@ -97,8 +101,8 @@ class Adapters:
 
     def multiply(self, jobs: list[tuple]) -> None:
         """Bᵀ tᵀ of each job to this warp's shared memory behind its sums, [job][token][feature]."""
-        for number, (exists, step, b, t) in enumerate(jobs):
-            t = list(map(self._summed, t)) or self._kept(step)
+        for number, (exists, b, t) in enumerate(jobs):
+            t = list(map(self._summed, t))
             a = [lanes.pair(b[i], b[i + 1], high) for i in (0, 2) for high in (False, True)]
             for o in range(self.split.octets):
                 found = lanes.multiply([lanes.fconst(0.0)] * 4, a, t[o])
@@ -119,20 +123,53 @@ class Adapters:
             found.append(lanes.load_shared(add(at, piece), 4))
         return found
 
-    def keep(self, parts: Sums, wholes: list[list[ir.Value]], rank: ir.Value | None) -> None:
-        """x A in bf16 to the block's shared memory, [token][rank], zeros where the adapter has no such rank."""
-        found = parts.over_blocks(wholes)
-        for (_, number, exists, _, group), (_, whole) in zip(parts.items(), found, strict=True):
-            words = [lanes.to_bf16(whole[0], whole[1]), lanes.to_bf16(whole[2], whole[3])]
-            if rank is not None:
-                there = less(mul(group, 4), rank)
-                words = [either(there, word, lanes.const(0)) for word in words]
-            at = add(self.shared["t_s"], mul(number, 8))
-            lanes.store_shared(at, [lanes.as_float(word) for word in words], exists)
+    def request(self) -> None:
+        """Starts the copies of the block's features of B to shared memory, [rank][feature]; zeros where there is no
+        such rank or feature."""
+        layout, chunks = self.layout, 2 * self.split.rows
+        count = ROWS * layout.steps * chunks
+        base, within, width, rank, _ = self.at(mul(self.place.first_row, ROWS))
+        for start in range(0, count, 32 * self.split.warps):
+            number = add(self.place.thread, start)
+            row, chunk = div(number, chunks), rem(number, chunks)
+            feature = add(mul(self.place.first_row, ROWS), mul(chunk, 8))
+            exists = both(less(row, rank), less(feature, self.task.features))
+            at = add(add(self.shared["b_s"], mul(row, layout.b_row_bytes)), mul(chunk, 16))
+            source = add(mul(row, width), add(within, mul(chunk, 8)))
+            mine = less(number, count)
+            lanes.copy(at, lanes.address(base, mul(source, 2)), [(0, 0)], both(mine, exists))
+            lanes.store_shared(at, [lanes.fconst(0.0)] * 4, both(mine, less(exists, 1)))
 
-    def _kept(self, step: ir.Value) -> list[list[ir.Value]]:
-        """Words of x A as the operand of each octet wants them."""
-        steps = self.layout.steps
-        within = add(mul(lanes.smaller(step, steps - 1), 32), mul(self.place.q, 8))
-        at = add(add(self.shared["t_s"], within), mul(self.place.g, 32 * steps))
-        return [lanes.read_shared(at, 2, byte=8 * o * 32 * steps) for o in range(self.split.octets)]
+    def added_to(
+        self, sums: list[list[list[ir.Value]]], parts: list[list[list[ir.Value]]], multiplier: list[list[ir.Value]],
+        rank: ir.Value | None,
+    ) -> list[list[list[ir.Value]]]:  # fmt: skip
+        """multiplier · sums + scale · Bᵀ tᵀ, where t is the warp's own part of x A, `parts`, rounded to bf16.
+
+        `rank`: of the adapter, where the parts have more, whose values mean nothing.
+        """
+        t = [[self._operand(four, step, rank) for four in part] for step, part in enumerate(parts)]
+        scale, zero = lanes.fconst(self.task.scale), lanes.fconst(0.0)
+        matrix, row = div(self.place.lane, 8), rem(self.place.lane, 8)  # ranks 8 (matrix / 2), features 8 (matrix % 2)
+        at = mul(add(mul(div(matrix, 2), 8), row), self.layout.b_row_bytes)
+        at = add(self.shared["b_s"], add(at, mul(rem(matrix, 2), 16)))
+        found = []
+        for r, (fours, of_row) in enumerate(zip(sums, multiplier, strict=True)):
+            places = [ROWS * step * self.layout.b_row_bytes + 2 * ROWS * r for step in range(len(t))]
+            b = [lanes.read_matrices(at, byte, transposed=True) for byte in places]
+            found.append([])
+            for octet, four in enumerate(fours):
+                more = [zero] * 4
+                for each, of_step in zip(b, t, strict=True):
+                    more = lanes.multiply(more, each, of_step[octet])
+                own = [lanes.fmul(value, of_row[i // 2]) for i, value in enumerate(four)]
+                found[-1].append([lanes.fma(scale, m, value) for m, value in zip(more, own, strict=True)])
+        return found
+
+    def _operand(self, four: list[ir.Value], step: int, rank: ir.Value | None) -> list[ir.Value]:
+        """Sums of 16 ranks (g and g + 8, of tokens 2 q and 2 q + 1) as what Bᵀ is multiplied with (of token g)."""
+        words = [lanes.to_bf16(four[0], four[1]), lanes.to_bf16(four[2], four[3])]
+        if rank is not None:
+            there = [less(add(self.place.g, ROWS * step + 8 * h), rank) for h in range(2)]
+            words = [either(ok, word, lanes.const(0)) for ok, word in zip(there, words, strict=True)]
+        return list(map(lanes.transposed, words))

@@ -21,12 +21,12 @@ those up too (`sums`), scales, and stores eight bytes. The adapters' products t 
 (`adapters`), behind the sums of its warps. What this needs from memory (B, t, multiplier, bias) is asked for before the
 loop.
 
-x A. A warp multiplies Aᵀ [16 ranks × 16 of k] with the x that it has in registers anyway. Each warp leaves its part of
-t behind its sums, and t goes the way of the sums: over the warps, to the first block, over the blocks. There it is
-rounded to bf16 once, as everywhere else, and lies in shared memory of its own, ranks that the adapter does not have as
-zeros (what a slot has there nobody wrote). After a barrier the warps multiply it with B, over what they left before;
-after another one the sums are finished. All clusters whose features have the same adapter compute the same t: to share
-it would take a barrier of the whole GPU.
+x A. A warp multiplies Aᵀ [16 ranks × 16 of k] with the x that it has in registers anyway. So it has its own part of t,
+as it has its own part of every sum, and y is linear in both: it rounds its part to bf16 and adds what B makes of it to
+its sums, and nothing but these crosses the block and the cluster. (To add up t first, as where it is given, took two
+more barriers and an exchange before the last product.) B lies in shared memory, brought with the first unit by the
+whole block, ranks and features that there are not as zeros. All clusters whose features have the same adapter compute
+the same t: to share it would take a barrier of the whole GPU.
 
 Why nothing tears or hangs. A slot is written by copies of its warp and read by that warp alone: a lane waits for its
 own copies, `bar.warp.sync` makes those of the others visible, and a second one stands between the last read and the
@@ -34,10 +34,8 @@ copies that fill the slot anew; after the loop no copy is under way (all groups 
 One barrier of the block stands between the sums' writes and reads. Between blocks there is one barrier in the first
 block's shared memory, set up before the loop and completed once, by the bytes of all others, each of which sends the
 same number and waits for nobody (but for that set-up, which every block announces before it waits for anything). Every
-thread that reads what came has waited for that barrier itself. Where the kernel shrinks, two more barriers of the block
-follow, which all threads of all blocks pass: t is written before the first, by the thread that added it up, and read
-after it; products with B are written after the first, over parts of t whose last reads stand before it, and read after
-the second. The sums of the block itself are in registers from before the first on.
+thread that reads what came has waited for that barrier itself. Where the kernel shrinks, one more barrier of the block
+stands between the loop and the sums: every thread has then waited for its own copies of B.
 """
 
 from __future__ import annotations
@@ -208,11 +206,7 @@ class _Program:
         memory = add(shared["ring_s"], mul(warp, self.layout.warp_bytes))
         self.place = Place(part, is_first, first_row, thread, warp, lane, g, q, memory)
         common = (split, self.layout, self.place, shared)
-        self.sums = Sums(*common, at=0, row_bytes=self.layout.row_bytes, groups=4 * split.rows, first=0)
-        self.parts = Sums(
-            *common, at=self.layout.sum_bytes, row_bytes=self.layout.part_row_bytes, groups=4 * self.layout.steps,
-            first=split.tokens * self.sums.groups,
-        )  # fmt: skip
+        self.sums = Sums(*common)
         a_or_t, *b = rest or [None]
         self.adapters = Adapters(task, *common, a_or_t, b)
         self.ring = Ring(self.place, self.adapters, words, scales, x)
@@ -226,23 +220,31 @@ class _Program:
         at = self.ring.sources(first)
         most = math.ceil(math.ceil(self.task.units / split.cluster) / split.warps)
         ahead = min(split.depth, most)
+        if split.shrinks:
+            self.adapters.request()  # in the first group of copies
         for d in range(ahead):
             self.ring.request(add(self.place.memory, d * self.layout.slot_bytes), at, less(d, count))
             lanes.end_group()
             at = self.ring.advanced(at)
         terms = self._terms()
-        jobs = self.adapters.fetch()
+        if split.shrinks:
+            multiplier = self._multiplier()
+        else:
+            jobs = self.adapters.fetch()
         sums = self._loop(count, ahead, at if most > ahead else None)
         lanes.wait_groups(0)
         lanes.warp_barrier()
-        self.sums.leave(sums[: split.rows])
-        self.parts.leave(sums[split.rows :])
-        if not split.shrinks:
+        if split.shrinks:
+            lanes.block_barrier()
+            parts = sums[split.rows :]
+            self.sums.leave(self.adapters.added_to(sums[: split.rows], parts, multiplier, self.ring.rank))
+        else:
+            self.sums.leave(sums)
             self.adapters.multiply(jobs)
         lanes.block_barrier()
         if split.cluster > 1:
             lanes.all_began()
-        self._finish(terms, jobs)
+        self._finish(terms)
 
     # ---- the loop ----
 
@@ -310,50 +312,49 @@ class _Program:
         """First of the four features that this thread finishes, whatever the token."""
         return add(mul(self.place.first_row, ROWS), mul(self.sums.item(0)[1], 4))
 
-    def _terms(self) -> tuple[list[ir.Value], list[ir.Value] | None]:
-        """Words of the multiplier and of the bias for this thread's features."""
-        feature = self._feature()
-        multiplier = lanes.load(lanes.address(self.multiplier, mul(feature, 4)), 4, self.place.is_first)
+    def _multiplier(self) -> list[list[ir.Value]]:
+        """The multiplier of features g and g + 8 of each row."""
+        at = lanes.address(self.multiplier, mul(add(mul(self.place.first_row, ROWS), self.place.g), 4))
+        places = [[4 * (ROWS * r + 8 * h) for h in range(2)] for r in range(self.split.rows)]
+        load = lambda byte: lanes.as_float(lanes.load(at, 1, lanes.const(1), byte)[0])  # noqa: E731
+        return [list(map(load, row)) for row in places]
+
+    def _terms(self) -> tuple[list[ir.Value] | None, list[ir.Value] | None]:
+        """Words of the multiplier, where the sums do not have it in them, and of the bias for this thread's
+        features."""
+        feature, multiplier = self._feature(), None
+        if not self.split.shrinks:
+            multiplier = lanes.load(lanes.address(self.multiplier, mul(feature, 4)), 4, self.place.is_first)
         if self.bias is None:
             return multiplier, None
         size = self.task.bias
         return multiplier, lanes.load(lanes.address(self.bias, mul(feature, size)), size, self.place.is_first)
 
-    def _finish(self, terms: tuple, jobs: list[tuple]) -> None:
-        kinds = [self.sums, self.parts] if self.split.shrinks else [self.sums]
-        wholes = [sums.over_warps() for sums in kinds]
-        if self.split.cluster > 1:
+    def _finish(self, terms: tuple) -> None:
+        wholes = self.sums.over_warps()
+        clustered = self.split.cluster > 1
+        if clustered:
             with lanes.only(less(0, self.place.part)):
-                for sums, whole in zip(kinds, wholes, strict=True):
-                    sums.send(whole)
+                self.sums.send(wholes)
             with lanes.only(self.place.is_first):
                 lanes.wait_for(self.shared["arrived_s"])
-        if self.split.shrinks:
-            with self._of_first():
-                self.adapters.keep(self.parts, wholes[1], self.ring.rank)
-            lanes.block_barrier()
-            with self._of_first():
-                self.adapters.multiply(jobs)
-            lanes.block_barrier()
-        with self._of_first():
-            for start, whole in self.sums.over_blocks(wholes[0]):
+        with lanes.only(self.place.is_first) if clustered else contextlib.nullcontext():
+            for start, whole in self.sums.over_blocks(wholes):
                 self._store(start, whole, terms)
-
-    def _of_first(self) -> contextlib.AbstractContextManager[None]:
-        """What is emitted within is the first block's."""
-        return lanes.only(self.place.is_first) if self.split.cluster > 1 else contextlib.nullcontext()
 
     def _store(self, start: int, whole: list[ir.Value], terms: tuple) -> None:
         """Four features of a token: · multiplier (+ bias) (+ adapters), as bf16."""
         multiplier, bias = terms
         token, _ = self.sums.item(start)
         exists = less(add(self.place.thread, start), self.split.tokens * self.sums.groups)
-        values = [lanes.fmul(value, lanes.as_float(word)) for value, word in zip(whole, multiplier, strict=True)]
+        values = whole
+        if multiplier is not None:
+            values = [lanes.fmul(value, lanes.as_float(word)) for value, word in zip(whole, multiplier, strict=True)]
         if bias is not None:
             wide = self.task.bias == 4
             added = [lanes.as_float(bias[i]) if wide else lanes.half_of(bias[i // 2], i % 2 == 1) for i in range(4)]
             values = [lanes.fadd(value, more) for value, more in zip(values, added, strict=True)]
-        if self.task.steps:
+        if self.task.steps and not self.split.shrinks:
             scale, steps = lanes.fconst(self.task.scale), self.adapters.added(*self.sums.item(start))
             values = [lanes.fma(scale, lanes.total(more), v) for v, *more in zip(values, *steps, strict=True)]
         words = [lanes.to_bf16(values[0], values[1]), lanes.to_bf16(values[2], values[3])]

@@ -134,13 +134,13 @@ class Layout:
 
     @property
     def sum_bytes(self) -> int:
-        """A warp's sums: [tokens][features] in fp32. Its part of x A lies behind them."""
+        """A warp's sums: [tokens][features] in fp32."""
         return self.split.tokens * self.row_bytes
 
     @property
-    def part_row_bytes(self) -> int:
-        """One token of a warp's part of x A, [tokens][ranks] in fp32, spread likewise."""
-        return 4 * (ROWS * self.steps + 4)
+    def b_row_bytes(self) -> int:
+        """One rank of the B of a block's features, spread likewise."""
+        return 2 * self.split.features + 16
 
     @property
     def piece_bytes(self) -> int:
@@ -149,24 +149,23 @@ class Layout:
 
     @property
     def warp_bytes(self) -> int:
-        """Of a warp: its slots, and later its sums, with its part of x A and then its part of the adapters' products
-        behind them."""
+        """Of a warp: its slots, and later its sums, with its part of the products of adapters behind them that have
+        not gone into these."""
         split = self.split
-        pieces = -(-split.rows * TILE // ROWS // split.warps) * self.piece_bytes
-        behind = max(pieces, split.tokens * self.part_row_bytes if self.steps else 0)
-        return max(split.depth * self.slot_bytes, -(-(self.sum_bytes + behind) // 128) * 128)
+        pieces = 0 if split.shrinks else -(-split.rows * TILE // ROWS // split.warps) * self.piece_bytes
+        return max(split.depth * self.slot_bytes, -(-(self.sum_bytes + pieces) // 128) * 128)
 
     @property
     def items(self) -> int:
-        """Fours of fp32 that a block sends: of its sums, then of x A."""
-        return self.split.tokens * (self.split.features + ROWS * self.steps) // 4
+        """Fours of fp32 that a block sends."""
+        return self.split.tokens * self.split.features // 4
 
     def arrays(self) -> dict[str, int]:
-        """Bytes of each array: the warps' own, what blocks send to the first, its barrier, and x A in bf16."""
+        """Bytes of each array: the warps' own, what blocks send to the first, its barrier, and B."""
         sizes = {"ring_s": self.split.warps * self.warp_bytes}
         if self.split.cluster > 1:
             sizes |= {"box_s": (self.split.cluster - 1) * self.items * 16, "arrived_s": 16}
-        return sizes | ({"t_s": self.split.tokens * ROWS * self.steps * 2} if self.steps else {})
+        return sizes | ({"b_s": ROWS * self.steps * self.b_row_bytes} if self.steps else {})
 
 
 def fits(split: Split, n: int, k: int, rank: int = 0) -> bool:
@@ -192,8 +191,9 @@ def _holds(split: Split, rank: int) -> bool:
         (0 < rank <= TILE or not split.shrinks)
         and split.smem_bytes(rank) <= SMEM_BYTES
         and (split.rows + steps) * split.tokens <= 192  # above, sums and adapters of several octets spill
-        # sums, x, two rows' words and scales; the rest for addresses and what one operand takes
-        and (split.rows + steps) * split.tokens // 2 + split.tokens + 64 <= min(255, 65536 // (32 * split.warps))
+        # sums, x, multipliers, two rows' words and scales; the rest for addresses and what one operand takes
+        and (split.rows + steps) * split.tokens // 2 + split.tokens + (2 * split.rows if steps else 0) + 64
+        <= min(255, 65536 // (32 * split.warps))
     )
 
 

@@ -2,7 +2,7 @@
 sent to the first block, added up there over the blocks. Orders are fixed, so bits do not change from run to run.
 
 Between `leave` and `over_warps` stands a barrier of the block, between `send` and `over_blocks` the wait for what was
-sent; both are the caller's, who shares them among several sums. The instructions of one thread, as all of `few_tokens`.
+sent; both are the caller's. The instructions of one thread, as all of `few_tokens`.
 """
 
 from __future__ import annotations
@@ -46,36 +46,34 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """fp32 [tokens][4 · groups].
+    """fp32 [tokens][features].
 
     Attributes:
       split: of the kernel.
       layout: of the block's shared memory.
       place: of the thread.
       shared: where each array of shared memory begins.
-      at: the byte behind the beginning of a warp's own memory from which on it leaves its part.
-      row_bytes: of a token there.
-      groups: of four features or ranks.
-      first: the number of the first four in what a block sends.
     """
 
     split: Split
     layout: Layout
     place: Place
     shared: dict[str, ir.Value]
-    at: int
-    row_bytes: int
-    groups: int
-    first: int
+
+    @property
+    def groups(self) -> int:
+        """Of four features."""
+        return 4 * self.split.rows
 
     def leave(self, sums: list[list[list[ir.Value]]]) -> None:
-        """This warp's sums over its slots, [token][feature or rank], after the last copy and the last read of them."""
-        at = add(self.place.memory, add(mul(self.place.q, 2 * self.row_bytes), mul(self.place.g, 4)))
+        """This warp's sums over its slots, [token][feature], after the last copy and the last read of them."""
+        row_bytes = self.layout.row_bytes
+        at = add(self.place.memory, add(mul(self.place.q, 2 * row_bytes), mul(self.place.g, 4)))
         for r, row in enumerate(sums):
             for o, four in enumerate(row):
                 for i, value in enumerate(four):  # feature g + 8 h, token 2 q + e
                     h, e = divmod(i, 2)
-                    byte = self.at + (8 * o + e) * self.row_bytes + 4 * (ROWS * r + 8 * h)
+                    byte = (8 * o + e) * row_bytes + 4 * (ROWS * r + 8 * h)
                     lanes.store_shared(at, [value], byte=byte)
 
     def item(self, start: int) -> tuple[ir.Value, ir.Value]:
@@ -95,11 +93,11 @@ class Sums:
         many registers."""
         found = []
         for _, _, _, token, group in self.items():
-            at = add(mul(lanes.smaller(token, self.split.tokens - 1), self.row_bytes), mul(group, 16))
+            at = add(mul(lanes.smaller(token, self.split.tokens - 1), self.layout.row_bytes), mul(group, 16))
             at, sums = add(self.shared["ring_s"], at), []
             for begin in range(0, self.split.warps, 8):
                 some = range(begin, min(begin + 8, self.split.warps))
-                fours = [lanes.load_shared(at, 4, byte=self.at + self.layout.warp_bytes * w) for w in some]
+                fours = [lanes.load_shared(at, 4, byte=self.layout.warp_bytes * w) for w in some]
                 sums.append([lanes.total(values) for values in zip(*fours, strict=True)])
             found.append([lanes.total(values) for values in zip(*sums, strict=True)])
         return found
@@ -107,7 +105,7 @@ class Sums:
     def send(self, wholes: list[list[ir.Value]]) -> None:
         """To the first block of the cluster."""
         for (_, number, exists, _, _), whole in zip(self.items(), wholes, strict=True):
-            place = add(mul(add(self.place.part, -1), self.layout.items), add(number, self.first))
+            place = add(mul(add(self.place.part, -1), self.layout.items), number)
             at = add(self.shared["box_s"], mul(place, 16))
             lanes.send(at, lanes.const(0), whole, self.shared["arrived_s"], exists)
 
@@ -116,7 +114,7 @@ class Sums:
         last = self.split.tokens * self.groups - 1
         for (start, number, *_), whole in zip(self.items(), wholes, strict=True):
             if self.split.cluster > 1:
-                at = add(self.shared["box_s"], mul(add(lanes.smaller(number, last), self.first), 16))
+                at = add(self.shared["box_s"], mul(lanes.smaller(number, last), 16))
                 blocks = range(self.split.cluster - 1)
                 others = [lanes.load_shared(at, 4, byte=16 * self.layout.items * i) for i in blocks]
                 whole = [lanes.total(values) for values in zip(whole, *others, strict=True)]
