@@ -226,14 +226,13 @@ class Trial:
         weight, a, expand = layer
         if self.direction == "dx":
             return mosaic_gpu.matmul(x, weight, self.how, transposed=True)
-        if self.how.takes == "a":
+        given = takes(self.case, self.m, self.how)
+        if given == "a":
             return few_tokens.matmul(x, weight, self.how, a=a, expand=expand)
+        if given == "parts":  # as many as there are in decode, all but one of them zeros
+            whole = jnp.concatenate(of_slots(shrunk, [RANK] * len(expand)), axis=1)
+            shrunk = jnp.pad(whole[None].astype(jnp.float32), ((0, parts_of(self.case, self.m) - 1), (0, 0), (0, 0)))
         if isinstance(self.how, Split):
-            if takes(self.case, self.how) == "parts":  # as many as there are in decode, all but one of them zeros
-                whole = jnp.concatenate(of_slots(shrunk, [RANK] * len(expand)), axis=1)
-                shrunk = jnp.pad(
-                    whole[None].astype(jnp.float32), ((0, parts_of(self.case, self.m) - 1), (0, 0), (0, 0))
-                )
             return few_tokens.matmul(x, weight, self.how, shrunk=shrunk, expand=expand)
         tile = tiles.with_adapters(self.how, weight.shape[0], [b.shape for b in expand])
         return mosaic_gpu.matmul(x, weight, tile, shrunk=shrunk, expand=expand)
@@ -244,9 +243,14 @@ def kind_before(case: str) -> str:
     return {"qkv": "norm", "gate": "norm", "down": "silu", "o": "plain"}[case.split("_")[0]]
 
 
-def takes(case: str, how: Tile | Split) -> str:
+def takes(case: str, m: int, how: Tile | Split) -> str:
     """What this product is given of its adapters' `x A` in decode: "whole", "parts" or "a" (nothing)."""
-    return "whole" if how.takes == "parts" and kind_before(case) == "norm" else how.takes
+    n, _ = cases.SHAPES[case]
+    adapters = [(RANK, width) for width in cases.parts(case)]
+    if isinstance(how, Tile):
+        how = tiles.with_adapters(how, n, adapters)
+    given = how.takes(m, adapters)
+    return "whole" if given == "parts" and kind_before(case) == "norm" else given
 
 
 def parts_of(case: str, m: int) -> int:
@@ -291,7 +295,7 @@ class Before:
 
 def befores(group: Sequence[Trial]) -> list[Before]:
     """What precedes the products of some trials, where it is not the same for all of them."""
-    wanted = {m: {takes(t.case, t.how): None for t in group if t.m == m} for m in dict.fromkeys(t.m for t in group)}
+    wanted = {m: {takes(t.case, m, t.how): None for t in group if t.m == m} for m in dict.fromkeys(t.m for t in group)}
     found = [Before(group[0].case, m, gives) for m, several in wanted.items() if len(several) > 1 for gives in several]
     return [before for before in found if (before.kind, before.gives) != ("plain", "a")]
 
@@ -301,7 +305,7 @@ def counted_before(trial: Trial, times: dict) -> float | None:
     A launch that one of them does without is counted for the others."""
     if not any(isinstance(key, Before) and key.m == trial.m for key in times):
         return None
-    before = Before(trial.case, trial.m, takes(trial.case, trial.how))
+    before = Before(trial.case, trial.m, takes(trial.case, trial.m, trial.how))
     if before.kind != "plain":
         return times[before]
     return 0.0 if before.gives == "a" else times[before] + LAUNCH_US

@@ -46,7 +46,7 @@ def table_cases() -> list[tuple]:
         tile, transposed = row.tile, row.direction == "dx"
         few = isinstance(tile, few_tokens.Split)
         assert few_tokens.fits(tile, row.n, row.k, 32) if few else mosaic_gpu.fits(tile), tile
-        shrinks = tile.takes == "a"  # takes an adapter to compile
+        shrinks = few and tile.shrinks  # takes an adapter to compile
         cases.setdefault((tile, transposed), (min(row.tokens, 512), row.n, row.k, tile, transposed, int(shrinks)))
     return list(cases.values())
 
@@ -180,6 +180,54 @@ def test_with_adapters(tmp_path):
         assert tile is not None, m
         cases.append((m, 37888, 3584, tile, False, 2))
     check(cases, compiled(cases, tmp_path))
+
+
+def test_x_a_in_parts(tmp_path):
+    """Also: warps that add it up meet no other, have the registers for it, and ask for all parts before they wait; the
+    loop of the consumers has the instructions that it has where `x A` comes whole."""
+    from qerl_kernels.nvfp4_matmul import cases as shapes
+    from qerl_kernels.nvfp4_matmul import tiles
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, fits
+
+    found = {}
+    for case in ("down_7b", "down_14b", "down_32b", "down_72b", "o_7b", "o_14b"):
+        n, k = shapes.SHAPES[case]
+        for m in (32, 40, 64):
+            tile = tiles.tile_for(m, n, k, adapters=[(32, n)])
+            if isinstance(tile, Tile):
+                assert tile.takes(m, [(32, n)]) == "parts", (case, m)
+                found.setdefault(tile, (m, n, k, tile, False, 1, 32, 7))
+    for m, rank, parts, tile in (
+        (17, 24, 7, Tile(32, 1, 4, 2, 2, 3)),
+        (63, 64, 3, Tile(64, 1, 2, 2, 2, 4)),
+        (64, 8, 1, Tile(64, 2, 1, 2, 1, 6, ahead=2)),
+        (40, 32, 9, Tile(64, 4, 1, 1, 2, 4)),
+        (32, 40, 7, Tile(32, 3, 2, 1, 1, 2)),
+        (8, 32, 7, Tile(8, 7, 1, 1, 1, 4, warp_mma=True)),
+        (30, 64, 7, Tile(32, 1, 2, 1, 1, 3, 2)),
+    ):
+        assert fits(tile, adapted=True), tile
+        found[m, tile] = (m, 3584, 18944, tile, False, 1, rank, parts)
+    every = [*found.values(), *((*case[:-1], 0) for case in found.values())]
+    kernels = compiled(every, tmp_path)
+    check(every, kernels)
+    whole = kernels[len(found) :]
+    for (*_, parts), (kernel, _), (given_whole, _) in zip(found.values(), kernels[: len(found)], whole, strict=True):
+        adds = kernel[kernel.index("ld.volatile.global") :]
+        adds = adds[: adds.index("fence.proxy.async")]
+        assert adds.count("ld.volatile.global") == kernel.count("ld.volatile.global")
+        assert adds.split("add.rn.f32")[0].count("ld.volatile.global") >= min(parts, 8)
+        assert not re.search(r"\bbar\.|barrier|sync|elect", adds)
+        assert loop(kernel) == loop(given_whole) and len(loop(kernel)) > 20
+
+
+def loop(kernel: str) -> list[str]:
+    """The instructions, without their operands, from the label before the first of the tensor cores to the branch
+    behind it."""
+    first = re.search(r"wgmma\.mma_async|mma\.sync\.aligned", kernel).start()
+    begin = list(re.finditer(r"^\$L\S+:", kernel[:first], flags=re.M))[-1].end()
+    body = kernel[begin : re.compile(r"\bbra\b").search(kernel, first).start()]
+    return re.findall(r"^\s+(?:@\S+\s+)?([a-z][\w.:]*)", body, flags=re.M)
 
 
 def test_attention(tmp_path):

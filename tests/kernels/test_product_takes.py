@@ -48,7 +48,7 @@ def calls(monkeypatch):
 
     def many(x, weight, tile, *, transposed=False, bias=None, shrunk=None, expand=(), scale=1.0):
         made.append(("many", x.shape[0], given(shrunk)))
-        assert shrunk is None or shrunk.ndim == 2
+        assert shrunk is None or shrunk.ndim == 2 or tile.takes(x.shape[0], [b.shape for b in expand]) == "parts"
         if transposed:
             matrix, row = packing.packed_parts(weight)
             return (x.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(x.dtype)
@@ -112,12 +112,15 @@ def test_where_it_is_given_it_is_taken(calls):
 
 @pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16))])
 def test_parts_are_added_up(calls, monkeypatch, widths, ranks):
-    """In the kernel for few tokens; before the other one; by XLA; and where `vmap` makes many tokens of few."""
+    """In the kernel for few tokens; in the other one for one adapter, before it for several; by XLA; and where `vmap`
+    makes many tokens of few."""
     row = tiles.Row("forward", N, K, 8, dataclasses.replace(SPLIT, shrinks=False), 1.0)
     monkeypatch.setattr(tiles, "table", lambda: (row, tiles.Row("forward", N, K, 64, TILE, None)))
     x, weight, loras = draw(8, widths, ranks)
     assert product_takes(8, weight, loras, x.dtype) == "parts"
-    assert product_takes(9, weight, loras, x.dtype) == "whole"
+    of_tile = "parts" if len(ranks) == 1 else "whole"
+    assert product_takes(9, weight, loras, x.dtype) == product_takes(64, weight, loras, x.dtype) == of_tile
+    assert product_takes(65, weight, loras, x.dtype) == "whole"
     halves = [x[:, part].astype(jnp.float32) @ loras[0].a[part].astype(jnp.float32) for part in np.s_[:200, 200:]]
     parts = jnp.stack(halves)
     expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
@@ -128,8 +131,11 @@ def test_parts_are_added_up(calls, monkeypatch, widths, ranks):
     several = jax.vmap(product)(x.reshape(2, 4, K), jnp.moveaxis(parts.reshape(2, 2, 4, -1), 1, 0))
     near(several.reshape(8, N), expected)
     near(jax.vmap(product)(jnp.stack([-x, x, -x]), jnp.stack([-parts, parts, -parts]))[1], expected)
-    kinds = [call for call in calls if call[1] in (8, 16, 24)]
-    assert {("few", 8, "parts"), ("many", 16, "whole"), ("many", 24, "whole")} == set(kinds)
+    near(product(jnp.tile(x, (9, 1)), jnp.tile(parts, (1, 9, 1)))[64:], expected)
+    kinds = [call for call in calls if call[1] in (8, 16, 24, 72)]
+    assert {("few", 8, "parts"), ("many", 16, of_tile), ("many", 24, of_tile), ("many", 72, "whole")} == set(kinds)
+    near(product(x, parts, batch_invariant=True), expected)
+    assert calls[-1] == ("many", 8, "whole")
     over_x = jax.vmap(product, in_axes=(0, None))(jnp.stack([x, x]), parts)  # as many as there are parts
     over_parts = jax.vmap(product, in_axes=(None, 0))(x, jnp.stack([parts, parts[::-1]]))
     for several in (*over_x, *over_parts):
@@ -166,7 +172,8 @@ def test_who_does_not_shrink(calls):
     """Too many rows, no adapters, adapters that share a block of 32 features or that do not fit at all, XLA."""
     x, weight, loras = draw(8, (512,), (32,))
     assert product_takes(8, weight, loras, x.dtype) == "a"
-    assert product_takes(9, weight, loras, x.dtype) == "whole"
+    assert product_takes(9, weight, loras, x.dtype) == "parts"
+    assert product_takes(9, weight, loras, x.dtype, batch_invariant=True) == "whole"
     assert product_takes(8, weight, [], x.dtype) == "whole"
     assert product_takes(8, weight, loras, x.dtype, implementation="xla") == "whole"
     assert product_takes(8, weight, loras, x.dtype, batch_invariant=True) == "whole"
@@ -280,3 +287,45 @@ def test_a_batch_of_adapters_outside_the_product(calls):
     expected = [product(x, jax.tree.map(lambda leaf, i=i: leaf[i], several), implementation="xla") for i in range(3)]
     near(jax.vmap(product, (None, 0))(x, several), jnp.stack(expected))
     near(jax.vmap(product, (0, 0))(jnp.stack([x] * 3), several), jnp.stack(expected))
+
+
+def test_which_tiles_take_parts():
+    """One adapter, tokens of one tile and at most 64, and room for 64 columns of each token: 14.5 KiB are free beside
+    the tile of 7B's down for 64 tokens, which needs 8; 2.5 beside that of 1.5B."""
+    for model, m, expected in (
+        ("7b", 32, "parts"), ("7b", 33, "parts"), ("7b", 64, "parts"), ("7b", 65, "whole"), ("14b", 64, "parts"),
+        ("32b", 64, "parts"), ("15b", 64, "whole"), ("7b", 4096, "whole"),
+    ):  # fmt: skip
+        n, k = cases.SHAPES[f"down_{model}"]
+        tile = tiles.tile_for(m, n, k, adapters=[(32, n)])
+        assert isinstance(tile, mosaic_gpu.Tile) and tile.takes(m, [(32, n)]) == expected, (model, m)
+        assert tile.takes(m, [(32, n // 2)] * 2) == "whole"
+    assert tile.smem_bytes(True, in_parts=True) - tile.smem_bytes(True) == tile.tokens * 128
+    two = dataclasses.replace(TILE, stages=9, blocks_per_sm=2)
+    one = dataclasses.replace(two, blocks_per_sm=1)
+    assert [tile.takes(64, [(32, N)]) for tile in (one, two)] == ["parts", "whole"]
+    assert TILE.takes(64, [(32, N)]) == "parts" and dataclasses.replace(TILE, tokens=56).takes(64, [(32, N)]) == "whole"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "adapters"),
+    [
+        ((2, 64, 32), jnp.bfloat16, 1),  # parts are fp32
+        ((2, 64, 24), jnp.float32, 1),  # another rank
+        ((2, 63, 32), jnp.float32, 1),
+        ((0, 64, 32), jnp.float32, 1),  # no parts
+        ((2, 64, 64), jnp.float32, 2),  # of two adapters
+        ((2, 65, 32), jnp.float32, 1),  # more tokens than a tile has
+        ((64, 32), jnp.float32, 1),
+        ((64, 32), jnp.bfloat16, 2),
+        (None, None, 1),
+        ((64, 32), jnp.bfloat16, 0),
+    ],
+)
+def test_a_tile_refuses_what_it_would_misread(shape, dtype, adapters):
+    weight = packing.pack(cases.random_weight(jax.random.key(0), N, K))
+    shrunk = None if shape is None else jnp.zeros(shape, dtype)
+    x = jnp.zeros((65 if shape == (2, 65, 32) else 64, K), jnp.bfloat16)
+    expand = [jnp.zeros((32, N // max(1, adapters)), jnp.bfloat16)] * adapters
+    with pytest.raises(ValueError, match=r"matmul: x A is .* tokens, adapters of ranks \[.*Tile"):
+        mosaic_gpu.matmul(x, weight, TILE, shrunk=shrunk, expand=expand)

@@ -5,11 +5,12 @@ import math
 import pathlib
 import statistics
 import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, tiles
+from qerl_kernels.nvfp4_matmul import cases, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
 from qerl_kernels.nvfp4_matmul.split import fits
@@ -148,10 +149,13 @@ def test_the_list_to_be_tried_has_the_best_measured_among_its_first(tuner):
         assert (best.tokens, best.rows, best.slices, best.cluster, best.blocks_per_sm) in alike[:6], (case, m, listed)
 
 
-def test_what_precedes_a_product_counts_against_it(tuner):
+def test_what_precedes_a_product_counts_against_it(tuner, monkeypatch):
     """By hand: before o stands `x A` alone, whose launch counts 0.8 us more than it takes; before down stands SiLU
     anyway. So the slower product is taken where it saves more than it costs, and only there."""
     plain, own, tile = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True), Tile(8, 1, 2, warp_mma=True)
+    given = [tuner.takes(*product, tile) for product in (("down_7b", 8), ("o_7b", 8), ("down_7b", 16), ("qkv_7b", 8))]
+    assert given == ["parts", "parts", "whole", "whole"]
+    monkeypatch.setattr(mosaic_gpu, "MOST_IN_PARTS", 0)
     for case, times, expected in (
         ("o_7b", {"parts": 2.4, "whole": 2.3}, (3.2, 0.0, 3.1)),
         ("down_7b", {"parts": 3.0, "a": 2.0, "whole": 4.8}, (3.0, 2.0, 4.8)),
@@ -166,7 +170,7 @@ def test_what_precedes_a_product_counts_against_it(tuner):
             best = min(range(3), key=lambda i: us[i] + expected[i])
             assert tiles.from_stored(row).tile == (plain, own, tile)[best]
             assert (row["us"], row["before"]) == (us[best], pytest.approx(expected[best]))
-    [qkv] = {tuner.takes("qkv_7b", how) for how in (plain, tile)}  # a norm needs all features: no parts
+    [qkv] = {tuner.takes("qkv_7b", 8, how) for how in (plain, tile)}  # a norm needs all features: no parts
     assert qkv == "whole" and tuner.parts_of("down_7b", 8) == 7
 
 
@@ -180,6 +184,12 @@ def test_parts_are_given_as_in_decode(tuner, monkeypatch):
     np.testing.assert_array_equal(taken[0].sum(0), np.ones((8, 32)))
     tuner.Trial("qkv_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
     assert taken[1] is shrunk
+    monkeypatch.setattr(tuner.mosaic_gpu, "matmul", lambda *args, shrunk, **more: taken.append(shrunk))
+    layer = types.SimpleNamespace(shape=cases.SHAPES["down_7b"]), None, [jnp.zeros((32, 3584), jnp.bfloat16)]
+    tuner.Trial("down_7b", 8, "forward", Tile(8, 1, 2, warp_mma=True)).call(None, shrunk, layer)
+    np.testing.assert_array_equal(taken[2], taken[0])
+    tuner.Trial("down_7b", 16, "forward", Tile(8, 1, 2, warp_mma=True)).call(None, shrunk, layer)
+    assert taken[3] is shrunk
 
 
 def test_splits_that_compute_x_a_are_tried_where_they_may_gain(tuner):

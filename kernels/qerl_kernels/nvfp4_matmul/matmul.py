@@ -238,7 +238,13 @@ def _takes(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[i
     if not shapes or static.implementation == "xla":
         return "whole"
     tile = _fusing_tile(static, rows, weight, shapes)
-    return "whole" if tile is None else tile.takes
+    return "whole" if tile is None else _given_as(static, tile, rows, shapes)
+
+
+def _given_as(static: _Static, tile: Tile | Split, rows: int, shapes: list[tuple[int, int]]) -> str:
+    """What the kernel of a tile is given. Never parts where a row's bits may not depend on the number of rows: the
+    number of parts does."""
+    return "whole" if static.batch_invariant else tile.takes(rows, shapes)
 
 
 def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, a=None, expand=(), scale=1.0) -> Array:
@@ -254,7 +260,8 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
             batch_invariant=static.batch_invariant,
         )  # fmt: skip
         terms = {"bias": bias, "expand": expand, "scale": scale}
-        if a is not None and tile.takes == "a":
+        takes = _given_as(static, tile, len(x), [b.shape for b in expand])
+        if a is not None and takes == "a":
             return few_tokens.matmul(x, weight, tile, a=a, **terms)
         if a is not None:  # `vmap` made too many tokens of few
             parts = jnp.split(a, np.cumsum([b.shape[0] for b in expand])[:-1], axis=1)
@@ -262,7 +269,7 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
             shrunk = _in_slots(each) if slots is None else slots
         if isinstance(tile, few_tokens.Split):
             return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), shrunk=shrunk, **terms)
-        if shrunk is not None and shrunk.ndim == 3:
+        if shrunk is not None and shrunk.ndim == 3 and takes != "parts":
             shrunk = _in_slots(_of_given(shrunk, len(x), [b.shape[0] for b in expand], x.dtype))
         return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, shrunk=shrunk, **terms)
 

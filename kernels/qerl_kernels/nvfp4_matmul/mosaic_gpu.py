@@ -38,6 +38,13 @@ Barriers, and why none can hang. Every wait is answered by arrivals that do not 
 - With adapters, an owned tile has one more use of the ring, which all consumers wait for and free. B has one place:
   the producer refills it after `expanded`, on which each of the `rows` readers arrives for every owned tile but the
   last.
+- `summed` completes at most once in a kernel, where `x A` is given in parts and the block owns a tile: warps 1 to 3 of
+  the producer arrive when their sums are in shared memory (`parts`), and wait for nobody. Consumers wait for it once,
+  before they store the first tile that the block owns. In such a kernel warp 0 makes the passes alone and arrives for
+  its whole warpgroup. Else all four warps arrive on `full`, which would wait for the sums, and wait on `empty`, of
+  which a warp that comes late could miss a phase and wait for one that never ends. `setmaxnreg` needs the whole
+  warpgroup and stands before the warps part; behind it the producer meets at no barrier of a warpgroup, and none of its
+  warps is needed once its own work is done.
 """
 
 from __future__ import annotations
@@ -68,11 +75,15 @@ from qerl_kernels.nvfp4_matmul.fragments import (
     warp_multiply,
 )
 from qerl_kernels.nvfp4_matmul.packing import TILE
+from qerl_kernels.nvfp4_matmul.parts import add_up
 
 SMEM_BYTES = 227 * 1024
 # Clusters of so many blocks that an H200 holds, one block a multiprocessor, as its driver says
 # (cuOccupancyMaxActiveClusters); other chips of the kind may differ by a few.
 AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+# Tokens up to which what precedes a product is faster where it leaves `x A` in parts: SiLU of 7B took an H200 4.1 and
+# 5.0 us for 32 and 64 tokens, 5.5 and 6.4 with the whole; from 96 on there was no difference.
+MOST_IN_PARTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +115,12 @@ class Tile:
     warp_mma: bool = False
     ahead: int = 0
 
-    @property
-    def takes(self) -> Literal["whole"]:
-        """What the kernel is given of its adapters' `x A` (see `Split.takes`)."""
-        return "whole"
+    def takes(self, tokens: int, adapters: Sequence[tuple[int, int]]) -> Literal["whole", "parts"]:
+        """What the kernel is best given of the `x A` of `adapters` (shapes of B), for that many tokens (see
+        `Split.takes`): it adds up parts for one adapter, where one tile has all tokens and shared memory has room."""
+        able = len(adapters) == 1 and tokens <= self.tokens
+        room = self.smem_bytes(True, in_parts=True) * self.blocks_per_sm <= SMEM_BYTES
+        return "parts" if able and room and tokens <= MOST_IN_PARTS else "whole"
 
     @property
     def consumers(self) -> int:
@@ -119,14 +132,15 @@ class Tile:
         """Passes of the ring that a consumer takes together: with `ahead` so many that two operands can take turns."""
         return 2 if self.ahead and self.depth % 2 else 1
 
-    def smem_bytes(self, adapted: bool = False) -> int:
-        """Shared memory of a block, with or without adapters; half a KiB of it for barriers, each array a whole number
-        of KiB."""
+    def smem_bytes(self, adapted: bool = False, in_parts: bool = False) -> int:
+        """Shared memory of a block, with or without adapters, whose `x A` may come in parts; half a KiB of it for
+        barriers, each array a whole number of KiB."""
         units = self.slices * self.depth
         slot = units * (self.rows * 512 * 4 + self.tokens * TILE * 2)
         scales = -(-self.stages * units * self.rows // 4) * 1024
         sums = self.rows * self.tokens * TILE * (2 + 4 * (self.slices + self.cluster - 2))
-        return self.stages * slot + scales + sums + adapted * self.rows * TILE * TILE * 2 + 512
+        adapter = adapted * self.rows * TILE * TILE * 2 + in_parts * self.tokens * TILE * 2
+        return self.stages * slot + scales + sums + adapter + 512
 
 
 # A jit of its own, although the callers are jitted: a program then lowers and compiles each shape once, not once for
@@ -153,10 +167,14 @@ def matmul(
       transposed: multiply with W and not with Wᵀ.
       bias: [n], any float dtype.
       shrunk: `x A` of the adapters side by side, bf16 [m, 64 · adapters], each padded to a rank of 64 with zeros; one
-        adapter alone may keep its rank.
+        adapter alone may keep its rank. Or, of one adapter and for up to `tile.tokens` tokens, sums of which it is the
+        sum, f32 [parts, m, rank].
       expand: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
       scale: of the adapters.
       sms: multiprocessors of the GPU.
+
+    Raises:
+      ValueError: the tile fits neither the GPU nor these shapes, or `x A` has another shape or dtype than stated.
     """
     n, k = weight.shape
     features, contraction = (k, n) if transposed else (n, k)
@@ -165,22 +183,39 @@ def matmul(
         raise ValueError(f"matmul: x is {x.shape}, the weight {n} x {k}, transposed={transposed}")
     if transposed and (bias is not None or expand):
         raise ValueError("matmul: the product with W has neither bias nor adapters")
-    smem = tile.smem_bytes(bool(expand))
+    in_parts = bool(expand) and shrunk is not None and shrunk.ndim == 3
+    smem = tile.smem_bytes(bool(expand), in_parts)
     if smem > SMEM_BYTES:
         raise ValueError(f"matmul: {tile} needs {smem} bytes of shared memory, a block has {SMEM_BYTES}")
     if tile.ahead and (tile.stages < 2 or tile.warp_mma):  # one slot: its consumer would wait for itself
         raise ValueError(f"matmul: {tile} works ahead, which takes wgmma and two slots")
     if expand and not can_fuse(tile, n, [b.shape for b in expand]):
         raise ValueError(f"matmul: adapters of shapes {[b.shape for b in expand]} do not fit {tile} and {n} features")
+    _check_shrunk(shrunk, tokens, tile, [b.shape[0] for b in expand])
     more_tokens = -tokens % 8 if tokens > 8 else 0
     x = jnp.pad(x, ((0, more_tokens), (0, -contraction % TILE)))
-    if expand:
+    if expand and not in_parts:
         shrunk = jnp.pad(shrunk, ((0, more_tokens), (0, 0)))
     if bias is not None:
         bias = jnp.pad(bias, (0, weight.multiplier.shape[0] - n))
     padded_features = -(-features // TILE) * TILE
     out = _call(x, weight, bias, shrunk, tuple(expand), scale, tile, transposed, padded_features, sms)
     return out[:tokens, :features]
+
+
+def _check_shrunk(shrunk: jax.Array | None, tokens: int, tile: Tile, ranks: Sequence[int]) -> None:
+    """Refuses an `x A` that the kernel would read as something else."""
+    if shrunk is None:
+        good = not ranks
+    elif shrunk.ndim == 3:
+        given = shrunk.shape == (max(1, len(shrunk)), tokens, sum(ranks)) and shrunk.dtype == jnp.float32
+        good = given and len(ranks) == 1 and tokens <= tile.tokens
+    else:
+        wide = {(tokens, columns) for columns in (TILE * len(ranks), *(ranks if len(ranks) == 1 else ()))}
+        good = bool(ranks) and shrunk.shape in wide and shrunk.dtype == jnp.bfloat16
+    if not good:
+        found = "not given" if shrunk is None else f"{shrunk.dtype}{list(shrunk.shape)}"
+        raise ValueError(f"matmul: x A is {found}; {tokens} tokens, adapters of ranks {list(ranks)}, {tile}")
 
 
 def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
@@ -213,6 +248,8 @@ def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sm
     feature_tiles = -(-features // (TILE * tile.rows))
     units = tile.slices * tile.depth
     tiles = token_tiles * feature_tiles
+    in_parts = bool(expand) and shrunk.ndim == 3
+    options = _Options(transposed, bias is not None, tuple(b.shape[1] for b in expand), scale, in_parts)
     plan = _Plan(
         token_tiles=token_tiles,
         feature_tiles=feature_tiles,
@@ -231,7 +268,7 @@ def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sm
             (tile.stages, tile.slices, tile.tokens, tile.depth * TILE), jnp.bfloat16, transforms=swizzled(TILE, 2)
         ),
         "out_s": plgpu.SMEM((tile.rows, tile.tokens, TILE), jnp.bfloat16, transforms=swizzled(TILE, 2)),
-        "full": plgpu.Barrier(num_arrivals=_arrivals(tile, bool(expand)), num_barriers=tile.stages),
+        "full": plgpu.Barrier(num_arrivals=options.arrivals(tile), num_barriers=tile.stages),
         "empty": plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=tile.stages),
     }
     if tile.slices > 1:
@@ -254,7 +291,11 @@ def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sm
             "expand_s": plgpu.SMEM((tile.rows, TILE, TILE), jnp.bfloat16, transforms=swizzled(TILE, 2)),
             "expanded": plgpu.Barrier(num_arrivals=tile.rows),
         }
-    options = _Options(transposed, bias is not None, tuple(b.shape[1] for b in expand), scale)
+    if options.in_parts:
+        scratch |= {
+            "shrunk_s": plgpu.SMEM((tile.tokens, TILE), jnp.bfloat16, transforms=swizzled(TILE, 2)),
+            "summed": plgpu.Barrier(num_arrivals=3),
+        }
     call = plgpu.kernel(
         functools.partial(_body, tile=tile, plan=plan, options=options),
         out_type=jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16),
@@ -274,12 +315,22 @@ def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sm
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """Which terms the product has; `expand`: the features of each adapter."""
+    """Which terms the product has; `expand`: the features of each adapter; `in_parts`: how its `x A` comes."""
 
     transposed: bool
     has_bias: bool
     expand: tuple[int, ...]
     scale: float
+    in_parts: bool
+
+    def copies(self, tile: Tile) -> int:
+        """An adapter's: B of each row of consumers, and `x A` where it comes whole."""
+        return (tile.rows + (not self.in_parts)) if self.expand else 0
+
+    def arrivals(self, tile: Tile) -> int:
+        """Those that complete `full`: a pass has 2 + slices copies, an adapter `copies`; the one with fewer arrives the
+        rest by hand."""
+        return max(2 + tile.slices, self.copies(tile))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,15 +393,10 @@ class Cuts:
         return count
 
 
-def _arrivals(tile: Tile, adapted: bool) -> int:
-    """Arrivals that complete `full`: a pass has 2 + slices copies, an adapter 1 + rows; the one with fewer arrives the
-    rest by hand."""
-    return max(2 + tile.slices, 1 + tile.rows) if adapted else 2 + tile.slices
-
-
 def _body(
     x_g, words_g, scales_g, multiplier_g, *rest, words_s, scales_s, x_s, out_s, full, empty, local_s=None, sums=None,
-    taken=None, remote_s=None, remote=None, expand_s=None, expanded=None, tile, plan, options,
+    taken=None, remote_s=None, remote=None, expand_s=None, expanded=None, shrunk_s=None, summed=None, tile, plan,
+    options,
 ):  # fmt: skip
     *rest, out_g = rest
     bias_g = rest[:1] if options.has_bias else []
@@ -360,7 +406,7 @@ def _body(
     group = lax.axis_index("group")
     part = lax.axis_index("part")
     units = tile.slices * tile.depth
-    registers = _register_split(tile)
+    registers = _register_split(tile, options.in_parts)
     cuts = Cuts(plan.tiles_of(group) * plan.steps, plan.steps, tile.cluster, tile.turn)
     cut = cuts.begin
 
@@ -385,7 +431,24 @@ def _body(
     def produce():
         if registers:
             plgpu.set_max_registers(registers[0], action="decrease")
+        if options.in_parts:
+            plgpu.warp_map(produce_and_sum)
+        else:
+            copy_all()
 
+    def produce_and_sum(warp):
+        """Warp 0 copies, the others add up `x A` where this block owns a tile."""
+
+        @pl.when(warp == 0)
+        def _():
+            copy_all()
+
+        @pl.when((warp > 0) & (owned_before(segments) > 0))
+        def _():
+            add_up(shrunk_g, shrunk_s, registers[0] if registers else None)
+            plgpu.barrier_arrive(summed)
+
+    def copy_all():
         def free_slot(use):
             slot = lax.rem(use, tile.stages)
 
@@ -410,7 +473,7 @@ def _body(
                 for q in range(tile.slices):
                     columns = pl.ds((unit + q * tile.depth) * TILE, tile.depth * TILE)
                     plgpu.copy_gmem_to_smem(x_g.at[tokens, columns], x_s.at[slot, q], full.at[slot])
-                for _ in range(_arrivals(tile, bool(expand_g)) - 2 - tile.slices):
+                for _ in range(options.arrivals(tile) - 2 - tile.slices):
                     plgpu.barrier_arrive(full.at[slot])
                 return carry
 
@@ -424,7 +487,8 @@ def _body(
             return carry
 
         def load_adapter(s, high, tokens, f):
-            """One more use of the ring: x A into the place of x, and B beside it (zero-filled past its rank)."""
+            """One more use of the ring: x A, if it comes whole, into the place of x, and B beside it (zero-filled past
+            its rank)."""
 
             @pl.when(owned_before(s) > 0)
             def _():
@@ -437,14 +501,15 @@ def _body(
 
                 @pl.when((first >= offset) & (first < offset + features))
                 def _(number=number, b_g=b_g, offset=offset, first=first):
-                    columns = pl.ds(number * TILE + 0 * slot, tile.depth * TILE)  # a traced start may pass the end
-                    plgpu.copy_gmem_to_smem(shrunk_g.at[tokens, columns], x_s.at[slot, 0], full.at[slot])
+                    if not options.in_parts:
+                        columns = pl.ds(number * TILE + 0 * slot, tile.depth * TILE)  # a traced start may pass the end
+                        plgpu.copy_gmem_to_smem(shrunk_g.at[tokens, columns], x_s.at[slot, 0], full.at[slot])
                     for r in range(tile.rows):
                         where = pl.ds(0 * slot, TILE), pl.ds(first - offset + r * TILE, TILE)
                         plgpu.copy_gmem_to_smem(b_g.at[where], expand_s.at[r], full.at[slot])
 
                 offset += features
-            for _ in range(_arrivals(tile, True) - 1 - tile.rows):
+            for _ in range(options.arrivals(tile) - options.copies(tile)):
                 plgpu.barrier_arrive(full.at[slot])
 
         lax.fori_loop(0, segments, one_segment, None)
@@ -572,7 +637,8 @@ def _body(
             """total + scale · (x A) B, accumulated upon the sum."""
 
             def multiply(acc):
-                plgpu.wgmma(acc, expand_s.at[r].T, x_s.at[slot, 0, :, pl.ds(0, TILE)].T)
+                x_a = shrunk_s if options.in_parts else x_s.at[slot, 0, :, pl.ds(0, TILE)]
+                plgpu.wgmma(acc, expand_s.at[r].T, x_a.T)
                 plgpu.wgmma_wait(0)
 
             # the sum enters and leaves divided by the scale: one fp32 rounding
@@ -590,6 +656,12 @@ def _body(
             if expand_g:
                 slot = lax.rem(ring(s, high), tile.stages)
                 plgpu.barrier_wait(full.at[slot])
+                if options.in_parts:
+
+                    @pl.when(owned_before(s) == 0)
+                    def _():
+                        plgpu.barrier_wait(summed)
+
                 total = add_adapter(total, slot)
                 plgpu.barrier_arrive(empty.at[slot])
 
@@ -691,8 +763,9 @@ def _body(
         consume()
 
 
-def _register_split(tile: Tile) -> tuple[int, int] | None:
-    """Registers of a producer and of a consumer thread, or None to leave them even.
+def _register_split(tile: Tile, sums: bool = False) -> tuple[int, int] | None:
+    """Registers of a producer and of a consumer thread, or None to leave them even. A producer that `sums` gets what
+    the consumers leave.
 
     `setmaxnreg` moves registers within what the block was launched with: the largest multiple of 8 that fits 64 Ki for
     all its threads. Asking for more than that in all would wait for ever.
@@ -703,6 +776,8 @@ def _register_split(tile: Tile) -> tuple[int, int] | None:
     at_launch = 65536 // threads // 8 * 8 * threads
     producer = 40 if tile.consumers <= 2 else 24
     consumer = min(240, (at_launch // 128 - producer) // tile.consumers // 8 * 8)
+    if sums:
+        producer = (at_launch // 128 - tile.consumers * consumer) // 8 * 8
     return producer, consumer
 
 

@@ -77,9 +77,10 @@ class Split:
         """Of tokens: `mma.sync` takes eight at a time."""
         return self.tokens // 8
 
-    @property
-    def takes(self) -> Literal["parts", "a"]:
-        """What the kernel is given of its adapters' `x A`: the whole or parts of it, which it adds up; or A alone."""
+    def takes(self, tokens: int, adapters: Sequence[tuple[int, int]]) -> Literal["parts", "a"]:
+        """What the kernel is given of the `x A` of `adapters` (shapes of B), for any number of tokens: the whole or
+        parts of it, which it adds up; or A alone."""
+        del tokens, adapters  # see `Tile.takes`
         return "a" if self.shrinks else "parts"
 
     @property
