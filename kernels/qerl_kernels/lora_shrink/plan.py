@@ -19,11 +19,11 @@ MOST_GROUPS = 4
 LEAST_CHUNKS = 4  # of a block, where clusters share out the features: fewer gain nothing, one warp takes one chunk
 LEAST_COLUMNS = 16  # of a cluster: what a row of A has for it is a whole sector of 32 bytes
 # What `cost` is made of, in us, fitted to 297 plans on an H200 (tools/results/LOG.md): to begin; for each wave of
-# clusters; for the sums of 8 tokens and 32 columns; for 8 tokens of one cluster more that makes the same y; for 1e6 of
-# a cluster's elements of x; for 1e6 bytes of its A.
-START, WAVE, PRODUCTS, AGAIN = 1.7, 0.1, 0.11, 0.1
-READ_X = {"norm": 19.3, "silu": 9.1, "plain": 0.2}
-READ_A = 1.8
+# clusters; for the sums of 8 tokens, 32 columns and 8 warps; for 8 tokens of one cluster more that makes the same y;
+# for 1e6 of a cluster's elements of x; for 1e6 bytes of its A.
+START, WAVE, PRODUCTS, AGAIN = 1.8, 0.05, 0.16, 0.15
+READ_X = {"norm": 16.9, "silu": 8.2, "plain": 0.2}
+READ_A = 1.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +109,13 @@ def _plan(task: Task, groups: int, shares: int, parts: int) -> Plan | None:
 
 
 def cost(task: Task, plan: Plan) -> float:
-    """Microseconds by a rough model (8 % off): clusters beyond those that begin at once wait for all that did."""
+    """Microseconds by a rough model (a tenth off): clusters beyond those that begin at once wait for all that did."""
     clusters = -(-task.tokens // (OCTET * plan.groups)) * plan.shares * plan.parts
     columns = task.columns / plan.shares
     x = 1e-6 * task.features / plan.parts * min(task.tokens, OCTET * plan.groups)
     a = 1e-6 * task.features / plan.parts * 2 * columns
     of_cluster = READ_X[task.kind] * x + READ_A * a
-    of_cluster += plan.groups * (PRODUCTS * columns / 32 + AGAIN * (plan.shares - 1))
+    of_cluster += plan.groups * (PRODUCTS * columns / 32 * plan.warps / 8 + AGAIN * (plan.shares - 1))
     return START + -(-clusters // AT_ONCE) * (WAVE + of_cluster)
 
 
