@@ -19,7 +19,9 @@ from matmul_report import COPY_BYTES_PER_S, MATRIX_FLOP_PER_S
 ROTATE_BYTES = 512 << 20  # of weights, so that the L2 does not help
 ROUND_US = 1e3  # because the GPU waits between two graphs, some 9 us between two rounds of our loops on an H200
 TIMED_US = 2e3  # because a burst's length varies by some 10 us
-STEP_TIMED_US = 8e3  # of decode steps: the host takes 2 ms a call there, and adapters are a tenth of what is timed
+# Of decode steps: the host takes 2 ms a call there, more or less, and adapters are a tenth of what is timed. With 8e3 a
+# step was 0.03 ms uncertain (tools/results/LOG.md), a quarter of what adapters take at 8 tokens.
+STEP_TIMED_US = 32e3
 WARM, REPEATS, LEAST_REPEATS = 2, 15, 5
 LONG_S = 0.03  # all bursts of a repetition; where they take longer, there are fewer repetitions
 PAUSE, LEAST_PAUSE_S = 3, 5e-3  # before a burst: times its length, but at least

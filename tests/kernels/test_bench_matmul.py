@@ -201,7 +201,7 @@ def test_bursts_by_hand(tools):
     assert bursts.burst_of(16, 37888, 3584, 37888 * 3584 * 0.5625) == (8, 4, 2)
     # 1.5 · 2 · 16384 · 37888 · 3584 / 788e12 + 5 us = 8475 us
     assert bursts.burst_of(16384, 37888, 3584, 37888 * 3584 * 2) == (1, 1, 1)
-    assert bursts.burst_of_step(28) == (1, 1, 6)  # 1.26 ms each
+    assert bursts.burst_of_step(28) == (1, 1, 25)  # 1.26 ms each
 
 
 def test_rivals_are_timed_without_the_launch_of_the_first_replay(tools, clock, monkeypatch):
