@@ -40,9 +40,9 @@ from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul import split as cut
 from qerl_kernels.nvfp4_matmul.api import SLOT
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, of_slots
 from qerl_kernels.nvfp4_matmul.split import Split
+from qerl_kernels.nvfp4_matmul.tile import AT_ONCE, Tile, can_fuse, clusters_at_once, fits
 from record import meta, profiled
 
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
@@ -73,11 +73,11 @@ def estimate(tile: Tile, m: int, n: int, k: int) -> float:
     tensor = 0 if tile.warp_mma else 2 * max(tile.tokens, 32)
     waits = 250 if tile.ahead else 82 + 276 / tile.depth + issue
     tiles_ = -(-m // tile.tokens) * -(-n // (64 * tile.rows))
-    groups = min(tiles_, mosaic_gpu.clusters_at_once(tile, SMS))
+    groups = min(tiles_, clusters_at_once(tile, SMS))
     of_group = -(-tiles_ // groups)
     steps = -(-k // (64 * tile.slices * tile.depth * tile.turn)) * tile.turn
     units = -(-of_group * steps // tile.cluster) * tile.depth  # of a consumer
-    resident = min(tile.blocks_per_sm, -(-groups // mosaic_gpu.AT_ONCE[tile.cluster]))
+    resident = min(tile.blocks_per_sm, -(-groups // AT_ONCE[tile.cluster]))
     all_units = units * tile.consumers * resident
     parts = (
         all_units * (issue + tensor),
@@ -105,7 +105,7 @@ def estimate_split(split: Split, n: int, k: int) -> float:
     layout = cut.Layout(split, RANK)
     units = math.ceil(k / 64) / split.cluster
     clusters = math.ceil(n / 64) * 4 // split.rows
-    at_once = mosaic_gpu.AT_ONCE[split.cluster]
+    at_once = AT_ONCE[split.cluster]
     registers = math.ceil(((split.rows + layout.steps) * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
     memory, threads = cut.SMEM_BYTES // split.smem_bytes(RANK), 64 // split.warps
     resident = max(1, min(memory, threads, 65536 // (32 * split.warps * registers)))
@@ -168,7 +168,7 @@ def model(how: Tile | Split, m: int, n: int, k: int) -> float:
 def takes_adapters(tile: Tile, n: int, parts: tuple[int, ...]) -> bool:
     """Whether `tiles.tile_for` has to give up no more than one of its stages for adapters of those parts."""
     fewer = dataclasses.replace(tile, stages=max(2, tile.stages - 1))
-    return mosaic_gpu.fits(fewer, adapted=True) and mosaic_gpu.can_fuse(tile, n, [(32, part) for part in parts])
+    return fits(fewer, adapted=True) and can_fuse(tile, n, [(32, part) for part in parts])
 
 
 def candidates(
@@ -195,7 +195,7 @@ def candidates(
             continue
         for stages in range(8, 1, -1):
             tile = Tile(tokens, rows, slices, cluster, depth, stages, blocks, warp_mma, ahead_)
-            if mosaic_gpu.fits(tile):
+            if fits(tile):
                 enough = stages * depth * slices * blocks >= 4 and not (ahead_ and (stages - 1) * depth < 3)
                 if enough and (not adapted or takes_adapters(tile, n, parts)):
                     found.append(tile)

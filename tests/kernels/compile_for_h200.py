@@ -41,7 +41,8 @@ from qerl_kernels.nvfp4_matmul import cases, few_tokens  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
 from qerl_kernels.nvfp4_matmul.few_tokens import Split  # noqa: E402
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul  # noqa: E402
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul  # noqa: E402
+from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul  # noqa: E402
+from qerl_kernels.nvfp4_matmul.tile import Tile  # noqa: E402
 from qerl_kernels.rope_cache import mosaic_gpu as rope  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")

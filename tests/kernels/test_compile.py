@@ -39,13 +39,14 @@ def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]
 
 
 def table_cases() -> list[tuple]:
-    from qerl_kernels.nvfp4_matmul import few_tokens, mosaic_gpu, tiles
+    from qerl_kernels.nvfp4_matmul import few_tokens, tiles
+    from qerl_kernels.nvfp4_matmul.tile import fits
 
     cases = {}
     for row in tiles.table():
         tile, transposed = row.tile, row.direction == "dx"
         few = isinstance(tile, few_tokens.Split)
-        assert few_tokens.fits(tile, row.n, row.k, 32) if few else mosaic_gpu.fits(tile), tile
+        assert few_tokens.fits(tile, row.n, row.k, 32) if few else fits(tile), tile
         shrinks = few and tile.shrinks  # takes an adapter to compile
         cases.setdefault((tile, transposed), (min(row.tokens, 512), row.n, row.k, tile, transposed, int(shrinks)))
     return list(cases.values())
@@ -69,7 +70,7 @@ def test_every_tile_of_the_table(tmp_path):
 
 def test_tiles_that_work_ahead(tmp_path):
     """Products follow one another without the assembler waiting in between, whether two units share a slot or not."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, fits
+    from qerl_kernels.nvfp4_matmul.tile import Tile, fits
 
     cases = []
     for ahead in (1, 2):
@@ -187,7 +188,7 @@ def test_x_a_in_parts(tmp_path):
     loop of the consumers has the instructions that it has where `x A` comes whole."""
     from qerl_kernels.nvfp4_matmul import cases as shapes
     from qerl_kernels.nvfp4_matmul import tiles
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, fits
+    from qerl_kernels.nvfp4_matmul.tile import Tile, fits
 
     found = {}
     for case in ("down_7b", "down_14b", "down_32b", "down_72b", "o_7b", "o_14b"):

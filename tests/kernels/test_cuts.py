@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import Cuts
+from qerl_kernels.nvfp4_matmul.cuts import Cuts
 
 
 @pytest.mark.parametrize("turn", [1, 2])

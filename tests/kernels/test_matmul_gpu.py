@@ -251,7 +251,8 @@ def test_batch_invariant_rows_do_not_depend_on_the_others(adapted):
 @pytest.mark.parametrize("rows, slices, cluster", [(1, 1, 1), (2, 2, 2), (1, 3, 4), (1, 2, 3)])
 def test_pipelines_of_every_depth_end(rows, slices, cluster):
     """A wrong barrier would hang or tear: rings of one to six slots over many lengths of the contraction."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
+    from qerl_kernels.nvfp4_matmul.tile import Tile
 
     for k in (64, 192, 256, 1088, 2048):
         weight = weight_of(320, k, seed=k)
@@ -268,7 +269,8 @@ def test_pipelines_of_every_depth_end(rows, slices, cluster):
 def test_working_ahead(ahead, transposed):
     """Rings of two to five slots, one or more units in each, over contractions of even and odd length and tiles that
     are shared; where sums are cut in the same places the bits are those of the plain loop."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
+    from qerl_kernels.nvfp4_matmul.tile import Tile
 
     for n, k in ((1024, 1088), (1088, 1024), (640, 64 * 37)):
         weight = weight_of(n, k)
@@ -323,7 +325,8 @@ GIVEN_PARTS = [
 def test_x_a_in_parts(fields, n, k, rank, parts):
     """The kernel adds up `x A`: against fp64, and the bits of the same kernel that is given the whole, over shared
     memory that holds NaN; many runs give the same bits."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits, matmul
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
+    from qerl_kernels.nvfp4_matmul.tile import Tile, can_fuse, fits
 
     tile = Tile(*fields)
     assert can_fuse(tile, n, [(rank, n)]) and fits(tile, adapted=True)

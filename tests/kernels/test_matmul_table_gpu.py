@@ -76,7 +76,8 @@ def test_random_shapes(seed):
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_rings_of_every_depth_end(stages, depth):
     """Contractions shorter than the ring, as long, and many times as long."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, matmul
+    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
+    from qerl_kernels.nvfp4_matmul.tile import Tile
 
     tile = Tile(16, 2, 1, 2, depth=depth, stages=stages)
     for k in (64, 192, 256, 1088, 2048, 8256):

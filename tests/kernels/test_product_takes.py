@@ -13,10 +13,11 @@ from qerl_kernels.lora_shrink import reference
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, packing, tiles
 from qerl_kernels.nvfp4_matmul import matmul as entry
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
+from qerl_kernels.nvfp4_matmul.tile import Tile
 
 N, K = 512, 640
 SPLIT = few_tokens.Split(8, rows=2, warps=4, cluster=2, depth=1, shrinks=True)
-TILE = mosaic_gpu.Tile(tokens=64, rows=1, depth=1, stages=4)
+TILE = Tile(tokens=64, rows=1, depth=1, stages=4)
 
 
 @pytest.fixture
@@ -298,7 +299,7 @@ def test_which_tiles_take_parts():
     ):  # fmt: skip
         n, k = cases.SHAPES[f"down_{model}"]
         tile = tiles.tile_for(m, n, k, adapters=[(32, n)])
-        assert isinstance(tile, mosaic_gpu.Tile) and tile.takes(m, [(32, n)]) == expected, (model, m)
+        assert isinstance(tile, Tile) and tile.takes(m, [(32, n)]) == expected, (model, m)
         assert tile.takes(m, [(32, n // 2)] * 2) == "whole"
     assert tile.smem_bytes(True, in_parts=True) - tile.smem_bytes(True) == tile.tokens * 128
     two = dataclasses.replace(TILE, stages=9, blocks_per_sm=2)

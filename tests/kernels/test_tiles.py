@@ -7,7 +7,7 @@ import math
 import pytest
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, tiles
 from qerl_kernels.nvfp4_matmul.few_tokens import Split
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, clusters_at_once, fits
+from qerl_kernels.nvfp4_matmul.tile import Tile, clusters_at_once, fits
 
 WIDE = Tile(tokens=256, rows=2, depth=1, stages=4, ahead=2)
 

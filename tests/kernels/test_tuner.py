@@ -10,10 +10,10 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, mosaic_gpu, tiles
+from qerl_kernels.nvfp4_matmul import cases, tiles
 from qerl_kernels.nvfp4_matmul.few_tokens import Split
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile
 from qerl_kernels.nvfp4_matmul.split import fits
+from qerl_kernels.nvfp4_matmul.tile import Tile
 
 # (case, tokens of x, kernel) -> fields of the tile or split: measured, from the best to the worst of what was tried
 MEASURED = {
@@ -155,7 +155,7 @@ def test_what_precedes_a_product_counts_against_it(tuner, monkeypatch):
     plain, own, tile = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True), Tile(8, 1, 2, warp_mma=True)
     given = [tuner.takes(*product, tile) for product in (("down_7b", 8), ("o_7b", 8), ("down_7b", 16), ("qkv_7b", 8))]
     assert given == ["parts", "parts", "whole", "whole"]
-    monkeypatch.setattr(mosaic_gpu, "MOST_IN_PARTS", 0)
+    monkeypatch.setattr("qerl_kernels.nvfp4_matmul.tile.MOST_IN_PARTS", 0)
     for case, times, expected in (
         ("o_7b", {"parts": 2.4, "whole": 2.3}, (3.2, 0.0, 3.1)),
         ("down_7b", {"parts": 3.0, "a": 2.0, "whole": 4.8}, (3.0, 2.0, 4.8)),

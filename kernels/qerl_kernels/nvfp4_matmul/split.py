@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from qerl_kernels.dispatch import SMEM_BYTES
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
-SMEM_BYTES = 227 * 1024
 MOST_TOKENS = 32
 ROWS = 16  # features of one operand, and ranks
 PIECE_ROW_BYTES = 4 * (ROWS + 4)  # a token in an adapter's product

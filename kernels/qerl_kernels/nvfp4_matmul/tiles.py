@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from importlib import resources
 
 from qerl_kernels.dispatch import MULTIPROCESSORS
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import Tile, can_fuse, fits
 from qerl_kernels.nvfp4_matmul.split import Split, fitted
+from qerl_kernels.nvfp4_matmul.tile import Tile, can_fuse, fits
 
 TABLE = "tiles_h200.json"
 FREE = 128  # tokens above which a tile may take fewer than the table says
