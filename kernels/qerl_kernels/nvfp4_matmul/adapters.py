@@ -19,8 +19,9 @@ from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
+from qerl_kernels.nvfp4_matmul.api import ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
-from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, ROWS, Layout, Split, Task
+from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, Layout, Split, Task
 from qerl_kernels.nvfp4_matmul.sums import Place
 
 # Words of x A in parts that a thread may hold during the loop. To add them up before it costs 0.5 us: a warp then waits

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, UInt8, UInt32
 
 SLOT = 64  # columns of `x A` that a product's kernel takes for each adapter, its largest rank
 # `x A` of a projection's adapters: `SLOT` columns for each, zeros past its rank; or fp32 sums over P parts of the
 # features, which are to be added up and rounded, the ranks side by side in C columns. M tokens.
 Shrunk = Float[Array, "M S"] | Float32[Array, "P M C"]
+ROWS = 16  # features of one operand of the tensor cores, and ranks
 
 NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
@@ -100,3 +104,32 @@ class PackedNvfp4:
     divides: bool
     block: int
     uniform: bool
+
+
+def is_shrunk(array: jax.Array | None, rows: int, ranks: Sequence[int]) -> bool:
+    """Whether this is what both kernels take as `x A` of adapters of these `ranks`: a `Shrunk` of bf16 or fp32 sums;
+    one adapter alone may keep its rank. None belongs to no adapters."""
+    if array is None or not ranks:
+        return array is None and not ranks
+    if array.ndim == 3:
+        return array.shape == (max(1, len(array)), rows, sum(ranks)) and array.dtype == jnp.float32
+    columns = (SLOT * len(ranks), *(ranks if len(ranks) == 1 else ()))
+    return array.shape in {(rows, some) for some in columns} and array.dtype == jnp.bfloat16
+
+
+def can_fuse(n: int, shapes: Sequence[tuple[int, int]], features: int = ROWS) -> bool:
+    """Whether adapters with B of these shapes can be added within a kernel: their ranks are multiples of 8 up to 64,
+    they cover all n features, and none begins within `features` of them."""
+    ends = np.cumsum([width for _, width in shapes])
+    return (
+        bool(len(ends))
+        and ends[-1] == n
+        and n % ROWS == 0
+        and all(rank % 8 == 0 and 0 < rank <= SLOT for rank, _ in shapes)
+        and all(end % features == 0 for end in ends[:-1])
+    )
+
+
+def named(array: jax.Array | None) -> str:
+    """For messages: dtype and shape."""
+    return "not given" if array is None else f"{array.dtype}{list(array.shape)}"

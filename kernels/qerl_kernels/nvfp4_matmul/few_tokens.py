@@ -55,11 +55,11 @@ from jaxlib.mlir import ir
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
 from qerl_kernels.nvfp4_matmul.adapters import Adapters
-from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.api import ROWS, PackedNvfp4, can_fuse, is_shrunk, named
 from qerl_kernels.nvfp4_matmul.fragments import operands
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.ring import Ring
-from qerl_kernels.nvfp4_matmul.split import ROWS, Layout, Split, Task, can_fuse, fits
+from qerl_kernels.nvfp4_matmul.split import Layout, Split, Task, fits
 from qerl_kernels.nvfp4_matmul.sums import Place, Sums
 
 
@@ -118,33 +118,23 @@ def _check(x, weight, split, bias, shrunk, a, expand) -> None:
     (n, k), m, shapes = weight.shape, x.shape[0], tuple(b.shape for b in expand)
     ranks = [rank for rank, _ in shapes]
     if x.shape != (m, k) or m > split.tokens or x.dtype != jnp.bfloat16:
-        raise ValueError(f"matmul: x is {_named(x)}, the weight {n} x {k}, {split}")
+        raise ValueError(f"matmul: x is {named(x)}, the weight {n} x {k}, {split}")
     if not fits(split, n, k, max(ranks, default=0)):
         raise ValueError(f"matmul: {split} does not fit a multiprocessor or {n} x {k} features, adapters {shapes}")
     if bias is not None and bias.shape != (n,):
-        raise ValueError(f"matmul: the bias is {_named(bias)}, the weight {n} x {k}")
+        raise ValueError(f"matmul: the bias is {named(bias)}, the weight {n} x {k}")
     if expand and not can_fuse(n, shapes, split.features if split.shrinks else ROWS):
         raise ValueError(f"matmul: adapters of shapes {shapes} do not fit {n} features and {split}")
     if any(b.dtype != jnp.bfloat16 for b in expand):
-        raise ValueError(f"matmul: B are {list(map(_named, expand))}, all must be bfloat16")
-    given, unused = (a, shrunk) if split.shrinks else (shrunk, a)
-    if not expand:
-        good = given is None
-    elif split.shrinks:
-        good = given is not None and given.shape == (k, sum(ranks)) and given.dtype == jnp.bfloat16
-    elif given is not None and given.ndim == 3:
-        good = given.shape == (max(1, len(given)), m, sum(ranks)) and given.dtype == jnp.float32
+        raise ValueError(f"matmul: B are {list(map(named, expand))}, all must be bfloat16")
+    if expand and split.shrinks:
+        good = shrunk is None and a is not None and a.shape == (k, sum(ranks)) and a.dtype == jnp.bfloat16
     else:
-        wide = {(m, columns) for columns in (TILE * len(ranks), *(ranks if len(ranks) == 1 else ()))}
-        good = given is not None and given.shape in wide and given.dtype == jnp.bfloat16
-    if not good or unused is not None:
+        good = a is None and is_shrunk(shrunk, m, ranks)
+    if not good:
         raise ValueError(
-            f"matmul: x A is {_named(shrunk)}, A is {_named(a)}; x {_named(x)}, adapters of shapes {shapes}, {split}"
+            f"matmul: x A is {named(shrunk)}, A is {named(a)}; x {named(x)}, adapters of shapes {shapes}, {split}"
         )
-
-
-def _named(array: jax.Array | None) -> str:
-    return "not given" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 def _call(task: Task, split: Split, inputs: Sequence[jax.Array], out: jax.ShapeDtypeStruct) -> jax.Array:

@@ -24,7 +24,7 @@ from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_slots, no_gradie
 
 if TYPE_CHECKING:
     from qerl_kernels.nvfp4_matmul.split import Split
-    from qerl_kernels.nvfp4_matmul.tiles import Tile
+    from qerl_kernels.nvfp4_matmul.tile import Tile
 
 
 class Adapter(Protocol):

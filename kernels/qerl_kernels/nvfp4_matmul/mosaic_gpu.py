@@ -61,7 +61,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qerl_kernels.dispatch import MULTIPROCESSORS, SMEM_BYTES
-from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.api import PackedNvfp4, is_shrunk, named
 from qerl_kernels.nvfp4_matmul.cuts import Cuts, Plan
 from qerl_kernels.nvfp4_matmul.fragments import (
     SCALES,
@@ -126,7 +126,9 @@ def matmul(
         raise ValueError(f"matmul: {tile} works ahead, which takes wgmma and two slots")
     if expand and not can_fuse(tile, n, [b.shape for b in expand]):
         raise ValueError(f"matmul: adapters of shapes {[b.shape for b in expand]} do not fit {tile} and {n} features")
-    _check_shrunk(shrunk, tokens, tile, [b.shape[0] for b in expand])
+    ranks = [b.shape[0] for b in expand]
+    if not is_shrunk(shrunk, tokens, ranks) or (in_parts and (len(ranks) > 1 or tokens > tile.tokens)):
+        raise ValueError(f"matmul: x A is {named(shrunk)}; {tokens} tokens, adapters of ranks {ranks}, {tile}")
     more_tokens = -tokens % 8 if tokens > 8 else 0
     x = jnp.pad(x, ((0, more_tokens), (0, -contraction % TILE)))
     if expand and not in_parts:
@@ -136,21 +138,6 @@ def matmul(
     padded_features = -(-features // TILE) * TILE
     out = _call(x, weight, bias, shrunk, tuple(expand), scale, tile, transposed, padded_features, sms)
     return out[:tokens, :features]
-
-
-def _check_shrunk(shrunk: jax.Array | None, tokens: int, tile: Tile, ranks: Sequence[int]) -> None:
-    """Refuses an `x A` that the kernel would read as something else."""
-    if shrunk is None:
-        good = not ranks
-    elif shrunk.ndim == 3:
-        given = shrunk.shape == (max(1, len(shrunk)), tokens, sum(ranks)) and shrunk.dtype == jnp.float32
-        good = given and len(ranks) == 1 and tokens <= tile.tokens
-    else:
-        wide = {(tokens, columns) for columns in (TILE * len(ranks), *(ranks if len(ranks) == 1 else ()))}
-        good = bool(ranks) and shrunk.shape in wide and shrunk.dtype == jnp.bfloat16
-    if not good:
-        found = "not given" if shrunk is None else f"{shrunk.dtype}{list(shrunk.shape)}"
-        raise ValueError(f"matmul: x A is {found}; {tokens} tokens, adapters of ranks {list(ranks)}, {tile}")
 
 
 def _call(x, weight, bias, shrunk, expand, scale, tile, transposed, features, sms):

@@ -27,8 +27,8 @@ from jaxlib.mlir import ir
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, less, mul, rem
 from qerl_kernels.nvfp4_matmul.adapters import Adapters
+from qerl_kernels.nvfp4_matmul.api import ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
-from qerl_kernels.nvfp4_matmul.split import ROWS
 from qerl_kernels.nvfp4_matmul.sums import Place
 
 

@@ -7,13 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from qerl_kernels.dispatch import SMEM_BYTES
+from qerl_kernels.nvfp4_matmul.api import ROWS, can_fuse
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 MOST_TOKENS = 32
-ROWS = 16  # features of one operand, and ranks
 PIECE_ROW_BYTES = 4 * (ROWS + 4)  # a token in an adapter's product
 
 
@@ -208,16 +206,3 @@ def fitted(split: Split, n: int, adapters: Sequence[tuple[int, int]] = ()) -> Sp
         able = can_fuse(n, adapters, split.features) and _holds(split, rank)
         split = dataclasses.replace(split, shrinks=able)
     return split
-
-
-def can_fuse(n: int, shapes: Sequence[tuple[int, int]], features: int = ROWS) -> bool:
-    """Whether adapters with B of these shapes can be added within the kernel: their ranks are multiples of 8 up to 64,
-    they cover all n features, and none begins within `features` of them."""
-    ends = np.cumsum([width for _, width in shapes])
-    return (
-        bool(len(ends))
-        and ends[-1] == n
-        and n % ROWS == 0
-        and all(rank % 8 == 0 and 0 < rank <= TILE for rank, _ in shapes)
-        and all(end % features == 0 for end in ends[:-1])
-    )

@@ -14,7 +14,8 @@ from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, div, less, mul, rem
-from qerl_kernels.nvfp4_matmul.split import ROWS, Layout, Split
+from qerl_kernels.nvfp4_matmul.api import ROWS
+from qerl_kernels.nvfp4_matmul.split import Layout, Split
 
 
 @dataclasses.dataclass(frozen=True)

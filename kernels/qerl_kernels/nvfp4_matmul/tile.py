@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from qerl_kernels.dispatch import MULTIPROCESSORS, SMEM_BYTES
+from qerl_kernels.nvfp4_matmul import api
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 # Clusters of so many blocks that an H200 holds, one block a multiprocessor, as its driver says
@@ -77,18 +76,9 @@ class Tile:
 
 
 def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Whether adapters with B of these shapes can be added within the kernel.
-
-    Their ranks are multiples of 8 up to 64, they cover all n features, and none begins within a tile.
-    """
-    ends = np.cumsum([features for _, features in shapes])
-    return (
-        bool(len(ends))
-        and ends[-1] == n
-        and all(rank % 8 == 0 and rank <= TILE for rank, _ in shapes)
-        and all(end % (TILE * tile.rows) == 0 for end in ends[:-1])
-        and n % TILE == 0
-    )
+    """Whether adapters with B of these shapes can be added within the kernel: as `api.can_fuse` says, none beginning
+    within a tile."""
+    return n % TILE == 0 and api.can_fuse(n, shapes, TILE * tile.rows)
 
 
 def clusters_at_once(tile: Tile, sms: int) -> int:
