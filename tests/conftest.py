@@ -6,9 +6,13 @@ installed before anything of `qerl_jax` is imported, so nothing above it imports
 
 from __future__ import annotations
 
+import importlib
 import lzma
 import os
 import shutil
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,6 +27,7 @@ import jax
 import pytest
 
 DATA = Path(__file__).parent / "data"
+TOOLS = Path(__file__).parent.parent / "tools"
 
 # Third-party warnings only, each for one message of one library; everything else is an error (pyproject).
 IGNORED_WARNINGS: tuple[str, ...] = (
@@ -34,6 +39,15 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], types.ModuleType]:
+    """Imports a program of `tools`; all of them are loaded anew for each test."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    for path in TOOLS.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

@@ -129,8 +129,8 @@ def step_cost(rows: list[dict], rivals: dict) -> str:
 
 
 def other_costs(rows: list[dict]) -> str:
-    """What adapters (`x A` by XLA where the product does not compute it) and the batch-invariant mode take over plain
-    products, in the mean."""
+    """What adapters (with their `x A`, whoever computes it) and the batch-invariant mode take over plain products, in
+    the mean."""
     base = {(row["direction"], row["case"], row["m"]): row["us"] for row in plain(rows)}
     found = {}
     for row in rows:

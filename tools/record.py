@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +70,26 @@ def profiled(run: Callable[[], Any]) -> list[Kernel]:
         planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU")]
         lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
         return sorted(Kernel(event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
+
+
+def kernel_medians(
+    run: Callable[[], Any], ours: Callable[[str], bool], calls: Sequence[tuple[int, int]]
+) -> list[float]:
+    """Median microseconds of the kernel of each of several calls that `run` makes one after the other, from a profile.
+
+    Args:
+      ours: of a kernel's name, whether it is one of these.
+      calls: (how often each is called without being counted, and then how often it is).
+
+    Raises:
+      SystemExit: the profile has another number of kernels.
+    """
+    found, wanted = [kernel.duration_ns for kernel in profiled(run) if ours(kernel.name)], sum(map(sum, calls))
+    if len(found) != wanted:
+        raise SystemExit(f"the profile has {len(found)} kernels, {wanted} were called")
+    times = iter(found)
+    several = [list(itertools.islice(times, skipped + counted))[skipped:] for skipped, counted in calls]
+    return [statistics.median(some) * 1e-3 for some in several]
 
 
 def peak_bytes() -> int:

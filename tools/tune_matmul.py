@@ -26,7 +26,6 @@ import math
 import os
 import pathlib
 import re
-import statistics
 from collections.abc import Callable, Sequence
 
 import ahead
@@ -43,7 +42,7 @@ from qerl_kernels.nvfp4_matmul.api import SLOT
 from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, of_slots
 from qerl_kernels.nvfp4_matmul.split import Split
 from qerl_kernels.nvfp4_matmul.tile import AT_ONCE, Tile, can_fuse, clusters_at_once, fits
-from record import meta, profiled
+from record import kernel_medians, meta
 
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
@@ -440,14 +439,8 @@ def durations(calls: Sequence[tuple[Trial | Before, Callable, list]]) -> dict[Tr
                 y = call(layers[i % len(layers)])
             jax.block_until_ready(y)
 
-    kernels = [kernel for kernel in profiled(run) if OURS.search(kernel.name)]
-    if len(kernels) != sum(map(sum, counts)):
-        raise SystemExit(f"the profile has {len(kernels)} kernels of {sum(map(sum, counts))}")
-    found, at = {}, 0
-    for (trial, _, _), (warm, count) in zip(calls, counts, strict=True):
-        found[trial] = statistics.median(kernel.duration_ns for kernel in kernels[at + warm : at + warm + count]) * 1e-3
-        at += warm + count
-    return found
+    times = kernel_medians(run, lambda name: OURS.search(name) is not None, counts)
+    return {trial: us for (trial, _, _), us in zip(calls, times, strict=True)}
 
 
 def main() -> None:

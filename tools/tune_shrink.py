@@ -16,14 +16,13 @@ import functools
 import json
 import os
 import pathlib
-import statistics
 from typing import NamedTuple
 
 import ahead
 import jax
 import jax.numpy as jnp
 from qerl_kernels.lora_shrink import cases, plan
-from record import meta, profiled
+from record import kernel_medians, meta
 
 CALLS, SKIPPED = 24, 4  # of a plan; the first ones are not counted
 SETS = 4  # of arguments, in turn
@@ -116,11 +115,7 @@ def durations(trials: list[Trial], jobs: int) -> list[float]:
         return out
 
     jax.block_until_ready((sweep(flush), [rewrite(sets[0][0], one) for _, sets in calls]))
-    kernels = [kernel.duration_ns for kernel in profiled(run) if "lora_" in kernel.name]
-    if len(kernels) != CALLS * len(trials):
-        raise SystemExit(f"the profile has {len(kernels)} kernels, {CALLS * len(trials)} were called")
-    by_trial = [kernels[i : i + CALLS] for i in range(0, len(kernels), CALLS)]
-    return [statistics.median(times[SKIPPED:]) * 1e-3 for times in by_trial]
+    return kernel_medians(run, lambda name: "lora_" in name, [(SKIPPED, CALLS - SKIPPED)] * len(trials))
 
 
 def regrets(rows: list[dict]) -> dict[tuple, tuple[float, float | None]]:

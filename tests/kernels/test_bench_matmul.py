@@ -20,11 +20,8 @@ PARTS = {"qkv_7b": (256, 64, 64), "gate_up_7b": (512, 512)}
 
 
 @pytest.fixture
-def tools(monkeypatch):
-    monkeypatch.syspath_prepend(str(TOOLS))
-    for name in ("ahead", "bench_matmul", "bursts", "matmul_report", "time_rivals"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("bench_matmul"), importlib.import_module("matmul_report")
+def tools(tool):
+    return tool("bench_matmul"), tool("matmul_report")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What the tool that times plans of the fused operations makes of its measurements, and what it has found."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -9,16 +8,12 @@ import jax.numpy as jnp
 import pytest
 from qerl_kernels.lora_shrink import plan
 
-TOOLS = Path(__file__).parents[2] / "tools"
-STORED = TOOLS / "results" / "nvidia-h200" / "shrink_plans.json"
+STORED = Path(__file__).parents[2] / "tools" / "results" / "nvidia-h200" / "shrink_plans.json"
 
 
 @pytest.fixture
-def tune_shrink(monkeypatch):
-    monkeypatch.syspath_prepend(str(TOOLS))
-    for name in ("ahead", "record", "tune_shrink"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("tune_shrink")
+def tune_shrink(tool):
+    return tool("tune_shrink")
 
 
 def test_decode_takes_plans_that_were_measured_to_be_good(tune_shrink):
@@ -72,9 +67,9 @@ def test_a_plans_time_is_the_median_of_its_own_calls(monkeypatch, tune_shrink):
         of = lambda p, i: [kernel(0.0, 9e9, "sweep"), kernel(0.0, 1000.0 * p + i, "lora_plain_shrink")]  # noqa: E731
         return [kernel for p in range(3) for i in range(calls) for kernel in of(p, i)]
 
-    monkeypatch.setattr(tune_shrink, "profiled", profiled)
+    monkeypatch.setattr(sys.modules["record"], "profiled", profiled)
     middle = sum(range(tune_shrink.SKIPPED, calls)) / (calls - tune_shrink.SKIPPED)
     assert tune_shrink.durations(trials, 1) == pytest.approx([(1000 * p + middle) * 1e-3 for p in range(3)])
-    monkeypatch.setattr(tune_shrink, "profiled", lambda run: profiled(run)[2:])
+    monkeypatch.setattr(sys.modules["record"], "profiled", lambda run: profiled(run)[2:])
     with pytest.raises(SystemExit, match=f"{3 * calls - 1} kernels, {3 * calls} were called"):
         tune_shrink.durations(trials, 1)

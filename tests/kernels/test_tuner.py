@@ -1,10 +1,7 @@
 """The tuner's models against durations measured on an H200 (microseconds by the profiler, without adapters; LOG.md)."""
 
-import importlib
 import math
-import pathlib
 import statistics
-import sys
 import types
 
 import jax.numpy as jnp
@@ -117,10 +114,8 @@ MEASURED = {
 
 
 @pytest.fixture
-def tuner(monkeypatch):
-    tools = pathlib.Path(__file__).parents[2] / "tools"
-    monkeypatch.setattr(sys, "path", [str(tools), *sys.path])
-    return importlib.import_module("tune_matmul")
+def tuner(tool):
+    return tool("tune_matmul")
 
 
 def test_the_models_put_the_best_first_and_are_about_right(tuner):

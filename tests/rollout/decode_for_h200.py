@@ -28,16 +28,17 @@ from qerl_jax.rollout.plan import Plan
 from qerl_jax.types import Policy, Sampling
 
 LAYERS, ROWS = 2, 8
-CACHE_DTYPE = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
 MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096, (0,), 0)
 
 
-def abstract_chunk(slots: int = ROWS, weight_format: str = "nvfp4") -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
+def abstract_chunk(
+    slots: int = ROWS, weight_format: str = "nvfp4", cache_dtype: str = "bfloat16"
+) -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
     """Arguments of `decode_chunk` as shapes; NVFP4 weights are packed for the kernels."""
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
     policy, _ = abstract_trees(MODEL, weight_format, config)
-    plan = Plan(slots, ROWS, 256, 256, 0, (jnp.dtype(CACHE_DTYPE),) * LAYERS)
+    plan = Plan(slots, ROWS, 256, 256, 0, (jnp.dtype(cache_dtype),) * LAYERS)
     embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
 
     def states(key: jax.Array) -> tuple[decode.HeldPrompts, decode.Slots]:
@@ -86,7 +87,8 @@ def compiled(function: Any, states: Any, *static: Any) -> str:
 
 
 def main() -> None:
-    program = compiled(decode.decode_chunk, abstract_chunk(), Sampling(256), 16, False)
+    states = abstract_chunk(cache_dtype=sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
+    program = compiled(decode.decode_chunk, states, Sampling(256), 16, False)
     (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
     body = launches.read_text().split("  body:\n")[1].splitlines()
     inside = [line for line in body if line.startswith("    ")]  # a thunk of the body; its parts stand further right

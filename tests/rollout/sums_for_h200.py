@@ -12,12 +12,10 @@ import json
 import re
 import sys
 
-weight_format = sys.argv.pop()  # the module reads a dtype from there
+import decode_for_h200 as h200
 
-import decode_for_h200 as h200  # noqa: E402
-
-from qerl_jax.rollout import decode  # noqa: E402
-from qerl_jax.types import Sampling  # noqa: E402
+from qerl_jax.rollout import decode
+from qerl_jax.types import Sampling
 
 SLOTS = (3, 88, 24)
 TRUNCATED = Sampling(256, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
@@ -33,7 +31,7 @@ def plain(text: str) -> str:
 
 def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
     """Of one chunk."""
-    states = h200.abstract_chunk(slots, weight_format)
+    states = h200.abstract_chunk(slots, sys.argv[1])
     program = h200.compiled(decode.decode_chunk, states, sampling, 4, batch_invariant)
     found = set()
     for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL):

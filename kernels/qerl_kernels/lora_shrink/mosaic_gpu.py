@@ -38,7 +38,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -99,7 +98,7 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
     call = plgpu.kernel(
         body,
         out_type=tuple(out),
-        grid=(pl.cdiv(tokens, octets) * plan.shares * plan.parts,),
+        grid=(plan.clusters(tokens),),
         grid_names=("group",),
         cluster=(plan.blocks,),
         cluster_names=("part",),

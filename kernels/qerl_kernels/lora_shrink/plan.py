@@ -74,6 +74,10 @@ class Plan:
     shares: int = 1
     parts: int = 1
 
+    def clusters(self, tokens: int) -> int:
+        """Of the whole grid."""
+        return -(-tokens // (OCTET * self.groups)) * self.shares * self.parts
+
 
 def plan_for(task: Task) -> Plan:
     """The plan that `cost` puts first. Only `groups`, `ahead` and `shares` may depend on the number of tokens: they
@@ -110,13 +114,12 @@ def _plan(task: Task, groups: int, shares: int, parts: int) -> Plan | None:
 
 def cost(task: Task, plan: Plan) -> float:
     """Microseconds by a rough model (a tenth off): clusters beyond those that begin at once wait for all that did."""
-    clusters = -(-task.tokens // (OCTET * plan.groups)) * plan.shares * plan.parts
     columns = task.columns / plan.shares
     x = 1e-6 * task.features / plan.parts * min(task.tokens, OCTET * plan.groups)
     a = 1e-6 * task.features / plan.parts * 2 * columns
     of_cluster = READ_X[task.kind] * x + READ_A * a
     of_cluster += plan.groups * (PRODUCTS * columns / 32 * plan.warps / 8 + AGAIN * (plan.shares - 1))
-    return START + -(-clusters // AT_ONCE) * (WAVE + of_cluster)
+    return START + -(-plan.clusters(task.tokens) // AT_ONCE) * (WAVE + of_cluster)
 
 
 def missing(features: int, ranks: Sequence[int]) -> str | None:
