@@ -155,8 +155,10 @@ def address(base: ir.Value, byte_offset: ir.Value) -> ir.Value:
 def load(at: ir.Value, words: int, flag: ir.Value, byte: int = 0) -> list[ir.Value]:
     """`words` (1, 2 or 4) 32-bit words of global memory; zeros where `flag` is 0.
 
-    Volatile, so that loads are issued in the order in which they are written and before what follows: otherwise the
-    assembler puts arithmetic, which waits for the first of them, before the last.
+    Relaxed, not weak, so that loads are issued in the order in which they are written and before what follows:
+    otherwise the assembler puts arithmetic, which waits for the first of them, before the last. And of the block's
+    scope: loads of the system's scope, as volatile ones are, came late where many blocks read the same lines
+    (tools/results/LOG.md).
     """
     names = [f"${i}" for i in range(words)]
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
@@ -164,7 +166,7 @@ def load(at: ir.Value, words: int, flag: ir.Value, byte: int = 0) -> list[ir.Val
     listed = names[0] if words == 1 else "{" + ", ".join(names) + "}"
     text = (
         f".reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros}"
-        f" @p ld.volatile.global{vector}.b32 {listed}, [${words} + {byte}];"
+        f" @p ld.relaxed.cta.global{vector}.b32 {listed}, [${words} + {byte}];"
     )
     return asm(text, "r" * words, ("l", at), ("r", flag), effects=True)
 
@@ -172,7 +174,7 @@ def load(at: ir.Value, words: int, flag: ir.Value, byte: int = 0) -> list[ir.Val
 def load_half(at: ir.Value, flag: ir.Value, byte: int = 0) -> ir.Value:
     """One 16-bit value of global memory in the low half of a word; zero where `flag` is 0."""
     text = (
-        f".reg .pred p; .reg .b16 h; setp.ne.b32 p, $2, 0; mov.b16 h, 0; @p ld.volatile.global.b16 h, [$1 + {byte}];"
+        f".reg .pred p; .reg .b16 h; setp.ne.b32 p, $2, 0; mov.b16 h, 0; @p ld.relaxed.cta.global.b16 h, [$1 + {byte}];"
         " cvt.u32.u16 $0, h;"
     )
     return asm(text, "r", ("l", at), ("r", flag), effects=True)[0]

@@ -13,6 +13,8 @@ import subprocess
 import h200
 import pytest
 
+LOAD = "ld.relaxed.cta.global"  # as `lanes.load` has it
+
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 
 
@@ -113,7 +115,7 @@ def test_few_tokens(tmp_path):
     for (m, n, _, split, _, adapters, *_), (kernel, report) in zip(cases, kernels, strict=True):
         begun = kernel[: kernel.index("cp.async.wait_group")]
         assert begun.count("cp.async.cg") == split.depth * (split.rows + 1 + math.ceil(m / 4)), split
-        assert begun.count("ld.volatile.global") == kernel.count("ld.volatile.global") >= 1 + bool(adapters), split
+        assert begun.count(LOAD) == kernel.count(LOAD) >= 1 + bool(adapters), split
         registers = int(re.search(r"Used (\d+) registers", report)[1])
         assert registers <= (128 if split.rows * split.tokens <= 64 else 248), (split, registers)
         assert ("mapa.shared::cluster" in kernel) == (split.cluster > 1), (n, split)
@@ -148,7 +150,7 @@ def test_few_tokens_that_compute_x_a(tmp_path):
         of_b = math.ceil(steps * split.rows / split.warps)
         ahead = min(split.depth, math.ceil(math.ceil(k / 64) / split.cluster / split.warps))
         assert begun.count("cp.async.cg") == ahead * (split.rows + 1 + math.ceil(m / 4) + of_a) + of_b, split
-        assert begun.count("ld.volatile.global") == kernel.count("ld.volatile.global") >= 2, split
+        assert begun.count(LOAD) == kernel.count(LOAD) >= 2, split
         assert kernel.count("ldmatrix.sync.aligned.m8n8.x4.trans") == (4 + split.rows) * steps, split
         assert kernel[kernel.rindex("cp.async.wait_group") :].count("bar.sync") == 2, split
         registers = int(re.search(r"Used (\d+) registers", report)[1])
@@ -214,10 +216,10 @@ def test_x_a_in_parts(tmp_path):
     check(every, kernels)
     whole = kernels[len(found) :]
     for (*_, parts), (kernel, _), (given_whole, _) in zip(found.values(), kernels[: len(found)], whole, strict=True):
-        adds = kernel[kernel.index("ld.volatile.global") :]
+        adds = kernel[kernel.index(LOAD) :]
         adds = adds[: adds.index("fence.proxy.async")]
-        assert adds.count("ld.volatile.global") == kernel.count("ld.volatile.global")
-        assert adds.split("add.rn.f32")[0].count("ld.volatile.global") >= min(parts, 8)
+        assert adds.count(LOAD) == kernel.count(LOAD)
+        assert adds.split("add.rn.f32")[0].count(LOAD) >= min(parts, 8)
         assert not re.search(r"\bbar\.|barrier|sync|elect", adds)
         assert loop(kernel) == loop(given_whole) and len(loop(kernel)) > 20
 
@@ -282,8 +284,8 @@ def test_fused_decode_operations(tmp_path):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
         assert ("mma.sync.aligned.m16n8k16" in kernel) == (len(case) > 4), case
         started = kernel.rindex("barrier.cluster.wait")
-        assert kernel.index("ld.volatile.global") > kernel.index("barrier.cluster.arrive"), case
-        assert kernel.count("ld.volatile.global", 0, started) >= (8 if len(case) > 4 else 3), case
+        assert kernel.index(LOAD) > kernel.index("barrier.cluster.arrive"), case
+        assert kernel.count(LOAD, 0, started) >= (8 if len(case) > 4 else 3), case
 
 
 def test_rope_and_cache(tmp_path):
@@ -295,6 +297,6 @@ def test_rope_and_cache(tmp_path):
     for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
         assert int(re.search(r"Used (\d+) registers", report)[1]) <= 64, (case, report)
-        assert kernel.count("ld.volatile.global") == 5, case
-        assert kernel.rindex("ld.volatile.global") < kernel.index("mul.rn.f32"), case
+        assert kernel.count(LOAD) == 5, case
+        assert kernel.rindex(LOAD) < kernel.index("mul.rn.f32"), case
         assert ("cvt.rn.satfinite.e4m3x2.f32" in kernel) == (case[-1] == "float8_e4m3fn"), case
