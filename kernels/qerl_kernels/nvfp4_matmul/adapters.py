@@ -18,15 +18,17 @@ import dataclasses
 from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
+from qerl_kernels.dispatch import MULTIPROCESSORS
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
 from qerl_kernels.nvfp4_matmul.api import ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, Layout, Split, Task
 from qerl_kernels.nvfp4_matmul.sums import Place
 
-# Words of x A in parts that a thread may hold during the loop. To add them up before it costs 0.5 us: a warp then waits
-# for them while what it has asked for of the weight comes in (down of 7B, 8 tokens: tools/results/LOG.md).
-MOST_HELD = 28
+# Words of x A in parts that a thread may hold during the loop; and where that leaves registers for all: no more blocks
+# than multiprocessors, of up to 8 warps. To add them up before it costs 0.5 us: a warp then waits for them, which come
+# behind what it has asked for of the weight (down of 7B, 8 and 16 tokens: tools/results/LOG.md).
+MOST_HELD, MOST_HELD_ALONE = 28, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,9 @@ class Adapters:
             at = mul(add(mul(first, width), add(within, mul(self.place.g, 2))), 2)
             b = [lanes.load(lanes.address(base, add(at, mul(width, 2 * i))), 1, ok)[0] for i in range(4)]
             jobs.append((exists, b, [self._fetch_t(o, add(column, first), ok) for o in range(split.octets)]))
-        if len(jobs) * split.octets * 4 * self.task.parts > MOST_HELD:
+        blocks = -(-self.task.features // TILE) * TILE // split.features * split.cluster
+        most = MOST_HELD_ALONE if blocks <= MULTIPROCESSORS and split.warps <= 8 else MOST_HELD
+        if len(jobs) * split.octets * 4 * self.task.parts > most:
             return [(exists, b, list(map(self._summed, t))) for exists, b, t in jobs]
         return jobs
 

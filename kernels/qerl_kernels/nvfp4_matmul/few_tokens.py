@@ -210,10 +210,10 @@ class _Program:
         at = self.ring.sources(first)
         most = math.ceil(math.ceil(self.task.units / split.cluster) / split.warps)
         ahead = min(split.depth, most)
-        if split.shrinks:
-            self.adapters.request()  # in the first group of copies
         for d in range(ahead):
             self.ring.request(add(self.place.memory, d * self.layout.slot_bytes), at, less(d, count))
+            if split.shrinks and d == ahead - 1:
+                self.adapters.request()  # in the last group: the first unit is waited for first
             lanes.end_group()
             at = self.ring.advanced(at)
         terms = self._terms()
