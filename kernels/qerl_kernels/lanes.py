@@ -354,12 +354,10 @@ def add_square(sum_: ir.Value, wide: ir.Value) -> ir.Value:
     return asm(".reg .f32 x; mov.b32 x, $2; fma.rn.f32 $0, x, x, $1;", "f", ("f", sum_), ("r", wide))[0]
 
 
-def scaled_bf16(wide: Sequence[ir.Value], factor: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
-    """Two fp32 values · factor · their weights in fp32, rounded once to a word of bf16."""
-    text = ".reg .f32 x0, x1, w; mov.b32 x0, $1; mov.b32 x1, $2; "
-    text += " ".join(f"mov.b32 w, ${4 + i}; mul.rn.f32 x{i}, x{i}, $3; mul.rn.f32 x{i}, x{i}, w;" for i in range(2))
-    inputs = [*(("r", x) for x in wide), ("f", factor), *(("r", w) for w in weights)]
-    return asm(text + " cvt.rn.bf16x2.f32 $0, x1, x0;", "r", *inputs)[0]
+def weighted_bf16(wide: Sequence[ir.Value], weights: Sequence[ir.Value], factor: ir.Value | None) -> ir.Value:
+    """Two fp32 values · factor (None: 1) · their weights in fp32, rounded once to a word of bf16."""
+    wide = list(wide) if factor is None else [fmul(as_float(x), factor) for x in wide]
+    return to_bf16(*(fmul(as_float(x), as_float(w)) for x, w in zip(wide, weights, strict=True)))
 
 
 def silu_bf16(gate: ir.Value, up: ir.Value) -> ir.Value:

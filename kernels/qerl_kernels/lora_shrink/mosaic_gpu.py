@@ -1,8 +1,8 @@
 """The fused kernels for Hopper: residual add + RMSNorm, or SiLU · up, or nothing, and then `x A` of all adapters.
 
-    norm    s = x + delta;  y = w ⊙ s / sqrt(mean(s²) + eps);  t = y A
-    silu    y = silu(gate) · up;                               t = y A
-    plain   y = x;                                             t = y A
+    norm    s = x + delta;  r = sqrt(mean(s²) + eps);  y = w ⊙ s / r;  t = (w ⊙ s) A / r
+    silu    y = silu(gate) · up;                                       t = y A
+    plain   y = x;                                                     t = y A
 
 How the work is cut. With few tokens everything here is latency, so that a kernel should wait for memory once: every
 load is issued at the start, straight into the registers where the tensor cores want it, and nothing is staged in shared
@@ -11,8 +11,9 @@ chunk (`steps` chunks where there are more than warps). With very few tokens sev
 share out the columns of A (`shares`); each makes all of y for itself and stores a part of it. Or, where each token's y
 needs nothing of the others' features and the product that follows adds up (`parts`), they share out the features: each
 reads its part of x and of A and leaves its sums in fp32. What the features have in common crosses the blocks through
-distributed shared memory, twice: the sums of squares (every block gets all of them), and the sums of x A (each block
-gets and adds up its share of them).
+distributed shared memory: the sums of squares (every block gets all of them), and the sums of x A (each block gets and
+adds up its share of them). A norm's two exchanges do not wait for each other: what is multiplied with A is w ⊙ s,
+rounded to bf16 as y is, and r divides the sums.
 
 Registers. Thread (g, c) = (lane / 4, lane % 4) of a warp holds of its chunk features 8 c ... 8 c + 7 of token g: 16
 bytes. `mma.sync.m16n8k16` multiplies Aᵀ [16 columns × 16 features] with yᵀ [16 features × 8 tokens]. Which features and
@@ -32,6 +33,7 @@ waits, whatever its chunk or token.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 
@@ -157,33 +159,72 @@ class _Program:
         lanes.begin_exchange(barriers, self.thread)
         rows = [self._rows(s) for s in range(self.steps)] if norm else []
         fetched_a = [self._fetch_a(s) for s in range(self.plan.ahead)]
-        ready = {s: (self._fetch(s), a) for s, a in enumerate(fetched_a)}  # last, because arithmetic begins with these
+        # Last, because arithmetic begins with these; but a norm's weights are read twice.
+        fetched = [self._fetch(s) for s in range(self.steps if norm else self.plan.ahead)]
+        if self.columns and not self.task.in_parts:
+            self._zero_padding()
         lanes.all_began()
+        # A norm of few tokens adds up its squares before A has come. (What is read before a branch and used behind it
+        # is waited for all together; with more tokens, and no branch, the assembler waits for x before it asks for A.)
+        alone = norm and (self.plan.groups == 1 or not self.columns)
+        with contextlib.nullcontext() if alone else self._later():
+            self._compute(rows, fetched, fetched_a)
+
+    def _compute(self, rows: list, fetched: list, fetched_a: list) -> None:
+        """All that comes after the first loads."""
+        norm = self.task.kind == "norm"
         if norm:
-            rows = [self._added(s, loaded) for s, loaded in enumerate(rows)]
-            inverse = self._inverse_rms(rows)
-        zero = lanes.fconst(0.0)
+            rows = [self._added(loaded) for loaded in rows]
+            if self.sum is not None:
+                for s, row in enumerate(rows):
+                    self._store(self.sum, s, row, 4)
+            self._send_squares(rows)
+            with self._later():
+                self._products(rows, fetched, fetched_a)
+        else:
+            self._products(rows, fetched, fetched_a)
+        if self.columns:
+            self._send_products()
+        if norm:
+            lanes.wait_for(self.arrived[0])
+            inverse = [self._inverse_rms(i, self.g) for i in range(self.plan.groups)]
+            for s, (row, weights) in enumerate(zip(rows, fetched, strict=True)):
+                self._store(self.y, s, self._weighted(row, weights, inverse), 2)
+        if self.columns:
+            self._finish()
+
+    def _later(self) -> AbstractContextManager:
+        """For every thread; but the assembler does not know that, so that what is emitted within stays behind what
+        stands before. Else it takes words of A apart, and so waits for them, before the squares are sent; or it works
+        on the first words of x before it asks for the last, and saves a register."""
+        return lanes.only(less(lanes.block_of_cluster(), self.plan.blocks))
+
+    def _products(self, rows: list, fetched: list, fetched_a: list) -> None:
+        """y of all steps (a norm's without its 1 / rms), stored but for a norm's; its products with A, left in shared
+        memory."""
+        kind, ahead, zero = self.task.kind, self.plan.ahead, lanes.fconst(0.0)
         tiles = -(-self.columns // 16)
         sums = [[[zero] * 4 for _ in range(tiles)] for _ in range(self.plan.groups)]
         for s in range(self.steps):
-            words, a = ready.pop(s)
-            if norm:
-                y = [
-                    [lanes.scaled_bf16(row[i : i + 2], factor, words[i : i + 2]) for i in range(0, 8, 2)]
-                    for row, factor in zip(rows[s], inverse, strict=True)
-                ]
-            elif self.task.kind == "silu":
+            y = words = fetched[s]
+            if kind == "norm":
+                y = self._weighted(rows[s], words, [None] * self.plan.groups)
+            elif kind == "silu":
                 y = [[lanes.silu_bf16(gate, up) for gate, up in zip(row[:4], row[4:], strict=True)] for row in words]
-            else:
-                y = words
-            if self.y is not None:
                 self._store(self.y, s, y, 2)
-            self._multiply(sums, y, a)
-            if s + self.plan.ahead < self.steps:
-                later = s + self.plan.ahead
-                ready[later] = self._fetch(later), self._fetch_a(later)
+            self._multiply(sums, y, fetched_a[s])
+            if s + ahead < self.steps:
+                fetched += [] if kind == "norm" else [self._fetch(s + ahead)]
+                fetched_a.append(self._fetch_a(s + ahead))
         if self.columns:
-            self._reduce(sums)
+            self._leave(sums)
+
+    def _weighted(self, rows: list, weights: list[ir.Value], factors: Sequence[ir.Value | None]) -> list:
+        """Each octet's row times its factor (None: 1) and the weights, as words of bf16."""
+        return [
+            [lanes.weighted_bf16(row[i : i + 2], weights[i : i + 2], factor) for i in range(0, 8, 2)]
+            for row, factor in zip(rows, factors, strict=True)
+        ]
 
     # ---- what a thread reads and writes ----
 
@@ -211,17 +252,15 @@ class _Program:
             return x, None
         return x, [lanes.load(at, 4, ok) for at, ok in self._places(self.delta, s, width)]
 
-    def _added(self, s: int, loaded: tuple[list, list | None]) -> list[list[ir.Value]]:
-        """x + delta, stored."""
+    def _added(self, loaded: tuple[list, list | None]) -> list[list[ir.Value]]:
+        """x + delta."""
         x, delta = loaded
         if delta is None:
             return x
-        rows = [
+        return [
             [value for i, word in enumerate(words) for value in lanes.add_halves(row[2 * i : 2 * i + 2], word)]
             for row, words in zip(x, delta, strict=True)
         ]
-        self._store(self.sum, s, rows, 4)
-        return rows
 
     def _store(self, base: ir.Value, s: int, rows: list[list[ir.Value]], itemsize: int) -> None:
         turn = s % self.plan.shares  # the clusters of the same tokens take turns
@@ -260,8 +299,8 @@ class _Program:
 
     # ---- what it computes ----
 
-    def _inverse_rms(self, rows: list[list[list[ir.Value]]]) -> list[ir.Value]:
-        """1 / rms of each octet's token, from the sums of squares of all blocks."""
+    def _send_squares(self, rows: list[list[list[ir.Value]]]) -> None:
+        """The sum of this block's squares of each token, to every block."""
         octets, blocks = OCTET * self.plan.groups, self.plan.blocks
         own, everyone = self.shared["squares_s"], self.shared["all_squares_s"]
         first = less(self.c, 1)
@@ -281,13 +320,13 @@ class _Program:
             whole = lanes.total([lanes.load_shared(at, byte=4 * octets * w)[0] for w in range(self.plan.warps)])
             place = add(everyone, mul(add(mul(token, blocks), self.part), 4))
             lanes.send(place, block, [whole], self.arrived[0], less(index, blocks * octets))
-        lanes.wait_for(self.arrived[0])
-        inverse = []
-        for i in range(self.plan.groups):
-            at = add(everyone, mul(self.g, 4 * blocks))
-            of_blocks = [v for b in range(0, blocks, 4) for v in lanes.load_shared(at, 4, 4 * (OCTET * i * blocks + b))]
-            inverse.append(lanes.inverse_rms(lanes.total(of_blocks), self.task.features, self.task.eps))
-        return inverse
+
+    def _inverse_rms(self, octet: int | ir.Value, token: ir.Value) -> ir.Value:
+        """1 / rms of an octet's token, from the sums of squares of all blocks."""
+        blocks = self.plan.blocks
+        at = add(self.shared["all_squares_s"], mul(add(mul(octet, OCTET), token), 4 * blocks))
+        of_blocks = [value for b in range(0, blocks, 4) for value in lanes.load_shared(at, 4, 4 * b)]
+        return lanes.inverse_rms(lanes.total(of_blocks), self.task.features, self.task.eps)
 
     def _multiply(self, sums: list[list[list[ir.Value]]], y: list[list[ir.Value]], a: list[list[ir.Value]]) -> None:
         """sums += Aᵀ yᵀ of one chunk. Word `tile` of a row of A holds the columns of rows g and g + 8 of that tile."""
@@ -301,18 +340,19 @@ class _Program:
                 for octet, row in zip(sums, y, strict=True):
                     octet[tile] = lanes.multiply(octet[tile], operand, row[half // 2 : half // 2 + 2])
 
-    def _reduce(self, sums: list[list[list[ir.Value]]]) -> None:
-        """Sums over warps and blocks, and t stored. A sum stands at (octet, e, g, token)."""
-        columns, run, plan = self.columns, _run(self.columns), self.plan
-        own, size = columns // 8, OCTET * plan.groups * columns
-        share = size // plan.blocks
+    def _leave(self, sums: list[list[list[ir.Value]]]) -> None:
+        """This warp's sums in shared memory: (octet, e, g, token)."""
+        columns, size = self.columns, OCTET * self.plan.groups * self.columns
         at = add(self.shared["products_s"], mul(add(mul(self.warp, size), add(mul(self.g, 8), mul(self.c, 2))), 4))
         for i, tiles in enumerate(sums):
-            for e in range(own):
+            for e in range(columns // 8):
                 pair = tiles[e // 2][2 * (e % 2) :][:2]
                 lanes.store_shared(at, pair, byte=4 * (i * OCTET * columns + e * 64))
-        if not self.task.in_parts:
-            self._zero_padding()
+
+    def _send_products(self) -> None:
+        """Each block's share of the sums over this block's warps, to it."""
+        plan, size = self.plan, OCTET * self.plan.groups * self.columns
+        share = size // plan.blocks
         lanes.block_barrier()
         for start in range(0, size // 4, self.threads):
             index = mul(add(self.thread, start), 4)
@@ -321,25 +361,37 @@ class _Program:
             whole = [lanes.total(values) for values in zip(*of_warps, strict=True)]
             place = add(self.shared["share_s"], mul(add(mul(self.part, share), rem(index, share)), 4))
             lanes.send(place, div(index, share), whole, self.arrived[1], less(index, size))
-        lanes.wait_for(self.arrived[1])
+
+    def _finish(self) -> None:
+        """This block's share of t: what all blocks sent, added up, and stored."""
+        columns, run, plan, task = self.columns, _run(self.columns), self.plan, self.task
+        share, jobs = OCTET * plan.groups * columns // plan.blocks, []
         for start in range(0, share, self.threads):
-            local = add(self.thread, start)
-            at = add(self.shared["share_s"], mul(lanes.smaller(local, share - 1), 4))
-            whole = lanes.total([lanes.load_shared(at, byte=4 * share * b)[0] for b in range(plan.blocks)])
+            local = lanes.smaller(add(self.thread, start), share - 1)
             index = add(mul(self.part, share), local)
             octet, within = div(index, OCTET * columns), rem(index, OCTET * columns)
-            e, g = div(within, 64), rem(div(within, 8), 8)
+            e, g, of_octet = div(within, 64), rem(div(within, 8), 8), rem(within, 8)
             column = add(add(mul(div(e, run), 8 * run), mul(g, run)), rem(e, run))
             column = add(mul(self.share, columns), column)
-            token = add(add(self.first_token, mul(octet, OCTET)), rem(within, 8))
-            ok = both(less(local, share), less(token, self.task.tokens))
-            if self.task.in_parts:
-                row = add(mul(self.of_features, self.task.tokens), token)
-                place = add(mul(row, self.task.columns), column)
-                lanes.store(lanes.address(self.t, mul(place, 4)), [lanes.as_word(whole)], ok)
+            token = add(add(self.first_token, mul(octet, OCTET)), of_octet)
+            ok = both(less(add(self.thread, start), share), less(token, task.tokens))
+            if task.in_parts:
+                place = add(mul(add(mul(self.of_features, task.tokens), token), task.columns), column)
+                to = lanes.address(self.t, mul(place, 4))
             else:
-                place = add(mul(token, SLOT * len(self.task.ranks)), self._slot(column))
-                lanes.store_bf16(lanes.address(self.t, mul(place, 2)), whole, ok)
+                place = add(mul(token, SLOT * len(task.ranks)), self._slot(column))
+                to = lanes.address(self.t, mul(place, 2))
+            factor = self._inverse_rms(octet, of_octet) if task.kind == "norm" else None
+            jobs.append((add(self.shared["share_s"], mul(local, 4)), factor, to, ok))
+        lanes.wait_for(self.arrived[1])
+        for at, factor, to, ok in jobs:
+            whole = lanes.total([lanes.load_shared(at, byte=4 * share * b)[0] for b in range(plan.blocks)])
+            if factor is not None:
+                whole = lanes.fmul(whole, factor)
+            if task.in_parts:
+                lanes.store(to, [lanes.as_word(whole)], ok)
+            else:
+                lanes.store_bf16(to, whole, ok)
 
     def _slot(self, column: ir.Value) -> ir.Value:
         """The column of t of a column of A."""

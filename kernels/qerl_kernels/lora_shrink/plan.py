@@ -104,11 +104,11 @@ def _plan(task: Task, groups: int, shares: int, parts: int) -> Plan | None:
     steps = -(-chunks // most)
     warps = -(-chunks // steps // 4) * 4
     columns = task.columns // shares
-    fetched = 2 * -(-columns // 16) * 4 + {"norm": 8, "silu": 8 * groups, "plain": 4 * groups}[task.kind]
+    fetched = 2 * -(-columns // 16) * 4 + {"norm": 0, "silu": 8 * groups, "plain": 4 * groups}[task.kind]
     held = 2 * -(-columns // 8) * groups + 40
-    held += 8 * groups * steps if task.kind == "norm" else 0
+    held += 8 * (groups + 1) * steps if task.kind == "norm" else 0
     free = min(255, 65536 // (warps * 32)) - held
-    ahead = min(steps, free // fetched)
+    ahead = min(steps, free // max(1, fetched))
     return Plan(BLOCKS, warps, groups, max(1, ahead), shares, parts) if ahead >= 1 or groups == 1 else None
 
 

@@ -36,7 +36,8 @@ def norm_shrink(
 ) -> tuple[Float32[Array, "M K"], Float[Array, "M K"], Float[Array, "M S"] | None]:
     """`s = x + delta`, `y = w ⊙ s / sqrt(mean(s²) + eps)` and `t = y A`: residual add, RMSNorm and LoRA's first half.
 
-    s and the norm are computed in fp32, y is rounded once; t is summed in fp32 and rounded once.
+    s and the norm are computed in fp32, y is rounded once; t is summed in fp32 and rounded once. Mosaic GPU multiplies
+    `w ⊙ s`, rounded, with A and then divides by the root mean square: rounded as often, but not the y that it returns.
 
     Args:
       x: the residual stream.
