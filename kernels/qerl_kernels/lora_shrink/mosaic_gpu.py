@@ -46,8 +46,10 @@ from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, less, mul, rem
-from qerl_kernels.lora_shrink.plan import CHUNK, OCTET, Plan, Task
+from qerl_kernels.lora_shrink.plan import AT_ONCE, CHUNK, OCTET, Plan, Task
 from qerl_kernels.nvfp4_matmul.api import SLOT
+
+LITTLE = 48  # columns of A of a cluster (tools/results/LOG.md)
 
 
 def _run(columns: int) -> int:
@@ -164,9 +166,11 @@ class _Program:
         if self.columns and not self.task.in_parts:
             self._zero_padding()
         lanes.all_began()
-        # A norm of few tokens adds up its squares before A has come. (What is read before a branch and used behind it
-        # is waited for all together; with more tokens, and no branch, the assembler waits for x before it asks for A.)
-        alone = norm and (self.plan.groups == 1 or not self.columns)
+        # A norm adds up its squares before A has come, where that is little. (What is read before a branch and used
+        # behind it is waited for all together; without the branch the assembler waits for x before it asks for much.)
+        # And where clusters share multiprocessors, registers are worth more than early loads.
+        alone = norm and (self.plan.groups == 1 or self.columns <= LITTLE)
+        alone = alone or self.plan.clusters(self.task.tokens) > AT_ONCE
         with contextlib.nullcontext() if alone else self._later():
             self._compute(rows, fetched, fetched_a)
 

@@ -18,12 +18,13 @@ AT_ONCE = 7  # clusters of that size that an H200 holds at one time, as its driv
 MOST_GROUPS = 4
 LEAST_CHUNKS = 4  # of a block, where clusters share out the features: fewer gain nothing, one warp takes one chunk
 LEAST_COLUMNS = 16  # of a cluster: what a row of A has for it is a whole sector of 32 bytes
-# What `cost` is made of, in us, fitted to 297 plans on an H200 (tools/results/LOG.md): to begin; for each wave of
-# clusters; for the sums of 8 tokens, 32 columns and 8 warps; for 8 tokens of one cluster more that makes the same y;
-# for 1e6 of a cluster's elements of x; for 1e6 bytes of its A.
-START, WAVE, PRODUCTS, AGAIN = 1.8, 0.05, 0.16, 0.15
-READ_X = {"norm": 16.9, "silu": 8.2, "plain": 0.2}
-READ_A = 1.7
+# What `cost` is made of, in us, fitted to 316 plans on an H200 (tools/results/LOG.md): to begin; for each wave of
+# clusters whose blocks have more than 8 warps, of which a multiprocessor holds one; for the sums of 8 tokens, 32
+# columns and 8 warps; for 8 tokens of one cluster more that makes the same y; for 1e6 of a cluster's elements of x; for
+# 1e6 bytes of its A.
+START, WAVE, PRODUCTS, AGAIN = 1.83, 0.31, 0.133, 0.071
+READ_X = {"norm": 15.4, "silu": 8.12, "plain": 0.29}
+READ_A = 1.32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +81,9 @@ class Plan:
 
 
 def plan_for(task: Task) -> Plan:
-    """The plan that `cost` puts first. Only `groups`, `ahead` and `shares` may depend on the number of tokens: they
-    change no sum. `parts` does, and depends on it."""
-    return min(plans(task), key=lambda plan: cost(task, plan))
+    """The plan that `cost` puts first, of equal ones that with fewest tokens a cluster. Only `groups`, `ahead` and
+    `shares` may depend on the number of tokens: they change no sum. `parts` does, and depends on it."""
+    return min(plans(task), key=lambda plan: (round(cost(task, plan), 3), plan.groups))
 
 
 def plans(task: Task) -> list[Plan]:
@@ -119,7 +120,8 @@ def cost(task: Task, plan: Plan) -> float:
     a = 1e-6 * task.features / plan.parts * 2 * columns
     of_cluster = READ_X[task.kind] * x + READ_A * a
     of_cluster += plan.groups * (PRODUCTS * columns / 32 * plan.warps / 8 + AGAIN * (plan.shares - 1))
-    return START + -(-plan.clusters(task.tokens) // AT_ONCE) * (WAVE + of_cluster)
+    of_cluster += WAVE if plan.warps > 8 else 0
+    return START + -(-plan.clusters(task.tokens) // AT_ONCE) * of_cluster
 
 
 def missing(features: int, ranks: Sequence[int]) -> str | None:
