@@ -1,10 +1,5 @@
-"""The kernel for few tokens, its instructions run for all threads of all blocks on numpy, against sums in fp64.
+"""The kernel for few tokens, its instructions run for all threads of all blocks on numpy, against sums in fp64."""
 
-Copies arrive as late as the program's waits allow, or at once: so that what is read too early, or overwritten too
-early, is wrong. What is read outside an array, or before it was written, fails.
-"""
-
-import contextlib
 import dataclasses
 import itertools
 
@@ -13,253 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_fragments
+from lanes_on_numpy import Block, Cluster, Memory
 from qerl_kernels.nvfp4_matmul import adapters, cases, few_tokens, packing, ring, sums
 from test_fragments import machine  # noqa: F401  # a fixture
 
 Split = few_tokens.Split
-POISON = 0xFF  # of memory that nobody has written: a NaN as bf16 and as fp32
 PLAIN = Split(8, rows=2, warps=4, depth=1)
 OWN = dataclasses.replace(PLAIN, shrinks=True)
 
 
 def zeros(*shape: int, dtype=jnp.bfloat16) -> np.ndarray:
     return np.zeros(shape, dtype)
-
-
-class Memory:
-    """Global memory: arrays with gaps between them, in which nothing may be read or written."""
-
-    def __init__(self, *arrays: np.ndarray):
-        self.bytes, self.begins, self.ends, at = np.full(1 << 22, POISON, np.uint8), [], [], 4096
-        for array in arrays:
-            raw = np.ascontiguousarray(array).view(np.uint8).ravel()
-            self.bytes[at : at + raw.size] = raw
-            self.begins.append(at)
-            self.ends.append(at + raw.size)
-            at = -(-self.ends[-1] // 4096) * 4096 + 4096
-
-    def places(self, at: np.ndarray, size: int) -> np.ndarray:
-        for place in at:
-            array = np.searchsorted(self.begins, place, "right") - 1
-            assert self.begins[array] <= place and place + size <= self.ends[array], (place, size)
-        assert not (at % size).any()
-        return at[:, None] + np.arange(size)
-
-
-class Block:
-    """One block: what `few_tokens` takes from `lanes`, for arrays of one value a thread."""
-
-    def __init__(self, memory: Memory, threads: int, shared_bytes: int, part: int, eager: bool, mail: list):
-        self.memory, self.threads, self.part, self.eager, self.mail = memory, threads, part, eager, mail
-        self.shared = np.full(shared_bytes, POISON, np.uint8)
-        self.active = np.ones(threads, bool)
-        self.pending, self.group = [], np.zeros(threads, int)  # copies under way
-        self.stored = []
-        # since the last barrier of the block, for each byte: the warp that wrote it, and the warps that read it
-        self.writer, self.readers = np.full(shared_bytes, -1), np.zeros(shared_bytes, np.uint64)
-        # since the last barrier of the warp: the thread that wrote it, and the one that read it (any if several did)
-        self.writing, self.reading = np.full(shared_bytes, -1), np.full(shared_bytes, -1)
-        self.lane = np.arange(threads) % 32
-
-    add = staticmethod(lambda a, b: np.asarray(a) + b)
-    mul = staticmethod(lambda a, b: np.asarray(a) * b)
-    div = staticmethod(lambda a, b: np.asarray(a) // b)
-    rem = staticmethod(lambda a, b: np.asarray(a) % b)
-    xor = staticmethod(lambda a, b: np.asarray(a) ^ b)
-    both = staticmethod(lambda a, b: np.asarray(a) & b)
-    less = staticmethod(lambda a, b: (np.asarray(a) < b).astype(int))
-    smaller = staticmethod(np.minimum)
-    either = staticmethod(lambda flag, a, b: np.where(np.asarray(flag) != 0, a, b))
-    address = staticmethod(lambda base, offset: np.asarray(base) + offset)
-    const = staticmethod(np.int64)
-    fconst = staticmethod(np.float32)
-    fadd = staticmethod(lambda a, b: np.float32(a + b))
-    fmul = staticmethod(lambda a, b: np.float32(a * b))
-    fma = staticmethod(lambda a, b, c: np.float32(np.float64(a) * b + c))
-    total = staticmethod(lambda values: sum(values, np.float32(0)))
-    as_float = staticmethod(lambda word: word.astype(np.uint32).view(np.float32))
-
-    def wrote(self, places: np.ndarray, thread: np.ndarray) -> None:
-        """Nobody else has written there or read there since the last barrier."""
-        thread = np.broadcast_to(thread[:, None], places.shape)
-        warp = thread // 32
-        assert ((self.writer[places] == -1) | (self.writer[places] == warp)).all()
-        assert not (self.readers[places] & ~(np.uint64(1) << warp.astype(np.uint64))).any()
-        assert all(((of[places] == -1) | (of[places] == thread)).all() for of in (self.writing, self.reading))
-        self.writer[places], self.writing[places] = warp, thread
-
-    def read(self, places: np.ndarray, thread: np.ndarray) -> None:
-        """Nobody else has written there since the last barrier."""
-        thread = np.broadcast_to(thread[:, None], places.shape)
-        warp = thread // 32
-        assert ((self.writer[places] == -1) | (self.writer[places] == warp)).all()
-        assert ((self.writing[places] == -1) | (self.writing[places] == thread)).all()
-        np.bitwise_or.at(self.readers, places, np.uint64(1) << warp.astype(np.uint64))
-        several = (self.reading[places] != -1) & (self.reading[places] != thread)
-        self.reading[places] = np.where(several, self.threads, thread)
-
-    def every(self, value) -> np.ndarray:
-        return np.broadcast_to(np.asarray(value), (self.threads,))
-
-    def half_of(self, word, high: bool):
-        word = word.astype(np.uint32)
-        return ((word & np.uint32(0xFFFF0000)) if high else (word << np.uint32(16))).view(np.float32)
-
-    def pair(self, first, second, high: bool):
-        low, top = ((np.asarray(word, np.int64) >> (16 * high)) & 0xFFFF for word in (first, second))
-        return low | top << 16
-
-    def to_bf16(self, low, high):
-        halves = [np.asarray(jnp.asarray(v).astype(jnp.bfloat16)).view(np.uint16).astype(int) for v in (low, high)]
-        return halves[0] | halves[1] << 16
-
-    # ---- control ----
-
-    def repeat(self, count, carry, body):
-        outer, count = self.active, self.every(count)
-        carry = [self.every(value) for value in carry]
-        for i in range(max(count)):
-            self.active = outer & (i < count)
-            carry = [np.where(self.active, new, old) for new, old in zip(body(np.int64(i), carry), carry, strict=True)]
-        self.active = outer
-        return carry
-
-    @contextlib.contextmanager
-    def only(self, flag):
-        outer, self.active = self.active, self.active & (self.every(flag) != 0)
-        yield
-        self.active = outer
-
-    # ---- memory ----
-
-    def load(self, at, words: int, flag, byte: int = 0):
-        on = self.active & (self.every(flag) != 0)
-        found = np.zeros((self.threads, 4 * words), np.uint8)
-        found[on] = self.memory.bytes[self.memory.places(self.every(at)[on] + byte, 4 * words)]
-        return list(found.view(np.uint32).astype(np.int64).T)
-
-    def store(self, at, words, flag, byte: int = 0):
-        on = self.active & (self.every(flag) != 0)
-        values = np.stack([self.every(word)[on] for word in words], 1).astype(np.uint32).view(np.uint8)
-        places = self.memory.places(self.every(at)[on] + byte, values.shape[1])
-        self.stored += list(places[:, 0])
-        self.memory.bytes[places] = values
-
-    def copy(self, to, source, offsets, flag):
-        on = np.flatnonzero(self.active & (self.every(flag) != 0))
-        for there, here in offsets:
-            places, sources = self.every(to)[on] + there, self.every(source)[on] + here
-            assert not (places % 16).any() and places.max(initial=0) + 16 <= len(self.shared)
-            data = self.memory.bytes[self.memory.places(sources, 16)]
-            copied = [places[:, None] + np.arange(16), data, on, self.group[on], np.zeros(len(on), bool)]
-            self.pending.append(copied)
-            self.wrote(copied[0], on)
-            if self.eager:
-                self.shared[copied[0]] = data
-
-    def end_group(self):
-        self.group = self.group + self.active
-
-    def wait_groups(self, pending: int):
-        for _, _, thread, group, came in self.pending:
-            came |= self.active[thread] & (group < self.group[thread] - pending)
-
-    def warp_barrier(self):
-        """What has come to a lane is seen by the others, and what has not is poison until then."""
-        for of in (self.writing, self.reading):  # what a warp did that is here, or several did, which `readers` knows
-            of[np.append(self.active, [True, True])[of]] = -1
-        for places, data, thread, _, came in self.pending:
-            if not self.eager:
-                now = came & self.active[thread]
-                self.shared[places[now]] = data[now]
-
-    def shared_places(self, at, size: int, on) -> np.ndarray:
-        assert not (at[on] % size).any() and (at[on] + size <= len(self.shared)).all()
-        return at[on][:, None] + np.arange(size)
-
-    def read_shared(self, at, words: int, byte: int = 0):
-        at, found = self.every(at) + byte, np.full((self.threads, 4 * words), POISON, np.uint8)
-        places = self.shared_places(at, 4 * words, self.active)
-        self.read(places, np.flatnonzero(self.active))
-        found[self.active] = self.shared[places]
-        return list(found.view(np.uint32).astype(np.int64).T)
-
-    def load_shared(self, at, words: int = 1, byte: int = 0):
-        return [word.astype(np.uint32).view(np.float32) for word in self.read_shared(at, words, byte)]
-
-    def store_shared(self, at, values, flag=None, byte: int = 0):
-        on = self.active & (self.every(1 if flag is None else flag) != 0)
-        data = np.stack([self.every(value) for value in values], 1).astype(np.float32).view(np.uint8)
-        places = self.shared_places(self.every(at) + byte, data.shape[1], on)
-        self.wrote(places, np.flatnonzero(on))
-        self.shared[places] = data[on]
-
-    def read_matrices(self, at, byte: int = 0, transposed: bool = False):
-        at = self.every(at) + byte
-        places = self.shared_places(at, 16, self.active)
-        self.read(places, np.flatnonzero(self.active))
-        banks = (at[self.active] // 16 % 8).reshape(-1, 8)
-        assert all(len(set(row)) == 8 for row in banks)  # no two rows of a matrix in the same banks
-        rows = np.full((self.threads, 16), POISON, np.uint8)
-        rows[self.active] = self.shared[places]
-        rows = rows.view(np.uint16).reshape(-1, 4, 8, 8).astype(np.int64)  # warp, matrix, row, element
-        warp, g, q = np.arange(self.threads) // 32, self.lane // 4, self.lane % 4
-        two = [(2 * q + e, g) if transposed else (g, 2 * q + e) for e in range(2)]
-        low, high = ([rows[warp, i, row, element] for i in range(4)] for row, element in two)
-        return [a | b << 16 for a, b in zip(low, high, strict=True)]
-
-    def transposed(self, word):
-        halves = np.stack([np.asarray(word, np.int64) >> (16 * e) & 0xFFFF for e in range(2)], 1)
-        rows = halves.reshape(-1, 8, 8).transpose(0, 2, 1).reshape(-1, 2)
-        return rows[:, 0] | rows[:, 1] << 16
-
-    # ---- other blocks ----
-
-    def begin_exchange(self, barriers, thread):
-        [(_, self.expected)] = barriers
-
-    def all_began(self):
-        pass
-
-    def block_barrier(self):
-        assert self.active.all()
-        self.writer[:], self.readers[:] = -1, 0
-        self.writing[:], self.reading[:] = -1, -1
-
-    def send(self, at, block, values, arrived, flag):
-        on = self.active & (self.every(flag) != 0)
-        assert block == 0
-        data = np.stack([self.every(value)[on] for value in values], 1).astype(np.float32).view(np.uint8)
-        if on.any():
-            self.mail.append((self.shared_places(self.every(at), 16, on), data))
-
-    def wait_for(self, barrier):
-        if self.active.any():
-            assert self.part == 0 and sum(data.size for _, data in self.mail) == self.expected
-            for places, data in self.mail:
-                assert (self.shared[places] == POISON).all()  # nobody else's
-                self.shared[places] = data
-
-    # ---- arithmetic ----
-
-    def multiply(self, sums, a, b):
-        warps = self.threads // 32
-        elements = lambda word: [  # noqa: E731
-            (self.every(word).astype(np.uint32) >> np.uint32(16 * e) << np.uint32(16)).view(np.float32).astype(float)
-            for e in range(2)
-        ]
-        warp, g, q = np.arange(self.threads) // 32, self.lane // 4, self.lane % 4
-        left, right, out = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8), np.float32)
-        for i, word in enumerate(a):
-            for e, value in enumerate(elements(word)):
-                left[warp, g + 8 * (i % 2), 2 * q + 8 * (i // 2) + e] = value
-        for i, word in enumerate(b):
-            for e, value in enumerate(elements(word)):
-                right[warp, 2 * q + 8 * i + e, g] = value
-        for i, value in enumerate(sums):
-            out[warp, g + 8 * (i // 2), 2 * q + i % 2] = value
-        out = (out + left @ right).astype(np.float32)
-        return [out[warp, g + 8 * (i // 2), 2 * q + i % 2] for i in range(4)]
 
 
 def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
@@ -272,11 +31,11 @@ def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
         )
         sizes = few_tokens.Layout(split, task.rank).arrays()
         starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in sizes.values())])
-        stored, threads = [], 32 * split.warps
+        threads = 32 * split.warps
         for block in range(out.shape[1] // (16 * split.rows)):
-            mail = []
+            cluster = Cluster()
             for part in reversed(range(split.cluster)):
-                lanes = Block(memory, threads, int(starts[-1]), part, eager, mail)
+                lanes = Block(memory, threads, int(starts[-1]), part, cluster, eager)
                 for module in (few_tokens, ring, sums, adapters):
                     monkeypatch.setattr(module, "lanes", lanes)
                     for name in {"add", "mul", "div", "rem", "both", "either", "less"} & set(vars(module)):
@@ -285,9 +44,10 @@ def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
                 place = np.int64(block), np.int64(part), thread, thread // 32
                 shared = dict(zip(sizes, map(int, starts[:-1]), strict=True))
                 few_tokens._Program(task, split, place, list(memory.begins), shared).emit()
-                stored += lanes.stored
-        assert len(stored) == len(set(stored)) == y.shape[0] * out.shape[1] // 4
-        written = memory.bytes[memory.begins[-1] : memory.ends[-1]].view(np.uint16).astype(np.uint32) << np.uint32(16)
+                cluster.end(part)
+            assert not cluster.boxes
+        assert memory.written_once(-1)
+        written = memory.array(-1, np.uint16).astype(np.uint32) << np.uint32(16)
         return written.view(np.float32).reshape(y.shape)
 
     def operands(words, scales):

@@ -8,6 +8,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink import cases
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul.api import SLOT
+from shrink_oracle import EPS, check, inputs_of, wide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,21 +17,7 @@ pytestmark = [
         reason=f"needs {dispatch.missing_for_mosaic_gpu(jnp.bfloat16)}",
     ),
 ]
-EPS = 1e-6
 MOST = max(cases.TOKENS)
-U = 2.0**-8  # one rounding to bf16
-
-
-def inputs_of(kind, tokens, features, columns, seed=0):
-    """x (and delta and w; or gate and up), and A."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)  # noqa: E731
-    a = (jax.random.normal(keys[3], (features, columns)) / features**0.5).astype(jnp.bfloat16)
-    if kind == "norm":
-        weight = 1 + 0.3 * jax.random.normal(keys[2], (features,))
-        x = 3 * jax.random.normal(keys[0], (tokens, features))
-        return [x, normal(keys[1], tokens, features), weight], a
-    return [2 * normal(keys[0], tokens, features * (1 + (kind == "silu")))], a
 
 
 def run(kind, inputs, a, ranks):
@@ -43,47 +30,6 @@ def run(kind, inputs, a, ranks):
 
 
 run_jit = jax.jit(run, static_argnums=(0, 3))
-
-
-def wide(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
-
-
-def check(kind, inputs, a, ranks, got):
-    s, y, t = got
-    if kind == "norm":
-        x, delta, weight = map(wide, inputs)
-        exact_s = wide(s)
-        np.testing.assert_array_equal(exact_s, (x + delta).astype(np.float32))  # one rounding: no tolerance
-        expected = exact_s / np.sqrt(np.mean(exact_s**2, axis=1, keepdims=True) + EPS) * weight
-    elif kind == "silu":
-        gate, up = np.split(wide(inputs[0]), 2, axis=1)
-        expected = gate / (1 + np.exp(-gate)) * up
-    else:
-        expected = None
-    if expected is None:
-        rows = wide(inputs[0])
-    else:
-        rows = wide(y)
-        # bf16's rounding, and what precedes it in fp32 (exp of 80 has 80 · 2^-24)
-        assert np.all(np.abs(rows - expected) <= (U + 2.0**-16) * np.abs(expected) + 2e-36)
-    if t is None:
-        return
-    a = wide(a)
-    exact = rows @ a
-    slack = np.linalg.norm(rows, axis=1)[:, None] * np.linalg.norm(a, axis=0)[None]
-    bound = U * np.abs(exact) + 4 * np.sqrt(len(a)) * 2.0**-24 * slack
-    if kind == "norm":  # what is multiplied is w s, rounded: as good as y, but rounded elsewhere, within U / 2 each
-        exact = expected @ a
-        bound += 4 * U / 2 * np.sqrt(expected**2 @ a**2)  # 9 standard deviations of their sum
-    padded, start = wide(t), 0
-    assert padded.shape == (len(rows), SLOT * len(ranks))
-    for i, rank in enumerate(ranks):
-        slot = padded[:, i * SLOT : (i + 1) * SLOT]
-        columns = slice(start, start + rank)
-        assert np.all(np.abs(slot[:, :rank] - exact[:, columns]) <= bound[:, columns])
-        assert np.all(slot[:, rank:] == 0)
-        start += rank
 
 
 def poison(shapes):

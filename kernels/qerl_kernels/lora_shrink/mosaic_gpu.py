@@ -57,6 +57,30 @@ def _run(columns: int) -> int:
     return next(run for run in (8, 4, 2, 1) if columns // 8 % run == 0)
 
 
+def outputs(task: Task, plan: Plan) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of what `fused` returns."""
+    tokens, features, columns = task.tokens, task.features, task.columns
+    out = [jax.ShapeDtypeStruct((tokens, features), jnp.float32)] if task.residual else []
+    if task.kind != "plain":
+        out.append(jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16))
+    if columns and task.in_parts:
+        out.append(jax.ShapeDtypeStruct((plan.parts, tokens, columns), jnp.float32))
+    elif columns:
+        out.append(jax.ShapeDtypeStruct((tokens, SLOT * len(task.ranks)), jnp.bfloat16))
+    return out
+
+
+def shared_bytes(task: Task, plan: Plan) -> dict[str, int]:
+    """Bytes of each array of a block's shared memory."""
+    tokens, columns = OCTET * plan.groups, task.columns // plan.shares
+    sizes = {"arrived_s": 16}  # two barriers
+    if task.kind == "norm":
+        sizes |= {"squares_s": 4 * plan.warps * tokens, "all_squares_s": 4 * tokens * plan.blocks}
+    if columns:
+        sizes |= {"products_s": 4 * plan.warps * tokens * columns, "share_s": 4 * tokens * columns}
+    return sizes
+
+
 # A jit of its own: a program lowers and compiles each shape once, not once for every layer.
 @functools.partial(jax.jit, static_argnames=("task", "plan"))
 def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -70,22 +94,7 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
       norm: (s f32 if `task.residual`,) y; silu: y; then, with adapters, t [M, SLOT · adapters]; bf16 all but s. With
       `task.in_parts` t is f32 [plan.parts, M, C].
     """
-    tokens, features, columns = task.tokens, task.features, task.columns
-    out = [jax.ShapeDtypeStruct((tokens, features), jnp.float32)] if task.residual else []
-    if task.kind != "plain":
-        out.append(jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16))
-    if columns and task.in_parts:
-        out.append(jax.ShapeDtypeStruct((plan.parts, tokens, columns), jnp.float32))
-    elif columns:
-        out.append(jax.ShapeDtypeStruct((tokens, SLOT * len(task.ranks)), jnp.bfloat16))
-    octets, of_cluster = OCTET * plan.groups, columns // plan.shares
-    scratch = {"arrived_s": plgpu.SMEM((4,), jnp.uint32)}  # two barriers
-    if task.kind == "norm":
-        scratch["squares_s"] = plgpu.SMEM((plan.warps * octets,), jnp.float32)
-        scratch["all_squares_s"] = plgpu.SMEM((octets * plan.blocks,), jnp.float32)
-    if columns:
-        scratch["products_s"] = plgpu.SMEM((plan.warps * octets * of_cluster,), jnp.float32)
-        scratch["share_s"] = plgpu.SMEM((octets * of_cluster,), jnp.float32)
+    scratch = {name: plgpu.SMEM((size // 4,), jnp.uint32) for name, size in shared_bytes(task, plan).items()}
 
     def body(*refs, **scratch):
         group, part = lax.axis_index("group"), lax.axis_index("part")
@@ -94,22 +103,24 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
 
         def program(ctx, group, part, *operands):
             del ctx
-            named = dict(zip(scratch, operands[len(refs) :], strict=True))
-            _Program(task, plan, group.registers.item(), part.registers.item(), operands[: len(refs)], named).emit()
+            pointers = [mgpu.utils.memref_ptr(ref) for ref in operands[: len(refs)]]
+            shared = {name: lanes.shared_base(ref) for name, ref in zip(scratch, operands[len(refs) :], strict=True)}
+            place = group.registers.item(), part.registers.item(), mgpu.utils.thread_idx()
+            _Program(task, plan, place, pointers, shared).emit()
 
         plgpu.inline_mgpu(arg_types=types)(program)(group, part, *operands)
 
     call = plgpu.kernel(
         body,
-        out_type=tuple(out),
-        grid=(plan.clusters(tokens),),
+        out_type=tuple(outputs(task, plan)),
+        grid=(plan.clusters(task.tokens),),
         grid_names=("group",),
         cluster=(plan.blocks,),
         cluster_names=("part",),
         num_threads=plan.warps // 4,
         thread_name="warpgroup",
         scratch_types=scratch,
-        kernel_name=f"lora_{task.kind}_shrink" if columns else f"lora_{task.kind}",
+        kernel_name=f"lora_{task.kind}_shrink" if task.columns else f"lora_{task.kind}",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     return call(*inputs, *(() if a is None else (a,)))
@@ -119,10 +130,16 @@ class _Program:
     """Emits the instructions of one thread."""
 
     def __init__(
-        self, task: Task, plan: Plan, group: ir.Value, part: ir.Value, refs: Sequence[ir.Value], scratch: dict
+        self,
+        task: Task,
+        plan: Plan,
+        place: tuple[ir.Value, ...],
+        pointers: list[ir.Value],
+        shared: dict[str, ir.Value],
     ):
-        self.task, self.plan, self.part = task, plan, part
-        pointers = [mgpu.utils.memref_ptr(ref) for ref in refs]
+        """`place`: the cluster, the block in it, the thread in that. `pointers`: of the inputs, A and the outputs."""
+        self.task, self.plan, self.shared = task, plan, shared
+        group, self.part, self.thread = place
         self.a = self.t = self.delta = self.weight = self.sum = self.y = None
         self.x = pointers.pop(0)
         if task.residual:
@@ -136,9 +153,7 @@ class _Program:
         if task.kind != "plain":
             self.y = pointers.pop(0)
         assert not pointers
-        self.shared = {name: lanes.shared_base(ref) for name, ref in scratch.items()}
         self.arrived = [add(self.shared["arrived_s"], 8 * i) for i in range(2)]
-        self.thread = mgpu.utils.thread_idx()
         self.threads = plan.warps * 32
         lane = rem(self.thread, 32)
         self.warp, self.g, self.c = div(self.thread, 32), div(lane, 4), rem(lane, 4)
