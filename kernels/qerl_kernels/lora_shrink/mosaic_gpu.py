@@ -212,7 +212,7 @@ class _Program:
         if self.columns:
             self._finish()
 
-    def _later(self) -> AbstractContextManager:
+    def _later(self) -> contextlib.AbstractContextManager[None]:
         """For every thread; but the assembler does not know that, so that what is emitted within stays behind what
         stands before. Else it takes words of A apart, and so waits for them, before the squares are sent; or it works
         on the first words of x before it asks for the last, and saves a register."""
