@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lanes_on_numpy import POISON, Block, Cluster, Memory
 from qerl_kernels import lanes
 from qerl_kernels.nvfp4_matmul import parts
-from test_few_tokens import POISON, Block, Memory
 
 
 class ThreeWarps(Block):
@@ -14,7 +14,7 @@ class ThreeWarps(Block):
     most, asked = 0, 0
 
     def __init__(self, memory, shared_bytes):
-        super().__init__(memory, parts.THREADS, shared_bytes, 0, False, [])
+        super().__init__(memory, parts.THREADS, shared_bytes, 0, Cluster())
 
     def load(self, at, words, flag, byte=0):
         self.asked += words
