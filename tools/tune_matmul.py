@@ -103,7 +103,7 @@ def estimate_split(split: Split, n: int, k: int) -> float:
     """
     layout = cut.Layout(split, RANK)
     units = math.ceil(k / 64) / split.cluster
-    clusters = math.ceil(n / 64) * 4 // split.rows
+    clusters = split.clusters(n)
     at_once = AT_ONCE[split.cluster]
     registers = math.ceil(((split.rows + layout.steps) * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
     memory, threads = cut.SMEM_BYTES // split.smem_bytes(RANK), 64 // split.warps

@@ -6,7 +6,7 @@ that `plan.cost` puts first.
 Of each operation the plans that the model puts first are timed: with adapters, with `x A` in parts where that may be,
 and without adapters. All are compiled beforehand by processes that do not touch the GPU (`ahead`); a figure is the
 median duration of the kernel by the profiler. A comes from the memory, as in a decode step (160 MB pass through the L2
-between two calls), the activations from the L2. The constants of `plan.cost` were fitted to the stored result.
+between two calls), the activations from the L2. The constants of `plan.cost` were fitted to such times.
 """
 
 from __future__ import annotations

@@ -18,6 +18,20 @@ POISON = 0xFF  # of memory that nobody has written: a NaN as bf16 and as fp32
 WAIT_S = 60.0  # for other blocks, which have ended or wait themselves where this is not enough
 
 
+def install(monkeypatch, machine, *modules) -> None:
+    """`machine` in place of `lanes`, and of what the modules have of it by name."""
+    for module in modules:
+        monkeypatch.setattr(module, "lanes", machine)
+        for name in {"add", "both", "div", "either", "less", "mul", "rem"} & set(vars(module)):
+            monkeypatch.setattr(module, name, getattr(machine, name))
+
+
+def laid_out(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Where each array of shared memory begins, and where the last one ends: each is a whole number of KiB."""
+    *starts, end = map(int, np.cumsum([0, *(-(-size // 1024) * 1024 for size in sizes.values())]))
+    return dict(zip(sizes, starts, strict=True)), end
+
+
 class Cluster:
     """What its blocks send each other, each in a Python thread of its own or one after the other."""
 

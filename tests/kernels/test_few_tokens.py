@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_fragments
-from lanes_on_numpy import Block, Cluster, Memory
+from lanes_on_numpy import Block, Cluster, Memory, install, laid_out
 from qerl_kernels.nvfp4_matmul import adapters, cases, few_tokens, packing, ring, sums
 from test_fragments import machine  # noqa: F401  # a fixture
 
@@ -25,30 +25,21 @@ def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
     """`few_tokens.matmul` on numpy: its wrapper as it is, in place of the launch a loop over the blocks."""
 
     def call(task, split, inputs, out):
-        y = np.full(out.shape, 0xFFFF, np.uint16)
-        memory = Memory(
-            *(np.asarray(i).view(np.uint16) if i.dtype == jnp.bfloat16 else np.asarray(i) for i in inputs), y
-        )
-        sizes = few_tokens.Layout(split, task.rank).arrays()
-        starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in sizes.values())])
+        memory = Memory(*map(np.asarray, inputs), zeros(*out.shape))
+        shared, shared_bytes = laid_out(few_tokens.Layout(split, task.rank).arrays())
         threads = 32 * split.warps
         for block in range(out.shape[1] // (16 * split.rows)):
             cluster = Cluster()
             for part in reversed(range(split.cluster)):
-                lanes = Block(memory, threads, int(starts[-1]), part, cluster, eager)
-                for module in (few_tokens, ring, sums, adapters):
-                    monkeypatch.setattr(module, "lanes", lanes)
-                    for name in {"add", "mul", "div", "rem", "both", "either", "less"} & set(vars(module)):
-                        monkeypatch.setattr(module, name, getattr(lanes, name))
+                lanes = Block(memory, threads, shared_bytes, part, cluster, eager)
+                install(monkeypatch, lanes, few_tokens, ring, sums, adapters)
                 thread = np.arange(threads)
                 place = np.int64(block), np.int64(part), thread, thread // 32
-                shared = dict(zip(sizes, map(int, starts[:-1]), strict=True))
                 few_tokens._Program(task, split, place, list(memory.begins), shared).emit()
                 cluster.end(part)
             assert not cluster.boxes
         assert memory.written_once(-1)
-        written = memory.array(-1, np.uint16).astype(np.uint32) << np.uint32(16)
-        return written.view(np.float32).reshape(y.shape)
+        return memory.array(-1, out.dtype).astype(np.float32).reshape(out.shape)
 
     def operands(words, scales):
         found = []

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lanes_on_numpy import POISON, Block, Cluster, Memory
+from lanes_on_numpy import POISON, Block, Cluster, Memory, install
 from qerl_kernels import lanes
 from qerl_kernels.nvfp4_matmul import parts
 
@@ -38,9 +38,7 @@ def test_against_numpy(monkeypatch, count, tokens, rows, columns, registers):
     memory = Memory(given)
     machine = ThreeWarps(memory, rows * 128 + 1024)
     monkeypatch.setattr(lanes, "fadd", lambda a, b: np.float32(a + b))
-    monkeypatch.setattr(parts, "lanes", machine)
-    for name in ("add", "mul", "div", "rem", "less"):
-        monkeypatch.setattr(parts, name, getattr(machine, name))
+    install(monkeypatch, machine, parts)
     parts.emit(np.int64(memory.begins[0]), np.int64(0), np.arange(96), given.shape, rows, registers)
     assert (machine.shared[rows * 128 :] == POISON).all() and (machine.writer[: rows * 128] >= 0).all()
     chunks = machine.shared[: rows * 128].view(np.uint16).reshape(rows, 8, 8)

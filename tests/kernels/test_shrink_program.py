@@ -6,7 +6,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lanes_on_numpy import Block, Cluster, Memory
+from lanes_on_numpy import Block, Cluster, Memory, install, laid_out
 from qerl_kernels.lora_shrink import mosaic_gpu
 from qerl_kernels.lora_shrink.plan import Plan, Task
 from shrink_oracle import EPS, check, inputs_of, wide
@@ -17,7 +17,7 @@ FEATURES = 896  # 28 chunks: 7 for each of 4 blocks, 2 steps of 4 warps, the sec
 class OfThisThread(threading.local):
     """Stands for `lanes`: each block runs in a Python thread of its own."""
 
-    block: Block
+    block: Block | type[Block] = Block  # until it has one, for what needs none
 
     def __getattr__(self, name):
         return getattr(self.block, name)
@@ -30,21 +30,15 @@ def bits(array) -> np.ndarray:
 
 def run(monkeypatch, task: Task, how: Plan, inputs: list, a) -> list:
     """`mosaic_gpu.fused` on numpy, in place of the launch a loop over the clusters."""
-    lanes = OfThisThread()
-    monkeypatch.setattr(mosaic_gpu, "lanes", lanes)
-    for name in ("add", "both", "div", "less", "mul", "rem"):
-        monkeypatch.setattr(mosaic_gpu, name, getattr(Block, name))
+    machine = OfThisThread()
+    install(monkeypatch, machine, mosaic_gpu)
     arrays = [*inputs, *([] if a is None else [a])]
     out = mosaic_gpu.outputs(task, how)
-    memory = Memory(
-        *map(bits, arrays), *(np.full(each.shape, 0xFF, bits(np.zeros(0, each.dtype)).dtype) for each in out)
-    )
-    sizes = mosaic_gpu.shared_bytes(task, how)
-    starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in sizes.values())])
-    shared = dict(zip(sizes, map(int, starts[:-1]), strict=True))
+    memory = Memory(*map(np.asarray, arrays), *(np.zeros(each.shape, each.dtype) for each in out))
+    shared, shared_bytes = laid_out(mosaic_gpu.shared_bytes(task, how))
 
     def block(cluster: Cluster, group: int, part: int) -> None:
-        lanes.block = Block(memory, 32 * how.warps, int(starts[-1]), part, cluster)
+        machine.block = Block(memory, 32 * how.warps, shared_bytes, part, cluster)
         place = np.int64(group), np.int64(part), np.arange(32 * how.warps)
         mosaic_gpu._Program(task, how, place, list(memory.begins), shared).emit()
         cluster.end(part)

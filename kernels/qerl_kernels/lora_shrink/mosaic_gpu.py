@@ -184,9 +184,9 @@ class _Program:
         # A norm adds up its squares before A has come, where that is little. (What is read before a branch and used
         # behind it is waited for all together; without the branch the assembler waits for x before it asks for much.)
         # And where clusters share multiprocessors, registers are worth more than early loads.
-        alone = norm and (self.plan.groups == 1 or self.columns <= LITTLE)
-        alone = alone or self.plan.clusters(self.task.tokens) > AT_ONCE
-        with contextlib.nullcontext() if alone else self._later():
+        little = norm and (self.plan.groups == 1 or self.columns <= LITTLE)
+        crowded = self.plan.clusters(self.task.tokens) > AT_ONCE
+        with contextlib.nullcontext() if little or crowded else self._later():
             self._compute(rows, fetched, fetched_a)
 
     def _compute(self, rows: list, fetched: list, fetched_a: list) -> None:
@@ -198,8 +198,9 @@ class _Program:
                 for s, row in enumerate(rows):
                     self._store(self.sum, s, row, 4)
             self._send_squares(rows)
-            with self._later():
-                self._products(rows, fetched, fetched_a)
+            if self.columns:
+                with self._later():
+                    self._products(rows, fetched, fetched_a)
         else:
             self._products(rows, fetched, fetched_a)
         if self.columns:

@@ -68,7 +68,7 @@ class Adapters:
             at = mul(add(mul(first, width), add(within, mul(self.place.g, 2))), 2)
             b = [lanes.load(lanes.address(base, add(at, mul(width, 2 * i))), 1, ok)[0] for i in range(4)]
             jobs.append((exists, b, [self._fetch_t(o, add(column, first), ok) for o in range(split.octets)]))
-        blocks = -(-self.task.features // TILE) * TILE // split.features * split.cluster
+        blocks = split.clusters(self.task.features) * split.cluster
         most = MOST_HELD_ALONE if blocks <= MULTIPROCESSORS and split.warps <= 8 else MOST_HELD
         if len(jobs) * split.octets * 4 * self.task.parts > most:
             return [(exists, b, list(map(self._summed, t))) for exists, b, t in jobs]

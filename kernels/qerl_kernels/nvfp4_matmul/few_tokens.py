@@ -24,7 +24,7 @@ loop.
 x A. A warp multiplies Aᵀ [16 ranks × 16 of k] with the x that it has in registers anyway. So it has its own part of t,
 as it has its own part of every sum, and y is linear in both: it rounds its part to bf16 and adds what B makes of it to
 its sums, and nothing but these crosses the block and the cluster. (To add up t first, as where it is given, took two
-more barriers and an exchange before the last product.) B lies in shared memory, brought with the first unit by the
+more barriers and an exchange before the last product.) B lies in shared memory, brought behind the first units by the
 whole block, ranks and features that there are not as zeros. All clusters whose features have the same adapter compute
 the same t: to share it would take a barrier of the whole GPU.
 
@@ -160,7 +160,7 @@ def _call(task: Task, split: Split, inputs: Sequence[jax.Array], out: jax.ShapeD
     call = plgpu.kernel(
         body,
         out_type=out,
-        grid=(out.shape[1] // split.features,),
+        grid=(split.clusters(task.features),),
         grid_names=("block",),
         **clusters,
         num_threads=split.warps // 4,

@@ -86,6 +86,10 @@ class Split:
         """Output features of a block."""
         return ROWS * self.rows
 
+    def clusters(self, n: int) -> int:
+        """Of the whole grid, for n output features."""
+        return math.ceil(n / TILE) * TILE // self.features
+
     def smem_bytes(self, rank: int = 0) -> int:
         """Shared memory of a block, with adapters or without; each array a whole number of KiB. `rank`: the largest of
         the adapters, which counts where the kernel shrinks."""
