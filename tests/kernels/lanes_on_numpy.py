@@ -97,6 +97,8 @@ class Block:
         self.memory, self.threads, self.part, self.cluster, self.eager = memory, threads, part, cluster, eager
         self.shared = np.full(shared_bytes, POISON, np.uint8)
         self.active = np.ones(threads, bool)
+        # bytes of the sectors of global memory that each warp's access touches, and of those the bytes it asks for
+        self.moved, self.used = 0, 0
         self.pending, self.group = [], np.zeros(threads, int)  # copies under way
         # since the last barrier of the block, for each byte: the warp that wrote it, and the warps that read it
         self.writer, self.readers = np.full(shared_bytes, -1), np.zeros(shared_bytes, np.uint64)
@@ -179,16 +181,23 @@ class Block:
     def load(self, at, words: int, flag, byte: int = 0):
         on = self.active & (self.every(flag) != 0)
         found = np.zeros((self.threads, 4 * words), np.uint8)
-        found[on] = self.memory.bytes[self.memory.places(self.every(at)[on] + byte, 4 * words)]
+        found[on] = self.memory.bytes[self._places(self.every(at)[on] + byte, 4 * words, on)]
         return list(found.view(np.uint32).astype(np.int64).T)
+
+    def _places(self, at, size: int, on) -> np.ndarray:
+        places, warps = self.memory.places(at, size), np.flatnonzero(on) // 32
+        for warp in np.unique(warps):
+            used = np.unique(places[warps == warp])
+            self.moved, self.used = self.moved + 32 * len(np.unique(used // 32)), self.used + len(used)
+        return places
 
     def store(self, at, words, flag, byte: int = 0):
         on = self.active & (self.every(flag) != 0)
         values = np.stack([self.every(word)[on] for word in words], 1).astype(np.uint32).view(np.uint8)
-        self._write(self.every(at)[on] + byte, values)
+        self._write(self.every(at)[on] + byte, values, on)
 
-    def _write(self, at, values):
-        places = self.memory.places(at, values.shape[1])
+    def _write(self, at, values, on):
+        places = self._places(at, values.shape[1], on)
         np.add.at(self.memory.writes, places, 1)
         self.memory.bytes[places] = values
 
@@ -201,7 +210,7 @@ class Block:
     def store_bf16(self, at, value, flag):
         on = self.active & (self.every(flag) != 0)
         halves = self.to_bf16(self.every(value), np.zeros(self.threads, np.float32))[on] & 0xFFFF
-        self._write(self.every(at)[on], halves.astype(np.uint16)[:, None].view(np.uint8))
+        self._write(self.every(at)[on], halves.astype(np.uint16)[:, None].view(np.uint8), on)
 
     def copy(self, to, source, offsets, flag):
         on = np.flatnonzero(self.active & (self.every(flag) != 0))

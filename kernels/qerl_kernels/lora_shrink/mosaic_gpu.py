@@ -15,11 +15,13 @@ distributed shared memory: the sums of squares (every block gets all of them), a
 adds up its share of them). A norm's two exchanges do not wait for each other: what is multiplied with A is w ⊙ s,
 rounded to bf16 as y is, and r divides the sums.
 
-Registers. Thread (g, c) = (lane / 4, lane % 4) of a warp holds of its chunk features 8 c ... 8 c + 7 of token g: 16
-bytes. `mma.sync.m16n8k16` multiplies Aᵀ [16 columns × 16 features] with yᵀ [16 features × 8 tokens]. Which features and
-columns a step takes together is ours to choose. The features of step h are those at 8 c + 4 h + (0, 1, 2, 3): then y is
-its operand as it lies. The columns of row g are neighbours (`_run`, e.g. 4 g ... 4 g + 3 of each 32): then threads read
-whole sectors of A, and one byte permutation of two features' words is an operand.
+Registers. Thread (g, c) = (lane / 4, lane % 4) of a warp holds eight features of its chunk of token g: 8 c ... 8 c + 7,
+which in bf16 are 16 bytes; of a norm, whose x and s are fp32, 4 c + 16 h + (0, 1, 2, 3) for h = 0 and 1, so that what
+four threads read or write at a time is whole sectors of 32 bytes. `mma.sync.m16n8k16` multiplies
+Aᵀ [16 columns × 16 features] with yᵀ [16 features × 8 tokens]. Which features and columns a step takes together is ours
+to choose. The features of step h are each thread's first or second four: then y is its operand as it lies. The columns
+of row g are neighbours (`_run`, e.g. 4 g ... 4 g + 3 of each 32): then threads read whole sectors of A, and one byte
+permutation of two features' words is an operand.
 
 Determinism. Every sum has one order, which depends on K, the number of blocks and that of warps alone. So a token's
 bits depend neither on the other tokens nor on how many there are (of sums in parts: on how many there are).
@@ -157,6 +159,7 @@ class _Program:
         self.threads = plan.warps * 32
         lane = rem(self.thread, 32)
         self.warp, self.g, self.c = div(self.thread, 32), div(lane, 4), rem(lane, 4)
+        self.apart = 16 if task.kind == "norm" else 4  # features from a thread's first to its fifth: see "Registers"
         self.chunks = task.features // CHUNK
         self.chunks_of_block = -(-self.chunks // (plan.blocks * plan.parts))
         self.steps = -(-self.chunks_of_block // plan.warps)
@@ -254,7 +257,7 @@ class _Program:
         block = add(mul(self.of_features, self.plan.blocks), self.part)
         chunk = add(mul(block, self.chunks_of_block), local)
         ok = both(less(local, self.chunks_of_block), less(chunk, self.chunks))
-        return add(mul(chunk, CHUNK), mul(self.c, 8)), ok
+        return add(mul(chunk, CHUNK), mul(self.c, 8 if self.apart == 4 else 4)), ok
 
     def _places(self, base: ir.Value, s: int, width: int, itemsize: int = 2) -> list[tuple[ir.Value, ir.Value]]:
         """(address, whether it counts) of each octet's token in an array of rows of `width` elements."""
@@ -267,10 +270,10 @@ class _Program:
     def _rows(self, s: int) -> tuple[list, list | None]:
         """Words of x (eight for each octet) and of delta (four)."""
         width = self.task.features
-        x = [lanes.load(at, 4, ok) + lanes.load(at, 4, ok, 16) for at, ok in self._places(self.x, s, width, 4)]
+        x = [self._load(at, 4, ok) for at, ok in self._places(self.x, s, width, 4)]
         if self.delta is None:
             return x, None
-        return x, [lanes.load(at, 4, ok) for at, ok in self._places(self.delta, s, width)]
+        return x, [self._load(at, 2, ok) for at, ok in self._places(self.delta, s, width)]
 
     def _added(self, loaded: tuple[list, list | None]) -> list[list[ir.Value]]:
         """x + delta."""
@@ -282,20 +285,24 @@ class _Program:
             for row, words in zip(x, delta, strict=True)
         ]
 
+    def _load(self, at: ir.Value, itemsize: int, ok: ir.Value) -> list[ir.Value]:
+        """A thread's eight features of a norm."""
+        return [word for half in range(2) for word in lanes.load(at, itemsize, ok, half * self.apart * itemsize)]
+
     def _store(self, base: ir.Value, s: int, rows: list[list[ir.Value]], itemsize: int) -> None:
         turn = s % self.plan.shares  # the clusters of the same tokens take turns
         mine = both(less(self.share, turn + 1), less(turn - 1, self.share))
         for (at, ok), row in zip(self._places(base, s, self.task.features, itemsize), rows, strict=True):
-            for i in range(0, len(row), 4):
-                lanes.store(at, row[i : i + 4], both(ok, mine), 4 * i)
+            fours = [row[:itemsize], row[itemsize:]] if self.apart > 4 else [row]
+            for half, words in enumerate(fours):
+                lanes.store(at, words, both(ok, mine), half * self.apart * itemsize)
 
     def _fetch(self, s: int) -> list:
         """Norm: the weights of this thread's features; else: the words of x for each octet."""
         feature, ok = self._chunk(s)
         width = self.task.features
         if self.task.kind == "norm":
-            at = lanes.address(self.weight, mul(feature, 4))
-            return lanes.load(at, 4, ok) + lanes.load(at, 4, ok, 16)
+            return self._load(lanes.address(self.weight, mul(feature, 4)), 4, ok)
         if self.task.kind == "silu":
             places = self._places(self.x, s, 2 * width)
             return [lanes.load(at, 4, ok) + lanes.load(at, 4, ok, 2 * width) for at, ok in places]
@@ -307,11 +314,12 @@ class _Program:
         return [self._a_row(feature, ok, j) for j in range(8)] if self.columns else []
 
     def _a_row(self, feature: ir.Value, ok: ir.Value, j: int) -> list[ir.Value]:
-        """This thread's eighth of the cluster's columns in A's row `feature + j`, two a word."""
+        """This thread's eighth of the cluster's columns in A's row of its j-th feature, two a word."""
         stride, run = self.task.columns, _run(self.columns)
         first = add(mul(self.share, self.columns), mul(self.g, run))
         at = lanes.address(self.a, mul(add(mul(feature, stride), first), 2))
-        starts = [2 * (j * stride + i) for i in range(0, self.columns, 8 * run)]
+        row = j // 4 * self.apart + j % 4
+        starts = [2 * (row * stride + i) for i in range(0, self.columns, 8 * run)]
         if run > 1:
             return [word for start in starts for word in lanes.load(at, run // 2, ok, start)]
         halves = [lanes.load_half(at, ok, start) for start in starts] + [lanes.const(0)]
