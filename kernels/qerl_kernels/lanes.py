@@ -280,8 +280,14 @@ def send(at: ir.Value, block: ir.Value, values: Sequence[ir.Value], arrived: ir.
     asm(text, "", ("r", at), ("r", block), ("r", arrived), *(("r", w) for w in words), ("r", flag), effects=True)
 
 
+def place_in_grid(blocks: int) -> tuple[ir.Value, ir.Value]:
+    """(the cluster, of so many blocks, and this block in it), without the division by a number that only the launch
+    knows, by which a grid's index is taken apart."""
+    return div(asm("mov.u32 $0, %ctaid.x;", "r")[0], blocks), block_of_cluster()
+
+
 def block_of_cluster() -> ir.Value:
-    """This block's number in its cluster, without the division by which a grid's index is taken apart."""
+    """This block's number in its cluster."""
     return asm("mov.u32 $0, %cluster_ctarank;", "r")[0]
 
 

@@ -41,7 +41,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -99,18 +98,15 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
     scratch = {name: plgpu.SMEM((size // 4,), jnp.uint32) for name, size in shared_bytes(task, plan).items()}
 
     def body(*refs, **scratch):
-        group, part = lax.axis_index("group"), lax.axis_index("part")
         operands = (*refs, *scratch.values())
-        types = (plgpu.Layout.WG_SPLAT(()),) * 2 + (plgpu.RefType(),) * len(operands)
 
-        def program(ctx, group, part, *operands):
+        def program(ctx, *operands):
             del ctx
             pointers = [mgpu.utils.memref_ptr(ref) for ref in operands[: len(refs)]]
             shared = {name: lanes.shared_base(ref) for name, ref in zip(scratch, operands[len(refs) :], strict=True)}
-            place = group.registers.item(), part.registers.item(), mgpu.utils.thread_idx()
-            _Program(task, plan, place, pointers, shared).emit()
+            _Program(task, plan, (*lanes.place_in_grid(plan.blocks), mgpu.utils.thread_idx()), pointers, shared).emit()
 
-        plgpu.inline_mgpu(arg_types=types)(program)(group, part, *operands)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(operands))(program)(*operands)
 
     call = plgpu.kernel(
         body,

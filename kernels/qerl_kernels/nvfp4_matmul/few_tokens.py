@@ -47,7 +47,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -142,19 +141,18 @@ def _call(task: Task, split: Split, inputs: Sequence[jax.Array], out: jax.ShapeD
     scratch = {name: plgpu.SMEM((size // 4,), jnp.uint32) for name, size in sizes.items()}
 
     def body(*refs, **scratch):
-        block = lax.axis_index("block")
         operands_ = (*refs, *scratch.values())
-        types = (plgpu.Layout.WG_SPLAT(()),) + (plgpu.RefType(),) * len(operands_)
 
-        def program(ctx, block, *all_refs):
+        def program(ctx, *all_refs):
             del ctx
             pointers = [mgpu.utils.memref_ptr(ref) for ref in all_refs[: len(refs)]]
             shared = {name: lanes.shared_base(ref) for name, ref in zip(scratch, all_refs[len(refs) :], strict=True)}
-            part = lanes.block_of_cluster() if split.cluster > 1 else lanes.const(0)
+            cluster, part = lanes.place_in_grid(split.cluster)
+            part = part if split.cluster > 1 else lanes.const(0)
             thread, warp = mgpu.utils.thread_idx(), mgpu.utils.warp_idx()
-            _Program(task, split, (block.registers.item(), part, thread, warp), pointers, shared).emit()
+            _Program(task, split, (cluster, part, thread, warp), pointers, shared).emit()
 
-        plgpu.inline_mgpu(arg_types=types)(program)(block, *operands_)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(operands_))(program)(*operands_)
 
     clusters = {"cluster": (split.cluster,), "cluster_names": ("part",)} if split.cluster > 1 else {}
     call = plgpu.kernel(
