@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -69,16 +71,19 @@ def looped(call, rounds: int):
     return every
 
 
-def microseconds(short, long, args: tuple, count: int) -> float:
-    """Time of one of the `count` products that `long(*args)` has more of than `short(*args)`."""
+def microseconds(programs: list[tuple], least: int) -> list[float]:
+    """Of each (short, long, args, count) the time of one of the `count` products that `long(*args)` has more of than
+    `short(*args)`. All programs take turns, at least so often."""
 
-    def seconds(compiled) -> float:
+    def seconds(compiled, args) -> float:
         start = time.perf_counter()
         jax.block_until_ready(compiled(*args))
         return time.perf_counter() - start
 
-    less, more = bursts.medians([functools.partial(seconds, compiled) for compiled in (short, long)])
-    return (more - less) / count * 1e6
+    runs = [functools.partial(seconds, each, args) for *both, args, _ in programs for each in both]
+    found = bursts.medians(runs, least)
+    each = zip(programs, found[::2], found[1::2], strict=True)
+    return [(more - less) / count * 1e6 for (*_, count), less, more in each]
 
 
 def weights_of(case: str, m: int) -> list[PackedNvfp4]:
@@ -309,9 +314,19 @@ class Bench:
         x = jax.random.normal(jax.random.key(9), (most, what.width()), jnp.bfloat16)
         return x, np.asarray(exact(x[:256], weights_of(case, most)[0], direction == "dx"))
 
-    def measure(self, what: Product | Step, most: int) -> dict:
-        """The row of `what`. `most`: tokens of the largest product of its case. Raises SystemExit where it does not
-        compile or is wrong."""
+    def measure(self, several: list[Product | Step], most: int) -> list[dict]:
+        """The rows of `several`, which take turns. `most`: tokens of the largest product of their case. Raises
+        SystemExit where one does not compile or is wrong."""
+        programs = [self._prepared(what, most) for what in several]
+        least = bursts.LEAST_REPEATS if isinstance(several[0], Product) else bursts.STEP_REPEATS
+        rows = []
+        for what, us in zip(several, microseconds(programs, least), strict=True):
+            rows.append({**what.row(), "us": round(us, 2)})
+            print(describe(rows[-1], self.rivals), flush=True)
+        return rows
+
+    def _prepared(self, what: Product | Step, most: int) -> tuple:
+        """(short, long, args, count) for `microseconds`, run once and checked."""
         both = [self.executables[what, rounds] for rounds in rounds_of(what)]
         for found in both:
             if isinstance(found, str):
@@ -328,11 +343,7 @@ class Bench:
             expected = expected[: what.m]
             expected = expected + adapters_of(_first(args[0]), args[1][0]) if what.lora_rank else expected
             refuse_if_wrong(first, expected, str(what))
-        weights, turns, rounds = what.burst()
-        us = microseconds(short, long, args, weights * turns * rounds)
-        row = {**what.row(), "us": round(us, 2)}
-        print(describe(row, self.rivals), flush=True)
-        return row
+        return short, long, args, math.prod(what.burst())
 
 
 def adapters_of(x: jax.Array, layer: tuple) -> np.ndarray:
@@ -415,17 +426,24 @@ def main() -> None:
     bench = Bench(dict(ahead.compile_all(build, programs, args.jobs, ONE_BY_ONE)), rivals_of(copied))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     failed = []
-    for what in missing:
+    for several in turns(missing):
         try:  # the others are worth having
-            rows.append({**bench.measure(what, max(args.tokens)), "commit": about["commit"]})
+            found = bench.measure(several, max(args.tokens))
+            rows += [{**row, "commit": about["commit"]} for row in found]
         except (SystemExit, jax.errors.JaxRuntimeError) as error:
-            failed.append(f"{what}: {str(error)[:300]}")
+            failed.append(f"{', '.join(map(str, several))}: {str(error)[:300]}")
             print(failed[-1], flush=True)
             continue
         args.out.write_text(json.dumps({"meta": about, "rows": rows + copied}, indent=0) + "\n")
     print(summary(rows + copied))
     if failed:
         raise SystemExit("\n".join([f"{len(failed)} of {len(missing)} failed:", *failed]))
+
+
+def turns(programs: list[Product | Step]) -> list[list[Product | Step]]:
+    """What is timed together: the steps of so many tokens, each product by itself."""
+    together = itertools.groupby(programs, lambda what: what.m if isinstance(what, Step) else what)
+    return [list(some) for _, some in together]
 
 
 def without(programs: list[Product | Step], rows: list[dict]) -> list[Product | Step]:

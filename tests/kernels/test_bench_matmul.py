@@ -35,7 +35,8 @@ def bench(tools, monkeypatch):
     monkeypatch.setattr(module.bursts, "ROUND_US", 40.0)
     monkeypatch.setattr(module.bursts, "TIMED_US", 80.0)
     monkeypatch.setattr(dispatch, "choose", lambda *_: "xla")
-    monkeypatch.setattr(module, "microseconds", lambda short, long, args, count: float(len(jax.tree.leaves(args[1]))))
+    leaves = lambda programs, least: [float(len(jax.tree.leaves(args[1]))) for *_, args, _ in programs]  # noqa: E731
+    monkeypatch.setattr(module, "microseconds", leaves)
 
     def compile_all(build, programs, jobs, options):
         return [(program, build(*program)) for program in programs]
@@ -143,9 +144,33 @@ def test_what_a_call_costs_once_is_no_part_of_a_product(tools, clock):
 
         return compiled
 
-    assert module.microseconds(program(2), program(5), (None, None), 3 * 20) == pytest.approx(50.0)
+    one = program(2), program(5), (None, None), 3 * 20
+    assert module.microseconds([one], 5) == [pytest.approx(50.0)]
     assert [rounds for _, rounds in calls] == [2, 5] * (2 + 15)
     assert clock.slept == pytest.approx([15e-3, 24e-3] * 15)  # three times 5 and 8 ms, one before each that counts
+
+
+def test_steps_of_as_many_tokens_take_turns(tools, clock):
+    """Each program slows down by 1 ms from one turn to the next; the median of nine is that of the fifth."""
+    module, _ = tools
+    calls = []
+
+    def program(name, ms):
+        def compiled(x, weights):
+            calls.append(name)
+            clock.now += (ms + (len(calls) - 1) // 4) * 1e-3
+
+        return compiled
+
+    both = [
+        (program(f"{name} short", 10), program(f"{name} long", 10 + ms), (None, None), 2)
+        for name, ms in (("a", 3), ("b", 5))
+    ]
+    assert module.microseconds(both, 9) == [pytest.approx(1500.0), pytest.approx(2500.0)]
+    assert calls == ["a short", "a long", "b short", "b long"] * (2 + 9)
+    steps = [module.Step(m, rank, 28, True) for m in (8, 16) for rank in (0, 32)]
+    products = [module.Product("o_7b", m) for m in (8, 16)]
+    assert module.turns([*steps, *products]) == [steps[:2], steps[2:], products[:1], products[1:]]
 
 
 @pytest.mark.parametrize(
