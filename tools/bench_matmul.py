@@ -28,6 +28,7 @@ import json
 import math
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,9 +72,9 @@ def looped(call, rounds: int):
     return every
 
 
-def microseconds(programs: list[tuple], least: int) -> list[float]:
+def microseconds(programs: list[tuple]) -> list[float]:
     """Of each (short, long, args, count) the time of one of the `count` products that `long(*args)` has more of than
-    `short(*args)`. All programs take turns, at least so often."""
+    `short(*args)`. All programs take turns."""
 
     def seconds(compiled, args) -> float:
         start = time.perf_counter()
@@ -81,7 +82,7 @@ def microseconds(programs: list[tuple], least: int) -> list[float]:
         return time.perf_counter() - start
 
     runs = [functools.partial(seconds, each, args) for *both, args, _ in programs for each in both]
-    found = bursts.medians(runs, least)
+    found = bursts.medians(runs)
     each = zip(programs, found[::2], found[1::2], strict=True)
     return [(more - less) / count * 1e6 for (*_, count), less, more in each]
 
@@ -304,9 +305,8 @@ class Bench:
     def __init__(self, executables: dict, rivals: dict) -> None:
         self.executables, self.rivals = executables, rivals
         self.inputs = functools.lru_cache(1)(self._inputs)
-        # With adapters and without, the same weights at the same place: what a product takes depends on that, by 1 or
-        # 2 %, and adapters take a tenth.
-        self.weights = functools.lru_cache(1)(lambda layers: Step(1, 0, layers, True).weights())
+        # With adapters and without, the same weights at the same place: see `bursts.PLACES`.
+        self.weights = functools.lru_cache(bursts.PLACES)(lambda layers, place: Step(1, 0, layers, True).weights())
 
     def _inputs(self, case: str, direction: str, most: int) -> tuple[jax.Array, np.ndarray]:
         """Rows of x for every number of tokens of a case, and the exact product of the first."""
@@ -315,17 +315,23 @@ class Bench:
         return x, np.asarray(exact(x[:256], weights_of(case, most)[0], direction == "dx"))
 
     def measure(self, several: list[Product | Step], most: int) -> list[dict]:
-        """The rows of `several`, which take turns. `most`: tokens of the largest product of their case. Raises
-        SystemExit where one does not compile or is wrong."""
-        programs = [self._prepared(what, most) for what in several]
-        least = bursts.LEAST_REPEATS if isinstance(several[0], Product) else bursts.STEP_REPEATS
+        """The rows of `several`, which take turns; of steps the mean over the places where their arrays lie. `most`:
+        tokens of the largest product of their case. Raises SystemExit where one does not compile or is wrong."""
+        steps = isinstance(several[0], Step)
+        times, held = [], []
+        for place in range(bursts.PLACES if steps else 1):
+            programs = [self._prepared(what, most, place) for what in several]
+            times.append(microseconds(programs))
+            # Held, so that the next arrays and what the programs need meanwhile lie elsewhere.
+            held += [programs, *(jnp.zeros(1 << size, jnp.uint8) for size in range(16, 27))]
         rows = []
-        for what, us in zip(several, microseconds(programs, least), strict=True):
-            rows.append({**what.row(), "us": round(us, 2)})
+        for what, us in zip(several, zip(*times, strict=True), strict=True):
+            places = {"us_at_places": [round(one, 2) for one in us]} if steps else {}
+            rows.append({**what.row(), "us": round(statistics.mean(us), 2), **places})
             print(describe(rows[-1], self.rivals), flush=True)
         return rows
 
-    def _prepared(self, what: Product | Step, most: int) -> tuple:
+    def _prepared(self, what: Product | Step, most: int, place: int) -> tuple:
         """(short, long, args, count) for `microseconds`, run once and checked."""
         both = [self.executables[what, rounds] for rounds in rounds_of(what)]
         for found in both:
@@ -335,7 +341,7 @@ class Bench:
             x, expected = jax.random.normal(jax.random.key(9), (what.m, what.width()), jnp.bfloat16), None
         else:
             x, expected = self.inputs(what.case, what.direction, most)
-        shared = [self.weights(what.layers)] if isinstance(what, Step) and what.products else []
+        shared = [self.weights(what.layers, place)] if isinstance(what, Step) and what.products else []
         args = what.arguments(x[: what.m], *shared)
         short, long = (ahead.load(found, *args) for found in both)
         _, first = long(*args)
@@ -448,7 +454,7 @@ def turns(programs: list[Product | Step]) -> list[list[Product | Step]]:
 
 def without(programs: list[Product | Step], rows: list[dict]) -> list[Product | Step]:
     """The programs that `rows` do not tell of, in their order: the longest to compile first."""
-    known = [{key: value for key, value in row.items() if key not in ("us", "commit")} for row in rows]
+    known = [{key: value for key, value in row.items() if key not in ("us", "us_at_places", "commit")} for row in rows]
     return [what for what in programs if what.row() not in known]
 
 

@@ -23,7 +23,8 @@ TIMED_US = 2e3  # because a burst's length varies by some 10 us
 # step was 0.03 ms uncertain (tools/results/LOG.md), a quarter of what adapters take at 8 tokens.
 STEP_TIMED_US = 32e3
 WARM, REPEATS, LEAST_REPEATS = 2, 15, 5
-STEP_REPEATS = 9  # at least, of decode steps
+# Where the arrays of a step lie makes 1 or 2 % of it, and adapters are a tenth: steps are timed at so many places.
+PLACES = 3
 LONG_S = 0.03  # all bursts of a repetition; where they take longer, there are fewer repetitions
 PAUSE, LEAST_PAUSE_S = 3, 5e-3  # before a burst: times its length, but at least
 
@@ -55,11 +56,11 @@ def burst_of_step(layers: int) -> Burst:
     return Burst(1, 1, max(1, round(STEP_TIMED_US / (45.0 * layers))))
 
 
-def medians(runs: Sequence[Callable[[], float]], least: int = LEAST_REPEATS) -> list[float]:
-    """Median of what each run returns, repeated at least so often. A run is one burst and ends when the GPU has nothing
-    left to do; they take turns."""
+def medians(runs: Sequence[Callable[[], float]]) -> list[float]:
+    """Median of what each run returns. A run is one burst and ends when the GPU has nothing left to do; they take
+    turns."""
     lengths = [_timed(run)[1] for _ in range(WARM) for run in runs][-len(runs) :]
-    repeats = max(least, int(REPEATS * min(1.0, LONG_S / sum(lengths))))
+    repeats = max(LEAST_REPEATS, int(REPEATS * min(1.0, LONG_S / sum(lengths))))
     found = [[] for _ in runs]
     for _ in range(repeats):
         for run, results, length in zip(runs, found, lengths, strict=True):

@@ -107,8 +107,10 @@ def means(rows: list[dict], rivals: dict) -> str:
 
 def step_cost(rows: list[dict], rivals: dict) -> str:
     """What the projections of a decode step take over what precedes them without adapters, and what adapters add to
-    that: (with adapters − without) / (without − what precedes without)."""
-    times = {(row["m"], row["lora_rank"], row["products"]): row["us"] for row in rows if "products" in row}
+    that: (with adapters − without) / (without − what precedes without). Also of each place where the arrays lay."""
+    steps = {(row["m"], row["lora_rank"], row["products"]): row for row in rows if "products" in row}
+    times = {key: row["us"] for key, row in steps.items()}
+    at_places = {key: row.get("us_at_places", []) for key, row in steps.items()}
     lines = []
     for m, rank in sorted({(m, rank) for m, rank, products in times if rank and products}):
         if (m, 0, False) not in times or (m, 0, True) not in times:
@@ -120,6 +122,10 @@ def step_cost(rows: list[dict], rivals: dict) -> str:
             f"{(adapted - rest) / 1e3:.3f} ms ({share:+.1%}: asked {ASKED_ADAPTERS:.0%}: "
             f"{_verdict(share <= ASKED_ADAPTERS)})"
         )
+        places = zip(at_places[m, 0, False], at_places[m, 0, True], at_places[m, rank, True], strict=True)
+        shares = [(adapted - without) / (without - rest) for rest, without, adapted in places]
+        if shares:
+            text += f", at {len(shares)} places {', '.join(f'{one:+.1%}' for one in shares)}"
         if m == ASKED_STEP[0]:
             text += f", asked {ASKED_STEP[1]} ms: {_verdict((adapted - rest) / 1e3 <= ASKED_STEP[1])}"
         if ("layer_set_7b", m, "marlin") in rivals:

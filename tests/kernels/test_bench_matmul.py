@@ -35,7 +35,7 @@ def bench(tools, monkeypatch):
     monkeypatch.setattr(module.bursts, "ROUND_US", 40.0)
     monkeypatch.setattr(module.bursts, "TIMED_US", 80.0)
     monkeypatch.setattr(dispatch, "choose", lambda *_: "xla")
-    leaves = lambda programs, least: [float(len(jax.tree.leaves(args[1]))) for *_, args, _ in programs]  # noqa: E731
+    leaves = lambda programs: [float(len(jax.tree.leaves(args[1]))) for *_, args, _ in programs]  # noqa: E731
     monkeypatch.setattr(module, "microseconds", leaves)
 
     def compile_all(build, programs, jobs, options):
@@ -145,13 +145,13 @@ def test_what_a_call_costs_once_is_no_part_of_a_product(tools, clock):
         return compiled
 
     one = program(2), program(5), (None, None), 3 * 20
-    assert module.microseconds([one], 5) == [pytest.approx(50.0)]
+    assert module.microseconds([one]) == [pytest.approx(50.0)]
     assert [rounds for _, rounds in calls] == [2, 5] * (2 + 15)
     assert clock.slept == pytest.approx([15e-3, 24e-3] * 15)  # three times 5 and 8 ms, one before each that counts
 
 
 def test_steps_of_as_many_tokens_take_turns(tools, clock):
-    """Each program slows down by 1 ms from one turn to the next; the median of nine is that of the fifth."""
+    """Each program slows down by 1 ms from one turn to the next; the median of five is that of the third."""
     module, _ = tools
     calls = []
 
@@ -163,14 +163,35 @@ def test_steps_of_as_many_tokens_take_turns(tools, clock):
         return compiled
 
     both = [
-        (program(f"{name} short", 10), program(f"{name} long", 10 + ms), (None, None), 2)
+        (program(f"{name} short", 100), program(f"{name} long", 100 + ms), (None, None), 2)
         for name, ms in (("a", 3), ("b", 5))
     ]
-    assert module.microseconds(both, 9) == [pytest.approx(1500.0), pytest.approx(2500.0)]
-    assert calls == ["a short", "a long", "b short", "b long"] * (2 + 9)
+    assert module.microseconds(both) == [pytest.approx(1500.0), pytest.approx(2500.0)]
+    assert calls == ["a short", "a long", "b short", "b long"] * (2 + 5)
     steps = [module.Step(m, rank, 28, True) for m in (8, 16) for rank in (0, 32)]
     products = [module.Product("o_7b", m) for m in (8, 16)]
     assert module.turns([*steps, *products]) == [steps[:2], steps[2:], products[:1], products[1:]]
+
+
+def test_a_step_is_timed_at_several_places(bench, monkeypatch, tmp_path, capsys):
+    """Everywhere the same values, with adapters and without the very same weights; the mean counts."""
+    seen = []
+
+    def microseconds(programs):
+        seen.append([args for *_, args, _ in programs])
+        return [100.0 * len(seen) + i for i, _ in enumerate(programs)]
+
+    monkeypatch.setattr(bench, "microseconds", microseconds)
+    out = tmp_path / "matmul.json"
+    run(bench, monkeypatch, "--out", str(out), "--rank", "8", "--layers", "1", "--cases", "--tokens", "8")
+    for row, first in zip(json.loads(out.read_text())["rows"], (100.0, 101.0, 102.0), strict=True):
+        assert row["us_at_places"] == [first, first + 100, first + 200] and row["us"] == first + 100
+    assert "at 3 places +100.0%, +100.0%, +100.0%" in capsys.readouterr().out
+    words = [[layer[0][0].words for _, [[layer]] in args[1:]] for args in seen]
+    assert all(plain is adapted for plain, adapted in words)
+    assert len({id(plain) for plain, _ in words}) == len({plain.unsafe_buffer_pointer() for plain, _ in words}) == 3
+    for args in seen[1:]:
+        assert jax.tree.all(jax.tree.map(np.array_equal, args, seen[0]))
 
 
 @pytest.mark.parametrize(
@@ -300,8 +321,10 @@ def test_the_summary_by_hand(tools):
         product("qkv_7b", 4096, 170.0, impl="cublas_bf16"),
     ]
     step = {"case": "layers_7b", "m": 8, "n": 0, "k": 0, "direction": "forward", "impl": "qerl", "layers": 28}
-    for rank, products, us in ((0, False, 400.0), (0, True, 1700.0), (32, True, 1900.0)):
-        rows.append({**step, "lora_rank": rank, "products": products, "us": us})
+    times = ((0, False, [400.0, 400.0]), (0, True, [1700.0, 1700.0]), (32, True, [1800.0, 2000.0]))
+    for rank, products, at_places in times:
+        how = {"lora_rank": rank, "products": products}
+        rows.append({**step, **how, "us": sum(at_places) / 2, "us_at_places": at_places})
     rows.append({**step, "case": "layer_set_7b", "impl": "marlin", "us": 2334.0})
     said = report.summary(rows).splitlines()
     assert said[:2] == ["rivals: 2 rows, here", "rivals: 4 rows, no source named"]
@@ -321,7 +344,7 @@ def test_the_summary_by_hand(tools):
     assert "batch invariant m 8: 1.50 times a plain product (most 1.50, 1 products)" in said
     assert (
         "step m   8: projections 1.300 ms, with adapters of rank 32 1.500 ms (+15.4%: asked 10%: MISSED), "
-        "asked 1.7 ms: holds; Marlin without adapters 2.334 ms"
+        "at 2 places +7.7%, +23.1%, asked 1.7 ms: holds; Marlin without adapters 2.334 ms"
     ) in said
     line = report.describe(rows[0], report.rivals_of(rows))
     assert "1.86 TB/s ( 43%)" in line and "52.8 TFLOP/s (  7%)" in line  # 9.29 MB and 264 MFLOP in 5 µs
