@@ -282,7 +282,7 @@ class _Program:
         ]
 
     def _load(self, at: ir.Value, itemsize: int, ok: ir.Value) -> list[ir.Value]:
-        """A thread's eight features of a norm."""
+        """Words of a norm's eight features of this thread; of four, as many as an item has bytes."""
         return [word for half in range(2) for word in lanes.load(at, itemsize, ok, half * self.apart * itemsize)]
 
     def _store(self, base: ir.Value, s: int, rows: list[list[ir.Value]], itemsize: int) -> None:
