@@ -111,19 +111,20 @@ def step_cost(rows: list[dict], rivals: dict) -> str:
     steps = {(row["m"], row["lora_rank"], row["products"]): row for row in rows if "products" in row}
     times = {key: row["us"] for key, row in steps.items()}
     at_places = {key: row.get("us_at_places", []) for key, row in steps.items()}
+    cost = lambda rest, without, adapted: (adapted - without) / (without - rest)  # noqa: E731
     lines = []
     for m, rank in sorted({(m, rank) for m, rank, products in times if rank and products}):
         if (m, 0, False) not in times or (m, 0, True) not in times:
             continue  # of a run that was cut short
         rest, without, adapted = times[m, 0, False], times[m, 0, True], times[m, rank, True]
-        share = (adapted - without) / (without - rest)
+        share = cost(rest, without, adapted)
         text = (
             f"step m {m:3d}: projections {(without - rest) / 1e3:.3f} ms, with adapters of rank {rank} "
             f"{(adapted - rest) / 1e3:.3f} ms ({share:+.1%}: asked {ASKED_ADAPTERS:.0%}: "
             f"{_verdict(share <= ASKED_ADAPTERS)})"
         )
         places = zip(at_places[m, 0, False], at_places[m, 0, True], at_places[m, rank, True], strict=True)
-        shares = [(adapted - without) / (without - rest) for rest, without, adapted in places]
+        shares = [cost(*times_there) for times_there in places]
         if shares:
             text += f", at {len(shares)} places {', '.join(f'{one:+.1%}' for one in shares)}"
         if m == ASKED_STEP[0]:

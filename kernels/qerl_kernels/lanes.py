@@ -283,7 +283,8 @@ def send(at: ir.Value, block: ir.Value, values: Sequence[ir.Value], arrived: ir.
 def place_in_grid(blocks: int) -> tuple[ir.Value, ir.Value]:
     """(the cluster, of so many blocks, and this block in it), without the division by a number that only the launch
     knows, by which a grid's index is taken apart."""
-    return div(asm("mov.u32 $0, %ctaid.x;", "r")[0], blocks), block_of_cluster()
+    block = asm("mov.u32 $0, %ctaid.x;", "r")[0]
+    return (div(block, blocks), block_of_cluster()) if blocks > 1 else (block, const(0))
 
 
 def block_of_cluster() -> ir.Value:

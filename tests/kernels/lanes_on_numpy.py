@@ -204,7 +204,7 @@ class Block:
     def load_half(self, at, flag, byte: int = 0):
         on = self.active & (self.every(flag) != 0)
         found = np.zeros((self.threads, 2), np.uint8)
-        found[on] = self.memory.bytes[self.memory.places(self.every(at)[on] + byte, 2)]
+        found[on] = self.memory.bytes[self._places(self.every(at)[on] + byte, 2, on)]
         return found.view(np.uint16)[:, 0].astype(np.int64)
 
     def store_bf16(self, at, value, flag):

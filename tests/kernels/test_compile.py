@@ -116,7 +116,7 @@ def test_few_tokens(tmp_path):
     kernels = compiled(cases, tmp_path)
     check(cases, kernels)
     for (m, n, _, split, _, adapters, *parts), (kernel, report) in zip(cases, kernels, strict=True):
-        held = n // split.features * split.cluster <= 132 and split.warps <= 8 and parts[1:] == [7]
+        held = split.clusters(n) * split.cluster <= 132 and split.warps <= 8 and parts[1:] == [7]
         begun = kernel[: kernel.index("cp.async.wait_group")]
         assert begun.count("cp.async.cg") == split.depth * (split.rows + 1 + math.ceil(m / 4)), split
         assert begun.count(LOAD) == kernel.count(LOAD) >= 1 + bool(adapters), split

@@ -28,7 +28,7 @@ def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
         memory = Memory(*map(np.asarray, inputs), zeros(*out.shape))
         shared, shared_bytes = laid_out(few_tokens.Layout(split, task.rank).arrays())
         threads = 32 * split.warps
-        for block in range(out.shape[1] // (16 * split.rows)):
+        for block in range(split.clusters(task.features)):
             cluster = Cluster()
             for part in reversed(range(split.cluster)):
                 lanes = Block(memory, threads, shared_bytes, part, cluster, eager)

@@ -41,12 +41,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, less, mul, rem
+from qerl_kernels.launch import launch
 from qerl_kernels.lora_shrink.plan import AT_ONCE, CHUNK, OCTET, Plan, Task
 from qerl_kernels.nvfp4_matmul.api import SLOT
 
@@ -95,33 +94,16 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
       norm: (s f32 if `task.residual`,) y; silu: y; then, with adapters, t [M, SLOT · adapters]; bf16 all but s. With
       `task.in_parts` t is f32 [plan.parts, M, C].
     """
-    scratch = {name: plgpu.SMEM((size // 4,), jnp.uint32) for name, size in shared_bytes(task, plan).items()}
-
-    def body(*refs, **scratch):
-        operands = (*refs, *scratch.values())
-
-        def program(ctx, *operands):
-            del ctx
-            pointers = [mgpu.utils.memref_ptr(ref) for ref in operands[: len(refs)]]
-            shared = {name: lanes.shared_base(ref) for name, ref in zip(scratch, operands[len(refs) :], strict=True)}
-            _Program(task, plan, (*lanes.place_in_grid(plan.blocks), mgpu.utils.thread_idx()), pointers, shared).emit()
-
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(operands))(program)(*operands)
-
-    call = plgpu.kernel(
-        body,
-        out_type=tuple(outputs(task, plan)),
-        grid=(plan.clusters(task.tokens),),
-        grid_names=("group",),
-        cluster=(plan.blocks,),
-        cluster_names=("part",),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name=f"lora_{task.kind}_shrink" if task.columns else f"lora_{task.kind}",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    return launch(
+        lambda *given: _Program(task, plan, *given).emit(),
+        [*inputs, *([] if a is None else [a])],
+        tuple(outputs(task, plan)),
+        name=f"lora_{task.kind}_shrink" if task.columns else f"lora_{task.kind}",
+        clusters=plan.clusters(task.tokens),
+        blocks=plan.blocks,
+        warps=plan.warps,
+        shared_bytes=shared_bytes(task, plan),
     )
-    return call(*inputs, *(() if a is None else (a,)))
 
 
 class _Program:
@@ -155,7 +137,8 @@ class _Program:
         self.threads = plan.warps * 32
         lane = rem(self.thread, 32)
         self.warp, self.g, self.c = div(self.thread, 32), div(lane, 4), rem(lane, 4)
-        self.apart = 16 if task.kind == "norm" else 4  # features from a thread's first to its fifth: see "Registers"
+        # Features from a thread's first to the next thread's, and from its first to its fifth: see "Registers".
+        self.beside, self.apart = (4, 16) if task.kind == "norm" else (8, 4)
         self.chunks = task.features // CHUNK
         self.chunks_of_block = -(-self.chunks // (plan.blocks * plan.parts))
         self.steps = -(-self.chunks_of_block // plan.warps)
@@ -253,7 +236,7 @@ class _Program:
         block = add(mul(self.of_features, self.plan.blocks), self.part)
         chunk = add(mul(block, self.chunks_of_block), local)
         ok = both(less(local, self.chunks_of_block), less(chunk, self.chunks))
-        return add(mul(chunk, CHUNK), mul(self.c, 8 if self.apart == 4 else 4)), ok
+        return add(mul(chunk, CHUNK), mul(self.c, self.beside)), ok
 
     def _places(self, base: ir.Value, s: int, width: int, itemsize: int = 2) -> list[tuple[ir.Value, ir.Value]]:
         """(address, whether it counts) of each octet's token in an array of rows of `width` elements."""
@@ -289,7 +272,7 @@ class _Program:
         turn = s % self.plan.shares  # the clusters of the same tokens take turns
         mine = both(less(self.share, turn + 1), less(turn - 1, self.share))
         for (at, ok), row in zip(self._places(base, s, self.task.features, itemsize), rows, strict=True):
-            fours = [row[:itemsize], row[itemsize:]] if self.apart > 4 else [row]
+            fours = [row[:itemsize], row[itemsize:]] if self.task.kind == "norm" else [row]
             for half, words in enumerate(fours):
                 lanes.store(at, words, both(ok, mine), half * self.apart * itemsize)
 

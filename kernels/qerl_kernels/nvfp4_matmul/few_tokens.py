@@ -48,11 +48,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
+from qerl_kernels.launch import launch
 from qerl_kernels.nvfp4_matmul.adapters import Adapters
 from qerl_kernels.nvfp4_matmul.api import ROWS, PackedNvfp4, can_fuse, is_shrunk, named
 from qerl_kernels.nvfp4_matmul.fragments import operands
@@ -137,37 +137,19 @@ def _check(x, weight, split, bias, shrunk, a, expand) -> None:
 
 
 def _call(task: Task, split: Split, inputs: Sequence[jax.Array], out: jax.ShapeDtypeStruct) -> jax.Array:
-    sizes = Layout(split, task.rank).arrays()
-    scratch = {name: plgpu.SMEM((size // 4,), jnp.uint32) for name, size in sizes.items()}
+    def emit(place, pointers, shared):
+        _Program(task, split, (*place, mgpu.utils.warp_idx()), pointers, shared).emit()
 
-    def body(*refs, **scratch):
-        operands_ = (*refs, *scratch.values())
-
-        def program(ctx, *all_refs):
-            del ctx
-            pointers = [mgpu.utils.memref_ptr(ref) for ref in all_refs[: len(refs)]]
-            shared = {name: lanes.shared_base(ref) for name, ref in zip(scratch, all_refs[len(refs) :], strict=True)}
-            cluster, part = lanes.place_in_grid(split.cluster)
-            part = part if split.cluster > 1 else lanes.const(0)
-            thread, warp = mgpu.utils.thread_idx(), mgpu.utils.warp_idx()
-            _Program(task, split, (cluster, part, thread, warp), pointers, shared).emit()
-
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(operands_))(program)(*operands_)
-
-    clusters = {"cluster": (split.cluster,), "cluster_names": ("part",)} if split.cluster > 1 else {}
-    call = plgpu.kernel(
-        body,
-        out_type=out,
-        grid=(split.clusters(task.features),),
-        grid_names=("block",),
-        **clusters,
-        num_threads=split.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name=f"nvfp4_few_m{split.tokens}{'_shrinks' if split.shrinks else ''}",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    return launch(
+        emit,
+        inputs,
+        out,
+        name=f"nvfp4_few_m{split.tokens}{'_shrinks' if split.shrinks else ''}",
+        clusters=split.clusters(task.features),
+        blocks=split.cluster,
+        warps=split.warps,
+        shared_bytes=Layout(split, task.rank).arrays(),
     )
-    return call(*inputs)
 
 
 class _Program:
