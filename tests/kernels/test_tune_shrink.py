@@ -17,12 +17,11 @@ def tune_shrink(tool):
 
 
 def test_decode_takes_plans_that_were_measured_to_be_good(tune_shrink):
-    """All that decode takes for 7B at these numbers of tokens was timed, and is within 5 % of the best of its plans:
-    one measurement is off by as much."""
+    """All that decode takes for 7B at these numbers of tokens was timed, and is within 3 % of the best of its plans."""
     found = tune_shrink.regrets(json.loads(STORED.read_text())["rows"])
     assert len(found) == 54
     for key, (best, taken) in found.items():
-        assert taken is not None and taken <= 1.05 * best, (key, best, taken)
+        assert taken is not None and taken <= 1.03 * best, (key, best, taken)
 
 
 def test_a_model_that_puts_another_first_is_seen(monkeypatch, tune_shrink):
