@@ -39,9 +39,10 @@ from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul import split as cut
 from qerl_kernels.nvfp4_matmul.api import SLOT
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, of_slots
+from qerl_kernels.nvfp4_matmul.reference import of_slots
 from qerl_kernels.nvfp4_matmul.split import Split
 from qerl_kernels.nvfp4_matmul.tile import AT_ONCE, Tile, can_fuse, clusters_at_once, fits
+from qerl_kernels.ops import fp32_matmul
 from record import kernel_medians, meta
 
 TABLE = pathlib.Path(tiles.__file__).parent / tiles.TABLE

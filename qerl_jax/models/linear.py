@@ -15,6 +15,7 @@ from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.nvfp4_matmul import reference as fp4
 from qerl_kernels.nvfp4_matmul.api import Shrunk
 from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4
 from qerl_jax.models.lora import Lora
@@ -78,8 +79,8 @@ def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32
     for part in sorted(parts, key=lambda part: part.offset):
         if part.offset > end:
             pieces.append(jnp.zeros((rows.shape[0], part.offset - end), jnp.float32))
-        shrunk = fp4.fp32_matmul(rows, part.own_a.astype(rows.dtype)).astype(rows.dtype)
-        pieces.append(part.scale * fp4.fp32_matmul(shrunk, part.b.astype(rows.dtype)))
+        shrunk = fp32_matmul(rows, part.own_a.astype(rows.dtype)).astype(rows.dtype)
+        pieces.append(part.scale * fp32_matmul(shrunk, part.b.astype(rows.dtype)))
         end = part.offset + part.b.shape[-1]
     if end < n:
         pieces.append(jnp.zeros((rows.shape[0], n - end), jnp.float32))
@@ -89,7 +90,7 @@ def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32
 @jax.custom_vjp
 def _frozen_matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, "M N"]:
     matrix, row_scale = _factors(weight, rows.dtype)
-    y = fp4.fp32_matmul(rows, matrix.T)
+    y = fp32_matmul(rows, matrix.T)
     return y if row_scale is None else y * row_scale
 
 
@@ -116,7 +117,7 @@ def _frozen_matmul_bwd(residual, dy):
     weight, like = residual
     matrix, row_scale = _factors(weight, like.dtype)
     dy = (dy if row_scale is None else dy * row_scale).astype(like.dtype)
-    return fp4.fp32_matmul(dy, matrix).astype(like.dtype), jax.tree.map(fp4.no_gradient, weight)
+    return fp32_matmul(dy, matrix).astype(like.dtype), jax.tree.map(fp4.no_gradient, weight)
 
 
 _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)

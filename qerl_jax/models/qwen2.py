@@ -19,10 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.decode_attention.attention import decode_attention
-from qerl_kernels.lora_shrink.reference import rms_norm, silu_product
 from qerl_kernels.nvfp4_matmul.api import Shrunk
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
-from qerl_kernels.rope_cache.reference import rotate
+from qerl_kernels.ops import fp32_matmul, rms_norm, rotate, silu_mul
 from qerl_kernels.rope_cache.rope import rope_and_cache
 
 from qerl_jax.models import fused
@@ -166,7 +164,7 @@ class Mlp(nnx.Module):
         self.down_proj = Projection(weights["down_proj"], None, adapters["down_proj"])
 
     def __call__(self, x: Float[Array, "B T D"], batch_invariant: bool) -> Float[Array, "B T D"]:
-        return self.down_proj(silu_product(self.gate_up_proj(x, batch_invariant)), batch_invariant)
+        return self.down_proj(silu_mul(self.gate_up_proj(x, batch_invariant)), batch_invariant)
 
 
 class DecoderLayer(nnx.Module):

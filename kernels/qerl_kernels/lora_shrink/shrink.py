@@ -13,10 +13,9 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32
 
-from qerl_kernels import dispatch
+from qerl_kernels import dispatch, ops
 from qerl_kernels.lora_shrink import plan, reference
 from qerl_kernels.nvfp4_matmul.api import SLOT, Shrunk
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul
 
 MOST_TOKENS = 128  # above, XLA's products take over
 MOST_RANK = SLOT  # of an adapter
@@ -57,7 +56,7 @@ def norm_shrink(
     """
     if _chosen("norm_shrink", x, dtype, a, ranks, implementation) == "xla":
         s = x if delta is None else x + delta
-        y = reference.rms_norm(s, weight, eps, dtype)
+        y = ops.rms_norm(s, weight, eps, dtype)
         return s, y, _shrink(y, a, ranks)
     inputs = (x, weight) if delta is None else (x, delta, weight)
     out = _fused("norm_shrink", x, inputs, a, ranks, eps=eps, residual=delta is not None)
@@ -79,7 +78,7 @@ def silu_shrink(
     them up (`nvfp4_matmul.matmul.product_takes`): more of the chip can work on it, which none of it waits for.
     """
     if _chosen("silu_shrink", gate_up, gate_up.dtype, a, ranks, implementation) == "xla":
-        h = reference.silu_product(gate_up)
+        h = ops.silu_mul(gate_up)
         return h, _shrink(h, a, ranks, in_parts)
     out = _fused("silu_shrink", gate_up, (gate_up,), a, ranks, in_parts=in_parts)
     return out if a is not None else (*out, None)
@@ -127,7 +126,7 @@ def shrink_by_kernel(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks
 def _shrink(y: Array, a: Array | None, ranks: Sequence[int], in_parts: bool = False) -> Array | None:
     if a is None:
         return None
-    return fp32_matmul(y, a)[None] if in_parts else reference.shrink(y, a, ranks)
+    return ops.fp32_matmul(y, a)[None] if in_parts else reference.shrink(y, a, ranks)
 
 
 def _chosen(

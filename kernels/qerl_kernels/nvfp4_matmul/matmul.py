@@ -20,7 +20,8 @@ from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.lora_shrink.shrink import shrink_by_kernel
 from qerl_kernels.nvfp4_matmul.api import SLOT, PackedNvfp4, Shrunk
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
-from qerl_kernels.nvfp4_matmul.reference import fp32_matmul, in_slots, no_gradient, of_slots
+from qerl_kernels.nvfp4_matmul.reference import in_slots, no_gradient, of_slots
+from qerl_kernels.ops import fp32_matmul
 
 if TYPE_CHECKING:
     from qerl_kernels.nvfp4_matmul.split import Split

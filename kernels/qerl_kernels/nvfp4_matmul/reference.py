@@ -46,12 +46,6 @@ def _e8m0(exponents: UInt8[Array, "n k/32"]) -> Float32[Array, "n k/32"]:
     return jnp.ldexp(jnp.float32(1), exponents.astype(jnp.int32) - 127)
 
 
-def fp32_matmul(a: Float[Array, "i k"], b: Float[Array, "k j"]) -> Float32[Array, "i j"]:
-    """`a b` accumulated and returned in fp32; fp32 operands multiply in fp32, where a GPU's default would be tf32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32, precision=precision)
-
-
 def in_slots(parts: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
     """`x A` of adapters side by side, each padded to `SLOT` columns with zeros: s = SLOT · adapters."""
     return jnp.concatenate([jnp.pad(part, ((0, 0), (0, SLOT - part.shape[1]))) for part in parts], axis=1)

@@ -6,9 +6,10 @@ Axes: B rows, T tokens, N query heads, K key/value heads, S slots of a cache, H 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
+
+from qerl_kernels.ops import rotate
 
 E4M3_MAX = 448.0
 
@@ -25,18 +26,6 @@ def rope_and_cache(
     heads = qkv.shape[1] // width - 2 * kv_heads
     q, k, v = jnp.split(qkv.reshape(rows, -1, width), (heads, heads + kv_heads), axis=1)
     return rotate(q, angles), write_token(keys, slots, rotate(k, angles)), write_token(values, slots, v)
-
-
-def rotate(x: Float[Array, "*B N H"], angles: Float32[Array, "*B A"]) -> Float[Array, "*B N H"]:
-    """Rotary embedding in transformers' half-split order: pairs (i, i + H/2); in fp32, rounded once."""
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
-    wide = x.astype(jnp.float32)
-    # XLA may leave out the rounding of x where it computes x itself, in one program but not in another; keys of
-    # hundreds make it count.
-    if x.dtype == jnp.bfloat16:
-        wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
-    first, second = jnp.split(wide, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def write_token(
