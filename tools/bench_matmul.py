@@ -41,10 +41,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matmul_report import describe, rivals_of, summary
+from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
-from qerl_kernels.nvfp4_matmul.api import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, product_takes
 from record import meta
 
 SHORT = 2  # rounds of the shorter loop, because XLA takes a loop of one round apart

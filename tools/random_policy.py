@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from make_checkpoint import hf_config
-from qerl_kernels.nvfp4_matmul.api import Nvfp4
+from qerl_kernels.formats import Nvfp4
 
 from qerl_jax.io.hf_config import parse_config
 from qerl_jax.io.load import build_policy, kernel_form

@@ -38,8 +38,7 @@ from qerl_kernels.lora_shrink import plan, reference
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul import split as cut
-from qerl_kernels.nvfp4_matmul.api import SLOT
-from qerl_kernels.nvfp4_matmul.reference import of_slots
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, split_lora_x
 from qerl_kernels.nvfp4_matmul.split import Split
 from qerl_kernels.nvfp4_matmul.tile import AT_ONCE, Tile, can_fuse, clusters_at_once, fits
 from qerl_kernels.ops import fp32_matmul
@@ -230,7 +229,7 @@ class Trial:
         if given == "a":
             return few_tokens.matmul(x, weight, self.how, a=a, expand=expand)
         if given == "parts":  # as many as there are in decode, all but one of them zeros
-            whole = jnp.concatenate(of_slots(shrunk, [RANK] * len(expand)), axis=1)
+            whole = jnp.concatenate(split_lora_x(shrunk, [RANK] * len(expand)), axis=1)
             shrunk = jnp.pad(whole[None].astype(jnp.float32), ((0, parts_of(self.case, self.m) - 1), (0, 0), (0, 0)))
         if isinstance(self.how, Split):
             return few_tokens.matmul(x, weight, self.how, shrunk=shrunk, expand=expand)
@@ -339,7 +338,7 @@ def build(trial: Trial | Before) -> tuple:
         return trial.call, (jax.eval_shape(lambda: trial.inputs(0)),)
     x = jax.eval_shape(lambda: activations(trial.case, trial.direction, trial.m))
     layer = jax.eval_shape(lambda: layers_of(trial.case, trial.m)[0])
-    shrunk = jax.ShapeDtypeStruct((trial.m, SLOT * len(layer[2])), x.dtype)
+    shrunk = jax.ShapeDtypeStruct((trial.m, MAX_RANK * len(layer[2])), x.dtype)
     return trial.call, (x, None if trial.direction == "dx" else shrunk, layer)
 
 
@@ -377,7 +376,7 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     shrunk = shrunk_of(x, next(iter(layers.values()))[0], direction)
     expected = bench.exact(x[:256], weight, direction == "dx")
     if direction == "forward":
-        x_a = of_slots(shrunk[:256], [b.shape[0] for b in expand])
+        x_a = split_lora_x(shrunk[:256], [b.shape[0] for b in expand])
         expected += jnp.concatenate([fp32_matmul(t, b) for t, b in zip(x_a, expand, strict=True)], axis=1)
     calls, results = [], {}
     for trial in group:

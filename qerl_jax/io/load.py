@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from qerl_kernels import dispatch
-from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK
+from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from qerl_kernels.nvfp4_matmul.packing import fits, pack
 
 from qerl_jax import aqn, keys

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from qerl_kernels import dispatch
-from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
+from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.config import Config

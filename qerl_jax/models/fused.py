@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.lora_shrink.shrink import MOST_RANK, MOST_TOKENS, norm_shrink, shrink, silu_shrink
-from qerl_kernels.nvfp4_matmul.matmul import product_takes
+from qerl_kernels.nvfp4_matmul.api import product_takes
 
 from qerl_jax.models.formats import PackedNvfp4
 from qerl_jax.models.lora import together

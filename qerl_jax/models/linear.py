@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.nvfp4_matmul import reference as fp4
-from qerl_kernels.nvfp4_matmul.api import Shrunk
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4
@@ -31,7 +31,7 @@ def linear(
     lora: Lora | Sequence[Lora] | None = None,
     *,
     batch_invariant: bool = False,
-    shrunk: Shrunk | None = None,
+    shrunk: LoraX | None = None,
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded once to x's dtype.
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.decode_attention.attention import decode_attention
-from qerl_kernels.nvfp4_matmul.api import Shrunk
+from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.ops import fp32_matmul, rms_norm, rotate, silu_mul
 from qerl_kernels.rope_cache.rope import rope_and_cache
 
@@ -120,7 +120,7 @@ class Projection(nnx.Module):
         return sorted((adapter.get_value() for adapter in self.lora.values()), key=lambda part: part.offset)
 
     def __call__(
-        self, x: Float[Array, "*B K"], batch_invariant: bool = False, shrunk: Shrunk | None = None
+        self, x: Float[Array, "*B K"], batch_invariant: bool = False, shrunk: LoraX | None = None
     ) -> Float[Array, "*B N"]:
         bias = None if self.bias is None else self.bias.get_value()
         weight = self.weight.get_value()

@@ -35,12 +35,12 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from qerl_kernels import dispatch  # noqa: E402
 from qerl_kernels.decode_attention import mosaic_gpu as attention  # noqa: E402
+from qerl_kernels.formats import PackedNvfp4  # noqa: E402
 from qerl_kernels.lora_shrink import mosaic_gpu as shrink  # noqa: E402
 from qerl_kernels.lora_shrink import plan as shrink_plan  # noqa: E402
 from qerl_kernels.nvfp4_matmul import cases, few_tokens  # noqa: E402
-from qerl_kernels.nvfp4_matmul.api import PackedNvfp4  # noqa: E402
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.few_tokens import Split  # noqa: E402
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.tile import Tile  # noqa: E402
 from qerl_kernels.rope_cache import mosaic_gpu as rope  # noqa: E402

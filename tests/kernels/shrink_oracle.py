@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from qerl_kernels.nvfp4_matmul.api import SLOT
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 
 EPS = 1e-6
 U = 2.0**-8  # one rounding to bf16
@@ -53,9 +53,9 @@ def check(kind, inputs, a, ranks, got):
         exact = expected @ a
         bound += 4 * U / 2 * np.sqrt(expected**2 @ a**2)  # 9 standard deviations of their sum
     padded, start = wide(t), 0
-    assert padded.shape == (len(rows), SLOT * len(ranks))
+    assert padded.shape == (len(rows), MAX_RANK * len(ranks))
     for i, rank in enumerate(ranks):
-        slot = padded[:, i * SLOT : (i + 1) * SLOT]
+        slot = padded[:, i * MAX_RANK : (i + 1) * MAX_RANK]
         columns = slice(start, start + rank)
         assert np.all(np.abs(slot[:, :rank] - exact[:, columns]) <= bound[:, columns])
         assert np.all(slot[:, rank:] == 0)

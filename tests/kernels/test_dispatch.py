@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels import dispatch
-from qerl_kernels.nvfp4_matmul.api import Mxfp4, PackedNvfp4
+from qerl_kernels.formats import Mxfp4, PackedNvfp4
 
 from qerl_jax.io.load import kernel_form
 

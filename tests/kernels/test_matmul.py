@@ -9,8 +9,8 @@ import pytest
 from jax.test_util import check_grads
 from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink.shrink import shrink
-from qerl_kernels.nvfp4_matmul import matmul, packing, reference
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul import api, packing, reference
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from test_packing import mxfp4, random_weight
 
 
@@ -53,14 +53,14 @@ def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (130, 208), jnp.bfloat16)
     a = [jax.random.normal(key, (208, 8), jnp.bfloat16) for key in keys[1:]]
-    static = matmul._Static((), "mosaic_gpu", batch_invariant=True)
-    whole, slots = matmul._shrink(static, x, a, None)
+    static = api._Static((), "mosaic_gpu", batch_invariant=True)
+    whole, slots = api._shrink(static, x, a, None)
     assert slots is None
     for exact, part in zip(a, whole, strict=True):
         expected = np.asarray(x, np.float64) @ np.asarray(exact, np.float64)
         np.testing.assert_allclose(np.asarray(part, np.float64), expected, rtol=2.0**-8, atol=1e-4)
     for first, m in ((0, 1), (5, 33), (100, 30), (0, 64), (3, 127)):
-        some, _ = matmul._shrink(static, x[first : first + m], a, None)
+        some, _ = api._shrink(static, x[first : first + m], a, None)
         for part, all_rows in zip(some, whole, strict=True):
             np.testing.assert_array_equal(part, all_rows[first : first + m])
 

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from qerl_kernels import dispatch
+from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul import cases, packing, reference
-from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 
 pytestmark = [
     pytest.mark.gpu,
@@ -379,7 +379,7 @@ def matrix_of(packed):
 def test_x_a_in_parts_comes_from_what_precedes_a_product():
     """SiLU and down of 7B as decode calls them, in parts and whole, beside XLA's; a row of NaN spoils no other."""
     from qerl_kernels.lora_shrink.shrink import silu_shrink
-    from qerl_kernels.nvfp4_matmul.matmul import product_takes
+    from qerl_kernels.nvfp4_matmul.api import product_takes
 
     n, k = cases.SHAPES["down_7b"]
     packed = cases.random_packed(jax.random.key(0), n, k)
@@ -502,7 +502,7 @@ def test_few_tokens_that_compute_x_a(split, k, widths, ranks):
 def test_a_product_that_shrinks_is_called_so(monkeypatch):
     """From the entry point with a table that says so; NaN in one row stays there."""
     from qerl_kernels.nvfp4_matmul import few_tokens, tiles
-    from qerl_kernels.nvfp4_matmul.matmul import product_takes
+    from qerl_kernels.nvfp4_matmul.api import product_takes
 
     n, k = 1024, 3584
     split = few_tokens.Split(8, 8, 8, 4, 2, shrinks=True)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul import cases, packing, reference
-from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4
 
 
 def every_code_and_scale() -> Nvfp4:

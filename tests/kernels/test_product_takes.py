@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from qerl_kernels.lora_shrink import mosaic_gpu as lora_shrink
 from qerl_kernels.lora_shrink import reference
+from qerl_kernels.nvfp4_matmul import api as entry
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, packing, tiles
-from qerl_kernels.nvfp4_matmul import matmul as entry
-from qerl_kernels.nvfp4_matmul.matmul import nvfp4_matmul, product_takes
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, product_takes
 from qerl_kernels.nvfp4_matmul.tile import Tile
 
 N, K = 512, 640

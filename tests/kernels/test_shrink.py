@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from qerl_kernels.lora_shrink import plan
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
-from qerl_kernels.nvfp4_matmul.api import SLOT
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 
 EPS = 1e-6
 ROUNDING = {jnp.float32: 2.0**-18, jnp.bfloat16: 2.0**-8}
@@ -26,7 +26,7 @@ def slots(t, ranks):
     """t without its padding, which must be zero."""
     parts = np.split(wide(t), len(ranks), axis=1)
     for part, rank in zip(parts, ranks, strict=True):
-        assert part.shape[1] == SLOT
+        assert part.shape[1] == MAX_RANK
         assert not part[:, rank:].any()
     return np.concatenate([part[:, :rank] for part, rank in zip(parts, ranks, strict=True)], axis=1)
 

@@ -7,7 +7,7 @@ import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.lora_shrink import cases
 from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
-from qerl_kernels.nvfp4_matmul.api import SLOT
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 from shrink_oracle import EPS, check, inputs_of, wide
 
 pytestmark = [
@@ -48,7 +48,7 @@ def test_every_number_of_tokens(case):
     check(kind, inputs, a, ranks, whole)
     for m in cases.TOKENS if case in cases.LAYER_7B else (3, 17, 65):
         some = [x[MOST - m :] for x in inputs[:per_token]] + inputs[per_token:]
-        poison([(m, features), (m, features), (m, SLOT * adapters)])
+        poison([(m, features), (m, features), (m, MAX_RANK * adapters)])
         got = run_jit(kind, some, a, ranks)
         for ours, all_ in zip(got, whole, strict=True):
             if ours is not None:

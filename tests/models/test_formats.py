@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from helpers import assert_trees_equal, fp32_policy, logits_of
 from oracles import numpy_formats as oracle
+from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul import reference
-from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4
 from safetensors import safe_open
 
 from qerl_jax.io.names import QUANTIZED

@@ -47,7 +47,7 @@ from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, less, mul, rem
 from qerl_kernels.launch import launch
 from qerl_kernels.lora_shrink.plan import AT_ONCE, CHUNK, OCTET, Plan, Task
-from qerl_kernels.nvfp4_matmul.api import SLOT
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 
 LITTLE = 48  # columns of A of a cluster (tools/results/LOG.md)
 
@@ -66,7 +66,7 @@ def outputs(task: Task, plan: Plan) -> list[jax.ShapeDtypeStruct]:
     if columns and task.in_parts:
         out.append(jax.ShapeDtypeStruct((plan.parts, tokens, columns), jnp.float32))
     elif columns:
-        out.append(jax.ShapeDtypeStruct((tokens, SLOT * len(task.ranks)), jnp.bfloat16))
+        out.append(jax.ShapeDtypeStruct((tokens, MAX_RANK * len(task.ranks)), jnp.bfloat16))
     return out
 
 
@@ -91,8 +91,8 @@ def fused(task: Task, plan: Plan, inputs: Sequence[jax.Array], a: jax.Array | No
       a: bf16 [K, C]; None without adapters.
 
     Returns:
-      norm: (s f32 if `task.residual`,) y; silu: y; then, with adapters, t [M, SLOT · adapters]; bf16 all but s. With
-      `task.in_parts` t is f32 [plan.parts, M, C].
+      norm: (s f32 if `task.residual`,) y; silu: y; then, with adapters, t [M, MAX_RANK · adapters]; bf16 all but s.
+      With `task.in_parts` t is f32 [plan.parts, M, C].
     """
     return launch(
         lambda *given: _Program(task, plan, *given).emit(),
@@ -386,7 +386,7 @@ class _Program:
                 place = add(mul(add(mul(self.of_features, task.tokens), token), task.columns), column)
                 to = lanes.address(self.t, mul(place, 4))
             else:
-                place = add(mul(token, SLOT * len(task.ranks)), self._slot(column))
+                place = add(mul(token, MAX_RANK * len(task.ranks)), self._slot(column))
                 to = lanes.address(self.t, mul(place, 2))
             factor = self._inverse_rms(octet, of_octet) if task.kind == "norm" else None
             jobs.append((add(self.shared["share_s"], mul(local, 4)), factor, to, ok))
@@ -406,13 +406,13 @@ class _Program:
         for rank in self.task.ranks[:-1]:
             end += rank
             past = add(lanes.const(1), mul(less(column, end), -1))
-            place = add(place, mul(past, SLOT - rank))
+            place = add(place, mul(past, MAX_RANK - rank))
         return place
 
     def _zero_padding(self) -> None:
         """Zeros in t past each adapter's rank, eight columns at a time, shared out over the first cluster of these
         tokens."""
-        pieces = SLOT // 8 * len(self.task.ranks)
+        pieces = MAX_RANK // 8 * len(self.task.ranks)
         count = OCTET * self.plan.groups * pieces
         zero = [lanes.const(0)] * 4
         for start in range(0, count // self.plan.blocks, self.threads):
@@ -421,10 +421,10 @@ class _Program:
             token, piece = add(self.first_token, div(item, pieces)), rem(item, pieces)
             ok = both(less(local, count // self.plan.blocks), less(token, self.task.tokens))
             ok = both(ok, less(self.share, 1))
-            adapter, within = div(piece, SLOT // 8), rem(piece, SLOT // 8)
+            adapter, within = div(piece, MAX_RANK // 8), rem(piece, MAX_RANK // 8)
             rank = lanes.const(0)
             for i, size in enumerate(self.task.ranks):
                 rank = add(rank, mul(both(less(adapter, i + 1), less(i - 1, adapter)), size // 8))
             ok = both(ok, less(add(rank, -1), within))
-            at = lanes.address(self.t, mul(add(mul(token, SLOT * len(self.task.ranks)), mul(piece, 8)), 2))
+            at = lanes.address(self.t, mul(add(mul(token, MAX_RANK * len(self.task.ranks)), mul(piece, 8)), 2))
             lanes.store(at, zero, ok)

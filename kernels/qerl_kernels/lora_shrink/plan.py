@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from qerl_kernels.dispatch import MULTIPROCESSORS
-from qerl_kernels.nvfp4_matmul.api import SLOT
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 
 CHUNK = 32  # features that a warp takes at a time
 OCTET = 8  # tokens that `mma.sync` takes at a time
@@ -133,6 +133,6 @@ def missing(features: int, ranks: Sequence[int]) -> str | None:
         )
     if features % CHUNK:
         return f"a multiple of {CHUNK} input features (these are {features})"
-    if any(rank % 8 or not 0 < rank <= SLOT for rank in ranks):
-        return f"adapter ranks that are multiples of 8 up to {SLOT} (these are {list(ranks)})"
+    if any(rank % 8 or not 0 < rank <= MAX_RANK for rank in ranks):
+        return f"adapter ranks that are multiples of 8 up to {MAX_RANK} (these are {list(ranks)})"
     return None

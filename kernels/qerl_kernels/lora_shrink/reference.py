@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from qerl_kernels.nvfp4_matmul.reference import in_slots
+from qerl_kernels.nvfp4_matmul.lora_input import pad_lora_x
 from qerl_kernels.ops import fp32_matmul
 
 
 def shrink(x: Float[Array, "M K"], a: Float[Array, "K C"], ranks: Sequence[int]) -> Float[Array, "M S"]:
-    """`x A` summed in fp32 and rounded once; the columns of each adapter padded to `SLOT`: S = SLOT · adapters."""
-    return in_slots(jnp.split(fp32_matmul(x, a).astype(x.dtype), np.cumsum(ranks)[:-1], axis=1))
+    """`x A` summed in fp32 and rounded once; each adapter padded to `MAX_RANK` columns: S = MAX_RANK · adapters."""
+    return pad_lora_x(jnp.split(fp32_matmul(x, a).astype(x.dtype), np.cumsum(ranks)[:-1], axis=1))

@@ -15,10 +15,10 @@ from jaxtyping import Array, BFloat16, Float, Float32
 
 from qerl_kernels import dispatch, ops
 from qerl_kernels.lora_shrink import plan, reference
-from qerl_kernels.nvfp4_matmul.api import SLOT, Shrunk
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraX
 
 MOST_TOKENS = 128  # above, XLA's products take over
-MOST_RANK = SLOT  # of an adapter
+MOST_RANK = MAX_RANK  # of an adapter
 KINDS = {"norm_shrink": "norm", "silu_shrink": "silu", "shrink": "plain"}
 
 
@@ -71,11 +71,11 @@ def silu_shrink(
     *,
     in_parts: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "M F"], Shrunk | None]:
+) -> tuple[Float[Array, "M F"], LoraX | None]:
     """`h = silu(gate) · up` in fp32, rounded once, and `t = h A`; arguments, t and errors as for `norm_shrink`.
 
     `in_parts`: t as fp32 sums over parts of the features [P, M, C], as many as suit the kernel, for a product that adds
-    them up (`nvfp4_matmul.matmul.product_takes`): more of the chip can work on it, which none of it waits for.
+    them up (`nvfp4_matmul.api.product_takes`): more of the chip can work on it, which none of it waits for.
     """
     if _chosen("silu_shrink", gate_up, gate_up.dtype, a, ranks, implementation) == "xla":
         h = ops.silu_mul(gate_up)
@@ -91,7 +91,7 @@ def shrink(
     *,
     in_parts: bool = False,
     implementation: str | None = None,
-) -> Shrunk:
+) -> LoraX:
     """`t = x A` alone; arguments, t and errors as for `silu_shrink`."""
     if _chosen("shrink", x, x.dtype, a, ranks, implementation) == "xla":
         return _shrink(x, a, ranks, in_parts)

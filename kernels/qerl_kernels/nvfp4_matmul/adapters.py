@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from qerl_kernels import lanes
 from qerl_kernels.dispatch import MULTIPROCESSORS
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
-from qerl_kernels.nvfp4_matmul.api import ROWS
+from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.split import PIECE_ROW_BYTES, Layout, Split, Task
 from qerl_kernels.nvfp4_matmul.sums import Place
@@ -61,7 +61,7 @@ class Adapters:
             number = add(self.place.warp, start)
             row, step = rem(number, split.rows), div(number, split.rows)
             exists = less(step, self.task.steps)
-            feature = mul(add(self.place.first_row, row), ROWS)
+            feature = mul(add(self.place.first_row, row), MMA_ROWS)
             base, within, width, rank, column = self.at(feature)
             first = add(mul(step, 16), mul(self.place.q, 4))
             ok = both(both(exists, self.place.is_first), both(less(first, rank), less(feature, self.task.features)))
@@ -132,12 +132,12 @@ class Adapters:
         """Starts the copies of the block's features of B to shared memory, [rank][feature]; zeros where there is no
         such rank or feature."""
         layout, chunks = self.layout, 2 * self.split.rows
-        count = ROWS * layout.steps * chunks
-        base, within, width, rank, _ = self.at(mul(self.place.first_row, ROWS))
+        count = MMA_ROWS * layout.steps * chunks
+        base, within, width, rank, _ = self.at(mul(self.place.first_row, MMA_ROWS))
         for start in range(0, count, 32 * self.split.warps):
             number = add(self.place.thread, start)
             row, chunk = div(number, chunks), rem(number, chunks)
-            feature = add(mul(self.place.first_row, ROWS), mul(chunk, 8))
+            feature = add(mul(self.place.first_row, MMA_ROWS), mul(chunk, 8))
             exists = both(less(row, rank), less(feature, self.task.features))
             at = add(add(self.shared["b_s"], mul(row, layout.b_row_bytes)), mul(chunk, 16))
             source = add(mul(row, width), add(within, mul(chunk, 8)))
@@ -160,7 +160,7 @@ class Adapters:
         at = add(self.shared["b_s"], add(at, mul(rem(matrix, 2), 16)))
         found = []
         for r, (fours, of_row) in enumerate(zip(sums, multiplier, strict=True)):
-            places = [ROWS * step * self.layout.b_row_bytes + 2 * ROWS * r for step in range(len(t))]
+            places = [MMA_ROWS * step * self.layout.b_row_bytes + 2 * MMA_ROWS * r for step in range(len(t))]
             b = [lanes.read_matrices(at, byte, transposed=True) for byte in places]
             found.append([])
             for octet, four in enumerate(fours):
@@ -175,6 +175,6 @@ class Adapters:
         """Sums of 16 ranks (g and g + 8, of tokens 2 q and 2 q + 1) as what Bᵀ is multiplied with (of token g)."""
         words = [lanes.to_bf16(four[0], four[1]), lanes.to_bf16(four[2], four[3])]
         if rank is not None:
-            there = [less(add(self.place.g, ROWS * step + 8 * h), rank) for h in range(2)]
+            there = [less(add(self.place.g, MMA_ROWS * step + 8 * h), rank) for h in range(2)]
             words = [either(ok, word, lanes.const(0)) for ok, word in zip(there, words, strict=True)]
         return list(map(lanes.transposed, words))

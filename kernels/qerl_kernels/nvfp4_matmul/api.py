@@ -1,8 +1,6 @@
-"""The 4-bit weight types that the loader writes and the kernels read.
+"""`nvfp4_matmul`: the product with a packed 4-bit weight as the model calls it, with its gradients.
 
-Axes: n output features, k input features. `Nvfp4` and `Mxfp4` keep what the file stores, byte for byte, so that
-loading, dequantizing and writing back are exact. `PackedNvfp4` is the same weight in the order in which the tensor
-cores of a Hopper GPU want it.
+Axes: M tokens, K input features, N output features, R rank.
 """
 
 from __future__ import annotations
@@ -10,126 +8,320 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float8e4m3fn, Float32, UInt8, UInt32
+from jaxtyping import Array, Float, Float32
 
-SLOT = 64  # columns of `x A` that a product's kernel takes for each adapter, its largest rank
-# `x A` of a projection's adapters: `SLOT` columns for each, zeros past its rank; or fp32 sums over P parts of the
-# features, which are to be added up and rounded, the ranks side by side in C columns. M tokens.
-Shrunk = Float[Array, "M S"] | Float32[Array, "P M C"]
-ROWS = 16  # features of one operand of the tensor cores, and ranks
+from qerl_kernels import dispatch
+from qerl_kernels.batch_invariant import in_blocks
+from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.lora_shrink.shrink import shrink_by_kernel
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraX, pad_lora_x, split_lora_x
+from qerl_kernels.nvfp4_matmul.packing import packed_parts
+from qerl_kernels.nvfp4_matmul.reference import no_gradient
+from qerl_kernels.ops import fp32_matmul
 
-NVFP4_BLOCK = 16
-MXFP4_BLOCK = 32
+if TYPE_CHECKING:
+    from qerl_kernels.nvfp4_matmul.split import Split
+    from qerl_kernels.nvfp4_matmul.tile import Tile
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales", "global_scale"], meta_fields=["divides"]
-)
-@dataclasses.dataclass(frozen=True)
-class Nvfp4:
-    """NVFP4 weight in its canonical form: `code × e4m3 scale × fp32 global scale`.
+class Adapter(Protocol):
+    """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`.
 
-    Attributes:
-      codes: E2M1 codes, two a byte, even column in the low nibble.
-      scales: one E4M3 scale for each block of 16 input features.
-      global_scale: one fp32 value for each output row, so that fused projections may differ by part.
-      divides: True where the value is `code × (scale / global)` (compressed-tensors), False where it is
-        `code × (scale × global)` (ModelOpt).
+    Where it has a `column` that is not None, `a` holds the A of all adapters of the weight side by side, this one's
+    from that column on.
     """
 
-    codes: UInt8[Array, "n k/2"]
-    scales: Float8e4m3fn[Array, "n k/16"]
-    global_scale: Float[Array, " n"]
-    divides: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, k) of the weight it stands for."""
-        return self.codes.shape[-2], self.codes.shape[-1] * 2
+    a: Float[Array, "K R"]
+    b: Float[Array, "R N"]
+    scale: float
+    offset: int
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "exponents"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Mxfp4:
-    """MXFP4 weight (OCP microscaling): `code × 2^(exponent − 127)`.
+class _Static:
+    """What is fixed at trace time: (scale, offset) of each adapter, and how to run."""
 
-    Attributes:
-      codes: E2M1 codes, two a byte, even column in the low nibble.
-      exponents: one E8M0 byte for each block of 32 input features.
+    adapters: tuple[tuple[float, int], ...]
+    implementation: str
+    batch_invariant: bool
+
+
+def nvfp4_matmul(
+    x: Float[Array, "... K"],
+    weight: PackedNvfp4,
+    bias: Float[Array, " N"] | None = None,
+    loras: Sequence[Adapter] = (),
+    *,
+    implementation: str | None = None,
+    batch_invariant: bool = False,
+    shrunk: LoraX | None = None,
+) -> Float[Array, "... N"]:
+    """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded to x's dtype.
+
+    Adapters that the kernel cannot take (not adjacent, not covering the weight, of a rank that is no multiple of 8 or
+    above 64) are added to its rounded result in fp32: two roundings.
+
+    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
+    and rounded once. Who computes it, where Mosaic GPU runs: for few tokens the product's own kernel may
+    (`product_takes`), but not where gradients are taken, whose backward pass needs it; else up to 128 tokens the kernel
+    of `lora_shrink`, for shapes it takes and without `batch_invariant`; else XLA.
+
+    Args:
+      x: activations; bf16 for the kernels, any float dtype for XLA.
+      weight: from `packing.pack`.
+      bias: added in fp32.
+      loras: one adapter for each adapted part of a fused projection.
+      implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
+      batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
+        shapes).
+      shrunk: `x A` of all `loras` where it is known already, as `lora_shrink` makes it. Then nothing here is
+        differentiable.
+
+    Raises:
+      ValueError: K of x and of the weight differ, `shrunk` has another shape or dtype than `LoraX` for these rows and
+        adapters, or the implementation asked for cannot run here.
     """
+    k = weight.shape[1]
+    if x.shape[-1] != k:
+        raise ValueError(f"nvfp4_matmul: x has {x.shape[-1]} input features, the weight {weight.shape[0]} x {k}")
+    static = _static(loras, x.dtype, implementation, batch_invariant)
+    columns = [getattr(lora, "column", None) for lora in loras]
+    together = loras[0].a.astype(x.dtype) if loras and columns[0] is not None else None
+    own = [
+        lora.a if start is None else lora.a[:, start : start + lora.b.shape[0]]
+        for lora, start in zip(loras, columns, strict=True)
+    ]
+    pairs = tuple((a.astype(x.dtype), lora.b.astype(x.dtype)) for a, lora in zip(own, loras, strict=True))
+    rows = x.reshape(-1, k)
+    if shrunk is None:
+        y = _matmul(static, rows, weight, bias, pairs, together)
+    else:
+        of_each = _of_given(shrunk, len(rows), [b.shape[0] for _, b in pairs], x.dtype)
+        y = _sum(static, rows, weight, bias, of_each, pairs, shrunk)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
-    codes: UInt8[Array, "n k/2"]
-    exponents: UInt8[Array, "n k/32"]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, k) of the weight it stands for."""
-        return self.codes.shape[-2], self.codes.shape[-1] * 2
+def product_takes(
+    rows: int,
+    weight: PackedNvfp4,
+    loras: Sequence[Adapter],
+    dtype: jax.typing.DTypeLike,
+    *,
+    implementation: str | None = None,
+    batch_invariant: bool = False,
+) -> Literal["whole", "parts", "a"]:
+    """What the kernel of `nvfp4_matmul` takes of these adapters' `x A` for x [rows, K]: the whole; or sums in parts,
+    too, which it adds up; or A, with which it computes `x A` itself, so that a launch that makes `shrunk` would be one
+    for nothing. Errors as there."""
+    static = _static(loras, dtype, implementation, batch_invariant)
+    return _takes(static, rows, weight, [lora.b.shape for lora in loras])
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["words", "scales", "multiplier", "global_scale"],
-    meta_fields=["shape", "divides", "block", "uniform"],
-)
-@dataclasses.dataclass(frozen=True)
-class PackedNvfp4:
-    """A 4-bit weight as the kernels read it, 4.5 bits a weight; made by `packing.pack` once at load.
+def _static(loras: Sequence[Adapter], dtype, implementation: str | None, batch_invariant: bool) -> _Static:
+    chosen = dispatch.choose("nvfp4_matmul", implementation, dispatch.missing_for_mosaic_gpu(dtype))
+    return _Static(tuple((float(lora.scale), int(lora.offset)) for lora in loras), chosen, batch_invariant)
 
-    A tile is 64 output by 64 input features. Weights past `shape` are zero.
 
-    Attributes:
-      words: E2M1 codes. `words[i, j, warp, 4 * lane + s]` holds the eight codes that one thread of a warpgroup needs
-        for step `s` (16 input features) of tile (i, j); the order of the bits is explained in `packing`.
-      scales: block scales re-encoded as E5M3, four in a word.
-      multiplier: what the fp32 sum of an output row is multiplied by: 2^13 × global scale.
-      global_scale: the global scale of every row as the file stores it (MXFP4: the power of two that was taken out of
-        the row).
-      shape: (n, k) of the weight it stands for.
-      divides: as in `Nvfp4`.
-      block: 16 where it was packed from NVFP4, 32 from MXFP4.
-      uniform: True where all rows are known to have the same multiplier (then the backward pass need not scale its
-        input first).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(static, x, weight, bias, pairs, together):
+    """What runs where no gradient is taken; else `_forward`, because `_backward` needs `x A`."""
+    expand = tuple(b for _, b in pairs)
+    if _takes(static, x.shape[0], weight, [b.shape for b in expand]) != "a":
+        return _forward(static, x, weight, bias, pairs, together)[0]
+    a = jnp.concatenate([a for a, _ in pairs], axis=1) if together is None else together
+    return _kernel(static, False, x, weight, bias, a=a, expand=expand, scale=static.adapters[0][0])
+
+
+def _forward(static, x, weight, bias, pairs, together):
+    shrunk, slots = _shrink(static, x, [a for a, _ in pairs], together)
+    return _sum(static, x, weight, bias, shrunk, pairs, slots), (x, weight, bias, pairs, together, shrunk)
+
+
+def _sum(static, x, weight, bias, shrunk: list[Array], pairs, given: Array | None = None) -> Array:
+    """All terms of y. `given`: what `shrunk` was made from, where the caller has it in a form that a kernel takes."""
+    if static.implementation == "xla":
+        matrix, row = packed_parts(weight)
+        y = _products(static, x, matrix.astype(x.dtype).T) * row
+        y = y if bias is None else y + bias.astype(jnp.float32)
+        y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
+    else:
+        y = _kernel_forward(static, x, weight, bias, shrunk, pairs, given)
+    return y.astype(x.dtype)
+
+
+def _shrink(static: _Static, x: Array, a: list[Array], together: Array | None) -> tuple[list[Array], Array | None]:
+    """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once; and the slots it lies in
+    where a kernel made it (`shrink_by_kernel`), None where XLA did.
+
+    XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it. Batch
+    invariant: by XLA always, since more tokens than the kernel is for must have the same bits; in products of 64 rows
+    each, so that XLA takes the same kernel for a row however many rows there are.
     """
+    if not a:
+        return [], None
+    together = jnp.concatenate(a, axis=1) if together is None else together
+    ranks = [part.shape[1] for part in a]
+    if static.implementation == "mosaic_gpu" and not static.batch_invariant:
+        slots = shrink_by_kernel(x, together, ranks)
+        if slots is not None:
+            return split_lora_x(slots, ranks), slots
 
-    words: UInt32[Array, "n/64 k/64 4 128"]
-    scales: UInt32[Array, "n/64 k/64 64"]
-    multiplier: Float[Array, " n_padded"]
-    global_scale: Float[Array, " n"]
-    shape: tuple[int, int]
-    divides: bool
-    block: int
-    uniform: bool
+    def product(rows: Array) -> Array:
+        return fp32_matmul(rows, together).astype(x.dtype)
 
-
-def is_shrunk(array: jax.Array | None, rows: int, ranks: Sequence[int]) -> bool:
-    """Whether this is what both kernels take as `x A` of adapters of these `ranks`: a `Shrunk` of bf16 or fp32 sums;
-    one adapter alone may keep its rank. None belongs to no adapters."""
-    if array is None or not ranks:
-        return array is None and not ranks
-    if array.ndim == 3:
-        return array.shape == (max(1, len(array)), rows, sum(ranks)) and array.dtype == jnp.float32
-    columns = (SLOT * len(ranks), *(ranks if len(ranks) == 1 else ()))
-    return array.shape in {(rows, some) for some in columns} and array.dtype == jnp.bfloat16
+    shrunk = in_blocks(product, x) if static.batch_invariant else product(x)
+    return jnp.split(shrunk, np.cumsum(ranks)[:-1], axis=1), None
 
 
-def can_fuse(n: int, shapes: Sequence[tuple[int, int]], features: int = ROWS) -> bool:
-    """Whether adapters with B of these shapes can be added within a kernel: their ranks are multiples of 8 up to 64,
-    they cover all n features, and none begins within `features` of them."""
-    ends = np.cumsum([width for _, width in shapes])
+def _in_slots(shrunk: list[Array]) -> Array:
+    """`x A` of the adapters as the kernel takes it. XLA pads within the sum that makes them; one adapter alone stays as
+    it is, because its padding would be a kernel of its own."""
+    return shrunk[0] if len(shrunk) == 1 else pad_lora_x(shrunk)
+
+
+def _of_given(shrunk: Array, rows: int, ranks: list[int], dtype) -> list[Array]:
+    """`x A` of each adapter from what the caller has made of it: slots, or parts that are to be added up."""
+    in_parts = shrunk.ndim == 3
+    shape = (max(1, len(shrunk)), rows, sum(ranks)) if in_parts else (rows, MAX_RANK * len(ranks))
+    wanted = jnp.dtype(jnp.float32 if in_parts else dtype)
+    if shrunk.shape != shape or shrunk.dtype != wanted or not (in_parts or max(ranks, default=0) <= MAX_RANK):
+        raise ValueError(
+            f"nvfp4_matmul: shrunk is {shrunk.dtype}{list(shrunk.shape)}, {rows} rows with adapters of ranks {ranks} "
+            f"need {wanted}{list(shape)}" + ("" if in_parts else f" and ranks up to {MAX_RANK}")
+        )
+    if in_parts:
+        return jnp.split(shrunk.sum(0).astype(dtype), np.cumsum(ranks)[:-1], axis=1)
+    return split_lora_x(shrunk, ranks)
+
+
+def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
+    """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
+    out = jnp.zeros((shrunk[0].shape[0], n), jnp.float32)
+    for (scale, offset), t, (_, b) in zip(static.adapters, shrunk, pairs, strict=True):
+        out = out.at[:, offset : offset + b.shape[1]].add(scale * _products(static, t, b))
+    return out
+
+
+def _products(static: _Static, a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float32[Array, "M N"]:
+    """`a b` by XLA."""
+    return in_blocks(lambda rows: fp32_matmul(rows, b), a) if static.batch_invariant else fp32_matmul(a, b)
+
+
+def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs, given) -> Array:
+    """The product with its adapters added within the kernel where they fit it, else around it."""
+    if not pairs:
+        return _kernel(static, False, x, weight, bias)
+    n, _ = weight.shape
+    if _fusing_tile(static, x.shape[0], weight, [b.shape for _, b in pairs]) is None:
+        return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
+    given = _in_slots(shrunk) if given is None else given
+    expand = tuple(b for _, b in pairs)
+    return _kernel(static, False, x, weight, bias, given, expand=expand, scale=static.adapters[0][0])
+
+
+def _fusing_tile(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> Tile | Split | None:
+    """The tile into which adapters with B of these shapes fit; None where there is none."""
+    from qerl_kernels.nvfp4_matmul import tiles
+
+    starts = [offset for _, offset in static.adapters]
+    adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
+    scales = {scale for scale, _ in static.adapters}
+    if not adjacent or len(scales) != 1 or 0.0 in scales:
+        return None
+    return tiles.tile_for(rows, *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
+
+
+def _takes(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> str:
+    if not shapes or static.implementation == "xla":
+        return "whole"
+    tile = _fusing_tile(static, rows, weight, shapes)
+    return "whole" if tile is None else _given_as(static, tile, rows, shapes)
+
+
+def _given_as(static: _Static, tile: Tile | Split, rows: int, shapes: list[tuple[int, int]]) -> str:
+    """What the kernel of a tile is given. Never parts where a row's bits may not depend on the number of rows: the
+    number of parts does."""
+    return "whole" if static.batch_invariant else tile.takes(rows, shapes)
+
+
+def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, a=None, expand=(), scale=1.0) -> Array:
+    """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product. With adapters it takes `shrunk`,
+    or `a`: their A side by side."""
+    from qerl_kernels.nvfp4_matmul import few_tokens, mosaic_gpu, tiles  # jax ≥ 0.11: imported where it runs
+
+    @jax.custom_batching.custom_vmap
+    def product(rows, weight, bias, a, expand):
+        x, shrunk = rows
+        tile = tiles.tile_for(
+            x.shape[0], *weight.shape, transposed=transposed, adapters=[b.shape for b in expand],
+            batch_invariant=static.batch_invariant,
+        )  # fmt: skip
+        terms = {"bias": bias, "expand": expand, "scale": scale}
+        takes = _given_as(static, tile, len(x), [b.shape for b in expand])
+        if a is not None and takes == "a":
+            return few_tokens.matmul(x, weight, tile, a=a, **terms)
+        if a is not None:  # `vmap` made too many tokens of few
+            parts = jnp.split(a, np.cumsum([b.shape[0] for b in expand])[:-1], axis=1)
+            each, slots = _shrink(static, x, parts, a)
+            shrunk = _in_slots(each) if slots is None else slots
+        if isinstance(tile, few_tokens.Split):
+            return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), shrunk=shrunk, **terms)
+        if shrunk is not None and shrunk.ndim == 3 and takes != "parts":
+            shrunk = _in_slots(_of_given(shrunk, len(x), [b.shape[0] for b in expand], x.dtype))
+        return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, shrunk=shrunk, **terms)
+
+    @product.def_vmap
+    def batched(size, in_batched, rows, weight, bias, a, expand):
+        if any(jax.tree.leaves(in_batched[1:])):
+            raise ValueError("nvfp4_matmul: vmap over x only; weight, bias and adapters have no batch axis")
+        # rows of x and of `shrunk` become more rows, also where sums come in parts [size, parts, rows, columns]
+        every = lambda leaf, own: leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape))  # noqa: E731
+        beside = lambda leaf: jnp.moveaxis(leaf, 0, -3).reshape(*leaf.shape[1:-2], -1, leaf.shape[-1])  # noqa: E731
+        rows = jax.tree.map(every, rows, in_batched[0])
+        flat = jax.tree.map(beside, rows)
+        return product(flat, weight, bias, a, expand).reshape(size, rows[0].shape[1], -1), True
+
+    return product((x, shrunk), weight, bias, a, expand)
+
+
+def _backward(static, residual, dy):
+    x, weight, bias, pairs, together, shrunk = residual
+    dx = _input_gradient(static, dy, weight)
+    d_pairs = []
+    for (scale, offset), t, (a, b) in zip(static.adapters, shrunk, pairs, strict=True):
+        part = dy[:, offset : offset + b.shape[1]]
+        through_b = (scale * fp32_matmul(part, b.T)).astype(x.dtype)
+        dx = dx + fp32_matmul(through_b, a.T)
+        d_b = scale * fp32_matmul(t.T, part)
+        d_pairs.append((fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
+    d_bias = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
+    # Adapters that are trained come apart (`together` is None), so that nothing is lost here.
     return (
-        bool(len(ends))
-        and ends[-1] == n
-        and n % ROWS == 0
-        and all(rank % 8 == 0 and 0 < rank <= SLOT for rank, _ in shapes)
-        and all(end % features == 0 for end in ends[:-1])
+        dx.astype(x.dtype),
+        jax.tree.map(no_gradient, weight),
+        d_bias,
+        tuple(d_pairs),
+        jax.tree.map(no_gradient, together),
     )
 
 
-def named(array: jax.Array | None) -> str:
-    """For messages: dtype and shape."""
-    return "not given" if array is None else f"{array.dtype}{list(array.shape)}"
+def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:
+    """`dy · W`. Where rows differ in their multiplier it goes into dy first, as the ratio to the largest (one bf16
+    rounding)."""
+    if static.implementation == "xla":
+        matrix, row = packed_parts(weight)
+        return fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))
+    if not weight.uniform:
+        row = weight.multiplier[: weight.shape[0]]
+        largest = jnp.max(jnp.abs(row))
+        dy = (dy * (row / largest)).astype(dy.dtype)
+        weight = dataclasses.replace(weight, multiplier=jnp.full_like(weight.multiplier, largest))
+    return _kernel(static, True, dy, weight, None)
+
+
+_matmul.defvjp(_forward, _backward)

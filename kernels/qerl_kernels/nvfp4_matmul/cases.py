@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from qerl_kernels.formats import Nvfp4, PackedNvfp4
 from qerl_kernels.nvfp4_matmul import packing
-from qerl_kernels.nvfp4_matmul.api import Nvfp4, PackedNvfp4
 
 # case -> (n, k); "05b" and "15b" are 0.5B and 1.5B. qkv and o of 32B equal those of 14B.
 SHAPES = {

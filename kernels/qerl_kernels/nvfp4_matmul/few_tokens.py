@@ -51,11 +51,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
+from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
 from qerl_kernels.launch import launch
 from qerl_kernels.nvfp4_matmul.adapters import Adapters
-from qerl_kernels.nvfp4_matmul.api import ROWS, PackedNvfp4, can_fuse, is_shrunk, named
 from qerl_kernels.nvfp4_matmul.fragments import operands
+from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse, describe, is_lora_x
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.ring import Ring
 from qerl_kernels.nvfp4_matmul.split import Layout, Split, Task, fits
@@ -117,22 +118,23 @@ def _check(x, weight, split, bias, shrunk, a, expand) -> None:
     (n, k), m, shapes = weight.shape, x.shape[0], tuple(b.shape for b in expand)
     ranks = [rank for rank, _ in shapes]
     if x.shape != (m, k) or m > split.tokens or x.dtype != jnp.bfloat16:
-        raise ValueError(f"matmul: x is {named(x)}, the weight {n} x {k}, {split}")
+        raise ValueError(f"matmul: x is {describe(x)}, the weight {n} x {k}, {split}")
     if not fits(split, n, k, max(ranks, default=0)):
         raise ValueError(f"matmul: {split} does not fit a multiprocessor or {n} x {k} features, adapters {shapes}")
     if bias is not None and bias.shape != (n,):
-        raise ValueError(f"matmul: the bias is {named(bias)}, the weight {n} x {k}")
-    if expand and not can_fuse(n, shapes, split.features if split.shrinks else ROWS):
+        raise ValueError(f"matmul: the bias is {describe(bias)}, the weight {n} x {k}")
+    if expand and not can_fuse(n, shapes, split.features if split.shrinks else MMA_ROWS):
         raise ValueError(f"matmul: adapters of shapes {shapes} do not fit {n} features and {split}")
     if any(b.dtype != jnp.bfloat16 for b in expand):
-        raise ValueError(f"matmul: B are {list(map(named, expand))}, all must be bfloat16")
+        raise ValueError(f"matmul: B are {list(map(describe, expand))}, all must be bfloat16")
     if expand and split.shrinks:
         good = shrunk is None and a is not None and a.shape == (k, sum(ranks)) and a.dtype == jnp.bfloat16
     else:
-        good = a is None and is_shrunk(shrunk, m, ranks)
+        good = a is None and is_lora_x(shrunk, m, ranks)
     if not good:
         raise ValueError(
-            f"matmul: x A is {named(shrunk)}, A is {named(a)}; x {named(x)}, adapters of shapes {shapes}, {split}"
+            f"matmul: x A is {describe(shrunk)}, A is {describe(a)}; x {describe(x)}, "
+            f"adapters of shapes {shapes}, {split}"
         )
 
 
@@ -280,12 +282,12 @@ class _Program:
 
     def _feature(self) -> ir.Value:
         """First of the four features that this thread finishes, whatever the token."""
-        return add(mul(self.place.first_row, ROWS), mul(self.sums.item(0)[1], 4))
+        return add(mul(self.place.first_row, MMA_ROWS), mul(self.sums.item(0)[1], 4))
 
     def _multiplier(self) -> list[list[ir.Value]]:
         """The multiplier of features g and g + 8 of each row."""
-        at = lanes.address(self.multiplier, mul(add(mul(self.place.first_row, ROWS), self.place.g), 4))
-        places = [[4 * (ROWS * r + 8 * h) for h in range(2)] for r in range(self.split.rows)]
+        at = lanes.address(self.multiplier, mul(add(mul(self.place.first_row, MMA_ROWS), self.place.g), 4))
+        places = [[4 * (MMA_ROWS * r + 8 * h) for h in range(2)] for r in range(self.split.rows)]
         load = lambda byte: lanes.as_float(lanes.load(at, 1, lanes.const(1), byte)[0])  # noqa: E731
         return [list(map(load, row)) for row in places]
 

@@ -61,7 +61,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qerl_kernels.dispatch import MULTIPROCESSORS, SMEM_BYTES
-from qerl_kernels.nvfp4_matmul.api import PackedNvfp4, is_shrunk, named
+from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.cuts import Cuts, Plan
 from qerl_kernels.nvfp4_matmul.fragments import (
     SCALES,
@@ -73,6 +73,7 @@ from qerl_kernels.nvfp4_matmul.fragments import (
     swizzled,
     warp_multiply,
 )
+from qerl_kernels.nvfp4_matmul.lora_input import describe, is_lora_x
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.parts import add_up
 from qerl_kernels.nvfp4_matmul.tile import Tile, can_fuse, clusters_at_once, register_split
@@ -127,8 +128,8 @@ def matmul(
     if expand and not can_fuse(tile, n, [b.shape for b in expand]):
         raise ValueError(f"matmul: adapters of shapes {[b.shape for b in expand]} do not fit {tile} and {n} features")
     ranks = [b.shape[0] for b in expand]
-    if not is_shrunk(shrunk, tokens, ranks) or (in_parts and (len(ranks) > 1 or tokens > tile.tokens)):
-        raise ValueError(f"matmul: x A is {named(shrunk)}; {tokens} tokens, adapters of ranks {ranks}, {tile}")
+    if not is_lora_x(shrunk, tokens, ranks) or (in_parts and (len(ranks) > 1 or tokens > tile.tokens)):
+        raise ValueError(f"matmul: x A is {describe(shrunk)}; {tokens} tokens, adapters of ranks {ranks}, {tile}")
     more_tokens = -tokens % 8 if tokens > 8 else 0
     x = jnp.pad(x, ((0, more_tokens), (0, -contraction % TILE)))
     if expand and not in_parts:

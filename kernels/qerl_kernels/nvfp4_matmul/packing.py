@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, UInt8, UInt32
 
-from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4, PackedNvfp4
+from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4, PackedNvfp4
 from qerl_kernels.nvfp4_matmul.reference import E2M1_VALUES, multiplier
 
 TILE = 64

@@ -5,14 +5,12 @@ Sources: OCP Microscaling Formats 1.0 (E2M1, E8M0); the NVFP4 layout of compress
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
-from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, NVFP4_BLOCK, SLOT, Mxfp4, Nvfp4
+from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -44,16 +42,6 @@ def dequantize(weight: Nvfp4 | Mxfp4) -> Float32[Array, "n k"]:
 
 def _e8m0(exponents: UInt8[Array, "n k/32"]) -> Float32[Array, "n k/32"]:
     return jnp.ldexp(jnp.float32(1), exponents.astype(jnp.int32) - 127)
-
-
-def in_slots(parts: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
-    """`x A` of adapters side by side, each padded to `SLOT` columns with zeros: s = SLOT · adapters."""
-    return jnp.concatenate([jnp.pad(part, ((0, 0), (0, SLOT - part.shape[1]))) for part in parts], axis=1)
-
-
-def of_slots(slots: Float[Array, "m s"], ranks: Sequence[int]) -> list[Float[Array, "m r"]]:
-    """The inverse of `in_slots`."""
-    return [slots[:, SLOT * i :][:, :rank] for i, rank in enumerate(ranks)]
 
 
 def no_gradient(leaf: Array) -> np.ndarray | Array:

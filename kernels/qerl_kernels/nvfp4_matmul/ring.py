@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, both, div, less, mul, rem
 from qerl_kernels.nvfp4_matmul.adapters import Adapters
-from qerl_kernels.nvfp4_matmul.api import ROWS
+from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.sums import Place
 
@@ -71,8 +71,8 @@ class Ring:
         matrix, row = div(self.place.lane, 8), rem(self.place.lane, 8)
         rows = add(mul(add(mul(div(matrix, 2), 8), row), 2 * layout.columns), layout.a_at)
         self.from_a = [add(rows, swizzled(row, add(rem(matrix, 2), 2 * i))) for i in range(layout.steps)]
-        *_, rank, self.a_column = self.adapters.at(mul(self.place.first_row, ROWS))
-        self.rank = rank if any(r < ROWS * layout.steps for r, _ in self.task.adapters) else None
+        *_, rank, self.a_column = self.adapters.at(mul(self.place.first_row, MMA_ROWS))
+        self.rank = rank if any(r < MMA_ROWS * layout.steps for r, _ in self.task.adapters) else None
         exact = all(r == layout.columns for r, _ in self.task.adapters)
         self.a = self.adapters.a_or_t
         self.a_exists = None if exact else less(mul(self.a_chunk, 8), rank)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from qerl_kernels.dispatch import SMEM_BYTES
-from qerl_kernels.nvfp4_matmul.api import ROWS, can_fuse
+from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 MOST_TOKENS = 32
-PIECE_ROW_BYTES = 4 * (ROWS + 4)  # a token in an adapter's product
+PIECE_ROW_BYTES = 4 * (MMA_ROWS + 4)  # a token in an adapter's product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Task:
     @property
     def steps(self) -> int:
         """Products of 16 ranks that the adapters take."""
-        return -(-self.rank // ROWS)
+        return -(-self.rank // MMA_ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Split:
     @property
     def features(self) -> int:
         """Output features of a block."""
-        return ROWS * self.rows
+        return MMA_ROWS * self.rows
 
     def clusters(self, n: int) -> int:
         """Of the whole grid, for n output features."""
@@ -108,12 +108,12 @@ class Layout:
     @property
     def steps(self) -> int:
         """Operands of 16 ranks that a warp multiplies with x."""
-        return -(-self.rank // ROWS) if self.split.shrinks else 0
+        return -(-self.rank // MMA_ROWS) if self.split.shrinks else 0
 
     @property
     def columns(self) -> int:
         """Ranks in a row of A in a slot: 16, 32 or 64, so that a row is a power of two; 0 without A."""
-        return ROWS * 2 ** math.ceil(math.log2(self.steps)) if self.steps else 0
+        return MMA_ROWS * 2 ** math.ceil(math.log2(self.steps)) if self.steps else 0
 
     @property
     def a_at(self) -> int:
@@ -155,7 +155,7 @@ class Layout:
         """Of a warp: its slots, and later its sums, with its part of the products of adapters behind them that have
         not gone into these."""
         split = self.split
-        pieces = 0 if split.shrinks else -(-split.rows * TILE // ROWS // split.warps) * self.piece_bytes
+        pieces = 0 if split.shrinks else -(-split.rows * TILE // MMA_ROWS // split.warps) * self.piece_bytes
         return max(split.depth * self.slot_bytes, -(-(self.sum_bytes + pieces) // 128) * 128)
 
     @property
@@ -168,7 +168,7 @@ class Layout:
         sizes = {"ring_s": self.split.warps * self.warp_bytes}
         if self.split.cluster > 1:
             sizes |= {"box_s": (self.split.cluster - 1) * self.items * 16, "arrived_s": 16}
-        return sizes | ({"b_s": ROWS * self.steps * self.b_row_bytes} if self.steps else {})
+        return sizes | ({"b_s": MMA_ROWS * self.steps * self.b_row_bytes} if self.steps else {})
 
 
 def fits(split: Split, n: int, k: int, rank: int = 0) -> bool:

@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, div, less, mul, rem
-from qerl_kernels.nvfp4_matmul.api import ROWS
+from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS
 from qerl_kernels.nvfp4_matmul.split import Layout, Split
 
 
@@ -74,7 +74,7 @@ class Sums:
             for o, four in enumerate(row):
                 for i, value in enumerate(four):  # feature g + 8 h, token 2 q + e
                     h, e = divmod(i, 2)
-                    byte = (8 * o + e) * row_bytes + 4 * (ROWS * r + 8 * h)
+                    byte = (8 * o + e) * row_bytes + 4 * (MMA_ROWS * r + 8 * h)
                     lanes.store_shared(at, [value], byte=byte)
 
     def item(self, start: int) -> tuple[ir.Value, ir.Value]:

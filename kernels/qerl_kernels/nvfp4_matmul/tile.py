@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from qerl_kernels.dispatch import MULTIPROCESSORS, SMEM_BYTES
-from qerl_kernels.nvfp4_matmul import api
+from qerl_kernels.nvfp4_matmul import lora_input
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 # Clusters of so many blocks that an H200 holds, one block a multiprocessor, as its driver says
@@ -76,9 +76,9 @@ class Tile:
 
 
 def can_fuse(tile: Tile, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Whether adapters with B of these shapes can be added within the kernel: as `api.can_fuse` says, none beginning
-    within a tile."""
-    return n % TILE == 0 and api.can_fuse(n, shapes, TILE * tile.rows)
+    """Whether this kernel can add adapters with B of these shapes: `lora_input.can_fuse`, and none begins within a
+    tile."""
+    return n % TILE == 0 and lora_input.can_fuse(n, shapes, TILE * tile.rows)
 
 
 def clusters_at_once(tile: Tile, sms: int) -> int:

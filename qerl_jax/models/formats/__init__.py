@@ -4,7 +4,7 @@ two middle ones; quantizers in numpy, one file a format.
 
 from __future__ import annotations
 
-from qerl_kernels.nvfp4_matmul.api import Mxfp4, Nvfp4, PackedNvfp4
+from qerl_kernels.formats import Mxfp4, Nvfp4, PackedNvfp4
 
 from qerl_jax.models.formats.dense import Dense
 from qerl_jax.models.formats.nf4 import Nf4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from qerl_kernels.nvfp4_matmul.api import MXFP4_BLOCK, Mxfp4
+from qerl_kernels.formats import MXFP4_BLOCK, Mxfp4
 
 from qerl_jax.models.formats.nvfp4 import encode_e2m1, max_magnitude, pack_codes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from qerl_kernels.nvfp4_matmul.api import NVFP4_BLOCK, Nvfp4
+from qerl_kernels.formats import NVFP4_BLOCK, Nvfp4
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0

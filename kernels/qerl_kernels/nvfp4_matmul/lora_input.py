@@ -1,0 +1,58 @@
+"""The LoRA input of the NVFP4 GEMM: the arrays in which its kernels take `lora_x`, the `x A` of the adapters.
+
+Axes: M rows of x, P split-K partials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+MAX_RANK = 64  # largest rank of an adapter that a kernel adds; columns of `lora_x` for each adapter
+# Whole: MAX_RANK columns for each adapter, zeros past its rank, S = MAX_RANK · adapters. Or split-K partials in fp32,
+# to be added up and rounded, the ranks side by side in C columns.
+LoraX = Float[Array, "M S"] | Float32[Array, "P M C"]
+MMA_ROWS = 16  # output features, and ranks, of one `mma.m16n8k16`
+
+
+def is_lora_x(array: jax.Array | None, rows: int, ranks: Sequence[int]) -> bool:
+    """Whether `array` is a `LoraX` of bf16 or of fp32 partials for adapters of these `ranks`. One adapter alone may
+    keep its rank. Without adapters it is None."""
+    if array is None or not ranks:
+        return array is None and not ranks
+    if array.ndim == 3:
+        return array.shape == (max(1, len(array)), rows, sum(ranks)) and array.dtype == jnp.float32
+    columns = (MAX_RANK * len(ranks), *(ranks if len(ranks) == 1 else ()))
+    return array.shape in {(rows, some) for some in columns} and array.dtype == jnp.bfloat16
+
+
+def pad_lora_x(of_each: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
+    """`x A` of the adapters side by side, each padded with zeros to `MAX_RANK` columns: s = MAX_RANK · adapters."""
+    return jnp.concatenate([jnp.pad(own, ((0, 0), (0, MAX_RANK - own.shape[1]))) for own in of_each], axis=1)
+
+
+def split_lora_x(whole: Float[Array, "m s"], ranks: Sequence[int]) -> list[Float[Array, "m r"]]:
+    """The inverse of `pad_lora_x`."""
+    return [whole[:, MAX_RANK * i :][:, :rank] for i, rank in enumerate(ranks)]
+
+
+def can_fuse(n: int, shapes: Sequence[tuple[int, int]], features: int = MMA_ROWS) -> bool:
+    """Whether a kernel can add adapters with B of these shapes [rank, features]: their ranks are multiples of 8 up to
+    `MAX_RANK`, they cover all n output features, and each begins at a multiple of `features`."""
+    ends = np.cumsum([width for _, width in shapes])
+    return (
+        bool(len(ends))
+        and ends[-1] == n
+        and n % MMA_ROWS == 0
+        and all(rank % 8 == 0 and 0 < rank <= MAX_RANK for rank, _ in shapes)
+        and all(end % features == 0 for end in ends[:-1])
+    )
+
+
+def describe(array: jax.Array | None) -> str:
+    """For messages: dtype and shape."""
+    return "not given" if array is None else f"{array.dtype}{list(array.shape)}"
