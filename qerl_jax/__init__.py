@@ -16,14 +16,13 @@ from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.engine import Progress, generate, stream
-from qerl_jax.rollout.plan import Engine
-from qerl_jax.types import Batch, Finish, Policy, Prompts, Rollout, Sampling, TrainState
+from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout, Sampling, TrainState
 
 __all__ = [
     "Batch",
     "Config",
     "Engine",
-    "Finish",
+    "FinishReason",
     "Lora",
     "LoraConfig",
     "ModelConfig",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from qerl_jax import aqn
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
-from qerl_jax.types import Sampling
+from qerl_jax.types import Engine, Sampling
 
 
 class ConfigError(ValueError):
@@ -231,6 +231,18 @@ class Config:
             top_p=self.eval_top_p,
             num_generations=self.eval_num_generations,
         )
+
+    @property
+    def engine(self) -> Engine:
+        """How training rollouts are executed."""
+        return Engine(
+            memory_gb=self.rollout_memory_gb, batch_invariant=self.batch_invariant, kv_cache_dtype=self.kv_cache_dtype
+        )
+
+    @property
+    def eval_engine(self) -> Engine:
+        """How evaluations are executed: as training rollouts, `eval_batch_size` completions together."""
+        return dataclasses.replace(self.engine, slots=self.eval_batch_size)
 
     @property
     def overlong_tokens(self) -> int:

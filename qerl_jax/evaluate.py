@@ -19,8 +19,8 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.evaluation import Evaluation
 from qerl_jax.rewards.workers import check_rewards, load_rewards
-from qerl_jax.rollout.plan import Engine, cache_note
-from qerl_jax.types import Sampling
+from qerl_jax.rollout.plan import cache_note
+from qerl_jax.types import Engine, Sampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,7 @@ from qerl_jax.reporting.evaluation import Evaluation, interval
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.outcomes import Reward
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.plan import Engine
-from qerl_jax.types import Finish, Policy, Sampling
+from qerl_jax.types import Engine, FinishReason, Policy, Sampling
 
 
 def evaluate(
@@ -59,9 +58,9 @@ def evaluate(
         high=high,
         pass_at_k=float((correct.max(axis=1) > 0).mean()),
         format=float(np.mean(functions.soft_format(completions=texts))),
-        truncated=float(np.mean(np.asarray(rollout.finish) == Finish.LENGTH)),
+        truncated=float(np.mean(np.asarray(rollout.finish) == FinishReason.LENGTH)),
         mean_length=float(np.mean(np.asarray(rollout.lengths - rollout.prompt_lengths))),
         problems=len(problems),
         generations=sampling.num_generations,
-        failed=int(np.sum(np.asarray(rollout.finish) == Finish.FAILED)),
+        failed=int(np.sum(np.asarray(rollout.finish) == FinishReason.FAILED)),
     )

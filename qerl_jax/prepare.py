@@ -19,7 +19,7 @@ from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.workers import Rewards, check_rewards, load_rewards
-from qerl_jax.rollout.plan import Engine, cache_note, make_plan
+from qerl_jax.rollout.plan import cache_note, make_plan
 from qerl_jax.types import Policy
 
 
@@ -32,7 +32,6 @@ class Run:
     console: Console
     policy: Policy
     rewards: Rewards
-    engine: Engine
     stream: Stream
     test_problems: list[EncodedProblem]
 
@@ -53,16 +52,11 @@ def prepare(config: Config, console: Console) -> Run:
     )
     policy = load(config)
     lengths = config.max_prompt_length, config.max_completion_length
-    engine = Engine(
-        memory_gb=config.rollout_memory_gb,
-        batch_invariant=config.batch_invariant,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
-    make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)
+    make_plan(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
     if note := cache_note(policy, config.kv_cache_dtype):
         console.print(note, soft_wrap=True)
     stream, test_problems = load_problems(config, policy, console)
-    return Run(config, directory, console, policy, rewards, engine, stream, test_problems)
+    return Run(config, directory, console, policy, rewards, stream, test_problems)
 
 
 def check(config: Config) -> None:

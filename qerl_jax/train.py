@@ -48,7 +48,7 @@ from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.collect import Experience, collect
 from qerl_jax.rollout.engine import generate
-from qerl_jax.types import Finish, Policy, Rollout, TrainState
+from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
 
 STOPPED = 130  # exit code
 perturb = jax.jit(aqn.perturb)
@@ -202,7 +202,7 @@ def collect_step(run: Run, actor: Policy, state: TrainState, phases: Phases) -> 
     def roll(items: list[EncodedProblem], key: jax.Array) -> Rollout:
         prompts = to_prompts(items, config.max_prompt_length, actor.config.pad_token_id)
         with phases("rollout"):
-            return jax.block_until_ready(generate(actor, prompts, config.sampling, key, run.engine))
+            return jax.block_until_ready(generate(actor, prompts, config.sampling, key, config.engine))
 
     def score(items: list[EncodedProblem], rollout: Rollout) -> tuple[list[float], dict[str, list[float]]]:
         rows = [items[p].problem for p in np.asarray(rollout.prompt_index)]
@@ -219,7 +219,7 @@ def collect_step(run: Run, actor: Policy, state: TrainState, phases: Phases) -> 
         prompts, answers = [row.prompt for row in rows], [row.answer for row in rows]
         with phases("grading"):
             rewards, parts = functions.score(run.rewards, config.reward_weights, prompts, texts, answers, **columns)
-        failed = np.asarray(rollout.finish) == Finish.FAILED  # they count in no mean of their group
+        failed = np.asarray(rollout.finish) == FinishReason.FAILED  # they count in no mean of their group
         return np.where(failed, np.nan, rewards).tolist(), parts
 
     key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
@@ -238,7 +238,7 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
             run.test_problems,
             config.eval_sampling,
             config.seed,
-            engine=dataclasses.replace(run.engine, slots=config.eval_batch_size),
+            engine=config.eval_engine,
             reward=judge[name],
         )
 

@@ -16,7 +16,7 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.rollout.sampling import sample
-from qerl_jax.types import Finish, Policy, Sampling
+from qerl_jax.types import FinishReason, Policy, Sampling
 
 logits_of = jax.jit(policy_logits)
 logprobs_of = jax.jit(token_logprobs, static_argnames=("temperature", "chunk"))
@@ -62,15 +62,15 @@ def plain_rollout(
     for p, prompt in enumerate(prompts):
         for g in range(sampling.num_generations):
             row_key = keys.for_rows(key, jnp.array([p]), jnp.array([g]))
-            ids, logprobs, finish = list(prompt), [], Finish.LENGTH
+            ids, logprobs, finish = list(prompt), [], FinishReason.LENGTH
             width = len(prompt) + sampling.max_new_tokens  # one trace: what follows a token does not touch it
-            while len(logprobs) < sampling.max_new_tokens and finish == Finish.LENGTH:
+            while len(logprobs) < sampling.max_new_tokens and finish == FinishReason.LENGTH:
                 padded = np.array([ids + [0] * (width - len(ids))], np.int32)
                 logits = forward(policy, padded, len(prompt))[:, len(ids) - 1]
                 token, logprob = draw(logits, sampling, keys.for_positions(row_key, jnp.array([len(ids)])))
                 ids.append(int(token[0]))
                 logprobs.append(float(logprob[0]))
-                finish = Finish.EOS if ids[-1] in policy.config.eos_token_ids else Finish.LENGTH
+                finish = FinishReason.EOS if ids[-1] in policy.config.eos_token_ids else FinishReason.LENGTH
             rows.append((ids[len(prompt) :], logprobs, finish))
     return rows
 

@@ -10,6 +10,7 @@ from qerl_jax import prepare, train
 from qerl_jax.config import Config, ConfigError, differences, dump, load, to_mapping
 from qerl_jax.data.files import DataError
 from qerl_jax.io import assets
+from qerl_jax.types import Engine
 
 
 def test_round_trip_through_yaml(tmp_path):
@@ -81,6 +82,14 @@ def test_one_dataset_or_several(tmp_path):
     assert config.reward_columns == ("level",)
     path.write_text(dump(config))
     assert load(path) == config
+
+
+def test_engines_carry_every_field_that_decides_a_rollout():
+    fields = {"rollout_memory_gb": 3.5, "batch_invariant": True, "kv_cache_dtype": "fp8_e4m3"}
+    config = Config(model="m", eval_batch_size=5, **fields)
+    expected = Engine(memory_gb=3.5, batch_invariant=True, kv_cache_dtype="fp8_e4m3")
+    assert config.engine == expected
+    assert config.eval_engine == dataclasses.replace(expected, slots=5)
 
 
 def test_rewards_come_from_the_dataset_unless_named():

@@ -25,7 +25,6 @@ from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.workers import Rewards
 from qerl_jax.rl.step import init_state
-from qerl_jax.rollout.plan import Engine
 from qerl_jax.types import Sampling
 
 
@@ -276,7 +275,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
 
     state = init_state(policy, config)
     phases = Phases(tmp_path, None, Console())
-    run = prepare.Run(config, tmp_path, console, policy, Rewards(spy=reward), Engine(), stream, [])
+    run = prepare.Run(config, tmp_path, console, policy, Rewards(spy=reward), stream, [])
     experience = train.collect_step(run, policy, state, phases)
     ((prompts, answers, hints),) = seen
     assert [item.problem.prompt for item in experience.items] == prompts[:: config.num_generations]

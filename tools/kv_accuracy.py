@@ -24,6 +24,7 @@ from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.prompts import encode
 from qerl_jax.io.assets import model_path
 from qerl_jax.rollout import plan
+from qerl_jax.types import KV_CACHE_DTYPES
 
 QUERY_BIAS = 4.0
 
@@ -81,7 +82,7 @@ def main() -> None:
         plan.most_key_bias = lambda _: float("inf")
     for bias in args.key_bias:
         biased = with_key_bias(policy, bias) if bias else policy
-        for name in plan.KV_CACHE_DTYPES:
+        for name in KV_CACHE_DTYPES:
             line = measure(biased, prompts, Sampling(args.new_tokens), Engine(slots=32, kv_cache_dtype=name))
             note = plan.cache_note(biased, name)
             about = f"{args.model} {args.dtype}, key bias {bias:g}, {name}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Dataset, Problem, load_dataset
-from qerl_jax.types import Finish, Prompts, Rollout, completion_ids
+from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
 
 OVERLONG = ("drop", "truncate_left", "error")
 _TEXTS_AT_ONCE = 1024
@@ -133,5 +133,5 @@ def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
     """Text of every completion, without the EOS that ended it; other special tokens stay, because rewards look for
     them.
     """
-    ended = np.asarray(rollout.finish) == Finish.EOS
+    ended = np.asarray(rollout.finish) == FinishReason.EOS
     return [tokenizer.decode(ids[:-1] if eos else ids) for ids, eos in zip(completion_ids(rollout), ended, strict=True)]

@@ -24,7 +24,7 @@ from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
 from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, ModelConfig
 from qerl_jax.rl.step import init_state
-from qerl_jax.rollout.plan import Engine, cache_note, make_plan
+from qerl_jax.rollout.plan import cache_note, make_plan
 from qerl_jax.types import Policy, TrainState
 
 
@@ -286,12 +286,10 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     scores = (4 + e) * heads * rows * width**2
 
     lengths = config.max_prompt_length, config.max_completion_length
-    engine = Engine(memory_gb=config.rollout_memory_gb, kv_cache_dtype=config.kv_cache_dtype)
-    rollout = make_plan(policy, config.num_prompts, config.num_generations, *lengths, engine)
+    rollout = make_plan(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
     evaluation = None
     if config.eval_dataset:
-        engine = dataclasses.replace(engine, slots=config.eval_batch_size)
-        evaluation = make_plan(policy, config.eval_samples, config.eval_num_generations, *lengths, engine)
+        evaluation = make_plan(policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine)
     if config.gradient_checkpointing:
         kept, working = 4 * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
     else:

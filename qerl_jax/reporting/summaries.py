@@ -16,7 +16,7 @@ from qerl_jax import aqn
 from qerl_jax.rewards.outcomes import FLAGS
 from qerl_jax.rl.step import learning_rate
 from qerl_jax.rollout.collect import Experience, equal_groups
-from qerl_jax.types import Finish, TrainState
+from qerl_jax.types import FinishReason, TrainState
 
 
 def step_metrics(
@@ -35,7 +35,7 @@ def step_metrics(
     """
     rollout = experience.rollout
     lengths = np.asarray(rollout.lengths - rollout.prompt_lengths)
-    clipped = np.asarray(rollout.finish) == Finish.LENGTH
+    clipped = np.asarray(rollout.finish) == FinishReason.LENGTH
     ended = lengths[~clipped]
     grouped = experience.rewards.reshape(-1, num_generations)
     metrics = {name: float(value) for name, value in update.items()}
@@ -51,7 +51,7 @@ def step_metrics(
         "completions/mean_terminated_length": float(ended.mean()) if len(ended) else 0.0,
         "completions/min_terminated_length": float(ended.min()) if len(ended) else 0.0,
         "completions/max_terminated_length": float(ended.max()) if len(ended) else 0.0,
-        "completions/failed": float((np.asarray(rollout.finish) == Finish.FAILED).sum()),
+        "completions/failed": float((np.asarray(rollout.finish) == FinishReason.FAILED).sum()),
         "tokens_per_second": float(lengths.sum()) / timing["time/rollout"],
         "step_time": sum(timing.values()),
         "dynamic_sampling/refilled_groups": float(experience.refilled),
@@ -111,5 +111,5 @@ def completion_columns(
         **{f"rewards/{name}": values.tolist() for name, values in experience.reward_parts.items()},
         "advantage": np.asarray(advantages).tolist(),
         "length": np.asarray(rollout.lengths - rollout.prompt_lengths).tolist(),
-        "finish": [Finish(int(value)).name.lower() for value in np.asarray(rollout.finish)],
+        "finish": [FinishReason(int(value)).name.lower() for value in np.asarray(rollout.finish)],
     }

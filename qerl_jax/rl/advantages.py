@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from qerl_jax.types import Batch, Finish, Rollout
+from qerl_jax.types import Batch, FinishReason, Rollout
 
 _EPSILON = 1e-4  # of TRL and QeRL
 
@@ -65,12 +65,12 @@ def make_batch(
     `mask_truncated_completions`. The tokens of failed rows give way to those of one that did not fail: what broke them
     would break the trainer's pass over them, too, and 0 · NaN is NaN in a gradient that all rows share.
     """
-    rows = rollout.finish != Finish.FAILED
+    rows = rollout.finish != FinishReason.FAILED
     tokens = jnp.where(rows[:, None], rollout.tokens, rollout.tokens[jnp.argmax(rows)])
     if rewards is not None:
         rows &= ~jnp.isnan(jnp.asarray(rewards))
     if mask_truncated_completions:
-        rows &= rollout.finish != Finish.LENGTH
+        rows &= rollout.finish != FinishReason.LENGTH
     return Batch(
         tokens,
         rollout.logprobs,

@@ -23,7 +23,7 @@ from qerl_jax.models.lora import side_by_side
 from qerl_jax.models.qwen2 import ModelConfig, Qwen2
 from qerl_jax.rollout.plan import Plan
 from qerl_jax.rollout.sampling import sample
-from qerl_jax.types import Finish, Policy, Sampling
+from qerl_jax.types import FinishReason, Policy, Sampling
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["cache", "hidden", "lengths"], meta_fields=[])
@@ -105,7 +105,7 @@ def _empty(key: Array, config: ModelConfig, dtype: jnp.dtype, plan: Plan, rows: 
         jnp.full((rows, plan.limit), config.pad_token_id, jnp.int32),
         jnp.zeros((rows, plan.limit), jnp.float32),
         jnp.zeros(rows, jnp.int32),
-        jnp.full(rows, Finish.LENGTH, jnp.int8),
+        jnp.full(rows, FinishReason.LENGTH, jnp.int8),
     )
     return held, Slots(
         cache=kv.init_cache(slots, plan.limit, *shape),
@@ -235,7 +235,11 @@ def _step(
     out = slots.outputs
     here = jnp.where(live, slots.rows, out.counts.shape[0])  # out of range: dropped
     over = jnp.where(slots.active, slots.rows, out.counts.shape[0])
-    finish = jnp.where(ended, jnp.int8(Finish.EOS), jnp.where(failed, jnp.int8(Finish.FAILED), jnp.int8(Finish.LENGTH)))
+    finish = jnp.where(
+        ended,
+        jnp.int8(FinishReason.EOS),
+        jnp.where(failed, jnp.int8(FinishReason.FAILED), jnp.int8(FinishReason.LENGTH)),
+    )
     outputs = Outputs(
         out.tokens.at[here, slots.counts].set(new, mode="drop"),
         out.logprobs.at[here, slots.counts].set(logprob, mode="drop"),

@@ -21,10 +21,10 @@ from jaxtyping import Array
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.packing import Pack, pack
-from qerl_jax.rollout.plan import Engine, Plan, make_plan
+from qerl_jax.rollout.plan import Plan, make_plan
 from qerl_jax.rollout.schedule import Admission, Load, Schedule
 from qerl_jax.rollout.stop import StopWatch, cut_at_stop
-from qerl_jax.types import Policy, Prompts, Rollout, Sampling
+from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
 
 @dataclasses.dataclass(frozen=True)

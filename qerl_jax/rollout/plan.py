@@ -14,50 +14,15 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from qerl_jax.models.qwen2 import ModelConfig
-from qerl_jax.types import Policy
+from qerl_jax.types import Engine, Policy
 
 # At the tail survivors move into fewer slots; each number of them costs a compilation. A step of 7B takes 6.1 ms on an
 # H200 with 128 slots, 3.0 with 32 and 2.2 with 8: halving pays above 32, below it a quarter will do.
 _HALVED_ABOVE = 32
 _SMALLEST = 8
 _SHARE_OF_FREE = 0.9  # the rest is for activations and logits
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 _MOST_KEY_BIAS = 3.0  # times the scale of the scores: rounded, it moves one by up to 3/16 of the query's element there
 _WHOLE = 8  # caches hold a multiple of so many tokens: the attention kernel copies no less
-
-
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """How a rollout runs. Nothing here but `kv_cache_dtype` changes what is drawn, save for the rounding of the
-    logits (under FP8, where a last bit may move a key by an e4m3 step, more than that): under `batch_invariant` not
-    even that.
-
-    Attributes:
-      slots: most sequences decoded together; None: all.
-      memory_gb: what their keys and values may take, in 1e9 bytes: fewer are decoded together where not all fit. None:
-        all that `slots` asks for, or an error where the device has less than that free.
-      chunk: decode steps between two looks at which have ended. Where others wait, a slot stands idle for half a chunk
-        after a completion that reached its limit, and for one and a half after one that ended by itself.
-      batch_invariant: a completion's bits do not depend on slots, chunk, refill or neighbours (among rollouts with
-        arrays of one prompt width and one `max_new_tokens`).
-      kv_cache_dtype: "auto": keys and values are kept in the compute dtype. "fp8_e4m3": in a byte each, unscaled,
-        rounded and beyond ±448 saturated, but in layers whose key bias that would ruin (`cache_dtypes`). This does
-        change what is drawn.
-    """
-
-    slots: int | None = None
-    memory_gb: float | None = None
-    chunk: int = 8
-    batch_invariant: bool = False
-    kv_cache_dtype: str = "auto"
-
-    def __post_init__(self):
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {list(KV_CACHE_DTYPES)}")
-        for name in ("slots", "memory_gb", "chunk"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)

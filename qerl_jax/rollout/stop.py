@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.types import Finish, Rollout, completion_ids
+from qerl_jax.types import FinishReason, Rollout, completion_ids
 
 
 class StopWatch:
@@ -52,7 +52,7 @@ def cut_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: in
             range(1, len(ids)), True, key=lambda n, ids=ids: any(s in tokenizer.decode(ids[:n]) for s in stop)
         )
         lengths[row] = int(rollout.prompt_lengths[row]) + kept
-        tokens[row, lengths[row] :], logprobs[row, lengths[row] :], finish[row] = pad, 0, Finish.STOP
+        tokens[row, lengths[row] :], logprobs[row, lengths[row] :], finish[row] = pad, 0, FinishReason.STOP
     return rollout.replace(
         tokens=jnp.asarray(tokens),
         logprobs=jnp.asarray(logprobs),

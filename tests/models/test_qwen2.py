@@ -18,7 +18,7 @@ from qerl_jax.models import cache as kv
 from qerl_jax.models import ragged
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout.engine import generate
-from qerl_jax.types import Finish, Policy, Sampling
+from qerl_jax.types import FinishReason, Policy, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_stories_greedy_ids_are_the_recorded_ones_through_the_rollout(stories_di
     policy = fp32_policy(stories_dir)
     rollout = generate(policy, [[int(ids[0])]], Sampling(len(ids) - 1, temperature=0), jax.random.key(0))
     np.testing.assert_array_equal(rollout.tokens[0], ids)
-    assert int(rollout.finish[0]) == Finish.LENGTH and int(rollout.lengths[0]) == len(ids)
+    assert int(rollout.finish[0]) == FinishReason.LENGTH and int(rollout.lengths[0]) == len(ids)
     logits = logits_of(policy, ids[None, :64])[0]
     np.testing.assert_allclose(logits, golden["logits_first64"], atol=1e-4, rtol=0)
 

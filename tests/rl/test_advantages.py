@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.rl.advantages import group_advantages, make_batch
-from qerl_jax.types import Finish, Rollout
+from qerl_jax.types import FinishReason, Rollout
 
 NAN = float("nan")
 
@@ -85,7 +85,7 @@ def rollout() -> Rollout:
         logprobs=jnp.zeros((4, 6)),
         prompt_lengths=jnp.asarray([2, 2, 1, 1], jnp.int32),
         lengths=jnp.asarray([4, 6, 3, 5], jnp.int32),
-        finish=jnp.asarray([Finish.EOS, Finish.LENGTH, Finish.FAILED, Finish.STOP], jnp.int8),
+        finish=jnp.asarray([FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED, FinishReason.STOP], jnp.int8),
         prompt_index=jnp.asarray([0, 0, 1, 1], jnp.int32),
     )
 
@@ -107,5 +107,5 @@ def test_the_tokens_of_a_failed_row_give_way_to_a_sound_ones():
     np.testing.assert_array_equal(make_batch(rollout(), jnp.zeros(4)).tokens, tokens[[0, 1, 0, 3]])
     first = rollout().replace(finish=rollout().finish[jnp.array([2, 0, 1, 3])])
     np.testing.assert_array_equal(make_batch(first, jnp.zeros(4)).tokens, tokens[[1, 1, 2, 3]])
-    none = rollout().replace(finish=jnp.full(4, Finish.FAILED, jnp.int8))
+    none = rollout().replace(finish=jnp.full(4, FinishReason.FAILED, jnp.int8))
     assert not make_batch(none, jnp.zeros(4)).loss_mask.any()

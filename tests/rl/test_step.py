@@ -18,7 +18,7 @@ from oracles import torch_grpo, torch_qwen2
 from qerl_jax.config import Config
 from qerl_jax.io.adapter import map_adapters, map_norms
 from qerl_jax.rl.step import grpo_step, init_state, learning_rate
-from qerl_jax.types import Batch, Finish, Policy, TrainState
+from qerl_jax.types import Batch, FinishReason, Policy, TrainState
 
 PROMPT, LENGTH, ROWS = 4, 11, 4
 COMPLETION = LENGTH - PROMPT
@@ -79,7 +79,7 @@ def make_batch(vocab: int, seed: int = 0, rows: int = ROWS) -> Batch:
         logprobs=jnp.asarray(np.where(mask, -rng.gamma(8, 0.5, mask.shape), 0), jnp.float32),
         prompt_lengths=jnp.asarray(prompts, jnp.int32),
         lengths=jnp.asarray(lengths, jnp.int32),
-        finish=jnp.full(rows, Finish.EOS, jnp.int8),
+        finish=jnp.full(rows, FinishReason.EOS, jnp.int8),
         prompt_index=jnp.asarray(np.arange(rows) // 2, jnp.int32),
         advantages=jnp.asarray(rng.normal(size=rows), jnp.float32),
         loss_mask=jnp.asarray(mask),

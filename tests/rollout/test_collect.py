@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.rollout.collect import collect, equal_groups
-from qerl_jax.types import Finish, Rollout
+from qerl_jax.types import FinishReason, Rollout
 
 NAN = float("nan")
 PROMPTS, GROUP = 3, 2
@@ -33,7 +33,7 @@ class World:
             logprobs=jnp.asarray(np.stack([rows] * 3, axis=1), jnp.float32),
             prompt_lengths=jnp.ones(len(rows), jnp.int32),
             lengths=jnp.full(len(rows), 3, jnp.int32),
-            finish=jnp.full(len(rows), Finish.EOS, jnp.int8),
+            finish=jnp.full(len(rows), FinishReason.EOS, jnp.int8),
             prompt_index=jnp.asarray(np.repeat(np.arange(len(items)), GROUP), jnp.int32),
         )
 

@@ -18,7 +18,7 @@ from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, packing
 from qerl_jax.rollout.engine import generate, stream
 from qerl_jax.rollout.plan import Engine, make_plan
-from qerl_jax.types import Finish, Policy, Prompts, Rollout, Sampling, completion_ids
+from qerl_jax.types import FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
 NEW, GROUP, PAD = 8, 2, 63
@@ -78,7 +78,7 @@ def test_shape_of_a_rollout(free):
     assert free.tokens.shape == (len(PROMPTS) * GROUP, 5 + NEW)
     assert free.prompt_lengths.tolist() == lengths and free.lengths.tolist() == [n + NEW for n in lengths]
     assert free.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert (np.asarray(free.finish) == Finish.LENGTH).all()
+    assert (np.asarray(free.finish) == FinishReason.LENGTH).all()
     completion = np.asarray(free.completion_mask)
     assert completion.sum(1).tolist() == [NEW] * 8
     assert (np.asarray(free.logprobs)[~completion] == 0).all() and (np.asarray(free.logprobs)[completion] < 0).all()
@@ -149,7 +149,7 @@ def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, f
         kept = hits[0] + 1 if hits else NEW
         start = int(free.prompt_lengths[row])
         assert int(rollout.lengths[row]) == start + kept
-        assert int(rollout.finish[row]) == (Finish.EOS if hits else Finish.LENGTH)
+        assert int(rollout.finish[row]) == (FinishReason.EOS if hits else FinishReason.LENGTH)
         np.testing.assert_array_equal(rollout.tokens[row, : start + kept], free.tokens[row, : start + kept])
         assert (np.asarray(rollout.tokens[row, start + kept :]) == PAD).all()
         np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
@@ -162,7 +162,7 @@ def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, f
 def test_eos_on_the_last_allowed_token_is_an_end_not_a_truncation(policy, free):
     row, ids = next((r, i) for r, i in enumerate(completion_ids(free)) if i[-1] not in i[:-1])
     rollout = generate(with_eos(policy, ids[-1]), PROMPTS, FREE, KEY)
-    assert int(rollout.finish[row]) == Finish.EOS and int(rollout.lengths[row]) == int(free.lengths[row])
+    assert int(rollout.finish[row]) == FinishReason.EOS and int(rollout.lengths[row]) == int(free.lengths[row])
 
 
 def test_samples_do_not_depend_on_the_batch(policy, free):
@@ -241,7 +241,7 @@ def test_limits_of_prompts_and_of_rows(policy, free, limits):
     each = np.repeat(limits, 8 // len(limits))
     for row, ids in enumerate(completion_ids(rollout)):
         assert ids == completion_ids(free)[row][: each[row]]
-        assert int(rollout.finish[row]) == Finish.LENGTH
+        assert int(rollout.finish[row]) == FinishReason.LENGTH
 
 
 def test_limits_that_are_none(policy):
@@ -271,7 +271,7 @@ def test_random_rollouts_are_cuts_of_the_free_one(policy, free):
                 ends = [i + 1 for i, token in enumerate(completions[row]) if token in eos]
                 kept = min([*ends, limits[row // GROUP]])
                 assert ids == completions[row][:kept]
-                assert int(rollout.finish[row]) == (Finish.EOS if kept in ends else Finish.LENGTH)
+                assert int(rollout.finish[row]) == (FinishReason.EOS if kept in ends else FinishReason.LENGTH)
 
 
 def test_slots_that_fit_a_memory_limit(policy):
@@ -342,7 +342,7 @@ def test_a_row_with_a_broken_logit_fails_alone(policy, free, value):
     rollout = generate(poisoned, [*PROMPTS[:3], [40, token]], FREE, KEY)
     assert_same_rows(rollout, range(6), free, range(6))
     for row in (6, 7):
-        assert int(rollout.finish[row]) == Finish.FAILED and int(rollout.lengths[row]) == 2
+        assert int(rollout.finish[row]) == FinishReason.FAILED and int(rollout.lengths[row]) == 2
         assert (np.asarray(rollout.tokens[row, 2:]) == PAD).all() and (np.asarray(rollout.logprobs[row]) == 0).all()
 
 
@@ -363,7 +363,7 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
         kept, start = min(ends, default=NEW), int(free.prompt_lengths[row])
         stopped += bool(ends)
         assert completion_ids(rollout)[row] == completion_ids(free)[row][:kept]
-        assert int(rollout.finish[row]) == (Finish.STOP if ends else Finish.LENGTH)
+        assert int(rollout.finish[row]) == (FinishReason.STOP if ends else FinishReason.LENGTH)
         assert (np.asarray(rollout.tokens[row, start + kept :]) == PAD).all()
         assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
         np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)

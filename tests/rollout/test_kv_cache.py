@@ -21,7 +21,7 @@ from qerl_jax.models.qwen2 import attend
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.plan import Engine, cache_dtypes, cache_note, make_plan, most_key_bias
-from qerl_jax.types import Finish, Policy, Sampling, completion_ids
+from qerl_jax.types import FinishReason, Policy, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
 SAMPLING = Sampling(8, temperature=0.9, num_generations=2)
@@ -117,7 +117,7 @@ def test_keys_beyond_the_range_saturate(policy):
     """Norm weights that make keys of thousands: no row fails, as all would if a key became NaN."""
     large = jax.tree.map(lambda norm: norm * 1e4, policy.norms)
     rollout = generate(policy.replace(norms=large), PROMPTS, SAMPLING, KEY, FP8)
-    assert (np.asarray(rollout.finish) == Finish.LENGTH).all() and np.isfinite(rollout.logprobs).all()
+    assert (np.asarray(rollout.finish) == FinishReason.LENGTH).all() and np.isfinite(rollout.logprobs).all()
 
 
 def test_what_the_plan_allots(policy):
