@@ -19,7 +19,7 @@ from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.workers import Rewards, check_rewards, load_rewards
-from qerl_jax.rollout.plan import cache_note, make_plan
+from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.types import Policy
 
 
@@ -52,7 +52,7 @@ def prepare(config: Config, console: Console) -> Run:
     )
     policy = load(config)
     lengths = config.max_prompt_length, config.max_completion_length
-    make_plan(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
+    choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
     if note := cache_note(policy, config.kv_cache_dtype):
         console.print(note, soft_wrap=True)
     stream, test_problems = load_problems(config, policy, console)

@@ -211,7 +211,7 @@ class Engine:
       batch_invariant: the bits of a completion do not depend on slots, chunk, refill or neighbours (among rollouts of
         one prompt width and one `max_new_tokens`).
       kv_cache_dtype: "auto": the compute dtype. "fp8_e4m3": one byte a value, unscaled, rounded, saturated at ±448,
-        except in layers whose key bias is too large for it (`rollout.plan.cache_dtypes`).
+        except in layers whose key bias is too large for it (`rollout.shapes.kv_cache_dtypes`).
     """
 
     slots: int | None = None

@@ -17,7 +17,7 @@ from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.plan import Plan
+from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import Rollout, Sampling
 
 MODEL = ModelConfig(64, 128, 128, 2, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
@@ -40,12 +40,14 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     flat, tokens = jnp.zeros(ROWS, jnp.int32), jnp.zeros((ROWS, 2 * WIDTH), jnp.int32)
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
     programs = [grpo_step.lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
-    plan = Plan(ROWS, ROWS, WIDTH, WIDTH, 0, (policy.dtype, FP8))
-    held, slots = jax.eval_shape(lambda: decode._empty(jax.random.key(0), MODEL, policy.dtype, plan, ROWS))
-    policy = policy.replace(lora=jax.eval_shape(decode.prepare, policy))
+    shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, 0, (policy.dtype, FP8))
+    prompt_cache, slots = jax.eval_shape(lambda: decode._allocate(jax.random.key(0), MODEL, policy.dtype, shapes, ROWS))
+    policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))
     for invariant in (False, True):
-        programs.append(decode.prefill.lower(policy, held, jnp.zeros(16, jnp.int32), flat, flat, WIDTH, invariant))
-        programs.append(decode.decode_chunk.lower(policy, held, slots, Sampling(WIDTH), 2, invariant))
+        programs.append(
+            decode.prefill.lower(policy, prompt_cache, jnp.zeros(16, jnp.int32), flat, flat, WIDTH, invariant)
+        )
+        programs.append(decode.decode_chunk.lower(policy, prompt_cache, slots, Sampling(WIDTH), 2, invariant))
     for program in programs:
         found = products(program)
         assert len(found) >= 20  # of one layer: four weights, seven adapters, scores and values

@@ -19,8 +19,7 @@ from qerl_jax import train
 from qerl_jax.io.adapter import adapter_config
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.plan import Engine
-from qerl_jax.types import Sampling, completion_ids
+from qerl_jax.types import Engine, Sampling, completion_ids
 
 ROOT = Path(__file__).resolve().parent.parent
 

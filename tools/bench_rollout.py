@@ -4,11 +4,10 @@ kernel, peak memory, beside vLLM's rows where a file of them is given.
     python tools/bench_rollout.py 7B --batch 8 32 128 --out tools/results/nvidia-h200 [--rival vllm.json]
 
 Prompts are distinct, completions have a fixed length (no EOS), temperature 1, log-probabilities on, adapters on all
-seven projections. Decode milliseconds a step are the difference of a long and a 32-token rollout, divided by the
-difference of their lengths, medians of `--repeats` after a first one. `--spread` draws the length of each completion,
-within a group too, between 1/8 and all of the long one (drawn again from a queue as slots come free) and reports
-tokens/s; the host does not know these lengths beforehand, as with EOS. The seconds of `--new-tokens 1` are those of the
-prefill and one step.
+seven projections. Decode milliseconds a step: the time of a long rollout minus that of a 32-token one, divided by the
+difference in tokens; medians of `--repeats` after a first run. `--spread` draws the length of each completion between
+1/8 and all of the longest, with four times as many sequences as slots, and reports tokens/s; as with EOS, the host does
+not know these lengths beforehand. `--new-tokens 1` measures the prefill and one decode step.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ KINDS = (  # the first pattern that a kernel's name matches
 )
 
 
-class _Unforeseen(engine._Run):
-    """Completions end at their limits on the device; the host believes that all may have the most tokens."""
+class _UnknownLengths(engine._Run):
+    """Completions end at their limits on the device; the host assumes the largest limit for all of them."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
         self.most = self.sampling.max_new_tokens
-        slots = self.plan.slots, self.plan.prompt_slots
+        slots = self.shapes.slots, self.shapes.prompt_slots
         self.schedule = Schedule([self.most] * len(self.limits), self.sampling.num_generations, *slots)
 
     def _admit(self, admissions, stopped) -> None:
@@ -59,7 +58,7 @@ class _Unforeseen(engine._Run):
 
 
 class Case:
-    """One policy and batch: distinct prompts, or groups whose completions differ in length."""
+    """One policy and batch: distinct prompts, or groups with completions of different lengths."""
 
     def __init__(self, args: argparse.Namespace, policy: Policy, batch: int, new_tokens: int) -> None:
         rows = 4 * batch if args.spread else batch
@@ -77,21 +76,21 @@ class Case:
         self.limits = np.random.default_rng(1).integers(shortest, new_tokens + 1, rows) if args.spread else None
 
     def run(self, i: int, limits: np.ndarray | int | None = None):
-        """A rollout with its own key; `limits` as in `generate`, or one for all."""
+        """A rollout with its own key; `limits` as in `generate`, or one number for all."""
         if isinstance(limits, int):
             limits = np.full(self.prompts.tokens.shape[0], limits)
         key = keys.for_step(0, keys.Purpose.SAMPLE, i)
-        with unittest.mock.patch.object(engine, "_Run", _Unforeseen if self.limits is not None else engine._Run):
+        with unittest.mock.patch.object(engine, "_Run", _UnknownLengths if self.limits is not None else engine._Run):
             return generate(self.policy, self.prompts, self.sampling, key, self.engine, limits)
 
     def seconds(self, repeats: int, limits: np.ndarray | int | None) -> float:
-        """Median of so many rollouts, all compiled."""
+        """Median seconds over `repeats` rollouts, all compiled."""
         return timed_warm(lambda i: self.run(i, limits), repeats)[1]
 
 
 def time_by_kind(case: Case) -> dict[str, float]:
-    """Milliseconds of GPU kernels a decode step by kind: the difference of a profile of 32 tokens and one of 64, so
-    that the prefill is not in it. Command buffers are off while profiling.
+    """Milliseconds of GPU kernels a decode step by kind, without the prefill: a profile of 64 tokens minus one of 32.
+    Command buffers are off while profiling.
     """
     short, long = by_name(case, SHORT), by_name(case, 2 * SHORT)
     step = {name: (ms - short[name]) / SHORT for name, ms in long.items()}
@@ -104,7 +103,7 @@ def time_by_kind(case: Case) -> dict[str, float]:
 
 
 def by_name(case: Case, tokens: int) -> dict[str, float]:
-    """Milliseconds of each GPU kernel over a rollout of so many tokens."""
+    """Milliseconds of each GPU kernel over a rollout of `tokens` tokens."""
     names: dict[str, float] = collections.Counter()
     for kernel in profiled(lambda: case.run(99, tokens)):
         names[kernel.name] += kernel.duration_ns * 1e-6
@@ -122,8 +121,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[256])
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--spread", action="store_true", help="lengths 1:8, four fillings of the slots")
-    parser.add_argument("--batch-invariant", action="store_true", help="in that mode")
+    parser.add_argument("--spread", action="store_true", help="lengths from 1/8 to all, four sequences a slot")
+    parser.add_argument("--batch-invariant", action="store_true", help="batch-invariant mode")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--profile", action="store_true", help="time by kind of kernel")
     parser.add_argument("--compile-only", action="store_true", help="run each once, to fill JAX's compilation cache")
@@ -158,7 +157,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[dict, str]:
-    """One row and a line about it."""
+    """A row of results and a line of text."""
     batch, new_tokens = case.batch, case.new_tokens
     started = time.perf_counter()
     rollout = jax.block_until_ready(case.run(0, case.limits))

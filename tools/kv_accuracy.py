@@ -1,14 +1,12 @@
-"""How far FP8 keys and values move a rollout away from the trainer, at sigma = 0.
+"""Mismatch between rollout and trainer with FP8 keys and values, at sigma = 0.
 
     python tools/kv_accuracy.py MODEL [--dtype float32] [--key-bias 0 32 300] [--all-layers]
 
-MODEL is a directory or "tiny". Prompts are the generated arithmetic problems; a model without a tokenizer continues
-token 1.
-Prints for each `kv_cache_dtype` the mean |Δ logprob| and KL(sampled ‖ trainer) of the tokens drawn (the estimator
+MODEL: a directory or "tiny". Prompts: arithmetic problems; without a tokenizer, token 1.
+Prints for each `kv_cache_dtype` the mean |Δ logprob| and KL(sampled ‖ trainer) of the sampled tokens (the estimator
 `expm1(d) − d` that training logs), with the standard error over the completions. `--key-bias` sets one low-frequency
-element of each key head's bias in layer 0, and that of each query head to 4, for rollout and trainer alike, much as
-Qwen2.5 has them: beyond 3 √(head dim) that layer keeps the compute dtype, unless `--all-layers` has it in e4m3 all the
-same.
+element of each key head's bias in layer 0, and that of each query head to 4, in rollout and trainer alike, similar to
+Qwen2.5's biases. Beyond 3 √(head dim) that layer keeps the compute dtype; `--all-layers` forces e4m3.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ from qerl_jax import Engine, LoraConfig, Policy, Sampling, generate, keys, load_
 from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.prompts import encode
 from qerl_jax.io.assets import model_path
-from qerl_jax.rollout import plan
+from qerl_jax.rollout import shapes
 from qerl_jax.types import KV_CACHE_DTYPES
 
 QUERY_BIAS = 4.0
 
 
 def with_key_bias(policy: Policy, value: float) -> Policy:
-    """The last element of the first half of each head's bias in layer 0, which rotary turns slowest: `value` for keys,
-    `QUERY_BIAS` for queries.
+    """The policy with one element of each head's bias in layer 0 set: `value` for keys, `QUERY_BIAS` for queries. It is
+    the last of the head's first half, which has the lowest rotary frequency.
     """
     config = policy.config
     frozen = jax.tree.map(lambda leaf: leaf, policy.frozen)
@@ -44,7 +42,7 @@ def with_key_bias(policy: Policy, value: float) -> Policy:
 
 
 def prompts_of(policy: Policy, count: int) -> list[list[int]]:
-    """Token lists: arithmetic problems, or without a tokenizer token 1 alone."""
+    """Token lists: arithmetic problems, or [1] without a tokenizer."""
     if policy.tokenizer is None:
         return [[1]] * count
     problems = load_dataset("arithmetic", "test", "question", "answer", limit=count).problems
@@ -52,7 +50,7 @@ def prompts_of(policy: Policy, count: int) -> list[list[int]]:
 
 
 def measure(policy: Policy, prompts: list[list[int]], sampling: Sampling, engine: Engine) -> str:
-    """A rollout against the trainer's log-probabilities of its tokens."""
+    """Compare the log-probabilities of a rollout with the trainer's."""
     rollout = generate(policy, prompts, sampling, keys.for_step(0, keys.Purpose.SAMPLE, 0), engine)
     trainer = jax.jit(token_logprobs)(policy, rollout.tokens, rollout.attention_mask)
     mask = np.asarray(rollout.completion_mask)[:, 1:]
@@ -61,7 +59,9 @@ def measure(policy: Policy, prompts: list[list[int]], sampling: Sampling, engine
     for name, each in (("mean |Δ logprob|", np.abs(d)), ("KL", np.expm1(d) - d)):
         total, weight = each.sum(axis=1), mask.sum(axis=1)
         mean = total.sum() / weight.sum()
-        error = np.sqrt(((total - mean * weight) ** 2).sum()) / weight.sum()  # of a ratio, rows independent
+        error = (
+            np.sqrt(((total - mean * weight) ** 2).sum()) / weight.sum()
+        )  # standard error of a ratio of sums over independent rows
         parts.append(f"{name} {mean:.2e} ± {error:.0e}")
     return f"{', '.join(parts)}, {int(mask.sum())} tokens"
 
@@ -79,12 +79,12 @@ def main() -> None:
     policy = load_policy(model_path(args.model), lora=LoraConfig(rank=0), dtype=jnp.dtype(args.dtype))
     prompts = prompts_of(policy, args.completions)
     if args.all_layers:
-        plan.most_key_bias = lambda _: float("inf")
+        shapes.max_key_bias = lambda _: float("inf")
     for bias in args.key_bias:
         biased = with_key_bias(policy, bias) if bias else policy
         for name in KV_CACHE_DTYPES:
             line = measure(biased, prompts, Sampling(args.new_tokens), Engine(slots=32, kv_cache_dtype=name))
-            note = plan.cache_note(biased, name)
+            note = shapes.cache_note(biased, name)
             about = f"{args.model} {args.dtype}, key bias {bias:g}, {name}"
             print(f"{about}: {line}" + (f" ({note})" if note else ""), flush=True)
 

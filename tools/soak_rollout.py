@@ -1,9 +1,9 @@
-"""Rollouts for minutes on end: does memory stay where it was after the first ones?
+"""Rollouts for several minutes: does memory stay constant after the first ones?
 
     python tools/soak_rollout.py MODEL [--minutes 10] [--batch 32] [--new-tokens 64]
 
-Every rollout has other prompts, in groups of four, and other lengths, so that slots are refilled and compacted. Prints
-resident and device memory; exit code 1 if either ends more than 2 % above what it was after a fifth of the time.
+Every rollout has new prompts, in groups of four, and new lengths, so that slots are refilled and compacted. Prints
+resident and device memory; exit code 1 if either ends more than 2 % above its value after a fifth of the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALLOWED = 1.02
 
 
 def resident_bytes() -> int:
-    """Memory of this process: what it holds now where /proc says so, else the most it held."""
+    """Resident memory of this process now (Linux), or its peak elsewhere."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         return int(pages.read_text().split()[1]) * resource.getpagesize()

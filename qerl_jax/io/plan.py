@@ -24,7 +24,7 @@ from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
 from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, ModelConfig
 from qerl_jax.rl.step import init_state
-from qerl_jax.rollout.plan import cache_note, make_plan
+from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.types import Policy, TrainState
 
 
@@ -101,7 +101,7 @@ class Plan:
       files: bytes of the weight files; None where the directory has none yet.
       parts: the parameter table.
       memory: the estimate.
-      cache_note: what `kv_cache_dtype` does not reach (`rollout.plan.cache_note`).
+      cache_note: what `kv_cache_dtype` does not reach (`rollout.shapes.cache_note`).
     """
 
     model: ModelConfig
@@ -262,7 +262,7 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
 
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
     - cache: `2 L K H e` (1 for e in layers whose keys and values are FP8) for each token of the prompts and completions
-      that the rollout holds at one time (`rollout.plan.make_plan`), at most `rollout_memory_gb`; so do the
+      that the rollout holds at one time (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the
       `eval_batch_size` of an evaluation.
     - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
     - update with gradient_checkpointing: `4 D m` kept for each layer (the residual stream is fp32), and one layer at
@@ -286,10 +286,12 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     scores = (4 + e) * heads * rows * width**2
 
     lengths = config.max_prompt_length, config.max_completion_length
-    rollout = make_plan(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
+    rollout = choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
     evaluation = None
     if config.eval_dataset:
-        evaluation = make_plan(policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine)
+        evaluation = choose_shapes(
+            policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine
+        )
     if config.gradient_checkpointing:
         kept, working = 4 * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
     else:

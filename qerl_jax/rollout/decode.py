@@ -1,7 +1,7 @@
-"""The device's side of a rollout: jitted prefill, admission, chunks of decoding and compaction over donated states.
+"""Device side of a rollout: jitted prefill, admission, decode chunks and compaction over donated state.
 
-Axes: B completions of the rollout, S slots, P prompt slots, N prompts of one prefill, T tokens (in a
-prefill those of all its prompts), D model.
+Axes: B sequences of the rollout, S slots, P prompt slots, N prompts of one prefill, T tokens (in a prefill those of all
+its prompts), D model.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from qerl_jax.models import ragged
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.lora import side_by_side
 from qerl_jax.models.qwen2 import ModelConfig, Qwen2
-from qerl_jax.rollout.plan import Plan
 from qerl_jax.rollout.sampling import sample
+from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import FinishReason, Policy, Sampling
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["cache", "hidden", "lengths"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class HeldPrompts:
-    """Prompts whose completions are being decoded.
+class PromptCache:
+    """Prefilled prompts, each shared by the completions of its group.
 
     Attributes:
-      cache: their keys and values.
-      hidden: final hidden state of each one's last token, from which all its completions draw their first.
-      lengths: tokens of each.
+      cache: keys and values of the prompts.
+      hidden: final hidden state of each prompt's last token; every completion samples its first token from it.
+      lengths: prompt lengths in tokens.
     """
 
     cache: KVCache
@@ -44,231 +44,241 @@ class HeldPrompts:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "hidden", "rows", "keys", "held", "counts", "limits", "active", "outputs"],
+    data_fields=[
+        "cache", "hidden", "sequences", "keys", "prompt_slots", "lengths", "limits", "active", "completions",
+    ],
     meta_fields=[],
-)
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Completions being decoded.
+    """Engine slots; each decodes one sequence.
 
     Attributes:
-      cache: keys and values of what follows the prompts.
-      hidden: state from which the next token is drawn.
-      rows: the completion in each slot.
-      keys: its random key.
-      held: its prompt's place in `HeldPrompts`.
-      counts: tokens drawn so far.
-      limits: tokens it may have.
-      active: False: nothing more to draw here.
-      outputs: of the whole rollout.
+      cache: keys and values of the completion tokens.
+      hidden: hidden state from which the next token is sampled.
+      sequences: index of the sequence in each slot.
+      keys: random key of the sequence.
+      prompt_slots: index of the sequence's prompt in the prompt cache.
+      lengths: completion tokens sampled so far.
+      limits: largest completion length.
+      active: whether the slot still samples tokens.
+      completions: results of the whole rollout.
     """
 
     cache: KVCache
     hidden: Float[Array, "S D"]
-    rows: Int32[Array, " S"]
+    sequences: Int32[Array, " S"]
     keys: Array
-    held: Int32[Array, " S"]
-    counts: Int32[Array, " S"]
+    prompt_slots: Int32[Array, " S"]
+    lengths: Int32[Array, " S"]
     limits: Int32[Array, " S"]
     active: Bool[Array, " S"]
-    outputs: Outputs
+    completions: Completions
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "logprobs", "counts", "finish"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["tokens", "logprobs", "lengths", "finish"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
-class Outputs:
-    """What the rollout's completions have come to; T is the longest completion allowed."""
+class Completions:
+    """Completions of the rollout as far as they are decoded; T is the longest completion allowed."""
 
     tokens: Int32[Array, "B T"]
     logprobs: Float32[Array, "B T"]
-    counts: Int32[Array, " B"]
+    lengths: Int32[Array, " B"]
     finish: Int8[Array, " B"]
 
 
-def allocate(policy: Policy, plan: Plan, rows: int, key: Array) -> tuple[HeldPrompts, Slots]:
-    """Empty states of a plan's shapes; all memory a rollout keeps. `key`: any, its kind is that of the slots' keys."""
-    return _empty(key, policy.config, policy.dtype, plan, rows)
+def allocate(policy: Policy, shapes: RolloutShapes, sequences: int, key: Array) -> tuple[PromptCache, Slots]:
+    """Empty device state: all the memory a rollout holds. Only the kind of `key` matters: the slots' keys have it."""
+    return _allocate(key, policy.config, policy.dtype, shapes, sequences)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype", "plan", "rows"))
-def _empty(key: Array, config: ModelConfig, dtype: jnp.dtype, plan: Plan, rows: int) -> tuple[HeldPrompts, Slots]:
-    shape = (config.num_layers, config.num_kv_heads, config.head_dim, plan.dtypes)
-    prompts, slots = plan.prompt_slots, plan.slots
-    held = HeldPrompts(
-        kv.init_cache(prompts, plan.prompt_width, *shape),
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "shapes", "sequences"))
+def _allocate(
+    key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes, sequences: int
+) -> tuple[PromptCache, Slots]:
+    layers = (config.num_layers, config.num_kv_heads, config.head_dim, shapes.kv_dtypes)
+    prompts, slots = shapes.prompt_slots, shapes.slots
+    prompt_cache = PromptCache(
+        kv.init_cache(prompts, shapes.prompt_width, *layers),
         jnp.zeros((prompts, config.hidden_size), dtype),
         jnp.zeros(prompts, jnp.int32),
     )
-    outputs = Outputs(
-        jnp.full((rows, plan.limit), config.pad_token_id, jnp.int32),
-        jnp.zeros((rows, plan.limit), jnp.float32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.full(rows, FinishReason.LENGTH, jnp.int8),
+    completions = Completions(
+        jnp.full((sequences, shapes.completion_width), config.pad_token_id, jnp.int32),
+        jnp.zeros((sequences, shapes.completion_width), jnp.float32),
+        jnp.zeros(sequences, jnp.int32),
+        jnp.full(sequences, FinishReason.LENGTH, jnp.int8),
     )
-    return held, Slots(
-        cache=kv.init_cache(slots, plan.limit, *shape),
+    return prompt_cache, Slots(
+        cache=kv.init_cache(slots, shapes.completion_width, *layers),
         hidden=jnp.zeros((slots, config.hidden_size), dtype),
-        rows=jnp.zeros(slots, jnp.int32),
+        sequences=jnp.zeros(slots, jnp.int32),
         keys=jnp.broadcast_to(key, (slots,)),
-        held=jnp.zeros(slots, jnp.int32),
-        counts=jnp.zeros(slots, jnp.int32),
+        prompt_slots=jnp.zeros(slots, jnp.int32),
+        lengths=jnp.zeros(slots, jnp.int32),
         limits=jnp.zeros(slots, jnp.int32),
         active=jnp.zeros(slots, bool),
-        outputs=outputs,
+        completions=completions,
     )
 
 
 @jax.jit
-def prepare(policy: Policy) -> Any:
-    """The adapters as a whole rollout reads them: one copy in the compute dtype, those of a projection side by side."""
+def cast_lora(policy: Policy) -> Any:
+    """LoRA A and B in the compute dtype, cast once a rollout; the adapters of a fused projection lie side by side."""
     return side_by_side(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
-# Its products are this project's kernels or large ones for cuBLAS: XLA's own are not tried, which takes seconds of
-# compiling (a first rollout of 7B on an H200, one run each: 27 s with them, 23 without).
+# Every GEMM here is a kernel of this project or large enough for cuBLAS. XLA's Triton GEMMs are not tried: that takes
+# seconds of compile time (first rollout of 7B on an H200: 27 s with them, 23 s without).
 @functools.partial(
     jax.jit,
-    donate_argnames="held",
+    donate_argnames="prompt_cache",
     static_argnames=("width", "batch_invariant"),
     compiler_options={"xla_gpu_enable_triton_gemm": False},
 )
 def prefill(
     policy: Policy,
-    held: HeldPrompts,
+    prompt_cache: PromptCache,
     tokens: Int32[Array, " T"],
     lengths: Int32[Array, " N"],
-    places: Int32[Array, " N"],
+    prompt_slots: Int32[Array, " N"],
     width: int,
     batch_invariant: bool,
-) -> HeldPrompts:
-    """Run the model over prompts that lie end to end and keep what decoding needs in their places.
+) -> PromptCache:
+    """Run the model over packed prompts and write their keys, values and last hidden states into the prompt cache.
 
     Args:
-      tokens: of all prompts, and any filler behind them.
-      lengths: tokens of each prompt; 0: there is none.
-      places: of each prompt in `held`; those beyond the last are dropped.
-      width: at least the longest.
+      tokens: all prompts end to end, then padding.
+      lengths: tokens of each prompt; 0 marks an unused entry.
+      prompt_slots: where each prompt goes in the prompt cache; an index past the end drops it.
+      width: at least the longest prompt.
     """
     prompts = ragged.lay_out(lengths, tokens.shape[0], width)
     hidden, entries = policy.model().prefill(tokens, prompts, batch_invariant)
-    nowhere = held.lengths.shape[0]
-    rows = jnp.append(places, nowhere)[prompts.owner]
-    return HeldPrompts(
-        kv.write_prompts(held.cache, rows, prompts.positions, entries),
-        held.hidden.at[places].set(hidden[prompts.last], mode="drop"),
-        held.lengths.at[places].set(lengths, mode="drop"),
+    dropped = prompt_cache.lengths.shape[0]
+    rows = jnp.append(prompt_slots, dropped)[prompts.owner]
+    return PromptCache(
+        kv.write_prompts(prompt_cache.cache, rows, prompts.positions, entries),
+        prompt_cache.hidden.at[prompt_slots].set(hidden[prompts.last], mode="drop"),
+        prompt_cache.lengths.at[prompt_slots].set(lengths, mode="drop"),
     )
 
 
 @functools.partial(jax.jit, donate_argnames="slots")
-def admit(slots: Slots, held: HeldPrompts, key: Array, new: dict[str, Array], stop: Bool[Array, " S"]) -> Slots:
-    """Begin completions in the slots of `new["begin"]` and stop those of `stop`.
+def admit(slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, Array], stop: Bool[Array, " S"]) -> Slots:
+    """Start new sequences in the slots of `new["start"]` and deactivate those of `stop`.
 
     Args:
-      key: of the rollout.
-      new: for each slot: `begin` (bool), `rows`, `held`, `limits`, and for the key the prompt's `ids` and the place in
-        the group, `samples`.
+      key: random key of the rollout.
+      new: for each slot `start` (bool), `sequences`, `prompt_slots`, `limits`, and the two parts of the random key: the
+        prompt's `ids` and the index in the group, `samples`.
     """
-    begin = new["begin"]
+    start = new["start"]
 
     def put(fresh: Array, old: Array) -> Array:
-        return jnp.where(begin.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+        return jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
 
     return dataclasses.replace(
         slots,
-        hidden=put(held.hidden[new["held"]], slots.hidden),
-        rows=put(new["rows"], slots.rows),
+        hidden=put(prompt_cache.hidden[new["prompt_slots"]], slots.hidden),
+        sequences=put(new["sequences"], slots.sequences),
         keys=put(keys.for_rows(key, new["ids"], new["samples"]), slots.keys),
-        held=put(new["held"], slots.held),
-        counts=put(jnp.zeros_like(slots.counts), slots.counts),
+        prompt_slots=put(new["prompt_slots"], slots.prompt_slots),
+        lengths=put(jnp.zeros_like(slots.lengths), slots.lengths),
         limits=put(new["limits"], slots.limits),
-        active=begin | (slots.active & ~stop),
+        active=start | (slots.active & ~stop),
     )
 
 
 @functools.partial(jax.jit, donate_argnames="slots", static_argnames=("sampling", "steps", "batch_invariant"))
 def decode_chunk(
-    policy: Policy, held: HeldPrompts, slots: Slots, sampling: Sampling, steps: int, batch_invariant: bool
+    policy: Policy, prompt_cache: PromptCache, slots: Slots, sampling: Sampling, steps: int, batch_invariant: bool
 ) -> tuple[Slots, Bool[Array, " S"], Int32[Array, "T S"]]:
-    """Draw `steps` tokens in every active slot.
+    """Decode `steps` tokens in every active slot.
 
     Returns:
-      The slots; a copy of `active` to be read while the next chunk runs; and the tokens drawn, −1 where a slot drew
-      none.
+      The slots; a copy of `active` that the host reads while the next chunk runs; the sampled tokens, −1 where a slot
+      was not active.
     """
     model = policy.model()
 
     def step(slots: Slots, _: None) -> tuple[Slots, Int32[Array, " S"]]:
-        return _step(model, policy.config.eos_token_ids, sampling, batch_invariant, held, slots)
+        return _decode_step(model, policy.config.eos_token_ids, sampling, batch_invariant, prompt_cache, slots)
 
-    slots, drawn = jax.lax.scan(step, slots, None, length=steps)
-    return slots, jnp.copy(slots.active), drawn
+    slots, sampled = jax.lax.scan(step, slots, None, length=steps)
+    return slots, jnp.copy(slots.active), sampled
 
 
-def _step(
+def _decode_step(
     model: Qwen2,
     eos_ids: tuple[int, ...],
     sampling: Sampling,
     batch_invariant: bool,
-    held: HeldPrompts,
+    prompt_cache: PromptCache,
     slots: Slots,
 ) -> tuple[Slots, Int32[Array, " S"]]:
-    """Draw each active slot's next token, then run the model on it. The order makes a prompt's last hidden state all
-    that a completion needs to begin.
+    """Sample each active slot's next token, then run the model on it. In this order the last hidden state of a prompt
+    is all that a new sequence needs.
     """
 
     def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array]:
         logits = model.logits(hidden)
         return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, sampling, token_keys, batch_invariant)
 
-    prompt_lengths = held.lengths[slots.held]
-    token_keys = keys.for_positions(slots.keys, prompt_lengths + slots.counts)
+    prompt_lengths = prompt_cache.lengths[slots.prompt_slots]
+    token_keys = keys.for_positions(slots.keys, prompt_lengths + slots.lengths)
     drawing = functools.partial(in_blocks, draw) if batch_invariant else draw
-    broken, new, logprob = drawing(slots.hidden, token_keys)
+    broken, token, logprob = drawing(slots.hidden, token_keys)
     failed = slots.active & broken
     live = slots.active & ~failed
-    ended = live & jnp.isin(new, jnp.asarray(eos_ids, jnp.int32))
-    counts = slots.counts + live
+    ended = live & jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
+    lengths = slots.lengths + live
 
-    out = slots.outputs
-    here = jnp.where(live, slots.rows, out.counts.shape[0])  # out of range: dropped
-    over = jnp.where(slots.active, slots.rows, out.counts.shape[0])
-    finish = jnp.where(
-        ended,
-        jnp.int8(FinishReason.EOS),
-        jnp.where(failed, jnp.int8(FinishReason.FAILED), jnp.int8(FinishReason.LENGTH)),
+    done = slots.completions
+    dropped = done.lengths.shape[0]  # an index out of range is dropped
+    sampled_into = jnp.where(live, slots.sequences, dropped)
+    touched = jnp.where(slots.active, slots.sequences, dropped)
+    reason = jnp.where(failed, jnp.int8(FinishReason.FAILED), jnp.int8(FinishReason.LENGTH))
+    finish = jnp.where(ended, jnp.int8(FinishReason.EOS), reason)
+    completions = Completions(
+        done.tokens.at[sampled_into, slots.lengths].set(token, mode="drop"),
+        done.logprobs.at[sampled_into, slots.lengths].set(logprob, mode="drop"),
+        done.lengths.at[sampled_into].set(lengths, mode="drop"),
+        done.finish.at[touched].set(finish, mode="drop"),
     )
-    outputs = Outputs(
-        out.tokens.at[here, slots.counts].set(new, mode="drop"),
-        out.logprobs.at[here, slots.counts].set(logprob, mode="drop"),
-        out.counts.at[here].set(counts, mode="drop"),
-        out.finish.at[over].set(finish, mode="drop"),
-    )
-    active = live & ~ended & (counts < slots.limits)
+    active = live & ~ended & (lengths < slots.limits)
     hidden, cache = model.decode(
-        new, held.cache, slots.held, prompt_lengths, slots.cache, jnp.where(active, counts, 0), batch_invariant
+        token,
+        prompt_cache.cache,
+        slots.prompt_slots,
+        prompt_lengths,
+        slots.cache,
+        jnp.where(active, lengths, 0),
+        batch_invariant,
     )
-    drawn = jnp.where(live, new, -1)
-    return dataclasses.replace(slots, cache=cache, hidden=hidden, counts=counts, active=active, outputs=outputs), drawn
+    slots = dataclasses.replace(
+        slots, cache=cache, hidden=hidden, lengths=lengths, active=active, completions=completions
+    )
+    return slots, jnp.where(live, token, -1)
 
 
 @jax.jit
-def _take(rows: Any, kept: Int32[Array, " S2"]) -> Any:
-    return jax.tree.map(lambda leaf: leaf[kept], rows)
+def _gather(tree: Any, kept: Int32[Array, " S2"]) -> Any:
+    return jax.tree.map(lambda leaf: leaf[kept], tree)
 
 
 def compact(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
-    """Only the slots `kept`, in that order; `slots` is gone. The caches move array by array, so that no more than one
-    of them exists twice.
+    """The slots `kept`, in that order; `slots` is consumed. Caches move array by array: at most one of them exists
+    twice at a time.
     """
 
     def move(array: Array) -> Array:
-        moved = _take(array, kept)
+        moved = _gather(array, kept)
         array.delete()
         return moved
 
     fields = {field.name: getattr(slots, field.name) for field in dataclasses.fields(slots)}
-    cache, outputs = fields.pop("cache"), fields.pop("outputs")
-    return Slots(cache=jax.tree.map(move, cache), outputs=outputs, **_take(fields, kept))
+    cache, completions = fields.pop("cache"), fields.pop("completions")
+    return Slots(cache=jax.tree.map(move, cache), completions=completions, **_gather(fields, kept))

@@ -1,8 +1,9 @@
-"""Rollout: prompts to completions with their behaviour log-probabilities.
+"""Rollout engine: prompts to completions with their behaviour log-probabilities, by continuous batching.
 
-Fixed slots, each decoding one completion. A prompt is prefilled once and its keys and values are shared by its group.
-The device decodes in chunks of steps; meanwhile the host reads which slots had ended one chunk before, refills them
-and those whose limit the running chunk reaches from the queue, and at the tail moves the survivors into fewer slots.
+A fixed number of slots decode one sequence each. A prompt is prefilled once and its keys and values are shared by its
+group (prefix sharing). The device decodes in chunks of steps. While a chunk runs, the host reads which sequences ended
+in the chunk before and refills their slots from the queue, together with those that reach their limit in the running
+chunk. Once the queue is empty, survivors move into fewer slots.
 
 Axes: B sequences, P prompts, G group (row = p · G + g), T tokens.
 """
@@ -20,17 +21,21 @@ from jaxtyping import Array
 
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.packing import Pack, pack
-from qerl_jax.rollout.plan import Plan, make_plan
-from qerl_jax.rollout.schedule import Admission, Load, Schedule
-from qerl_jax.rollout.stop import StopWatch, cut_at_stop
+from qerl_jax.rollout.packing import PrefillBatch, pack_prompts
+from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule
+from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
+from qerl_jax.rollout.stop import StopStrings, truncate_at_stop
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a rollout is: completions ended or sure to end with what has been sent to the device, of how many, and
-    tokens drawn so far.
+    """Progress of a rollout.
+
+    Attributes:
+      ended: completions that have ended, or will have with the chunks already sent to the device.
+      rows: completions of the rollout, B.
+      tokens: completion tokens sampled so far.
     """
 
     ended: int
@@ -48,23 +53,22 @@ def generate(
 ) -> Rollout:
     """Sample `sampling.num_generations` completions of each prompt.
 
-    A row's samples depend on `key`, its prompt's id, its place in the group and its logits, not on the batch it is in.
+    The samples of a row depend on `key`, its prompt's id, its index in the group and its logits; not on the batch.
 
     Args:
-      policy: with the norms (noisy or not) and adapters to sample from; `policy.tokenizer` is needed for `stop`
-        strings only.
+      policy: policy with the (noisy or clean) norms and adapters to sample from; `stop` strings need its tokenizer.
       prompts: `Prompts`, or token lists.
-      sampling: how to draw.
-      key: of this rollout; `keys.for_step`.
-      engine: how to run.
-      limits: tokens that completions may have, at most `sampling.max_new_tokens`: a number for each prompt, or one for
-        each of the B rows; None: all of those.
+      sampling: sampling parameters.
+      key: random key of this rollout (`keys.for_step`).
+      engine: how the rollout runs; None: `Engine()`.
+      limits: largest completion lengths in tokens, at most `sampling.max_new_tokens`: one for each prompt or one for
+        each of the B rows. None: `sampling.max_new_tokens` for all.
 
     Returns:
       B = P · G rows of width prompt width + max_new_tokens.
 
     Raises:
-      ValueError: no prompts, an empty one, a token id beyond the vocabulary, prompt + completion beyond the model's
+      ValueError: no prompts, an empty prompt, a token id beyond the vocabulary, prompt + completion beyond the model's
         positions, `stop` without a tokenizer, limits out of range, or too little memory (with the numbers).
     """
     running = stream(policy, prompts, sampling, key, engine, limits)
@@ -98,12 +102,12 @@ def stream(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(
-            f"the rollout ran out of device memory with {run.plan.slots} slots of {run.plan.limit} tokens, "
-            f"{run.plan.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb, "
+            f"the rollout ran out of device memory with {run.shapes.slots} slots of {run.shapes.completion_width} "
+            f"tokens, {run.shapes.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb, "
             "max_completion_length or max_prompt_length"
         ) from error
-    rollout = _assemble(prompts, run.slots.outputs, run.sampling, config.pad_token_id)
-    return cut_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
+    rollout = _assemble(prompts, run.slots.completions, run.sampling, config.pad_token_id)
+    return truncate_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
 
 
 def check_positions(config: ModelConfig, prompt_length: int, completion_length: int) -> None:
@@ -129,7 +133,7 @@ def _check_prompts(prompts: Prompts, vocab_size: int) -> None:
 
 
 def _check_limits(limits: Sequence[int] | None, prompts: Prompts, sampling: Sampling) -> np.ndarray:
-    """A limit for each row."""
+    """The limit of each row."""
     count, group, most = prompts.tokens.shape[0], sampling.num_generations, sampling.max_new_tokens
     limits = np.full(count, most) if limits is None else np.asarray(limits)
     if limits.shape not in ((count,), (count * group,)) or limits.min() < 1 or limits.max() > most:
@@ -141,7 +145,7 @@ def _check_limits(limits: Sequence[int] | None, prompts: Prompts, sampling: Samp
 
 
 class _Run:
-    """One rollout: the device's states and the host's schedule."""
+    """One rollout: device state and host schedule."""
 
     def __init__(
         self, policy: Policy, prompts: Prompts, sampling: Sampling, key: Array, engine: Engine, limits: np.ndarray
@@ -152,17 +156,17 @@ class _Run:
         self.sampling = sampling.replace(stop=())
         self.tokens, self.lengths, self.ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
         self.limits = limits
-        self.plan: Plan = make_plan(policy, count, group, width, most, engine)
+        self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
         self.chunk = -(-most // -(-most // engine.chunk))  # equal chunks up to the longest completion
-        self.schedule = Schedule(limits.tolist(), group, self.plan.slots, self.plan.prompt_slots)
-        self.budget = np.zeros(self.plan.slots, np.int64)  # tokens each slot's completion may still ask for
-        self.stop = StopWatch(sampling.stop, policy.tokenizer)
+        self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
+        self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
+        self.stop = StopStrings(sampling.stop, policy.tokenizer)
         self.progress = Progress(0, count * group, 0)
 
     def steps(self) -> Generator[Progress, None, None]:
-        """Decode everything. What has ended in one chunk is looked at while the next one runs."""
-        self.policy = self.policy.replace(lora=decode.prepare(self.policy))
-        self.held, self.slots = decode.allocate(self.policy, self.plan, self.progress.rows, self.key)
+        """Decode all sequences. The results of a chunk are read while the next one runs."""
+        self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
+        self.prompt_cache, self.slots = decode.allocate(self.policy, self.shapes, self.progress.rows, self.key)
         running, stopped = [], []
         while True:
             self._refill(stopped)
@@ -174,115 +178,124 @@ class _Run:
                 return
             if len(running) == 1 and self.schedule.live:
                 continue
-            stopped = self._look(running.pop(0))
+            stopped = self._read(running.pop(0))
             yield self.progress
 
     def _decode(self) -> _Chunk:
-        """Send a chunk off. Completions that it brings to their limits count as ended at once, so that others begin in
-        their slots right behind it.
+        """Send a chunk to the device. Sequences that reach their limit in it count as ended at once, so that others
+        start in their slots right after it.
         """
-        self.slots, active, drawn = decode.decode_chunk(
-            self.policy, self.held, self.slots, self.sampling, self.chunk, self.batch_invariant
+        self.slots, active, sampled = decode.decode_chunk(
+            self.policy, self.prompt_cache, self.slots, self.sampling, self.chunk, self.batch_invariant
         )
-        for array in (active, drawn):
+        for array in (active, sampled):
             array.copy_to_host_async()
-        chunk = _Chunk(list(self.schedule.rows), active, drawn)
+        chunk = _Chunk(list(self.schedule.sequences), active, sampled)
         self.budget -= self.chunk
         self.schedule.end([slot for slot in self.schedule.live if self.budget[slot] <= 0])
         return chunk
 
-    def _look(self, chunk: _Chunk) -> list[int]:
-        """Take note of what has ended; returns the slots that a stop string ends."""
-        active, drawn = np.asarray(chunk.active), np.asarray(chunk.drawn)
-        places = {row: slot for slot, row in enumerate(chunk.rows)}  # then: survivors may have moved since
+    def _read(self, chunk: _Chunk) -> list[int]:
+        """Wait for a chunk and end the sequences that ended in it; returns the slots that a stop string ends."""
+        active, sampled = np.asarray(chunk.active), np.asarray(chunk.sampled)
+        slot_then = {sequence: slot for slot, sequence in enumerate(chunk.sequences)}  # compaction may have moved it
         ended, stopped = [], []
         for slot in self.schedule.live:
-            row = self.schedule.rows[slot]
-            if row not in places:
-                continue  # begun after this chunk
-            then = places[row]
+            sequence = self.schedule.sequences[slot]
+            if sequence not in slot_then:
+                continue  # started after this chunk
+            then = slot_then[sequence]
             if not active[then]:
                 ended.append(slot)
-            elif self.stop.reached(row, drawn[drawn[:, then] >= 0, then].tolist()):
+            elif self.stop.is_reached(sequence, sampled[sampled[:, then] >= 0, then].tolist()):
                 stopped.append(slot)
         self.schedule.end(ended + stopped)
         self.progress = dataclasses.replace(
             self.progress,
             ended=self.progress.rows - self.schedule.queued - len(self.schedule.live),
-            tokens=self.progress.tokens + int((drawn >= 0).sum()),
+            tokens=self.progress.tokens + int((sampled >= 0).sum()),
         )
         return stopped
 
     def _refill(self, stopped: list[int]) -> None:
         loads, admissions = self.schedule.fill()
-        for call in pack([int(self.lengths[load.prompt]) for load in loads], alone=self.batch_invariant):
-            self._prefill(call, loads[: call.prompts])
-            loads = loads[call.prompts :]
+        lengths = [int(self.lengths[load.prompt]) for load in loads]
+        for batch in pack_prompts(lengths, separate=self.batch_invariant):
+            self._prefill(batch, loads[: batch.prompts])
+            loads = loads[batch.prompts :]
         if admissions or stopped:
             self._admit(admissions, stopped)
 
-    def _prefill(self, call: Pack, loads: list[Load]) -> None:
-        """Prefill some prompts, packed into one of few shapes; what fills it up goes nowhere."""
-        tokens = np.zeros(call.tokens, np.int32)
-        lengths = np.zeros(call.rows, np.int32)
-        places = np.full(call.rows, self.plan.prompt_slots, np.int32)
+    def _prefill(self, batch: PrefillBatch, loads: list[PromptLoad]) -> None:
+        """Prefill prompts packed into one batch; its padding is dropped."""
+        tokens = np.zeros(batch.tokens, np.int32)
+        lengths = np.zeros(batch.capacity, np.int32)
+        prompt_slots = np.full(batch.capacity, self.shapes.prompt_slots, np.int32)
         lengths[: len(loads)] = self.lengths[[load.prompt for load in loads]]
-        places[: len(loads)] = [load.prompt_slot for load in loads]
+        prompt_slots[: len(loads)] = [load.prompt_slot for load in loads]
         real = [self.tokens[load.prompt, : self.lengths[load.prompt]] for load in loads]
         tokens[: lengths.sum()] = np.concatenate(real)
-        self.held = decode.prefill(self.policy, self.held, tokens, lengths, places, call.width, self.batch_invariant)
+        self.prompt_cache = decode.prefill(
+            self.policy, self.prompt_cache, tokens, lengths, prompt_slots, batch.width, self.batch_invariant
+        )
 
     def _admit(self, admissions: list[Admission], stopped: list[int]) -> None:
-        slots = len(self.schedule.rows)
-        new = {name: np.zeros(slots, np.int32) for name in ("rows", "held", "limits", "ids", "samples")}
-        begin, stop = np.zeros(slots, bool), np.zeros(slots, bool)
+        slots = len(self.schedule.sequences)
+        new = {name: np.zeros(slots, np.int32) for name in ("sequences", "prompt_slots", "limits", "ids", "samples")}
+        start, stop = np.zeros(slots, bool), np.zeros(slots, bool)
         stop[stopped] = True
         for admission in admissions:
-            slot, (prompt, sample) = admission.slot, divmod(admission.row, self.schedule.group)
-            begin[slot] = True
-            new["rows"][slot], new["held"][slot] = admission.row, admission.prompt_slot
-            new["limits"][slot] = self.budget[slot] = self.limits[admission.row]
+            slot, (prompt, sample) = admission.slot, divmod(admission.sequence, self.schedule.group)
+            start[slot] = True
+            new["sequences"][slot], new["prompt_slots"][slot] = admission.sequence, admission.prompt_slot
+            new["limits"][slot] = self.budget[slot] = self.limits[admission.sequence]
             new["ids"][slot], new["samples"][slot] = self.ids[prompt], sample
-        self.slots = decode.admit(self.slots, self.held, self.key, {"begin": begin, **new}, stop)
+        self.slots = decode.admit(self.slots, self.prompt_cache, self.key, {"start": start, **new}, stop)
 
     def _compact(self) -> None:
-        """Move the survivors into the fewest slots that hold them."""
-        size = min(size for size in self.plan.sizes() if size >= len(self.schedule.live))
-        if size < len(self.schedule.rows):
-            order = self.schedule.compact(size)
+        """Move the survivors into the smallest number of slots that holds them."""
+        count = min(count for count in self.shapes.slot_counts() if count >= len(self.schedule.live))
+        if count < len(self.schedule.sequences):
+            order = self.schedule.compact(count)
             self.budget = self.budget[order]
             self.slots = decode.compact(self.slots, jax.device_put(np.asarray(order, np.int32)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A chunk on its way: the row in each slot, which go on after it, and the tokens drawn (−1: none)."""
+    """A decode chunk in flight.
 
-    rows: list[int | None]
+    Attributes:
+      sequences: the sequence in each slot.
+      active: whether the slot continues after it.
+      sampled: sampled tokens, −1 where a slot was not active.
+    """
+
+    sequences: list[int | None]
     active: Array
-    drawn: Array
+    sampled: Array
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "pad"))
-def _assemble(prompts: Prompts, outputs: decode.Outputs, sampling: Sampling, pad: int) -> Rollout:
-    """Each row's prompt and completion side by side from column 0."""
+def _assemble(prompts: Prompts, completions: decode.Completions, sampling: Sampling, pad: int) -> Rollout:
+    """Prompt and completion of each row, contiguous from column 0."""
     count, width = prompts.tokens.shape
     group, limit = sampling.num_generations, sampling.max_new_tokens
     prompt_lengths = jnp.repeat(prompts.lengths, group)
     columns = jnp.arange(width + limit)
-    place = columns - prompt_lengths[:, None]  # within the completion
-    inside = (place >= 0) & (place < outputs.counts[:, None])
+    position = columns - prompt_lengths[:, None]  # within the completion
+    inside = (position >= 0) & (position < completions.lengths[:, None])
 
     def shifted(array: Array) -> Array:
-        return jnp.take_along_axis(array, jnp.clip(place, 0, limit - 1), axis=1)
+        return jnp.take_along_axis(array, jnp.clip(position, 0, limit - 1), axis=1)
 
     prompt = jnp.pad(jnp.repeat(prompts.tokens, group, axis=0), ((0, 0), (0, limit)))
-    tokens = jnp.where(place < 0, prompt, jnp.where(inside, shifted(outputs.tokens), pad))
+    tokens = jnp.where(position < 0, prompt, jnp.where(inside, shifted(completions.tokens), pad))
     return Rollout(
         tokens,
-        jnp.where(inside, shifted(outputs.logprobs), 0.0),
+        jnp.where(inside, shifted(completions.logprobs), 0.0),
         prompt_lengths=prompt_lengths,
-        lengths=prompt_lengths + outputs.counts,
-        finish=outputs.finish,
+        lengths=prompt_lengths + completions.lengths,
+        finish=completions.finish,
         prompt_index=jnp.repeat(jnp.arange(count, dtype=jnp.int32), group),
     )

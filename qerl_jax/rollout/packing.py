@@ -1,73 +1,74 @@
-"""Which prompts are prefilled together: packed end to end into calls of few shapes, each of which is compiled once."""
+"""Prefill packing: prompts lie end to end in batches of few shapes, each of which is compiled once."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a call; the last bounds what is held of them at a time
-_SMALL = 512  # calls up to here have one number of rows: one shape more to compile costs more than empty rows do
-_WIDTHS = (64, 256)  # of attention's rows, then doubling
-_SPARSE = 4  # rows up to `_LONG` hold at most so many places a token, longer ones, whose scores are many, one
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a batch; the last one bounds the activations
+_SMALL = 512  # up to here one capacity for each width: an extra shape costs more compile time than padding costs
+_WIDTHS = (64, 256)  # attention widths; then doubling
+_PADDING = 4  # attention positions per token, at most, for widths up to `_LONG`; above it, where scores are large, one
 _LONG = 1024
-_EFFORT = 128  # what a call costs beside its tokens, in tokens (launches, reading the weights): an estimate
+_CALL_COST = 128  # estimated fixed cost of a prefill (launches, reading the weights), in tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Pack:
-    """One prefill.
+class PrefillBatch:
+    """Shape of one prefill, and how many prompts it takes.
 
     Attributes:
-      prompts: how many it takes from the queue.
-      tokens: size of the one row in which they lie end to end.
-      rows: prompts that it has room for.
-      width: tokens of the longest that it has room for.
+      prompts: prompts taken from the queue.
+      tokens: packed tokens, padding included.
+      capacity: largest number of prompts.
+      width: largest prompt length.
     """
 
     prompts: int
     tokens: int
-    rows: int
+    capacity: int
     width: int
 
 
-def pack(lengths: Sequence[int], alone: bool = False) -> list[Pack]:
-    """The cheapest prefills for a queue of prompts, in its order; each is filled as far as it goes. A prompt beyond the
-    largest size has one for itself.
+def pack_prompts(lengths: Sequence[int], separate: bool = False) -> list[PrefillBatch]:
+    """The cheapest sequence of prefills for a queue of prompts, in order. A prompt longer than the largest size gets a
+    batch of its own.
 
     Args:
       lengths: tokens of each prompt, 1 or more.
-      alone: each prompt has one for itself, whose shape depends on its length only.
+      separate: one batch for each prompt, whose shape depends on that prompt's length only.
     """
-    costs, packs = [0] * (len(lengths) + 1), []
-    for begin in reversed(range(len(lengths))):  # of the queue from here on: its cost, and what to begin with
+    costs, first_batches = [0] * (len(lengths) + 1), []
+    for begin in reversed(range(len(lengths))):  # dynamic programming over the rest of the queue
         first = lengths[begin]
-        if alone or first > _SIZES[-1]:
-            calls = [Pack(1, _round_up(first), 1, _round_up(first))]
+        if separate or first > _SIZES[-1]:
+            batches = [PrefillBatch(1, _round_up(first), 1, _round_up(first))]
         else:
-            calls = [_fill(lengths, begin, size) for size in _SIZES if size >= first]
+            batches = [_fill(lengths, begin, size) for size in _SIZES if size >= first]
         costs[begin], best = min(
-            ((call.tokens + _EFFORT + costs[begin + call.prompts], call) for call in calls), key=lambda pair: pair[0]
+            ((batch.tokens + _CALL_COST + costs[begin + batch.prompts], batch) for batch in batches),
+            key=lambda pair: pair[0],
         )
-        packs.append(best)
-    packs.reverse()
+        first_batches.append(best)
+    first_batches.reverse()
     chosen, begin = [], 0
     while begin < len(lengths):
-        chosen.append(packs[begin])
-        begin += packs[begin].prompts
+        chosen.append(first_batches[begin])
+        begin += first_batches[begin].prompts
     return chosen
 
 
-def _fill(lengths: Sequence[int], begin: int, size: int) -> Pack:
-    """A call of `size` tokens with as many prompts of the queue as it holds."""
+def _fill(lengths: Sequence[int], begin: int, size: int) -> PrefillBatch:
+    """A batch of `size` tokens with as many prompts of the queue as fit."""
     end, tokens, width = begin, 0, 0
     while end < len(lengths) and tokens + lengths[end] <= size:
         wider = max(width, min(_width(lengths[end]), size))
-        if (end + 1 - begin) * wider > (_SPARSE if wider <= _LONG else 1) * size:
+        if (end + 1 - begin) * wider > (_PADDING if wider <= _LONG else 1) * size:
             break
         end, tokens, width = end + 1, tokens + lengths[end], wider
     count = end - begin
-    sparse = _SPARSE if size <= _SMALL else next(s for s in (1, 2, _SPARSE) if count * width <= s * size)
-    return Pack(count, size, sparse * size // width, width)
+    padding = _PADDING if size <= _SMALL else next(p for p in (1, 2, _PADDING) if count * width <= p * size)
+    return PrefillBatch(count, size, padding * size // width, width)
 
 
 def _width(length: int) -> int:
@@ -75,6 +76,6 @@ def _width(length: int) -> int:
 
 
 def _round_up(length: int) -> int:
-    """The next of few sizes: four to an octave, at least 16."""
+    """The next of four sizes per octave, at least 16."""
     step = max(16, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step

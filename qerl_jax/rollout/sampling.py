@@ -14,14 +14,14 @@ from qerl_kernels.batch_invariant import ordered
 
 from qerl_jax.types import Sampling
 
-_DIGIT = 4  # bits of a threshold that one pass over the vocabulary settles
+_DIGIT = 4  # bits of the threshold found in one pass over the vocabulary
 
 
 def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float32[Array, "... V"]:
-    """Logits of the distribution that is sampled: divided by the temperature, dropped tokens at −inf.
+    """Logits of the sampled distribution: divided by the temperature, −inf for dropped tokens.
 
-    top-k, then top-p over what is left, then min-p, each as a threshold on the logit, so that tokens tied with the
-    last kept one stay. At temperature 0 the logits pass unchanged and only the likeliest token remains.
+    top-k, then top-p over the remaining tokens, then min-p; each is a threshold on the logit, so that tokens tied with
+    the last kept one stay. At temperature 0 the logits are not scaled and only the most likely token stays.
     """
     if sampling.temperature == 0:
         return jnp.where(jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True), logits, -jnp.inf)
@@ -40,12 +40,12 @@ def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float
 def _keep_top(
     logits: Float32[Array, "... V"], measure: Callable[[Bool[Array, "... C V"]], Array], target: float
 ) -> Float32[Array, "... V"]:
-    """Drop all but the smallest set of likeliest tokens whose measure (count or probability) reaches `target`; all stay
-    where no set does.
+    """Keep the smallest set of most likely tokens whose measure (count or probability) reaches `target`; keep all where
+    no set does.
 
-    The threshold is found digit by digit, highest first, in the integers that sort like the logits: a pass measures the
-    sets above all 16 values of a digit and keeps the highest that still reaches the target. Eight passes of reading in
-    place of a sort.
+    Radix search instead of a sort: the threshold is found digit by digit, highest first, among the integers that order
+    like the logits. Each of eight passes measures the sets above all 16 values of a digit and keeps the highest value
+    that still reaches the target.
     """
     ordered = _sortable(logits)
     threshold = jnp.zeros(logits.shape[:-1], jnp.uint32)
@@ -58,7 +58,7 @@ def _keep_top(
 
 
 def _sortable(values: Float32[Array, ...]) -> UInt32[Array, ...]:
-    """Unsigned integers in the order of the floats (−0 below +0, NaN outside)."""
+    """Unsigned integers that order like the floats (−0 below +0; NaN at the ends)."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -66,20 +66,20 @@ def _sortable(values: Float32[Array, ...]) -> UInt32[Array, ...]:
 def sample(
     logits: Float32[Array, "B V"], sampling: Sampling, keys: Array, batch_invariant: bool = False
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-    """Draw one token a row, and its log-probability under the distribution drawn from (0 for greedy).
+    """Sample one token a row, with its log-probability under the sampled distribution (0 for greedy decoding).
 
     Args:
-      logits: of the model.
+      logits: logits of the model.
       sampling: temperature and truncation.
-      keys: one for each row, so that a row's draw does not depend on its neighbours.
-      batch_invariant: every sum is compiled in one way; the rows are one block (`in_blocks`).
+      keys: one random key for each row, so that the sample of a row does not depend on its neighbours.
+      batch_invariant: fix the summation order; the rows are then one block (`in_blocks`).
     """
     if sampling.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1)
         return tokens.astype(jnp.int32), jnp.zeros(tokens.shape, jnp.float32)
     kept = sampled_logits(logits, sampling)
     total = jax.nn.logsumexp(kept, axis=-1)
-    if batch_invariant:  # XLA may fuse the draw with this sum, or with the largest logit
+    if batch_invariant:  # XLA may fuse the draw with this sum or with the maximum
         kept, total, keys = ordered(kept, total, keys)
     tokens = jax.vmap(jax.random.categorical)(keys, kept)
     chosen = jnp.take_along_axis(kept, tokens[:, None], axis=-1)[:, 0]

@@ -1,6 +1,6 @@
-"""Which completion is decoded in which slot: host-side bookkeeping without arrays of the device.
+"""Continuous batching: which sequence is decoded in which slot. Host-side bookkeeping without device arrays.
 
-Row = p · G + g is the g-th completion of prompt p.
+Sequence p · G + g is the g-th completion of prompt p.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
-    """A prompt to be prefilled into a prompt slot."""
+class PromptLoad:
+    """A prompt to prefill into a prompt slot."""
 
     prompt: int
     prompt_slot: int
@@ -19,89 +19,90 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """A completion to be begun in a slot."""
+    """A sequence to start in a slot."""
 
     slot: int
-    row: int
+    sequence: int
     prompt_slot: int
 
 
 class Schedule:
-    """The queue of completions, the slots and the prompt slots of one rollout.
+    """Queue, slots and prompt slots of one rollout.
 
-    Completions that may become longest are begun first, so that the slots come to their last ones at about one time.
-    How long they do become nobody knows: where all limits are equal, prompts come in their order.
+    Longest limit first, so that the slots reach their last sequences at about the same time; FIFO when limits are
+    equal.
 
     Args:
-      limits: tokens that each row may have, P · G of them.
+      limits: largest completion length of each sequence, P · G of them.
       group: completions of each prompt, G.
       slots: sequences decoded together.
-      prompt_slots: prompts held at one time.
+      prompt_slots: prompts in the prompt cache.
     """
 
     def __init__(self, limits: Sequence[int], group: int, slots: int, prompt_slots: int) -> None:
         self.group = group
-        self.rows: list[int | None] = [None] * slots
-        """The row in each slot; None: idle."""
+        self.sequences: list[int | None] = [None] * slots
+        """The sequence in each slot; None: idle."""
         self._limits = limits
 
-        def longest_last(rows: Iterable[int]) -> list[int]:
-            return sorted(rows, key=lambda row: (limits[row], -row))
+        def longest_last(sequences: Iterable[int]) -> list[int]:
+            return sorted(sequences, key=lambda sequence: (limits[sequence], -sequence))
 
         prompts = range(len(limits) // group)
-        self._unbegun = [longest_last(range(prompt * group, (prompt + 1) * group)) for prompt in prompts]
-        self._waiting = [row // group for row in longest_last(rows[-1] for rows in self._unbegun)]  # next one last
-        self._ended = {}  # prompt -> completions of it ended
-        self._places: dict[int, int] = {}  # prompt -> its prompt slot
-        self._free_places = list(range(prompt_slots))[::-1]
+        self._pending = [longest_last(range(prompt * group, (prompt + 1) * group)) for prompt in prompts]
+        next_last = longest_last(sequences[-1] for sequences in self._pending)
+        self._waiting_prompts = [sequence // group for sequence in next_last]
+        self._ended = {}  # prompt -> number of its sequences that have ended
+        self._prompt_slots: dict[int, int] = {}  # prompt -> its prompt slot
+        self._free_prompt_slots = list(range(prompt_slots))[::-1]
 
     @property
     def queued(self) -> int:
-        """Completions not begun."""
-        return sum(map(len, self._unbegun))
+        """Sequences not started."""
+        return sum(map(len, self._pending))
 
     @property
     def live(self) -> list[int]:
-        """Slots that hold a completion."""
-        return [slot for slot, row in enumerate(self.rows) if row is not None]
+        """Slots that hold a sequence."""
+        return [slot for slot, sequence in enumerate(self.sequences) if sequence is not None]
 
     def end(self, slots: Sequence[int]) -> None:
-        """The completions in these slots have ended; a prompt whose group is complete gives its place back."""
+        """Free these slots, whose sequences have ended. The prompt slot of a finished group is freed, too."""
         for slot in slots:
-            prompt = self.rows[slot] // self.group
-            self.rows[slot] = None
+            prompt = self.sequences[slot] // self.group
+            self.sequences[slot] = None
             self._ended[prompt] = self._ended.get(prompt, 0) + 1
             if self._ended[prompt] == self.group:
-                self._free_places.append(self._places.pop(prompt))
+                self._free_prompt_slots.append(self._prompt_slots.pop(prompt))
 
-    def fill(self) -> tuple[list[Load], list[Admission]]:
-        """Begin completions in idle slots, those with the highest limits first; among equal ones those of prompts
-        already held, with most completions left, before those of new prompts, for which there must be a place.
+    def fill(self) -> tuple[list[PromptLoad], list[Admission]]:
+        """Start sequences in the idle slots: highest limit first. Among equal limits, cached prompts come before new
+        ones (which need a free prompt slot), and prompts with more pending sequences before those with fewer.
         """
         loads, admissions = [], []
-        for slot in [slot for slot, row in enumerate(self.rows) if row is None]:
-            prompts = [prompt for prompt in self._places if self._unbegun[prompt]]
-            if self._waiting and self._free_places:
-                prompts.append(self._waiting[-1])
+        for slot in [slot for slot, sequence in enumerate(self.sequences) if sequence is None]:
+            prompts = [prompt for prompt in self._prompt_slots if self._pending[prompt]]
+            if self._waiting_prompts and self._free_prompt_slots:
+                prompts.append(self._waiting_prompts[-1])
             if not prompts:
                 break
-            prompt = max(prompts, key=self._urgency)
-            if prompt not in self._places:
-                self._places[self._waiting.pop()] = self._free_places.pop()
-                loads.append(Load(prompt, self._places[prompt]))
-            self.rows[slot] = self._unbegun[prompt].pop()
-            admissions.append(Admission(slot, self.rows[slot], self._places[prompt]))
+            prompt = max(prompts, key=self._priority)
+            if prompt not in self._prompt_slots:
+                self._prompt_slots[self._waiting_prompts.pop()] = self._free_prompt_slots.pop()
+                loads.append(PromptLoad(prompt, self._prompt_slots[prompt]))
+            self.sequences[slot] = self._pending[prompt].pop()
+            admissions.append(Admission(slot, self.sequences[slot], self._prompt_slots[prompt]))
         return loads, admissions
 
-    def _urgency(self, prompt: int) -> tuple[int, bool, int]:
-        rows = self._unbegun[prompt]
-        return self._limits[rows[-1]], prompt in self._places, len(rows)
+    def _priority(self, prompt: int) -> tuple[int, bool, int]:
+        pending = self._pending[prompt]
+        return self._limits[pending[-1]], prompt in self._prompt_slots, len(pending)
 
     def compact(self, slots: int) -> list[int]:
-        """Move what is live into the first of only `slots` slots; returns the old slot of each new one (idle ones take
-        any).
+        """Move the live sequences into the first of only `slots` slots. Returns the old slot of each new one (any idle
+        slot for those left over).
         """
         live = self.live
-        kept = live + [slot for slot in range(len(self.rows)) if slot not in live][: slots - len(live)]
-        self.rows = [self.rows[slot] for slot in kept]
+        kept = live + [slot for slot in range(len(self.sequences)) if slot not in live][: slots - len(live)]
+        self.sequences = [self.sequences[slot] for slot in kept]
         return kept

@@ -20,7 +20,8 @@ from qerl_jax.io.plan import abstract_trees, plan, tree_bytes
 from qerl_jax.models import cache as kv
 from qerl_jax.prepare import load
 from qerl_jax.rl.step import grpo_step, init_state
-from qerl_jax.rollout.plan import Engine, make_plan
+from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.types import Engine
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
@@ -75,7 +76,7 @@ def test_fp8_caches_are_the_real_ones(tmp_path):
     assert planned.memory.cache == 3 * token * of_rollout
     assert planned.cache_note.endswith("keep their keys and values in bfloat16, because their key bias exceeds 8.5: 1")
     fp8 = Engine(kv_cache_dtype="fp8_e4m3")
-    of_the_run = make_plan(load(config), config.num_prompts, config.num_generations, 96, 24, fp8)
+    of_the_run = choose_shapes(load(config), config.num_prompts, config.num_generations, 96, 24, fp8)
     assert of_the_run.cache_bytes == planned.memory.cache
     assert plan(dataclasses.replace(config, kv_cache_dtype="auto")).memory.cache == 4 * token * of_rollout
 

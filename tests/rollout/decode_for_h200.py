@@ -1,9 +1,9 @@
-"""Compiles a chunk of decoding for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
+"""Compiles a decode chunk for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
 
     python decode_for_h200.py DUMP [DTYPE]
 
-Prints, as JSON, the operations of the loop's body in the compiled program and how the body is launched; DUMP is a
-directory for XLA's own dump, from which the latter is read; DTYPE that of the caches.
+Prints, as JSON, the operations of the loop body in the compiled program and the thunks that launch it. DUMP is a
+directory for XLA's dump, from which the thunks are read. DTYPE is the dtype of the caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qerl_jax.config import Config
 from qerl_jax.io.plan import abstract_trees
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.plan import Plan
+from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import Policy, Sampling
 
 LAYERS, ROWS = 2, 8
@@ -33,23 +33,23 @@ MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096,
 
 def abstract_chunk(
     slots: int = ROWS, weight_format: str = "nvfp4", cache_dtype: str = "bfloat16"
-) -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
+) -> tuple[Policy, decode.PromptCache, decode.Slots]:
     """Arguments of `decode_chunk` as shapes; NVFP4 weights are packed for the kernels."""
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
     policy, _ = abstract_trees(MODEL, weight_format, config)
-    plan = Plan(slots, ROWS, 256, 256, 0, (jnp.dtype(cache_dtype),) * LAYERS)
+    shapes = RolloutShapes(slots, ROWS, 256, 256, 0, (jnp.dtype(cache_dtype),) * LAYERS)
     embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
 
-    def states(key: jax.Array) -> tuple[decode.HeldPrompts, decode.Slots]:
-        return decode.allocate(policy.replace(frozen={"embed_tokens": embedding}), plan, ROWS, key)
+    def states(key: jax.Array) -> tuple[decode.PromptCache, decode.Slots]:
+        return decode.allocate(policy.replace(frozen={"embed_tokens": embedding}), shapes, ROWS, key)
 
-    held, slots = jax.eval_shape(states, jax.eval_shape(lambda: jax.random.key(0)))
-    return policy.replace(lora=jax.eval_shape(decode.prepare, policy)), held, slots
+    prompt_cache, slots = jax.eval_shape(states, jax.eval_shape(lambda: jax.random.key(0)))
+    return policy.replace(lora=jax.eval_shape(decode.cast_lora, policy)), prompt_cache, slots
 
 
 def operations(program: str) -> dict[str, list[str]]:
-    """Name of each operation of the loop's body -> shapes of its results."""
+    """Name of each operation in the loop body -> shapes of its results."""
     body = re.search(r"body=%([\w.]+)", program).group(1)
     text = re.search(rf"\n%{re.escape(body)} .*?\n}}", program, re.DOTALL).group(0)
     found = collections.defaultdict(list)
@@ -60,7 +60,7 @@ def operations(program: str) -> dict[str, list[str]]:
 
 
 def use_compilers(dump: str | None = None) -> None:
-    """Set XLA's flags for a machine that has the compilers and no GPU. `dump`: where XLA puts its own dump."""
+    """Set XLA's flags for a machine with the CUDA compilers and no GPU. `dump`: directory of XLA's dump."""
     cuda = next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations))
     os.environ["PATH"] = f"{cuda}/bin:{os.environ['PATH']}"
     os.environ["XLA_FLAGS"] = (
@@ -76,7 +76,7 @@ def compiled(function: Any, states: Any, *static: Any) -> str:
     from qerl_kernels import dispatch
 
     jax.config.update("jax_platforms", "cpu")
-    dispatch.missing_for_mosaic_gpu = lambda dtype: None  # what is compiled for has all that this machine lacks
+    dispatch.missing_for_mosaic_gpu = lambda dtype: None  # the target has what this machine lacks
     target = (Path(__file__).parent.parent / "kernels" / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
     mesh = topologies.make_mesh(topology, (1,), ("x",))
@@ -91,7 +91,7 @@ def main() -> None:
     program = compiled(decode.decode_chunk, states, Sampling(256), 16, False)
     (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
     body = launches.read_text().split("  body:\n")[1].splitlines()
-    inside = [line for line in body if line.startswith("    ")]  # a thunk of the body; its parts stand further right
+    inside = [line for line in body if line.startswith("    ")]  # thunks of the body; nested ones are indented further
     print(
         json.dumps(
             {

@@ -1,8 +1,7 @@
 """Compiles a packed prefill for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
 
-Prints, as JSON, what the compiled program copies, how many of the arrays that it keeps are its arguments' own memory,
-how many products with packed weights it has, and the seconds of compilation. Attention is the plain form: cuDNN plans
-its own on the GPU.
+Prints, as JSON, the copies of the compiled program, the number of donated arrays updated in place, the number of GEMMs
+with packed weights, and the compile time in seconds. Attention is the plain form: cuDNN plans its own on the GPU.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ TOKENS, ROWS, WIDTH = 512, 8, 128
 
 
 def main() -> None:
-    policy, held, _ = h200.abstract_chunk()
+    policy, prompt_cache, _ = h200.abstract_chunk()
     numbers = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (TOKENS, ROWS, ROWS)]
     started = time.perf_counter()
-    program = h200.compiled(decode.prefill, (policy, held, *numbers), WIDTH, False)
+    program = h200.compiled(decode.prefill, (policy, prompt_cache, *numbers), WIDTH, False)
     seconds = time.perf_counter() - started
     found = {
         "copied": re.findall(r" = (\S+) copy\(", program),
-        "products": len(re.findall(r" custom-call\(.*mosaic_gpu", program)),
+        "gemms": len(re.findall(r" custom-call\(.*mosaic_gpu", program)),
         "reused": len(re.findall(r"may-alias|must-alias", program.split("\n", 1)[0])),
-        "kept": len(jax.tree.leaves(held)),
+        "kept": len(jax.tree.leaves(prompt_cache)),
         "seconds": seconds,
     }
     print(json.dumps(found))

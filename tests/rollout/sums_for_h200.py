@@ -1,9 +1,9 @@
-"""Compiles chunks of decoding with several numbers of slots for an H200. `test_decode_compile.py` runs it.
+"""Compiles decode chunks with several numbers of slots for an H200. `test_decode_compile.py` runs it.
 
     python sums_for_h200.py {nvfp4,bf16}
 
-Prints, as JSON, for each chunk the distinct operations that sum: fused computations with a reduction or a product, and
-calls of libraries, without names and with every number of slots replaced. Mosaic's kernels are left out.
+Prints, as JSON, the distinct reductions of each chunk: fused computations with a reduction or a dot, and library calls,
+without names and with the number of slots replaced. Mosaic's kernels are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRUNCATED = Sampling(256, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 
 
 def plain(text: str) -> str:
-    """A computation or an operation without what does not change its result."""
+    """A computation or operation without names and metadata."""
     text = re.sub(r", (metadata|backend_config)=\{.*", "", text)
     names: dict[str, str] = {}
     text = re.sub(r"%[\w.\-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), text)
@@ -30,7 +30,7 @@ def plain(text: str) -> str:
 
 
 def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
-    """Of one chunk."""
+    """Reductions of one chunk."""
     states = h200.abstract_chunk(slots, sys.argv[1])
     program = h200.compiled(decode.decode_chunk, states, sampling, 4, batch_invariant)
     found = set()

@@ -1,4 +1,4 @@
-"""`batch_invariant`: a completion's bits, whatever runs beside it; and that without it they do change."""
+"""`batch_invariant`: the bits of a completion do not depend on its neighbours; without the mode they do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.plan import Engine
-from qerl_jax.types import Policy, Prompts, Sampling
+from qerl_jax.types import Engine, Policy, Prompts, Sampling
 
 LENGTHS, WIDTH, KEY = [3, 200, 40, 1, 90, 8], 200, jax.random.key(5)  # long enough for XLA to cut sums otherwise
 
 
 def rollout(policy: Policy, chosen: list[int], group: int, engine: Engine) -> dict[tuple[int, int], tuple]:
-    """(prompt, place in the group) -> its tokens and log-probabilities."""
+    """(prompt, index in the group) -> tokens and log-probabilities."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 500, length).tolist() for length in LENGTHS]
     some = Prompts.from_lists([prompts[p] for p in chosen], ids=chosen, length=WIDTH)
@@ -34,8 +33,8 @@ def rollout(policy: Policy, chosen: list[int], group: int, engine: Engine) -> di
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "nvfp4"])
-def test_rows_are_the_same_bits_whatever_runs_beside_them(weight_format):
-    """The bundled policy in fp32: 18 rows at once, against four in three slots and other chunks."""
+def test_rows_are_the_same_bits_beside_any_neighbours(weight_format):
+    """The bundled policy in fp32: 18 sequences at once, against four in three slots with other chunks."""
     policy = randomized(fp32_policy(model_path("tiny"), weight_format=weight_format), 0)
     equal = {}
     for invariant in (True, False):
@@ -47,7 +46,7 @@ def test_rows_are_the_same_bits_whatever_runs_beside_them(weight_format):
 
 
 def wider(path: Path, weight_format: str, dtype: str, matmul_kernel: str = "auto") -> Policy:
-    """256 wide, so that XLA also cuts the norms' sums by the number of rows, with adapters; some rows end by EOS."""
+    """A 256-wide model with adapters, so that XLA splits the norms' reductions by batch size; some rows reach EOS."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     small.bf16(path / "model", shards=1, head_dim=64, **sizes)
     policy = load_policy(path / "model", weight_format, LoraConfig(16), jnp.dtype(dtype), matmul_kernel=matmul_kernel)
@@ -56,7 +55,7 @@ def wider(path: Path, weight_format: str, dtype: str, matmul_kernel: str = "auto
 
 
 def assert_the_same_bits(policy: Policy) -> None:
-    """Rows of 72 at once, of which the last survivors move into fewer slots, and of four in three slots."""
+    """72 sequences at once, whose last survivors move into fewer slots, against four in three slots."""
     many = rollout(policy, [0, 1, 2, 3, 4, 5], 12, Engine(chunk=2, batch_invariant=True))
     few = rollout(policy, [4, 0], 2, Engine(slots=3, chunk=5, batch_invariant=True))
     for row, found in few.items():
@@ -72,19 +71,19 @@ def test_norms_of_wider_rows_are_the_same_bits(tmp_path, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
 def test_rows_are_the_same_bits_on_a_gpu(tmp_path, weight_format):
-    """bf16; NVFP4 on packed weights through the kernels."""
+    """BF16, and NVFP4 through the kernels."""
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     assert_the_same_bits(wider(tmp_path, weight_format, "bfloat16", kernel))
 
 
 def test_each_prompt_is_prefilled_alone(monkeypatch):
-    """In a call whose shape its own length decides; without the mode they go together."""
+    """A prefill's shape depends on its own prompt only; without the mode prompts are packed together."""
     policy = randomized(fp32_policy(model_path("tiny")), 0)
     prefill, seen = decode.prefill, []
 
-    def watched(policy, held, tokens, lengths, places, width, batch_invariant):
+    def watched(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant):
         seen.append((len(tokens), len(lengths), width, batch_invariant))
-        return prefill(policy, held, tokens, lengths, places, width, batch_invariant)
+        return prefill(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant)
 
     monkeypatch.setattr(decode, "prefill", watched)
     rollout(policy, [0, 2, 4], 1, Engine(batch_invariant=True))

@@ -1,4 +1,4 @@
-"""A chunk of decoding and a prefill, compiled for an H200: what they copy, how the loop is launched, and what sums."""
+"""Decode chunk and prefill compiled for an H200: copies, command buffers and reductions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ LAYERS = 2
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 @pytest.mark.parametrize("cached", ["bfloat16", "float8_e4m3fn"])
 def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path, cached):
-    """Neither weights nor caches are copied in the loop, nor are the adapters put together there; its body is a single
-    command buffer, with the ten kernels of each layer and a few for the whole step. The cosines and sines are one of
-    those.
+    """The loop copies no weights and no caches and does not concatenate adapters. Its body is a single command buffer
+    with ten kernels a layer and a few for the whole step, one of them for all cosines and sines.
     """
     ran = h200.run(Path(__file__).parent / "decode_for_h200.py", str(tmp_path), cached)
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -25,25 +24,24 @@ def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path, cache
     assert set(operations.get("copy", [])) <= {"pred[8]{0}"}
     assert len(operations["custom-call"]) == 10 * LAYERS
     assert sum("f32[8,1,64]" in shape for shape in operations["fusion"]) == 1
-    assert not any("bf16[1024,96]" in shape for shape in operations["fusion"]), "adapters are put together in the loop"
+    assert not any("bf16[1024,96]" in shape for shape in operations["fusion"]), "adapters are concatenated in the loop"
     assert found["thunks"] == ["kCommandBuffer"]
-    assert 0 < found["captured"] - 10 * LAYERS <= 18  # 17 of the step: one more a layer would not fit
+    assert 0 < found["captured"] - 10 * LAYERS <= 18  # 17 for the step: one more a layer would exceed it
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_packed_prefill_copies_no_weight_and_no_cache():
-    """Four products with packed weights a layer; the caches are updated in place."""
+    """Four GEMMs with packed weights a layer; the caches are updated in place."""
     ran = h200.run(Path(__file__).parent / "prefill_for_h200.py")
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert found["products"] == 4 * LAYERS
+    assert found["gemms"] == 4 * LAYERS
     assert found["copied"] == [] and found["reused"] == found["kept"]
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 @pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
 def test_batch_invariant_sums_are_the_same_programs_for_any_number_of_slots(weight_format):
-    """XLA adds up in an order of its own wherever it fuses a sum with something else, and chooses that anew for every
-    program; without the mode it does choose otherwise."""
+    """XLA chooses the order of a fused reduction anew for each program; without the mode the orders do differ."""
     ran = h200.run(Path(__file__).parent / "sums_for_h200.py", weight_format)
     found = json.loads(ran.stdout.splitlines()[-1])
     one, *others = found["batch_invariant"]

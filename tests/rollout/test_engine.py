@@ -1,5 +1,5 @@
-"""Rollouts against the policy's own log-probabilities, against cuts of an unhindered rollout, and under every change
-that must not matter.
+"""Rollouts against the policy's own log-probabilities, against prefixes of an unconstrained rollout, and under changes
+of slots, chunks, order and neighbours that must not change the samples.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from qerl_jax import keys
 from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, packing
 from qerl_jax.rollout.engine import generate, stream
-from qerl_jax.rollout.plan import Engine, make_plan
-from qerl_jax.types import FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
+from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
 NEW, GROUP, PAD = 8, 2, 63
 FREE = Sampling(NEW, temperature=0.9, num_generations=GROUP)
 KEY = jax.random.key(11)
-CUT = Engine(slots=3, chunk=2)
+SMALL = Engine(slots=3, chunk=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +49,7 @@ def policy(tmp_path_factory) -> Policy:
 
 @pytest.fixture(scope="module")
 def free(policy) -> Rollout:
-    """Nothing ends it but the limit."""
+    """A rollout whose sequences all run to the limit."""
     return generate(policy, PROMPTS, FREE, KEY)
 
 
@@ -64,7 +64,7 @@ def assert_same_rows(a: Rollout, rows_a, b: Rollout, rows_b) -> None:
 
 
 def to_the_end(running) -> tuple[list, Rollout]:
-    """What a stream yields, and what it returns."""
+    """The values a stream yields, and its return value."""
     seen = []
     while True:
         try:
@@ -137,7 +137,7 @@ def test_greedy_is_the_argmax_of_the_logits(policy):
 
 
 def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, free):
-    """Positions key the draws, so a row with EOS ids is the free one, cut behind the first of them; one of them is some
+    """Random keys depend on positions, so a row with EOS ids is the free row up to its first EOS. One EOS id is some
     row's first token.
     """
     completions = completion_ids(free)
@@ -166,7 +166,7 @@ def test_eos_on_the_last_allowed_token_is_an_end_not_a_truncation(policy, free):
 
 
 def test_samples_do_not_depend_on_the_batch(policy, free):
-    """Order of the prompts, absence of neighbours, size of the group, and parts made for memory."""
+    """Order of the prompts, absence of neighbours, and group size."""
     order = [2, 0, 3, 1]
     shuffled = generate(policy, Prompts.from_lists([PROMPTS[p] for p in order], ids=order), FREE, KEY)
     for place, p in enumerate(order):
@@ -195,7 +195,7 @@ def test_samples_are_the_plain_samplers(policy, free):
 def test_greedy_ids_of_the_fixtures_are_the_plain_samplers(request, fixture, weight_format):
     fixed = fp32_policy(request.getfixturevalue(fixture), weight_format=weight_format)
     sampling = Sampling(NEW, temperature=0, num_generations=GROUP)
-    rollout = generate(fixed, PROMPTS, sampling, KEY, CUT)
+    rollout = generate(fixed, PROMPTS, sampling, KEY, SMALL)
     expected = [(ids, finish) for ids, _, finish in plain_rollout(fixed, PROMPTS, sampling, KEY)]
     assert list(zip(completion_ids(rollout), rollout.finish.tolist(), strict=True)) == expected
     assert len({tuple(ids) for ids, _ in expected}) > 1, "prompts go on in different ways"
@@ -203,7 +203,7 @@ def test_greedy_ids_of_the_fixtures_are_the_plain_samplers(request, fixture, wei
 
 @pytest.mark.parametrize("engine", [Engine(slots=1), Engine(slots=3, chunk=1), Engine(slots=5, chunk=3)], ids=str)
 def test_slots_and_chunks_change_nothing(policy, free, engine):
-    """Fewer slots than rows: refills, prompts held in turn, groups that begin while others end."""
+    """Fewer slots than sequences: refills, reused prompt slots, groups that start while others end."""
     eos = (completion_ids(free)[0][0], completion_ids(free)[5][6])
     ended = with_eos(policy, *eos)
     whole = generate(ended, PROMPTS, FREE, KEY)
@@ -214,10 +214,10 @@ def test_slots_and_chunks_change_nothing(policy, free, engine):
 
 
 def test_prompts_in_many_prefills(policy, free, monkeypatch):
-    """Prefills of at most 4 tokens: one of two prompts, one of one, and one prompt that is longer alone."""
+    """Prefills of at most 4 tokens: one of two prompts, one of one prompt, and a longer prompt on its own."""
     monkeypatch.setattr(packing, "_SIZES", (2, 4))
     monkeypatch.setattr(packing, "_WIDTHS", (2, 4))
-    sizes = [(call.prompts, call.tokens) for call in packing.pack([len(prompt) for prompt in PROMPTS])]
+    sizes = [(batch.prompts, batch.tokens) for batch in packing.pack_prompts([len(prompt) for prompt in PROMPTS])]
     assert sizes == [(2, 4), (1, 16), (1, 2)]
     assert_same_rows(generate(policy, PROMPTS, FREE, KEY), range(8), free, range(8))
 
@@ -226,8 +226,8 @@ def test_survivors_move_into_fewer_slots(policy, free):
     """32 rows, of which all but a few end with their first tokens: 32 slots become 8."""
     ended = with_eos(policy, *range(14))
     sampling = FREE.replace(num_generations=8, max_new_tokens=24)
-    assert make_plan(ended, 4, 8, 5, 24, Engine()).sizes() == [32, 8]
-    assert make_plan(ended, 16, 8, 5, 24, Engine()).sizes() == [128, 64, 32, 8]
+    assert choose_shapes(ended, 4, 8, 5, 24, Engine()).slot_counts() == [32, 8]
+    assert choose_shapes(ended, 16, 8, 5, 24, Engine()).slot_counts() == [128, 64, 32, 8]
     slow = generate(ended, PROMPTS, sampling, KEY, Engine(slots=2))
     fast = generate(ended, PROMPTS, sampling, KEY, Engine(chunk=2))
     longest = np.sort(np.asarray(fast.lengths - fast.prompt_lengths))
@@ -244,7 +244,7 @@ def test_limits_of_prompts_and_of_rows(policy, free, limits):
         assert int(rollout.finish[row]) == FinishReason.LENGTH
 
 
-def test_limits_that_are_none(policy):
+def test_invalid_limits(policy):
     for wrong in ([1, 2, 3], [0, 1, 1, 1], [1, 1, 1, 9]):
         with pytest.raises(
             ValueError, match=r"4 numbers \(one a prompt\) or 8 \(one a row\) from 1 to max_new_tokens 8"
@@ -252,14 +252,14 @@ def test_limits_that_are_none(policy):
             generate(policy, PROMPTS, FREE, KEY, limits=wrong)
 
 
-def test_the_stream_tells_how_far_it_is(policy, free):
+def test_the_stream_reports_progress(policy, free):
     seen, rollout = to_the_end(stream(policy, PROMPTS, FREE, KEY, Engine(slots=4, chunk=3)))
     assert_same_rows(rollout, range(8), free, range(8))
     assert seen[-1].ended == seen[-1].rows == 8 and seen[-1].tokens == 8 * NEW
     assert [p.ended for p in seen] == sorted(p.ended for p in seen) and 0 < seen[1].tokens < 8 * NEW
 
 
-def test_random_rollouts_are_cuts_of_the_free_one(policy, free):
+def test_random_rollouts_are_prefixes_of_the_free_one(policy, free):
     """Property: whatever ends rows and in whatever order slots come free, a row is the free row up to its own end."""
     rng = np.random.default_rng(0)
     completions, engine = completion_ids(free), Engine(slots=3, chunk=2)
@@ -275,22 +275,22 @@ def test_random_rollouts_are_cuts_of_the_free_one(policy, free):
 
 
 def test_slots_that_fit_a_memory_limit(policy):
-    """2 (K, V) x 2 layers x 2 heads x 8 x 4 bytes = 256 bytes a token; a slot has 8, and so has a prompt of 5; prompts
-    for two fillings of the slots.
+    """2 (K, V) x 2 layers x 2 heads x 8 x 4 bytes = 256 bytes a token; a slot has 8 tokens, and so has a prompt of 5;
+    the prompt cache holds enough prompts to fill the slots twice.
     """
     for slots, prompts in ((1, 1), (2, 2), (5, 4), (8, 4)):
         need = 256 * (8 * slots + 8 * prompts)
         for extra in (0, 1):
-            plan = make_plan(policy, 4, 2, 5, 8, Engine(memory_gb=(need + extra) / 1e9))
-            assert (plan.slots, plan.prompt_slots, plan.cache_bytes) == (slots, prompts, need)
-    assert make_plan(policy, 4, 2, 5, 8, Engine(slots=3)).slots == 3
+            shapes = choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=(need + extra) / 1e9))
+            assert (shapes.slots, shapes.prompt_slots, shapes.cache_bytes) == (slots, prompts, need)
+    assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=3)).slots == 3
     with pytest.raises(
         ValueError, match=r"rollout_memory_gb 3.84e-06 cannot hold 1 completions of 8 tokens .* need 4.1e-06 GB"
     ):
-        make_plan(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 15 / 1e9))
+        choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 15 / 1e9))
 
 
-def test_without_a_limit_the_devices_free_memory_is_one(policy, monkeypatch):
+def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy, monkeypatch):
     """Nine tenths of what is free; 256 bytes a token: 8 completions of 8 tokens and 4 prompts of as many."""
     need = 256 * (8 * 8 + 8 * 4)
 
@@ -300,15 +300,15 @@ def test_without_a_limit_the_devices_free_memory_is_one(policy, monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     free = need / 0.9 + 1
-    assert make_plan(policy, 4, 2, 5, 8, Engine()).cache_bytes == need
+    assert choose_shapes(policy, 4, 2, 5, 8, Engine()).cache_bytes == need
     free = need / 0.9 - 1
     expected = (
         r"90% of the free device memory, in GB, 2\.46e-05 cannot hold 8 completions of 8 tokens and 4 prompts of 5: "
         r"they need 2\.46e-05 GB; lower max_completion_length, or set rollout_memory_gb so that fewer"
     )
     with pytest.raises(ValueError, match=expected):
-        make_plan(policy, 4, 2, 5, 8, Engine())
-    assert make_plan(policy, 4, 2, 5, 8, Engine(slots=4)).slots == 4
+        choose_shapes(policy, 4, 2, 5, 8, Engine())
+    assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=4)).slots == 4
 
 
 def test_keys_make_the_samples(policy, free):
@@ -333,7 +333,7 @@ def test_every_key_of_a_run_is_another():
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_row_with_a_broken_logit_fails_alone(policy, free, value):
-    """NaN or infinity in the embedding of a token that only prompt 3 holds."""
+    """NaN or infinity in the embedding of a token that only prompt 3 contains."""
     used = {token for ids in [*PROMPTS, *completion_ids(free)] for token in ids}
     token = next(t for t in range(64) if t not in used)
     poisoned = policy.replace(
@@ -368,14 +368,14 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
         assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
         np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
     assert 3 <= stopped < 8
-    seen, early = to_the_end(stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY, CUT))
+    seen, early = to_the_end(stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY, SMALL))
     assert_same_rows(early, range(8), rollout, range(8))
-    assert seen[-1].ended == 8 and seen[-1].tokens < 8 * NEW, "what has stopped is decoded no further"
+    assert seen[-1].ended == 8 and seen[-1].tokens < 8 * NEW, "decoding ends at a stop string"
     with pytest.raises(ValueError, match="tokenizer"):
         generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)
 
 
-def test_no_memory_left_names_the_numbers(policy, monkeypatch):
+def test_out_of_memory_names_the_numbers(policy, monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
 

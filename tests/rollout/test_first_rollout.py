@@ -1,4 +1,4 @@
-"""What a first rollout pays beside its run: programs compiled, and layers traced for them."""
+"""Compile cost of a first rollout: programs compiled, and layers traced for them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.plan import Engine, Plan
-from qerl_jax.types import Policy, Rollout, Sampling
+from qerl_jax.rollout.shapes import RolloutShapes
+from qerl_jax.types import Engine, Policy, Rollout, Sampling
 
 MODEL = ModelConfig(64, 128, 128, 5, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
@@ -50,11 +50,11 @@ def config_of(**changes) -> Config:
     return Config(model="x", weight_format="nvfp4", lora_rank=8, **sizes, **changes)
 
 
-def states(policy: Policy, dtypes: tuple[jnp.dtype, ...]) -> tuple[Policy, decode.HeldPrompts, decode.Slots]:
+def states(policy: Policy, dtypes: tuple[jnp.dtype, ...]) -> tuple[Policy, decode.PromptCache, decode.Slots]:
     """Arguments of `decode_chunk` as shapes."""
-    plan = Plan(4, 2, 8, 8, 0, dtypes)
-    held, slots = jax.eval_shape(lambda: decode._empty(jax.random.key(0), MODEL, BF16, plan, 4))
-    return policy.replace(lora=jax.eval_shape(decode.prepare, policy)), held, slots
+    shapes = RolloutShapes(4, 2, 8, 8, 0, dtypes)
+    prompt_cache, slots = jax.eval_shape(lambda: decode._allocate(jax.random.key(0), MODEL, BF16, shapes, 4))
+    return policy.replace(lora=jax.eval_shape(decode.cast_lora, policy)), prompt_cache, slots
 
 
 def ints(*sizes: int) -> list[jax.ShapeDtypeStruct]:
@@ -77,8 +77,8 @@ def test_decoding_traces_layers_of_one_shape_once(traced, kernel, dtypes, times)
 
 def test_prefill_traces_layers_of_one_shape_once(traced):
     policy, _ = abstract_trees(MODEL, "nvfp4", config_of(matmul_kernel="xla"))
-    policy, held, _ = states(policy, (BF16,) * 5)
-    decode.prefill.trace(policy, held, *ints(32, 2, 2), 16, False)
+    policy, prompt_cache, _ = states(policy, (BF16,) * 5)
+    decode.prefill.trace(policy, prompt_cache, *ints(32, 2, 2), 16, False)
     assert traced == ["__call__"]
 
 
@@ -115,6 +115,10 @@ def test_a_rollout_compiles_its_own_functions_only(tmp_path):
         generate(policy, prompts, Sampling(13), key, Engine(slots=34, chunk=3), limits=[13] * 5 + [4] * 29)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    once = ["prepare", "_empty", "admit", "_assemble"]
-    twice = ["prefill", "decode_chunk", "_take"]  # two sizes of calls; two numbers of slots; a cache's arrays, the rest
+    once = ["cast_lora", "_allocate", "admit", "_assemble"]
+    twice = [
+        "prefill",
+        "decode_chunk",
+        "_gather",
+    ]  # two batch shapes; two slot counts; a cache's arrays and the rest
     assert sorted(compiled) == sorted(f"jit({name})" for name in once + 2 * twice)

@@ -1,4 +1,4 @@
-"""Slots that stand idle: counted step by step in what the device draws, and bounded."""
+"""Idle slots, counted step by step in the sampled tokens, and their bounds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from oracles import torch_qwen2
 
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import Progress, stream
-from qerl_jax.rollout.plan import Engine
-from qerl_jax.types import Policy, Rollout, Sampling
+from qerl_jax.types import Engine, Policy, Rollout, Sampling
 
 CHUNK = 4
 KEY = jax.random.key(3)
@@ -33,13 +32,13 @@ def with_eos(policy: Policy, *ids: int) -> Policy:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[np.ndarray]:
-    """Of each chunk decoded: which slot drew a token in which step."""
+    """For each decoded chunk: which slot sampled a token in which step."""
     seen, decode_chunk = [], decode.decode_chunk
 
     def watched(*args):
-        slots, active, drawn = decode_chunk(*args)
-        seen.append(np.asarray(drawn) >= 0)
-        return slots, active, drawn
+        slots, active, sampled = decode_chunk(*args)
+        seen.append(np.asarray(sampled) >= 0)
+        return slots, active, sampled
 
     monkeypatch.setattr(decode, "decode_chunk", watched)
     return seen
@@ -55,7 +54,7 @@ def run(policy: Policy, prompts: int, sampling: Sampling, slots: int, limits=Non
 
 
 def waits(steps: list[np.ndarray]) -> list[int]:
-    """Idle steps of a slot between one completion and the next, for every pair."""
+    """Idle steps of a slot between consecutive sequences."""
     between = []
     for slot in np.concatenate(steps).T:
         between += [gap - 1 for gap in np.diff(np.flatnonzero(slot)).tolist() if gap > 1]
@@ -66,7 +65,7 @@ def waits(steps: list[np.ndarray]) -> list[int]:
     ("group", "limits"), [(1, [4, 4, 8]), (1, [4, 4, 12, 4, 8, 8]), (2, [4, 16, 8, 4]), (1, [8] * 4)]
 )
 def test_no_slot_is_idle_where_limits_allow_it(policy, steps, group, limits):
-    """Limits in whole chunks that share out evenly over two slots: every slot draws a token in every step."""
+    """Limits in whole chunks, split evenly over two slots: every slot samples a token in every step."""
     progress, _ = run(policy, len(limits) // group, Sampling(16, num_generations=group), 2, limits)
     assert all(chunk.shape == (CHUNK, 2) and chunk.all() for chunk in steps)
     assert CHUNK * 2 * len(steps) == sum(limits) == progress.tokens
@@ -81,7 +80,7 @@ def test_a_slot_waits_less_than_a_chunk_after_a_limit(policy, steps):
 
 
 def test_a_slot_waits_less_than_two_chunks_after_an_eos(policy, steps):
-    """What draws EOS is seen one chunk later, while the next one runs."""
+    """The host sees an EOS one chunk later, while the next one runs."""
     _, rollout = run(with_eos(policy, *range(12)), 12, Sampling(16, num_generations=2), 3)
     lengths = np.asarray(rollout.lengths - rollout.prompt_lengths)
     assert len(set(lengths.tolist())) > 6 and sum(chunk.sum() for chunk in steps) == lengths.sum()
@@ -90,7 +89,7 @@ def test_a_slot_waits_less_than_two_chunks_after_an_eos(policy, steps):
 
 
 def test_the_stream_counts_all_tokens_where_survivors_move(policy, steps):
-    """32 slots become 8 while a chunk is on its way in which the others draw their last tokens."""
+    """32 slots become 8 while a chunk is in flight in which the other sequences sample their last tokens."""
     limits = [16] * 5 + [6] * 27
     progress, rollout = run(policy, 4, Sampling(16, num_generations=8), 32, limits)
     assert [chunk.shape[1] for chunk in steps] == [32, 32, 8, 8]

@@ -1,6 +1,4 @@
-"""FP8 keys and values: the rollout against a forward pass that rounds what the cache would, what they take, and the
-layers that they leave alone.
-"""
+"""FP8 keys and values: the rollout against a forward pass with the same rounding, memory, and layers left out."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from qerl_jax.evaluate import main as evaluate
 from qerl_jax.models.qwen2 import attend
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.plan import Engine, cache_dtypes, cache_note, make_plan, most_key_bias
-from qerl_jax.types import FinishReason, Policy, Sampling, completion_ids
+from qerl_jax.rollout.shapes import cache_note, choose_shapes, kv_cache_dtypes, max_key_bias
+from qerl_jax.types import Engine, FinishReason, Policy, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
 SAMPLING = Sampling(8, temperature=0.9, num_generations=2)
@@ -58,8 +56,8 @@ def with_key_bias(policy: Policy, layer: int, value: float, head: int = 1, dim: 
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """As a cache of a dtype holds it; e4m3 by exact arithmetic (three bits behind the point, the last worth 2^-9 or
-    more), because XLA may leave out a cast there and back, and on a GPU does so to the values.
+    """x rounded to a cache dtype. e4m3 by exact arithmetic (three mantissa bits, the last worth 2^-9 or more), because
+    XLA may remove a cast there and back, and on a GPU does so for the values.
     """
     if dtype != E4M3:
         return x
@@ -71,8 +69,8 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def rounding_logits(dtypes):
-    """Logits of a forward pass in which whatever follows the prompt attends to keys and values as a cache holds them;
-    the prompt's own tokens see each other exactly.
+    """Logits of a forward pass in which completion tokens attend to rounded keys and values, prompt tokens to exact
+    ones.
     """
 
     def logits(policy: Policy, tokens: jax.Array, prompt: int) -> jax.Array:
@@ -93,13 +91,13 @@ def rounding_logits(dtypes):
 
 @pytest.mark.parametrize("kept", [None, 0, 1])
 def test_a_rollout_is_the_plain_one_over_rounded_keys_and_values(policy, kept):
-    """Over three slots, with refills; also with a layer that stays fp32. A last bit of a key that differs can round to
-    another e4m3 number, hence the tolerance, which is a tenth of what the rounding itself does.
+    """Three slots with refills; also with one fp32 layer. A key that differs in its last bit can round to another e4m3
+    number; the tolerance is a tenth of the effect of rounding itself.
     """
     dtypes = [E4M3, E4M3]
     if kept is not None:
         policy, dtypes[kept] = with_key_bias(policy, kept, -9.0), F32
-    assert cache_dtypes(policy, "fp8_e4m3") == tuple(dtypes)
+    assert kv_cache_dtypes(policy, "fp8_e4m3") == tuple(dtypes)
     rollout = generate(policy, PROMPTS, SAMPLING, KEY, FP8)
     exact = np.asarray(logprobs_of(policy, rollout.tokens, rollout.attention_mask, temperature=0.9))
     moved = []
@@ -110,7 +108,9 @@ def test_a_rollout_is_the_plain_one_over_rounded_keys_and_values(policy, kept):
         assert completion_ids(rollout)[row] == ids
         np.testing.assert_allclose(rollout.logprobs[row, start : start + len(ids)], logprobs, atol=2e-3)
         moved.append(np.abs(exact[row, start - 1 : start - 1 + len(ids)] - logprobs))
-    assert np.max(moved) > 2e-2 and np.max(np.asarray(moved)[:, 0]) < 1e-4, "the first token comes of the exact prompt"
+    assert np.max(moved) > 2e-2 and np.max(np.asarray(moved)[:, 0]) < 1e-4, (
+        "the first token depends on the exact prompt only"
+    )
 
 
 def test_keys_beyond_the_range_saturate(policy):
@@ -120,28 +120,30 @@ def test_keys_beyond_the_range_saturate(policy):
     assert (np.asarray(rollout.finish) == FinishReason.LENGTH).all() and np.isfinite(rollout.logprobs).all()
 
 
-def test_what_the_plan_allots(policy):
+def test_cache_bytes_and_slots(policy):
     """2 (K, V) x 2 layers x 2 heads x 8: 256 bytes a token in fp32, 64 in e4m3, 160 with one layer of each; twice as
     many or more sequences fit.
     """
-    plans = {name: make_plan(policy, 4, 2, 5, 8, Engine(kv_cache_dtype=name)) for name in ("auto", "fp8_e4m3")}
-    assert plans["auto"].cache_bytes == 256 * (8 * 8 + 4 * 8) and plans["fp8_e4m3"].cache_bytes == 64 * (8 * 8 + 4 * 8)
-    mixed = make_plan(with_key_bias(policy, 1, 100.0), 4, 2, 5, 8, Engine(kv_cache_dtype="fp8_e4m3"))
+    shapes = {name: choose_shapes(policy, 4, 2, 5, 8, Engine(kv_cache_dtype=name)) for name in ("auto", "fp8_e4m3")}
+    assert shapes["auto"].cache_bytes == 256 * (8 * 8 + 4 * 8) and shapes["fp8_e4m3"].cache_bytes == 64 * (
+        8 * 8 + 4 * 8
+    )
+    mixed = choose_shapes(with_key_bias(policy, 1, 100.0), 4, 2, 5, 8, Engine(kv_cache_dtype="fp8_e4m3"))
     assert mixed.cache_bytes == 160 * (8 * 8 + 4 * 8)
     limit = 256 * (8 * 2 + 8 * 2) / 1e9
-    assert make_plan(policy, 4, 2, 5, 8, Engine(memory_gb=limit)).slots == 2
-    assert make_plan(policy, 4, 2, 5, 8, Engine(memory_gb=limit, kv_cache_dtype="fp8_e4m3")).slots == 8
+    assert choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=limit)).slots == 2
+    assert choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=limit, kv_cache_dtype="fp8_e4m3")).slots == 8
 
 
 def test_layers_with_a_large_key_bias_keep_their_dtype(policy):
-    """At the limit not yet; a value's or a query's bias does not count; told in a sentence."""
-    assert most_key_bias(128) == pytest.approx(33.94, abs=0.01) and most_key_bias(8) == pytest.approx(8.485, abs=1e-3)
+    """Only beyond the limit; biases of values and queries do not count; `cache_note` names the layers."""
+    assert max_key_bias(128) == pytest.approx(33.94, abs=0.01) and max_key_bias(8) == pytest.approx(8.485, abs=1e-3)
     at, beyond = (with_key_bias(policy, 1, value) for value in (-8.48, 8.49))
-    assert cache_dtypes(at, "fp8_e4m3") == (E4M3, E4M3) and cache_dtypes(beyond, "fp8_e4m3") == (E4M3, F32)
+    assert kv_cache_dtypes(at, "fp8_e4m3") == (E4M3, E4M3) and kv_cache_dtypes(beyond, "fp8_e4m3") == (E4M3, F32)
     heads = policy.config.num_kv_heads
     for head in (-1, heads):  # the last query head, the first value head
-        assert cache_dtypes(with_key_bias(policy, 1, 500.0, head), "fp8_e4m3") == (E4M3, E4M3)
-    assert cache_dtypes(beyond, "auto") == (F32, F32)
+        assert kv_cache_dtypes(with_key_bias(policy, 1, 500.0, head), "fp8_e4m3") == (E4M3, E4M3)
+    assert kv_cache_dtypes(beyond, "auto") == (F32, F32)
     assert cache_note(beyond, "auto") is None and cache_note(at, "fp8_e4m3") is None
     assert cache_note(beyond, "fp8_e4m3") == (
         "kv_cache_dtype fp8_e4m3: of 2 layers these keep their keys and values in float32, because their key bias "
@@ -150,15 +152,15 @@ def test_layers_with_a_large_key_bias_keep_their_dtype(policy):
 
 
 def test_the_command_lines_reach_the_engine(tmp_path, capfd, monkeypatch):
-    """A layer is left out and told of; rollouts, evaluations within the run and `evaluate` all allocate such caches."""
+    """One layer keeps its dtype and is reported; training, its evaluations and `evaluate` all allocate such caches."""
     (tmp_path / "rows.jsonl").write_text(lines(ROWS))
     small.bf16(tmp_path / "model", shards=1)
     small.change_tensors(tmp_path / "model", with_large_bias)
     allocate, seen = decode.allocate, []
 
-    def watched(policy, plan, rows, key):
-        seen.append(plan.dtypes)
-        return allocate(policy, plan, rows, key)
+    def watched(policy, shapes, sequences, key):
+        seen.append(shapes.kv_dtypes)
+        return allocate(policy, shapes, sequences, key)
 
     monkeypatch.setattr(decode, "allocate", watched)
     note = "keep their keys and values in float32, because their key bias exceeds 8.5: 1"
