@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
-from qerl_kernels.decode_attention.attention import decode_attention
+from qerl_kernels.decode_attention.api import decode_attention
 from qerl_kernels.dispatch import MULTIPROCESSORS
 from record import meta
 
@@ -191,11 +191,11 @@ def _graph_microseconds(torch, run) -> float:
 
 
 def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
-    from qerl_kernels.decode_attention import mosaic_gpu
+    from qerl_kernels.decode_attention import kernel
 
     about = parse(case)
     q, sets, needed = arguments(about)
-    kernel = functools.partial(mosaic_gpu.decode_attention, scale=q.shape[-1] ** -0.5)
+    kernel = functools.partial(kernel.decode_attention, scale=q.shape[-1] ** -0.5)
     pairs = about["batch"] * cases.MODELS[about["model"]][1]
     runs = [({"impl": "qerl", "blocks": mosaic_gpu.blocks_for(pairs, MULTIPROCESSORS), "forced": False}, kernel)]
     runs += [({"impl": "qerl", "blocks": n, "forced": True}, functools.partial(kernel, blocks=n)) for n in forced]

@@ -41,8 +41,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matmul_report import describe, rivals_of, summary
+from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.formats import PackedNvfp4
-from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, product_takes
 from record import meta
@@ -180,7 +180,7 @@ def shrunk_before(rows: int, layer, norm: bool = False) -> dict:
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A product to be timed, with adapters of a rank or without; their `x A` is the product's own where the table of
-    tiles says so, else that of `lora_shrink`'s kernel up to 128 tokens, else XLA's, and counted either way."""
+    tiles says so, else that of `decode_prologue`'s kernel up to 128 tokens, else XLA's, and counted either way."""
 
     case: str
     m: int
@@ -365,7 +365,7 @@ def _layers(start, stack, products: bool):
     """(residual stream, what is added to it, gate and up of each layer) -> what depends on every operation, [1, 1]."""
     (x, delta, gates), every = start, jnp.float32(0)
     scale = jnp.ones(x.shape[1])
-    norm = functools.partial(norm_shrink, eps=1e-6, dtype=jnp.bfloat16)
+    norm = functools.partial(rms_norm_prologue, eps=1e-6, dtype=jnp.bfloat16)
     of = functools.partial(shrunk_before, x.shape[0])
     for (qkv, o, up, down), gate_up in zip(stack, gates, strict=True):
         x, y, t = norm(x, delta, scale, **of(qkv, norm=True))
@@ -375,10 +375,10 @@ def _layers(start, stack, products: bool):
             every += out[0, 0]
             y, _ = jax.lax.optimization_barrier((y, out))  # else XLA puts the qkv of all layers behind all else
             before = of(o)
-            t = None if before["a"] is None else shrink(y, **before)
+            t = None if before["a"] is None else lora_prologue(y, **before)
             delta = with_adapters(y, o, t)
         x, y, t = norm(x, delta, scale, **of(up, norm=True))
-        h, t = silu_shrink(with_adapters(y, up, t) if products else gate_up, **of(down))
+        h, t = silu_mul_prologue(with_adapters(y, up, t) if products else gate_up, **of(down))
         delta = with_adapters(h, down, t) if products else y
         every += h[0, 0] + delta[0, 0]
     return (every + x[0, 0])[None, None]

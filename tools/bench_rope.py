@@ -17,9 +17,9 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-from bench_shrink import kernel_times, timings
+from bench_decode_prologue import kernel_times, timings
 from qerl_kernels.decode_attention.cases import MODELS
-from qerl_kernels.rope_cache.rope import rope_and_cache
+from qerl_kernels.rope_cache.api import rope_and_cache
 from record import meta
 
 LAYERS = 28

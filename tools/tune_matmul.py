@@ -34,8 +34,9 @@ import jax
 import jax.numpy as jnp
 from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels import dispatch
-from qerl_kernels.lora_shrink import plan, reference
-from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+from qerl_kernels.decode_prologue import config as prologue_config
+from qerl_kernels.decode_prologue import reference
+from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, tiles
 from qerl_kernels.nvfp4_matmul import split as cut
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, split_lora_x
@@ -238,7 +239,7 @@ class Trial:
 
 
 def kind_before(case: str) -> str:
-    """What precedes a projection in decode, as `lora_shrink` names it."""
+    """What precedes a projection in decode, as `decode_prologue` names it."""
     return {"qkv": "norm", "gate": "norm", "down": "silu", "o": "plain"}[case.split("_")[0]]
 
 
@@ -254,8 +255,9 @@ def takes(case: str, m: int, how: Tile | Split) -> str:
 
 def parts_of(case: str, m: int) -> int:
     """How many parts there are."""
-    task = plan.Task(kind_before(case), m, cases.SHAPES[case][1], (RANK,) * len(cases.parts(case)), in_parts=True)
-    return plan.plan_for(task).parts
+    ranks = (RANK,) * len(cases.parts(case))
+    spec = prologue_config.PrologueSpec(kind_before(case), m, cases.SHAPES[case][1], ranks, partials=True)
+    return prologue_config.best_config(spec).k_splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +270,7 @@ class Before:
 
     @property
     def kind(self) -> str:
-        """As `lora_shrink` names it."""
+        """As `decode_prologue` names it."""
         return kind_before(self.case)
 
     def inputs(self, seed: int) -> tuple:
@@ -285,11 +287,11 @@ class Before:
         inputs, a = layer
         ranks = () if a is None else (RANK,) * len(cases.parts(self.case))
         if self.kind == "norm":
-            return norm_shrink(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+            return rms_norm_prologue(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
         more = {"in_parts": self.gives == "parts", "implementation": "mosaic_gpu"}
         if self.kind == "silu":
-            return silu_shrink(*inputs, a, ranks, **more)
-        return shrink(*inputs, a, ranks, **more)
+            return silu_mul_prologue(*inputs, a, ranks, **more)
+        return lora_prologue(*inputs, a, ranks, **more)
 
 
 def befores(group: Sequence[Trial]) -> list[Before]:
@@ -324,7 +326,7 @@ def activations(case: str, direction: str, m: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=2, compiler_options={"xla_gpu_autotune_level": 0})
 def _x_a(x: jax.Array, a: jax.Array, parts: int) -> jax.Array:
     """`x A` of the adapters as the kernels take it: zeros past the rank."""
-    return reference.shrink(x, a, (RANK,) * parts)
+    return reference.lora_x(x, a, (RANK,) * parts)
 
 
 def shrunk_of(x: jax.Array, layer: tuple, direction: str) -> jax.Array | None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jaxtyping import Array, Float, Float32
-from qerl_kernels.lora_shrink.shrink import MOST_RANK, MOST_TOKENS, norm_shrink, shrink, silu_shrink
+from qerl_kernels.decode_prologue.api import MAX_TOKENS, lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul.api import product_takes
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 
 from qerl_jax.models.formats import PackedNvfp4
 from qerl_jax.models.lora import together
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 def fits(layers: Sequence[DecoderLayer], batch: int) -> bool:
     """Whether `layer_step` takes these layers and so many sequences: packed weights, adapters that the kernels hold."""
     projections = [projection for layer in layers for projection in _projections(layer)]
-    return batch <= MOST_TOKENS and all(
+    return batch <= MAX_TOKENS and all(
         isinstance(projection.weight.get_value(), PackedNvfp4)
-        and all(part.b.shape[0] <= MOST_RANK for part in projection.adapters())
+        and all(part.b.shape[0] <= MAX_RANK for part in projection.adapters())
         for projection in projections
     )
 
@@ -60,11 +61,11 @@ def layer_step(
     mixed, kept = mix(qkv[:, None], angles, held)
     mixed = mixed.reshape(x.shape[0], -1)
     a, ranks, in_parts = _adapters(attention.o_proj, mixed)
-    t = None if a is None else shrink(mixed, a, ranks, in_parts=in_parts)
+    t = None if a is None else lora_prologue(mixed, a, ranks, in_parts=in_parts)
     delta = attention.o_proj(mixed, shrunk=t)
     x, y, t = _norm(layer.post_attention_layernorm, x, delta, mlp.gate_up_proj)
     a, ranks, in_parts = _adapters(mlp.down_proj, y)
-    h, t = silu_shrink(mlp.gate_up_proj(y, shrunk=t), a, ranks, in_parts=in_parts)
+    h, t = silu_mul_prologue(mlp.gate_up_proj(y, shrunk=t), a, ranks, in_parts=in_parts)
     return x, mlp.down_proj(h, shrunk=t), kept
 
 
@@ -75,7 +76,7 @@ def _projections(layer: DecoderLayer) -> tuple[Projection, ...]:
 
 def _norm(norm: RMSNorm, x: Array, delta: Array | None, projection: Projection) -> tuple[Array, Array, Array | None]:
     a, ranks, _ = _adapters(projection, jax.ShapeDtypeStruct(x.shape, norm.dtype))
-    return norm_shrink(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
+    return rms_norm_prologue(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
 
 
 def _adapters(projection: Projection, x: Array | jax.ShapeDtypeStruct) -> tuple[Array | None, tuple[int, ...], bool]:

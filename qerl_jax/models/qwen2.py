@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.batch_invariant import in_blocks
-from qerl_kernels.decode_attention.attention import decode_attention
+from qerl_kernels.decode_attention.api import decode_attention
 from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.ops import fp32_matmul, rms_norm, rotate, silu_mul
-from qerl_kernels.rope_cache.rope import rope_and_cache
+from qerl_kernels.rope_cache.api import rope_and_cache
 
 from qerl_jax.models import fused
 from qerl_jax.models.cache import KVCache

@@ -6,7 +6,7 @@ CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python
 
     (m, n, k, Tile(...) or Split(...), transposed, number of adapters[, their rank[, parts of x A]])
     ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches])
-    ("shrink", kind or "kind in parts", tokens, input features, *ranks)
+    ("prologue", kind or "kind partials", tokens, input features, *ranks)
     ("rope", rows, query heads, key/value heads, head dim, dtype of the caches)
     ("step", layers, folder)
 
@@ -34,16 +34,16 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from qerl_kernels import dispatch  # noqa: E402
-from qerl_kernels.decode_attention import mosaic_gpu as attention  # noqa: E402
+from qerl_kernels.decode_attention import kernel as attention  # noqa: E402
+from qerl_kernels.decode_prologue import config as prologue_config  # noqa: E402
+from qerl_kernels.decode_prologue import kernel as prologue  # noqa: E402
 from qerl_kernels.formats import PackedNvfp4  # noqa: E402
-from qerl_kernels.lora_shrink import mosaic_gpu as shrink  # noqa: E402
-from qerl_kernels.lora_shrink import plan as shrink_plan  # noqa: E402
 from qerl_kernels.nvfp4_matmul import cases, few_tokens  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.few_tokens import Split  # noqa: E402
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.tile import Tile  # noqa: E402
-from qerl_kernels.rope_cache import mosaic_gpu as rope  # noqa: E402
+from qerl_kernels.rope_cache import kernel as rope  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 
@@ -122,18 +122,19 @@ def attention_program(
     assert not copied, f"a cache is copied: {copied}"
 
 
-def shrink_program(kind: str, tokens: int, features: int, *ranks: int) -> None:
+def prologue_program(kind: str, tokens: int, features: int, *ranks: int) -> None:
     norm = kind == "norm"
-    kind, _, in_parts = kind.partition(" ")
-    more = {"eps": 1e-6, "residual": True} if norm else {"in_parts": bool(in_parts)}
-    task = shrink_plan.Task(kind, tokens, features, ranks, **more)
+    kind, _, partials = kind.partition(" ")
+    more = {"eps": 1e-6, "residual": True} if norm else {"partials": bool(partials)}
+    spec = prologue_config.PrologueSpec(kind, tokens, features, ranks, **more)
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     inputs = [bf16(tokens, features * (2 if kind == "silu" else 1))]
     if norm:
         wide = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, features), (features,))]
         inputs = [wide[0], *inputs, wide[1]]
     a = [bf16(features, sum(ranks))] if ranks else []
-    call = lambda *args: shrink.fused(task, shrink_plan.plan_for(task), args[: len(inputs)], args[-1] if a else None)  # noqa: E731
+    config = prologue_config.best_config(spec)
+    call = lambda *args: prologue.fused_prologue(spec, config, args[: len(inputs)], args[-1] if a else None)  # noqa: E731
     compiled(call, inputs + a)
 
 
@@ -162,7 +163,7 @@ def compiled(call, args, donated: tuple[int, ...] = ()) -> str:
 if __name__ == "__main__":
     programs = {
         "attention": attention_program,
-        "shrink": shrink_program,
+        "prologue": prologue_program,
         "rope": rope_program,
         "step": lambda layers, _: step_program(layers),
     }

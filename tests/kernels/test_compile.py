@@ -268,22 +268,23 @@ def test_a_decode_step_is_one_command_buffer(tmp_path):
     assert "kCommandBuffer" in graph and all(line.startswith("    ") for line in lines)
     kinds = [line.split()[1] for line in lines]
     assert kinds == ["kCustomCall"] * 28 * (4 + 3)
-    kernels = re.findall(r"\.entry (lora_\w+?)_mosaic", run.stdout + run.stderr)
-    assert kernels == ["lora_plain_shrink"] * 3  # each shape once
+    kernels = re.findall(r"\.entry (decode_prologue\w*?)_mosaic", run.stdout + run.stderr)
+    assert kernels == ["decode_prologue_plain_lora"] * 3  # each shape once
 
 
-def test_fused_decode_operations(tmp_path):
+def test_decode_prologues(tmp_path):
     """Also: every load of a warp's first chunks is issued before the block waits for its cluster."""
-    from qerl_kernels.lora_shrink import cases
+    from qerl_kernels.decode_prologue import cases
 
     found = [
-        ("shrink", kind, tokens, features, *[rank] * adapters)
+        ("prologue", kind, tokens, features, *[rank] * adapters)
         for kind, features, adapters in cases.SHAPES.values()
         for tokens, rank in ((8, 32), (128, 32), (8, 16))
     ]
-    found += [("shrink", "norm", 128, 8192, 64, 64), ("shrink", "norm", 8, 896), ("shrink", "silu", 128, 29568, 64)]
-    found += [("shrink", "silu in parts", tokens, 18944, 32) for tokens in (8, 13, 32)]
-    found += [("shrink", "silu in parts", 32, 29568, 64), ("shrink", "plain in parts", 8, 3584, 32)]
+    found += [("prologue", "norm", 128, 8192, 64, 64), ("prologue", "norm", 8, 896)]
+    found += [("prologue", "silu", 128, 29568, 64)]
+    found += [("prologue", "silu partials", tokens, 18944, 32) for tokens in (8, 13, 32)]
+    found += [("prologue", "silu partials", 32, 29568, 64), ("prologue", "plain partials", 8, 3584, 32)]
     for case, (kernel, report) in zip(found, compiled(found, tmp_path), strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
         assert ("mma.sync.aligned.m16n8k16" in kernel) == (len(case) > 4), case

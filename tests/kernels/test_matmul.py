@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from qerl_kernels import dispatch
-from qerl_kernels.lora_shrink.shrink import shrink
+from qerl_kernels.decode_prologue.api import lora_prologue
 from qerl_kernels.nvfp4_matmul import api, packing, reference
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from test_packing import mxfp4, random_weight
@@ -68,7 +68,7 @@ def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
 def test_x_a_may_be_given():
     weight, x = packing.pack(random_weight(96, 80, 1)), jax.random.normal(jax.random.key(0), (6, 80))
     loras = adapters(80, (64, 32), 8)
-    shrunk = shrink(x, jnp.concatenate([lora.a for lora in loras], axis=1), (8, 8))
+    shrunk = lora_prologue(x, jnp.concatenate([lora.a for lora in loras], axis=1), (8, 8))
     given = nvfp4_matmul(x, weight, None, loras, implementation="xla", shrunk=shrunk)
     made = nvfp4_matmul(x, weight, None, loras, implementation="xla")
     np.testing.assert_allclose(given, made, rtol=1e-5, atol=1e-5 * float(jnp.abs(made).max()))

@@ -378,7 +378,7 @@ def matrix_of(packed):
 
 def test_x_a_in_parts_comes_from_what_precedes_a_product():
     """SiLU and down of 7B as decode calls them, in parts and whole, beside XLA's; a row of NaN spoils no other."""
-    from qerl_kernels.lora_shrink.shrink import silu_shrink
+    from qerl_kernels.decode_prologue.api import silu_mul_prologue
     from qerl_kernels.nvfp4_matmul.api import product_takes
 
     n, k = cases.SHAPES["down_7b"]
@@ -387,7 +387,7 @@ def test_x_a_in_parts_comes_from_what_precedes_a_product():
 
     @functools.partial(jax.jit, static_argnums=4)
     def layer(gate_up, packed, a, b, in_parts):
-        h, t = silu_shrink(gate_up, a, (32,), in_parts=in_parts, implementation="mosaic_gpu")
+        h, t = silu_mul_prologue(gate_up, a, (32,), in_parts=in_parts, implementation="mosaic_gpu")
         assert (t.ndim == 3) == in_parts
         return h, t, kernel(h, packed, None, [Lora(a, b, 2.0, 0)], shrunk=t)
 

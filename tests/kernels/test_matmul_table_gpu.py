@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from qerl_kernels.nvfp4_matmul import cases, packing
+from test_decode_prologue_gpu import poison
 from test_matmul_gpu import (  # noqa: F401  # the marks
     activations,
     adapters,
@@ -20,7 +21,6 @@ from test_matmul_gpu import (  # noqa: F401  # the marks
     weight_of,
     with_parameters,
 )
-from test_shrink_gpu import poison
 
 TOKENS = (1, 8, 15, 32, 63, 96, 130, 257, 1030)
 

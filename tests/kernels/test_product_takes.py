@@ -1,5 +1,5 @@
-"""Who computes `x A`, the product, the kernel of `lora_shrink` or XLA: which kernel is called with what, the kernels
-replaced by the equations that they stand for."""
+"""Who computes `x A`, the product, the kernel of `decode_prologue` or XLA: which kernel is called with what, the
+kernels replaced by the equations that they stand for."""
 
 import dataclasses
 import types
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.lora_shrink import mosaic_gpu as lora_shrink
-from qerl_kernels.lora_shrink import reference
+from qerl_kernels.decode_prologue import kernel as prologue_kernel
+from qerl_kernels.decode_prologue import reference
 from qerl_kernels.nvfp4_matmul import api as entry
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, packing, tiles
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, product_takes
@@ -55,12 +55,12 @@ def calls(monkeypatch):
             return (x.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(x.dtype)
         return whole(x, weight, shrunk, None, expand, scale, bias)
 
-    def shrink(task, plan, inputs, a):
+    def shrink(spec, config, inputs, a):
         [x] = inputs
-        assert (task.kind, task.in_parts) == ("plain", False) and x.dtype == a.dtype == jnp.bfloat16
-        assert x.shape == (task.tokens, task.features) and a.shape == (task.features, sum(task.ranks))
-        made.append(("shrink", task.tokens, task.ranks))
-        return [reference.shrink(x, a, task.ranks)]
+        assert (spec.kind, spec.partials) == ("plain", False) and x.dtype == a.dtype == jnp.bfloat16
+        assert x.shape == (spec.tokens, spec.features) and a.shape == (spec.features, sum(spec.ranks))
+        made.append(("shrink", spec.tokens, spec.ranks))
+        return [reference.lora_x(x, a, spec.ranks)]
 
     rows = [
         tiles.Row("forward", N, K, 8, SPLIT, 1.0),
@@ -70,7 +70,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(tiles, "table", lambda: tuple(rows))
     monkeypatch.setattr(few_tokens, "matmul", few)
     monkeypatch.setattr(mosaic_gpu, "matmul", many)
-    monkeypatch.setattr(lora_shrink, "fused", shrink)
+    monkeypatch.setattr(prologue_kernel, "fused_prologue", shrink)
     monkeypatch.setattr(entry.dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
     return made
 

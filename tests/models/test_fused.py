@@ -98,14 +98,15 @@ def test_no_x_a_is_made_for_a_product_that_computes_its_own(monkeypatch):
         monkeypatch.setattr(fused, name, lambda *args, **more: made.append((name, args)) or whole(*args, **more))
 
     monkeypatch.setattr(fused, "product_takes", takes)
-    for name in ("norm_shrink", "silu_shrink", "shrink"):
+    for name in ("rms_norm_prologue", "silu_mul_prologue", "lora_prologue"):
         recorded(name)
     for got, wanted in zip(jax.tree.leaves(decoded(model, 5)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
     assert set(asked) == {(5, jnp.dtype(jnp.float32))} and len(asked) == 2 * 2 * 4  # tokens, layers, projections
     names = [name for name, _ in made]
-    assert names.count("norm_shrink") == names.count("silu_shrink") * 2 == 8 and "shrink" not in names
-    assert all((args[-1] == ()) == (name == "silu_shrink") for name, args in made)
+    assert names.count("rms_norm_prologue") == names.count("silu_mul_prologue") * 2 == 8
+    assert "lora_prologue" not in names
+    assert all((args[-1] == ()) == (name == "silu_mul_prologue") for name, args in made)
 
 
 def test_x_a_in_parts_goes_to_products_that_add_it_up(monkeypatch):
@@ -113,7 +114,7 @@ def test_x_a_in_parts_goes_to_products_that_add_it_up(monkeypatch):
     model, made = model_of(), []
     expected = decoded(model, 5)
     monkeypatch.setattr(fused, "product_takes", lambda *args: "parts")
-    for name in ("silu_shrink", "shrink"):
+    for name in ("silu_mul_prologue", "lora_prologue"):
         whole = getattr(fused, name)
         recorded = lambda *args, whole=whole, **more: made.append(whole(*args, **more)) or made[-1]  # noqa: E731
         monkeypatch.setattr(fused, name, recorded)

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Float32
 
 from qerl_kernels import dispatch
 from qerl_kernels.batch_invariant import in_blocks
+from qerl_kernels.decode_prologue.api import fused_lora_x
 from qerl_kernels.formats import PackedNvfp4
-from qerl_kernels.lora_shrink.shrink import shrink_by_kernel
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraX, pad_lora_x, split_lora_x
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 from qerl_kernels.nvfp4_matmul.reference import no_gradient
@@ -69,7 +69,7 @@ def nvfp4_matmul(
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
     and rounded once. Who computes it, where Mosaic GPU runs: for few tokens the product's own kernel may
     (`product_takes`), but not where gradients are taken, whose backward pass needs it; else up to 128 tokens the kernel
-    of `lora_shrink`, for shapes it takes and without `batch_invariant`; else XLA.
+    of `decode_prologue`, for shapes it takes and without `batch_invariant`; else XLA.
 
     Args:
       x: activations; bf16 for the kernels, any float dtype for XLA.
@@ -79,7 +79,7 @@ def nvfp4_matmul(
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
       batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
         shapes).
-      shrunk: `x A` of all `loras` where it is known already, as `lora_shrink` makes it. Then nothing here is
+      shrunk: `x A` of all `loras` where it is known already, as `decode_prologue` makes it. Then nothing here is
         differentiable.
 
     Raises:
@@ -156,7 +156,7 @@ def _sum(static, x, weight, bias, shrunk: list[Array], pairs, given: Array | Non
 
 def _shrink(static: _Static, x: Array, a: list[Array], together: Array | None) -> tuple[list[Array], Array | None]:
     """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once; and the slots it lies in
-    where a kernel made it (`shrink_by_kernel`), None where XLA did.
+    where a kernel made it (`fused_lora_x`), None where XLA did.
 
     XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it. Batch
     invariant: by XLA always, since more tokens than the kernel is for must have the same bits; in products of 64 rows
@@ -167,7 +167,7 @@ def _shrink(static: _Static, x: Array, a: list[Array], together: Array | None) -
     together = jnp.concatenate(a, axis=1) if together is None else together
     ranks = [part.shape[1] for part in a]
     if static.implementation == "mosaic_gpu" and not static.batch_invariant:
-        slots = shrink_by_kernel(x, together, ranks)
+        slots = fused_lora_x(x, together, ranks)
         if slots is not None:
             return split_lora_x(slots, ranks), slots
 

@@ -1,11 +1,11 @@
-"""Times what precedes the projections of Qwen2.5 in decode, the fused kernels against the plain XLA path.
+"""Times the prologues of Qwen2.5's projections in decode, the fused kernel against the plain XLA path.
 
-    python tools/bench_shrink.py [--cases qkv_7b ...] [--tokens 1 8 ...] [--rank 32] [--out FILE.json]
+    python tools/bench_decode_prologue.py [--cases qkv_7b ...] [--tokens 1 8 ...] [--rank 32] [--out FILE.json]
 
 One jitted function runs the operation over many sets of buffers (at least 100 MB in all, so that the L2 does not help),
 one after the other. `us` is the time between the beginnings of two operations on the device, gaps between kernels
 included, `busy` what the kernels themselves take; both from the profiler, the median of several executions. `x A` is
-made whole; where decode makes it in parts or leaves it to the product (`product_takes`), `tune_matmul` times that.
+computed whole; where decode leaves split-K partials or lets the GEMM compute it, `tune_matmul` times that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import statistics
 
 import jax
 import jax.numpy as jnp
-from qerl_kernels.lora_shrink import cases
-from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+from qerl_kernels.decode_prologue import cases
+from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from record import meta, profiled
 
 ROTATE_BYTES = 100e6
@@ -28,12 +28,12 @@ EXECUTIONS = 5
 
 
 def operation(kind: str, ranks: tuple[int, ...], implementation: str, inputs: list, a: jax.Array) -> tuple:
-    """What comes out of one operation."""
+    """Outputs of one prologue."""
     if kind == "norm":
-        return norm_shrink(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation=implementation)
+        return rms_norm_prologue(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation=implementation)
     if kind == "silu":
-        return silu_shrink(*inputs, a, ranks, implementation=implementation)
-    return (shrink(*inputs, a, ranks, implementation=implementation),)
+        return silu_mul_prologue(*inputs, a, ranks, implementation=implementation)
+    return (lora_prologue(*inputs, a, ranks, implementation=implementation),)
 
 
 def in_turn(one, sets: list) -> list:
@@ -72,7 +72,7 @@ def kernel_times(call) -> list[list[tuple[float, float]]]:
 
 
 def timings(runs: list[list[tuple[float, float]]], count: int) -> dict[str, float]:
-    """What one of `count` operations took, from the kernels of several executions of all."""
+    """Times of one of `count` operations, from the kernels of several executions of all."""
     return {
         "us": round(statistics.median((run[-1][1] - run[0][0]) / count for run in runs), 2),
         "busy": round(statistics.median(sum(end - begin for begin, end in run) / count for run in runs), 2),
@@ -96,7 +96,8 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--commit", help="where there is no git")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/shrink.json"))
+    default = pathlib.Path("tools/results/nvidia-h200/decode_prologue.json")
+    parser.add_argument("--out", type=pathlib.Path, default=default)
     args = parser.parse_args()
     rows = []
     for case in args.cases:

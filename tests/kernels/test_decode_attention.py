@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.decode_attention.attention import decode_attention
+from qerl_kernels.decode_attention.api import decode_attention
 
 NAMES = ("q", "prompt_k", "prompt_v", "prompt_index", "prompt_lengths", "k", "v", "lengths")
 

@@ -45,10 +45,10 @@ def rope_and_cache(
     _check_shapes(qkv, angles, slots, keys, values)
     if dispatch.choose("rope_and_cache", implementation, _missing(qkv, keys, values)) == "xla":
         return reference.rope_and_cache(qkv, angles, slots, keys, values)
-    from qerl_kernels.rope_cache import mosaic_gpu  # jax ≥ 0.11: imported where it runs
+    from qerl_kernels.rope_cache import kernel  # jax ≥ 0.11: imported where it runs
 
     angles, slots = angles.astype(jnp.float32), slots.astype(jnp.int32)  # what the kernel reads
-    return mosaic_gpu.rope_and_cache(qkv, jnp.cos(angles), jnp.sin(angles), slots, keys, values)
+    return kernel.rope_and_cache(qkv, jnp.cos(angles), jnp.sin(angles), slots, keys, values)
 
 
 def _missing(qkv: Array, keys: Array, values: Array) -> str | None:

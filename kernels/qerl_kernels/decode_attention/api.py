@@ -63,9 +63,9 @@ def decode_attention(
             return reference.decode_attention(q, prompt_k, prompt_v, *row, scale)
 
         return in_blocks(one, q, prompt_index, prompt_lengths, k, v, lengths, size=1)
-    from qerl_kernels.decode_attention import mosaic_gpu  # jax ≥ 0.11: imported where it runs
+    from qerl_kernels.decode_attention import kernel  # jax ≥ 0.11: imported where it runs
 
-    return mosaic_gpu.decode_attention(*arrays, scale)
+    return kernel.decode_attention(*arrays, scale)
 
 
 def _missing(q: Array, prompt_k: Array, k: Array) -> str | None:

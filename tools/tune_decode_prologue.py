@@ -1,12 +1,13 @@
-"""Times plans of the fused decode operations (`qerl_kernels.lora_shrink.plan`) on an H200 and says how good the one is
-that `plan.cost` puts first.
+"""Times configurations of the decode prologues (`qerl_kernels.decode_prologue.config`) on an H200 and compares the one
+that `config.predicted_us` puts first with the best.
 
-    python tools/tune_shrink.py [--cases qkv_7b ...] [--tokens 8 16 ...] [--most 9] [--out FILE.json]
+    python tools/tune_decode_prologue.py [--cases qkv_7b ...] [--tokens 8 16 ...] [--most 9] [--out FILE.json]
 
-Of each operation the plans that the model puts first are timed: with adapters, with `x A` in parts where that may be,
-and without adapters. All are compiled beforehand by processes that do not touch the GPU (`ahead`); a figure is the
-median duration of the kernel by the profiler. A comes from the memory, as in a decode step (160 MB pass through the L2
-between two calls), the activations from the L2. The constants of `plan.cost` were fitted to such times.
+Each prologue is timed in the configurations that the model puts first: with adapters, with `x A` as split-K partials
+where the kernel can leave them, and without adapters. All are compiled beforehand by processes that do not touch the
+GPU (`ahead`). A figure is the median duration of the kernel by the profiler. A comes from HBM, as in a decode step
+(160 MB pass through the L2 between two calls), the activations from the L2. The constants of `config.predicted_us` were
+fitted to such times.
 """
 
 from __future__ import annotations
@@ -21,70 +22,71 @@ from typing import NamedTuple
 import ahead
 import jax
 import jax.numpy as jnp
-from qerl_kernels.lora_shrink import cases, plan
+from qerl_kernels.decode_prologue import cases, config
 from record import kernel_medians, meta
 
-CALLS, SKIPPED = 24, 4  # of a plan; the first ones are not counted
-SETS = 4  # of arguments, in turn
+CALLS, SKIPPED = 24, 4  # of a configuration; the first ones are not counted
+FIELDS = ("token_tiles", "column_splits", "k_splits", "warps", "prefetch")
+SETS = 4  # sets of arguments, in turn
 FLUSH_FLOATS = 40_000_000
 
 
 class Trial(NamedTuple):
-    """A plan of an operation; `rank` 0: without adapters."""
+    """A configuration of a prologue; `rank` 0: without adapters."""
 
     case: str
     m: int
     rank: int
-    in_parts: bool
-    how: plan.Plan
+    partials: bool
+    config: config.PrologueConfig
 
-    def task(self) -> plan.Task:
-        """What is computed."""
-        return task_of(self.case, self.m, self.rank, self.in_parts)
+    def spec(self) -> config.PrologueSpec:
+        """The problem that is solved."""
+        return spec_of(self.case, self.m, self.rank, self.partials)
 
     def row(self) -> dict:
-        """Of the result, without its time."""
-        how = {name: getattr(self.how, name) for name in ("groups", "shares", "parts", "warps", "ahead")}
-        return {"case": self.case, "m": self.m, "rank": self.rank, "in_parts": self.in_parts, **how}
+        """The row of the result, without its time."""
+        fields = {name: getattr(self.config, name) for name in FIELDS}
+        return {"case": self.case, "m": self.m, "rank": self.rank, "partials": self.partials, **fields}
 
 
-def task_of(case: str, m: int, rank: int, in_parts: bool) -> plan.Task:
-    """The operation before a projection."""
+def spec_of(case: str, m: int, rank: int, partials: bool) -> config.PrologueSpec:
+    """The prologue of a projection."""
     kind, features, adapters = cases.SHAPES[case]
     norm = kind == "norm"
     ranks = (rank,) * adapters if rank else ()
-    return plan.Task(kind, m, features, ranks, eps=1e-6 if norm else 0.0, residual=norm, in_parts=in_parts)
+    return config.PrologueSpec(kind, m, features, ranks, eps=1e-6 if norm else 0.0, residual=norm, partials=partials)
 
 
 def wanted(names: list[str], tokens: list[int], rank: int, most: int) -> list[Trial]:
-    """The plans to be timed: of each operation those that the model puts first."""
+    """The configurations to be timed: for each prologue, those that the model puts first."""
     found = []
     for case in names:
         kind, *_ = cases.SHAPES[case]
         kinds = [(rank, False), *([] if kind == "norm" else [(rank, True)]), *([] if kind == "plain" else [(0, False)])]
         for m in tokens:
-            for with_rank, in_parts in kinds:
-                task = task_of(case, m, with_rank, in_parts)
-                first = sorted(plan.plans(task), key=lambda how, task=task: plan.cost(task, how))[:most]
-                found += [Trial(case, m, with_rank, in_parts, how) for how in first]
+            for with_rank, partials in kinds:
+                spec = spec_of(case, m, with_rank, partials)
+                every = sorted(config.candidate_configs(spec), key=functools.partial(config.predicted_us, spec))
+                found += [Trial(case, m, with_rank, partials, each) for each in every[:most]]
     return found
 
 
-def shapes_of(task: plan.Task) -> tuple[list, jax.ShapeDtypeStruct | None]:
+def shapes_of(spec: config.PrologueSpec) -> tuple[list, jax.ShapeDtypeStruct | None]:
     """Inputs and A."""
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    x = bf16(task.tokens, task.features * (2 if task.kind == "silu" else 1))
-    inputs = [f32(task.tokens, task.features), x, f32(task.features)] if task.kind == "norm" else [x]
-    return inputs, bf16(task.features, task.columns) if task.columns else None
+    x = bf16(spec.tokens, spec.features * (2 if spec.kind == "silu" else 1))
+    inputs = [f32(spec.tokens, spec.features), x, f32(spec.features)] if spec.kind == "norm" else [x]
+    return inputs, bf16(spec.features, spec.columns) if spec.columns else None
 
 
 def build(trial: Trial) -> tuple:
     """For `ahead.compile_all`."""
-    from qerl_kernels.lora_shrink import mosaic_gpu  # jax ≥ 0.11: imported where it runs
+    from qerl_kernels.decode_prologue import kernel  # jax ≥ 0.11: imported where it runs
 
-    task = trial.task()
-    return functools.partial(mosaic_gpu.fused, task, trial.how), shapes_of(task)
+    spec = trial.spec()
+    return functools.partial(kernel.fused_prologue, spec, trial.config), shapes_of(spec)
 
 
 def draw(shapes: tuple, seed: int) -> tuple:
@@ -100,7 +102,7 @@ def durations(trials: list[Trial], jobs: int) -> list[float]:
         raise SystemExit("\n".join(refused))
     calls = []
     for trial in trials:
-        sets = [draw(shapes_of(trial.task()), seed) for seed in range(SETS)]
+        sets = [draw(shapes_of(trial.spec()), seed) for seed in range(SETS)]
         calls.append((ahead.load(found[trial,], *sets[0]), sets))
     flush, one = jnp.ones(FLUSH_FLOATS), jnp.ones(())
     sweep = jax.jit(lambda x: x * 1.0000001)
@@ -115,18 +117,18 @@ def durations(trials: list[Trial], jobs: int) -> list[float]:
         return out
 
     jax.block_until_ready((sweep(flush), [rewrite(sets[0][0], one) for _, sets in calls]))
-    return kernel_medians(run, lambda name: "lora_" in name, [(SKIPPED, CALLS - SKIPPED)] * len(trials))
+    return kernel_medians(run, lambda name: "decode_prologue" in name, [(SKIPPED, CALLS - SKIPPED)] * len(trials))
 
 
 def regrets(rows: list[dict]) -> dict[tuple, tuple[float, float | None]]:
-    """(case, tokens, rank, in parts) -> the best time of its plans, and that of the plan which decode takes, None where
-    it was not timed."""
+    """(case, tokens, rank, partials) -> the best time of all configurations, and the time of the one that decode takes,
+    None where it was not timed."""
     found: dict[tuple, tuple[float, float | None]] = {}
     for row in rows:
-        key = row["case"], row["m"], row["rank"], row["in_parts"]
-        taken = plan.plan_for(task_of(*key))
+        key = row["case"], row["m"], row["rank"], row["partials"]
+        taken = config.best_config(spec_of(*key))
         best, chosen = found.get(key, (row["us"], None))
-        same = all(row[name] == getattr(taken, name) for name in ("groups", "shares", "parts", "warps", "ahead"))
+        same = all(row[name] == getattr(taken, name) for name in FIELDS)
         found[key] = min(best, row["us"]), row["us"] if same else chosen
     return found
 
@@ -136,10 +138,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(cases.LAYER_7B), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=[8, 16, 32, 64, 96, 128])
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--most", type=int, default=9, help="plans of an operation")
+    parser.add_argument("--most", type=int, default=9, help="configurations of a prologue")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--commit", help="where there is no git")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/shrink_plans.json"))
+    default = pathlib.Path("tools/results/nvidia-h200/decode_prologue_configs.json")
+    parser.add_argument("--out", type=pathlib.Path, default=default)
     args = parser.parse_args()
     trials = wanted(args.cases, args.tokens, args.rank, args.most)
     times = durations(trials, args.jobs)
@@ -148,7 +151,7 @@ def main() -> None:
     lines = ",\n".join(json.dumps(row) for row in rows)
     args.out.write_text(f'{{"meta": {json.dumps(meta(args.commit))},\n"rows": [\n{lines}\n]}}\n')
     for trial, us in zip(trials, times, strict=True):
-        print(f"{trial.row()} {us:.2f} us, by the model {plan.cost(trial.task(), trial.how):.2f}")
+        print(f"{trial.row()} {us:.2f} us, by the model {config.predicted_us(trial.spec(), trial.config):.2f}")
     for key, (best, taken) in regrets(rows).items():
         print(*key, f"best {best:.2f} us, taken", "not timed" if taken is None else f"{taken:.2f}")
 

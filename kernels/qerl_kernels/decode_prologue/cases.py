@@ -1,4 +1,4 @@
-"""The shapes that are tested and timed: what precedes the projections of Qwen2.5, rank 32 on all of them."""
+"""Shapes that are tested and timed: the prologues of Qwen2.5's projections, every projection with an adapter."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decode_prologue_oracle import EPS, check, inputs_of, wide
 from qerl_kernels import dispatch
-from qerl_kernels.lora_shrink import cases
-from qerl_kernels.lora_shrink.shrink import norm_shrink, shrink, silu_shrink
+from qerl_kernels.decode_prologue import cases
+from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
-from shrink_oracle import EPS, check, inputs_of, wide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,10 +23,10 @@ MOST = max(cases.TOKENS)
 def run(kind, inputs, a, ranks):
     """(s or None, y or None, t), by the kernel."""
     if kind == "norm":
-        return norm_shrink(*inputs, EPS, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+        return rms_norm_prologue(*inputs, EPS, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
     if kind == "silu":
-        return None, *silu_shrink(inputs[0], a, ranks, implementation="mosaic_gpu")
-    return None, None, shrink(inputs[0], a, ranks, implementation="mosaic_gpu")
+        return None, *silu_mul_prologue(inputs[0], a, ranks, implementation="mosaic_gpu")
+    return None, None, lora_prologue(inputs[0], a, ranks, implementation="mosaic_gpu")
 
 
 run_jit = jax.jit(run, static_argnums=(0, 3))
@@ -60,7 +60,7 @@ def test_every_number_of_tokens(case):
 def test_in_parts(case, ranks):
     """h has the bits that it has otherwise, and the parts add up to its product with A; forty runs agree."""
     kind, features, _ = cases.SHAPES[case]
-    of = silu_shrink if kind == "silu" else shrink
+    of = silu_mul_prologue if kind == "silu" else lora_prologue
     call = jax.jit(
         lambda x, a, in_parts: of(x, a, ranks, in_parts=in_parts, implementation="mosaic_gpu"), static_argnums=2
     )
@@ -89,15 +89,15 @@ def test_ranks(kind, ranks):
 
 def test_without_adapters_and_without_delta():
     [x, delta, weight], a = inputs_of("norm", 8, 3584, 32)
-    s, y, t = norm_shrink(x, delta, weight, EPS, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    s, y, t = rms_norm_prologue(x, delta, weight, EPS, dtype=jnp.bfloat16, implementation="mosaic_gpu")
     assert t is None
     check("norm", [x, delta, weight], None, (), (s, y, None))
-    *_, t = norm_shrink(x, delta, weight, EPS, a, (32,), dtype=jnp.bfloat16, implementation="mosaic_gpu")
-    _, y0, t0 = norm_shrink(s, None, weight, EPS, a, (32,), dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    *_, t = rms_norm_prologue(x, delta, weight, EPS, a, (32,), dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    _, y0, t0 = rms_norm_prologue(s, None, weight, EPS, a, (32,), dtype=jnp.bfloat16, implementation="mosaic_gpu")
     np.testing.assert_array_equal(wide(y0), wide(y))
     np.testing.assert_array_equal(wide(t0), wide(t))
     gate_up = jnp.concatenate([x.astype(jnp.bfloat16), delta], axis=1)
-    h, none = silu_shrink(gate_up, implementation="mosaic_gpu")
+    h, none = silu_mul_prologue(gate_up, implementation="mosaic_gpu")
     assert none is None
     check("silu", [gate_up], None, (), (None, h, None))
 
@@ -113,7 +113,7 @@ def test_extreme_values():
     both = jnp.concatenate([gate, jnp.ones_like(gate)], axis=1)
     check("silu", [both], a, ranks, run("silu", [both], a, ranks))
     far = jnp.concatenate([jnp.full_like(gate, -3e38), jnp.ones_like(gate)], axis=1)
-    assert not np.any(wide(silu_shrink(far, a, ranks, implementation="mosaic_gpu")[0]))
+    assert not np.any(wide(silu_mul_prologue(far, a, ranks, implementation="mosaic_gpu")[0]))
 
 
 @pytest.mark.parametrize("case", cases.LAYER_7B)

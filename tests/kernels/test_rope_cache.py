@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from qerl_kernels.rope_cache.rope import rope_and_cache
+from qerl_kernels.rope_cache.api import rope_and_cache
 
 ROWS, HEADS, KV_HEADS, SLOTS, WIDTH = 5, 6, 2, 4, 8
 WRITTEN = [0, 3, 4, -1, 2]  # rows 2 and 3 are idle

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.decode_attention import cases
-from qerl_kernels.decode_attention.attention import decode_attention
-from test_attention import exact, inputs
+from qerl_kernels.decode_attention.api import decode_attention
+from test_decode_attention import exact, inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -180,7 +180,7 @@ def test_within_a_decode_loop(cached):
 @both_caches
 def test_every_ring_and_every_number_of_blocks_gives_the_same_bits(cached):
     """And a wrong barrier would hang or tear."""
-    from qerl_kernels.decode_attention import mosaic_gpu
+    from qerl_kernels.decode_attention import kernel
 
     args = inputs(11, 3, 256, 512, 14, 2, 64, jnp.bfloat16, lengths=[0, 1, 64, 65, 130, 200, 256, 300, 400, 511, 512],
                   prompt_lengths=[0, 64, 256], cached=cached)  # fmt: skip
@@ -188,5 +188,5 @@ def test_every_ring_and_every_number_of_blocks_gives_the_same_bits(cached):
     first = bits(kernel(*args.values()))
     for blocks in (1, 2, 4):
         for slots in (1, 2, 3, 7):
-            y = mosaic_gpu.decode_attention(*args.values(), 64**-0.5, blocks=blocks, slots=slots)
+            y = kernel.decode_attention(*args.values(), 64**-0.5, blocks=blocks, slots=slots)
             np.testing.assert_array_equal(bits(y), first)

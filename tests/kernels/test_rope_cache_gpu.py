@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.decode_attention.cases import MODELS
-from qerl_kernels.rope_cache.rope import rope_and_cache
+from qerl_kernels.rope_cache.api import rope_and_cache
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,159 @@
+"""Prologues of a layer's four projections in decode, each one launch together with LoRA's `x A`.
+
+`x A` is the LoRA input `lora_x` of `nvfp4_matmul`. Forward only: training and prefill run the plain model.
+
+Axes: M tokens, K input features, F ffn features, C columns of A (the adapters side by side), S = 64 · adapters, P
+split-K partials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, BFloat16, Float, Float32
+
+from qerl_kernels import dispatch, ops
+from qerl_kernels.decode_prologue import config, reference
+from qerl_kernels.nvfp4_matmul.lora_input import LoraX
+
+MAX_TOKENS = 128  # above, XLA is faster
+KINDS = {"rms_norm_prologue": "norm", "silu_mul_prologue": "silu", "lora_prologue": "plain"}
+
+
+def rms_norm_prologue(
+    x: Float32[Array, "M K"],
+    delta: Float[Array, "M K"] | None,
+    weight: Float32[Array, " K"],
+    eps: float,
+    a: Float[Array, "K C"] | None = None,
+    ranks: Sequence[int] = (),
+    *,
+    dtype: DTypeLike,
+    implementation: str | None = None,
+) -> tuple[Float32[Array, "M K"], Float[Array, "M K"], Float[Array, "M S"] | None]:
+    """`s = x + delta`, `y = w ⊙ s / sqrt(mean(s²) + eps)`, `lora_x = y A`: residual add, RMSNorm and LoRA's `x A`.
+
+    s and the norm are computed in fp32, y is rounded once; lora_x is accumulated in fp32 and rounded once. The kernel
+    multiplies `w ⊙ s`, rounded, with A and then divides by the root mean square: as many roundings, but not of the y
+    that it returns.
+
+    Args:
+      x: residual stream.
+      delta: output of the projection before, in `dtype`, to be added to x; None: s = x.
+      weight: weight of the norm.
+      eps: epsilon of the norm.
+      a: A of the adapters side by side, in `dtype`; None: lora_x is None.
+      ranks: LoRA ranks of the adapters, in that order.
+      dtype: dtype of y and lora_x; bf16 for the kernel.
+      implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
+
+    Returns:
+      s, y and lora_x, in which each adapter has 64 columns, zeros past its rank: the `shrunk` of `nvfp4_matmul`.
+
+    Raises:
+      ValueError: the ranks do not sum to the columns of A, or the implementation asked for cannot run here.
+    """
+    if _choose("rms_norm_prologue", x, dtype, a, ranks, implementation) == "xla":
+        s = x if delta is None else x + delta
+        y = ops.rms_norm(s, weight, eps, dtype)
+        return s, y, _lora_x(y, a, ranks)
+    inputs = (x, weight) if delta is None else (x, delta, weight)
+    out = _launch("rms_norm_prologue", x, inputs, a, ranks, eps=eps, residual=delta is not None)
+    out = out if delta is not None else (x, *out)
+    return out if a is not None else (*out, None)
+
+
+def silu_mul_prologue(
+    gate_up: Float[Array, "M 2*F"],
+    a: Float[Array, "F C"] | None = None,
+    ranks: Sequence[int] = (),
+    *,
+    in_parts: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "M F"], LoraX | None]:
+    """`h = silu(gate) · up` in fp32, rounded once, and `lora_x = h A`; arguments and errors as `rms_norm_prologue`.
+
+    Args:
+      gate_up: gate and up side by side; bf16 for the kernel.
+      a: A of the adapters side by side; None: lora_x is None.
+      ranks: LoRA ranks of the adapters.
+      in_parts: True: lora_x comes as fp32 split-K partials [P, M, C], for a GEMM that adds them up
+        (`nvfp4_matmul.api.product_takes`). P is the kernel's choice: more SMs can then work on it, and none waits
+        for another.
+      implementation: as for `rms_norm_prologue`.
+    """
+    if _choose("silu_mul_prologue", gate_up, gate_up.dtype, a, ranks, implementation) == "xla":
+        h = ops.silu_mul(gate_up)
+        return h, _lora_x(h, a, ranks, in_parts)
+    out = _launch("silu_mul_prologue", gate_up, (gate_up,), a, ranks, partials=in_parts)
+    return out if a is not None else (*out, None)
+
+
+def lora_prologue(
+    x: Float[Array, "M K"],
+    a: Float[Array, "K C"],
+    ranks: Sequence[int],
+    *,
+    in_parts: bool = False,
+    implementation: str | None = None,
+) -> LoraX:
+    """`lora_x = x A` alone; arguments and errors as `silu_mul_prologue`."""
+    if _choose("lora_prologue", x, x.dtype, a, ranks, implementation) == "xla":
+        return _lora_x(x, a, ranks, in_parts)
+    return _launch("lora_prologue", x, (x,), a, ranks, partials=in_parts)[0]
+
+
+def fused_lora_x(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks: Sequence[int]) -> Array | None:
+    """`x A` [M, S] by the kernel, for callers that run on Mosaic GPU anyway and have XLA's matmul at hand; None where
+    XLA is faster (above 128 tokens) or the kernel does not take these shapes or this GPU.
+
+    `vmap` over x makes one call with more rows, by XLA where they are too many; `vmap` over A runs on XLA.
+    """
+    if x.shape[0] > MAX_TOKENS or config.missing_for_kernel(x.shape[1], ranks) is not None:
+        return None
+
+    @jax.custom_batching.custom_vmap
+    def lora_x(x, a):
+        if x.shape[0] > MAX_TOKENS:
+            return reference.lora_x(x, a, ranks)
+        return lora_prologue(x, a, ranks, implementation="mosaic_gpu")
+
+    @lora_x.def_vmap
+    def batched(size, in_batched, x, a):
+        if in_batched[1]:
+            axes = [0 if own else None for own in in_batched]
+            return jax.vmap(lambda x, a: reference.lora_x(x, a, ranks), axes)(x, a), True
+        return lora_x(x.reshape(-1, x.shape[-1]), a).reshape(size, x.shape[1], -1), True
+
+    return lora_x(x, a)
+
+
+def _lora_x(y: Array, a: Array | None, ranks: Sequence[int], in_parts: bool = False) -> Array | None:
+    if a is None:
+        return None
+    return ops.fp32_matmul(y, a)[None] if in_parts else reference.lora_x(y, a, ranks)
+
+
+def _choose(
+    name: str, x: Array, dtype: DTypeLike, a: Array | None, ranks: Sequence[int], implementation: str | None
+) -> str:
+    columns = 0 if a is None else a.shape[1]
+    if sum(ranks) != columns:
+        raise ValueError(f"{name}: A has {columns} columns, the ranks are {list(ranks)}")
+    missing = dispatch.missing_for_mosaic_gpu(dtype) or config.missing_for_kernel(_features(name, x), ranks)
+    if missing is None and implementation is None and x.shape[0] > MAX_TOKENS:
+        missing = f"at most {MAX_TOKENS} tokens to be the faster one"
+    return dispatch.choose(name, implementation, missing)
+
+
+def _features(name: str, x: Array) -> int:
+    return x.shape[1] // 2 if name == "silu_mul_prologue" else x.shape[1]
+
+
+def _launch(name: str, x: Array, inputs: tuple, a: Array | None, ranks: Sequence[int], **more) -> tuple[jax.Array, ...]:
+    from qerl_kernels.decode_prologue import kernel  # jax ≥ 0.11: imported where it runs
+
+    spec = config.PrologueSpec(KINDS[name], x.shape[0], _features(name, x), tuple(ranks), **more)
+    return kernel.fused_prologue(spec, config.best_config(spec), inputs, a)

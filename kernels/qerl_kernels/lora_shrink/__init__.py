@@ -1,3 +1,0 @@
-"""What precedes a projection in decode, and its adapters' `x A`, in one launch: entry points in `shrink`, plain JAX in
-`reference`.
-"""
