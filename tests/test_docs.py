@@ -34,7 +34,7 @@ def test_every_export_and_field_is_in_the_reference():
     for name in qerl_jax.__all__:
         assert f"`{name}`" in text or f"`qerl_jax.{name}`" in text, name
     for field in dataclasses.fields(qerl_jax.Config):
-        assert f"| `{field.name}` |" in text, field.name
+        assert f"- `{field.name}` = " in text, field.name
 
 
 def test_the_guide_runs(tmp_path):

@@ -1,4 +1,4 @@
-"""`docs/api.md` from the docstrings of everything `qerl_jax` exports, of the config's fields and of the rewards.
+"""Write `docs/api.md`, a reference by task, from the docstrings of the exports, config fields and rewards.
 
 python tools/make_api_docs.py            # writes docs/api.md
 python tools/make_api_docs.py --check    # exit code 1 if docs/api.md is not what this would write
@@ -26,8 +26,53 @@ from qerl_jax.io import assets
 from qerl_jax.rewards.functions import BUILT_IN
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+WIDTH = 118
 SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:")
-MORE = {"data.problems.load_dataset": load_dataset, "data.prompts.completion_texts": completion_texts}
+MORE = {"load_dataset": load_dataset, "completion_texts": completion_texts}
+
+# What each task takes: its functions in the order of use, then the types that they pass on. Every export has one place.
+TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Load": (
+        "A Hugging Face directory becomes a `Policy`: one frozen copy of the weights and the small trained trees.",
+        ("load_policy", "import_adapter", "Policy", "ModelConfig", "LoraConfig", "Lora"),
+    ),
+    "Sample": (
+        "`generate` runs the rollout engine. Keys are functions of seed, step and purpose.",
+        (
+            *("generate", "stream", "completion_texts", "Prompts", "Sampling", "Engine", "Rollout", "FinishReason"),
+            *("Progress", "keys"),
+        ),
+    ),
+    "Noise": ("Adaptive Quantization Noise on the layer norms of the policy that samples.", ("aqn",)),
+    "Update": (
+        "Rewards become advantages, a rollout with advantages becomes a `Batch`, and `grpo_step` updates the adapters.",
+        ("group_advantages", "make_batch", "init_state", "grpo_step", "Batch", "TrainState", "Config"),
+    ),
+    "Evaluate": (
+        "Accuracy on a dataset, and the log-probabilities of given tokens.",
+        ("load_dataset", "evaluate", "token_logprobs", "policy_logits", "Problem"),
+    ),
+    "Quantize": ("A checkpoint in NVFP4, in the bytes of compressed-tensors.", ("quantize_checkpoint",)),
+    "Export": ("A PEFT adapter that transformers, peft and vLLM load.", ("export_adapter",)),
+}
+COMMAND_LINE = [
+    "`python -m qerl_jax.train [--config NAME_OR_FILE] [--FIELD VALUE ...]` takes the fields of `Config` below as",
+    "flags, with `-` or `_`, and as keys of a YAML file. A list takes several values.",
+    "",
+]
+# Headings of the config's fields, each by its first field.
+FIELD_GROUPS = {
+    "model": "Model",
+    "dataset": "Data",
+    "output_dir": "Run directory",
+    "max_steps": "Optimization",
+    "lora_rank": "Adapters",
+    "loss_type": "Loss and rewards",
+    "max_completion_length": "Sampling",
+    "sigma_start": "Adaptive Quantization Noise",
+    "gradient_checkpointing": "Memory",
+    "eval_dataset": "Evaluation",
+}
 
 
 def markdown(docstring: str) -> list[str]:
@@ -86,11 +131,11 @@ def function_section(name: str, function: Any, level: int = 3) -> list[str]:
     return [f"{'#' * level} `{name}`", "", *signature(node, node.name), *text, ""]
 
 
-def class_section(name: str, kind: type) -> list[str]:
+def class_section(name: str, kind: type, level: int = 3) -> list[str]:
     """Heading, fields, docstring, public methods."""
     node = definition(kind)
     fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign | ast.Assign)]
-    lines = [f"### `{name}`", ""]
+    lines = [f"{'#' * level} `{name}`", ""]
     if fields and kind is not Config:
         lines += ["```python", *fields, "```", ""]
     lines += [*markdown(inspect.cleandoc(ast.get_docstring(node) or "")), ""]
@@ -99,56 +144,83 @@ def class_section(name: str, kind: type) -> list[str]:
             summary = (ast.get_docstring(item) or "").split("\n\n")[0].replace("\n", " ")
             is_property = any(ast.unparse(d) == "property" for d in item.decorator_list)
             call = item.name if is_property else f"{item.name}({', '.join(a.arg for a in item.args.args[1:])})"
-            lines.append(f"- `.{call}`: {re.sub(' +', ' ', summary)}")
+            lines += wrapped(f"- `.{call}`: {re.sub(' +', ' ', summary)}")
     return [*lines, ""]
 
 
 def config_section() -> list[str]:
-    """Every field of `Config`: its default and what it says of itself."""
-    body = definition(Config).body
-    lines = ["## Fields of a config", "", "| field | default | what |", "|---|---|---|"]
-    for field, following in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign):
-            what = re.sub(r"\s+", " ", following.value.value).replace("|", "\\|")
-            default = ast.unparse(field.value).replace("|", "\\|")
-            lines.append(f"| `{field.target.id}` | `{default}` | {what} |")
+    """Every field of `Config` under its heading: name, default, description."""
+    lines = ["## Train from the command line", "", *COMMAND_LINE]
+    for field, following in itertools.pairwise(definition(Config).body):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        if group := FIELD_GROUPS.get(field.target.id):
+            lines += ["", f"### {group}", ""]
+        description = re.sub(r"\s+", " ", following.value.value)
+        lines += wrapped(f"- `{field.target.id}` = `{ast.unparse(field.value)}`: {description}")
     return [*lines, ""]
+
+
+def wrapped(text: str) -> list[str]:
+    """A list item on lines of the page's width."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def link(name: str, thing: Any) -> str:
+    """A link to the section of an export."""
+    anchor = f"qerl_jax{name}" if isinstance(thing, types.ModuleType) else name.lower()
+    return f"[`{name}`](#{anchor})"
+
+
+def export_section(name: str, thing: Any) -> list[str]:
+    """A function, a class, or a module with its public functions and classes."""
+    if not isinstance(thing, types.ModuleType):
+        return class_section(name, thing) if isinstance(thing, type) else function_section(name, thing)
+    lines = [f"### `qerl_jax.{name}`", "", *markdown(inspect.cleandoc(thing.__doc__)), ""]
+    for key, member in vars(thing).items():
+        is_local = getattr(member, "__module__", None) == thing.__name__ and not key.startswith("_")
+        if is_local and (inspect.isfunction(member) or isinstance(member, type)):
+            section = class_section if isinstance(member, type) else function_section
+            lines += section(f"{name}.{key}", member, 4)
+    return lines
+
+
+def exports() -> dict[str, Any]:
+    """Everything with a place on the page; ValueError where an export has none, or more than one."""
+    found = {name: getattr(qerl_jax, name) for name in qerl_jax.__all__} | MORE
+    placed = [name for _, names in TASKS.values() for name in names]
+    if sorted(placed) != sorted(found):
+        wrong = sorted(set(placed) ^ set(found)) or sorted(name for name in set(placed) if placed.count(name) > 1)
+        raise ValueError(f"TASKS and the exports of qerl_jax differ in {wrong}")
+    return found
 
 
 def render() -> str:
     """The whole page."""
+    found = exports()
     lines = [
         "# Reference",
         "",
-        "Made from the docstrings by `tools/make_api_docs.py`; change those, not this page. The guide is `guide.md`.",
+        "The exports of `qerl_jax` by task. [guide.md](guide.md) shows them in use, [terms.md](terms.md) explains axes",
+        "and words. `tools/make_api_docs.py` makes this page from the docstrings.",
         "",
-        "## What `qerl_jax` exports",
-        "",
+        "- [Train from the command line](#train-from-the-command-line): the fields of `Config`",
     ]
-    for name in qerl_jax.__all__:
-        thing = getattr(qerl_jax, name)
-        if isinstance(thing, types.ModuleType):
-            continue
-        lines += class_section(name, thing) if isinstance(thing, type) else function_section(name, thing)
-    for name in (name for name in qerl_jax.__all__ if isinstance(getattr(qerl_jax, name), types.ModuleType)):
-        module = getattr(qerl_jax, name)
-        lines += [f"## `qerl_jax.{name}`", "", *markdown(inspect.cleandoc(module.__doc__)), ""]
-        for key, member in vars(module).items():
-            local = getattr(member, "__module__", None) == module.__name__ and not key.startswith("_")
-            if local and (inspect.isfunction(member) or isinstance(member, type)):
-                section = class_section if isinstance(member, type) else function_section
-                lines += section(f"{name}.{key}", member)
-    lines += ["## Problems and texts", ""]
-    for name, function in MORE.items():
-        lines += function_section(f"qerl_jax.{name}", function)
+    for task, (_, names) in TASKS.items():
+        lines += wrapped(f"- [{task}](#{task.lower()}): {', '.join(link(name, found[name]) for name in names)}")
+    lines += ["- [Rewards](#rewards), [datasets and recipes](#datasets-and-recipes)", ""]
+    for task, (introduction, names) in TASKS.items():
+        lines += [f"## {task}", "", introduction, ""]
+        for name in names:
+            lines += export_section(name, found[name])
     lines += config_section()
-    lines += ["## Rewards by name", ""]
+    lines += ["## Rewards", "", "Names for `reward_funcs`.", ""]
     for name, reward in BUILT_IN.items():
         lines += [f"### `{name}`", "", *markdown(inspect.cleandoc(reward.__doc__)), ""]
-    lines += ["## Datasets and recipes by name", ""]
+    lines += ["## Datasets and recipes", ""]
     lines += [f"- `{name}`: `{preset.hub_id}`, rewards {dict(preset.rewards)}" for name, preset in PRESETS.items()]
-    lines += ["", f"`--config` knows {', '.join(f'`{recipe}`' for recipe in assets.recipes())}.", ""]
-    return "\n".join(line.rstrip() for line in lines)
+    lines += ["", *wrapped(f"`--config` takes {', '.join(f'`{recipe}`' for recipe in assets.recipes())}."), ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in lines))
 
 
 def main() -> int:
