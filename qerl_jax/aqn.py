@@ -19,7 +19,7 @@ NOISE_FORMULAS = ("qerl", "paper")
 
 @runtime_checkable
 class NoiseConfig(Protocol):
-    """What `sigma` reads; `qerl_jax.config.Config` has it."""
+    """Fields that `sigma` reads; `qerl_jax.config.Config` has them."""
 
     sigma_start: float
     sigma_end: float
@@ -31,18 +31,17 @@ class NoiseConfig(Protocol):
 def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
     """Standard deviation of the noise at rollout `step` of `total_steps`.
 
-    The run is cut into K = `num_stages` equal stages, `k = min(step · K // total_steps, K − 1)`; stage 0 has no noise.
-    With `u = (k − 1) / (K − 2)` (formula `qerl`, the released code: the last stage reaches `sigma_end` exactly) or `u
-    = (k − 1) / (K − 1)` (formula `paper`, eq. 11), s = `sigma_start`, e = `sigma_end`:
+    The run is split into K = `num_stages` equal stages, `k = min(step · K // total_steps, K − 1)`; stage 0 has no
+    noise. With s = `sigma_start`, e = `sigma_end` and u = `(k − 1) / (K − 2)` (formula `qerl`, the released code: the
+    last stage reaches `sigma_end` exactly) or u = `(k − 1) / (K − 1)` (formula `paper`, eq. 11):
 
       exponential  s (e / s)^u
       linear       s − (s − e) u
       cosine       e + (s − e) (1 + cos πu) / 2
       logarithmic  s − (s − e) ln(1 + u (e₀ − 1)), e₀ Euler's number
 
-    Departures from QeRL: integer stages, where its float `//` misplaces some borders; linear, cosine and logarithmic
-      are named by the paper
-    without a formula.
+    Departures from QeRL: stages in integer arithmetic, because its float `//` misplaces some stage borders. The paper
+    names linear, cosine and logarithmic schedules without a formula.
 
     Raises:
       ValueError: step outside the run, or a schedule that divides zero by zero (`qerl` with K = 2).
@@ -50,7 +49,7 @@ def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
     stages, start, end = config.num_stages, config.sigma_start, config.sigma_end
     if not 0 <= step < total_steps:
         raise ValueError(f"step {step} lies outside a run of {total_steps} steps")
-    check(config)
+    check_schedule(config)
     stage = min(step * stages // total_steps, stages - 1)
     if stage == 0 or start == 0:
         return 0.0
@@ -67,7 +66,7 @@ def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
     raise AssertionError(config.noise_schedule)
 
 
-def check(config: NoiseConfig) -> None:
+def check_schedule(config: NoiseConfig) -> None:
     """Raise ValueError for a schedule that cannot be computed."""
     if config.noise_schedule not in NOISE_SCHEDULES:
         raise ValueError(f"noise_schedule {config.noise_schedule!r} is not one of {list(NOISE_SCHEDULES)}")
@@ -93,16 +92,16 @@ def check(config: NoiseConfig) -> None:
 
 
 def perturb(norms: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
-    """`w + Z`, `Z ~ N(0, σ² I)`, one vector for each layer norm, in fp32 and always from the clean weights.
+    """Noisy norm weights `w + Z`, `Z ~ N(0, σ² I)`: one vector for each layer norm, in fp32, from the clean weights.
 
-    Added before the normalized input of q/k/v and of gate/up, the noise equals multiplying column j of those weights
-    by `1 + Z_j / w_j` (eq. 12). In bf16 a σ below 3.2e-4 would change nothing near 1, hence fp32. σ = 0 returns the
+    The noise acts on the input of q/k/v and of gate/up, as if column j of those weights were multiplied by
+    `1 + Z_j / w_j` (eq. 12). fp32, because in bf16 a σ below 3.2e-4 would not change weights near 1. σ = 0 returns the
     same bits.
 
     Args:
       norms: the 2 L layer norms of a policy.
-      sigma: standard deviation, of `sigma(...)`.
-      key: one for each rollout; the noise of norm i uses `fold_in(key, i)`.
+      sigma: standard deviation, from `sigma(...)`.
+      key: one key for each rollout; the noise of norm i uses `fold_in(key, i)`.
     """
     leaves, treedef = jax.tree.flatten(norms)
     noisy = []
@@ -114,8 +113,6 @@ def perturb(norms: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
     return jax.tree.unflatten(treedef, noisy)
 
 
-def count(norms: Any) -> int:
-    """How many norms `perturb` reaches; a run asserts that it is 2 L, because the released QeRL silently reaches
-    none.
-    """
+def count_norms(norms: Any) -> int:
+    """Number of norms that `perturb` changes; a run asserts 2 L, because the released QeRL silently changes none."""
     return len(jax.tree.leaves(norms))

@@ -346,7 +346,7 @@ def _check_contradictions(config: Config) -> None:
     if config.delta is not None and config.delta <= 1 + config.upper_clip:
         raise ConfigError(f"delta {config.delta} must exceed the upper clip 1 + {config.upper_clip}")
     try:
-        aqn.check(config)
+        aqn.check_schedule(config)
         LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)
         _ = config.sampling, config.eval_sampling
     except ValueError as error:

@@ -18,7 +18,7 @@ from qerl_jax.io.files import check_writable, write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.evaluation import Evaluation
-from qerl_jax.rewards.workers import check_rewards, load_rewards
+from qerl_jax.rewards.load import check_rewards, load_rewards
 from qerl_jax.rollout.shapes import cache_note
 from qerl_jax.types import Engine, Sampling
 

@@ -1,5 +1,5 @@
-"""Every random number of a run is a function of (seed, step, purpose, problem, sample, refill round, position), never
-of a slot or a batch.
+"""Random keys: every random number of a run is a function of (seed, step, purpose, problem, sample, refill round,
+position), never of a slot or a batch.
 
 Axes: B sequences.
 """
@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 
 class Purpose(enum.IntEnum):
-    """What a key is for. The numbers are part of every run's reproducibility: never renumber."""
+    """Purpose of a key. The numbers are part of every run's reproducibility: never renumber."""
 
     LORA_INIT = 0
     AQN = 1
@@ -22,7 +22,7 @@ class Purpose(enum.IntEnum):
 
 
 def for_step(seed: int, purpose: Purpose, step: int) -> Array:
-    """The key of one purpose at one step."""
+    """The key of a purpose at a step."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), int(purpose)), step)
 
 
@@ -32,10 +32,10 @@ def for_round(key: Array, refill_round: int) -> Array:
 
 
 def for_rows(key: Array, problem_ids: Int[Array, " B"], samples: Int[Array, " B"]) -> Array:
-    """One key for each sequence, from its problem and its place in the group."""
+    """One key for each sequence, from its problem and its index in the group."""
     return jax.vmap(lambda p, g: jax.random.fold_in(jax.random.fold_in(key, p), g))(problem_ids, samples)
 
 
 def for_positions(row_keys: Array, positions: Int[Array, " B"]) -> Array:
-    """One key for each sequence's next token, from its position."""
+    """One key for the next token of each sequence, from its position."""
     return jax.vmap(jax.random.fold_in)(row_keys, positions)

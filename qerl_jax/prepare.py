@@ -18,7 +18,7 @@ from qerl_jax.io.devices import keep_all_compiled, make_deterministic
 from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import sinks
-from qerl_jax.rewards.workers import Rewards, check_rewards, load_rewards
+from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.types import Policy
 

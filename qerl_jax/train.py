@@ -43,7 +43,7 @@ from qerl_jax.reporting.progress import TrainingProgress, summary_table
 from qerl_jax.reporting.report import REPORT_FILE, Ending, write_report
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards import functions
-from qerl_jax.rewards.workers import load_rewards
+from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.collect import Experience, collect

@@ -103,8 +103,8 @@ def policy(tmp_path_factory):
 
 
 def test_count_is_two_a_layer(policy, stories_dir):
-    assert aqn.count(policy.norms) == 2 * 2
-    assert aqn.count(fp32_policy(stories_dir).norms) == 2 * 5
+    assert aqn.count_norms(policy.norms) == 2 * 2
+    assert aqn.count_norms(fp32_policy(stories_dir).norms) == 2 * 5
 
 
 def test_sigma_zero_is_the_same_bits(policy):

@@ -23,7 +23,7 @@ from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
-from qerl_jax.rewards.workers import Rewards
+from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.step import init_state
 from qerl_jax.types import Sampling
 

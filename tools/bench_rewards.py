@@ -1,7 +1,7 @@
-"""What grading costs: `python tools/bench_rewards.py DATASET` prints milliseconds for 1,000 completions, by reward.
+"""Cost of grading: `python tools/bench_rewards.py DATASET` prints milliseconds for 1,000 completions, by reward.
 
-DATASET is one with formulas for answers, as `--dataset` names it (`math500:PATH`). A completion is a problem's text
-repeated to a length, with the right answer or, every second time, its neighbour's.
+DATASET has formulas as answers and is written as for `--dataset` (`math500:PATH`). A completion is a problem's text
+repeated to a length, with the correct answer or, every second time, its neighbour's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qerl_jax.data.problems import load_dataset
-from qerl_jax.rewards import functions, workers
+from qerl_jax.rewards import functions
+from qerl_jax.rewards.load import load_rewards
 
 COUNT = 1_000
 INLINE = ("answer", "soft_format", "strict_format", "dapo", "xml_count", "overlong", "qerl_exact")
@@ -22,7 +23,7 @@ COPY = "from qerl_jax.rewards.functions import answer\n\ndef copy(**rows):\n    
 
 
 def rows_of(dataset: str, characters: int) -> dict[str, list]:
-    """Columns of `COUNT` completions of about so many characters."""
+    """Columns of `COUNT` completions of about `characters` characters."""
     problems = load_dataset(dataset, "test").problems
     chosen = [problems[i % len(problems)] for i in range(COUNT)]
     given = [problems[(i + i % 2) % len(problems)].answer for i in range(COUNT)]
@@ -65,7 +66,7 @@ def main() -> int:
             file.write_text(COPY)
             names = ("math_verify", f"{file}:copy")
             started = time.perf_counter()
-            with workers.load_rewards(names, arguments.workers, 60.0) as rewards:
+            with load_rewards(names, arguments.workers, 60.0) as rewards:
                 print(f"start of {arguments.workers} workers: {1e3 * (time.perf_counter() - started):.0f} ms")
                 for name, reward in rewards.items():
                     label = name if name == "math_verify" else "answer as a file's function, one task a completion"

@@ -77,9 +77,9 @@ def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int
     trees = [nnx.to_pure_dict(state) for state in (frozen, norms, adapters)]
     policy = Policy(*trees, graphdef=graphdef, config=config, lora_config=lora)
     expected = 2 * config.num_layers
-    if aqn.count(policy.norms) != expected:
+    if aqn.count_norms(policy.norms) != expected:
         raise AssertionError(
-            f"{aqn.count(policy.norms)} layer norms for {config.num_layers} layers, expected {expected}"
+            f"{aqn.count_norms(policy.norms)} layer norms for {config.num_layers} layers, expected {expected}"
         )
     return policy
 

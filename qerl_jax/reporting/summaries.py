@@ -79,7 +79,7 @@ def run_metrics(experience: Experience, state: TrainState, norms: Any, tokens: i
     config, step = state.config, int(state.step) - 1
     return {
         "aqn/sigma": aqn.sigma(config, step, config.max_steps),
-        "aqn/norms": aqn.count(norms),
+        "aqn/norms": aqn.count_norms(norms),
         "learning_rate": float(learning_rate(config)(step * config.num_iterations)),
         "num_tokens": tokens + int(experience.rollout.lengths.sum()),
         "epoch": int(state.cursor) / problems,

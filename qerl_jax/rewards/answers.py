@@ -1,4 +1,4 @@
-"""Numbers in text: the answer a completion gives, and whether two answers are the same number."""
+"""Numbers in text: extracting the answer of a completion, and comparing two answers as numbers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _LONGEST = 1000  # characters of an answer that can state a number; the patterns
 _NUMBER = re.compile(r"(?:[-+]\s*)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}|((?:[-+]\s*)?\d[\d,]*)\s*/\s*(\d[\d,]*)")
 _DIGIT = re.compile(r"\d")
-# What LaTeX and Markdown wrap around a number, and what stands for it as plain text.
+# LaTeX and Markdown around a number, reduced to plain text.
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}|(?<!\S)\*\*([^*]+)\*\*(?!\w)")
 _DEGREES = re.compile(r"\^(?:\\circ|\{\\circ\})")
 _REMOVED = re.compile(r"\\[()\[\],!;$]|\$|^[#\s]+")
-# Beside a number: words, a name that it is assigned to, currencies, punctuation. Nothing that computes.
+# Allowed beside a number: words, a variable it is assigned to, currencies, punctuation. No operators.
 _WORD = re.compile(r"(?:[^\W\d_]['’-]?)+")
 _ASSIGNED = re.compile(r"(?<!\S)[^\W\d_]\s*=\s*$|=\s*$")
 _PUNCTUATION = re.compile(r"[\s.,;:?()~≈%°€£¥₹¢\"“”]|\\%|/(?=[hs]\b|\s*[^\W\d_]{2})")
 _UNITS = frozenset({"a", "m", "g", "l", "h", "s"})  # other single letters are variables or labels
-_CHANGES = re.compile(  # words that make another number of the one beside them
+_CHANGES = re.compile(  # words that change the value of the number beside them
     "pi|sqrt|root|log|ln|sin|cos|tan|exp|squared|cubed|plus|minus|factorial|negative|not|"
     "hundred|thousand|million|billion|trillion"
 )
@@ -30,9 +30,10 @@ _ANNOUNCE = re.compile(
 
 
 def extract_answer(completion: str) -> str | None:
-    """Text of the last `<answer>` that is closed, up to its `</answer>`, stripped; None without one.
+    """Stripped text of the last closed `<answer>…</answer>`; None without one.
 
-    Searches, no pattern: a completion that repeats an opening tag thousands of times must not cost seconds.
+    Plain searches instead of a regular expression: a completion that repeats an opening tag thousands of times must
+    not take seconds.
     """
     start = completion.rfind(_OPEN, 0, max(completion.rfind(_CLOSE), 0))
     if start < 0:
@@ -42,12 +43,12 @@ def extract_answer(completion: str) -> str | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number an answer states, exactly; None if it states none or several different ones.
+    """The number stated by an answer, exactly; None if it states none or several different ones.
 
     Understands thousands commas, `$`, `%` and other units, an announcing phrase (`x = 12`, `the answer is 12`), a sign,
-    decimals, fractions (`3/4`, `\\frac{3}{4}`) and `\\boxed{…}`. A number that is part of something else states none:
-    one that touches a letter (`B3`, `2x`), stands beside an operator, a variable or a word that changes it (`x^2`,
-    `2\\sqrt{x}`, `2 million`), or is a label's (`Room 3`). A text of more than 1000 characters states none either.
+    decimals, fractions (`3/4`, `\\frac{3}{4}`) and `\\boxed{…}`. A number inside an expression does not count: one that
+    touches a letter (`B3`, `2x`), is next to an operator, a variable or a word that changes its value (`x^2`,
+    `2\\sqrt{x}`, `2 million`), or belongs to a label (`Room 3`). A text of more than 1000 characters states no number.
     """
     if len(text) > _LONGEST:
         return None
@@ -68,7 +69,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _is_beside(parts: list[str]) -> bool:
-    """Whether texts before, between and after numbers are units and phrases that leave each the number it is."""
+    """Whether the texts before, between and after numbers are units and phrases that do not change their values."""
     before, *between, after = parts
     touching = [part[-1:] for part in (before, *between)] + [part[:1] for part in (*between, after)]
     if any(character.isalpha() for character in touching) or not all(_WORD.search(part) for part in between):
@@ -83,7 +84,7 @@ def _is_beside(parts: list[str]) -> bool:
         return False
     parts = [_ASSIGNED.sub("", before), *between, after]
     words = [word for part in parts for word in _WORD.findall(part)]
-    if _WORD.findall(after)[-1:] == ["a"]:  # no article then, but a variable
+    if _WORD.findall(after)[-1:] == ["a"]:  # a variable, not an article
         return False
     if any(_CHANGES.fullmatch(word.lower()) or (len(word) == 1 and word not in _UNITS) for word in words):
         return False
@@ -91,7 +92,7 @@ def _is_beside(parts: list[str]) -> bool:
 
 
 def unbox(text: str) -> str:
-    """Contents of the last `\\boxed{…}`, braces balanced; the text itself without one."""
+    """Contents of the last `\\boxed{…}` with balanced braces; the whole text without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text
@@ -118,8 +119,8 @@ def _fraction(match: re.Match) -> Fraction | None:
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Whether both state the same number; two answers without numbers must be the same text but for case and white
-    space.
+    """Whether both answers state the same number. If the gold answer states none, their texts must agree up to case and
+    white space.
     """
     given_number, gold_number = parse_number(given), parse_number(gold)
     if gold_number is None:

@@ -1,4 +1,4 @@
-"""Reward for programs: the share of a problem's tests that a completion's program passes."""
+"""Reward for programs: the fraction of a problem's tests that a completion's program passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from qerl_jax.rewards import sandbox
 from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
 
 TEST_SECONDS = 5.0
-"""For each test, as in QeRL."""
+"""Time limit of one test, as in QeRL."""
 _FENCE, _STDIO = "```", "stdin_stdout"
 _LANGUAGES = ("python", "python3", "py")
 
 
 def require_sandbox() -> None:
-    """Raises RewardError where programs cannot be confined; there is no reward without it."""
+    """Raise RewardError where programs cannot be sandboxed; the reward is not available there."""
     try:
         sandbox.require()
     except sandbox.SandboxError as error:
@@ -27,28 +27,28 @@ def require_sandbox() -> None:
 def code(
     *, completions: Sequence[str], verification_info: Sequence[Any], reward_timeout: Sequence[float], **_: object
 ) -> list[float | None]:
-    """Share of tests that the last ```python block of the completion passes, each in a sandbox of its own.
+    """Fraction of tests passed by the last ```python block of a completion; each test runs in a sandbox of its own.
 
     Args:
-      completions: texts.
-      verification_info: for each a mapping (or its JSON) with "language" and "test_cases", as in
+      completions: completion texts.
+      verification_info: one mapping (or its JSON) for each completion, with "language" and "test_cases", as in
         open-r1/verifiable-coding-problems-python: {"type": "stdin_stdout", "input", "output"}, or {"type":
         "function_call", "fn_name", "input": arguments, "output"}.
-      reward_timeout: seconds for all tests of a completion; a test may take `TEST_SECONDS` of them. Tests that are not
-        reached count as failed.
+      reward_timeout: time limit in seconds for all tests of a completion; one test has at most `TEST_SECONDS`. Tests
+        not reached count as failed.
 
-    None in another language or without a test that can be run (one that lacks a field, or whose arguments are no JSON,
-    does not count). The expected outputs never enter the process that runs the program.
-    Departure from QeRL: all lines of the output count, where the release compares as many as there are in the shorter
-    of both.
+    The value is None for another language or without a runnable test (tests that lack a field, or whose arguments are
+    not JSON, are skipped). The expected outputs never enter the process that runs the program.
+    Departure from QeRL: all lines of the output are compared; the release compares only as many as the shorter output
+    has.
     """
     return [
-        _share_passed(text, info, seconds)
+        _fraction_passed(text, info, seconds)
         for text, info, seconds in zip(completions, verification_info, reward_timeout, strict=True)
     ]
 
 
-def _share_passed(completion: str, info: Any, seconds: float) -> float | None:
+def _fraction_passed(completion: str, info: Any, seconds: float) -> float | None:
     tests = _tests(info)
     if not tests:
         return None
@@ -69,7 +69,7 @@ def _share_passed(completion: str, info: Any, seconds: float) -> float | None:
 
 
 def _tests(info: Any) -> list[Mapping[str, Any]]:
-    """The tests of a problem that can be run."""
+    """The runnable tests of a problem."""
     try:
         info = json.loads(info) if isinstance(info, str) else info
     except ValueError:
@@ -91,7 +91,7 @@ def _can_run(test: Any) -> bool:
 
 
 def extract_program(completion: str) -> str | None:
-    """Contents of the last closed block that opens with ```python; None without one."""
+    """Contents of the last closed ```python block; None without one."""
     for part in reversed(completion.split(_FENCE)[1:-1]):
         language, newline, program = part.partition("\n")
         if newline and language.strip().lower() in _LANGUAGES:
@@ -100,7 +100,7 @@ def extract_program(completion: str) -> str | None:
 
 
 def _passes(program: str, test: Mapping[str, Any], seconds: float) -> tuple[bool, bool]:
-    """(passed, stopped at the time limit)."""
+    """(is_passed, is_timed_out) of one test."""
     if test.get("type", _STDIO) == _STDIO:
         result = sandbox.run(program, str(test["input"]), seconds)
         return result.ok and _lines(result.output) == _lines(str(test["output"])), result.timed_out
@@ -113,12 +113,12 @@ def _lines(text: str) -> list[str]:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Arguments as a list, or as text with one JSON value a line."""
+    """The arguments as a list; a text holds one JSON value a line."""
     return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
 
 
 def _returned(output: str, expected: Any) -> bool:
-    """Whether the value is the expected one, which some sets wrap in a list of one, or write as JSON."""
+    """Whether the returned value is the expected one. Some datasets wrap it in a list of one or write it as JSON."""
     try:
         value = json.loads(output)
     except ValueError:

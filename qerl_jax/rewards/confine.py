@@ -1,20 +1,19 @@
-"""Runs a program that nobody has read, after giving up what it must not have. Started by `sandbox.run` as a script of
-its own; Linux on x86-64 or aarch64. Imports nothing but the standard library.
+"""Runs an untrusted program after dropping every privilege it must not have. `sandbox.run` starts this file as a
+script. Linux on x86-64 or aarch64; standard library only.
 
-Each layer is kept by the kernel, not by Python, and cannot be undone by the program:
+Each layer is enforced by the kernel, not by Python, and the program cannot undo it:
 
-| layer | what it guarantees |
+| layer | guarantee |
 |---|---|
 | limits | CPU seconds, address space, size of a file (standard output included), open files, no core dump |
-| no capabilities, no new privileges | even as root the program is an ordinary user |
-| Landlock | it reads Python and the system's libraries and writes in its own directory; all other files are closed |
-| seccomp | one process that starts no other and runs no other program; no socket of any kind; no signal to others, |
-| | no look into them; no change of modes, owners, times or anybody's limits |
+| no capabilities, no new privileges | even as root the program has the rights of an ordinary user |
+| Landlock | read access to Python and the system's libraries, write access to its own directory, no other files |
+| seccomp | no new process or program, no socket, no signal to and no inspection of other processes, |
+| | no change of file modes, owners, times or resource limits |
 
-With it the program can compute, use threads (not asyncio, which wants a socket), and read and write its own directory.
-What remains: the kernel itself (an exploit of a permitted system call), reading what lies beside Python's libraries,
-learning that a path exists, and using its share of the machine until its time is up. Against an attacker worth the name
-use a virtual machine.
+The program can compute, use threads (not asyncio, which needs a socket), and read and write its own directory.
+Remaining risks: an exploit of a permitted system call, reading files beside Python's libraries, learning that a path
+exists, and using CPU and memory up to the limits. Use a virtual machine against a serious attacker.
 """
 
 from __future__ import annotations
@@ -33,40 +32,40 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SIGKILL = 9
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
-_FS_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # kinds of access that each version of Landlock knows
+_FS_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # access kinds known to each Landlock version
 _CAPABILITY_VERSION = 0x20080522
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
-_LAST_KNOWN = 466  # system calls above it are younger than this table and do not exist for the program
+_LAST_KNOWN = 466  # higher system calls are newer than this table: the program gets ENOSYS
 _THREAD = 0x10000  # CLONE_THREAD
 _OWNERS = (8, 10, 15)  # fcntl's F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to other processes
 
-# Calls that are refused, by name: their numbers on (x86-64, aarch64), None where there is no such call.
+# Refused calls by name: their numbers on (x86-64, aarch64); None where the call does not exist.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     # other processes and programs
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
-    # sockets, and the ring that could open them
+    # sockets, and io_uring, which could open them
     "socket": (41, 198), "socketpair": (53, 199), "io_uring_setup": (425, 425),
-    # signals to others, looking into others, changing others
+    # signals to other processes, inspecting them, changing them
     "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "process_madvise": (440, 440), "setpriority": (141, 140), "ioprio_set": (251, 30),
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # memory outside of the limits
+    # memory outside the limits
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    # what Landlock leaves open: length, mode, owner, times and attributes of a file by its name
+    # not covered by Landlock: length, mode, owner, times and attributes of a file by its name
     "truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5),
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14),
     "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
-    # ways to more of the kernel
+    # access to more of the kernel
     "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
 }  # fmt: skip
-# Calls that their arguments decide.
+# Calls allowed or refused by their arguments.
 _DECIDED = {"clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "tgkill": (234, 131), "fcntl": (72, 25)}
 _AUDIT = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # machine: column of these tables, audit number
 
@@ -84,16 +83,16 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def drop_privileges(libc: ctypes.CDLL) -> None:
-    """No capabilities, and no way to gain any."""
+    """Drop all capabilities and the ability to gain any."""
     _checked("no_new_privs", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION, 0), 8)
     _checked("capset", libc.capset(header, ctypes.create_string_buffer(24)))
 
 
 def restrict_files(libc: ctypes.CDLL, readable: list[str], writable: str) -> None:
-    """Landlock: files under `readable` can be read, files directly in or under `writable` also written; nothing else.
+    """Landlock: files under `readable` can be read, those under `writable` also written; no other file is accessible.
 
-    Raises OSError where the kernel has no Landlock or it is off.
+    Raises OSError where the kernel has no Landlock or it is disabled.
     """
     version = _checked("Landlock", libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
     handled = (1 << _FS_BITS[min(version, 5)]) - 1
@@ -116,9 +115,8 @@ def restrict_files(libc: ctypes.CDLL, readable: list[str], writable: str) -> Non
 
 
 def filter_program(machine: str, pid: int) -> bytes:
-    """The seccomp filter as classic BPF for `struct seccomp_data`: every call in it is refused with EPERM, those that
-    need a look at their first or second argument are decided by it, all others pass. Raises OSError on a machine whose
-    numbers are not known.
+    """The seccomp filter as classic BPF over `struct seccomp_data`: listed calls fail with EPERM, some calls depend on
+    their first or second argument, all others pass. Raises OSError on a machine without a table of call numbers.
     """
     if machine not in _AUDIT:
         raise OSError(f"seccomp: no table of system calls for {machine!r}, only for {sorted(_AUDIT)}")
@@ -144,7 +142,7 @@ def filter_program(machine: str, pid: int) -> bytes:
     code = [load(4), (0x15, 1, 0, audit), answer(_KILL), load(0), *unless(0x35, _LAST_KNOWN + 1, answer(_ENOSYS))]
     for call in refused:
         code += unless(0x15, call, answer(_EPERM))
-    code += unless(0x15, special["clone3"], answer(_ENOSYS))  # the library then takes clone, whose flags can be read
+    code += unless(0x15, special["clone3"], answer(_ENOSYS))  # libc then uses clone, whose flags are visible
     code += decided(special["clone"], first, unless(0x45, _THREAD, answer(_ALLOW)), _EPERM)
     code += decided(special["prlimit64"], first, unless(0x15, 0, answer(_ALLOW)), _EPERM)
     code += decided(special["tgkill"], first, unless(0x15, pid, answer(_ALLOW)), _EPERM)
@@ -155,7 +153,7 @@ def filter_program(machine: str, pid: int) -> bytes:
 
 
 def restrict_calls(libc: ctypes.CDLL) -> None:
-    """Installs the filter. Raises OSError where the kernel has no seccomp."""
+    """Install the seccomp filter. Raises OSError where the kernel has no seccomp."""
     code = filter_program(os.uname().machine, os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer)))
@@ -163,7 +161,7 @@ def restrict_calls(libc: ctypes.CDLL) -> None:
 
 
 def confine(job: dict[str, Any]) -> None:
-    """All layers, from here to the end of this process. Raises OSError naming the first that cannot be had."""
+    """Apply all layers, irreversibly. Raises OSError naming the first layer that is unavailable."""
     libc = ctypes.CDLL(None, use_errno=True)
     _checked("parent death signal", libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0))
     if os.getppid() != job["parent"]:
@@ -175,8 +173,8 @@ def confine(job: dict[str, Any]) -> None:
 
 
 def run_program(text: str, call: dict[str, Any] | None) -> None:
-    """Run the text as a program; with `call`, call the function of that name (its own, or a method of `Solution`) and
-    write what it returns as JSON to standard output, where the program's own printing then does not go.
+    """Run the text as a program. With `call`, call the named function (of the module, or a method of `Solution`) and
+    write its result as JSON to standard output; the program's own output is then discarded.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     answers = sys.stdout
@@ -191,8 +189,8 @@ def run_program(text: str, call: dict[str, Any] | None) -> None:
 
 
 def main() -> None:
-    """`confine.py JOB STATUS`: descriptors of the job (JSON) and of a pipe that gets "ok" once nothing is open any
-    more, or else the reason why not.
+    """`confine.py JOB STATUS`: file descriptors of the job (JSON) and of a pipe that receives "ok" once all layers are
+    in place, or the reason why one is not.
     """
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         job = json.load(file)

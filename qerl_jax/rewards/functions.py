@@ -1,7 +1,7 @@
 """Rewards: pure functions from texts to numbers, and their weighted sum.
 
 A reward is called as TRL calls it, `reward(prompts=[…], completions=[…], answer=[…], **columns) -> [float | None, …]`;
-None means "not applicable here". A run gives the columns of `GIVEN_COLUMNS`, a dataset may add its own.
+None means "not applicable". Training passes the columns of `GIVEN_COLUMNS`; a dataset may add its own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _STRICT = re.compile(
 def answer(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
     """1 where the text of `<answer>` states the gold number, else 0; None without a gold answer.
 
-    Departures from QeRL's GSM8K scorers: its reward compares texts, so that a gold answer with a comma needs the comma,
-    and its evaluation compares the first character only.
+    Departures from QeRL's GSM8K scorers: its reward compares texts, so that a gold answer with a comma requires the
+    comma, and its evaluation compares only the first character.
     """
     return [_score_answer(extract_answer(text), gold) for text, gold in zip(completions, answer, strict=True)]
 
@@ -46,8 +46,8 @@ def _score_answer(given: str | None, gold: str) -> float | None:
 def soft_format(*, completions: Sequence[str], **_: object) -> list[float]:
     """1 where `<think>…</think>` is followed by `<answer>…</answer>` somewhere.
 
-    The pattern `<think>.*?</think>\\s*<answer>.*?</answer>` as three searches: on a completion that repeats its tags
-    the pattern takes cubic time, minutes for a few thousand tokens.
+    Three searches instead of the pattern `<think>.*?</think>\\s*<answer>.*?</answer>`, which takes cubic time on a
+    completion that repeats its tags: minutes for a few thousand tokens.
     """
     return [float(_has_both_blocks(completion)) for completion in completions]
 
@@ -59,8 +59,8 @@ def _has_both_blocks(text: str) -> bool:
 
 
 def strict_format(*, completions: Sequence[str], **_: object) -> list[float]:
-    """1 where the completion is exactly one think block and one answer block; thoughts may have several lines (in QeRL
-    they may not).
+    """1 where the completion is exactly one think block and one answer block. Departure from QeRL: thoughts may have
+    several lines.
     """
     return [float(_STRICT.search(completion) is not None) for completion in completions]
 
@@ -72,8 +72,8 @@ def overlong(
     overlong_buffer: Sequence[int],
     **_: object,
 ) -> list[float]:
-    """DAPO's soft penalty for length, arXiv 2503.14476 equation 13: 0 up to `max − buffer` tokens, from there a line
-    down to −1 at `max`.
+    """DAPO's soft overlong penalty, arXiv 2503.14476 equation 13: 0 up to `max − buffer` tokens, then linear down to −1
+    at `max`.
     """
     lengths = zip(completion_lengths, max_completion_length, overlong_buffer, strict=True)
     return [-min(max(length - (limit - buffer), 0) / buffer, 1.0) for length, limit, buffer in lengths]
@@ -91,14 +91,14 @@ BUILT_IN: dict[str, Reward] = {
     "qerl_exact": original.qerl_exact,
     "qerl_first_character": original.qerl_first_character,
 }
-# What these need beyond the program itself is looked for when they are loaded, not at the first completion.
-_NEEDS = {"math_verify": mathematics.require_math_verify, "code": programs.require_sandbox}
+# Requirements checked when a reward is loaded, not at the first completion.
+_REQUIREMENTS = {"math_verify": mathematics.require_math_verify, "code": programs.require_sandbox}
 
 
 def load_reward(name: str) -> Reward:
     """A built-in reward by name, or `function` of a Python file written as "file.py:function". Raises RewardError."""
     if name in BUILT_IN:
-        _NEEDS.get(name, lambda: None)()
+        _REQUIREMENTS.get(name, lambda: None)()
         return BUILT_IN[name]
     path, function = reward_file(name)
     spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
@@ -139,17 +139,17 @@ def score(
     /,
     **columns: Sequence[object],
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Weighted sum of the rewards of each completion, and what went into it by name.
+    """Weighted sum of the rewards of each completion, and its components by name.
 
     Args:
-      rewards: by name.
-      weights: one for each reward.
+      rewards: rewards by name.
+      weights: one weight for each reward.
       prompts, completions, answers: one for each row.
-      columns: further values for each row, passed on by name.
+      columns: further columns, passed to the rewards by name.
 
-    Returns the totals and the parts: "NAME", each reward's values with NaN for None, and "NAME/FLAG" for each flag of
-    `FLAGS`, 1 where it was raised. A completion for which every reward is None, or whose grading failed, has NaN for
-    its total: it can teach nothing.
+    Returns the totals and the components: "NAME" has each reward's values with NaN for None, "NAME/FLAG" has 1 where
+    the flag of `FLAGS` was raised. The total is NaN where every reward is None or grading failed; such a completion
+    does not contribute to the update.
 
     Raises RewardError if a reward raises, returns the wrong number of values, or one that is neither a finite number
     nor None.
@@ -161,17 +161,17 @@ def score(
     for row in zip(*each.values(), strict=True):
         known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
         totals.append(sum(known) if known else math.nan)
-    parts = {name: [math.nan if value is None else float(value) for value in values] for name, values in each.items()}
+    components = {name: [math.nan if value is None else float(value) for value in values] for name, values in each.items()}
     for name, values in each.items():
-        parts |= {
+        components |= {
             f"{name}/{flag}": [float(isinstance(value, kind)) for value in values] for flag, kind in FLAGS.items()
         }
-    return totals, parts
+    return totals, components
 
 
 def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> list[float | None]:
-    """One call of a reward over rows, its values checked. Raises RewardError as `score` does; out of memory is let
-    through, for a worker to die of.
+    """Call a reward on rows and check its values. Raises RewardError as `score` does; MemoryError passes through and
+    ends a worker.
     """
     try:
         values = list(reward(**rows))
@@ -194,12 +194,12 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
 
 
 def _score_of(value: Any) -> float | None:
-    """A reward's value as a plain float; None and the types of `FLAGS` as they are."""
+    """A reward's value as a float; None and the types of `FLAGS` unchanged."""
     if value is None or isinstance(value, tuple(FLAGS.values())):
         if isinstance(value, Unparsed) and not math.isfinite(value):
             raise ValueError("not finite")
         return value
-    if getattr(value, "shape", None) == ():  # NumPy's scalars, of which `bool_` is not even a number
+    if getattr(value, "shape", None) == ():  # NumPy scalars: `bool_` is not a Real
         value = value.item()
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError("no finite number")

@@ -1,4 +1,4 @@
-"""Rewards for answers that are formulas: by symbolic comparison, and by DAPO's normalized text."""
+"""Rewards for formulas as answers: symbolic comparison, and DAPO's normalized text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
 def require_math_verify() -> None:
-    """Raises RewardError where the optional package is not installed."""
+    """Raise RewardError where the optional package is not installed."""
     try:
         import math_verify  # noqa: F401
     except ImportError as error:
@@ -29,12 +29,12 @@ def math_verify(*, completions: Sequence[str], answer: Sequence[str], **_: objec
     """1 where the answer equals the gold answer as mathematics (package `math-verify`), else 0; None where the gold
     answer cannot be parsed.
 
-    The answer is what the last `<answer>` holds, else the last `\\boxed{…}`, else what math-verify finds announced as
-    the answer; never just any number. Departure from QeRL's `accuracy_reward`, which takes only LaTeX with delimiters
-    and so scores `<answer> 42 </answer>` 0.
+    The answer is the text of the last `<answer>`, else the last `\\boxed{…}`, else whatever math-verify finds announced
+    as the answer; never an arbitrary number. Departure from QeRL's `accuracy_reward`, which accepts only delimited
+    LaTeX and therefore scores `<answer> 42 </answer>` 0.
 
-    math-verify's own time limits are signals, which outside of a main thread turn every score into 0 without a word:
-    they are off, and a grading that takes too long is killed from outside (`workers`).
+    math-verify implements time limits by signals, which outside the main thread silently turn every score into 0. They
+    are off; a worker that takes too long is killed instead (`pool`).
     """
     return [_verify(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
@@ -42,7 +42,7 @@ def math_verify(*, completions: Sequence[str], answer: Sequence[str], **_: objec
 def _verify(completion: str, gold: str) -> float | None:
     from math_verify import verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning that the time limits are off
     expected = _parse(_delimited(gold), bare=True)
     if not expected:
         return None
@@ -55,7 +55,7 @@ def _verify(completion: str, gold: str) -> float | None:
 
 
 def _parse(text: str, bare: bool) -> list[Any]:
-    """What math-verify reads in a text; `bare`: also where nothing announces it."""
+    """Expressions that math-verify finds in a text; `bare`: also unannounced ones."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = (LatexExtractionConfig(bare, boxed_match_priority=0), ExprExtractionConfig(bare))
@@ -63,13 +63,13 @@ def _parse(text: str, bare: bool) -> list[Any]:
 
 
 def _delimited(text: str) -> str:
-    """A bare answer between dollar signs, so that it is read as the formula it is; dollars of money go."""
+    """The answer in dollar signs unless it is delimited, so that it parses as a formula; currency signs are removed."""
     text = text.replace("\\$", "")
     return text if _DELIMITED.search(text) else f"${text}$"
 
 
 def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
-    """1 where the last `Answer: …` in the final 300 characters is the gold answer, both normalized as Minerva does,
+    """1 where the last `Answer: …` in the final 300 characters is the gold answer, both normalized as in Minerva,
     else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0); None without a gold answer.
     """
     return [_score_line(text[-_TAIL:], gold) for text, gold in zip(completions, answer, strict=True)]
@@ -82,8 +82,8 @@ def _score_line(text: str, gold: str) -> float | None:
     return float(normalize(found[-1]) == normalize(gold)) if found else Unparsed(0.0)
 
 
-# Minerva's tables (arXiv 2206.14858, appendix D.1, as lm-evaluation-harness has them). The order counts, and so do
-# their oddities: "a " goes from within a word, too, on both sides of the comparison.
+# Minerva's tables (arXiv 2206.14858, appendix D.1, from lm-evaluation-harness). Order and oddities matter: "a " is
+# removed inside words, too, on both sides of the comparison.
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -109,8 +109,8 @@ _PATTERNS = tuple(
 
 
 def normalize(text: str) -> str:
-    """An answer as Minerva writes it: what follows the last "=", without units, spaces, dollar signs and thousands
-    commas, `\\frac12` written out.
+    """An answer in Minerva's normal form: the text after the last "=", without units, spaces, dollar signs and
+    thousands commas, with `\\frac12` as `\\frac{1}{2}`.
     """
     text = text.rsplit("=", 1)[-1]
     for before, after in (*_REPLACED, *((word, "") for word in _REMOVED)):

@@ -1,4 +1,4 @@
-"""What a reward can say besides a plain number or None: numbers that carry the reason why they are what they are."""
+"""Reward values: plain numbers, None, and numbers that carry the reason for their value."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ Reward = Callable[..., Sequence[float | None]]
 "not applicable here"."""
 
 GIVEN_COLUMNS = ("completion_lengths", "max_completion_length", "overlong_buffer", "reward_timeout")
-"""Columns that a run gives to every reward: tokens, tokens, tokens, seconds."""
+"""Columns that training passes to every reward; units: tokens, tokens, tokens, seconds."""
 
 
 class RewardError(ValueError):
-    """A reward that cannot be loaded or run, or that answers with something else than one number or None for each
-    completion.
-    """
+    """A reward that cannot be loaded or run, or does not return one number or None for each completion."""
 
 
 class Unparsed(float):
-    """The score of a completion in which no answer could be read."""
+    """Score of a completion without a parsable answer."""
 
 
 class TimedOut(float):
-    """A score in which a time limit had a part; NaN where grading was stopped and there is no score."""
+    """Score affected by a time limit; NaN where grading was stopped without a score."""
 
 
 class Crashed(float):
-    """NaN: the process that graded the completion died."""
+    """NaN: the worker process died while grading the completion."""
 
 
 FLAGS: dict[str, type[float]] = {"parse_failure": Unparsed, "timeout": TimedOut, "crash": Crashed}
-"""Under which name each of them is counted."""
+"""Metric name of each flagged value."""

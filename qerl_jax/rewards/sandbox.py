@@ -1,4 +1,4 @@
-"""A program in a process of its own that can do no harm (`confine` says what that means), and its output."""
+"""Runs an untrusted program in a sandboxed process (layers: see `confine`) and returns its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY_BYTES = 10**9
 FILE_BYTES = 16 * 10**6
 MAX_FILES = 16
 _POLL_SECONDS = 0.05
-# What Python needs to start and import, besides its own directories; "/dev/zero" and the like hold nothing.
+# Paths Python needs to start and import, besides its own directories; the devices contain no data.
 _SYSTEM = (
     "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo",
     "/dev/null", "/dev/zero", "/dev/urandom",
@@ -29,17 +29,17 @@ _SYSTEM = (
 
 
 class SandboxError(RuntimeError):
-    """A machine on which a program cannot be confined; the message names the layer that is missing."""
+    """Programs cannot be sandboxed on this machine; the message names the missing layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a program ended.
+    """Outcome of a program.
 
     Attributes:
-      ok: of its own accord, with exit code 0.
-      output: what it wrote to standard output, at most `FILE_BYTES`.
-      timed_out: it was stopped at its time limit.
+      ok: whether it ended by itself with exit code 0.
+      output: its standard output, at most `FILE_BYTES`.
+      timed_out: whether it was killed at its time limit.
     """
 
     ok: bool
@@ -48,18 +48,18 @@ class Result:
 
 
 def run(program: str, stdin: str, seconds: float, call: tuple[str, Sequence[Any]] | None = None) -> Result:
-    """Run a Python program, confined.
+    """Run a Python program in the sandbox.
 
     Args:
-      program: its text.
-      stdin: its standard input.
-      seconds: after which it is killed, start of the interpreter (some 20 ms) included.
-      call: name and arguments (JSON values) of a function of the program; `output` is then what it returns, as JSON.
+      program: source text.
+      stdin: standard input.
+      seconds: time limit, including the start of the interpreter (about 20 ms).
+      call: name and arguments (JSON values) of a function of the program; `output` is then its result as JSON.
 
-    It has an empty directory of its own for working directory and HOME (at most `MAX_FILES` files of `FILE_BYTES`, no
-    directories), `MEMORY_BYTES` of address space, and an environment that holds nothing of ours.
+    The program has an empty directory as working directory and HOME (at most `MAX_FILES` files of `FILE_BYTES`, no
+    directories), `MEMORY_BYTES` of address space, and a minimal environment.
 
-    Raises SandboxError if it could not be confined; it then did not run.
+    Raises SandboxError if the sandbox could not be set up; the program then did not run.
     """
     job = {
         "program": program,
@@ -67,7 +67,7 @@ def run(program: str, stdin: str, seconds: float, call: tuple[str, Sequence[Any]
         "parent": os.getpid(),
         "readable": [sys.prefix, sys.base_prefix, *_SYSTEM],
         "limits": {
-            "CPU": math.ceil(seconds) + 1,  # for what the clock below should miss
+            "CPU": math.ceil(seconds) + 1,  # in case the clock below misses it
             "AS": MEMORY_BYTES,
             "FSIZE": FILE_BYTES,
             "NOFILE": 64,
@@ -120,7 +120,7 @@ def _start(directory: str, given: int, output: int, order: int, report: int) -> 
 
 
 def _wait(process: subprocess.Popen[bytes], directory: str, deadline: float) -> bool:
-    """Whether the process ended by itself: in time, and without filling its directory with files."""
+    """Whether the process ended by itself, in time and with few enough files in its directory."""
     ended = os.pidfd_open(process.pid)
     try:
         while (left := deadline - time.monotonic()) > 0:
@@ -134,7 +134,7 @@ def _wait(process: subprocess.Popen[bytes], directory: str, deadline: float) -> 
 
 
 def require() -> None:
-    """Raises SandboxError unless a program runs here, confined."""
+    """Raise SandboxError unless a test program runs in the sandbox here."""
     if not sys.platform.startswith("linux"):
         raise SandboxError(f"programs can be confined on Linux only, this is {sys.platform}")
     if not run("print(42)", "", 60.0).output == "42\n":

@@ -1,4 +1,4 @@
-"""A process that grades completions for `workers.Workers`, one task after another, until its connection closes."""
+"""A process that grades tasks for `pool.WorkerPool`, one at a time, until its connection closes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qerl_jax.rewards.functions import call, load_reward
 from qerl_jax.rewards.outcomes import Reward, RewardError
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
-# What `python -c` runs. Here `qerl_jax` is a bare package: its modules can be imported, its API is not, because that
-# would import JAX, which takes seconds and 200 MB in every worker.
+# The program of `python -c`. It defines `qerl_jax` as a bare package: importing the real one would import JAX, which
+# takes seconds and 200 MB in every worker.
 BOOT = """
 import json, sys, types
 order = json.loads(sys.argv[1])
@@ -26,10 +26,10 @@ serve(order["descriptor"], order["rewards"], order["parent"])
 
 
 def serve(descriptor: int, names: list[str], parent: int) -> None:
-    """Load the rewards, say so, then answer every (name, rows) that arrives.
+    """Load the rewards, report that they are loaded, then reply to every (name, rows) received.
 
-    Replies are ("ready", None), ("values", list) or ("error", message). Ends when the other side closes; on Linux also
-    at once when the process that started it is gone, however busy it is.
+    Replies are ("ready", None), ("values", list) or ("error", message). Ends when the connection
+    closes; on Linux also, even while busy, when its parent process ends.
     """
     _die_with(parent)
     with Connection(descriptor) as connection, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -50,7 +50,7 @@ def serve(descriptor: int, names: list[str], parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Linux: be killed when the parent ends (to be exact, the thread of it that started this process)."""
+    """Linux: have the kernel kill this process when its parent ends (precisely: the thread that started it)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""The reward for programs: how they are found, tested and timed, and that they need leave."""
+"""The reward for programs: extraction, tests, time limits and the permission to run them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from processes import missing_confinement
 from qerl_jax.config import Config
 from qerl_jax.prepare import check, with_rewards
 from qerl_jax.rewards.code import code, extract_program
+from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
-from qerl_jax.rewards.workers import load_rewards
 
 confined = pytest.mark.skipif(bool(missing_confinement()), reason=missing_confinement())
 
@@ -62,7 +62,7 @@ def test_code_calls_functions():
 
 @confined
 def test_code_takes_no_longer_than_its_limit():
-    """Three endless tests in one second: one is stopped, the others are not reached; that is said with the score."""
+    """Three endless tests in one second: one is killed, the others are not reached; the score carries the flag."""
     started = time.monotonic()
     tests = [stdio("1", "1"), *[stdio("0", "0")] * 3]
     info = {"language": "python", "test_cases": tests}
@@ -72,7 +72,7 @@ def test_code_takes_no_longer_than_its_limit():
 
 
 def test_a_broken_record_is_not_the_policys_fault():
-    """Tests that cannot be run do not count, and none is no reason to end a run."""
+    """Tests that cannot run are skipped; none of them ends a training run."""
     broken = [{"input": "1"}, None, function("f", "no JSON", "1"), function(None, [1], 1), function("f", 3, 1)]
     assert graded("print(1)", broken) == [None]
     program = ["```python\n```"]
@@ -93,7 +93,7 @@ def test_code_without_tests_or_program():
 
 
 def test_code_needs_leave(tmp_path):
-    """Named or the dataset's own: refused before anything is loaded, in one place and with the same words."""
+    """Named in the config or by the dataset: refused before anything is loaded, with the same message."""
     assert Config().allow_code_execution is False
     for asked in ({"reward_funcs": ("code",)}, {"dataset": ("codeforces",)}):
         with pytest.raises(RewardError, match=r"refused without allow_code_execution \(--allow-code-execution\)"):
@@ -104,7 +104,7 @@ def test_code_needs_leave(tmp_path):
 
 @confined
 def test_the_presets_own_solutions_pass(data):
-    """Records of the published schema: each gold solution passes its tests, and no other record's."""
+    """Records in the published schema: each gold solution passes its own tests and no other record's."""
     lines = (data / "presets" / "codeforces" / "data" / "train-00000-of-00001.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["verification_info"]]
     programs = [extract_program(r["gold_standard_solution"]) or r["gold_standard_solution"] for r in records]

@@ -1,4 +1,4 @@
-"""A reward that fails in all the ways it can, in a real run."""
+"""A reward with every kind of failure, in a training run."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_math_verify(completion, gold, value):
 
 
 def test_math_verify_reads_no_answer_into_a_text_without_one():
-    """A number that merely occurs is no answer: guessing many of them must not pay."""
+    """A number that merely occurs is not an answer: guessing many of them must not pay."""
     pytest.importorskip("math_verify")
     values = mathematics.math_verify(completions=["3 and 4 make 7", "", "<answer></answer>"], answer=["7"] * 3)
     assert values == [0, 0, 0] and all(isinstance(value, Unparsed) for value in values)

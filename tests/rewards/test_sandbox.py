@@ -1,4 +1,4 @@
-"""Programs that nobody has read: what they can do and what not, layer by layer."""
+"""The sandbox of untrusted programs, layer by layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ confined = pytest.mark.skipif(bool(missing_confinement()), reason=missing_confin
 
 
 def tried(action: str) -> str:
-    """A program that prints what became of an action."""
+    """A program that prints the outcome of an action."""
     return (
         f"try:\n    {action}\nexcept BaseException as error:\n    print(type(error).__name__)\nelse:\n    print('done')"
     )
@@ -72,7 +72,7 @@ def test_what_a_program_can_do(action, outcome, tmp_path, monkeypatch):
 
 @confined
 def test_a_fork_bomb_is_one_process():
-    """Every fork is refused, as root, too: the bomb counts how often it came through."""
+    """Every fork is refused, also as root: the fork bomb counts its successes."""
     bomb = """
 import os
 born = 0
@@ -196,7 +196,7 @@ def test_no_machine_without_a_table_and_no_system_but_linux(monkeypatch):
 
 
 def test_a_program_that_cannot_be_confined_does_not_run(monkeypatch, tmp_path):
-    """A layer that is missing is named; here Landlock, asked for by a number that no kernel knows."""
+    """The error names a missing layer; here Landlock, requested by a call number that no kernel has."""
     script = tmp_path / "confine.py"
     source = Path(confine.__file__).read_text()
     script.write_text(

@@ -1,4 +1,4 @@
-"""Rewards in processes that can be killed: order, failures one by one, and no process left behind."""
+"""Rewards in worker processes: order of results, each kind of failure, and no process left behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 from processes import is_running
 
 from qerl_jax.rewards import functions
-from qerl_jax.rewards import workers as workers_module
+from qerl_jax.rewards import pool as pool_module
 from qerl_jax.rewards.functions import RewardError
+from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rewards.outcomes import TimedOut, Unparsed
-from qerl_jax.rewards.workers import Workers, load_rewards
+from qerl_jax.rewards.pool import WorkerPool
 
 MINE = """
 import ctypes, os, re, signal, sys, time
@@ -82,7 +83,7 @@ def test_results_come_in_order(mine):
 
 
 def test_each_failure_is_one_items(mine):
-    """All ways not to answer, in one batch; the rows around them are graded, and the time limit is told once."""
+    """Every kind of failure in one batch; the other rows are graded, and the time limit is reported once."""
     told: list[str] = []
     texts = ["a", "hang", "bb", "exit", "segfault", "ccc", "memory", "quit", "spin", "dddd"]
     with load_rewards((f"{mine}:act",), 2, 1.5, told.append) as rewards:
@@ -100,7 +101,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
     with load_rewards((f"{mine}:act",), 2, 30.0) as rewards:
         with pytest.raises(RewardError, match=r"mine.py:act' raised KeyError\('broken'\)"):
             rewards[f"{mine}:act"](**rows(["a", "raise"]))
-        assert rewards.workers._workers == []
+        assert rewards.pool._workers == []
 
 
 def test_a_reward_that_never_answers_is_an_error(mine):
@@ -115,7 +116,7 @@ def test_how_many_failures_are_too_many(mine, monkeypatch):
     """Of a reward that never answered, the first few of a large batch; of one that did, as many in a row, over however
     many steps: a step may be a single task.
     """
-    monkeypatch.setattr(workers_module, "GIVE_UP", 4)
+    monkeypatch.setattr(pool_module, "MAX_FAILURES", 4)
     with load_rewards((f"{mine}:never",), 2, 0.2) as rewards, pytest.raises(RewardError, match=r"none of [45] tasks"):
         rewards[f"{mine}:never"](**rows(["x"] * 64))
     with load_rewards((f"{mine}:act",), 1, 30.0) as rewards:
@@ -127,7 +128,7 @@ def test_how_many_failures_are_too_many(mine, monkeypatch):
 
 
 def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
-    """So a reward may compare within the group, in workers and without."""
+    """A reward may therefore compare within the group, with workers and without."""
     texts, prompts = ["a", "bb", "ccc", "d", "e", "ff"], ["p", "p", "p", "q", "q", "q"]
     for workers in (0, 2):
         with load_rewards((f"{mine}:longest_first",), workers, 30.0) as rewards:
@@ -135,19 +136,19 @@ def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
 
 
 def test_workers_are_replaced_after_a_number_of_tasks(mine):
-    workers = Workers([f"{mine}:pid"], 1, 30.0, recycle=3)
-    values = [value for (value,) in workers.grade(f"{mine}:pid", [rows(["x"])] * 8)]
-    workers.close()
+    pool = WorkerPool([f"{mine}:pid"], 1, 30.0, recycle=3)
+    values = [value for (value,) in pool.grade(f"{mine}:pid", [rows(["x"])] * 8)]
+    pool.close()
     assert [values.count(pid) for pid in dict.fromkeys(values)] == [3, 3, 2]
 
 
 def test_a_worker_that_died_unnoticed_costs_no_item(mine):
-    workers = Workers([f"{mine}:pid"], 1, 30.0)
-    (worker,) = workers._workers
+    pool = WorkerPool([f"{mine}:pid"], 1, 30.0)
+    (worker,) = pool._workers
     worker.process.kill()
     worker.process.wait()
-    ((value,),) = workers.grade(f"{mine}:pid", [rows(["x"])])
-    workers.close()
+    ((value,),) = pool.grade(f"{mine}:pid", [rows(["x"])])
+    pool.close()
     assert value != worker.process.pid and value > 0
 
 
@@ -168,31 +169,31 @@ def test_a_file_that_cannot_be_loaded_is_an_error_before_the_first_step(tmp_path
 
 def test_workers_import_no_jax_and_do_not_hear_ctrl_c(mine):
     with load_rewards((f"{mine}:light",), 1, 30.0) as rewards:
-        (worker,) = rewards.workers._workers
+        (worker,) = rewards.pool._workers
         assert os.getpgid(worker.process.pid) != os.getpgid(0)
         assert rewards[f"{mine}:light"](**rows(["x"])) == [0.0]
 
 
 def test_no_worker_outlives_the_context(mine):
     with load_rewards((f"{mine}:act",), 2, 30.0) as rewards:
-        processes = [worker.process for worker in rewards.workers._workers]
+        processes = [worker.process for worker in rewards.pool._workers]
     assert all(process.poll() == -signal.SIGKILL for process in processes)
 
 
 TRAINER = """
 import sys
-from qerl_jax.rewards.workers import Workers
-workers = Workers([sys.argv[1]], 2, 1000.0)
-print(*[worker.process.pid for worker in workers._workers], flush=True)
+from qerl_jax.rewards.pool import WorkerPool
+pool = WorkerPool([sys.argv[1]], 2, 1000.0)
+print(*[worker.process.pid for worker in pool._workers], flush=True)
 text = sys.argv[2]
-workers.grade(sys.argv[1], [{"prompts": [""], "completions": [text], "answer": [""]}])
+pool.grade(sys.argv[1], [{"prompts": [""], "completions": [text], "answer": [""]}])
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the parent's death signal is Linux's")
 @pytest.mark.parametrize("text", ["spin", "hang"])
 def test_no_worker_outlives_a_killed_trainer(mine, text):
-    """SIGKILL while one worker is busy for ever and one has nothing to do."""
+    """SIGKILL while one worker is busy forever and one is idle."""
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER, f"{mine}:act", text],
         stdout=subprocess.PIPE,
@@ -211,7 +212,7 @@ def test_no_worker_outlives_a_killed_trainer(mine, text):
 
 
 def test_math_verify_is_stopped_where_it_does_not_end():
-    """A power that would take hours to write out; its neighbours are graded, off the main thread's signals."""
+    """A power that would take hours to expand; the other rows are graded, without signals of the main thread."""
     pytest.importorskip("math_verify")
     texts = ["<answer>4</answer>", "<answer>2^{2^{2^{2^{2^{2}}}}}</answer>", "none", "<answer>5</answer>"]
     with load_rewards(("math_verify",), 1, 2.0) as rewards:
