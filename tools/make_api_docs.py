@@ -48,7 +48,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Rewards become advantages, a rollout with advantages becomes a `Batch`, and `grpo_step` updates the adapters.",
         ("group_advantages", "make_batch", "init_state", "grpo_step", "Batch", "TrainState", "Config"),
     ),
-    "Evaluate": (
+    "Evaluation": (
         "Accuracy on a dataset, and the log-probabilities of given tokens.",
         ("load_dataset", "evaluate", "token_logprobs", "policy_logits", "Problem"),
     ),
