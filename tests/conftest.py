@@ -28,6 +28,7 @@ import pytest
 
 DATA = Path(__file__).parent / "data"
 TOOLS = Path(__file__).parent.parent / "tools"
+sys.path.append(str(TOOLS))  # tests that compile for an H200 import `h200`
 
 # Third-party warnings only, each for one message of one library; everything else is an error (pyproject).
 IGNORED_WARNINGS: tuple[str, ...] = (

@@ -9,21 +9,14 @@ are not tuned (that takes a GPU), so that a program with some of them is better 
 from __future__ import annotations
 
 import concurrent.futures
-import importlib.util
 import multiprocessing
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+import h200
 import jax
-import jax.experimental.mosaic.gpu  # tells XLA where the runtime is that the kernels' host code calls
-from jax.experimental import serialize_executable, topologies
-from jax.sharding import NamedSharding, PartitionSpec
-from qerl_kernels import dispatch
-
-TARGET = Path(__file__).parent.parent / "tests" / "kernels" / "h200.txtpb"
+from jax.experimental import serialize_executable
 
 
 def compile_all(
@@ -38,7 +31,7 @@ def compile_all(
       options: XLA's, of every program.
     """
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _leave_the_gpu_alone) as pool:
+    with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _start) as pool:
         tasks = {pool.submit(_compile, build, program, options): program for program in programs}
         for task in concurrent.futures.as_completed(tasks):
             yield tasks[task], task.result()
@@ -54,26 +47,15 @@ def load(executable: bytes, *args: Any) -> Callable:
     )
 
 
-def _leave_the_gpu_alone() -> None:
-    jax.config.update("jax_platforms", "cpu")
-    dispatch.missing_for_mosaic_gpu = lambda dtype: None  # asked of the default device, which is not the target
-    found = importlib.util.find_spec("nvidia.cu13") if importlib.util.find_spec("nvidia") else None
-    for folder in found.submodule_search_locations if found else ():
-        if (Path(folder) / "bin" / "ptxas").exists():
-            os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
-            os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_gpu_cuda_data_dir={folder}"
+def _start() -> None:
+    h200.use_compilers()
+    h200.assume_hopper()
 
 
 def _compile(build: Callable, program: tuple, options: dict | None) -> bytes | str:
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
     function, args = build(*program)
-    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), args)
     try:
-        with jax.set_mesh(mesh):
-            traced = jax.jit(function, compiler_options=options).trace(*args)
-            compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+        compiled = h200.lower(jax.jit(function, compiler_options=options), args).compile()
     except Exception as error:  # any refusal of the compiler is an answer
         return repr(error)[:300]
     out = jax.tree.map(lambda _: 0, compiled.out_info)

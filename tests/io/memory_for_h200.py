@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
-from pathlib import Path
 
+import h200
 import jax
 import jax.numpy as jnp
 
@@ -51,25 +49,13 @@ def estimate(policy: Policy, state: TrainState, config: Config) -> int:
 
 
 def main() -> None:
-    from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    jax.config.update("jax_platforms", "cpu")
-    target = (Path(__file__).parent.parent / "kernels" / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
     fixed = {"model": "x", "weight_format": "nvfp4", "num_iterations": 1, "lora_rank": 8, "logprob_chunk_size": 128}
     sizes = {"batch_size": 8, "num_generations": 4, "max_prompt_length": 64, "max_completion_length": 64}
     rows = []
     for model, change in CASES:
         config = Config(**fixed | sizes | change)
         policy, state, batch = abstract_update(config, model)
-        arguments = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (state, policy.frozen, batch)
-        )
-        with jax.set_mesh(mesh):
-            compiled = grpo_step.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+        compiled = h200.lower(grpo_step, (state, policy.frozen, batch)).compile()
         found = compiled.memory_analysis()
         real = found.temp_size_in_bytes + found.output_size_in_bytes
         rows.append({"change": change, "real": real, "estimate": estimate(policy, state, config)})
@@ -77,10 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cuda = next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations))
-    os.environ["PATH"] = f"{cuda}/bin:{os.environ['PATH']}"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_gpu_cuda_data_dir={cuda} --xla_gpu_enable_libnvptxcompiler=false "
-        "--xla_gpu_enable_libnvjitlink=false --xla_gpu_autotune_level=0"
-    )
+    h200.use_compilers(None, *h200.BY_PTXAS, "--xla_gpu_autotune_level=0")
     main()

@@ -1,8 +1,8 @@
 """Compiles kernels for an H200 on a machine without a GPU and prints their PTX. `test_compile.py` runs it.
 
-    python compile_for_h200.py CUDA_DIR CASE [CASE ...]
+    PYTHONPATH=tools python compile_for_h200.py CASE [CASE ...]
 
-CUDA_DIR holds bin/ptxas and nvvm/ (site-packages/nvidia/cu13). A case is Python, one of
+A case is Python, one of
 
     (m, n, k, Tile(...) or Split(...), transposed, number of adapters[, their rank[, parts of x A]])
     ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches])
@@ -15,25 +15,17 @@ the folder.
 """
 
 import os
-import pathlib
 import sys
 import time
 import types
 
-CUDA_DIR = sys.argv[1]
-os.environ["PATH"] = f"{CUDA_DIR}/bin:{os.environ['PATH']}"
+import h200
+
 os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
-os.environ["XLA_FLAGS"] = (
-    f"--xla_gpu_cuda_data_dir={CUDA_DIR} --xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false"
-)
-if "step" in sys.argv[2]:
-    os.environ["XLA_FLAGS"] += f" --xla_dump_to={eval(sys.argv[2])[2]}"
+h200.use_compilers(None, *h200.BY_PTXAS, *[f"--xla_dump_to={eval(case)[2]}" for case in sys.argv[1:] if "step" in case])
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from qerl_kernels import dispatch  # noqa: E402
 from qerl_kernels.decode_attention import kernel as attention  # noqa: E402
 from qerl_kernels.decode_prologue import config as prologue_config  # noqa: E402
 from qerl_kernels.decode_prologue import kernel as prologue  # noqa: E402
@@ -44,8 +36,6 @@ from qerl_kernels.nvfp4_matmul.few_tokens import Split  # noqa: E402
 from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.tile import Tile  # noqa: E402
 from qerl_kernels.rope_cache import kernel as rope  # noqa: E402
-
-jax.config.update("jax_platforms", "cpu")
 
 
 def weight(n: int, k: int) -> PackedNvfp4:
@@ -84,7 +74,7 @@ def refuse_copies(program: str) -> None:
 
 
 def step_program(layers: int) -> None:
-    dispatch.missing_for_mosaic_gpu = lambda dtype: None  # there is no GPU here to ask
+    h200.assume_hopper()
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     chain = [case for _ in range(layers) for case in cases.LAYER_7B]
     weights = [weight(*cases.SHAPES[case]) for case in chain]
@@ -149,15 +139,7 @@ def rope_program(rows: int, heads: int, kv_heads: int, width: int, dtype: str) -
 
 
 def compiled(call, args, donated: tuple[int, ...] = ()) -> str:
-    target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
-    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), args)
-    with jax.set_mesh(mesh):
-        return (
-            jax.jit(call, donate_argnums=donated).trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text()
-        )
+    return h200.lower(jax.jit(call, donate_argnums=donated), args).compile().as_text()
 
 
 if __name__ == "__main__":
@@ -167,5 +149,5 @@ if __name__ == "__main__":
         "rope": rope_program,
         "step": lambda layers, _: step_program(layers),
     }
-    for case in map(eval, sys.argv[2:]):
+    for case in map(eval, sys.argv[1:]):
         programs[case[0]](*case[1:]) if case[0] in programs else matmul_program(*case)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.miss
 
 
 def compile_for_h200(cases: list[tuple]) -> subprocess.CompletedProcess:
-    return h200.run(pathlib.Path(__file__).parent / "compile_for_h200.py", str(h200.cuda_dir()), *map(repr, cases))
+    return h200.run(pathlib.Path(__file__).parent / "compile_for_h200.py", *map(repr, cases))
 
 
 def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]]:

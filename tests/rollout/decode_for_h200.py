@@ -9,14 +9,13 @@ directory for XLA's dump, from which the thunks are read. DTYPE is the dtype of 
 from __future__ import annotations
 
 import collections
-import importlib.util
 import json
-import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import h200
 import jax
 import jax.numpy as jnp
 
@@ -59,31 +58,9 @@ def operations(program: str) -> dict[str, list[str]]:
     return found
 
 
-def use_compilers(dump: str | None = None) -> None:
-    """Set XLA's flags for a machine with the CUDA compilers and no GPU. `dump`: directory of XLA's dump."""
-    cuda = next(iter(importlib.util.find_spec("nvidia.cu13").submodule_search_locations))
-    os.environ["PATH"] = f"{cuda}/bin:{os.environ['PATH']}"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_gpu_cuda_data_dir={cuda} --xla_gpu_enable_libnvptxcompiler=false --xla_gpu_enable_libnvjitlink=false "
-        f"--xla_gpu_autotune_level=0{f' --xla_dump_to={dump}' if dump else ''}"
-    )
-
-
 def compiled(function: Any, states: Any, *static: Any) -> str:
     """The program of a jitted function for an H200; `states`: its arguments as shapes."""
-    from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec
-    from qerl_kernels import dispatch
-
-    jax.config.update("jax_platforms", "cpu")
-    dispatch.missing_for_mosaic_gpu = lambda dtype: None  # the target has what this machine lacks
-    target = (Path(__file__).parent.parent / "kernels" / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
-    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), states)
-    with jax.set_mesh(mesh):
-        return function.trace(*arguments, *static).lower(lowering_platforms=("cuda",)).compile().as_text()
+    return h200.lower(function, states, *static).compile().as_text()
 
 
 def main() -> None:
@@ -103,6 +80,12 @@ def main() -> None:
     )
 
 
+def use_compilers(*flags: str) -> None:
+    """XLA's own products are not tuned: that takes a GPU."""
+    h200.use_compilers(None, *h200.BY_PTXAS, "--xla_gpu_autotune_level=0", *flags)
+    h200.assume_hopper()
+
+
 if __name__ == "__main__":
-    use_compilers(dump=sys.argv[1])
+    use_compilers(f"--xla_dump_to={sys.argv[1]}")
     main()

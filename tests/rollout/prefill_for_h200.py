@@ -10,7 +10,7 @@ import json
 import re
 import time
 
-import decode_for_h200 as h200
+import decode_for_h200
 import jax
 import jax.numpy as jnp
 
@@ -20,10 +20,10 @@ TOKENS, ROWS, WIDTH = 512, 8, 128
 
 
 def main() -> None:
-    policy, prompt_cache, _ = h200.abstract_chunk()
+    policy, prompt_cache, _ = decode_for_h200.abstract_chunk()
     numbers = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (TOKENS, ROWS, ROWS)]
     started = time.perf_counter()
-    program = h200.compiled(decode.prefill, (policy, prompt_cache, *numbers), WIDTH, False)
+    program = decode_for_h200.compiled(decode.prefill, (policy, prompt_cache, *numbers), WIDTH, False)
     seconds = time.perf_counter() - started
     found = {
         "copied": re.findall(r" = (\S+) copy\(", program),
@@ -36,5 +36,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    h200.use_compilers()
+    decode_for_h200.use_compilers()
     main()

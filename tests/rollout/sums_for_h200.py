@@ -12,7 +12,7 @@ import json
 import re
 import sys
 
-import decode_for_h200 as h200
+import decode_for_h200
 
 from qerl_jax.rollout import decode
 from qerl_jax.types import Sampling
@@ -31,8 +31,8 @@ def plain(text: str) -> str:
 
 def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
     """Reductions of one chunk."""
-    states = h200.abstract_chunk(slots, sys.argv[1])
-    program = h200.compiled(decode.decode_chunk, states, sampling, 4, batch_invariant)
+    states = decode_for_h200.abstract_chunk(slots, sys.argv[1])
+    program = decode_for_h200.compiled(decode.decode_chunk, states, sampling, 4, batch_invariant)
     found = set()
     for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL):
         if "fused" in name and re.search(r" (reduce|reduce-window|dot)\(", body):
@@ -49,5 +49,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    h200.use_compilers()
+    decode_for_h200.use_compilers()
     main()

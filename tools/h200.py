@@ -1,0 +1,98 @@
+"""Compiling for an H200 on a machine without a GPU: the flags, the target, and scripts in processes of their own.
+
+XLA reads its flags once, when jax is first asked for a device: `use_compilers` comes before that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+TARGET = Path(__file__).parent / "h200.txtpb"
+BY_PTXAS = ("--xla_gpu_enable_libnvptxcompiler=false", "--xla_gpu_enable_libnvjitlink=false")  # a program, no library
+PACKAGES = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "nvidia.cu13")
+
+
+def missing(*files: str) -> str | None:
+    """The first thing this machine lacks for compiling for a GPU, None where it has all.
+
+    Args:
+      files: tools of NVIDIA's compiler packages that the caller runs itself (XLA also finds CUDA where the system has
+        it).
+    """
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
+        return f"compiling for a GPU needs jax 0.11 or later (this is {jax.__version__})"
+    for package in PACKAGES:
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"compiling for a GPU needs {package} (jax-cuda13-plugin, nvidia-cuda-nvcc, nvidia-nvvm)"
+    for file in files:
+        if not (cuda_dir() / file).is_file():
+            return f"reading the assembler's report needs {cuda_dir() / file} (nvidia-cuda-nvcc)"
+    return None
+
+
+def cuda_dir() -> Path | None:
+    """The folder of NVIDIA's Python packages, None where they are not installed."""
+    found = importlib.util.find_spec("nvidia.cu13") if importlib.util.find_spec("nvidia") else None
+    return Path(next(iter(found.submodule_search_locations))) if found else None
+
+
+def use_compilers(cuda: Path | None = None, *flags: str) -> None:
+    """Points XLA at NVIDIA's compiler packages and keeps it off this machine's own devices.
+
+    Args:
+      cuda: folder with bin/ptxas and nvvm/, None for `cuda_dir()`; where there is no ptxas, XLA looks for the system's.
+      flags: further XLA flags, such as `BY_PTXAS`.
+    """
+    cuda = cuda or cuda_dir()
+    if cuda is not None and (cuda / "bin" / "ptxas").exists():
+        os.environ["PATH"] = f"{cuda}/bin:{os.environ['PATH']}"
+        flags = (f"--xla_gpu_cuda_data_dir={cuda}", *flags)
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    jax.config.update("jax_platforms", "cpu")
+
+
+def assume_hopper() -> None:
+    """Makes dispatch pick the kernels: it would ask the default device, which is not the target."""
+    from qerl_kernels import dispatch
+
+    dispatch.missing_for_mosaic_gpu = lambda dtype: None
+
+
+def lower(jitted: Callable, args: Any, *static: Any) -> jax.stages.Lowered:
+    """A jitted function lowered for one H200.
+
+    Args:
+      jitted: the result of `jax.jit`.
+      args: its positional arguments, arrays as `jax.ShapeDtypeStruct`.
+      static: static arguments behind `args`.
+    """
+    import jax.experimental.mosaic.gpu  # tells XLA where the runtime is that the kernels' host code calls
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), args)
+    with jax.set_mesh(mesh):
+        return jitted.trace(*args, *static).lower(lowering_platforms=("cuda",))
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """A script in a process of its own, because XLA's flags are read once; fails with the end of its stderr."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran
