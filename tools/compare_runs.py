@@ -1,4 +1,4 @@
-"""Runs side by side: those that differ only in `seed` become one group with a mean and a 95 % interval.
+"""Compare runs side by side; runs that differ only in `seed` form a group with a mean and a 95 % interval.
 
     python tools/compare_runs.py runs/a-seed0 runs/a-seed1 runs/b-seed0 …      # a table, and comparison.png
     python tools/compare_runs.py runs/tiny-controls/* --output controls.png
@@ -19,7 +19,7 @@ from qerl_jax.reporting.comparison import Group, draw, group_runs, read_run, sum
 
 
 def table(groups: list[Group]) -> Table:
-    """A column for each group; shares in percent."""
+    """The comparison as a table: a column for each group, shares in percent."""
     result = Table(title="mean ± 95 % interval over seeds", title_justify="left")
     result.add_column("")
     for group in groups:
@@ -36,7 +36,7 @@ def table(groups: list[Group]) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="run directories; files among them are left out")
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories; files among them are skipped")
     parser.add_argument("--output", type=Path, default=Path("comparison.png"), help="where the figure goes")
     args = parser.parse_args(argv)
     directories = [path for path in args.runs if path.is_dir() or not path.exists()]

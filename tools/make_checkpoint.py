@@ -2,8 +2,8 @@
 
     python tools/make_checkpoint.py 0.5B OUT [--format bf16|nvfp4] [--tokenizer DIR] [--seed 0]
 
-The shapes are those of the published models; the values are random, so that the model talks nonsense at the true
-speed. Written one tensor at a time: a 32B checkpoint needs little memory.
+Shapes are those of the published models and values are random: the model talks nonsense at the true speed. Tensors
+are written one at a time, so that a 32B checkpoint needs little memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TOKENIZER_FILES = (
 
 
 def hf_config(size: str) -> dict:
-    """config.json of a published size."""
+    """The config.json of a published size."""
     hidden, ffn, layers, heads, kv_heads, head_dim, vocab, tied = SIZES[size]
     return {
         "architectures": ["Qwen2ForCausalLM"],
@@ -73,7 +73,7 @@ def hf_config(size: str) -> dict:
 
 
 def specs_of_layer(config: ModelConfig, layer: int, quantized: bool) -> dict[str, Spec]:
-    """dtype and shape of a decoder layer's tensors."""
+    """Dtype and shape of each tensor in a decoder layer."""
     bf16, specs = DTYPES["BF16"], {}
     for projection in PROJECTIONS:
         n, k = config.projection_shapes()[projection]
@@ -91,9 +91,8 @@ def specs_of_layer(config: ModelConfig, layer: int, quantized: bool) -> dict[str
 
 
 def random_tensor(name: str, spec: Spec, rng: np.random.Generator) -> np.ndarray:
-    """Norms are 1; codes uniform, with scales and divisor such that weights have about the published standard
-    deviation.
-    """
+    """Random values of a tensor; norms are 1. Codes are uniform; scales and divisor give weights about the published
+    standard deviation."""
     dtype, shape = spec
     if name.endswith("norm.weight"):
         return np.ones(shape, dtype)
@@ -107,7 +106,7 @@ def random_tensor(name: str, spec: Spec, rng: np.random.Generator) -> np.ndarray
 
 
 def make_checkpoint(size: str, out: Path, weight_format: str, tokenizer: Path | None, seed: int) -> None:
-    """Write the directory: one shard for what stands outside the layers, one for each layer."""
+    """Write the directory: one shard for each layer, and one for embedding, head and final norm."""
     raw = hf_config(size)
     config = parse_config(raw, {}, size)
     bf16, d = DTYPES["BF16"], config.hidden_size

@@ -2,14 +2,14 @@
 
     python tools/pretrain_tiny.py --out qerl_jax/assets/tiny-qwen2            # a CUDA device if there is one
 
-The corpus holds worked solutions to the training split of `qerl_jax.data.arithmetic` by authors of different care. Few
-write every step; most tire before the end of a longer problem, mistake an operation, slip in a sum or forget the answer
-tags (`AUTHORS`). A model of this corpus is like a base model: it can solve nearly every problem and usually does not.
-Held-out numbers and templates never occur in it.
+The corpus holds worked solutions to the training split of `qerl_jax.data.arithmetic` by simulated authors of different
+care. Few write every step; most stop before the end of a longer problem, mistake an operation, slip in a sum or forget
+the answer tags (`AUTHORS`). A model of this corpus resembles a base model: it can solve nearly every problem and
+usually does not. The corpus never contains held-out numbers or templates.
 
-Writes a complete Hugging Face directory, and `pretraining.json` with what made it and its measured accuracy after
+Writes a complete Hugging Face directory, and `pretraining.json` with settings, versions and the accuracy after
 quantization to NVFP4. That takes 90 seconds on an H200 and about 8 hours on two CPU cores, where `--size smoke --steps
-60 --batch-size 64 --problems 20000` checks the recipe in a minute. Measured with two seeds in
+60 --batch-size 64 --problems 20000` checks the recipe in a minute. Results of two seeds:
 `tools/results/nvidia-h200/pretrain_tiny.json`.
 """
 
@@ -82,9 +82,9 @@ SIZES = {
     "large": Size(192, 512, 5, 6, 2),
 }
 
-# Share of authors who work through every step, by the number of steps: the longer the problem, the more of them tire.
+# Share of authors who work through every step, by the number of steps.
 CAREFUL = {2: 0.45, 3: 0.28, 4: 0.20}
-# What the others do.
+# Shares of the other authors' habits.
 STOP_EARLY, IN_THE_HEAD, WRONG_OPERATION, SLIP = "stops early", "in the head", "wrong operation", "slip"
 AUTHORS = {STOP_EARLY: 0.62, IN_THE_HEAD: 0.16, WRONG_OPERATION: 0.12, SLIP: 0.10}
 FORGETS_TAGS = 0.03
@@ -110,7 +110,7 @@ def write_solution(problem: WordProblem, rng: random.Random) -> str:
 
 
 def _with_error(steps: list[Step], author: str, rng: random.Random) -> list[tuple[str, str]]:
-    """(text, result) of each step with an error in one of them, later steps carried on from the wrong value."""
+    """Text and result of each step, one of them wrong; later steps continue from the wrong value."""
     wrong = rng.randrange(len(steps))
     replaced: dict[int, int] = {}
     written = []
@@ -161,7 +161,7 @@ def make_tokenizer(out: Path) -> transformers.PreTrainedTokenizerBase:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(out)
-    # The tags are single tokens but text to the reader, as Qwen3 has it: decoding without special tokens keeps them.
+    # The tags are single tokens but not special ones, as in Qwen3: decoding without special tokens keeps them.
     for name, change in (("tokenizer.json", _tags_are_text), ("tokenizer_config.json", _portable_class)):
         content = json.loads((out / name).read_text())
         change(content)
@@ -179,7 +179,7 @@ def _portable_class(config: dict) -> None:
 
 
 def prompt_text(question: str) -> str:
-    """What the chat template makes of a question; rendering jinja a million times would take longer than training."""
+    """The chat template applied to a question, because rendering jinja a million times takes longer than training."""
     system = f"{IM_START}system\n<think>steps</think><answer>number</answer>{IM_END}\n"
     return f"{system}{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
 
@@ -238,7 +238,7 @@ def make_model(size: Size, vocabulary: int) -> transformers.Qwen2ForCausalLM:
 
 
 def pretrain(model, corpus, steps: int, batch_size: int, learning_rate: float, device: str, seed: int) -> float:
-    """Next-token prediction on the solutions (a question is given, never predicted). Returns the last mean loss."""
+    """Train next-token prediction on the solutions (questions are masked out). Returns the last mean loss."""
     tokens, starts, ends = (torch.from_numpy(array.astype(np.int32)).to(device) for array in corpus)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
@@ -342,8 +342,8 @@ def measure(model, tokenizer, count: int = 500, generations: int = 8) -> dict[st
 
 @torch.no_grad()
 def careful_accuracy(model, tokenizer, problems: list[WordProblem]) -> float:
-    """Share of problems whose full worked solution is greedy, given that the author neither stops nor errs before: an
-    upper bound of what sharpening the policy reaches. Teacher-forced over digits and operators."""
+    """Share of problems whose full worked solution is the greedy choice at every teacher-forced token, with `</think>`
+    excluded from the choice: an upper bound of the accuracy that sharpening the policy can reach."""
     texts = [prompt_text(p.question) for p in problems]
     solutions = ["<think>" + "\n".join(map(str, p.steps)) + f"</think><answer>{p.answer}</answer>" for p in problems]
     encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)

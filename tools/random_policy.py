@@ -1,4 +1,4 @@
-"""A policy of the published shapes with random weights, made on the device in seconds: for benchmarks."""
+"""A policy with the published shapes and random weights, made on the device in seconds, for benchmarks."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def random_policy(
     seed: int = 0,
     dtype: jnp.dtype = jnp.bfloat16,
 ) -> Policy:
-    """A policy without a tokenizer that never draws an EOS.
+    """A policy without a tokenizer that never samples an EOS.
 
     Args:
       size: "0.5B" to "72B".
-      weight_format: of the projections, "nvfp4" or "bf16".
-      lora: its adapters: A random, B random and small, so that they matter.
+      weight_format: format of the projections, "nvfp4" or "bf16".
+      lora: shape of the adapters; A is random, B random and small, so that adapters change the output.
       matmul_kernel: as in `load_policy`.
-      seed: of everything.
-      dtype: to compute in; the weights are those of bf16.
+      seed: seed of all weights.
+      dtype: compute dtype; weights hold bf16 values in either.
     """
     config = parse_config({**hf_config(size), "eos_token_id": []}, {}, size)
     shapes, keys = config.projection_shapes(), _keys(seed)

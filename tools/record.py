@@ -1,4 +1,4 @@
-"""Result files of benchmarks: rows with the commit they were measured at, and who measured last."""
+"""Timing, profiles and result files of benchmarks: every row carries the commit it was measured at."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-DEFAULTS = {"batch_invariant": False, "kv_cache_dtype": "auto"}  # of rows older than the option
+DEFAULTS = {"batch_invariant": False, "kv_cache_dtype": "auto"}  # values of rows older than the field
 MEASURED = frozenset(
     {
         "us",
@@ -37,13 +37,13 @@ MEASURED = frozenset(
 
 
 def timed(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
-    """Last result and median seconds of `function(i)`, the first call left out."""
+    """The last result and the median seconds of `function(i)`, without the first call."""
     jax.block_until_ready(function(0))
     return timed_warm(function, repeats)
 
 
 def timed_warm(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
-    """`timed` of what has been called before."""
+    """`timed` for a function that has been called before."""
     seconds = []
     for i in range(1, repeats + 1):
         start = time.perf_counter()
@@ -53,7 +53,7 @@ def timed_warm(function: Callable[[int], Any], repeats: int) -> tuple[Any, float
 
 
 class Kernel(NamedTuple):
-    """One kernel on the GPU as the profiler has it."""
+    """One kernel launch on the GPU, as recorded by the profiler."""
 
     start_ns: float
     duration_ns: float
@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
 
 
 def profiled(run: Callable[[], Any]) -> list[Kernel]:
-    """Every GPU kernel of `run`, whose result is waited for, in the order in which they began."""
+    """All GPU kernels of `run` in the order of their start times; blocks on its result."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -75,11 +75,12 @@ def profiled(run: Callable[[], Any]) -> list[Kernel]:
 def kernel_medians(
     run: Callable[[], Any], ours: Callable[[str], bool], calls: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """Median microseconds of the kernel of each of several calls that `run` makes one after the other, from a profile.
+    """Median kernel duration in microseconds of each function that `run` calls one after the other, by the profiler.
 
     Args:
-      ours: of a kernel's name, whether it is one of these.
-      calls: (how often each is called without being counted, and then how often it is).
+      run: calls each function as often as `calls` says, in that order.
+      ours: True for the name of a kernel to count.
+      calls: for each function (warm-up calls, counted calls).
 
     Raises:
       SystemExit: the profile has another number of kernels.
@@ -93,17 +94,17 @@ def kernel_medians(
 
 
 def peak_bytes() -> int:
-    """Most device memory in use so far; 0 where the backend does not say."""
+    """Peak device memory in bytes so far; 0 where the backend has no statistics."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def shell(command: str) -> str:
-    """Output of a command, empty if it fails."""
+    """Standard output of a command."""
     return subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()
 
 
 def meta(commit: str | None) -> dict:
-    """Who measured: GPU, date, commit (None: of this checkout), command, versions."""
+    """GPU, date, commit (None: that of the checkout), command and versions of a measurement."""
     return {
         "gpu": jax.local_devices()[0].device_kind,
         "date": str(date.today()),
@@ -115,7 +116,7 @@ def meta(commit: str | None) -> dict:
 
 
 def write_rows(path: Path, rows: list[dict], commit: str) -> None:
-    """Add rows to a result file; rows of the same case (all that is not measured) are replaced."""
+    """Add rows to a result file; rows that agree in every field that is not measured are replaced."""
 
     def case(row: dict) -> tuple:
         told = {k: v for k, v in row.items() if k not in MEASURED and (k not in DEFAULTS or DEFAULTS[k] != v)}

@@ -3,12 +3,12 @@
     python tools/tiny_controls.py                 # 3 seeds x (default, lr0, sigma0, bf16), one run after another
     python tools/tiny_controls.py --jobs 8        # eight runs at a time, two cores each
 
-Every run is the command a newcomer types, `python -m qerl_jax.train`, with the flags of its variant. `seconds` is its
-whole wall time, start, compilation and both evaluations included, on a machine of `load_average` (5 minutes, at its
-end: above 2 x jobs, other work slowed it); `cpu_seconds` counts its own processor time. Greedy accuracies come from
-`python -m qerl_jax.evaluate` on the same held-out problems. A finished run is not repeated, so an interrupted series
-goes on. The curves of all variants, side by side with intervals over seeds, are drawn into `comparison.png` of the work
-directory, as `tools/compare_runs.py` draws any runs.
+Every run is the README's command, `python -m qerl_jax.train`, with the flags of its variant. `seconds` is the wall time
+with start, compilation and both evaluations. `load_average` is the machine's 5-minute load at the end of the run; above
+2 x jobs, other work slowed it. `cpu_seconds` is the run's own processor time. Greedy accuracies come from `python -m
+qerl_jax.evaluate` on the same held-out problems. Finished runs are not repeated, so an interrupted series continues.
+`comparison.png` in the work directory shows the curves of all variants with intervals over seeds, as
+`tools/compare_runs.py` draws them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def run(command: list[str], cores: list[int], log: Path) -> tuple[float, float]:
-    """Run a command on some cores; returns its wall and its processor seconds.
+    """Run a command on given cores; returns wall and processor seconds.
 
-    Raises RuntimeError with the log's end if it fails.
+    Raises RuntimeError with the end of the log if the command fails.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     pinned = ["taskset", "-c", ",".join(map(str, cores))] if cores and shutil.which("taskset") else []
@@ -59,7 +59,7 @@ def run(command: list[str], cores: list[int], log: Path) -> tuple[float, float]:
 
 
 def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
-    """Train one variant with one seed and measure it; the row of the result file."""
+    """Train and evaluate one variant with one seed; returns the row of the result file."""
     directory = work / f"{variant}-{seed}"
     row_file = work / f"{variant}-{seed}.json"
     if row_file.exists():
@@ -110,7 +110,7 @@ def greedy(config: dict, adapter: Path | None, cores: list[int], output: Path) -
 
 
 def format_share(config: dict, result: dict) -> float:
-    """Share of the mean reward that pays for format alone: `w_f · format / (w_a · accuracy + w_f · format)`."""
+    """Share of the mean reward that is due to format: `w_f · format / (w_a · accuracy + w_f · format)`."""
     weights = dict(zip(config["reward_funcs"], config["reward_weights"], strict=True))
     of_format = weights["soft_format"] * result["format"]
     return of_format / (weights["answer"] * result["accuracy"] + of_format)
