@@ -161,7 +161,9 @@ def score(
     for row in zip(*each.values(), strict=True):
         known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
         totals.append(sum(known) if known else math.nan)
-    components = {name: [math.nan if value is None else float(value) for value in values] for name, values in each.items()}
+    components = {
+        name: [math.nan if value is None else float(value) for value in values] for name, values in each.items()
+    }
     for name, values in each.items():
         components |= {
             f"{name}/{flag}": [float(isinstance(value, kind)) for value in values] for flag, kind in FLAGS.items()
