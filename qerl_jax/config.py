@@ -6,7 +6,10 @@ Defaults are the paper's (QeRL, arXiv 2510.11696, §4 and appendix); `configs/` 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import math
 import types
 import typing
@@ -211,6 +214,11 @@ class Config:
         return self.batch_size // self.num_generations
 
     @property
+    def refill_rounds(self) -> int:
+        """Rounds of dynamic sampling after the first; 0 without `dynamic_sampling`."""
+        return self.max_refill_rounds if self.dynamic_sampling else 0
+
+    @property
     def lora(self) -> LoraConfig:
         """Shape of the adapters."""
         return LoraConfig(self.lora_rank, self.lora_alpha, self.use_rslora, self.lora_target_modules)
@@ -253,6 +261,13 @@ class Config:
     def upper_clip(self) -> float:
         """`epsilon_high`, or `epsilon` where it is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+def descriptions() -> dict[str, str]:
+    """Field -> the text below it in `Config`, its help on a command line."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(Config)).body)
+    pairs = [(field, text) for field, text in itertools.pairwise(body) if isinstance(field, ast.AnnAssign)]
+    return {field.target.id: inspect.cleandoc(text.value.value) for field, text in pairs}
 
 
 # Fields that may differ between a checkpoint and the run that continues it.

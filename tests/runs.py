@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow.parquet
 
 from qerl_jax.config import Config
-from qerl_jax.io import run_directory
 from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.prepare import load
+from qerl_jax.io.run_files import CONFIG_FILE
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.step import init_state
+from qerl_jax.run.prepare import load
 
 # Small enough for seconds, but every part of the program at work: two iterations, accumulation, norms, KL, refills,
 # noise.
@@ -122,7 +122,7 @@ def run_config(directory: Path) -> Config:
     """The resolved config of a run."""
     from qerl_jax.config import load as load_config
 
-    return load_config(directory / run_directory.CONFIG_FILE)
+    return load_config(directory / CONFIG_FILE)
 
 
 def assert_same_run(one: Path, other: Path) -> None:

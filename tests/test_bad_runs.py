@@ -25,12 +25,15 @@ from helpers import logits_of
 from qerl_kernels.nvfp4_matmul.reference import dequantize
 
 from qerl_jax import train
-from qerl_jax.evaluate import main as evaluate
-from qerl_jax.io.checkpoint import latest_step
+from qerl_jax.command_line.evaluate import main as evaluate
+from qerl_jax.command_line.train import STOPPED
+from qerl_jax.io.checkpoint import Checkpointer, latest_step
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.run import directory as run_directory
+from qerl_jax.run import recorder
 
 PRESETS = Path(__file__).parent / "data" / "presets"
 
@@ -43,7 +46,7 @@ def finished(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("place")
     (place / "rows.jsonl").write_text(lines(ROWS))
     small.nvfp4(place / "model")
-    real = train.Checkpointer.save
+    real = Checkpointer.save
 
     def no_room_for_the_second(checkpoints, state):
         with runs.full_disk(1_000 if int(state.step) == 2 else resource.RLIM_INFINITY):
@@ -51,7 +54,7 @@ def finished(tmp_path_factory) -> Path:
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(train.Checkpointer, "save", no_room_for_the_second)
+        patch.setattr(Checkpointer, "save", no_room_for_the_second)
         assert train.main(training(place)) == 2
     (place / "full_disk.txt").write_text(said.getvalue().strip().replace(str(place / "run"), "OUT"))
     (place / "left.txt").write_text(str([path.name for path in (place / "run/checkpoints").iterdir()]))
@@ -264,9 +267,9 @@ def test_checkpoints_without_a_config_are_not_begun_over(used, capfd, resume):
 
 KILLS: dict[str, tuple[object, str]] = {  # where in what `--resume PATH` begins with
     "in the files": (shutil, "copytree"),
-    "before the checkpoint": (train.Checkpointer, "save"),
-    "before the config": (train.run_directory, "write_config"),
-    "before the first step": (train, "collect_step"),
+    "before the checkpoint": (Checkpointer, "save"),
+    "before the config": (run_directory, "write_config"),
+    "before the first step": (train, "generate"),
 }
 
 
@@ -283,8 +286,8 @@ def test_a_kill_while_a_run_is_continued_elsewhere_loses_nothing(used, tmp_path,
     for where, name in KILLS.values():
         with monkeypatch.context() as patch:
             patch.setattr(where, name, killed)
-            assert train.main([*flags, str(source)]) == train.STOPPED
-        if name != "collect_step":
+            assert train.main([*flags, str(source)]) == STOPPED
+        if name != "generate":
             said = error_of(train.main, [*flags, "auto"], used, capfd)
             assert said.endswith("holds only a part of what it takes from OUT: --resume OUT")
     assert "holds a run already" in error_of(train.main, [*flags, str(source)], used, capfd)
@@ -333,8 +336,8 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capf
     assert [row["step"] for row in read_metrics(run)] == [1, 2] and latest_step(run) == 2
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "StopSignals", ComesLate)
-        assert train.main([*flags, "--resume", "auto"]) == train.STOPPED
+        patch.setattr(recorder, "StopSignals", ComesLate)
+        assert train.main([*flags, "--resume", "auto"]) == STOPPED
     said = capfd.readouterr().out
     assert "continuing after step 2 of 7" in said and "stopped by SIGTERM after step 4 of 7, checkpoint saved" in said
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4] and latest_step(run) == 4
@@ -342,13 +345,13 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capf
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "collect_step", interrupted)
-    assert train.main([*flags, "--resume", "auto"]) == train.STOPPED
+    monkeypatch.setattr(train, "generate", interrupted)
+    assert train.main([*flags, "--resume", "auto"]) == STOPPED
     said = capfd.readouterr().err
-    assert "interrupted; the newest checkpoint is that of step 4, go on from it with" in said
+    assert "interrupted; the newest checkpoint is that of step 4, resume from it with" in said
     assert f"--config {run}/config.yaml --resume auto" in said
-    assert train.main([*flags, "--output-dir", str(place / "new")]) == train.STOPPED
-    assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to go on from"
+    assert train.main([*flags, "--output-dir", str(place / "new")]) == STOPPED
+    assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to resume from"
 
 
 def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(finished):

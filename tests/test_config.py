@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 
-from qerl_jax import prepare, train
+from qerl_jax import train
+from qerl_jax.command_line.train import parse
 from qerl_jax.config import Config, ConfigError, differences, dump, load, to_mapping
 from qerl_jax.data.files import DataError
 from qerl_jax.io import assets
+from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Engine
 
 
@@ -77,7 +79,7 @@ def test_one_dataset_or_several(tmp_path):
         path.write_text(f"dataset: {text}\n")
         assert load(path).dataset == expected
     sets = ["--dataset", "math", "gsm8k:/a/b", "--dataset-weights", "1", "2.5"]
-    config = train.parse(["--model", "m", *sets, "--reward-columns", "level"])
+    config = parse(["--model", "m", *sets, "--reward-columns", "level"])
     assert (config.dataset, config.dataset_weights) == (("math", "gsm8k:/a/b"), (1.0, 2.5))
     assert config.reward_columns == ("level",)
     path.write_text(dump(config))
@@ -94,7 +96,7 @@ def test_engines_carry_every_field_that_decides_a_rollout():
 
 def test_rewards_come_from_the_dataset_unless_named():
     def rewards(**fields):
-        config = prepare.with_rewards(Config(**fields))
+        config = with_rewards(Config(**fields))
         return dict(zip(config.reward_funcs, config.reward_weights, strict=True))
 
     assert rewards() == {"answer": 2.0, "soft_format": 0.2}
@@ -115,7 +117,7 @@ def test_missing_file():
 def test_command_line_over_file(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model: m\nlearning_rate: 1e-4\nmax_steps: 7\n")
-    config = train.parse(
+    config = parse(
         [
             "--config",
             str(path),
@@ -136,19 +138,19 @@ def test_command_line_over_file(tmp_path):
 def test_recipes_by_name_and_by_path(tmp_path, monkeypatch):
     """A file first, then a bundled recipe; with neither, the nearest name."""
     monkeypatch.chdir(tmp_path)
-    assert train.parse(["--config", "tiny"]) == load(assets.config_directory() / "tiny.yaml")
+    assert parse(["--config", "tiny"]) == load(assets.config_directory() / "tiny.yaml")
     (tmp_path / "tiny").write_text("model: mine\n")
-    assert train.parse(["--config=tiny"]).model == "mine"
+    assert parse(["--config=tiny"]).model == "mine"
     with pytest.raises(
         ConfigError, match=r"tinny does not exist, nor a bundled recipe of that name; did you mean 'tiny'"
     ):
-        train.parse(["--config", "tinny"])
+        parse(["--config", "tinny"])
 
 
 def test_command_line_defaults():
-    assert train.parse([]) == load(assets.find_config("tiny"))
-    assert train.parse(["--seed", "3"]) == dataclasses.replace(load(assets.find_config("tiny")), seed=3)
-    assert train.parse(["--model", "m"]) == Config(model="m")
+    assert parse([]) == load(assets.find_config("tiny"))
+    assert parse(["--seed", "3"]) == dataclasses.replace(load(assets.find_config("tiny")), seed=3)
+    assert parse(["--model", "m"]) == Config(model="m")
 
 
 def test_command_line_refuses(capsys):
@@ -166,7 +168,7 @@ def test_command_line_refuses(capsys):
 
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit) as stop:
-        train.parse(["--help"])
+        parse(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(Config):

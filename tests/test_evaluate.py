@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import runs
 from helpers import randomized
 
-from qerl_jax.evaluate import main
+from qerl_jax.command_line.evaluate import main
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
@@ -56,7 +57,7 @@ def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monke
     def full(path, value):
         raise OSError(f"{path} cannot be written: No space left on device")
 
-    monkeypatch.setattr(sys.modules["qerl_jax.evaluate"], "write_json", full)
+    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "write_json", full)
     flags = ["--dataset", "arithmetic", "--samples", "2", *SHORT, "--output", str(tmp_path / "result.json")]
     assert main(["tiny", *flags]) == 2
     printed = capsys.readouterr()
@@ -83,7 +84,30 @@ def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, 
     def evaluate(*_, **__):
         raise ValueError("sampling begins")
 
-    monkeypatch.setattr(sys.modules["qerl_jax.evaluate"], "evaluate", evaluate)
+    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "evaluate", evaluate)
     assert main(["tiny", "--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]) == 2
     printed = capsys.readouterr()
     assert "left out 1 of 5 records" in printed.out and printed.err == "error: sampling begins\n"
+
+
+@pytest.mark.parametrize("statement", ["import qerl_jax.evaluate", "import qerl_jax.evaluate as _", "import qerl_jax"])
+def test_the_command_line_does_not_shadow_the_function(statement):
+    program = (
+        f"{statement}; import qerl_jax.evaluation; from qerl_jax import evaluate; import qerl_jax.evaluate as again\n"
+        "assert evaluate is again is qerl_jax.evaluate is qerl_jax.evaluation.evaluate"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_flag_for_every_shared_field_of_the_config(capsys):
+    """Flags keep their own names, in the help and in errors; types, defaults and descriptions are those of Config."""
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    own = ["dataset", "split", "samples", "output"]
+    for flag in [*own, "adapter", "system-prompt", "top-p", "batch-size", "batch-invariant", "kv-cache-dtype", "seed"]:
+        assert f"--{flag}" in text
+    assert "--eval" not in text and "(default: 0.6)" in text and "truncate_left" in text
+    assert main(["tiny", "--num-generations", "0"]) == 2
+    assert capsys.readouterr().err == "error: num_generations must be at least 1, got 0\n"

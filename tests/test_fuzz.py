@@ -24,12 +24,13 @@ import yaml
 from command_lines import time_limit
 from oracles.stored_bytes import loaded_bytes
 
-from qerl_jax import prepare, train
+from qerl_jax import train
 from qerl_jax.config import Config, to_mapping
 from qerl_jax.io import names
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.run import prepare
 from qerl_jax.types import Policy
 
 SECONDS = 20  # of one case; they take some 30 ms

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from qerl_jax.config import Config
-from qerl_jax.io.plan import abstract_trees
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.shapes import RolloutShapes
+from qerl_jax.run.memory import abstract_trees
 from qerl_jax.types import Rollout, Sampling
 
 MODEL = ModelConfig(64, 128, 128, 2, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)

@@ -15,7 +15,6 @@ import pytest
 import runs
 from helpers import fp32_policy, plain_rollout
 
-from qerl_jax import train
 from qerl_jax.io.adapter import adapter_config
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rollout.engine import generate
@@ -67,7 +66,7 @@ def test_three_steps_stopped_resumed_exported_and_evaluated(half_billion, data, 
     runs.wait_for_step(directory, 1, process, timeout=900)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=600)
-    assert process.returncode == train.STOPPED, output
+    assert process.returncode == STOPPED, output
     stopped_at = read_metrics(directory)[-1]["step"]
     assert stopped_at < 3 and "--resume auto" in output
     resumed = subprocess.run([*environment_free, "--resume", "auto"], capture_output=True, text=True, check=True).stdout

@@ -10,8 +10,8 @@ import pytest
 from qerl_jax.config import Config, load, to_mapping
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.io import assets
-from qerl_jax.io.plan import plan
-from qerl_jax.prepare import with_rewards
+from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.memory import plan
 
 SHAPES = Path(__file__).parent / "data" / "qwen2.5_configs"
 SIZES = ("3b", "7b", "14b", "32b")

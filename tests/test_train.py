@@ -15,7 +15,8 @@ import pytest
 import runs
 from rich.console import Console
 
-from qerl_jax import prepare, train
+from qerl_jax import train
+from qerl_jax.command_line.train import STOPPED
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.data.problems import ARITHMETIC_TRAIN_SIZE, Problem
 from qerl_jax.evaluation import evaluate
@@ -25,6 +26,8 @@ from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.step import init_state
+from qerl_jax.run import prepare
+from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Sampling
 
 
@@ -64,7 +67,7 @@ def test_a_run_leaves_what_it_promises(finished):
         "report.md",
     ):
         assert (directory / name).stat().st_size > 0, name
-    assert runs.run_config(directory) == prepare.with_rewards(config)
+    assert runs.run_config(directory) == with_rewards(config)
     for name in ("reward", "accuracy", "entropy", "length", "mismatch"):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
@@ -142,7 +145,7 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     runs.wait_for_step(directory, 1, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == train.STOPPED
+    assert process.returncode == STOPPED
     assert "stopped by SIGTERM" in output and f"--config {directory}/config.yaml --resume auto" in output
     last = read_metrics(directory)[-1]["step"]
     assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
@@ -159,9 +162,7 @@ def test_used_directory_and_other_config_are_refused(finished, tmp_path):
         train.train(other)
     with pytest.raises(ConfigError, match="neither 'never', 'auto' nor a run directory"):
         train.train(dataclasses.replace(config, output_dir=str(tmp_path / "new"), resume=str(tmp_path)))
-    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == prepare.with_rewards(
-        config
-    )  # nothing was lost
+    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == with_rewards(config)  # nothing was lost
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -213,14 +214,13 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_loads_anything(
 
 def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):
     """A behaviour log-probability that is not a number poisons loss and gradient."""
-    real = train.collect_step
+    real = train.generate
 
     def poisoned(*arguments):
-        experience = real(*arguments)
-        logprobs = experience.rollout.logprobs.at[:, :].set(jnp.nan)
-        return dataclasses.replace(experience, rollout=experience.rollout.replace(logprobs=logprobs))
+        rollout = real(*arguments)
+        return rollout.replace(logprobs=rollout.logprobs.at[:, :].set(jnp.nan))
 
-    monkeypatch.setattr(train, "collect_step", poisoned)
+    monkeypatch.setattr(train, "generate", poisoned)
     directory = tmp_path / "poisoned"
     config = runs.config(directory, max_steps=1, dynamic_sampling=False)
     state = train.train(config)
@@ -259,7 +259,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
         max_completion_length=4,
         reward_funcs="spy",
     )
-    config = prepare.with_rewards(config)
+    config = with_rewards(config)
     console = Console(record=True)
     policy = prepare.load(config)
     stream, evaluation = prepare.load_problems(config, policy, console)
@@ -276,10 +276,10 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
     state = init_state(policy, config)
     phases = Phases(tmp_path, None, Console())
     run = prepare.Run(config, tmp_path, console, policy, Rewards(spy=reward), stream, [])
-    experience = train.collect_step(run, policy, state, phases)
+    experience = train.collect_experience(run, phases, policy, state)
     ((prompts, answers, hints),) = seen
-    assert [item.problem.prompt for item in experience.items] == prompts[:: config.num_generations]
-    assert experience.items == stream.at(0, config.num_prompts)
+    assert [item.problem.prompt for item in experience.problems] == prompts[:: config.num_generations]
+    assert experience.problems == stream.at(0, config.num_prompts)
     assert {prompt.split()[0] for prompt in prompts} == {"letters", "numbers"}
     for prompt, answer, hint in zip(prompts, answers, hints, strict=True):
         stem, number = prompt.rstrip("?").split()

@@ -28,9 +28,9 @@ from random_policy import random_policy
 from record import peak_bytes, profiled, shell, timed_warm, write_rows
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
-from qerl_jax.io.devices import keep_all_compiled
 from qerl_jax.rollout import engine
 from qerl_jax.rollout.schedule import Schedule
+from qerl_jax.run.devices import keep_all_compiled
 
 SHORT = 32
 KINDS = (  # the first pattern that a kernel's name matches

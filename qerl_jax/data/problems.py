@@ -148,27 +148,12 @@ def check_dataset(name: str, split: str) -> None:
         split_files(path, split, PRESETS[preset_name].subset if preset_name else None)
 
 
-def rewards_of(names: Sequence[str]) -> Mapping[str, float]:
-    """Names and weights of the rewards that go with datasets. Raises DataError where they differ."""
-    found = {}
-    for name in names:
-        preset_name, _ = (None, None) if name == ARITHMETIC else _parse(name)
-        found[name] = PRESETS[preset_name].rewards if preset_name else NUMBER_REWARDS
-    first, *others = found.values()
-    if any(other != first for other in others):
-        described = ", ".join(f"{name} {list(rewards)}" for name, rewards in found.items())
-        raise DataError(f"the datasets come with different rewards ({described}): name reward_funcs for all of them")
-    return first
-
-
-def correctness_of(name: str) -> str:
-    """Of the rewards that go with a dataset, the one with most weight: what its evaluation counts as correct."""
-    return heaviest(rewards_of((name,)))
-
-
-def heaviest(rewards: Mapping[str, float]) -> str:
-    """Of rewards with their weights the one with most, the first of equals: it tells right from wrong."""
-    return max(rewards, key=rewards.__getitem__)
+def preset_of(name: str) -> Preset | None:
+    """The preset of a dataset; None for generated problems and files of no preset. Raises DataError for an unknown
+    name.
+    """
+    preset_name = None if name == ARITHMETIC else _parse(name)[0]
+    return PRESETS[preset_name] if preset_name else None
 
 
 def _parse(name: str) -> tuple[str | None, Path | None]:

@@ -24,10 +24,10 @@ import orbax.checkpoint as ocp
 
 from qerl_jax.config import ConfigError, differences, to_mapping
 from qerl_jax.io.files import one_line, write_json
+from qerl_jax.io.run_files import CHECKPOINTS_DIR
 from qerl_jax.io.safetensors import CheckpointError, read_json
 from qerl_jax.types import TrainState
 
-CHECKPOINTS_DIR = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.config import FREE_ON_RESUME, ConfigError, load, to_mapping
-from qerl_jax.io.run_directory import CONFIG_FILE
-from qerl_jax.reporting.evaluation import Results
-from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.io.run_files import CONFIG_FILE
+from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
 
 CURVES = {
     "reward": ("reward", "Reward"),
@@ -99,7 +98,7 @@ def read_run(directory: Path) -> Run:
     metrics = read_metrics(directory)
     if not metrics:
         raise ConfigError(f"{directory} has no finished step to compare")
-    accuracy = {name: result.accuracy for name, result in Results(directory).all().items()}
+    accuracy = {name: result.accuracy for name, result in EvaluationResults(directory).all().items()}
     return Run(directory, to_mapping(load(path)), metrics, accuracy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -10,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.io.files import naming, write_text
-from qerl_jax.io.safetensors import CheckpointError
-
-METRICS_FILE = "metrics.jsonl"
-COMPLETIONS_DIR = "completions"
+from qerl_jax.evaluation import Evaluation
+from qerl_jax.io.files import naming, write_json, write_text
+from qerl_jax.io.run_files import COMPLETIONS_DIR, EVALUATION_FILE, METRICS_FILE
+from qerl_jax.io.safetensors import CheckpointError, read_json
 
 
 def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -78,3 +78,34 @@ def cut_back(directory: Path, step: int) -> int:
         if ours and (ours[2] == "tmp" or int(ours[1]) > step):
             file.unlink()
     return int(rows[-1]["num_tokens"]) if rows else 0
+
+
+class EvaluationResults:
+    """Evaluation results of a run by name ("before", "after"), kept across a resume.
+
+    Raises CheckpointError for a file that holds something else.
+    """
+
+    def __init__(self, directory: Path):
+        self._path = directory / EVALUATION_FILE
+        self._values: dict[str, Evaluation] = {}
+        try:
+            for name, fields in (read_json(self._path) if self._path.exists() else {}).items():
+                self._values[name] = Evaluation(**fields)
+        except TypeError as error:
+            raise CheckpointError(
+                f"{self._path}: {name!r} is not the result of an evaluation ({error}); delete the file to evaluate anew"
+            ) from error
+
+    def get(self, name: str) -> Evaluation | None:
+        """The result, or None if there is none yet."""
+        return self._values.get(name)
+
+    def all(self) -> dict[str, Evaluation]:
+        """Every result by name, in the order in which they came."""
+        return dict(self._values)
+
+    def put(self, name: str, result: Evaluation) -> None:
+        """Keep a result."""
+        self._values[name] = result
+        write_json(self._path, {name: dataclasses.asdict(value) for name, value in self._values.items()})

@@ -20,9 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from qerl_jax.io.files import naming, write_json
-
-HEARTBEAT_FILE = "heartbeat.json"
-STACKS_FILE = "stacks.txt"
+from qerl_jax.io.run_files import HEARTBEAT_FILE, STACKS_FILE
 
 
 class Phases:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-PLOTS_DIR = "plots"
+from qerl_jax.io.run_files import PLOTS_DIR
+
 _INK, _SECOND = "#1f5fa8", "#c2571a"
 
 

@@ -13,11 +13,10 @@ import jax
 import numpy as np
 
 from qerl_jax.config import Config, to_mapping
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.io.files import write_text
-from qerl_jax.reporting.evaluation import Evaluation
-from qerl_jax.reporting.plots import PLOTS_DIR
+from qerl_jax.io.run_files import PLOTS_DIR, REPORT_FILE
 
-REPORT_FILE = "report.md"
 PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _SHOWN = {
     "reward": "reward",

@@ -12,10 +12,8 @@ from typing import Protocol
 
 from qerl_jax.config import Config, ConfigError, to_mapping
 from qerl_jax.io.files import one_line, write_json
+from qerl_jax.io.run_files import TENSORBOARD_DIR, WANDB_FILE
 
-TENSORBOARD_DIR = "tensorboard"
-WANDB_DIR = "wandb"
-WANDB_FILE = "wandb.json"
 _MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 

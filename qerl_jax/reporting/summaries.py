@@ -14,8 +14,8 @@ from jaxtyping import Array, Float32
 
 from qerl_jax import aqn
 from qerl_jax.rewards.outcomes import FLAGS
+from qerl_jax.rl.experience import Experience, equal_groups
 from qerl_jax.rl.step import learning_rate
-from qerl_jax.rollout.collect import Experience, equal_groups
 from qerl_jax.types import FinishReason, TrainState
 
 
@@ -55,7 +55,7 @@ def step_metrics(
         "tokens_per_second": float(lengths.sum()) / timing["time/rollout"],
         "step_time": sum(timing.values()),
         "dynamic_sampling/refilled_groups": float(experience.refilled),
-        "dynamic_sampling/rounds": float(experience.rounds),
+        "dynamic_sampling/rounds": float(experience.refill_rounds),
         **timing,
     }
     for name, values in experience.reward_parts.items():
@@ -66,20 +66,23 @@ def step_metrics(
     return metrics
 
 
-def run_metrics(experience: Experience, state: TrainState, norms: Any, tokens: int, problems: int) -> dict[str, float]:
+def run_metrics(
+    experience: Experience, state: TrainState, sigma: float, noisy_norms: Any, tokens: int, problems: int
+) -> dict[str, float]:
     """Where a run stands after a step: its noise, learning rate, tokens and passes over the data.
 
     Args:
       experience: of the step.
       state: after it.
-      norms: the layer norms under noise.
+      sigma: standard deviation of the noise.
+      noisy_norms: the layer norms of the rollout.
       tokens: seen before the step.
       problems: in the dataset.
     """
     config, step = state.config, int(state.step) - 1
     return {
-        "aqn/sigma": aqn.sigma(config, step, config.max_steps),
-        "aqn/norms": aqn.count_norms(norms),
+        "aqn/sigma": sigma,
+        "aqn/norms": aqn.count_norms(noisy_norms),
         "learning_rate": float(learning_rate(config)(step * config.num_iterations)),
         "num_tokens": tokens + int(experience.rollout.lengths.sum()),
         "epoch": int(state.cursor) / problems,
@@ -96,16 +99,14 @@ def _deviation(values: Sequence[float] | np.ndarray) -> float:
     return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
 
 
-def completion_columns(
-    experience: Experience, texts: list[str], advantages: Float32[Array, " B"]
-) -> dict[str, list[Any]]:
+def completion_columns(experience: Experience, advantages: Float32[Array, " B"]) -> dict[str, list[Any]]:
     """Columns of the step's completions file, a row for each completion."""
     rollout = experience.rollout
-    rows = [experience.items[p].problem for p in np.asarray(rollout.prompt_index)]
+    rows = [experience.problems[p].problem for p in np.asarray(rollout.prompt_index)]
     return {
         "problem_id": [problem.id for problem in rows],
         "prompt": [problem.prompt for problem in rows],
-        "completion": texts,
+        "completion": experience.completions,
         "answer": [problem.answer for problem in rows],
         "reward": experience.rewards.tolist(),
         **{f"rewards/{name}": values.tolist() for name, values in experience.reward_parts.items()},

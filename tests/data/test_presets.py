@@ -13,9 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, THINK_SYSTEM_PROMPT, hash_answer
-from qerl_jax.data.problems import DataError, load_dataset, rewards_of
+from qerl_jax.data.problems import DataError, load_dataset
 from qerl_jax.rewards import functions, sandbox
 from qerl_jax.rewards.code import code
+from qerl_jax.run.choose_rewards import dataset_rewards
 
 FIXTURES = Path(__file__).parent / "presets"
 TEXT = pa.string()
@@ -246,13 +247,16 @@ def test_code_runs_the_tests_that_come_with_the_problems():
 
 
 def test_rewards_of_datasets():
-    assert dict(rewards_of(["gsm8k"])) == {"answer": 2.0, "soft_format": 0.2}
-    assert dict(rewards_of([f"bigmath:{FIXTURES / 'bigmath'}", "math"])) == {"math_verify": 1.0, "soft_format": 0.2}
-    assert dict(rewards_of(["dapomath", "miromind"])) == {"dapo": 1.0} and dict(rewards_of(["codeforces"])) == {
-        "code": 1.0
+    assert dict(dataset_rewards(["gsm8k"])) == {"answer": 2.0, "soft_format": 0.2}
+    assert dict(dataset_rewards([f"bigmath:{FIXTURES / 'bigmath'}", "math"])) == {
+        "math_verify": 1.0,
+        "soft_format": 0.2,
     }
-    assert rewards_of(["arithmetic"]) == rewards_of([str(FIXTURES / "gsm8k")]) == rewards_of(["gsm8k"])
+    assert dict(dataset_rewards(["dapomath", "miromind"])) == {"dapo": 1.0} and dict(
+        dataset_rewards(["codeforces"])
+    ) == {"code": 1.0}
+    assert dataset_rewards(["arithmetic"]) == dataset_rewards([str(FIXTURES / "gsm8k")]) == dataset_rewards(["gsm8k"])
     with pytest.raises(
         DataError, match=r"different rewards \(gsm8k \['answer', 'soft_format'\], dapomath \['dapo'\]\)"
     ):
-        rewards_of(["gsm8k", "dapomath"])
+        dataset_rewards(["gsm8k", "dapomath"])

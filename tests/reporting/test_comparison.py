@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from qerl_jax.config import Config, ConfigError, dump
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting import metrics as sink
 from qerl_jax.reporting.comparison import curve, group_runs, mean_interval, read_run, summary
-from qerl_jax.reporting.evaluation import Evaluation, Results
+from qerl_jax.reporting.metrics import EvaluationResults
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_runs.py"
 
@@ -28,7 +29,7 @@ def run(root: Path, name: str, rewards: list[float], accuracy: float, **changes:
         correct = "rewards/answer/mean" if changes.get("seed") else "accuracy"
         row = {"reward": reward, correct: reward / 2, "entropy": 1.0, "completions/mean_length": 9.0}
         sink.append_metrics(directory, step, row | {"num_tokens": step})
-    Results(directory).put("after", Evaluation(accuracy, 0, 1, accuracy, 1, 0, 9, 100, 1))
+    EvaluationResults(directory).put("after", Evaluation(accuracy, 0, 1, accuracy, 1, 0, 9, 100, 1))
     return directory
 
 

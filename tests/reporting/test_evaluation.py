@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qerl_jax.reporting.evaluation import Evaluation, Results, interval
+from qerl_jax.evaluation import Evaluation, interval
+from qerl_jax.reporting.metrics import EvaluationResults
 
 
 def test_wilson_interval():
@@ -26,8 +27,8 @@ def test_interval_over_problems_treats_completions_as_dependent():
 
 def test_results_survive_the_process(tmp_path):
     result = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1)
-    Results(tmp_path).put("before", result)
-    assert Results(tmp_path).get("before") == result and Results(tmp_path).get("after") is None
+    EvaluationResults(tmp_path).put("before", result)
+    assert EvaluationResults(tmp_path).get("before") == result and EvaluationResults(tmp_path).get("after") is None
     assert result.describe() == "pass@1 50.0 % (95 % interval 40.0–60.0, 200 problems)"
     broken = dataclasses.replace(result, failed=3).describe()
     assert broken == result.describe()[:-1] + ", 3 completions had a logit that was not a number)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from qerl_jax.config import Config
-from qerl_jax.reporting.evaluation import Evaluation
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.report import Ending, write_report
 

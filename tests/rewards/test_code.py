@@ -9,10 +9,11 @@ import pytest
 from processes import missing_confinement
 
 from qerl_jax.config import Config
-from qerl_jax.prepare import check, with_rewards
 from qerl_jax.rewards.code import code, extract_program
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
+from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.prepare import check
 
 confined = pytest.mark.skipif(bool(missing_confinement()), reason=missing_confinement())
 

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.config import Config
-from qerl_jax.io.plan import abstract_trees
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.shapes import RolloutShapes
+from qerl_jax.run.memory import abstract_trees
 from qerl_jax.types import Policy, Sampling
 
 LAYERS, ROWS = 2, 8

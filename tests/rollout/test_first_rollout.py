@@ -11,7 +11,6 @@ from helpers import fp32_policy
 from oracles import torch_qwen2
 
 from qerl_jax.config import Config
-from qerl_jax.io.plan import abstract_trees
 from qerl_jax.models import fused
 from qerl_jax.models.qwen2 import DecoderLayer, ModelConfig
 from qerl_jax.rl.advantages import make_batch
@@ -19,6 +18,7 @@ from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shapes import RolloutShapes
+from qerl_jax.run.memory import abstract_trees
 from qerl_jax.types import Engine, Policy, Rollout, Sampling
 
 MODEL = ModelConfig(64, 128, 128, 5, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)

@@ -1,4 +1,4 @@
-"""The directory a run owns: when it may be written, its config.yaml, dumps of bad batches."""
+"""The output directory of a run: whether it may be used, its config.yaml, dumps of non-finite batches."""
 
 from __future__ import annotations
 
@@ -9,38 +9,18 @@ from pathlib import Path
 import numpy as np
 
 from qerl_jax.config import Config, ConfigError, dump
-from qerl_jax.io.checkpoint import CHECKPOINTS_DIR
 from qerl_jax.io.files import check_writable, write_text
-from qerl_jax.reporting.evaluation import EVALUATION_FILE, Results
-from qerl_jax.reporting.metrics import COMPLETIONS_DIR, METRICS_FILE
-from qerl_jax.reporting.phases import HEARTBEAT_FILE, STACKS_FILE
-from qerl_jax.reporting.plots import PLOTS_DIR
-from qerl_jax.reporting.report import REPORT_FILE
-from qerl_jax.reporting.sinks import TENSORBOARD_DIR, WANDB_DIR, WANDB_FILE
-from qerl_jax.types import Batch
-
-CONFIG_FILE = "config.yaml"
-ADAPTER_DIR = "adapter"
-NONFINITE_DIR = "nonfinite"
-ADOPTING_FILE = "adopting.txt"
-"""The run whose files are being taken over; gone when all of them, and a checkpoint, are there."""
-_OWNED = (
-    CONFIG_FILE,
-    EVALUATION_FILE,
-    METRICS_FILE,
-    COMPLETIONS_DIR,
+from qerl_jax.io.run_files import (
+    ADOPTING_FILE,
     CHECKPOINTS_DIR,
-    ADAPTER_DIR,
-    PLOTS_DIR,
+    COMPLETIONS_DIR,
+    CONFIG_FILE,
+    METRICS_FILE,
     NONFINITE_DIR,
-    REPORT_FILE,
-    HEARTBEAT_FILE,
-    STACKS_FILE,
-    TENSORBOARD_DIR,
-    WANDB_DIR,
-    WANDB_FILE,
-    ADOPTING_FILE,  # last, so that a kill within `clear` leaves it
+    OWNED,
 )
+from qerl_jax.reporting.metrics import EvaluationResults
+from qerl_jax.types import Batch
 
 
 def check(directory: Path, config: Config) -> None:
@@ -48,7 +28,7 @@ def check(directory: Path, config: Config) -> None:
     or a resume path holds none; OSError if it cannot be written.
     """
     check_writable(directory, "output_dir")
-    found = [name for name in _OWNED if _holds(directory / name)]
+    found = [name for name in OWNED if _holds(directory / name)]
     half_adopted = ADOPTING_FILE in found
     here = config.resume == "auto" or Path(config.resume).resolve() == directory.resolve()
     if config.resume == "never" and not config.overwrite and found:
@@ -90,7 +70,7 @@ def is_half_adopted(directory: Path) -> bool:
 
 def clear(directory: Path) -> None:
     """Delete what an old run left; files that no run writes stay."""
-    for name in _OWNED:
+    for name in OWNED:
         path = directory / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -117,9 +97,9 @@ def adopt(directory: Path, source: Path) -> None:
         shutil.copyfile(source / METRICS_FILE, directory / METRICS_FILE)
     if (source / COMPLETIONS_DIR).is_dir():
         shutil.copytree(source / COMPLETIONS_DIR, directory / COMPLETIONS_DIR, dirs_exist_ok=True)
-    before = Results(source).get("before")
+    before = EvaluationResults(source).get("before")
     if before is not None:
-        Results(directory).put("before", before)
+        EvaluationResults(directory).put("before", before)
 
 
 def dump_batch(directory: Path, step: int, batch: Batch) -> None:
@@ -127,4 +107,9 @@ def dump_batch(directory: Path, step: int, batch: Batch) -> None:
     folder = directory / NONFINITE_DIR
     folder.mkdir(exist_ok=True)
     arrays = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
-    np.savez_compressed(folder / f"step_{step + 1:06d}.npz", **arrays)
+    np.savez_compressed(folder / f"step_{step:06d}.npz", **arrays)
+
+
+def resume_command(directory: Path) -> str:
+    """The command that continues a run."""
+    return f"  python -m qerl_jax.train --config {directory / CONFIG_FILE} --resume auto"

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.config import Config
-from qerl_jax.io.plan import abstract_trees, estimate_memory
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
+from qerl_jax.run.memory import abstract_trees, estimate_memory
 from qerl_jax.types import Batch, Policy, Rollout, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)

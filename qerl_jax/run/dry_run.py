@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_jax.config import Config, dump
-from qerl_jax.io.plan import Memory, Plan, plan
+from qerl_jax.run.memory import Memory, Plan, plan
 
 
-def show_plan(config: Config, console: Console) -> None:
+def show_dry_run(config: Config, console: Console) -> None:
     """Print what the run would be. Raises what `plan` raises; nothing is loaded, run or written."""
     planned = plan(config)
     console.print(dump(config), markup=False, soft_wrap=True)

@@ -10,12 +10,12 @@ import sys
 import jax
 import pytest
 
-from qerl_jax.io.devices import DETERMINISTIC_FLAGS, make_deterministic
+from qerl_jax.run.devices import DETERMINISTIC_FLAGS, make_deterministic
 
 PROGRAM = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
-from qerl_jax.io.devices import make_deterministic
+from qerl_jax.run.devices import make_deterministic
 make_deterministic()
 make_deterministic()
 print(os.environ["XLA_FLAGS"])
@@ -34,8 +34,8 @@ def test_jaxs_inner_module_is_needed_only_by_those_who_ask(monkeypatch):
     """A jax that has moved it breaks `deterministic`, and nothing else."""
     monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", None)
     monkeypatch.delattr("jax._src.xla_bridge")
-    monkeypatch.delitem(sys.modules, "qerl_jax.io.devices")
-    again = importlib.import_module("qerl_jax.io.devices")
+    monkeypatch.delitem(sys.modules, "qerl_jax.run.devices")
+    again = importlib.import_module("qerl_jax.run.devices")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     with pytest.raises(ImportError):
         again.make_deterministic()
@@ -57,7 +57,7 @@ def test_a_compilation_cache_keeps_what_compiles_fast(tmp_path, asked, kept):
     """
     script = """
 import os, sys, jax
-from qerl_jax.io.devices import keep_all_compiled
+from qerl_jax.run.devices import keep_all_compiled
 jax.jit(lambda x: x + 1)(1)
 before = os.listdir(sys.argv[1])
 keep_all_compiled()

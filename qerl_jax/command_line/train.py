@@ -1,11 +1,24 @@
-"""The training command line: a YAML file or a bundled recipe, and flags over it."""
+"""The training command line: a YAML file or a bundled recipe, and flags that override it."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
 
 from qerl_jax import config as configuration
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.io import assets
+from qerl_jax.io.checkpoint import latest_step
+from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.directory import resume_command
+from qerl_jax.run.dry_run import show_dry_run
+from qerl_jax.run.prepare import check
+from qerl_jax.types import TrainState
 
+STOPPED = 130  # exit code
 _DESCRIPTION = (
     "Train a Qwen2.5 policy with GRPO on a quantized base. --config NAME takes a bundled recipe ({recipes}), "
     "--config FILE.yaml a file with the fields below; flags override it. --dry-run shows the resolved config, the "
@@ -14,9 +27,37 @@ _DESCRIPTION = (
 )
 
 
+def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) -> int:
+    """Parse the command line and call `train`. Exit code 0: finished; 2: bad input, with a one-line error message;
+    130: stopped by a signal, to be resumed.
+    """
+    errors, config = Console(stderr=True, highlight=False, soft_wrap=True), None
+    try:
+        argv, is_dry_run = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
+        config = parse(argv)
+        if is_dry_run:
+            config = with_rewards(config)
+            check(config)
+            show_dry_run(config, Console(highlight=False))
+            return 0
+        state = train(config)
+    except (ValueError, OSError) as error:
+        errors.print(f"error: {error}", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        saved = latest_step(Path(config.output_dir)) if config else None
+        if saved is None:
+            errors.print("interrupted; there is no checkpoint to resume from", markup=False)
+        else:
+            errors.print(f"interrupted; the newest checkpoint is that of step {saved}, resume from it with")
+            errors.print(resume_command(Path(config.output_dir)), markup=False)
+        return STOPPED
+    return 0 if int(state.step) == config.max_steps else STOPPED
+
+
 def parse(argv: list[str]) -> Config:
-    """The config of a command line: `--config FILE or NAME`, with flags over it. Without either `--config` or
-    `--model`, the bundled `tiny` run.
+    """The config of a command line: `--config FILE or NAME`, overridden by flags. Without `--config` and `--model`, the
+    bundled `tiny` run.
     """
     import tyro
 

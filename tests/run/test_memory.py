@@ -16,11 +16,11 @@ import small
 from qerl_kernels import dispatch
 
 from qerl_jax.config import Config
-from qerl_jax.io.plan import abstract_trees, plan, tree_bytes
 from qerl_jax.models import cache as kv
-from qerl_jax.prepare import load
 from qerl_jax.rl.step import grpo_step, init_state
 from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.run.memory import abstract_trees, plan, tree_bytes
+from qerl_jax.run.prepare import load
 from qerl_jax.types import Engine
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"

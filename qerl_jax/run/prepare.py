@@ -10,16 +10,18 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.data.problems import check_dataset, correctness_of, rewards_of
+from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import Stream
-from qerl_jax.io import assets, run_directory
-from qerl_jax.io.devices import keep_all_compiled, make_deterministic
+from qerl_jax.io import assets
 from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
+from qerl_jax.run import directory as run_directory
+from qerl_jax.run.choose_rewards import correctness_reward
+from qerl_jax.run.devices import keep_all_compiled, make_deterministic
 from qerl_jax.types import Policy
 
 
@@ -70,7 +72,7 @@ def check(config: Config) -> None:
     grading = config.reward_workers, config.reward_timeout, config.allow_code_execution
     check_rewards(config.reward_funcs, *grading)
     if config.eval_dataset:
-        check_rewards((correctness_of(config.eval_dataset),), *grading)
+        check_rewards((correctness_reward(config.eval_dataset),), *grading)
         check_dataset(config.eval_dataset, "test")
     for name in config.dataset:
         check_dataset(name, "train")
@@ -94,19 +96,6 @@ def load(config: Config) -> Policy:
         config.seed,
         config.matmul_kernel,
     )
-
-
-def with_rewards(config: Config) -> Config:
-    """The config with its rewards and their weights spelled out: those that go with the dataset, unless it names its
-    own.
-
-    Raises DataError for an unknown dataset, or several that come with different rewards.
-    """
-    funcs, weights = config.reward_funcs, config.reward_weights
-    if funcs is None:
-        rewards = rewards_of(config.dataset)
-        funcs, weights = tuple(rewards), tuple(rewards.values())
-    return dataclasses.replace(config, reward_funcs=funcs, reward_weights=weights or (1.0,) * len(funcs))
 
 
 def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Stream, list[EncodedProblem]]:

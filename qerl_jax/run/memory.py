@@ -275,7 +275,7 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     The factors of the update were fitted to what XLA's buffer assignment reserves in programs compiled for an H200 (jax
     0.11.2). There it is within 10 % (7B shape, 2 to 28 layers, 384 to 4608 tokens; small shapes, bf16 and fp32). On the
     CPU, up to 30 % more without gradient_checkpointing, and with it up to 4 times, because the compiler there undoes
-    the recomputation. `tests/io/test_plan.py` repeats both.
+    the recomputation. `tests/run/test_memory.py` repeats both.
     """
     model: ModelConfig = policy.config
     e = policy.dtype.itemsize

@@ -1,0 +1,46 @@
+"""Rewards and weights of a run: the datasets' own, unless the config names others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from qerl_jax.config import Config
+from qerl_jax.data.files import DataError
+from qerl_jax.data.presets import NUMBER_REWARDS
+from qerl_jax.data.problems import preset_of
+
+
+def with_rewards(config: Config) -> Config:
+    """The config with `reward_funcs` and `reward_weights` filled in, from its datasets where it names none.
+
+    Raises DataError for an unknown dataset, or several whose rewards differ.
+    """
+    funcs, weights = config.reward_funcs, config.reward_weights
+    if funcs is None:
+        rewards = dataset_rewards(config.dataset)
+        funcs, weights = tuple(rewards), tuple(rewards.values())
+    return dataclasses.replace(config, reward_funcs=funcs, reward_weights=weights or (1.0,) * len(funcs))
+
+
+def dataset_rewards(datasets: Sequence[str]) -> Mapping[str, float]:
+    """Names and weights of the rewards that datasets come with. Raises DataError where they differ."""
+    found = {}
+    for name in datasets:
+        preset = preset_of(name)
+        found[name] = preset.rewards if preset else NUMBER_REWARDS
+    first, *others = found.values()
+    if any(other != first for other in others):
+        described = ", ".join(f"{name} {list(rewards)}" for name, rewards in found.items())
+        raise DataError(f"the datasets come with different rewards ({described}): name reward_funcs for all of them")
+    return first
+
+
+def correctness_reward(dataset: str) -> str:
+    """The reward by which an evaluation on a dataset counts a completion as correct: the heaviest of its rewards."""
+    return heaviest(dataset_rewards((dataset,)))
+
+
+def heaviest(rewards: Mapping[str, float]) -> str:
+    """Name of the reward with the largest weight, the first among equals."""
+    return max(rewards, key=rewards.__getitem__)

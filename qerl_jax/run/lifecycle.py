@@ -1,0 +1,131 @@
+"""The two ends of a run. Start: output directory, checkpoint to resume, first evaluation. End: second evaluation,
+adapter, plots, report.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from rich.console import Console
+
+from qerl_jax.config import Config
+from qerl_jax.evaluation import Evaluation, evaluate
+from qerl_jax.io.adapter import export_adapter
+from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.io.run_files import (
+    ADAPTER_DIR,
+    CHECKPOINTS_DIR,
+    COMPLETIONS_DIR,
+    METRICS_FILE,
+    PLOTS_DIR,
+    REPORT_FILE,
+)
+from qerl_jax.reporting.metrics import cut_back, read_metrics
+from qerl_jax.reporting.plots import write_plots
+from qerl_jax.reporting.progress import summary_table
+from qerl_jax.reporting.report import Ending, write_report
+from qerl_jax.rewards.load import load_rewards
+from qerl_jax.run import directory as run_directory
+from qerl_jax.run.choose_rewards import correctness_reward
+from qerl_jax.run.prepare import Run
+from qerl_jax.run.recorder import Recorder
+from qerl_jax.types import TrainState
+
+
+def begin(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
+    """Take over the output directory and evaluate the policy before training. Returns the recorder and the state to
+    start from: `state`, or that of the checkpoint to resume.
+    """
+    config, directory, console = run.config, run.directory, run.console
+    if config.overwrite or run_directory.is_half_adopted(directory):
+        run_directory.clear(directory)
+    checkpoints = Checkpointer(directory, config.save_total_limit)
+    state = restore(config, checkpoints, state, console)
+    run_directory.write_config(directory, config)
+    tokens = cut_back(directory, int(state.step))
+    recorder = Recorder(run, checkpoints, int(state.step), tokens)
+    parameters = run.policy.config.parameter_count() / 1e6
+    console.print(f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
+    if run.test_problems and recorder.evaluations.get("before") is None:
+        console.print(f"evaluating the policy on {len(run.test_problems)} problems before training …")
+        _evaluate(run, recorder, state, "before")
+    return recorder, state
+
+
+def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
+    """The newest checkpoint under `resume`, together with the files of its run if that is another; else `state`."""
+    if config.resume == "never":
+        return state
+    directory = Path(config.output_dir)
+    elsewhere = config.resume != "auto" and Path(config.resume).resolve() != directory.resolve()
+    source = Checkpointer(Path(config.resume), keep=None) if elsewhere else checkpoints
+    for step in source.incomplete_steps():
+        console.print(f"{source.directory / str(step)} is incomplete and ignored: it has no manifest")
+    if config.resume == "auto" and source.latest_step() is None:
+        return state
+    state = source.restore(state)
+    if elsewhere:
+        run_directory.adopt(directory, Path(config.resume))
+        checkpoints.save(state)
+    console.print(f"continuing after step {int(state.step)} of {config.max_steps}")
+    return state
+
+
+def finish(run: Run, recorder: Recorder, state: TrainState) -> None:
+    """Write plots and report; after the last step also evaluate, export the adapter and print the summary."""
+    config, directory, console, last = run.config, run.directory, run.console, int(state.step)
+    recorder.checkpoints.close()
+    is_done = last == config.max_steps
+    if is_done and run.test_problems and recorder.evaluations.get("after") is None:
+        console.print("evaluating the trained policy on the same problems …")
+        _evaluate(run, recorder, state, "after")
+    recorder.curves.close()
+    if is_done and config.lora_rank:
+        trained = run.policy.replace(norms=state.norms, lora=state.lora)
+        export_adapter(trained, directory / ADAPTER_DIR, norms=config.train_norms, base_model=str(config.model))
+    rows = read_metrics(directory)
+    write_plots(directory, rows)
+    reason = "" if is_done else signal.Signals(recorder.stopped).name
+    phases = recorder.phases
+    write_report(
+        directory, config, rows, Ending(last, reason, recorder.evaluations.all(), phases.totals, phases.overdue)
+    )
+    phases.beat("stopped" if reason else "finished")
+    if reason:
+        console.print(f"stopped by {reason} after step {last} of {config.max_steps}, checkpoint saved; resume with")
+        console.print(run_directory.resume_command(directory), soft_wrap=True)
+        return
+    files = {
+        "report": REPORT_FILE,
+        "metrics": METRICS_FILE,
+        "completions": COMPLETIONS_DIR,
+        "checkpoints": CHECKPOINTS_DIR,
+        "plots": PLOTS_DIR,
+    } | ({"adapter": ADAPTER_DIR} if config.lora_rank else {})
+    summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
+    summary_table(console, summary, [(name, str(directory / path)) for name, path in files.items()])
+
+
+def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
+    """Evaluate `state`'s noise-free policy and keep the result as `name`."""
+    with recorder.phases("evaluation"):
+        result = evaluate_state(run, state)
+        recorder.evaluations.put(name, result)
+    recorder.curves.log(int(state.step), result.metrics())
+
+
+def evaluate_state(run: Run, state: TrainState) -> Evaluation:
+    """Accuracy of the noise-free policy on the evaluation problems, with the same sampling keys at every call."""
+    config, reward = run.config, correctness_reward(run.config.eval_dataset)
+    with load_rewards(
+        (reward,), config.reward_workers, config.reward_timeout, allow_code_execution=config.allow_code_execution
+    ) as rewards:
+        return evaluate(
+            run.policy.replace(norms=state.norms, lora=state.lora),
+            run.test_problems,
+            config.eval_sampling,
+            config.seed,
+            engine=config.eval_engine,
+            reward=rewards[reward],
+        )

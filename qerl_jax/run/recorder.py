@@ -1,0 +1,115 @@
+"""The record of a run while it trains: metrics, completions, curves, progress bar, checkpoints, stop signals."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from jaxtyping import Array
+
+from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
+from qerl_jax.reporting.phases import Phases
+from qerl_jax.reporting.progress import TrainingProgress
+from qerl_jax.reporting.sinks import Sinks
+from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
+from qerl_jax.rl.experience import Experience
+from qerl_jax.run import directory as run_directory
+from qerl_jax.run.choose_rewards import heaviest
+from qerl_jax.run.prepare import Run
+from qerl_jax.run.signals import StopSignals
+from qerl_jax.types import Batch, TrainState
+
+
+class Recorder:
+    """Writes and shows each step of a run. As a context it catches stop signals and shows the progress bar.
+
+    Args:
+      run: the run.
+      checkpoints: of its directory.
+      step: steps done before.
+      tokens: tokens seen before.
+
+    Attributes:
+      checkpoints: as given.
+      evaluations: results before and after training.
+      phases: times of rollout, grading, update, checkpoint and evaluation.
+      curves: TensorBoard and Weights & Biases.
+      stopped: number of the signal that ended the run, 0 for none.
+    """
+
+    def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
+        self._run, self._first, self._tokens = run, step, tokens
+        self._metrics: dict[str, float] = {}
+        self._correctness = heaviest(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
+        self.checkpoints = checkpoints
+        self.evaluations = EvaluationResults(run.directory)
+        self.phases = Phases(run.directory, run.config.watchdog_seconds, run.console)
+        self.curves = Sinks(run.config, run.directory, step)
+        self.stopped = 0
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as contexts:
+            self._signals = contexts.enter_context(StopSignals())
+            progress = TrainingProgress(self._first, self._run.config.max_steps, self._run.console)
+            self._progress = contexts.enter_context(progress)
+            self._contexts = contexts.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.__exit__(*error)
+
+    @contextlib.contextmanager
+    def step(self, state: TrainState) -> Iterator[None]:
+        """Run a block as the step after `state`. If it raises, `state` is saved: no finished step is lost."""
+        self.phases.step = int(state.step) + 1
+        try:
+            yield
+        except Exception:
+            if int(state.step) > self._first:
+                self._save_after_error(state)
+            raise
+
+    def record(
+        self,
+        state: TrainState,
+        experience: Experience,
+        batch: Batch,
+        update_metrics: Mapping[str, Array],
+        sigma: float,
+        noisy_norms: Any,
+    ) -> None:
+        """Write the metrics and completions of the step that ended with `state`, and a batch whose update was not
+        finite.
+        """
+        run, step = self._run, int(state.step)
+        if update_metrics["skipped"] > 0:
+            run_directory.dump_batch(run.directory, step, batch)
+        timing = self.phases.take("rollout", "grading", "update")
+        metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
+        metrics |= run_metrics(experience, state, sigma, noisy_norms, self._tokens, len(run.stream))
+        append_metrics(run.directory, step, metrics)
+        self.curves.log(step, metrics)
+        write_completions(run.directory, step, completion_columns(experience, batch.advantages))
+        self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
+
+    def end_step(self, state: TrainState) -> bool:
+        """Show the recorded step; save a checkpoint if one is due. Returns whether a signal asks the run to stop."""
+        config, step = self._run.config, int(state.step)
+        self._progress.update(step, self._metrics)
+        self.stopped = self._signals.requested  # read once: a later signal counts for the next step
+        if step % config.save_steps == 0 or step == config.max_steps or self.stopped:
+            with self.phases("checkpoint"):
+                self.checkpoints.save(state)
+        return self.stopped != 0
+
+    def _save_after_error(self, state: TrainState) -> None:
+        step, console = int(state.step), self._run.console
+        try:
+            self.checkpoints.save(state)
+        except OSError as error:  # the step's own error is raised after this and says more
+            console.print(f"step {step + 1} failed; {error}", soft_wrap=True, markup=False)
+        else:
+            console.print(f"step {step + 1} failed; the state after step {step} is saved, resume from it with")
+            console.print(run_directory.resume_command(self._run.directory), soft_wrap=True)

@@ -1,0 +1,145 @@
+"""Dynamic sampling with a stream, a rollout and rewards made of numbers: replaced groups, their order, the counts."""
+
+from __future__ import annotations
+
+import array
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from qerl_jax import train
+from qerl_jax.config import Config
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.data.stream import Stream
+from qerl_jax.reporting.phases import Phases
+from qerl_jax.rewards.load import Rewards
+from qerl_jax.rl.experience import Experience, equal_groups
+from qerl_jax.run.prepare import Run
+from qerl_jax.types import FinishReason, Policy, Prompts, Rollout, TrainState
+
+NAN = float("nan")
+CURSOR = 40  # of the data stream when the step begins
+PROMPTS, GROUP = 3, 2
+
+
+class Numbers(Stream):
+    """Problem n is the n-th after `CURSOR`; draws are recorded."""
+
+    def at(self, cursor: int, count: int) -> list[EncodedProblem]:
+        self.sets[0].append((cursor - CURSOR, count))
+        numbers = range(cursor - CURSOR, cursor - CURSOR + count)
+        return [EncodedProblem(Problem(n, str(n), ""), array.array("i", [n])) for n in numbers]
+
+
+class World:
+    """Problem n of the stream has the rewards `(table[n], 0)` in its group; draws and keys are recorded."""
+
+    def __init__(self, setting: tuple[pytest.MonkeyPatch, pathlib.Path], *table: float):
+        monkeypatch, self.place = setting
+        self.table, self.drawn, self.keys = table, [], []
+        monkeypatch.setattr(train, "generate", self.generate)
+
+    def generate(self, actor, prompts: Prompts, sampling, key: jax.Array, engine) -> Rollout:
+        self.keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+        rows = np.repeat(np.asarray(prompts.ids, np.int32), GROUP)
+        member = np.tile(np.arange(GROUP, dtype=np.int32), len(prompts.ids))
+        return Rollout(
+            tokens=jnp.asarray(np.stack([rows, member, rows + 100], axis=1)),
+            logprobs=jnp.asarray(np.stack([rows] * 3, axis=1), jnp.float32),
+            prompt_lengths=jnp.ones(len(rows), jnp.int32),
+            lengths=jnp.full(len(rows), 3, jnp.int32),
+            finish=jnp.full(len(rows), FinishReason.LENGTH, jnp.int8),
+            prompt_index=jnp.asarray(np.repeat(np.arange(len(prompts.ids)), GROUP), jnp.int32),
+        )
+
+    def reward(self, *, completions: list[str], **_: object) -> list[float]:
+        """A completion's text is its tokens: place in the group, then 100 + the problem's number."""
+        pairs = [map(int, text.split()) for text in completions]
+        return [0.0 if member else self.table[token - 100] / 2 for member, token in pairs]
+
+    def collect(self, rounds: int) -> Experience:
+        config = Config(
+            model="m", batch_size=PROMPTS * GROUP, num_generations=GROUP, max_prompt_length=4,
+            dynamic_sampling=rounds > 0, max_refill_rounds=rounds, reward_funcs=("half",), reward_weights=(2.0,),
+        )  # fmt: skip
+        tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+        graphdef, shape = nnx.graphdef(nnx.Dict()), SimpleNamespace(pad_token_id=0)
+        policy = Policy({}, {}, {}, graphdef, shape, lora_config=None, tokenizer=tokenizer)
+        stream, rewards = Numbers((self.drawn,), None, 0), Rewards(half=self.reward)
+        run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [])
+        state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, graphdef, config, None)
+        return train.collect_experience(run, Phases(self.place, None, Console()), policy, state)
+
+
+def check(experience: Experience, items: list[int], world: World) -> None:
+    """Problems, rollout, completions, rewards and parts agree row by row."""
+    assert [item.problem.id for item in experience.problems] == items
+    rows = [n for n in items for _ in range(GROUP)]
+    assert experience.rollout.tokens[:, 0].tolist() == rows
+    assert experience.rollout.tokens[:, 1].tolist() == [0, 1] * PROMPTS
+    assert experience.rollout.logprobs[:, 0].tolist() == rows
+    assert experience.rollout.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert experience.completions == [f"{i % GROUP} {n + 100}" for i, n in enumerate(rows)]
+    expected = [value for n in items for value in (world.table[n], 0.0)]
+    np.testing.assert_array_equal(experience.rewards, np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(experience.reward_parts["half"], experience.rewards / 2)
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> tuple[pytest.MonkeyPatch, pathlib.Path]:
+    return monkeypatch, tmp_path
+
+
+def test_without_refill_every_group_stays(setting):
+    world = World(setting, 0, 0, 1)
+    experience = world.collect(0)
+    check(experience, [0, 1, 2], world)
+    assert (experience.drawn, experience.refilled, experience.refill_rounds, world.drawn) == (3, 0, 0, [(0, 3)])
+
+
+def test_equal_groups_are_replaced_by_the_first_useful_fresh_ones(setting):
+    """Problem 1 teaches nothing; of the fresh 3, 4, 5 the first that does is 4."""
+    world = World(setting, 1, 0, 2, 0, 3, 4)
+    experience = world.collect(4)
+    check(experience, [0, 4, 2], world)
+    assert (experience.drawn, experience.refilled, experience.refill_rounds) == (6, 1, 1)
+    assert world.drawn == [(0, 3), (3, 3)] and len(set(world.keys)) == 2
+
+
+def test_refill_goes_on_until_all_teach(setting):
+    world = World(setting, 0, 0, 2, 0, 3, 0, 0, 0, 5)
+    experience = world.collect(4)
+    check(experience, [4, 8, 2], world)
+    assert (experience.drawn, experience.refilled, experience.refill_rounds) == (9, 2, 2)
+
+
+def test_rounds_are_bounded_and_what_is_left_stays(setting):
+    world = World(setting, *[0] * 9)
+    experience = world.collect(2)
+    check(experience, [0, 1, 2], world)
+    assert (experience.drawn, experience.refilled, experience.refill_rounds) == (9, 0, 2)
+    assert len(set(world.keys)) == 3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ([1, 1], True),
+        ([1, 2], False),
+        ([NAN, 1], True),
+        ([NAN, NAN], True),
+        ([NAN, 1, 1], True),
+        ([NAN, 1, 2], False),
+        ([0.1, 0.1, 0.1], True),
+    ],
+)
+def test_groups_that_teach_nothing(rewards, equal):
+    both = np.asarray([*rewards, *range(len(rewards))], np.float32)
+    assert equal_groups(both, len(rewards)).tolist() == [equal, False]
