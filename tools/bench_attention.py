@@ -32,7 +32,7 @@ import numpy as np
 from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.api import decode_attention
-from qerl_kernels.dispatch import MULTIPROCESSORS
+from qerl_kernels.dispatch import SMS
 from record import meta
 
 ROTATE_BYTES = 200e6
@@ -191,13 +191,13 @@ def _graph_microseconds(torch, run) -> float:
 
 
 def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
-    from qerl_kernels.decode_attention import kernel
+    from qerl_kernels.decode_attention import kernel as attention
 
     about = parse(case)
     q, sets, needed = arguments(about)
-    kernel = functools.partial(kernel.decode_attention, scale=q.shape[-1] ** -0.5)
+    kernel = functools.partial(attention.decode_attention, scale=q.shape[-1] ** -0.5)
     pairs = about["batch"] * cases.MODELS[about["model"]][1]
-    runs = [({"impl": "qerl", "blocks": mosaic_gpu.blocks_for(pairs, MULTIPROCESSORS), "forced": False}, kernel)]
+    runs = [({"impl": "qerl", "blocks": attention.blocks_for(pairs, SMS), "forced": False}, kernel)]
     runs += [({"impl": "qerl", "blocks": n, "forced": True}, functools.partial(kernel, blocks=n)) for n in forced]
     if rivals:
         runs.append(({"impl": "xla"}, functools.partial(decode_attention, implementation="xla")))

@@ -9,7 +9,7 @@ import jax
 
 log = logging.getLogger("qerl_kernels")
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM), for which the kernels are tuned
+SMS = 132  # of an H100 or H200 (SXM), for which the kernels are tuned
 SMEM_BYTES = 227 * 1024  # shared memory that a block may have there
 
 

@@ -4,7 +4,7 @@
 
 A case is Python, one of
 
-    (m, n, k, Tile(...) or Split(...), transposed, number of adapters[, their rank[, parts of x A]])
+    (m, n, k, GemmConfig(...) or Split(...), transposed, number of adapters[, their rank[, parts of x A]])
     ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches])
     ("prologue", kind or "kind partials", tokens, input features, *ranks)
     ("rope", rows, query heads, key/value heads, head dim, dtype of the caches)
@@ -33,8 +33,9 @@ from qerl_kernels.formats import PackedNvfp4  # noqa: E402
 from qerl_kernels.nvfp4_matmul import cases, few_tokens  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul  # noqa: E402
 from qerl_kernels.nvfp4_matmul.few_tokens import Split  # noqa: E402
-from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul  # noqa: E402
-from qerl_kernels.nvfp4_matmul.tile import Tile  # noqa: E402
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig  # noqa: E402
+from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm  # noqa: E402
+from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx  # noqa: E402
 from qerl_kernels.rope_cache import kernel as rope  # noqa: E402
 
 
@@ -47,11 +48,11 @@ def weight(n: int, k: int) -> PackedNvfp4:
 
 
 def matmul_program(
-    m: int, n: int, k: int, tile: Tile | Split, transposed: bool, adapters: int, rank: int = 32, parts: int = 0
+    m: int, n: int, k: int, config: GemmConfig | Split, transposed: bool, adapters: int, rank: int = 32, parts: int = 0
 ) -> None:
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     args = [bf16(m, n if transposed else k), weight(n, k)]
-    shrinks = isinstance(tile, Split) and tile.shrinks
+    shrinks = isinstance(config, Split) and config.shrinks
     if adapters:
         a_or_t = bf16(k, rank * adapters) if shrinks else bf16(m, 64 * adapters)
         if parts:
@@ -59,10 +60,12 @@ def matmul_program(
         args += [bf16(n), a_or_t, *[bf16(rank, n // adapters)] * adapters]
 
     def call(x, weight, bias=None, a_or_t=None, *expand):
-        terms = {"bias": bias, "a" if shrinks else "shrunk": a_or_t, "expand": expand, "scale": 2.0}
-        if isinstance(tile, Split):
-            return few_tokens.matmul(x, weight, tile, **terms)
-        return matmul(x, weight, tile, transposed=transposed, **terms)
+        if isinstance(config, Split):
+            given = {"a" if shrinks else "shrunk": a_or_t}
+            return few_tokens.matmul(x, weight, config, bias=bias, expand=expand, scale=2.0, **given)
+        if transposed:
+            return gemm_dx(x, weight, config)
+        return gemm(x, weight, config, bias=bias, lora_x=a_or_t, lora_b=expand, scale=2.0)
 
     refuse_copies(compiled(call, args))
 

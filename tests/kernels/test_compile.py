@@ -1,5 +1,5 @@
-"""Every tile in the table, and attention and the other operations of decode for every model, compile for sm_90a without
-spills and with the tensor-core instruction they should use.
+"""Every config in the tuning table, and attention and the other operations of decode for every model, compile for
+sm_90a without spills and with the tensor-core instruction they should use.
 
 Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler packages.
 """
@@ -41,23 +41,22 @@ def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]
 
 
 def table_cases() -> list[tuple]:
-    from qerl_kernels.nvfp4_matmul import few_tokens, tiles
-    from qerl_kernels.nvfp4_matmul.tile import fits
+    from qerl_kernels.nvfp4_matmul import few_tokens, tuning
 
     cases = {}
-    for row in tiles.table():
-        tile, transposed = row.tile, row.direction == "dx"
-        few = isinstance(tile, few_tokens.Split)
-        assert few_tokens.fits(tile, row.n, row.k, 32) if few else fits(tile), tile
-        shrinks = few and tile.shrinks  # takes an adapter to compile
-        cases.setdefault((tile, transposed), (min(row.tokens, 512), row.n, row.k, tile, transposed, int(shrinks)))
+    for row in tuning.table():
+        config, transposed = row.config, row.direction == "dx"
+        is_skinny = isinstance(config, few_tokens.Split)
+        assert few_tokens.fits(config, row.n, row.k, 32) if is_skinny else config.fits(), config
+        shrinks = is_skinny and config.shrinks  # takes an adapter to compile
+        cases.setdefault((config, transposed), (min(row.m, 512), row.n, row.k, config, transposed, int(shrinks)))
     return list(cases.values())
 
 
 def check(cases, kernels):
     for case, (kernel, report) in zip(cases, kernels, strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
-        by_warp = getattr(case[3], "warp_mma", True)  # a `Split` has no other way
+        by_warp = getattr(case[3], "mma_sync", True)  # a `Split` has no other way
         instruction = "mma.sync.aligned.m16n8k16" if by_warp else "wgmma.mma_async.sync.aligned.m64"
         assert instruction in kernel, case
         assert ("movmatrix" in kernel) == getattr(case[3], "shrinks", False), case
@@ -65,27 +64,27 @@ def check(cases, kernels):
         assert "serialized" not in report, (case, report)
 
 
-def test_every_tile_of_the_table(tmp_path):
+def test_every_config_of_the_table(tmp_path):
     cases = table_cases()
     check(cases, compiled(cases, tmp_path))
 
 
-def test_tiles_that_work_ahead(tmp_path):
-    """Products follow one another without the assembler waiting in between, whether two units share a slot or not."""
-    from qerl_kernels.nvfp4_matmul.tile import Tile, fits
+def test_configs_with_lookahead(tmp_path):
+    """One `wgmma` follows another without the assembler waiting in between; two k-tiles share a stage or do not."""
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 
     cases = []
-    for ahead in (1, 2):
-        tiles = [
-            Tile(8, 1, 2, 2, 4, 3, 2, ahead=ahead),
-            Tile(64, 4, 1, 1, 1, 7, ahead=ahead),
-            Tile(128, 3, 1, 1, 2, 3, ahead=ahead),
-            Tile(256, 2, 1, 1, 1, 4, ahead=ahead),
+    for lookahead in (1, 2):
+        configs = [
+            GemmConfig(8, 1, 2, 2, 4, 3, 2, lookahead=lookahead),
+            GemmConfig(64, 4, 1, 1, 1, 7, lookahead=lookahead),
+            GemmConfig(128, 3, 1, 1, 2, 3, lookahead=lookahead),
+            GemmConfig(256, 2, 1, 1, 1, 4, lookahead=lookahead),
         ]
-        assert all(map(fits, tiles))
-        cases += [(tile.tokens, 4608, 3584, tile, False, 0) for tile in tiles]
-        cases += [(tile.tokens, 4608, 3584, tile, True, 0) for tile in tiles[2:]]
-        cases.append((64, 4096, 3584, dataclasses.replace(tiles[1], stages=6), False, 2))
+        assert all(config.fits() for config in configs)
+        cases += [(config.tile_m, 4608, 3584, config, False, 0) for config in configs]
+        cases += [(config.tile_m, 4608, 3584, config, True, 0) for config in configs[2:]]
+        cases.append((64, 4096, 3584, dataclasses.replace(configs[1], stages=6), False, 2))
     check(cases, compiled(cases, tmp_path))
 
 
@@ -162,14 +161,14 @@ def test_few_tokens_that_compute_x_a(tmp_path):
         assert ("mapa.shared::cluster" in kernel) == (split.cluster > 1), (n, split)
 
 
-def test_adapters_cost_no_tile_more_than_a_stage():
-    """At decode every projection has them: a tile into which they do not fit would be another than the one timed."""
-    from qerl_kernels.nvfp4_matmul import cases, tiles
+def test_adapters_cost_no_config_more_than_a_stage():
+    """At decode every projection has them: a config into which they do not fit would be another than the one timed."""
+    from qerl_kernels.nvfp4_matmul import cases, tuning
 
     for case, (n, k) in cases.SHAPES.items():
         for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096):
-            plain = tiles.tile_for(m, n, k)
-            adapted = tiles.tile_for(m, n, k, adapters=[(32, width) for width in cases.parts(case)])
+            plain = tuning.config_for(m, n, k)
+            adapted = tuning.config_for(m, n, k, adapters=[(32, width) for width in cases.parts(case)])
             if hasattr(adapted, "shrinks"):
                 adapted = dataclasses.replace(adapted, shrinks=False)
             allowed = (
@@ -179,51 +178,51 @@ def test_adapters_cost_no_tile_more_than_a_stage():
 
 
 def test_with_adapters(tmp_path):
-    from qerl_kernels.nvfp4_matmul import tiles
+    from qerl_kernels.nvfp4_matmul import tuning
 
     cases = []
     for m in (1, 16, 32, 64, 128, 4096):
-        tile = tiles.tile_for(m, 37888, 3584, adapters=[(32, 18944), (32, 18944)])
-        assert tile is not None, m
-        cases.append((m, 37888, 3584, tile, False, 2))
+        config = tuning.config_for(m, 37888, 3584, adapters=[(32, 18944), (32, 18944)])
+        assert config is not None, m
+        cases.append((m, 37888, 3584, config, False, 2))
     check(cases, compiled(cases, tmp_path))
 
 
-def test_x_a_in_parts(tmp_path):
-    """Also: warps that add it up meet no other, have the registers for it, and ask for all parts before they wait; the
-    loop of the consumers has the instructions that it has where `x A` comes whole."""
+def test_lora_partials(tmp_path):
+    """Also: warps that reduce them meet no other, have the registers for it, and ask for all partials before they wait;
+    the mainloop has the instructions that it has where `x A` comes whole."""
     from qerl_kernels.nvfp4_matmul import cases as shapes
-    from qerl_kernels.nvfp4_matmul import tiles
-    from qerl_kernels.nvfp4_matmul.tile import Tile, fits
+    from qerl_kernels.nvfp4_matmul import tuning
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 
     found = {}
     for case in ("down_7b", "down_14b", "down_32b", "down_72b", "o_7b", "o_14b"):
         n, k = shapes.SHAPES[case]
         for m in (32, 40, 64):
-            tile = tiles.tile_for(m, n, k, adapters=[(32, n)])
-            if isinstance(tile, Tile):
-                assert tile.takes(m, [(32, n)]) == "parts", (case, m)
-                found.setdefault(tile, (m, n, k, tile, False, 1, 32, 7))
-    for m, rank, parts, tile in (
-        (17, 24, 7, Tile(32, 1, 4, 2, 2, 3)),
-        (63, 64, 3, Tile(64, 1, 2, 2, 2, 4)),
-        (64, 8, 1, Tile(64, 2, 1, 2, 1, 6, ahead=2)),
-        (40, 32, 9, Tile(64, 4, 1, 1, 2, 4)),
-        (32, 40, 7, Tile(32, 3, 2, 1, 1, 2)),
-        (8, 32, 7, Tile(8, 7, 1, 1, 1, 4, warp_mma=True)),
-        (30, 64, 7, Tile(32, 1, 2, 1, 1, 3, 2)),
+            config = tuning.config_for(m, n, k, adapters=[(32, n)])
+            if isinstance(config, GemmConfig):
+                assert config.takes_partials(m, [(32, n)]), (case, m)
+                found.setdefault(config, (m, n, k, config, False, 1, 32, 7))
+    for m, rank, partials, config in (
+        (17, 24, 7, GemmConfig(32, 1, 4, 2, 2, 3)),
+        (63, 64, 3, GemmConfig(64, 1, 2, 2, 2, 4)),
+        (64, 8, 1, GemmConfig(64, 2, 1, 2, 1, 6, lookahead=2)),
+        (40, 32, 9, GemmConfig(64, 4, 1, 1, 2, 4)),
+        (32, 40, 7, GemmConfig(32, 3, 2, 1, 1, 2)),
+        (8, 32, 7, GemmConfig(8, 7, 1, 1, 1, 4, mma_sync=True)),
+        (30, 64, 7, GemmConfig(32, 1, 2, 1, 1, 3, 2)),
     ):
-        assert fits(tile, adapted=True), tile
-        found[m, tile] = (m, 3584, 18944, tile, False, 1, rank, parts)
+        assert config.fits(has_lora=True), config
+        found[m, config] = (m, 3584, 18944, config, False, 1, rank, partials)
     every = [*found.values(), *((*case[:-1], 0) for case in found.values())]
     kernels = compiled(every, tmp_path)
     check(every, kernels)
     whole = kernels[len(found) :]
-    for (*_, parts), (kernel, _), (given_whole, _) in zip(found.values(), kernels[: len(found)], whole, strict=True):
+    for (*_, partials), (kernel, _), (given_whole, _) in zip(found.values(), kernels[: len(found)], whole, strict=True):
         adds = kernel[kernel.index(LOAD) :]
         adds = adds[: adds.index("fence.proxy.async")]
         assert adds.count(LOAD) == kernel.count(LOAD)
-        assert adds.split("add.rn.f32")[0].count(LOAD) >= min(parts, 8)
+        assert adds.split("add.rn.f32")[0].count(LOAD) >= min(partials, 8)
         assert not re.search(r"\bbar\.|barrier|sync|elect", adds)
         assert loop(kernel) == loop(given_whole) and len(loop(kernel)) > 20
 

@@ -248,11 +248,11 @@ def test_batch_invariant_rows_do_not_depend_on_the_others(adapted):
         np.testing.assert_array_equal(part, whole[first : first + m])
 
 
-@pytest.mark.parametrize("rows, slices, cluster", [(1, 1, 1), (2, 2, 2), (1, 3, 4), (1, 2, 3)])
-def test_pipelines_of_every_depth_end(rows, slices, cluster):
-    """A wrong barrier would hang or tear: rings of one to six slots over many lengths of the contraction."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
-    from qerl_kernels.nvfp4_matmul.tile import Tile
+@pytest.mark.parametrize("warpgroups_n, warpgroups_k, cluster", [(1, 1, 1), (2, 2, 2), (1, 3, 4), (1, 2, 3)])
+def test_pipelines_of_every_depth_end(warpgroups_n, warpgroups_k, cluster):
+    """A wrong barrier would hang or tear: pipelines of one to six stages over many lengths of the contraction."""
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+    from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
 
     for k in (64, 192, 256, 1088, 2048):
         weight = weight_of(320, k, seed=k)
@@ -260,17 +260,22 @@ def test_pipelines_of_every_depth_end(rows, slices, cluster):
         x = activations(20, k)
         x64, w = exact(x, weight)
         for stages in (1, 2, 3, 6):
-            tile = Tile(16, rows, slices, cluster, depth=1, stages=stages, warp_mma=slices == 2)
-            check(matmul(x, packed, tile), x64 @ w.T, x64, w, k)
+            config = GemmConfig(
+                16, warpgroups_n, warpgroups_k, cluster, k_tiles=1, stages=stages, mma_sync=warpgroups_k == 2
+            )
+            check(gemm(x, packed, config), x64 @ w.T, x64, w, k)
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("lookahead", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_working_ahead(ahead, transposed):
-    """Rings of two to five slots, one or more units in each, over contractions of even and odd length and tiles that
-    are shared; where sums are cut in the same places the bits are those of the plain loop."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
-    from qerl_kernels.nvfp4_matmul.tile import Tile
+def test_lookahead(lookahead, transposed):
+    """Pipelines of two to five stages, one or more k-tiles in each, over contractions of even and odd length and tiles
+    that are shared; where sums are cut in the same places the bits are those of the plain loop."""
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+    from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
+    from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
+
+    call = gemm_dx if transposed else gemm
 
     for n, k in ((1024, 1088), (1088, 1024), (640, 64 * 37)):
         weight = weight_of(n, k)
@@ -278,20 +283,20 @@ def test_working_ahead(ahead, transposed):
         x = activations(300, n if transposed else k)
         x64, w = exact(x, weight)
         matrix = w if transposed else w.T
-        for rows, slices, cluster, depth, stages in (
+        for warpgroups_n, warpgroups_k, cluster, k_tiles, stages in (
             (1, 1, 1, 1, 2), (2, 1, 1, 2, 2), (2, 2, 2, 1, 3), (3, 1, 2, 2, 3), (1, 2, 4, 1, 5), (2, 1, 3, 1, 4),
             (2, 1, 1, 1, 4),
         ):  # fmt: skip
-            plain = Tile(64, rows, slices, cluster, depth, stages)
-            y = matmul(x, packed, dataclasses.replace(plain, ahead=ahead), transposed=transposed)
+            plain = GemmConfig(64, warpgroups_n, warpgroups_k, cluster, k_tiles, stages)
+            y = call(x, packed, dataclasses.replace(plain, lookahead=lookahead))
             check(y, x64 @ matrix, x64, matrix.T, len(matrix))
             if cluster == 1:
-                same = matmul(x, packed, plain, transposed=transposed)
+                same = call(x, packed, plain)
                 np.testing.assert_array_equal(np.asarray(y).view(np.uint16), np.asarray(same).view(np.uint16))
 
 
 def poison_shared():
-    """NaN in most of every multiprocessor's shared memory."""
+    """NaN in most of every SM's shared memory."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def body(out_g, kept_s, row_s):
@@ -310,35 +315,35 @@ def poison_shared():
     return plgpu.kernel(body, out_type=out, grid=(264,), grid_names=("block",), scratch_types=scratch)()
 
 
-TOKENS_IN_PARTS = (1, 8, 17, 32, 40, 63, 64)
-# Fields of Tile: those of down of 7B, 14B and 32B at 32 and 64 tokens; then every kind of barrier that there is, with
-# blocks that own no tile and such that own several.
-GIVEN_PARTS = [
+PARTIALS_M = (1, 8, 17, 32, 40, 63, 64)
+# Fields of GemmConfig: those of down of 7B, 14B and 32B at 32 and 64 rows; then every kind of barrier that there is,
+# with CTAs that own no tile and such that own several.
+PARTIALS_CONFIGS = [
     (32, 1, 4, 2, 2, 3), (64, 1, 2, 2, 2, 4), (32, 1, 3, 4, 2, 4), (32, 3, 1, 4, 4, 2), (64, 1, 2, 4, 2, 3),
     (64, 1, 1, 1, 1, 2), (64, 2, 1, 1, 1, 4, 1, False, 2), (32, 1, 2, 1, 1, 3, 2), (8, 2, 2, 3, 2, 3, 1, True),
     (64, 4, 1, 2, 1, 3),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", GIVEN_PARTS)
-@pytest.mark.parametrize("n, k, rank, parts", [(512, 1024, 32, 7), (704, 64 * 37, 8, 3), (28672, 1024, 64, 1)])
-def test_x_a_in_parts(fields, n, k, rank, parts):
-    """The kernel adds up `x A`: against fp64, and the bits of the same kernel that is given the whole, over shared
-    memory that holds NaN; many runs give the same bits."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
-    from qerl_kernels.nvfp4_matmul.tile import Tile, can_fuse, fits
+@pytest.mark.parametrize("fields", PARTIALS_CONFIGS)
+@pytest.mark.parametrize("n, k, rank, count", [(512, 1024, 32, 7), (704, 64 * 37, 8, 3), (28672, 1024, 64, 1)])
+def test_lora_partials(fields, n, k, rank, count):
+    """The kernel reduces split-K partials of `x A`: against fp64, and the bits of the same kernel that is given the
+    whole, over shared memory that holds NaN; many runs give the same bits."""
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+    from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
 
-    tile = Tile(*fields)
-    assert can_fuse(tile, n, [(rank, n)]) and fits(tile, adapted=True)
+    config = GemmConfig(*fields)
+    assert config.can_fuse_lora(n, [(rank, n)]) and config.fits(has_lora=True)
     packed = cases.random_packed(jax.random.key(n), n, k)
-    for m in TOKENS_IN_PARTS if fields == GIVEN_PARTS[1] and n < 704 else (tile.tokens * 5 // 8 + 1, tile.tokens):
-        x, terms, given, t = in_parts(m, n, k, rank, parts)
+    for m in PARTIALS_M if fields == PARTIALS_CONFIGS[1] and n < 704 else (config.tile_m * 5 // 8 + 1, config.tile_m):
+        x, terms, given, t = partials_of(m, n, k, rank, count)
         jax.block_until_ready(poison_shared())
-        y = matmul(x, packed, tile, shrunk=given, **terms)
-        np.testing.assert_array_equal(bits(y), bits(matmul(x, packed, tile, shrunk=t, **terms)))
+        y = gemm(x, packed, config, lora_x=given, **terms)
+        np.testing.assert_array_equal(bits(y), bits(gemm(x, packed, config, lora_x=t, **terms)))
         if n <= 704:
             x64, w = np.asarray(x, np.float64), matrix_of(packed)
-            delta = terms["scale"] * np.asarray(t, np.float64) @ np.asarray(terms["expand"][0], np.float64)
+            delta = terms["scale"] * np.asarray(t, np.float64) @ np.asarray(terms["lora_b"][0], np.float64)
             expected = x64 @ w.T + np.asarray(terms["bias"], np.float64) + delta
             got = np.asarray(y, np.float64)
             assert np.linalg.norm(got - expected) <= 2.6e-3 * np.linalg.norm(expected)
@@ -348,7 +353,7 @@ def test_x_a_in_parts(fields, n, k, rank, parts):
     def differing(x, packed, given, first):
         def once(i, count):
             moved = jax.lax.dynamic_slice(jnp.concatenate([x, x]), (i % 2 * len(x), 0), x.shape)
-            again = matmul(moved, packed, tile, shrunk=given, **terms)
+            again = gemm(moved, packed, config, lora_x=given, **terms)
             return count + jnp.sum(jax.lax.bitcast_convert_type(again, jnp.uint16) != first)
 
         return jax.lax.fori_loop(0, 1000, once, 0)
@@ -357,12 +362,12 @@ def test_x_a_in_parts(fields, n, k, rank, parts):
         assert int(differing(x, packed, given, bits(y))) == 0
 
 
-def in_parts(m, n, k, rank, parts):
-    """x, other terms of a product, `x A` in parts whose sum is the same in every order, and the whole of it."""
+def partials_of(m, n, k, rank, count):
+    """x, other terms of a GEMM, partials of `x A` whose sum is the same in every order, and the whole of it."""
     rng = np.random.default_rng(m)
-    given = rng.integers(-64, 64, (parts, m, rank)) / 64 * np.arange(1, parts + 1)[:, None, None]
+    given = rng.integers(-64, 64, (count, m, rank)) / 64 * np.arange(1, count + 1)[:, None, None]
     b = jnp.asarray(rng.normal(size=(rank, n)) / 16, jnp.bfloat16)
-    terms = {"bias": jnp.asarray(rng.normal(size=n), jnp.bfloat16), "expand": (b,), "scale": 0.75}
+    terms = {"bias": jnp.asarray(rng.normal(size=n), jnp.bfloat16), "lora_b": (b,), "scale": 0.75}
     return activations(m, k, m), terms, jnp.asarray(given, jnp.float32), jnp.asarray(given.sum(0), jnp.bfloat16)
 
 
@@ -501,7 +506,7 @@ def test_few_tokens_that_compute_x_a(split, k, widths, ranks):
 
 def test_a_product_that_shrinks_is_called_so(monkeypatch):
     """From the entry point with a table that says so; NaN in one row stays there."""
-    from qerl_kernels.nvfp4_matmul import few_tokens, tiles
+    from qerl_kernels.nvfp4_matmul import few_tokens, tuning
     from qerl_kernels.nvfp4_matmul.api import product_takes
 
     n, k = 1024, 3584
@@ -511,7 +516,7 @@ def test_a_product_that_shrinks_is_called_so(monkeypatch):
     loras = adapters(k, (768, 256), 32)
     found = {}
     for how in (split, plain):
-        monkeypatch.setattr(tiles, "table", lambda how=how: (tiles.Row("forward", n, k, 8, how, 5.0),))
+        monkeypatch.setattr(tuning, "table", lambda how=how: (tuning.Row("forward", n, k, 8, how, 5.0),))
         assert product_takes(8, packed, loras, x.dtype) == ("a" if how.shrinks else "parts")
         found[how] = np.asarray(kernel(x, packed, None, loras), np.float64)
         spoilt = np.asarray(kernel(x.at[3].set(jnp.nan), packed, None, loras), np.float64)

@@ -72,19 +72,19 @@ def test_random_shapes(seed):
     check(pull(dy)[0], dy64 @ w, dy64, w.T, n)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("k_tiles", [1, 2, 4])
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_rings_of_every_depth_end(stages, depth):
-    """Contractions shorter than the ring, as long, and many times as long."""
-    from qerl_kernels.nvfp4_matmul.mosaic_gpu import matmul
-    from qerl_kernels.nvfp4_matmul.tile import Tile
+def test_pipelines_of_every_depth_end(stages, k_tiles):
+    """Contractions shorter than the pipeline, as long, and many times as long."""
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+    from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
 
-    tile = Tile(16, 2, 1, 2, depth=depth, stages=stages)
+    config = GemmConfig(16, 2, 1, 2, k_tiles=k_tiles, stages=stages)
     for k in (64, 192, 256, 1088, 2048, 8256):
         weight = weight_of(320, k, seed=k)
         x = activations(20, k)
         x64, w = exact(x, weight)
-        check(matmul(x, packing.pack(weight), tile), x64 @ w.T, x64, w, k)
+        check(gemm(x, packing.pack(weight), config), x64 @ w.T, x64, w, k)
 
 
 @pytest.mark.parametrize("warps", [4, 8])

@@ -11,13 +11,14 @@ import pytest
 from qerl_kernels.decode_prologue import kernel as prologue_kernel
 from qerl_kernels.decode_prologue import reference
 from qerl_kernels.nvfp4_matmul import api as entry
-from qerl_kernels.nvfp4_matmul import cases, few_tokens, mosaic_gpu, packing, tiles
+from qerl_kernels.nvfp4_matmul import cases, few_tokens, packing, tuning
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, product_takes
-from qerl_kernels.nvfp4_matmul.tile import Tile
+from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 
 N, K = 512, 640
 SPLIT = few_tokens.Split(8, rows=2, warps=4, cluster=2, depth=1, shrinks=True)
-TILE = Tile(tokens=64, rows=1, depth=1, stages=4)
+CONFIG = GemmConfig(tile_m=64, warpgroups_n=1, k_tiles=1, stages=4)
 
 
 @pytest.fixture
@@ -47,13 +48,15 @@ def calls(monkeypatch):
         made.append(("few", x.shape[0], "a" if a is not None else given(shrunk)))
         return whole(x, weight, shrunk, a, expand, scale, bias)
 
-    def many(x, weight, tile, *, transposed=False, bias=None, shrunk=None, expand=(), scale=1.0):
-        made.append(("many", x.shape[0], given(shrunk)))
-        assert shrunk is None or shrunk.ndim == 2 or tile.takes(x.shape[0], [b.shape for b in expand]) == "parts"
-        if transposed:
-            matrix, row = packing.packed_parts(weight)
-            return (x.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(x.dtype)
-        return whole(x, weight, shrunk, None, expand, scale, bias)
+    def many(x, weight, config, *, bias=None, lora_x=None, lora_b=(), scale=1.0):
+        made.append(("many", x.shape[0], given(lora_x)))
+        assert lora_x is None or lora_x.ndim == 2 or config.takes_partials(x.shape[0], [b.shape for b in lora_b])
+        return whole(x, weight, lora_x, None, lora_b, scale, bias)
+
+    def many_dx(dy, weight, config):
+        made.append(("many", dy.shape[0], None))
+        matrix, row = packing.packed_parts(weight)
+        return (dy.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(dy.dtype)
 
     def shrink(spec, config, inputs, a):
         [x] = inputs
@@ -63,13 +66,14 @@ def calls(monkeypatch):
         return [reference.lora_x(x, a, spec.ranks)]
 
     rows = [
-        tiles.Row("forward", N, K, 8, SPLIT, 1.0),
-        tiles.Row("forward", N, K, 64, TILE, None),
-        tiles.Row("dx", N, K, 64, TILE, None),
+        tuning.Row("forward", N, K, 8, SPLIT, 1.0),
+        tuning.Row("forward", N, K, 64, CONFIG, None),
+        tuning.Row("dx", N, K, 64, CONFIG, None),
     ]
-    monkeypatch.setattr(tiles, "table", lambda: tuple(rows))
+    monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
     monkeypatch.setattr(few_tokens, "matmul", few)
-    monkeypatch.setattr(mosaic_gpu, "matmul", many)
+    monkeypatch.setattr(kernel, "gemm", many)
+    monkeypatch.setattr(transposed, "gemm_dx", many_dx)
     monkeypatch.setattr(prologue_kernel, "fused_prologue", shrink)
     monkeypatch.setattr(entry.dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
     return made
@@ -115,8 +119,8 @@ def test_where_it_is_given_it_is_taken(calls):
 def test_parts_are_added_up(calls, monkeypatch, widths, ranks):
     """In the kernel for few tokens; in the other one for one adapter, before it for several; by XLA; and where `vmap`
     makes many tokens of few."""
-    row = tiles.Row("forward", N, K, 8, dataclasses.replace(SPLIT, shrinks=False), 1.0)
-    monkeypatch.setattr(tiles, "table", lambda: (row, tiles.Row("forward", N, K, 64, TILE, None)))
+    row = tuning.Row("forward", N, K, 8, dataclasses.replace(SPLIT, shrinks=False), 1.0)
+    monkeypatch.setattr(tuning, "table", lambda: (row, tuning.Row("forward", N, K, 64, CONFIG, None)))
     x, weight, loras = draw(8, widths, ranks)
     assert product_takes(8, weight, loras, x.dtype) == "parts"
     of_tile = "parts" if len(ranks) == 1 else "whole"
@@ -290,43 +294,44 @@ def test_a_batch_of_adapters_outside_the_product(calls):
     near(jax.vmap(product, (0, 0))(jnp.stack([x] * 3), several), jnp.stack(expected))
 
 
-def test_which_tiles_take_parts():
-    """One adapter, tokens of one tile and at most 64, and room for 64 columns of each token: 14.5 KiB are free beside
-    the tile of 7B's down for 64 tokens, which needs 8; 2.5 beside that of 1.5B."""
+def test_which_configs_take_partials():
+    """One adapter, rows of one tile and at most 64, and room for 64 columns of each row: 14.5 KiB are free beside
+    the config of 7B's down for 64 tokens, which needs 8; 2.5 beside that of 1.5B."""
     for model, m, expected in (
-        ("7b", 32, "parts"), ("7b", 33, "parts"), ("7b", 64, "parts"), ("7b", 65, "whole"), ("14b", 64, "parts"),
-        ("32b", 64, "parts"), ("15b", 64, "whole"), ("7b", 4096, "whole"),
+        ("7b", 32, True), ("7b", 33, True), ("7b", 64, True), ("7b", 65, False), ("14b", 64, True),
+        ("32b", 64, True), ("15b", 64, False), ("7b", 4096, False),
     ):  # fmt: skip
         n, k = cases.SHAPES[f"down_{model}"]
-        tile = tiles.tile_for(m, n, k, adapters=[(32, n)])
-        assert isinstance(tile, Tile) and tile.takes(m, [(32, n)]) == expected, (model, m)
-        assert tile.takes(m, [(32, n // 2)] * 2) == "whole"
-    assert tile.smem_bytes(True, in_parts=True) - tile.smem_bytes(True) == tile.tokens * 128
-    two = dataclasses.replace(TILE, stages=9, blocks_per_sm=2)
-    one = dataclasses.replace(two, blocks_per_sm=1)
-    assert [tile.takes(64, [(32, N)]) for tile in (one, two)] == ["parts", "whole"]
-    assert TILE.takes(64, [(32, N)]) == "parts" and dataclasses.replace(TILE, tokens=56).takes(64, [(32, N)]) == "whole"
+        config = tuning.config_for(m, n, k, adapters=[(32, n)])
+        assert isinstance(config, GemmConfig) and config.takes_partials(m, [(32, n)]) == expected, (model, m)
+        assert not config.takes_partials(m, [(32, n // 2)] * 2)
+    assert config.smem_bytes(True, has_partials=True) - config.smem_bytes(True) == config.tile_m * 128
+    two = dataclasses.replace(CONFIG, stages=9, ctas_per_sm=2)
+    one = dataclasses.replace(two, ctas_per_sm=1)
+    assert [config.takes_partials(64, [(32, N)]) for config in (one, two)] == [True, False]
+    assert CONFIG.takes_partials(64, [(32, N)])
+    assert not dataclasses.replace(CONFIG, tile_m=56).takes_partials(64, [(32, N)])
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "adapters"),
     [
-        ((2, 64, 32), jnp.bfloat16, 1),  # parts are fp32
+        ((2, 64, 32), jnp.bfloat16, 1),  # partials are fp32
         ((2, 64, 24), jnp.float32, 1),  # another rank
         ((2, 63, 32), jnp.float32, 1),
-        ((0, 64, 32), jnp.float32, 1),  # no parts
+        ((0, 64, 32), jnp.float32, 1),  # no partials
         ((2, 64, 64), jnp.float32, 2),  # of two adapters
-        ((2, 65, 32), jnp.float32, 1),  # more tokens than a tile has
+        ((2, 65, 32), jnp.float32, 1),  # more rows than a tile has
         ((64, 32), jnp.float32, 1),
         ((64, 32), jnp.bfloat16, 2),
         (None, None, 1),
         ((64, 32), jnp.bfloat16, 0),
     ],
 )
-def test_a_tile_refuses_what_it_would_misread(shape, dtype, adapters):
+def test_the_gemm_refuses_what_it_would_misread(shape, dtype, adapters):
     weight = packing.pack(cases.random_weight(jax.random.key(0), N, K))
-    shrunk = None if shape is None else jnp.zeros(shape, dtype)
+    lora_x = None if shape is None else jnp.zeros(shape, dtype)
     x = jnp.zeros((65 if shape == (2, 65, 32) else 64, K), jnp.bfloat16)
-    expand = [jnp.zeros((32, N // max(1, adapters)), jnp.bfloat16)] * adapters
-    with pytest.raises(ValueError, match=r"matmul: x A is .* tokens, adapters of ranks \[.*Tile"):
-        mosaic_gpu.matmul(x, weight, TILE, shrunk=shrunk, expand=expand)
+    lora_b = [jnp.zeros((32, N // max(1, adapters)), jnp.bfloat16)] * adapters
+    with pytest.raises(ValueError, match=r"gemm: x A is .* rows, adapters of ranks \[.*GemmConfig"):
+        kernel.gemm(x, weight, CONFIG, lora_x=lora_x, lora_b=lora_b)

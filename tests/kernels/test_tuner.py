@@ -1,4 +1,5 @@
-"""The tuner's models against durations measured on an H200 (microseconds by the profiler, without adapters; LOG.md)."""
+"""The tuner's models against durations measured on an H200 (microseconds by the profiler, without adapters;
+tools/results/notes/matmul.md)."""
 
 import math
 import statistics
@@ -7,12 +8,12 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, tiles
+from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.few_tokens import Split
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.split import fits
-from qerl_kernels.nvfp4_matmul.tile import Tile
 
-# (case, tokens of x, kernel) -> fields of the tile or split: measured, from the best to the worst of what was tried
+# (case, m, class of the config) -> fields of the config: microseconds, from the best to the worst of those tried
 MEASURED = {
     ("o_7b", 8, Split): {
         (8, 2, 8, 1, 5): 4.5,
@@ -54,7 +55,7 @@ MEASURED = {
         (8, 8, 4, 4, 4): 9.4,
         (8, 8, 8, 7, 2): 16.0,
     },
-    ("down_32b", 16, Tile): {
+    ("down_32b", 16, GemmConfig): {
         (16, 3, 1, 4, 4, 5, 1, False, 0): 30.8,
         (16, 1, 3, 8, 2, 2, 2, True, 0): 35.0,
         (16, 1, 4, 8, 1, 4, 2, True, 0): 43.8,
@@ -62,7 +63,7 @@ MEASURED = {
         (16, 1, 4, 2, 1, 5, 2, True, 0): 60.4,
         (16, 2, 2, 3, 1, 3, 3, True, 0): 78.0,
     },
-    ("gate_up_7b", 64, Tile): {
+    ("gate_up_7b", 64, GemmConfig): {
         (64, 2, 2, 2, 1, 5, 1, False, 2): 41.1,
         (64, 2, 1, 2, 2, 7, 1, False, 2): 41.4,
         (64, 2, 2, 2, 1, 5, 1, False, 1): 41.8,
@@ -70,7 +71,7 @@ MEASURED = {
         (64, 4, 1, 2, 2, 3, 1, False, 2): 45.6,
         (64, 2, 2, 1, 1, 7, 1, False, 2): 45.8,
     },
-    ("qkv_14b", 128, Tile): {
+    ("qkv_14b", 128, GemmConfig): {
         (128, 1, 2, 1, 1, 4, 1, False, 2): 18.7,
         (128, 1, 1, 1, 1, 5, 2, False, 2): 21.5,
         (64, 2, 2, 1, 2, 3, 1, False, 2): 22.4,
@@ -78,7 +79,7 @@ MEASURED = {
         (64, 4, 1, 2, 2, 3, 1, False, 2): 27.5,
         (64, 2, 2, 2, 2, 2, 1, False, 2): 29.4,
     },
-    ("o_7b", 256, Tile): {
+    ("o_7b", 256, GemmConfig): {
         (128, 1, 2, 1, 1, 4, 1, False, 2): 13.8,
         (128, 2, 1, 2, 2, 3, 1, False, 0): 17.1,
         (128, 1, 3, 1, 1, 2, 1, False, 0): 17.4,
@@ -86,7 +87,7 @@ MEASURED = {
         (128, 1, 1, 1, 1, 5, 2, False, 0): 20.9,
         (64, 3, 1, 3, 2, 3, 1, False, 2): 22.3,
     },
-    ("down_7b", 128, Tile): {
+    ("down_7b", 128, GemmConfig): {
         (128, 1, 2, 2, 1, 4, 1, False, 0): 35.1,
         (64, 2, 2, 2, 1, 5, 1, False, 2): 43.8,
         (64, 2, 2, 4, 1, 3, 1, False, 0): 45.0,
@@ -94,7 +95,7 @@ MEASURED = {
         (64, 3, 1, 3, 1, 6, 1, False, 0): 50.0,
         (128, 1, 2, 4, 1, 2, 1, False, 2): 71.9,
     },
-    ("gate_up_14b", 512, Tile): {
+    ("gate_up_14b", 512, GemmConfig): {
         (176, 2, 1, 1, 1, 6, 1, False, 2): 179.9,
         (128, 2, 1, 1, 1, 8, 1, False, 2): 207.1,
         (128, 2, 1, 2, 1, 6, 1, False, 2): 207.1,
@@ -102,7 +103,7 @@ MEASURED = {
         (104, 2, 1, 2, 1, 8, 1, False, 2): 226.5,
         (64, 3, 1, 1, 2, 6, 1, False, 2): 251.2,
     },
-    ("down_14b", 1024, Tile): {
+    ("down_14b", 1024, GemmConfig): {
         (176, 2, 1, 1, 2, 3, 1, False, 0): 181.9,
         (176, 2, 1, 1, 1, 6, 1, False, 2): 183.6,
         (176, 2, 1, 1, 1, 6, 1, False, 1): 190.5,
@@ -133,43 +134,43 @@ def test_the_models_put_the_best_first_and_are_about_right(tuner):
 
 
 def test_the_list_to_be_tried_has_the_best_measured_among_its_first(tuner):
-    """Tiles as the tuner lists them, none measured beforehand: the filters leave the best in, and the model puts it or
-    one that differs in stages, depth or `ahead` alone among the first six."""
+    """Configs as the tuner lists them, none measured beforehand: the filters leave the best in, and the model puts it
+    or one that differs in stages, k_tiles or lookahead alone among the first six."""
     for (case, m, kernel), measured in MEASURED.items():
         if kernel is Split or m < 64:
             continue
-        best = Tile(*min(measured, key=measured.get))
+        best = GemmConfig(*min(measured, key=measured.get))
         listed = tuner.candidates(m, *cases.SHAPES[case], False, 6, cases.parts(case))
-        alike = [(t.tokens, t.rows, t.slices, t.cluster, t.blocks_per_sm) for t in listed]
-        assert (best.tokens, best.rows, best.slices, best.cluster, best.blocks_per_sm) in alike[:6], (case, m, listed)
+        kind = lambda c: (c.tile_m, c.warpgroups_n, c.warpgroups_k, c.cluster, c.ctas_per_sm)  # noqa: E731
+        assert kind(best) in list(map(kind, listed))[:6], (case, m, listed)
 
 
-def test_what_precedes_a_product_counts_against_it(tuner, monkeypatch):
-    """By hand: before o stands `x A` alone, whose launch counts 0.8 us more than it takes; before down stands SiLU
-    anyway. So the slower product is taken where it saves more than it costs, and only there."""
-    plain, own, tile = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True), Tile(8, 1, 2, warp_mma=True)
-    given = [tuner.takes(*product, tile) for product in (("down_7b", 8), ("o_7b", 8), ("down_7b", 16), ("qkv_7b", 8))]
-    assert given == ["parts", "parts", "whole", "whole"]
-    monkeypatch.setattr("qerl_kernels.nvfp4_matmul.tile.MOST_IN_PARTS", 0)
+def test_the_prologue_counts_against_a_gemm(tuner, monkeypatch):
+    """By hand: the prologue of o is `x A` alone, whose launch counts 0.8 us more than it takes; that of down is SiLU in
+    any case. So the slower GEMM is taken where it saves more than it costs, and only there."""
+    plain, own, wide = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True), GemmConfig(8, 1, 2, mma_sync=True)
+    given = [tuner.lora_form(*gemm, wide) for gemm in (("down_7b", 8), ("o_7b", 8), ("down_7b", 16), ("qkv_7b", 8))]
+    assert given == ["partials", "partials", "whole", "whole"]
+    monkeypatch.setattr("qerl_kernels.nvfp4_matmul.gemm.config.MAX_PARTIALS_M", 0)
     for case, times, expected in (
-        ("o_7b", {"parts": 2.4, "whole": 2.3}, (3.2, 0.0, 3.1)),
-        ("down_7b", {"parts": 3.0, "a": 2.0, "whole": 4.8}, (3.0, 2.0, 4.8)),
+        ("o_7b", {"partials": 2.4, "whole": 2.3}, (3.2, 0.0, 3.1)),
+        ("down_7b", {"partials": 3.0, "a": 2.0, "whole": 4.8}, (3.0, 2.0, 4.8)),
     ):
-        times = {tuner.Before(case, 8, gives): us for gives, us in times.items()}
-        group = [tuner.Trial(case, 8, "forward", how) for how in (plain, own, tile)]
-        assert tuple(tuner.counted_before(trial, times) for trial in group) == pytest.approx(expected)
-        assert tuner.counted_before(tuner.Trial(case, 16, "forward", own), times) is None
-        assert set(tuner.befores(group)) == set(times) and not tuner.befores(group[:1])
+        times = {tuner.Prologue(case, 8, form): us for form, us in times.items()}
+        group = [tuner.Trial(case, 8, "forward", how) for how in (plain, own, wide)]
+        assert tuple(tuner.counted_prologue(trial, times) for trial in group) == pytest.approx(expected)
+        assert tuner.counted_prologue(tuner.Trial(case, 16, "forward", own), times) is None
+        assert set(tuner.prologues(group)) == set(times) and not tuner.prologues(group[:1])
         for us in ((5.0, 9.0, 4.0), (5.0, 5.5, 4.9), (7.0, 9.0, 4.0)):
             [row] = tuner.best_of(group, dict(zip(group, us, strict=True)), times)
             best = min(range(3), key=lambda i: us[i] + expected[i])
-            assert tiles.from_stored(row).tile == (plain, own, tile)[best]
-            assert (row["us"], row["before"]) == (us[best], pytest.approx(expected[best]))
-    [qkv] = {tuner.takes("qkv_7b", 8, how) for how in (plain, tile)}  # a norm needs all features: no parts
-    assert qkv == "whole" and tuner.parts_of("down_7b", 8) == 7
+            assert tuning.from_json(row).config == (plain, own, wide)[best]
+            assert (row["us"], row["prologue_us"]) == (us[best], pytest.approx(expected[best]))
+    [qkv] = {tuner.lora_form("qkv_7b", 8, how) for how in (plain, wide)}  # a norm needs all features: no partials
+    assert qkv == "whole" and tuner.partials_of("down_7b", 8) == 7
 
 
-def test_parts_are_given_as_in_decode(tuner, monkeypatch):
+def test_partials_are_given_as_in_decode(tuner, monkeypatch):
     """One of them is `x A`, the others zeros."""
     taken = []
     monkeypatch.setattr(tuner.few_tokens, "matmul", lambda *args, shrunk, **more: taken.append(shrunk))
@@ -179,11 +180,11 @@ def test_parts_are_given_as_in_decode(tuner, monkeypatch):
     np.testing.assert_array_equal(taken[0].sum(0), np.ones((8, 32)))
     tuner.Trial("qkv_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
     assert taken[1] is shrunk
-    monkeypatch.setattr(tuner.mosaic_gpu, "matmul", lambda *args, shrunk, **more: taken.append(shrunk))
+    monkeypatch.setattr(tuner, "gemm", lambda *args, lora_x, **more: taken.append(lora_x))
     layer = types.SimpleNamespace(shape=cases.SHAPES["down_7b"]), None, [jnp.zeros((32, 3584), jnp.bfloat16)]
-    tuner.Trial("down_7b", 8, "forward", Tile(8, 1, 2, warp_mma=True)).call(None, shrunk, layer)
+    tuner.Trial("down_7b", 8, "forward", GemmConfig(8, 1, 2, mma_sync=True)).call(None, shrunk, layer)
     np.testing.assert_array_equal(taken[2], taken[0])
-    tuner.Trial("down_7b", 16, "forward", Tile(8, 1, 2, warp_mma=True)).call(None, shrunk, layer)
+    tuner.Trial("down_7b", 16, "forward", GemmConfig(8, 1, 2, mma_sync=True)).call(None, shrunk, layer)
     assert taken[3] is shrunk
 
 
@@ -203,5 +204,5 @@ def test_splits_that_compute_x_a_are_tried_where_they_may_gain(tuner):
 def test_without_a_gpu_the_model_decides_between_both_kernels(tuner):
     """o of 7B: 8 tokens took 4.5 us with the kernel for few tokens and 5.9 with the other, 64 tokens only fit that."""
     rows = tuner.guesses("o_7b", [8, 64], ["forward"], [0, 1, 2])
-    assert [row.get("kernel") for row in rows] == ["few_tokens", None]
+    assert [row["kernel"] for row in rows] == ["skinny", "gemm"]
     assert all(row["us"] is None for row in rows)

@@ -64,7 +64,7 @@ from qerl_kernels.decode_attention.fragments import (
     scores_of,
     store_result,
 )
-from qerl_kernels.dispatch import MULTIPROCESSORS
+from qerl_kernels.dispatch import SMS
 
 TILE = 4 * KEYS_OF_WARP
 PARTS = 4
@@ -108,7 +108,7 @@ def decode_attention(
     lengths: jax.Array,
     scale: float,
     *,
-    sms: int = MULTIPROCESSORS,
+    sms: int = SMS,
     blocks: int | None = None,
     slots: int | None = None,
 ) -> jax.Array:

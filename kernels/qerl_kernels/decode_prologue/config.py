@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from qerl_kernels.dispatch import MULTIPROCESSORS
+from qerl_kernels.dispatch import SMS
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 
 K_TILE = 32  # features that a warp takes at a time
@@ -137,8 +137,8 @@ def predicted_us(spec: PrologueSpec, config: PrologueConfig) -> float:
 def missing_for_kernel(features: int, ranks: Sequence[int]) -> str | None:
     """What the kernel needs and these shapes or this GPU lack; None where it runs."""
     cores = getattr(jax.devices()[0], "core_count", None)
-    if cores is not None and cores < MULTIPROCESSORS:
-        return f"clusters of {CLUSTER} CTAs, seen to launch on {MULTIPROCESSORS} SMs (this GPU has {cores})"
+    if cores is not None and cores < SMS:
+        return f"clusters of {CLUSTER} CTAs, seen to launch on {SMS} SMs (this GPU has {cores})"
     if features % K_TILE:
         return f"a multiple of {K_TILE} input features (these are {features})"
     if any(rank % 8 or not 0 < rank <= MAX_RANK for rank in ranks):

@@ -18,7 +18,7 @@ import dataclasses
 from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
-from qerl_kernels.dispatch import MULTIPROCESSORS
+from qerl_kernels.dispatch import SMS
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
@@ -69,7 +69,7 @@ class Adapters:
             b = [lanes.load(lanes.address(base, add(at, mul(width, 2 * i))), 1, ok)[0] for i in range(4)]
             jobs.append((exists, b, [self._fetch_t(o, add(column, first), ok) for o in range(split.octets)]))
         blocks = split.clusters(self.task.features) * split.cluster
-        most = MOST_HELD_ALONE if blocks <= MULTIPROCESSORS and split.warps <= 8 else MOST_HELD
+        most = MOST_HELD_ALONE if blocks <= SMS and split.warps <= 8 else MOST_HELD
         if len(jobs) * split.octets * 4 * self.task.parts > most:
             return [(exists, b, list(map(self._summed, t))) for exists, b, t in jobs]
         return jobs

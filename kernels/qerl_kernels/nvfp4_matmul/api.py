@@ -19,6 +19,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.decode_prologue.api import fused_lora_x
 from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraX, pad_lora_x, split_lora_x
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 from qerl_kernels.nvfp4_matmul.reference import no_gradient
@@ -26,7 +27,6 @@ from qerl_kernels.ops import fp32_matmul
 
 if TYPE_CHECKING:
     from qerl_kernels.nvfp4_matmul.split import Split
-    from qerl_kernels.nvfp4_matmul.tile import Tile
 
 
 class Adapter(Protocol):
@@ -224,16 +224,18 @@ def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs
     return _kernel(static, False, x, weight, bias, given, expand=expand, scale=static.adapters[0][0])
 
 
-def _fusing_tile(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> Tile | Split | None:
+def _fusing_tile(
+    static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]
+) -> GemmConfig | Split | None:
     """The tile into which adapters with B of these shapes fit; None where there is none."""
-    from qerl_kernels.nvfp4_matmul import tiles
+    from qerl_kernels.nvfp4_matmul import tuning
 
     starts = [offset for _, offset in static.adapters]
     adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
     scales = {scale for scale, _ in static.adapters}
     if not adjacent or len(scales) != 1 or 0.0 in scales:
         return None
-    return tiles.tile_for(rows, *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
+    return tuning.config_for(rows, *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
 
 
 def _takes(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> str:
@@ -243,21 +245,27 @@ def _takes(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[i
     return "whole" if tile is None else _given_as(static, tile, rows, shapes)
 
 
-def _given_as(static: _Static, tile: Tile | Split, rows: int, shapes: list[tuple[int, int]]) -> str:
+def _given_as(static: _Static, tile: GemmConfig | Split, rows: int, shapes: list[tuple[int, int]]) -> str:
     """What the kernel of a tile is given. Never parts where a row's bits may not depend on the number of rows: the
     number of parts does."""
-    return "whole" if static.batch_invariant else tile.takes(rows, shapes)
+    if static.batch_invariant:
+        return "whole"
+    if isinstance(tile, GemmConfig):
+        return "parts" if tile.takes_partials(rows, shapes) else "whole"
+    return tile.takes(rows, shapes)
 
 
 def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, a=None, expand=(), scale=1.0) -> Array:
     """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product. With adapters it takes `shrunk`,
     or `a`: their A side by side."""
-    from qerl_kernels.nvfp4_matmul import few_tokens, mosaic_gpu, tiles  # jax ≥ 0.11: imported where it runs
+    from qerl_kernels.nvfp4_matmul import few_tokens, tuning  # jax ≥ 0.11: imported where it runs
+    from qerl_kernels.nvfp4_matmul.gemm import kernel
+    from qerl_kernels.nvfp4_matmul.gemm import transposed as dx
 
     @jax.custom_batching.custom_vmap
     def product(rows, weight, bias, a, expand):
         x, shrunk = rows
-        tile = tiles.tile_for(
+        tile = tuning.config_for(
             x.shape[0], *weight.shape, transposed=transposed, adapters=[b.shape for b in expand],
             batch_invariant=static.batch_invariant,
         )  # fmt: skip
@@ -273,7 +281,9 @@ def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None,
             return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), shrunk=shrunk, **terms)
         if shrunk is not None and shrunk.ndim == 3 and takes != "parts":
             shrunk = _in_slots(_of_given(shrunk, len(x), [b.shape[0] for b in expand], x.dtype))
-        return mosaic_gpu.matmul(x, weight, tile, transposed=transposed, shrunk=shrunk, **terms)
+        if transposed:
+            return dx.gemm_dx(x, weight, tile)
+        return kernel.gemm(x, weight, tile, bias=bias, lora_x=shrunk, lora_b=expand, scale=scale)
 
     @product.def_vmap
     def batched(size, in_batched, rows, weight, bias, a, expand):

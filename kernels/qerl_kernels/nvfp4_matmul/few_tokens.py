@@ -55,7 +55,7 @@ from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.lanes import add, both, div, either, less, mul, rem
 from qerl_kernels.launch import launch
 from qerl_kernels.nvfp4_matmul.adapters import Adapters
-from qerl_kernels.nvfp4_matmul.fragments import operands
+from qerl_kernels.nvfp4_matmul.dequant import operands
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse, describe, is_lora_x
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.ring import Ring

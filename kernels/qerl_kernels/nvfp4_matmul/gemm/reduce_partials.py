@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 
 from qerl_kernels import lanes
 from qerl_kernels.lanes import add, div, less, mul, rem
-from qerl_kernels.nvfp4_matmul.fragments import swizzled
+from qerl_kernels.nvfp4_matmul.gemm.smem import swizzled
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 THREADS = 96
@@ -26,7 +26,7 @@ AT_ONCE = 8  # parts that a thread asks for before it adds them up; a power of t
 OTHERS = 12  # registers for all else: addresses, numbers, what is made of the words
 
 
-def add_up(parts_g: jax.Ref, shrunk_s: jax.Ref, registers: int | None) -> None:
+def reduce_partials(parts_g: jax.Ref, shrunk_s: jax.Ref, registers: int | None) -> None:
     """The sum of `parts_g`, f32 [parts, tokens, columns], in the order of `lanes.total`, into the first columns of
     `shrunk_s`, bf16 [tokens or more, 64], zeros in all else; visible to `wgmma` of whoever sees these warps arrive.
 

@@ -1,11 +1,12 @@
-"""How three warps of a producer add up `x A`: their instructions, run for all threads on numpy, against its sum."""
+"""The reduction of split-K partials of `x A` by three warps of the producer: their instructions, run for all threads on
+numpy, against the sum."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from lanes_on_numpy import POISON, Block, Cluster, Memory, install
 from qerl_kernels import lanes
-from qerl_kernels.nvfp4_matmul import parts
+from qerl_kernels.nvfp4_matmul.gemm import reduce_partials
 
 
 class ThreeWarps(Block):
@@ -14,7 +15,7 @@ class ThreeWarps(Block):
     most, asked = 0, 0
 
     def __init__(self, memory, shared_bytes):
-        super().__init__(memory, parts.THREADS, shared_bytes, 0, Cluster())
+        super().__init__(memory, reduce_partials.THREADS, shared_bytes, 0, Cluster())
 
     def load(self, at, words, flag, byte=0):
         self.asked += words
@@ -38,8 +39,8 @@ def test_against_numpy(monkeypatch, count, tokens, rows, columns, registers):
     memory = Memory(given)
     machine = ThreeWarps(memory, rows * 128 + 1024)
     monkeypatch.setattr(lanes, "fadd", lambda a, b: np.float32(a + b))
-    install(monkeypatch, machine, parts)
-    parts.emit(np.int64(memory.begins[0]), np.int64(0), np.arange(96), given.shape, rows, registers)
+    install(monkeypatch, machine, reduce_partials)
+    reduce_partials.emit(np.int64(memory.begins[0]), np.int64(0), np.arange(96), given.shape, rows, registers)
     assert (machine.shared[rows * 128 :] == POISON).all() and (machine.writer[: rows * 128] >= 0).all()
     chunks = machine.shared[: rows * 128].view(np.uint16).reshape(rows, 8, 8)
     row = np.arange(rows)[:, None]

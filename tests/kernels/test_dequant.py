@@ -7,7 +7,8 @@ import types
 import jax
 import numpy as np
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, fragments, packing
+from qerl_kernels.nvfp4_matmul import cases, dequant, packing
+from qerl_kernels.nvfp4_matmul.gemm import transposed
 
 U32 = np.uint32
 THREAD = np.arange(128, dtype=U32)
@@ -117,22 +118,23 @@ def operand(steps: list) -> np.ndarray:
 def machine(monkeypatch):
     machine = Machine()
     array = lambda registers, *_: types.SimpleNamespace(registers=registers, is_signed=None)  # noqa: E731
-    monkeypatch.setattr(fragments, "_asm", machine.run)
-    monkeypatch.setattr(fragments, "_as_fragments", operand)
-    monkeypatch.setattr(fragments, "_as_words", lambda found, *_: array(objects([[word] for word in found])))
-    monkeypatch.setattr(fragments, "_element", lambda vector, i: vector[i])
+    for module in (dequant, transposed):
+        monkeypatch.setattr(module, "asm", machine.run)
+        monkeypatch.setattr(module, "as_fragments", operand)
+        monkeypatch.setattr(module, "element", lambda vector, i: vector[i])
+    monkeypatch.setattr(transposed, "_as_words", lambda found, *_: array(objects([[word] for word in found])))
     utils = types.SimpleNamespace(
         memref_ptr=lambda at: at, thread_idx=lambda: THREAD, bitcast=lambda register, _: register
     )
-    monkeypatch.setattr(fragments, "mgpu", types.SimpleNamespace(utils=utils))
+    monkeypatch.setattr(transposed, "mgpu", types.SimpleNamespace(utils=utils))
     run = lambda _, operands, text, *__, **___: machine.run(0, operands, text)  # noqa: E731
     llvm = types.SimpleNamespace(ptrtoint=lambda _, at: np.full(128, at, U32), inline_asm=run)
-    monkeypatch.setattr(fragments, "llvm", llvm)
+    monkeypatch.setattr(transposed, "llvm", llvm)
     types_ = types.SimpleNamespace(
         IntegerType=types.SimpleNamespace(get_signless=lambda bits: bits),
         Type=types.SimpleNamespace(parse=lambda text: text),
     )
-    monkeypatch.setattr(fragments, "ir", types_)
+    monkeypatch.setattr(transposed, "ir", types_)
     return machine
 
 
@@ -161,7 +163,7 @@ def test_forward_operand(machine, weight, tile, unit):
     scales = np.asarray(packed.scales)[tile, unit]
     of_thread = [scales[16 * WARP + 2 * GROUP + pair] for pair in range(2)]
     held = (types.SimpleNamespace(registers=objects([part])) for part in (list(words.T), of_thread))
-    out = fragments._dequantize_lane(None, *held)
+    out = dequant._dequantize_lane(None, *held)
     np.testing.assert_array_equal(out, matrix[64 * tile :, 64 * unit :][:64, :64])
 
 
@@ -172,7 +174,7 @@ def test_transposed_operand(machine, weight, tile, unit):
     raw = np.asarray(packed.words)[tile, unit].reshape(-1).view(np.uint8)
     machine.shared[WORDS_AT + swizzle(np.arange(2048))] = raw
     machine.shared[SCALES_AT : SCALES_AT + 256] = np.asarray(packed.scales)[tile, unit].view(np.uint8)
-    out = fragments._dequantize_lane_transposed(None, *fragments._load_lane_transposed(None, WORDS_AT, SCALES_AT))
+    out = transposed._dequantize_lane_transposed(None, *transposed._load_lane_transposed(None, WORDS_AT, SCALES_AT))
     expected = matrix[64 * tile :, 64 * unit :][:64, :64].T
     np.testing.assert_array_equal(out, expected[feature_of_row()])
     assert machine.wavefronts == 16
@@ -193,6 +195,6 @@ def test_transposed_store(machine):
         for c in range(2):
             row, token = 16 * WARP + 8 * c + 2 * (lane >> 3), 8 * octet + 2 * (lane & 3) + (lane >> 2 & 1)
             held.append(y[row, token] | y[row + 1, token] << U32(16))
-    fragments._store_lane_transposed(None, OUT_AT, types.SimpleNamespace(registers=objects(held)))
+    transposed._store_lane_transposed(None, OUT_AT, types.SimpleNamespace(registers=objects(held)))
     stored = machine.shared[OUT_AT + swizzle(np.arange(32 * 128))].view(np.uint16).reshape(32, 64)
     np.testing.assert_array_equal(stored[:, feature_of_row()], y.T)

@@ -1,0 +1,1 @@
+"""The warp-specialized NVFP4 GEMM for Hopper, for any number of rows of x."""

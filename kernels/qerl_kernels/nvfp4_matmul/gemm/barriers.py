@@ -1,0 +1,94 @@
+"""The mbarriers of a CTA, and why none of them can hang.
+
+Every wait is answered by arrivals that do not themselves wait for the waiter; the lines at each barrier say which. They
+rest on two facts. The producer and the consumers of a CTA make the same uses of the pipeline in the same order
+(`schedule.Segments`). And all CTAs of a cluster count the same `schedule.StreamK`, so that owner and senders agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
+
+_FIELDS = (
+    "empty", "lora_b_empty", "full", "cluster_sums_full", "lora_x_full", "warpgroup_sums_full", "warpgroup_sums_empty",
+)  # fmt: skip
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=_FIELDS, meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    """A name for each array of mbarriers; None where the config or the terms need none."""
+
+    # empty[stage] completes once for each use of the stage: every consumer warpgroup arrives after its last read (after
+    # the wait for `wgmma`, or after a fence, see `mma_sync.order_reads`). The producer waits for it only from a stage's
+    # second use on, and consumers reach that arrival needing only stages that the producer filled before. With
+    # lookahead a consumer waits for `full` of one k-step while it still holds the stage of the k-step before and no
+    # other (the one before that it has freed). There are two stages or more, so the producer fills the stage waited for
+    # without needing the one held.
+    empty: jax.Ref
+    # lora_b_empty: B of the adapters has one place. The producer refills it after this barrier, on which each of the
+    # `warpgroups_n` readers arrives for every owned tile but the last: as often as the producer waits. A reader arrives
+    # when it has read B, for which it waits on `full` alone.
+    lora_b_empty: jax.Ref | None
+    # full[stage] completes once for each use of the stage: the producer's copies arrive on it, 2 + `warpgroups_k` of a
+    # k-step or those of the LoRA input; where a use has fewer copies than the other kind, the producer arrives by hand
+    # for the rest. Copies wait for nobody; the producer issues them after `empty` (and `lora_b_empty`), see there.
+    full: jax.Ref
+    # cluster_sums_full[r, d] completes at most once in a kernel. A run can end within at most one tile, so a CTA owns
+    # at most one tile that others continue, and each of those sends once, when it has done its first segment. CTAs
+    # without work have no place among the senders, so the owner waits exactly for those who send. Senders wait for
+    # nobody. An owner cannot leave before its senders' data has come.
+    cluster_sums_full: jax.Ref | None
+    # lora_x_full completes at most once in a kernel, where `x A` comes as split-K partials and the CTA owns a tile:
+    # warps 1 to 3 of the producer arrive when their sums are in shared memory (`reduce_partials`), and wait for nobody.
+    # Consumers wait for it once, before they store the first tile that the CTA owns. In such a kernel warp 0 issues the
+    # copies alone and arrives for its whole warpgroup. Otherwise all four warps would arrive on `full`, which would
+    # wait for the sums, and wait on `empty`, of which a warp that comes late could miss a phase and wait for one that
+    # never ends. `setmaxnreg` needs the whole warpgroup and stands before the warps part; behind it the producer meets
+    # at no barrier of a warpgroup, and none of its warps is needed once its own work is done.
+    lora_x_full: jax.Ref | None
+    # warpgroup_sums_full[r] completes once for each segment: the `warpgroups_k` - 1 consumers that share the features
+    # of warpgroup 0 arrive with their sums, for which they need the pipeline and `warpgroup_sums_empty`.
+    warpgroup_sums_full: jax.Ref | None
+    # warpgroup_sums_empty[r]: those consumers reuse their place only after it. The reader arrives for every segment but
+    # the last, when it has read the sums and before it waits for anything else.
+    warpgroup_sums_empty: jax.Ref | None
+
+
+def declare_barriers(config: GemmConfig, terms: Terms) -> Barriers:
+    """The barriers as scratch types of a kernel."""
+    shares_k, shares_tiles = config.warpgroups_k > 1, config.cluster > 1
+    senders = config.warpgroups_n * (config.cluster - 1)
+    return Barriers(
+        empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
+        lora_b_empty=plgpu.Barrier(num_arrivals=config.warpgroups_n) if terms.has_lora else None,
+        full=plgpu.Barrier(num_arrivals=full_arrivals(config, terms), num_barriers=config.stages),
+        cluster_sums_full=plgpu.Barrier(num_barriers=senders) if shares_tiles else None,
+        lora_x_full=plgpu.Barrier(num_arrivals=3) if terms.has_partials else None,
+        warpgroup_sums_full=plgpu.Barrier(num_arrivals=config.warpgroups_k - 1, num_barriers=config.warpgroups_n)
+        if shares_k
+        else None,
+        warpgroup_sums_empty=plgpu.Barrier(num_barriers=config.warpgroups_n) if shares_k else None,
+    )
+
+
+def step_copies(config: GemmConfig) -> int:
+    """Copies of a k-step: words, scales, and x for each warpgroup along k."""
+    return 2 + config.warpgroups_k
+
+
+def lora_copies(config: GemmConfig, terms: Terms) -> int:
+    """Copies of a tile's LoRA input: B for each warpgroup along n, and `x A` where it comes whole."""
+    return config.warpgroups_n + (not terms.has_partials) if terms.has_lora else 0
+
+
+def full_arrivals(config: GemmConfig, terms: Terms) -> int:
+    """Arrivals that complete `full`."""
+    return max(step_copies(config), lora_copies(config, terms))

@@ -1,0 +1,136 @@
+"""The tuning config of the warp-specialized GEMM, and what it takes of an SM."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from qerl_kernels.dispatch import SMEM_BYTES, SMS
+from qerl_kernels.nvfp4_matmul import lora_input
+from qerl_kernels.nvfp4_matmul.packing import TILE
+
+# Clusters by their number of CTAs that an H200 holds, one CTA an SM, as its driver says (cuOccupancyMaxActiveClusters).
+# A cluster lies within one GPC, so that clusters of three, four or eight CTAs leave some SMs idle. Other chips of the
+# kind may differ by a few.
+RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+# Rows of x up to which a decode prologue is faster where it leaves `x A` as split-K partials: SiLU of 7B took an H200
+# 4.1 and 5.0 us for 32 and 64 rows, against 5.5 and 6.4 with the whole `x A`; from 96 rows on there was no difference.
+MAX_PARTIALS_M = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """Tile sizes and pipeline of the kernel; found by `tools/tune_matmul.py`.
+
+    M, N and K are those of the GEMM: rows of x, output features and contraction; for dx the weight's n is the K.
+
+    Attributes:
+      tile_m: rows of x in a tile (8 to 256, a multiple of 8).
+      warpgroups_n: consumer warpgroups side by side, 64 output features each.
+      warpgroups_k: consumer warpgroups that share the contraction of the same features.
+      cluster: CTAs that share tiles by Stream-K (1, 2, 3, 4 or 8).
+      k_tiles: k-tiles of 64 that a consumer takes from one pipeline stage.
+      stages: pipeline stages.
+      ctas_per_sm: CTAs resident on one SM.
+      mma_sync: multiply with `mma.sync` and not `wgmma`: for small tile_m, since `wgmma` takes as long for 8 rows as
+        for 32.
+      lookahead: dequantize the next k-tile while `wgmma` multiplies the present one; the next `wgmma` then waits for
+        the present one (1) or follows it at once (2). With 0, consumers that share a stage all dequantize and then all
+        wait for the tensor cores: a k-tile takes the sum of both times.
+    """
+
+    tile_m: int
+    warpgroups_n: int = 4
+    warpgroups_k: int = 1
+    cluster: int = 1
+    k_tiles: int = 2
+    stages: int = 4
+    ctas_per_sm: int = 1
+    mma_sync: bool = False
+    lookahead: int = 0
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups of a CTA."""
+        return self.warpgroups_n * self.warpgroups_k
+
+    @property
+    def tile_n(self) -> int:
+        """Output features of a tile."""
+        return TILE * self.warpgroups_n
+
+    @property
+    def stage_k_tiles(self) -> int:
+        """k-tiles of 64 in a pipeline stage."""
+        return self.warpgroups_k * self.k_tiles
+
+    @property
+    def unroll(self) -> int:
+        """k-steps (stages) in one iteration of the mainloop. With lookahead two operands alternate, which takes an even
+        number of k-tiles."""
+        return 2 if self.lookahead and self.k_tiles % 2 else 1
+
+    def smem_bytes(self, has_lora: bool = False, has_partials: bool = False) -> int:
+        """Shared memory of a CTA, with or without LoRA, whose `x A` may come as split-K partials. Each array is a whole
+        number of KiB; barriers take half a KiB."""
+        stage = self.stage_k_tiles * (self.warpgroups_n * 512 * 4 + self.tile_m * TILE * 2)
+        scales = -(-self.stages * self.stage_k_tiles * self.warpgroups_n // 4) * 1024
+        sums = self.tile_n * self.tile_m * (2 + 4 * (self.warpgroups_k + self.cluster - 2))
+        lora = has_lora * self.tile_n * TILE * 2 + has_partials * self.tile_m * TILE * 2
+        return self.stages * stage + scales + sums + lora + 512
+
+    def fits(self, has_lora: bool = False) -> bool:
+        """Whether an SM can hold `ctas_per_sm` CTAs: shared memory, threads, and roughly the registers of a
+        consumer."""
+        threads = (self.consumers + 1) * 128
+        split = self.register_split()
+        at_launch = 65536 // (threads * self.ctas_per_sm) // 8 * 8
+        registers = split[1] if split else at_launch
+        accumulator = self.tile_m // 2
+        # beside it: A while the consumer multiplies, or the sums that it adds at the end
+        addends = accumulator if self.warpgroups_k > 1 or self.cluster > 1 else 0
+        operands = 16 * (2 if self.lookahead else self.k_tiles)
+        # with lookahead a few words spill where there are more consumers, as compiling showed
+        spills = self.consumers > (3 if self.cluster > 2 else 5)
+        return (
+            self.smem_bytes(has_lora) * self.ctas_per_sm <= SMEM_BYTES
+            and threads * self.ctas_per_sm <= 2048
+            and self.consumers <= 7
+            and self.cluster in (1, 2, 3, 4, 8)
+            and not (self.lookahead and (self.stages < 2 or self.mma_sync or spills))
+            and (self.mma_sync or accumulator + 28 + max(addends, operands) <= registers)
+            and (self.mma_sync or accumulator + 30 <= at_launch)  # the registers that one `wgmma` names
+        )
+
+    def can_fuse_lora(self, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Whether the epilogue can add adapters with B of these shapes: `lora_input.can_fuse`, and none begins within a
+        tile."""
+        return n % TILE == 0 and lora_input.can_fuse(n, shapes, self.tile_n)
+
+    def takes_partials(self, m: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Whether the kernel should be given `x A` of adapters with B of these shapes as split-K partials: there is one
+        adapter, one tile has all m rows, shared memory has room, and it is the faster way."""
+        has_room = self.smem_bytes(True, has_partials=True) * self.ctas_per_sm <= SMEM_BYTES
+        return len(shapes) == 1 and m <= min(self.tile_m, MAX_PARTIALS_M) and has_room
+
+    def register_split(self, reduces_partials: bool = False) -> tuple[int, int] | None:
+        """Registers of a producer and of a consumer thread, or None to leave them even. A producer that reduces split-K
+        partials gets what the consumers leave.
+
+        `setmaxnreg` moves registers within what the CTA was launched with: the largest multiple of 8 that fits 64 Ki
+        for all its threads. A request for more in all would wait for ever.
+        """
+        if self.consumers == 1 or self.ctas_per_sm > 1:
+            return None
+        threads = (self.consumers + 1) * 128
+        at_launch = 65536 // threads // 8 * 8 * threads
+        producer = 40 if self.consumers <= 2 else 24
+        consumer = min(240, (at_launch // 128 - producer) // self.consumers // 8 * 8)
+        if reduces_partials:
+            producer = (at_launch // 128 - self.consumers * consumer) // 8 * 8
+        return producer, consumer
+
+    def resident_clusters(self, sms: int) -> int:
+        """Clusters that a GPU with so many SMs should hold at a time."""
+        at_a_time = RESIDENT_CLUSTERS[self.cluster] if sms == SMS else sms // self.cluster
+        return max(1, at_a_time * self.ctas_per_sm)

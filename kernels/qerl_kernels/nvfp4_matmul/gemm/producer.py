@@ -1,0 +1,120 @@
+"""The producer warpgroup: copies by TMA into the pipeline, and the reduction of split-K partials of `x A`.
+
+TMA at the borders: loads past the end of an array are zero-filled. Hence no padding of x for up to 8 rows or a multiple
+of 8.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from qerl_kernels.nvfp4_matmul.gemm.barriers import full_arrivals, lora_copies, step_copies
+from qerl_kernels.nvfp4_matmul.gemm.cta import Cta
+from qerl_kernels.nvfp4_matmul.gemm.reduce_partials import reduce_partials
+from qerl_kernels.nvfp4_matmul.packing import TILE
+
+
+def produce(cta: Cta) -> None:
+    """All that the producer warpgroup does."""
+    registers = cta.config.register_split(cta.terms.has_partials)
+    if registers:
+        plgpu.set_max_registers(registers[0], action="decrease")
+    if not cta.terms.has_partials:
+        _copy_all(cta)
+        return
+
+    @plgpu.warp_map
+    def _(warp):
+        """Warp 0 copies; the others reduce `x A` where this CTA owns a tile."""
+
+        @pl.when(warp == 0)
+        def _():
+            _copy_all(cta)
+
+        @pl.when((warp > 0) & (cta.segments.owned_before(cta.segments.count) > 0))
+        def _():
+            reduce_partials(cta.gmem.lora_x_g, cta.smem.lora_x_s, registers[0] if registers else None)
+            plgpu.barrier_arrive(cta.barriers.lora_x_full)
+
+
+def _copy_all(cta: Cta) -> None:
+    """The copies of all segments: each k-step, then the LoRA input where this CTA owns the tile."""
+
+    def one_segment(s, carry):
+        i, low, high = cta.segments.span(s)
+        m_tile, n_tile = cta.grid.origin(cta.cluster, i)
+        rows = pl.ds(m_tile * cta.config.tile_m, cta.config.tile_m)
+
+        def one_step(step, carry):
+            _copy_step(cta, s, step, (step - i * cta.grid.k_steps) * cta.config.stage_k_tiles, rows, n_tile)
+            return carry
+
+        lax.fori_loop(low, high, one_step, None)
+        if cta.terms.has_lora:
+
+            @pl.when(low == i * cta.grid.k_steps)
+            def _():
+                _copy_lora(cta, s, high, rows, n_tile)
+
+        return carry
+
+    lax.fori_loop(0, cta.segments.count, one_segment, None)
+
+
+def _acquire(cta: Cta, use: jax.Array) -> jax.Array:
+    """The stage of pipeline use number `use`, once its consumers have freed it."""
+    stage = lax.rem(use, cta.config.stages)
+
+    @pl.when(use >= cta.config.stages)
+    def _():
+        plgpu.barrier_wait(cta.barriers.empty.at[stage])
+
+    return stage
+
+
+def _copy_step(cta: Cta, s: jax.Array, step: jax.Array, k_tile: jax.Array, rows: pl.Slice, n_tile: jax.Array) -> None:
+    """One k-step: words, scales and x of `stage_k_tiles` k-tiles from number `k_tile` on."""
+    config, gmem, smem = cta.config, cta.gmem, cta.smem
+    stage = _acquire(cta, cta.segments.pipeline_index(s, step))
+    full = cta.barriers.full.at[stage]
+    along_k, along_n = pl.ds(k_tile, config.stage_k_tiles), pl.ds(n_tile * config.warpgroups_n, config.warpgroups_n)
+    weight_tiles = cta.operand.place(along_n, along_k)
+    plgpu.copy_gmem_to_smem(gmem.words_g.at[weight_tiles], smem.words_s.at[stage], full)
+    plgpu.copy_gmem_to_smem(gmem.scales_g.at[weight_tiles], smem.scales_s.at[stage], full)
+    for q in range(config.warpgroups_k):
+        columns = pl.ds((k_tile + q * config.k_tiles) * TILE, config.k_tiles * TILE)
+        plgpu.copy_gmem_to_smem(gmem.x_g.at[rows, columns], smem.x_s.at[stage, q], full)
+    for _ in range(full_arrivals(config, cta.terms) - step_copies(config)):
+        plgpu.barrier_arrive(full)
+
+
+def _copy_lora(cta: Cta, s: jax.Array, high: jax.Array, rows: pl.Slice, n_tile: jax.Array) -> None:
+    """One more use of the pipeline: `x A`, if it comes whole, into the place of x, and B beside it (zero-filled past
+    its rank). `high`: the k-step past the segment's last."""
+    config, gmem, smem = cta.config, cta.gmem, cta.smem
+
+    @pl.when(cta.segments.owned_before(s) > 0)
+    def _():
+        plgpu.barrier_wait(cta.barriers.lora_b_empty)
+
+    stage = _acquire(cta, cta.segments.pipeline_index(s, high))
+    full = cta.barriers.full.at[stage]
+    offset = 0
+    for adapter, (width, b_g) in enumerate(zip(cta.terms.lora_widths, gmem.lora_b_g, strict=True)):
+        first = n_tile * config.warpgroups_n * TILE
+
+        @pl.when((first >= offset) & (first < offset + width))
+        def _(adapter=adapter, b_g=b_g, offset=offset, first=first):
+            if not cta.terms.has_partials:
+                columns = pl.ds(adapter * TILE + 0 * stage, config.k_tiles * TILE)  # a traced start may pass the end
+                plgpu.copy_gmem_to_smem(gmem.lora_x_g.at[rows, columns], smem.x_s.at[stage, 0], full)
+            for r in range(config.warpgroups_n):
+                where = pl.ds(0 * stage, TILE), pl.ds(first - offset + r * TILE, TILE)
+                plgpu.copy_gmem_to_smem(b_g.at[where], smem.lora_b_s.at[r], full)
+
+        offset += width
+    for _ in range(full_arrivals(config, cta.terms) - lora_copies(config, cta.terms)):
+        plgpu.barrier_arrive(full)

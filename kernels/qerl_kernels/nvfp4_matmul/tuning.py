@@ -1,0 +1,145 @@
+"""The config of each GEMM: a table found by `tools/tune_matmul.py` and stored as data, one file for a kind of GPU.
+
+A row of the table: kernel ("gemm" or "skinny"), direction ("forward" or "dx"), n, k, m (the largest m it was tuned
+for), the fields of that kernel's config, and the microseconds measured; null where the row is the choice of the tuner's
+model, or that of a similar shape. A shape that is not in the table takes the row of the shape nearest to it in log n
+and log k. "prologue_us": microseconds of the decode prologue where it was counted when this row was chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from importlib import resources
+
+from qerl_kernels.dispatch import SMS
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.split import Split, fitted
+
+TABLE = "tuning_h200.json"
+MAX_TUNED_M = 128  # above, a config may take a smaller tile_m than the table says
+# What a k-tile costs beside its rows, in rows: 49 ns and 1.16 ns a row (tools/results/notes/matmul.md).
+K_TILE_ROWS = 42
+MIN_FEATURES = 512  # a weight with fewer is no projection of a model and takes the plainest config
+BATCH_INVARIANT = GemmConfig(tile_m=64, warpgroups_n=2, warpgroups_k=2, k_tiles=1, stages=4)
+PLAINEST = GemmConfig(tile_m=64, warpgroups_n=1, k_tiles=1, stages=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A config, the GEMM it was found for (x [m, k] with a weight [n, k]), its microseconds if measured, and those of
+    the decode prologue if counted."""
+
+    direction: str
+    n: int
+    k: int
+    m: int
+    config: GemmConfig | Split
+    us: float | None
+    prologue_us: float | None = None
+
+
+_CONFIGS = {"gemm": GemmConfig, "skinny": Split}
+
+
+def from_json(stored: dict) -> Row:
+    """A row of the file."""
+    rest = {name: value for name, value in stored.items() if name != "kernel"}
+    return Row(**{**rest, "config": _CONFIGS[stored["kernel"]](**stored["config"])})
+
+
+def to_json(row: Row) -> dict:
+    """The inverse of `from_json`. Left out: "shrinks" where it is false, "prologue_us" where nothing was counted."""
+    is_skinny = isinstance(row.config, Split)
+    stored = {"kernel": "skinny" if is_skinny else "gemm", **dataclasses.asdict(row)}
+    if row.prologue_us is None:
+        del stored["prologue_us"]
+    if is_skinny:
+        stored["config"] = {name: value for name, value in stored["config"].items() if name != "shrinks" or value}
+    return stored
+
+
+@functools.cache
+def table() -> tuple[Row, ...]:
+    """All rows of the file, read once."""
+    stored = json.loads(resources.files("qerl_kernels.nvfp4_matmul").joinpath(TABLE).read_text())["rows"]
+    return tuple(map(from_json, stored))
+
+
+def config_for(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    transposed: bool = False,
+    adapters: Sequence[tuple[int, int]] = (),
+    batch_invariant: bool = False,
+) -> GemmConfig | Split | None:
+    """The config for x [m, k] (transposed: dy [m, n]) and a weight [n, k]; its class names the kernel. None where the
+    adapters cannot be added within the kernel. A skinny config computes `x A` only where these adapters allow it.
+
+    Args:
+      m: rows of x.
+      n: output features of the weight.
+      k: input features of the weight.
+      transposed: the config of dx.
+      adapters: shape of B, [rank, features], of each adapter that the kernel is to add.
+      batch_invariant: one config for every m, which cuts sums along the contraction in the same places whatever m is.
+    """
+    if n < MIN_FEATURES or k < MIN_FEATURES:
+        config = PLAINEST
+    elif batch_invariant:
+        config = BATCH_INVARIANT
+    else:
+        row = _nearest_row(m, n, k, transposed)
+        if isinstance(row.config, Split):
+            # The skinny kernel takes more adapters than the other, but `vmap` may still make m large: the same are
+            # fused.
+            can_fuse = not adapters or GemmConfig(tile_m=8, warpgroups_n=1).can_fuse_lora(n, adapters)
+            return fitted(row.config, n, adapters) if can_fuse else None
+        is_timed = row.us is not None and (row.n, row.k, row.m) == (n, k, m)
+        config = row.config if is_timed else balance_waves(row.config, m, k if transposed else n)
+    return fit_lora(config, n, adapters) if adapters else config
+
+
+def fit_lora(config: GemmConfig, n: int, adapters: Sequence[tuple[int, int]]) -> GemmConfig | None:
+    """`config`, or one with fewer stages or features that has room for adapters with B of these shapes; None where none
+    has."""
+    for warpgroups_n, stages in itertools.product((config.warpgroups_n, 4, 2, 1), (config.stages, config.stages - 1)):
+        smaller = dataclasses.replace(config, warpgroups_n=warpgroups_n, stages=stages)
+        can_fuse = smaller.fits(has_lora=True) and smaller.can_fuse_lora(n, adapters)
+        if warpgroups_n <= config.warpgroups_n and stages >= min(2, config.stages) and can_fuse:
+            return smaller
+    return None
+
+
+def balance_waves(config: GemmConfig, m: int, n: int) -> GemmConfig:
+    """`config` with the tile_m, up to its own, that keeps the SMs busy to the end; n: output features of the GEMM.
+
+    CTAs that walk alone over whole tiles take ⌈tiles / SMs⌉ waves. 448 tiles with a tile_m of 256, for example, take
+    four for 3.4; with 232 there are 504, and four waves of them should cost 8 % less (a model, not timed).
+    """
+    if m <= MAX_TUNED_M or config.cluster > 1 or config.mma_sync:
+        return config
+    ctas = SMS * config.ctas_per_sm
+
+    def cost(tile_m: int) -> int:
+        tiles = -(-m // tile_m) * -(-n // config.tile_n)
+        return -(-tiles // ctas) * (tile_m + K_TILE_ROWS)
+
+    return dataclasses.replace(config, tile_m=min(range(config.tile_m, min(64, config.tile_m) - 1, -8), key=cost))
+
+
+def _nearest_row(m: int, n: int, k: int, transposed: bool) -> Row:
+    rows = [row for row in table() if row.direction == ("dx" if transposed else "forward")]
+
+    def distance(row: Row) -> float:
+        return abs(math.log(n / row.n)) + abs(math.log(k / row.k))
+
+    nearest = min(distance(row) for row in rows)
+    same_shape = sorted((row for row in rows if distance(row) == nearest), key=lambda row: row.m)
+    return next((row for row in same_shape if row.m >= m), same_shape[-1])

@@ -1,0 +1,136 @@
+"""The choice of configs: what the table's config becomes for a number of rows, against counting waves by hand."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from qerl_kernels.nvfp4_matmul import cases, few_tokens, tuning
+from qerl_kernels.nvfp4_matmul.few_tokens import Split
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+
+WIDE = GemmConfig(tile_m=256, warpgroups_n=2, k_tiles=1, stages=4, lookahead=2)
+
+
+def waves(config: GemmConfig, m: int, n: int) -> int:
+    return math.ceil(math.ceil(m / config.tile_m) * math.ceil(n / (64 * config.warpgroups_n)) / 132)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "tile_m"),
+    [
+        (4096, 3584, 232),  # 28 x 16 tiles of 256: 3.39 waves, four are run; 28 x 18 of 232: 3.82, four are run
+        (4096, 37888, 256),  # 296 x 16: 35.9 waves
+        (129, 132 * 128, 136),  # one wave; two of 72 would cost more
+    ],
+)
+def test_by_hand(m, n, tile_m):
+    assert tuning.balance_waves(WIDE, m, n) == dataclasses.replace(WIDE, tile_m=tile_m)
+
+
+def test_never_costs_more_than_the_table_s_config():
+    for n in (3584, 4608, 5120, 18944, 55296):
+        for m in range(129, 5000, 97):
+            found = tuning.balance_waves(WIDE, m, n)
+            assert found.tile_m % 8 == 0 and 64 <= found.tile_m <= 256
+            both = [waves(config, m, n) * (config.tile_m + tuning.K_TILE_ROWS) for config in (found, WIDE)]
+            assert both[0] <= both[1]
+            assert tuning.balance_waves(found, m, n) == found
+
+
+def test_ctas_that_share_an_sm_make_the_waves_shorter():
+    """264 CTAs: 28 x 16 tiles with a tile_m of 256 are two waves; with 240, 28 x 18 are two as well, and shorter."""
+    two = dataclasses.replace(WIDE, ctas_per_sm=2)
+    assert tuning.balance_waves(two, 4096, 3584).tile_m == 232
+
+
+def test_the_direction_decides_which_features_count(monkeypatch):
+    """dx has as many features as the weight has columns. A timed row is taken as it is, for the m and the shape it was
+    timed at."""
+    row = tuning.Row("dx", 37888, 3584, 4096, WIDE, None)
+    monkeypatch.setattr(tuning, "table", lambda: (row,))
+    assert tuning.config_for(4096, 37888, 3584, transposed=True).tile_m == 232
+    monkeypatch.setattr(tuning, "table", lambda: (dataclasses.replace(row, us=1500.0),))
+    assert tuning.config_for(4096, 37888, 3584, transposed=True) == WIDE
+    assert tuning.config_for(4000, 37888, 3584, transposed=True).tile_m < 256
+    assert tuning.config_for(4096, 37824, 3584, transposed=True).tile_m == 232
+
+
+def test_clusters_that_fit():
+    assert [GemmConfig(64, cluster=n).resident_clusters(132) for n in (1, 2, 3, 4, 8)] == [132, 66, 39, 30, 15]
+    assert GemmConfig(64, cluster=3, ctas_per_sm=2).resident_clusters(132) == 78
+
+
+def test_clusters_that_share_tiles_are_left_alone():
+    for config in (GemmConfig(tile_m=128, cluster=2), GemmConfig(tile_m=8, mma_sync=True)):
+        assert tuning.balance_waves(config, 4096, 3584) == config
+    assert tuning.balance_waves(WIDE, 128, 3584) == WIDE
+
+
+def holds(config: GemmConfig | Split, n: int, k: int, m: int, has_lora: bool = False) -> bool:
+    if isinstance(config, Split):
+        return few_tokens.fits(config, n, k, rank=32 * has_lora) and m <= config.tokens
+    return config.fits(has_lora)
+
+
+@pytest.mark.parametrize("case", cases.SHAPES)
+def test_every_m_has_a_config_that_fits(case):
+    n, k = cases.SHAPES[case]
+    for m in (*cases.TOKENS, 100, 333, 2000, 3072, 50000):
+        assert holds(tuning.config_for(m, n, k), n, k, m) and tuning.config_for(m, n, k, transposed=True).fits()
+    parts = [(32, width) for width in cases.parts(case)]
+    for m in (1, 8, 64, 128):
+        assert holds(tuning.config_for(m, n, k, adapters=parts), n, k, m, has_lora=True)
+
+
+def test_a_row_may_hold_either_kernel(monkeypatch):
+    """As the tuner stores it and the table reads it. The skinny config is used as it is up to its m, in every shape;
+    never with `batch_invariant`, nor with adapters that do not fit it."""
+    split = Split(8, rows=8, warps=16, cluster=2, depth=2)
+    rows = [tuning.Row("forward", 4608, 3584, 8, split, 5.5), tuning.Row("forward", 4608, 3584, 4096, WIDE, None)]
+    stored = json.loads(json.dumps([tuning.to_json(row) for row in rows]))
+    assert [row["kernel"] for row in stored] == ["skinny", "gemm"]
+    assert [tuning.from_json(row) for row in stored] == rows
+    monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
+    for m in range(1, 9):
+        assert tuning.config_for(m, 4608, 3584) == split
+    assert isinstance(tuning.config_for(9, 4608, 3584), GemmConfig)
+    assert isinstance(tuning.config_for(8, 4608, 3584, batch_invariant=True), GemmConfig)
+    narrower = tuning.config_for(8, 4608 + 64, 3584)  # 73 tiles of 64: not divided by 128
+    assert narrower == dataclasses.replace(split, rows=4) and few_tokens.fits(narrower, 4608 + 64, 3584)
+    assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3584), (64, 512), (8, 512)]) == split
+    for adapters in ([(32, 3584), (32, 512)], [(72, 4608)], [(12, 4608)], [(32, 4592), (32, 16)]):
+        assert tuning.config_for(8, 4608, 3584, adapters=adapters) is None
+
+
+def test_a_split_shrinks_only_where_the_adapters_allow_it(monkeypatch):
+    """Blocks of 128 features: 3584, 512 and 512 are multiples, 3584 + 64 is not. A of rank 64 takes 8 KiB a slot, and
+    three slots of each of eight warps more than a multiprocessor has. Stored, the field is there where it is true."""
+    split = Split(8, rows=8, warps=8, cluster=2, depth=2, shrinks=True)
+    rows = [tuning.Row("forward", 4608, 3584, 8, split, 5.5), tuning.Row("forward", 4608, 3584, 16, WIDE, None)]
+    stored = json.loads(json.dumps([tuning.to_json(row) for row in rows]))
+    assert stored[0]["config"]["shrinks"] is True and [tuning.from_json(row) for row in stored] == rows
+    plain = dataclasses.replace(split, shrinks=False)
+    assert "shrinks" not in tuning.to_json(dataclasses.replace(rows[0], config=plain))["config"]
+    monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
+    three = [(32, 3584), (16, 512), (32, 512)]
+    assert tuning.config_for(8, 4608, 3584, adapters=three) == split
+    assert tuning.config_for(8, 4608, 3584) == plain
+    assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3648), (32, 960)]) == plain
+    deeper = dataclasses.replace(split, depth=3)
+    assert [rank for rank in (0, 8, 32, 64, 72) if few_tokens.fits(deeper, 4608, 3584, rank)] == [8]
+    monkeypatch.setattr(tuning, "table", lambda: (dataclasses.replace(rows[0], config=deeper),))
+    assert tuning.config_for(8, 4608, 3584, adapters=[(16, 4608)]) == deeper
+    assert tuning.config_for(8, 4608, 3584, adapters=[(64, 4608)]) == dataclasses.replace(deeper, shrinks=False)
+
+
+def test_what_an_sm_cannot_hold_does_not_fit():
+    good = Split(8, rows=4, warps=8, cluster=2, depth=4)
+    assert few_tokens.fits(good, 4608, 3584)
+    for wrong in (
+        {"tokens": 12}, {"tokens": 40}, {"rows": 3}, {"warps": 6}, {"warps": 36}, {"cluster": 9}, {"depth": 0},
+        {"depth": 9}, {"rows": 8, "tokens": 32, "warps": 4}, {"rows": 4, "warps": 28, "depth": 1},
+    ):  # fmt: skip
+        assert not few_tokens.fits(dataclasses.replace(good, **wrong), 4608, 3584), wrong
+    assert not few_tokens.fits(dataclasses.replace(good, rows=8), 4608 + 64, 3584)
+    assert not few_tokens.fits(dataclasses.replace(good, cluster=8), 4608, 7 * 64)
