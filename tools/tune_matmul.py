@@ -45,7 +45,7 @@ from record import kernel_medians, meta
 TABLE = pathlib.Path(tuning.__file__).parent / tuning.TABLE
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
 FEW_CALLS = 24  # timed calls where m is below 1024
-OURS = re.compile("nvfp4|lora_(norm|silu|plain)")  # names of the kernels that are timed
+OURS = re.compile("nvfp4|decode_prologue")  # names of the kernels that are timed
 LAUNCH_US = 0.8  # what a kernel takes in a loop over its duration by the profiler (tools/results/notes/measuring.md)
 
 
