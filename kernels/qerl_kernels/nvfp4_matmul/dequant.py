@@ -70,6 +70,7 @@ def asm(results: int, operands: list[ir.Value], text: str, **options) -> list[ir
 
 
 def element(vec: ir.Value, i: int) -> ir.Value:
+    """Element i of a vector."""
     return vector.extract(vec, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
 
 

@@ -11,31 +11,38 @@ from qerl_kernels.nvfp4_matmul.dequant import SCALES, WORDS, dequantize
 
 
 class Forward:
-    """`Operand` of `y = x Wᵀ`; the functions are described there."""
+    """`Operand` of `y = x Wᵀ`."""
 
     name = "matmul"
 
     def words(self, words: jax.Array) -> jax.Array:
+        """As packed."""
         return words
 
     def word_transforms(self) -> tuple:
+        """None: a thread reads 16 bytes of its own."""
         return ()
 
     def place(self, along_n: Any, along_k: Any) -> tuple[Any, Any]:
+        """The weight lies as (n, k)."""
         return along_n, along_k
 
     def load(self, words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax.Array]:
+        """128-bit loads: the words of the four steps of a thread side by side."""
         words = plgpu.load(words_s, layout=WORDS, optimized=False)
         scales = plgpu.load(scales_s, layout=SCALES, optimized=False)
         return words, scales
 
     def dequantize(self, words: jax.Array, scales: jax.Array) -> jax.Array:
+        """[64 n, 64 k]."""
         return dequantize(words, scales)
 
     def multiplier_row(self, first: jax.Array) -> jax.Array | int:
+        """Each output feature has its own."""
         return first
 
     def store(self, out_s: jax.Ref, y: jax.Array) -> None:
+        """Features are in their order."""
         out_s.T[...] = y
 
 

@@ -59,29 +59,36 @@ def gemm_dx(dy: jax.Array, weight: PackedNvfp4, config: GemmConfig, *, sms: int 
 
 
 class Transposed:
-    """`Operand` of dx; the functions are described there."""
+    """`Operand` of dx."""
 
     name = "dx"
 
     def words(self, words: jax.Array) -> jax.Array:
-        return words.reshape(*words.shape[:2], 16, 32)  # the same bytes
+        """The same bytes in rows of 128 bytes, as the swizzle wants them."""
+        return words.reshape(*words.shape[:2], 16, 32)
 
     def word_transforms(self) -> tuple:
+        """The swizzle of 128 bytes: rows of a matrix of `ldmatrix` lie in other banks."""
         return swizzled(32, 4)
 
     def place(self, along_n: Any, along_k: Any) -> tuple[Any, Any]:
+        """The weight lies as (contraction, output features)."""
         return along_k, along_n
 
     def load(self, words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax.Array]:
+        """By `ldmatrix.trans`, see `load_transposed`."""
         return load_transposed(words_s, scales_s)
 
     def dequantize(self, words: jax.Array, scales: jax.Array) -> jax.Array:
+        """[64 k, 64 n], rows in the order of `load_transposed`."""
         return dequantize_transposed(words, scales)
 
     def multiplier_row(self, first: jax.Array) -> jax.Array | int:
+        """One multiplier stands for all."""
         return 0
 
     def store(self, out_s: jax.Ref, y: jax.Array) -> None:
+        """Puts features back into their order."""
         store_transposed(out_s, y)
 
 
