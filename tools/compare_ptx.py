@@ -68,18 +68,18 @@ class Case:
 
 def tuning_rows() -> Iterator[tuple[str, str, int, int, int, tuple]]:
     """(kernel, direction, m, n, k, config values) of each row of the tuning table."""
-    from qerl_kernels.nvfp4_matmul import tiles
-    from qerl_kernels.nvfp4_matmul.split import Split
+    from qerl_kernels.nvfp4_matmul import tuning
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 
-    for row in tiles.table():
-        kernel = "skinny" if isinstance(row.tile, Split) else "gemm"
-        yield kernel, row.direction, row.tokens, row.n, row.k, dataclasses.astuple(row.tile)
+    for row in tuning.table():
+        kernel = "gemm" if isinstance(row.config, GemmConfig) else "skinny"
+        yield kernel, row.direction, row.m, row.n, row.k, dataclasses.astuple(row.config)
 
 
 def gemm_config(*values: Any) -> Any:
-    from qerl_kernels.nvfp4_matmul.tile import Tile
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 
-    return Tile(*values)
+    return GemmConfig(*values)
 
 
 def skinny_config(*values: Any) -> Any:
@@ -91,7 +91,7 @@ def skinny_config(*values: Any) -> Any:
 def takes_adapters(kernel: str, m: int, n: int, k: int, config: tuple, lora: tuple) -> bool:
     """Whether a kernel can take this LoRA input within itself."""
     from qerl_kernels.dispatch import SMEM_BYTES
-    from qerl_kernels.nvfp4_matmul import split, tile
+    from qerl_kernels.nvfp4_matmul import split
 
     form, rank, widths, _ = lora
     shapes = [(rank, width) for width in widths]
@@ -100,13 +100,15 @@ def takes_adapters(kernel: str, m: int, n: int, k: int, config: tuple, lora: tup
         return split.fits(how, n, k, rank) and split.can_fuse(n, shapes, how.features if form == "own" else 16)
     how = gemm_config(*config)
     partials = form == "partials"
-    if partials and (len(widths) > 1 or m > min(how.tokens, 64) or how.smem_bytes(True, True) > SMEM_BYTES):
+    if partials and (len(widths) > 1 or m > min(how.tile_m, 64) or how.smem_bytes(True, True) > SMEM_BYTES):
         return False
-    return form in ("whole", "partials") and tile.fits(how, adapted=True) and tile.can_fuse(how, n, shapes)
+    return form in ("whole", "partials") and how.fits(has_lora=True) and how.can_fuse_lora(n, shapes)
 
 
 def matmul_program(case: Case) -> Program:
-    from qerl_kernels.nvfp4_matmul import few_tokens, mosaic_gpu
+    from qerl_kernels.nvfp4_matmul import few_tokens
+    from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
+    from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
 
     direction, m, n, k = case.shape
     form, rank, widths, partials = case.lora or ("none", 0, (), 0)
@@ -128,10 +130,12 @@ def matmul_program(case: Case) -> Program:
         terms += ["a" if form == "own" else "shrunk"]
 
     def call(x, weight, *rest):
-        given = dict(zip(terms, rest, strict=False)) | {"expand": rest[len(terms) :], "scale": 2.0}
+        given, b = dict(zip(terms, rest, strict=False)), rest[len(terms) :]
         if case.kernel == "skinny":
-            return few_tokens.matmul(x, weight, config, **given)
-        return mosaic_gpu.matmul(x, weight, config, transposed=direction == "dx", **given)
+            return few_tokens.matmul(x, weight, config, expand=b, scale=2.0, **given)
+        if direction == "dx":
+            return gemm_dx(x, weight, config)
+        return gemm(x, weight, config, bias=given.get("bias"), lora_x=given.get("shrunk"), lora_b=b, scale=2.0)
 
     return call, args
 
