@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_fragments
+import test_dequant
 from lanes_on_numpy import Block, Cluster, Memory, install, laid_out
 from qerl_kernels.nvfp4_matmul import adapters, cases, few_tokens, packing, ring, sums
-from test_fragments import machine  # noqa: F401  # a fixture
+from test_dequant import machine  # noqa: F401  # a fixture
 
 Split = few_tokens.Split
 PLAIN = Split(8, rows=2, warps=4, depth=1)
@@ -45,7 +45,7 @@ def run(monkeypatch, split, x, packed, eager=False, **terms) -> np.ndarray:
         found = []
         for at in range(0, 32 * split.warps, 128):
             some = [[np.asarray(w[at : at + 128], np.uint32) for w in part] for part in (words, scales)]
-            found.append(test_fragments.fragments.operands(*some))
+            found.append(test_dequant.dequant.operands(*some))
         return [[np.concatenate(parts) for parts in zip(*step, strict=True)] for step in zip(*found, strict=True)]
 
     monkeypatch.setattr(few_tokens, "_call", call)
