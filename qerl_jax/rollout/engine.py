@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.packing import PrefillBatch, pack_prompts
+from qerl_jax.rollout.packing import PrefillBatch, pack_prompts, prefill_shapes
 from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.rollout.stop import StopStrings, truncate_at_stop
@@ -157,6 +157,7 @@ class _Run:
         self.tokens, self.lengths, self.ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
         self.limits = limits
         self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
+        self.prefill_shapes = prefill_shapes(count, width, separate=engine.batch_invariant)
         self.chunk = -(-most // -(-most // engine.chunk))  # equal chunks up to the longest completion
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
@@ -220,7 +221,7 @@ class _Run:
     def _refill(self, stopped: list[int]) -> None:
         loads, admissions = self.schedule.fill()
         lengths = [int(self.lengths[load.prompt]) for load in loads]
-        for batch in pack_prompts(lengths, separate=self.batch_invariant):
+        for batch in pack_prompts(lengths, self.prefill_shapes):
             self._prefill(batch, loads[: batch.prompts])
             loads = loads[batch.prompts :]
         if admissions or stopped:
@@ -228,15 +229,15 @@ class _Run:
 
     def _prefill(self, batch: PrefillBatch, loads: list[PromptLoad]) -> None:
         """Prefill prompts packed into one batch; its padding is dropped."""
-        tokens = np.zeros(batch.tokens, np.int32)
-        lengths = np.zeros(batch.capacity, np.int32)
-        prompt_slots = np.full(batch.capacity, self.shapes.prompt_slots, np.int32)
+        tokens = np.zeros(batch.shape.tokens, np.int32)
+        lengths = np.zeros(batch.shape.capacity, np.int32)
+        prompt_slots = np.full(batch.shape.capacity, self.shapes.prompt_slots, np.int32)
         lengths[: len(loads)] = self.lengths[[load.prompt for load in loads]]
         prompt_slots[: len(loads)] = [load.prompt_slot for load in loads]
         real = [self.tokens[load.prompt, : self.lengths[load.prompt]] for load in loads]
         tokens[: lengths.sum()] = np.concatenate(real)
         self.prompt_cache = decode.prefill(
-            self.policy, self.prompt_cache, tokens, lengths, prompt_slots, batch.width, self.batch_invariant
+            self.policy, self.prompt_cache, tokens, lengths, prompt_slots, batch.shape.width, self.batch_invariant
         )
 
     def _admit(self, admissions: list[Admission], stopped: list[int]) -> None:

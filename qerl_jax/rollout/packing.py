@@ -1,52 +1,83 @@
-"""Prefill packing: prompts lie end to end in batches of few shapes, each of which is compiled once."""
+"""Prefill packing: prompts lie end to end in batches whose shapes come from a short list, fixed before the rollout."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a batch; the last one bounds the activations
-_SMALL = 512  # up to here one capacity for each width: an extra shape costs more compile time than padding costs
-_WIDTHS = (64, 256)  # attention widths; then doubling
+_MAX_TOKENS = 8192  # largest batch of several prompts; bounds the activations
+_MIN_TOKENS = 256
+_SIZE_RATIO = 4  # between one batch size and the next: padding of some percent, one compilation each
+_WIDTHS = (256, 1024, 4096)  # attention widths of shorter prompts, below that of the longest
 _PADDING = 4  # attention positions per token, at most, for widths up to `_LONG`; above it, where scores are large, one
 _LONG = 1024
 _CALL_COST = 128  # estimated fixed cost of a prefill (launches, reading the weights), in tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefillBatch:
-    """Shape of one prefill, and how many prompts it takes.
+class PrefillShape:
+    """Shape of a prefill, compiled once.
 
     Attributes:
-      prompts: prompts taken from the queue.
       tokens: packed tokens, padding included.
       capacity: largest number of prompts.
       width: largest prompt length.
     """
 
-    prompts: int
     tokens: int
     capacity: int
     width: int
 
 
-def pack_prompts(lengths: Sequence[int], separate: bool = False) -> list[PrefillBatch]:
-    """The cheapest sequence of prefills for a queue of prompts, in order. A prompt longer than the largest size gets a
-    batch of its own.
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """One prefill.
+
+    Attributes:
+      prompts: number of prompts taken from the queue.
+      shape: shape of the call.
+    """
+
+    prompts: int
+    shape: PrefillShape
+
+
+def prefill_shapes(prompts: int, prompt_length: int, separate: bool = False) -> tuple[PrefillShape, ...]:
+    """All shapes that the prefills of a rollout may have, smallest first: at most three for prompts of up to 256 tokens,
+    five for up to 1024, nine for up to 8192.
+
+    Args:
+      prompts: prompts of the rollout, P.
+      prompt_length: longest prompt, tokens.
+      separate: one prompt a batch; more shapes, so that a batch's shape depends on its prompt's length only.
+    """
+    if separate:
+        return tuple(PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=0))
+    largest = min(_MAX_TOKENS, _power_of_two(max(prompts * prompt_length, _MIN_TOKENS)))
+    sizes = [largest]
+    while sizes[0] // _SIZE_RATIO >= _MIN_TOKENS:
+        sizes.insert(0, sizes[0] // _SIZE_RATIO)
+    longest = _round_up(prompt_length, 64)
+    widths = [*(width for width in _WIDTHS if width < longest), longest]
+    # The smallest batches have one width: a compilation costs more than their padding.
+    pairs = [(sizes[0], longest), *((size, width) for size in sizes[1:] for width in widths)]
+    shapes = {_with_width(size, min(width, size)) for size, width in pairs}
+    alone = [PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=_MAX_TOKENS)]
+    return tuple(sorted(shapes, key=lambda shape: (shape.tokens, shape.width))) + tuple(alone)
+
+
+def pack_prompts(lengths: Sequence[int], shapes: Sequence[PrefillShape]) -> list[PrefillBatch]:
+    """The cheapest sequence of prefills for a queue of prompts, in order.
 
     Args:
       lengths: tokens of each prompt, 1 or more.
-      separate: one batch for each prompt, whose shape depends on that prompt's length only.
+      shapes: shapes to choose from; one of them holds the longest prompt.
     """
     costs, first_batches = [0] * (len(lengths) + 1), []
     for begin in reversed(range(len(lengths))):  # dynamic programming over the rest of the queue
-        first = lengths[begin]
-        if separate or first > _SIZES[-1]:
-            batches = [PrefillBatch(1, _round_up(first), 1, _round_up(first))]
-        else:
-            batches = [_fill(lengths, begin, size) for size in _SIZES if size >= first]
+        batches = [PrefillBatch(count, shape) for shape in shapes if (count := _count(lengths, begin, shape))]
         costs[begin], best = min(
-            ((batch.tokens + _CALL_COST + costs[begin + batch.prompts], batch) for batch in batches),
+            ((batch.shape.tokens + _CALL_COST + costs[begin + batch.prompts], batch) for batch in batches),
             key=lambda pair: pair[0],
         )
         first_batches.append(best)
@@ -58,24 +89,34 @@ def pack_prompts(lengths: Sequence[int], separate: bool = False) -> list[Prefill
     return chosen
 
 
-def _fill(lengths: Sequence[int], begin: int, size: int) -> PrefillBatch:
-    """A batch of `size` tokens with as many prompts of the queue as fit."""
-    end, tokens, width = begin, 0, 0
-    while end < len(lengths) and tokens + lengths[end] <= size:
-        wider = max(width, min(_width(lengths[end]), size))
-        if (end + 1 - begin) * wider > (_PADDING if wider <= _LONG else 1) * size:
+def _count(lengths: Sequence[int], begin: int, shape: PrefillShape) -> int:
+    """Number of prompts, from `begin` on, that fit a shape."""
+    end, tokens = begin, 0
+    while end < len(lengths) and end - begin < shape.capacity and lengths[end] <= shape.width:
+        tokens += lengths[end]
+        if tokens > shape.tokens:
             break
-        end, tokens, width = end + 1, tokens + lengths[end], wider
-    count = end - begin
-    padding = _PADDING if size <= _SMALL else next(p for p in (1, 2, _PADDING) if count * width <= p * size)
-    return PrefillBatch(count, size, padding * size // width, width)
+        end += 1
+    return end - begin
 
 
-def _width(length: int) -> int:
-    return _WIDTHS[0] if length <= _WIDTHS[0] else max(_WIDTHS[1], 1 << (length - 1).bit_length())
+def _with_width(tokens: int, width: int) -> PrefillShape:
+    return PrefillShape(tokens, (_PADDING if width <= _LONG else 1) * tokens // width, width)
 
 
-def _round_up(length: int) -> int:
-    """The next of four sizes per octave, at least 16."""
-    step = max(16, (1 << (length - 1).bit_length()) // 8)
-    return -(-length // step) * step
+def _sizes_up_to(length: int, above: int) -> list[int]:
+    """Sizes beyond `above`, four to an octave, of which the last one holds `length` tokens."""
+    sizes, size = [], above
+    while size < length:
+        size = _round_up(size + 1, max(16, _power_of_two(size + 1) // 8))
+        sizes.append(size)
+    return sizes
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

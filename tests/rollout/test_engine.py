@@ -215,10 +215,11 @@ def test_slots_and_chunks_change_nothing(policy, free, engine):
 
 def test_prompts_in_many_prefills(policy, free, monkeypatch):
     """Prefills of at most 4 tokens: one of two prompts, one of one prompt, and a longer prompt on its own."""
-    monkeypatch.setattr(packing, "_SIZES", (2, 4))
-    monkeypatch.setattr(packing, "_WIDTHS", (2, 4))
-    sizes = [(batch.prompts, batch.tokens) for batch in packing.pack_prompts([len(prompt) for prompt in PROMPTS])]
-    assert sizes == [(2, 4), (1, 16), (1, 2)]
+    for name, value in (("_MAX_TOKENS", 4), ("_MIN_TOKENS", 2), ("_SIZE_RATIO", 2), ("_WIDTHS", (2, 4))):
+        monkeypatch.setattr(packing, name, value)
+    lengths = [len(prompt) for prompt in PROMPTS]
+    batches = packing.pack_prompts(lengths, packing.prefill_shapes(len(lengths), max(lengths)))
+    assert [(batch.prompts, batch.shape.tokens) for batch in batches] == [(2, 4), (1, 16), (1, 2)]
     assert_same_rows(generate(policy, PROMPTS, FREE, KEY), range(8), free, range(8))
 
 

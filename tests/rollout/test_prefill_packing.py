@@ -13,7 +13,7 @@ from helpers import fp32_policy
 from oracles import torch_qwen2
 
 from qerl_jax.rollout import decode, packing
-from qerl_jax.rollout.packing import PrefillBatch, pack_prompts
+from qerl_jax.rollout.packing import PrefillBatch, PrefillShape, pack_prompts, prefill_shapes
 from qerl_jax.rollout.shapes import RolloutShapes
 
 BOUND = 8192
@@ -27,39 +27,47 @@ def streams(count: int, seed: int = 0):
         yield [round(low * (high / low) ** rng.random()) for _ in range(rng.randint(1, 150))]
 
 
-def test_prompts_of_one_length_fill_their_calls():
+def packed(lengths: list[int], width: int | None = None, separate: bool = False) -> list[PrefillBatch]:
+    """The batches of a rollout with these prompts in arrays of `width` tokens (None: the longest)."""
+    if not lengths:
+        return []
+    return pack_prompts(lengths, prefill_shapes(len(lengths), max(lengths) if width is None else width, separate))
+
+
+def test_prompts_of_one_length_fill_their_batches():
     """128 prompts of 256 tokens, as in the benchmark: no padding."""
-    assert pack_prompts([256] * 128) == [PrefillBatch(32, 8192, 32, 256)] * 4
+    assert packed([256] * 128) == [PrefillBatch(32, PrefillShape(8192, 128, 256))] * 4
 
 
 def test_by_hand():
-    assert pack_prompts([]) == []
-    assert pack_prompts([5]) == [PrefillBatch(1, 256, 16, 64)]
-    assert pack_prompts([200]) == [PrefillBatch(1, 256, 4, 256)]
-    assert pack_prompts([200, 100]) == [PrefillBatch(2, 512, 8, 256)]
-    # 2150 tokens: 13 of 150 in a call of 2048 and one of 256 (or the other way round) cost least
-    assert sorted(batch.tokens for batch in pack_prompts([150] * 13 + [200])) == [256, 2048]
-    assert pack_prompts([100, 8192, 9000, 100]) == [
-        PrefillBatch(1, 256, 4, 256),
-        PrefillBatch(1, 8192, 1, 8192),
-        PrefillBatch(1, 10240, 1, 10240),
-        PrefillBatch(1, 256, 4, 256),
+    assert packed([]) == []
+    assert packed([5]) == [PrefillBatch(1, PrefillShape(256, 16, 64))]
+    assert packed([200]) == [PrefillBatch(1, PrefillShape(256, 4, 256))]
+    assert packed([200, 100]) == [PrefillBatch(2, PrefillShape(512, 8, 256))]
+    # At most 2,800 tokens: sizes 256, 1024 and 4096. 2,150 tokens take 2 x 1024, and 2 x 256 with one prompt each.
+    assert sorted(batch.shape.tokens for batch in packed([150] * 13 + [200])) == [256, 256, 1024, 1024]
+    assert packed([100, 8192, 9000, 100]) == [
+        PrefillBatch(1, PrefillShape(512, 4, 512)),
+        PrefillBatch(1, PrefillShape(8192, 1, 8192)),
+        PrefillBatch(1, PrefillShape(10240, 1, 10240)),
+        PrefillBatch(1, PrefillShape(512, 4, 512)),
     ]
 
 
-def test_every_prompt_once_in_a_call_that_has_room_for_it():
+def test_every_prompt_once_in_a_batch_that_has_room_for_it():
     for lengths in streams(100):
         begin = 0
-        for batch in pack_prompts(lengths):
-            own = lengths[begin : begin + batch.prompts]
+        for batch in packed(lengths):
+            own, shape = lengths[begin : begin + batch.prompts], batch.shape
             begin += batch.prompts
-            assert 1 <= len(own) <= batch.capacity and max(own) <= batch.width and sum(own) <= batch.tokens
-            assert batch.tokens <= BOUND or (len(own) == 1 and batch.tokens < 1.25 * own[0])
-            assert batch.capacity * batch.width <= 4 * batch.tokens, "attention's rows stay in proportion"
+            assert 1 <= len(own) <= shape.capacity and max(own) <= shape.width and sum(own) <= shape.tokens
+            assert shape.tokens <= BOUND or (len(own) == 1 and shape.tokens < 1.25 * own[0])
+            assert shape.capacity * shape.width <= 4 * shape.tokens, "attention's rows stay in proportion"
         assert begin == len(lengths)
 
 
-def test_share_of_padding():
+@pytest.mark.parametrize("width", [250, 512])
+def test_share_of_padding(width):
     """Prompt lengths like GSM8K's: padding of at most 1/12 with 32 prompts a step and 1/20 with 64; less than half in
     any queue of more than one full batch.
     """
@@ -67,58 +75,55 @@ def test_share_of_padding():
     for prompts, share in ((32, 1 / 12), (64, 1 / 20)):
         queues = [[rng.randint(60, 250) for _ in range(prompts)] for _ in range(200)]
         real = sum(map(sum, queues))
-        assert 1 - real / sum(batch.tokens for queue in queues for batch in pack_prompts(queue)) < share
+        assert 1 - real / sum(batch.shape.tokens for queue in queues for batch in packed(queue, width)) < share
     checked = 0
     for lengths in streams(100, seed=2):
         if sum(lengths) > BOUND and min(lengths) >= 16:
-            assert sum(batch.tokens for batch in pack_prompts(lengths)) < 2 * sum(lengths)
+            assert sum(batch.shape.tokens for batch in packed(lengths)) < 2 * sum(lengths)
             checked += 1
     assert checked > 15
 
 
 def test_a_prompt_that_comes_by_itself_costs_less_than_twice_its_tokens():
     for length in range(257, 9000, 13):
-        (batch,) = pack_prompts([length])
-        assert length <= batch.tokens <= 2 * length and batch.capacity * batch.width <= 4 * batch.tokens
+        (batch,) = packed([length])
+        shape = batch.shape
+        assert length <= shape.tokens <= 2 * length and shape.capacity * shape.width <= 4 * shape.tokens
 
 
 def test_long_rows_are_as_many_as_their_tokens():
     """Attention scores grow with the square of the width: 50-token prompts are not packed with one of 4100."""
-    assert pack_prompts([4100, 50, 50, 50])[0] == PrefillBatch(1, 8192, 1, 8192)
+    assert packed([4100, 50, 50, 50])[0] == PrefillBatch(1, PrefillShape(8192, 1, 4160))
     for lengths in streams(100, seed=5):
-        for batch in pack_prompts(lengths):
-            assert batch.width <= 1024 or batch.capacity * batch.width <= batch.tokens
+        for batch in packed(lengths):
+            assert batch.shape.width <= 1024 or batch.shape.capacity * batch.shape.width <= batch.shape.tokens
 
 
 def test_few_shapes():
-    """Each shape is a compilation: at most 7 for steps of 64 prompts with lengths like GSM8K's, 8 for any number of
-    prompts, 40 for any lengths below the bound.
-    """
-
-    def shapes(queues) -> set[tuple[int, int, int]]:
-        return {(c.tokens, c.capacity, c.width) for queue in queues for c in pack_prompts(queue) if c.tokens <= BOUND}
-
-    rng = random.Random(3)
-    assert len(shapes([rng.randint(60, 250) for _ in range(64)] for _ in range(100))) <= 7
-    assert len(shapes([rng.randint(60, 250) for _ in range(rng.randint(1, 64))] for _ in range(300))) <= 8
-    assert len(shapes(streams(100, seed=4))) <= 40
+    """Each shape is a compilation. The list depends on the number of prompts and their limit, not on their lengths."""
+    assert prefill_shapes(64, 256) == tuple(PrefillShape(size, size // 64, 256) for size in (512, 2048, 8192))
+    for prompts in (1, 2, 16, 128):
+        for width, most in ((256, 3), (512, 5), (1024, 5), (4096, 7), (BOUND, 9), (2 * BOUND, 13)):
+            assert len(prefill_shapes(prompts, width)) <= most
+    assert len(prefill_shapes(16, 512, separate=True)) == 16
 
 
 def test_separate_prompts_shape_depends_on_nothing_else():
     lengths = [3, 200, 8192, 9000, 200]
-    assert pack_prompts(lengths, separate=True) == [
-        PrefillBatch(1, size, 1, size) for size in (16, 224, 8192, 10240, 224)
-    ]
+    sizes = (16, 224, 8192, 10240, 224)
+    assert packed(lengths, separate=True) == [PrefillBatch(1, PrefillShape(size, 1, size)) for size in sizes]
+    shapes = prefill_shapes(1, 3000, separate=True)
     for length in range(1, 3000):
-        (batch,) = pack_prompts([length], separate=True)
-        assert length <= batch.tokens < length + max(16, length / 4)
+        (batch,) = pack_prompts([length], shapes)
+        assert length <= batch.shape.tokens < length + max(16, length / 4)
 
 
 @pytest.fixture
 def small_sizes(monkeypatch):
     """Largest size 64 tokens, so that prompts at and beyond it are cheap to test."""
-    monkeypatch.setattr(packing, "_SIZES", (8, 16, 64))
-    monkeypatch.setattr(packing, "_SMALL", 16)
+    monkeypatch.setattr(packing, "_MAX_TOKENS", 64)
+    monkeypatch.setattr(packing, "_MIN_TOKENS", 8)
+    monkeypatch.setattr(packing, "_SIZE_RATIO", 2)
     monkeypatch.setattr(packing, "_WIDTHS", (2, 8))
     monkeypatch.setattr(packing, "_CALL_COST", 4)
     jax.config.update("jax_disable_most_optimizations", True)
@@ -141,20 +146,20 @@ def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(tmp_path, sm
     shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 0, (policy.dtype,) * policy.config.num_layers)
     prompt_cache, _ = decode.allocate(policy, shapes, 1, jax.random.key(0))
     begin = 0
-    batches = pack_prompts(lengths)
-    assert {batch.tokens for batch in batches} >= {8, 16, 64, 80} and any(batch.prompts > 3 for batch in batches)
+    batches = packed(lengths)
+    assert {batch.shape.tokens for batch in batches} >= {8, 16, 64, 80} and any(batch.prompts > 3 for batch in batches)
     for batch in batches:
         chosen = range(begin, begin + batch.prompts)
         begin += batch.prompts
         tokens = np.concatenate([prompts[p] for p in chosen])
-        short = batch.capacity - batch.prompts
+        short = batch.shape.capacity - batch.prompts
         prompt_cache = decode.prefill(
             policy,
             prompt_cache,
-            np.pad(tokens, (0, batch.tokens - len(tokens))).astype(np.int32),
+            np.pad(tokens, (0, batch.shape.tokens - len(tokens))).astype(np.int32),
             np.asarray([lengths[p] for p in chosen] + [0] * short, np.int32),
             np.asarray([places[p] for p in chosen] + [shapes.prompt_slots] * short, np.int32),
-            batch.width,
+            batch.shape.width,
             False,
         )
     for prompt, place in zip(prompts, places, strict=True):
