@@ -1,0 +1,134 @@
+"""Compilation: the persistent cache, a counter of compiled programs, and programs compiled before their first call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+CACHE_OFF = "none"
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # a program was compiled, or loaded from the persistent cache
+
+
+def default_cache_dir() -> Path:
+    """`JAX_COMPILATION_CACHE_DIR`, or a directory in the user's cache folder (`XDG_CACHE_HOME` or ~/.cache)."""
+    if directory := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(directory)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl-jax" / "compiled"
+
+
+def use_compilation_cache(directory: str | None) -> str:
+    """Have JAX keep every compiled program on disk, for later processes to load. Returns one line about it for people.
+
+    By default JAX keeps only programs that took a second to compile; a rollout has several that take less.
+    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment overrides that.
+
+    Args:
+      directory: where; None: `default_cache_dir()`. "none": no cache.
+    """
+    if directory == CACHE_OFF or not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", None)
+        return "compiled programs are not kept (no compilation cache)"
+    path = default_cache_dir() if directory is None else Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(path, os.W_OK)
+    except OSError:
+        is_writable = False
+    if not is_writable:
+        jax.config.update("jax_compilation_cache_dir", None)
+        return f"compiled programs are not kept: {path} is not writable (compilation_cache_dir)"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return f"compiled programs are kept in {path} (compilation_cache_dir)"
+
+
+class CompilationCounter:
+    """Counts the programs that this process compiles or loads from the persistent cache until `close`."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, seconds: float, **details: Any) -> None:
+        if event == _COMPILED:
+            self._names.append(str(details.get("fun_name", "")))
+
+    def take(self) -> list[str]:
+        """Names of the programs compiled since the last call."""
+        count = len(self._names)
+        taken, self._names[:count] = self._names[:count], []
+        return taken
+
+    def close(self) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def __enter__(self) -> CompilationCounter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Program(NamedTuple):
+    """A jitted function and the arguments of its calls; arrays may be abstract.
+
+    A call finds the program compiled from here only if its static arguments are passed the same way (by position or by
+    name), and if its arrays are committed to a device where these are (`jax.Array.committed`; an abstract array with a
+    sharding counts as committed).
+    """
+
+    name: str
+    function: Any
+    arguments: tuple
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program, not compiled."""
+        return self.function.lower(*self.arguments)
+
+
+def compile_programs(
+    programs: Iterable[Program], threads: int | None = None, done: Callable[[str, int], None] | None = None
+) -> int:
+    """Compile programs before their first call: trace and lower in turn, compile in parallel (XLA releases the GIL).
+
+    Args:
+      programs: the largest first.
+      threads: programs compiled at a time; None: one for each core, at least 2.
+      done: called after each program with its name and the number of programs done.
+
+    Returns:
+      The number of programs.
+    """
+    count = 0
+    with ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2)) as pool:
+        running = {pool.submit(program.lower().compile): program.name for program in programs}
+        for count, future in enumerate(as_completed(running), 1):
+            future.result()
+            if done is not None:
+                done(running[future], count)
+    return count
+
+
+def as_committed(tree: Any, like: Any) -> Any:
+    """Arrays, abstract or not, committed to the device to which the leaves of `like` are committed, if they are.
+
+    The results of a jitted function are committed where an argument is. State that takes part in both kinds of calls
+    would otherwise have two programs for each function.
+    """
+    sharding = next((leaf.sharding for leaf in jax.tree.leaves(like) if getattr(leaf, "committed", False)), None)
+    if sharding is None:
+        return tree
+
+    def commit(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.device_put(leaf, sharding)
+
+    return jax.tree.map(commit, tree)

@@ -1,0 +1,122 @@
+"""The persistent compilation cache, the counter of compiled programs, and programs compiled before their first call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.compilation import (
+    CompilationCounter,
+    Program,
+    as_committed,
+    compile_programs,
+    default_cache_dir,
+    use_compilation_cache,
+)
+
+CACHED = """
+import sys, jax
+from qerl_jax.compilation import CompilationCounter, use_compilation_cache
+directory = None if sys.argv[1] == "default" else sys.argv[1]
+print(use_compilation_cache(directory))
+with CompilationCounter() as counter:
+    jax.jit(lambda x: x + 2)(1)
+print(counter.take())
+"""
+
+
+def run_cached(directory: str, **environment: str) -> list[str]:
+    cleared = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
+    command = [sys.executable, "-c", CACHED, directory]
+    ran = subprocess.run(
+        command, env=cleared | {"JAX_PLATFORMS": "cpu"} | environment, capture_output=True, text=True, check=True
+    )
+    return ran.stdout.splitlines()
+
+
+def test_programs_are_kept_in_the_users_cache_folder(tmp_path):
+    """A program that takes milliseconds to compile is kept, too; the second process loads it."""
+    folder = tmp_path / "qerl-jax" / "compiled"
+    said = f"compiled programs are kept in {folder} (compilation_cache_dir)"
+    for _ in range(2):
+        assert run_cached("default", XDG_CACHE_HOME=str(tmp_path)) == [said, "['jit(<lambda>)']"]
+        assert len(list(folder.glob("jit__lambda*-cache"))) == 1
+
+
+def test_the_cache_can_be_moved_limited_and_turned_off(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    assert str(elsewhere) in run_cached("default", JAX_COMPILATION_CACHE_DIR=str(elsewhere))[0]
+    assert list(elsewhere.iterdir())
+    run_cached(str(tmp_path / "mine"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="60")
+    assert not list((tmp_path / "mine").iterdir())
+    off = run_cached("none", XDG_CACHE_HOME=str(tmp_path / "off"), JAX_COMPILATION_CACHE_DIR=str(elsewhere))
+    assert "no compilation cache" in off[0] and not (tmp_path / "off").exists()
+    file = tmp_path / "file"
+    file.touch()
+    assert "not writable" in run_cached(str(file))[0]
+
+
+def test_the_default_directory(monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache_dir() == Path.home() / ".cache" / "qerl-jax" / "compiled"
+
+
+def test_a_disabled_cache_stays_disabled(tmp_path):
+    """As in these tests."""
+    assert "no compilation cache" in use_compilation_cache(str(tmp_path / "unused"))
+    assert not (tmp_path / "unused").exists()
+
+
+def test_the_counter_names_what_is_compiled_once():
+    @jax.jit
+    def doubled(x):
+        return 2 * x
+
+    with CompilationCounter() as counter:
+        doubled(np.ones(3, np.float32))
+        doubled(np.ones(3, np.float32))
+        assert counter.take() == ["jit(doubled)"]
+        doubled(np.ones(4, np.float32))
+        assert counter.take() == ["jit(doubled)"] and counter.take() == []
+    doubled(np.ones(5, np.float32))
+    assert counter.take() == []
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_call_finds_the_program_compiled_before_it(committed):
+    """With donated state that a chain of calls hands on, abstract beforehand."""
+
+    @jax.jit
+    def start(key):
+        return jnp.broadcast_to(key, (4,)), jnp.zeros((4, 8))
+
+    @jax.jit
+    def step(weights, state, numbers):
+        keys, x = state
+        return keys, x @ weights + numbers
+
+    step = jax.jit(step.__wrapped__, donate_argnums=1)
+    weights, key = jax.device_put(np.ones((8, 8), np.float32)), jax.random.key(0)
+    if committed:
+        weights = jax.device_put(weights, jax.devices()[0])
+    key = as_committed(key, weights)
+    state = as_committed(jax.eval_shape(start, key), weights)
+    numbers = np.ones(8, np.float32)
+    told = []
+    with CompilationCounter() as counter:
+        programs = [Program("start", start, (key,)), Program("step", step, (weights, state, numbers))]
+        assert compile_programs(programs, 2, lambda name, count: told.append((name, count))) == 2
+        assert sorted(counter.take()) == ["jit(start)", "jit(step)"]
+        state = start(key)
+        for _ in range(3):
+            state = step(weights, state, numbers)
+        assert counter.take() == []
+    assert sorted(name for name, _ in told) == ["start", "step"] and [count for _, count in told] == [1, 2]
