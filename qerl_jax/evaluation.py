@@ -93,8 +93,8 @@ def evaluate(
       policy: with a tokenizer.
       problems: plain, or encoded already (`system_prompt` is then unused).
       sampling: `num_generations` completions of each problem.
-      seed: of the samples.
-      system_prompt, max_prompt_length: of the encoding; prompts over the limit are left out.
+      seed: seed of the samples.
+      system_prompt, max_prompt_length: settings of the encoding; longer prompts are left out.
       engine: how to roll out; None: 64 completions at a time.
       reward: what is correct: a completion to which it gives more than 0.
     """

@@ -53,9 +53,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], types.ModuleType]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of `tests/data` with the .xz files unpacked. Read-only by agreement: tests that change files copy them
-    first.
-    """
+    """A copy of `tests/data` with the .xz files unpacked. Tests that change files copy them first."""
     root = tmp_path_factory.mktemp("data")
     for source in sorted(DATA.rglob("*")):
         target = root / source.relative_to(DATA)

@@ -316,9 +316,7 @@ class ComesLate:
 
 
 def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capfd):
-    """An error in step 3, a signal while step 4 ends, an interrupt in step 5: no finished step is lost but to the
-    last.
-    """
+    """An error in step 3, a signal as step 4 ends, an interrupt in step 5: only the last loses a finished step."""
     name, run = f"{place / 'mine.py'}:reward", place / "run"
     (place / "mine.py").write_text(
         "calls = 0\n"

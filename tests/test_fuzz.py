@@ -33,12 +33,12 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.run import prepare
 from qerl_jax.types import Policy
 
-SECONDS = 20  # of one case; they take some 30 ms
+SECONDS = 20  # limit of a case; they take some 30 ms
 
 
 PROBE = "Tom has 3 apples."
 PROBE_IDS = [503, 306, 227, 25, 493, 20]  # by the tokenizers library from the bundled tokenizer.json
-FIELDS = {  # of config.json -> of ModelConfig
+FIELDS = {  # field of config.json -> field of ModelConfig
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "num_hidden_layers": "num_layers",

@@ -50,6 +50,7 @@ KERNEL_WORDS = {
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"")
 
 FRAGMENT = re.compile(r"(of|whether there|that of|those of)\b", re.IGNORECASE)
+CODE = re.compile(r"\S  +\S| = |^ *python ")
 ENTRY = re.compile(r"\s*(?:[-*] |\d+\. |[\w`*, .\[\]]+: )")
 
 
@@ -94,7 +95,7 @@ def broken_paragraphs(kind: str, lines: list[str]) -> Iterator[tuple[int, str]]:
     """Re-wrapped text: a line that ends early in mid-sentence, or a summary that spills one word into a second line."""
     for index, (line, following) in enumerate(itertools.pairwise(lines)):
         words = following.split()
-        if not line.strip() or not words or any(re.search(r"\S  +\S| = ", text) for text in (line, following)):
+        if not line.strip() or not words or any(map(CODE.search, (line, following))):
             continue
         has_room = len(line) + 1 + len(words[0]) <= EARLY
         continues = (

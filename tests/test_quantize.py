@@ -1,6 +1,4 @@
-"""The quantizer's command line: every name, dtype, shape and byte as in the compressed-tensors fixture for the same
-input.
-"""
+"""The quantizer's command line writes names, dtypes, shapes and bytes of the compressed-tensors fixture."""
 
 from __future__ import annotations
 

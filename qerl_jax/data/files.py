@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FILE_KINDS = (".jsonl", ".json", ".parquet")
-_ROWS_AT_ONCE = 256  # of a parquet file: few, because a row of a code dataset can hold a megabyte of tests
+_ROWS_AT_ONCE = 256  # parquet rows a read: few, because a row of a code dataset can hold a megabyte of tests
 
 
 class DataError(ValueError):

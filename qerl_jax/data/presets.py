@@ -86,7 +86,7 @@ class Preset:
 
 
 NUMBER_REWARDS = MappingProxyType({"answer": 2.0, "soft_format": 0.2})
-"""Of GSM8K, the generated problems and plain files."""
+"""Rewards of GSM8K, the generated problems and plain files."""
 _FORMULA_REWARDS = MappingProxyType({"math_verify": 1.0, "soft_format": 0.2})
 _ANSWER_LINE_REWARDS = MappingProxyType({"dapo": 1.0})
 

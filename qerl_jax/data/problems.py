@@ -88,17 +88,16 @@ def load_dataset(
       name: a preset's name (from the Hugging Face hub), PRESET:PATH (a local copy with the same columns), "arithmetic"
         (generated), or the path of a file or directory. A file is .jsonl, .json (a list of objects) or .parquet; of a
         directory the files are read whose names are the split's up to the first "-", "_" or ".".
-      split: "train" or "test"; of a single file it says nothing. The generated problems' "test" holds numbers and
+      split: "train" or "test"; ignored for a single file. The "test" of the generated problems holds numbers and
         templates that "train" never does.
-      prompt_column, answer_column: of a file or directory without a preset.
-      seed: of the generated problems.
+      prompt_column, answer_column: columns of a file or directory without a preset.
+      seed: seed of the generated problems.
       reward_columns: further columns for the rewards, besides the preset's own.
-      system_prompt: in place of the dataset's own and of any that a conversation begins with; "" for none.
-      limit: stop after so many problems.
+      system_prompt: replaces the dataset's own and that of a conversation; "" for none.
+      limit: largest number of problems.
       first_id: id of the first record.
 
-    A record that makes no problem (no answer, a prompt that is too long for the preset, …) is left out and counted in
-    `notes`.
+    Unusable records (no answer, a prompt too long for the preset, …) are skipped and counted in `notes`.
 
     Raises DataError for an unknown name, an unreadable or malformed file, a missing column or split, and where no
     problem is left.

@@ -130,8 +130,6 @@ def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
 
 
 def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Text of every completion, without the EOS that ended it; other special tokens stay, because rewards look for
-    them.
-    """
+    """Text of every completion without its final EOS; other special tokens stay, because rewards look for them."""
     ended = np.asarray(rollout.finish) == FinishReason.EOS
     return [tokenizer.decode(ids[:-1] if eos else ids) for ids, eos in zip(completion_ids(rollout), ended, strict=True)]

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-_WHICH_SET = (0, 0, 1)  # of the seed sequence; the orders within sets have two words after the seed
+_WHICH_SET = (0, 0, 1)  # words of the seed sequence after the seed; the orders within sets have two
 
 
 def at_cursor(items: Sequence[T], seed: int, cursor: int, count: int, stream: int = 0) -> list[T]:

@@ -125,7 +125,7 @@ class Checkpointer:
         arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
-        except Exception as error:  # of a sound file: another version of orbax, memory
+        except Exception as error:  # the file is sound: another version of orbax, or memory
             raise CheckpointError(f"{path} cannot be restored: {one_line(error)}") from error
         leaves, treedef = jax.tree.flatten(state)
         return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])

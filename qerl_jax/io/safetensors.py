@@ -56,8 +56,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """Tensor table of a file and the offset where its bytes start. Raises CheckpointError for a file cut short or
-    malformed.
+    """Tensor table of a file and the offset of its first byte. Raises CheckpointError for a truncated or malformed
+    file, with the path.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -122,9 +122,7 @@ def _check_cover(path: Path, table: dict[str, dict], available: int) -> None:
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """Read-only view of one or several safetensors files: arrays are memory-mapped, nothing is read until it is
-    used.
-    """
+    """Read-only view of one or several safetensors files; arrays are memory-mapped and read on first use."""
 
     def __init__(self, files: Iterable[Path]):
         self._files = list(files)

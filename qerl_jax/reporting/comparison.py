@@ -34,7 +34,7 @@ class Mean:
     """Mean over seeds and its 95 % interval, `mean ± t · s / sqrt(R)`.
 
     Attributes:
-      mean: of the values.
+      mean: mean of the values.
       half: half of the interval's width; NaN for a single run, which has none.
       count: R.
     """

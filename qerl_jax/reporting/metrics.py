@@ -68,9 +68,7 @@ def write_completions(directory: Path, step: int, columns: Mapping[str, Sequence
 
 
 def cut_back(directory: Path, step: int) -> int:
-    """Forget every step after `step`: a resumed run writes them again. Returns `num_tokens` of the last line that
-    stays.
-    """
+    """Drop all records after `step`, because a resumed run writes them again. Returns `num_tokens` of the last line."""
     rows = [row for row in read_metrics(directory) if row["step"] <= step]
     write_text(directory / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     for file in (directory / COMPLETIONS_DIR).glob("step_*"):

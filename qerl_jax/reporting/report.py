@@ -62,7 +62,7 @@ def render(name: str, config: Config, metrics: list[dict[str, Any]], ending: End
     """The page as Markdown.
 
     Args:
-      name: of the run, its title.
+      name: name of the run, used as the title.
       metrics: rows of metrics.jsonl.
       plots: file names under `plots/`.
     """

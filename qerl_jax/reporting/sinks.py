@@ -51,9 +51,9 @@ class Sinks:
     """Every sink that `config.report_to` names.
 
     Args:
-      config: of the run; W&B shows it beside the curves.
+      config: configuration of the run; W&B shows it beside the curves.
       directory: the run's output_dir, where the sinks keep their files.
-      step: steps done already; a resumed run goes on in the same curves.
+      step: completed steps; a resumed run continues the same curves.
     """
 
     def __init__(self, config: Config, directory: Path, step: int):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32
 
 from qerl_jax.types import Batch, FinishReason, Rollout
 
-_EPSILON = 1e-4  # of TRL and QeRL
+_EPSILON = 1e-4  # as in TRL and QeRL
 
 
 def group_advantages(

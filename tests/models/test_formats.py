@@ -72,9 +72,7 @@ def test_logits_of_published_quantizations(data, scheme, golden):
 
 
 def test_quantizing_while_loading_gives_the_published_quantization(data, tiny_dir):
-    """Codes, block scales and the global scale shared over q/k/v and gate/up, byte for byte those of
-    compressed-tensors.
-    """
+    """Codes, block scales and the global scale of q/k/v and gate/up equal those of compressed-tensors byte for byte."""
     ours = fp32_policy(tiny_dir, weight_format="nvfp4")
     theirs = fp32_policy(data / "nvfp4/fixture-compressed-tensors-tiny-qwen2")
     assert_trees_equal(ours.frozen, theirs.frozen)
@@ -191,9 +189,7 @@ def test_values_that_are_not_finite_are_refused(quantize, value):
 
 
 def test_bf16_parts_are_exact():
-    """code × scale in bf16 and the row's fp32 factor: no rounding but the one of the factor, over all codes and all
-    scales.
-    """
+    """Over all codes and scales, bf16 code × scale times the row's fp32 factor rounds only in the factor."""
     every_scale = np.arange(0, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     codes = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8), (len(every_scale), 1))
     weight = Nvfp4(jnp.asarray(codes), jnp.asarray(every_scale[:, None]), jnp.full(len(codes), 3.0), divides=False)

@@ -1,3 +1,1 @@
-"""Independent implementations in numpy and PyTorch, written from the formulas and the libraries, never from
-`qerl_jax`.
-"""
+"""Independent implementations in numpy and PyTorch, written from formulas and libraries, never from `qerl_jax`."""

@@ -113,8 +113,8 @@ def test_a_reward_that_never_answers_is_an_error(mine):
 
 
 def test_how_many_failures_are_too_many(mine, monkeypatch):
-    """Of a reward that never answered, the first few of a large batch; of one that did, as many in a row, over however
-    many steps: a step may be a single task.
+    """The first few tasks of a large batch where a reward never answered; as many in a row, over any number of steps,
+    where it did: a step may be a single task.
     """
     monkeypatch.setattr(pool_module, "MAX_FAILURES", 4)
     with load_rewards((f"{mine}:never",), 2, 0.2) as rewards, pytest.raises(RewardError, match=r"none of [45] tasks"):

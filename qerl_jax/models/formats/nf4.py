@@ -36,9 +36,7 @@ NF4_VALUES = (
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "absmax"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Nf4:
-    """NF4 weight: `NF4_VALUES[code] × absmax`; two codes a byte, even column in the low nibble; no double
-    quantization.
-    """
+    """NF4 weight, `NF4_VALUES[code] × absmax`: two codes a byte, even column low; no double quantization."""
 
     codes: UInt8[Array | np.ndarray, "n half_k"]
     absmax: Float32[Array | np.ndarray, "n k_blocks"]
