@@ -10,8 +10,8 @@ from qerl_jax.evaluation import evaluate
 from qerl_jax.io.adapter import export_adapter, import_adapter
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import Lora, LoraConfig
-from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.rl.step import grpo_step, init_state

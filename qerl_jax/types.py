@@ -52,7 +52,7 @@ class Policy(_Replace):
         {"weight"}}}}`.
       lora: the adapters, fp32 masters.
       graphdef: the NNX structure; `nnx.merge(graphdef, frozen, norms, lora)` is the model.
-      config: `qerl_jax.models.qwen2.ModelConfig`.
+      config: `qerl_jax.models.config.ModelConfig`.
       lora_config: `qerl_jax.models.lora.LoraConfig`, shape of the adapters and what an export writes of them.
       tokenizer: a transformers tokenizer or None. Not part of the pytree: it is lost inside jit.
     """

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from qerl_jax.config import Config
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import WEIGHT_FORMATS
-from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode

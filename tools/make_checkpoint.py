@@ -21,8 +21,8 @@ from qerl_jax.io.files import atomic_directory, write_json
 from qerl_jax.io.hf_config import parse_config
 from qerl_jax.io.quantize import QUANTIZATION_CONFIG
 from qerl_jax.io.safetensors import DTYPES, INDEX_FILE, Spec, write_file
+from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.lora import PROJECTIONS
-from qerl_jax.models.qwen2 import LAYER_NORMS, ModelConfig
 
 # size: hidden, ffn, layers, heads, kv heads, head dim, vocab, tied (arXiv 2412.15115, table 1, and the published
 # config.json files)

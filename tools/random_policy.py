@@ -12,9 +12,9 @@ from qerl_kernels.formats import Nvfp4
 
 from qerl_jax.io.hf_config import parse_config
 from qerl_jax.io.load import build_policy, kernel_form
+from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.models.qwen2 import FUSED
 from qerl_jax.types import Policy
 
 _STD = 0.02  # initializer_range of the published models
@@ -71,13 +71,13 @@ def random_policy(
         return kernel_form(_nvfp4(next(keys), n, k), dtype, matmul_kernel)
 
     def layer() -> dict:
-        biases = sum(shapes[part][0] for part in FUSED["qkv_proj"])
+        biases = sum(shapes[part][0] for part in FUSED_PROJECTIONS["qkv_proj"])
         ones = jnp.ones(config.hidden_size, jnp.float32)
         return {
-            "qkv_proj": projection(*FUSED["qkv_proj"]),
+            "qkv_proj": projection(*FUSED_PROJECTIONS["qkv_proj"]),
             "qkv_bias": dense(1, biases)[0],
             "o_proj": projection("o_proj"),
-            "gate_up_proj": projection(*FUSED["gate_up_proj"]),
+            "gate_up_proj": projection(*FUSED_PROJECTIONS["gate_up_proj"]),
             "down_proj": projection("down_proj"),
             "input_layernorm": ones,
             "post_attention_layernorm": ones,

@@ -20,8 +20,8 @@ from qerl_jax.io import names, safetensors
 from qerl_jax.io.files import atomic_directory, write_json
 from qerl_jax.io.hf_config import read_json
 from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.models.config import LAYER_NORMS
 from qerl_jax.models.lora import PROJECTIONS, Lora, LoraConfig
-from qerl_jax.models.qwen2 import LAYER_NORMS
 from qerl_jax.types import Policy
 
 _PREFIX = "base_model.model."

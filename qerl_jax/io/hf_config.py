@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.io.safetensors import CheckpointError, read_json
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats.nvfp4 import NVFP4_BLOCK
-from qerl_jax.models.qwen2 import ModelConfig
 
 _DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
 # What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean NVFP4.

@@ -21,9 +21,11 @@ from qerl_jax.io.adapter import adapter_config, import_adapter
 from qerl_jax.io.quantize import max_magnitude
 from qerl_jax.io.safetensors import FLOATS, CheckpointError, Tensors, open_checkpoint
 from qerl_jax.io.tokenizer import load_tokenizer
+from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import WEIGHT_FORMATS, Dense, Mxfp4, Nf4, Nvfp4, Weight, mxfp4, nf4, nvfp4
 from qerl_jax.models.lora import LoraConfig, init_lora
-from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, Adapter, Frozen, ModelConfig, Norm, Qwen2
+from qerl_jax.models.modules import Adapter, Frozen, Norm
+from qerl_jax.models.qwen2 import Qwen2
 from qerl_jax.types import Policy
 
 _BLOCK = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK, "nf4": nf4.NF4_BLOCK, "bf16": 1}
@@ -92,7 +94,7 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict
     for layer in range(config.num_layers):
         layer_key = jax.random.fold_in(key, layer)
         adapters: dict[str, dict] = {}
-        for fused, parts in {**FUSED, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+        for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
             offset, adapters[fused] = 0, {}
             for part in parts:
                 n, k = shapes[part]
@@ -138,10 +140,10 @@ def _load_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
         return source.projection([(names.projection(layer, part), shapes[part]) for part in parts])
 
     return {
-        "qkv_proj": fused(FUSED["qkv_proj"]),
+        "qkv_proj": fused(FUSED_PROJECTIONS["qkv_proj"]),
         "qkv_bias": _biases(source, config, layer),
         "o_proj": fused(("o_proj",)),
-        "gate_up_proj": fused(FUSED["gate_up_proj"]),
+        "gate_up_proj": fused(FUSED_PROJECTIONS["gate_up_proj"]),
         "down_proj": fused(("down_proj",)),
         **{norm: source.vector(names.layer_norm(layer, norm), config.hidden_size, jnp.float32) for norm in LAYER_NORMS},
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from qerl_jax.models.config import LAYER_NORMS
 from qerl_jax.models.lora import PROJECTIONS
-from qerl_jax.models.qwen2 import LAYER_NORMS
 
 EMBED = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

@@ -23,8 +23,8 @@ from qerl_jax.io.safetensors import (
     open_checkpoint,
     write_file,
 )
+from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import nvfp4
-from qerl_jax.models.qwen2 import FUSED
 
 _PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
 
@@ -121,7 +121,7 @@ def quantize_checkpoint(
 
 def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[str, np.float32]:
     """Module -> divisor; the modules that are fused at run time share theirs."""
-    groups = [*FUSED.values(), ("o_proj",), ("down_proj",)]
+    groups = [*FUSED_PROJECTIONS.values(), ("o_proj",), ("down_proj",)]
     divisors = {}
     for layer in range(layers):
         for group in groups:

@@ -1,7 +1,9 @@
-"""Key-value caches of a decoder: one K and one V array a layer, head-major, so that a donated cache is updated in place
-and attention reads each head's keys as one piece of memory.
+"""Key-value caches of a decoder: one array of keys and one of values a layer.
 
-Axes: B sequences, P prompts, S slots (tokens) of a cache, L layers, K key/value heads, H head dim.
+The layout is head-major, so that attention reads each head's keys contiguously; one array a layer lets XLA update a
+donated cache in place.
+
+Axes: B sequences or prompts, T packed tokens, S slots (tokens) of a cache, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from qerl_kernels.rope_cache.reference import to_cache
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Slot s of row b holds the key and value of one token of sequence b: of a prompt's token s, or of the completion's
-    token s.
+    """Keys and values of B prompts, or of B completions: slot s of row b holds those of token s.
+
+    Attributes:
+      keys: one array a layer, rotary positions applied.
+      values: one array a layer.
     """
 
     keys: tuple[Float[Array, "B K S H"], ...]
@@ -31,16 +36,18 @@ class KVCache:
 def init_cache(
     batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike | Sequence[DTypeLike]
 ) -> KVCache:
-    """An empty cache of `2 · layers · batch · slots · kv_heads · head_dim` elements.
+    """A cache of zeros with `2 · layers · batch · slots · kv_heads · head_dim` elements.
 
-    dtype: one for all layers, or one for each; raises ValueError where these are not as many as layers.
+    dtype: one for all layers, or a sequence with one for each layer.
+
+    Raises ValueError if the number of dtypes is not the number of layers.
     """
     dtypes = list(dtype) if isinstance(dtype, Sequence) and not isinstance(dtype, str) else [dtype] * layers
     if len(dtypes) != layers:
         raise ValueError(f"{len(dtypes)} dtypes for the caches of {layers} layers")
 
     def arrays():
-        return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), of_layer) for of_layer in dtypes)
+        return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), layer_dtype) for layer_dtype in dtypes)
 
     return KVCache(arrays(), arrays())
 
@@ -51,8 +58,13 @@ def write_prompts(
     slots: Int[Array, " T"],
     entries: Sequence[tuple[Float[Array, "T K H"], Float[Array, "T K H"]]],
 ) -> KVCache:
-    """Put the tokens of whole prompts (keys and values of every layer) into their rows and slots, no two into the same;
-    what lies outside the cache is dropped.
+    """The cache with the keys and values of packed prompts (`Qwen2.prefill`) written to their places.
+
+    Args:
+      cache: of the prompts.
+      rows: row of each token; tokens whose row or slot is out of range are dropped.
+      slots: slot of each token; no two tokens may share a row and a slot.
+      entries: (keys, values) of the tokens, for every layer.
     """
 
     def put(into: Array, new: Array) -> Array:

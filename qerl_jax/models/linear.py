@@ -1,6 +1,6 @@
-"""The one seam through which every projection of the model goes.
+"""`linear`: a frozen weight of any format, bias and LoRA adapters. Every projection of the model calls it.
 
-Axes: B sequences, T tokens, K input features, N output features, R rank.
+Axes: M rows, K input features, N output features, R rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qerl_kernels.ops import fp32_matmul
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4
 from qerl_jax.models.lora import Lora
 
-# On an fp32 model the products must be fp32 too: the GPU's default would be tf32, three digits.
+# GEMMs of an fp32 model must be fp32 too: a GPU's default would be tf32, three digits.
 FP32_PRECISION = jax.lax.Precision.HIGHEST
 
 
@@ -31,60 +31,62 @@ def linear(
     lora: Lora | Sequence[Lora] | None = None,
     *,
     batch_invariant: bool = False,
-    shrunk: LoraX | None = None,
+    lora_x: LoraX | None = None,
 ) -> Float[Array, "... N"]:
-    """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded once to x's dtype.
+    """`y = x Wᵀ + bias + Σ_adapters scale · (x A) B`, summed in fp32 and rounded once to x's dtype; `x A` is rounded to
+    x's dtype, too.
 
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient, and the backward pass
     dequantizes it again instead of keeping a copy.
 
     Args:
       x: activations, bf16 or fp32.
-      weight: one of the formats, [N, K].
+      weight: [N, K], in any of the formats.
       bias: in any float dtype; added in fp32.
-      lora: the adapter, or one for each adapted part of a fused projection (they carry their row offsets).
-      batch_invariant: a row's bits depend neither on how many rows there are nor on the others; slower.
-      shrunk: `x A` where a fused kernel made it already (`nvfp4_matmul`); for packed weights, without gradients.
+      lora: the adapter, or the adapters of a fused projection with their output offsets.
+      batch_invariant: a row's bits do not depend on the number of rows or on the other rows; slower.
+      lora_x: `x A` computed by a prologue kernel (`nvfp4_matmul`); for packed weights, without gradients.
 
     Raises:
-      ValueError: K of x and of the weight differ, or `shrunk` comes with a weight that is not packed.
+      ValueError: K of x and of the weight differ, or `lora_x` is given with a weight that is not packed.
     """
     n, k = weight.shape
     if x.shape[-1] != k:
         raise ValueError(f"linear: x has {x.shape[-1]} input features, the weight {k} (shape {n} x {k})")
-    parts = [lora] if isinstance(lora, Lora) else list(lora or ())
+    adapters = [lora] if isinstance(lora, Lora) else list(lora or ())
     if isinstance(weight, PackedNvfp4):
-        return nvfp4_matmul(x, weight, bias, parts, batch_invariant=batch_invariant, shrunk=shrunk)
-    if shrunk is not None:
-        raise ValueError(f"linear: shrunk goes with a packed weight, this is {type(weight).__name__}")
+        return nvfp4_matmul(x, weight, bias, adapters, batch_invariant=batch_invariant, shrunk=lora_x)
+    if lora_x is not None:
+        raise ValueError(f"linear: lora_x goes with a packed weight, this is {type(weight).__name__}")
 
-    def product(rows: Array) -> Array:
+    def matmul(rows: Array) -> Array:
         y = _frozen_matmul(rows, weight)
         if bias is not None:
             y = y + bias.astype(jnp.float32)
-        if parts:
-            y = y + _lora_delta(rows, parts, n)
+        if adapters:
+            y = y + _lora_delta(rows, adapters, n)
         return y.astype(x.dtype)
 
     rows = x.reshape(-1, k)
-    y = in_blocks(product, rows) if batch_invariant else product(rows)
+    y = in_blocks(matmul, rows) if batch_invariant else matmul(rows)
     return y.reshape(*x.shape[:-1], n)
 
 
-def _lora_delta(rows: Float[Array, "M K"], parts: list[Lora], n: int) -> Float32[Array, "M N"]:
-    """Every part's `scale · (x A) B` at its rows, zero elsewhere. `x A` is accumulated in fp32 and rounded once to x's
-    dtype.
+def _lora_delta(rows: Float[Array, "M K"], adapters: list[Lora], n: int) -> Float32[Array, "M N"]:
+    """Every adapter's `scale · (x A) B` at its output features, zero elsewhere.
+
+    `x A` is accumulated in fp32 and rounded once to x's dtype.
     """
-    pieces, end = [], 0
-    for part in sorted(parts, key=lambda part: part.offset):
-        if part.offset > end:
-            pieces.append(jnp.zeros((rows.shape[0], part.offset - end), jnp.float32))
-        shrunk = fp32_matmul(rows, part.own_a.astype(rows.dtype)).astype(rows.dtype)
-        pieces.append(part.scale * fp32_matmul(shrunk, part.b.astype(rows.dtype)))
-        end = part.offset + part.b.shape[-1]
+    deltas, end = [], 0
+    for lora in sorted(adapters, key=lambda lora: lora.offset):
+        if lora.offset > end:
+            deltas.append(jnp.zeros((rows.shape[0], lora.offset - end), jnp.float32))
+        lora_x = fp32_matmul(rows, lora.own_a.astype(rows.dtype)).astype(rows.dtype)
+        deltas.append(lora.scale * fp32_matmul(lora_x, lora.b.astype(rows.dtype)))
+        end = lora.offset + lora.b.shape[-1]
     if end < n:
-        pieces.append(jnp.zeros((rows.shape[0], n - end), jnp.float32))
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
+        deltas.append(jnp.zeros((rows.shape[0], n - end), jnp.float32))
+    return deltas[0] if len(deltas) == 1 else jnp.concatenate(deltas, axis=-1)
 
 
 @jax.custom_vjp
@@ -95,10 +97,10 @@ def _frozen_matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, 
 
 
 def _factors(weight: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
-    """The weight as a matrix in the compute dtype and an fp32 factor for each output row (None: one).
+    """The weight as a matrix in the compute dtype and an fp32 factor for each output row (None: all 1).
 
-    bf16 compute keeps NVFP4 and MXFP4 exact (`bf16_parts`); NF4's block scale cannot leave the sum, so there the value
-    is rounded to bf16, as QLoRA rounds it.
+    In bf16, NVFP4 and MXFP4 stay exact (`bf16_parts`). NF4 has fp32 block scales within the sum over K, so its values
+    are rounded to bf16, as in QLoRA.
     """
     if isinstance(weight, Dense):
         return weight.values.astype(dtype), None

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685; rsLoRA, arXiv 2312.03732).
 
-Axes: K input features, N output features, R rank.
+Axes: K input features, N output features, R rank, C columns of an A array.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale", "offset", "column"])
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """One adapter: adds `scale · (x A) B` to the output features `offset : offset + N` of a (possibly fused)
+    """One LoRA adapter: adds `scale · (x A) B` to the output features `offset : offset + N` of a (possibly fused)
     projection.
 
     Attributes:
-      a: A, fp32 master (or its bf16 compute copy), C = R columns. PEFT's `lora_A.weight` transposed.
-      b: B, likewise. PEFT's `lora_B.weight` transposed.
-      scale: `alpha / R`, or `alpha / sqrt(R)` for rsLoRA.
-      offset: first output feature of this part within a fused projection.
-      column: None; or the first column of this part in an A that holds those of all parts (`side_by_side`).
+      a: LoRA A, fp32 master or its copy in the compute dtype; C = R columns, or those of all adapters of the projection
+        (`fuse_lora_a`). PEFT's `lora_A.weight` transposed.
+      b: LoRA B, likewise. PEFT's `lora_B.weight` transposed.
+      scale: LoRA scale, `alpha / R`, or `alpha / sqrt(R)` for rsLoRA.
+      offset: first output feature of this adapter within a fused projection.
+      column: first column of this adapter in a fused `a`; None where `a` is its own.
     """
 
     a: Float[Array, "K C"]
@@ -41,20 +42,22 @@ class Lora:
 
     @property
     def own_a(self) -> Float[Array, "K R"]:
-        """A of this part alone."""
+        """The columns of `a` that belong to this adapter."""
         return self.a if self.column is None else self.a[:, self.column : self.column + self.b.shape[0]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """What an adapter looks like.
+    """Shape and scale of the adapters of a policy.
 
     Attributes:
-      rank: R; 0 means no adapter.
-      alpha: numerator of the scale; None means equal to the rank.
+      rank: R; 0 for no adapters.
+      alpha: numerator of the scale; None for the rank.
       use_rslora: scale `alpha / sqrt(R)` in place of `alpha / R`.
-      target_modules: which of the seven projections carry one.
-      dropout: dropout of an imported adapter, kept so that an export names it again. RL refuses a value above 0.
+      target_modules: the projections that have an adapter.
+      dropout: dropout of an imported adapter, kept for the export. Training refuses a value above 0.
+
+    Raises ValueError for a negative rank or an unknown projection.
     """
 
     rank: int = 32
@@ -72,51 +75,59 @@ class LoraConfig:
 
     @property
     def effective_alpha(self) -> float:
-        """`alpha`, or the rank where none is given."""
+        """`alpha`, or the rank where alpha is None."""
         return float(self.rank if self.alpha is None else self.alpha)
 
     @property
     def scale(self) -> float:
-        """What multiplies `(x A) B`."""
+        """LoRA scale: the factor of `(x A) B`."""
         return self.effective_alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: int, key: Array) -> Lora:
-    """A drawn as PEFT draws it (Kaiming uniform with a = sqrt(5): ±1/sqrt(K)), B zero, both fp32: the adapted policy
-    starts as the base.
+    """A fresh fp32 adapter: A uniform in ±1/sqrt(K) (PEFT's Kaiming uniform with a = sqrt(5)), B zero.
+
+    The adapted policy starts as the base.
+
+    Args:
+      config: rank and scale.
+      in_features: K.
+      out_features: N.
+      offset: first output feature within a fused projection.
+      key: random key of A.
     """
     bound = 1.0 / math.sqrt(in_features)
     a = jax.random.uniform(key, (in_features, config.rank), jnp.float32, -bound, bound)
     return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
 
 
-def side_by_side(lora: Any) -> Any:
-    """The tree of adapters with one A for all parts of a projection, so that a loop over tokens multiplies x by all of
-    them at once without putting them together in every turn.
+def fuse_lora_a(lora: Any) -> Any:
+    """The tree of adapters with one A array for all adapters of a projection, as `concat_lora_a` makes it. A decode
+    loop then computes one `x A` a projection, without concatenating A in every step.
     """
 
-    def join(parts: dict[str, Lora]) -> dict[str, Lora]:
-        ordered = sorted(parts, key=lambda name: parts[name].offset)
-        shared = jnp.concatenate([parts[name].a for name in ordered], axis=1)
-        starts = np.cumsum([0] + [parts[name].a.shape[1] for name in ordered]).tolist()
+    def fuse(adapters: dict[str, Lora]) -> dict[str, Lora]:
+        ordered = sorted(adapters, key=lambda name: adapters[name].offset)
+        fused = jnp.concatenate([adapters[name].a for name in ordered], axis=1)
+        starts = np.cumsum([0] + [adapters[name].a.shape[1] for name in ordered]).tolist()
         return {
-            name: dataclasses.replace(parts[name], a=shared, column=start)
+            name: dataclasses.replace(adapters[name], a=fused, column=start)
             for name, start in zip(ordered, starts, strict=False)
         }
 
-    def of_one_projection(node: Any) -> bool:
-        return isinstance(node, dict) and bool(node) and all(isinstance(part, Lora) for part in node.values())
+    def is_projection(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and all(isinstance(adapter, Lora) for adapter in node.values())
 
-    return jax.tree.map(join, lora, is_leaf=of_one_projection)
+    return jax.tree.map(fuse, lora, is_leaf=is_projection)
 
 
-def together(parts: Sequence[Lora]) -> Float[Array, "K C"]:
-    """A of all parts of a projection side by side; no copy after `side_by_side`."""
-    return parts[0].a if parts[0].column is not None else jnp.concatenate([part.a for part in parts], axis=1)
+def concat_lora_a(adapters: Sequence[Lora]) -> Float[Array, "K C"]:
+    """A of all adapters of a projection side by side; no copy after `fuse_lora_a`."""
+    return adapters[0].a if adapters[0].column is not None else jnp.concatenate([lora.a for lora in adapters], axis=1)
 
 
 def without_adapter(lora: Any) -> Any:
-    """The same tree with B = 0, so that the policy equals its base (for the reference of the KL term)."""
+    """The tree of adapters with B = 0, so that the policy equals its base: the reference of the KL term."""
 
     def zero(adapter: Lora) -> Lora:
         return dataclasses.replace(adapter, b=jnp.zeros_like(adapter.b))

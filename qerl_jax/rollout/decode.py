@@ -17,10 +17,11 @@ from qerl_kernels.batch_invariant import in_blocks
 
 from qerl_jax import keys
 from qerl_jax.models import cache as kv
-from qerl_jax.models import ragged
 from qerl_jax.models.cache import KVCache
-from qerl_jax.models.lora import side_by_side
-from qerl_jax.models.qwen2 import ModelConfig, Qwen2
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.lora import fuse_lora_a
+from qerl_jax.models.packed_sequences import packed_layout
+from qerl_jax.models.qwen2 import Qwen2
 from qerl_jax.rollout.sampling import sample
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import FinishReason, Policy, Sampling
@@ -127,7 +128,7 @@ def _allocate(
 @jax.jit
 def cast_lora(policy: Policy) -> Any:
     """LoRA A and B in the compute dtype, cast once a rollout; the adapters of a fused projection lie side by side."""
-    return side_by_side(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
+    return fuse_lora_a(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
 # Every GEMM here is a kernel of this project or large enough for cuBLAS. XLA's Triton GEMMs are not tried: that takes
@@ -155,13 +156,13 @@ def prefill(
       prompt_slots: where each prompt goes in the prompt cache; an index past the end drops it.
       width: at least the longest prompt.
     """
-    prompts = ragged.lay_out(lengths, tokens.shape[0], width)
-    hidden, entries = policy.model().prefill(tokens, prompts, batch_invariant)
+    layout = packed_layout(lengths, tokens.shape[0], width)
+    hidden, entries = policy.model().prefill(tokens, layout, batch_invariant)
     dropped = prompt_cache.lengths.shape[0]
-    rows = jnp.append(prompt_slots, dropped)[prompts.owner]
+    rows = jnp.append(prompt_slots, dropped)[layout.segment_ids]
     return PromptCache(
-        kv.write_prompts(prompt_cache.cache, rows, prompts.positions, entries),
-        prompt_cache.hidden.at[prompt_slots].set(hidden[prompts.last], mode="drop"),
+        kv.write_prompts(prompt_cache.cache, rows, layout.positions, entries),
+        prompt_cache.hidden.at[prompt_slots].set(hidden[layout.last_tokens], mode="drop"),
         prompt_cache.lengths.at[prompt_slots].set(lengths, mode="drop"),
     )
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.packing import PrefillBatch, pack_prompts, prefill_shapes
 from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.types import Engine, Policy
 
 # Towards the end survivors move into fewer slots; each number of slots costs a compilation. A decode step of 7B takes

@@ -20,9 +20,9 @@ from qerl_jax.io import hf_config
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import build_policy, load_biases
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
-from qerl_jax.models.qwen2 import FUSED, LAYER_NORMS, ModelConfig
 from qerl_jax.rl.step import init_state
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.types import Policy, TrainState
@@ -183,10 +183,10 @@ def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kern
 
     def layer() -> dict[str, Any]:
         return {
-            "qkv_proj": fused(*FUSED["qkv_proj"]),
-            "qkv_bias": jnp.zeros(sum(shapes[part][0] for part in FUSED["qkv_proj"]), dtype),
+            "qkv_proj": fused(*FUSED_PROJECTIONS["qkv_proj"]),
+            "qkv_bias": jnp.zeros(sum(shapes[part][0] for part in FUSED_PROJECTIONS["qkv_proj"]), dtype),
             "o_proj": fused("o_proj"),
-            "gate_up_proj": fused(*FUSED["gate_up_proj"]),
+            "gate_up_proj": fused(*FUSED_PROJECTIONS["gate_up_proj"]),
             "down_proj": fused("down_proj"),
             **{norm: jnp.zeros(d, jnp.float32) for norm in LAYER_NORMS},
         }

@@ -23,9 +23,9 @@ from qerl_jax.io import safetensors as st
 from qerl_jax.io.adapter import adapter_config, export_adapter, import_adapter
 from qerl_jax.io.load import build_policy, load_policy
 from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
-from qerl_jax.models.qwen2 import ModelConfig
 from qerl_jax.rl.step import init_state
 from qerl_jax.types import Policy
 

@@ -15,8 +15,8 @@ from oracles import torch_qwen2
 
 from qerl_jax.io.load import load_policy
 from qerl_jax.models import cache as kv
-from qerl_jax.models import ragged
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.packed_sequences import packed_layout
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import FinishReason, Policy, Sampling
 
@@ -112,13 +112,13 @@ def _token_by_token(policy: Policy, tokens: jax.Array, prompt: jax.Array) -> jax
     width = length - 4
     shape = (config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
     places = jnp.arange(rows)[::-1]
-    packed = ragged.lay_out(prompt, rows * width, width)
-    inside = jnp.minimum(packed.owner, rows - 1)
+    packed = packed_layout(prompt, rows * width, width)
+    inside = jnp.minimum(packed.segment_ids, rows - 1)
     hidden, entries = model.prefill(tokens[inside, jnp.minimum(packed.positions, length - 1)], packed)
-    held = jnp.where(packed.owner < rows, places[inside], rows)
+    held = jnp.where(packed.segment_ids < rows, places[inside], rows)
     prompts = kv.write_prompts(kv.init_cache(rows, width + 3, *shape), held, packed.positions, entries)
     own = kv.init_cache(rows, 5, *shape)
-    logits = [model.logits(hidden[packed.last])]
+    logits = [model.logits(hidden[packed.last_tokens])]
     for step in range(4):
         position = prompt + step
         token = jnp.take_along_axis(tokens, position[:, None], axis=1)[:, 0]

@@ -10,8 +10,8 @@ import numpy as np
 from qerl_kernels.nvfp4_matmul.packing import unpack
 
 from qerl_jax.io import names
+from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import PackedNvfp4, Weight
-from qerl_jax.models.qwen2 import FUSED
 from qerl_jax.types import Policy
 
 
@@ -25,7 +25,7 @@ def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
     for layer, blocks in frozen["layers"].items():
         for norm, value in policy.norms["layers"][layer].items():
             yield names.layer_norm(layer, norm), as_stored(value["weight"])
-        for fused, parts in {**FUSED, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+        for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
             block, row = blocks[names.BLOCK[parts[0]]][fused], 0
             for part in parts:
                 module, rows = names.projection(layer, part), config.projection_shapes()[part][0]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.config import Config
-from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.memory import abstract_trees

@@ -15,7 +15,7 @@ from oracles import torch_qwen2
 
 from qerl_jax import train
 from qerl_jax.command_line.evaluate import main as evaluate
-from qerl_jax.models.qwen2 import attend
+from qerl_jax.models.attention import masked_attention, split_and_rotate
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shapes import cache_note, choose_shapes, kv_cache_dtypes, max_key_bias
@@ -77,14 +77,15 @@ def rounding_logits(dtypes):
         order = jnp.arange(tokens.shape[1])
         mask = jnp.broadcast_to(order[:, None] >= order, (1, *order.shape, *order.shape))
 
-        def mix(q, k, v, like):
-            exact = attend(q, k, v, mask)
-            cached = attend(q, rounded(k, like.dtype), rounded(v, like.dtype), mask)
+        def attention(qkv, angles, like):
+            q, k, v = split_and_rotate(policy.config, qkv, angles)
+            exact = masked_attention(q, k, v, mask)
+            cached = masked_attention(q, rounded(k, like.dtype), rounded(v, like.dtype), mask)
             return jnp.where((order < prompt)[None, :, None, None], exact, cached), None
 
         model = policy.model()
-        of_layers = [jnp.zeros(0, dtype) for dtype in dtypes]
-        return model.logits(model._run(tokens, order[None], model._rotated(mix), of_layers)[0])
+        caches = [jnp.zeros(0, dtype) for dtype in dtypes]
+        return model.logits(model._run(tokens, order[None], attention, caches)[0])
 
     return logits
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.config import Config
-from qerl_jax.models.qwen2 import ModelConfig
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.run.memory import abstract_trees, estimate_memory

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 from jaxlib.mlir import ir
@@ -242,4 +241,4 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else "{" + ", ".join(names) + "}"
 
 
-__all__ = ["F32", "I32", "Flag", "PtxMachine", "Ptr"]
+__all__ = ["F32", "I32", "Flag", "Ptr", "PtxMachine"]

@@ -1,0 +1,86 @@
+"""How the operations of a decoder layer run: the executor interface and the plain executor.
+
+The layer (`qwen2.DecoderLayer`) states the order of the operations once. An executor groups them into programs and owns
+the form of the residual stream. `PlainExecutor` runs the modules one by one, in any shape and with gradients;
+`fused_decode.FusedDecodeExecutor` merges them into fewer kernels for decode on packed weights.
+
+Axes: D model, K input features, N output features, E = 2 F: gate and up side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, Float32
+from qerl_kernels.ops import silu_mul
+
+from qerl_jax.models.modules import Projection, RMSNorm
+
+Residual = Any
+"""Pytree: the residual stream in the form of the executor."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """The operations of a decoder layer, as `DecoderLayer` and `Qwen2` call them."""
+
+    def start(self, x: Float32[Array, "*B D"]) -> Residual:
+        """The residual stream before the first layer."""
+
+    def norm_project(
+        self, norm: RMSNorm, projection: Projection, residual: Residual
+    ) -> tuple[Residual, Float[Array, "*B N"]]:
+        """`projection(norm(x))`, and the residual stream x in the form that the next operation reads."""
+
+    def project(self, projection: Projection, x: Float[Array, "*B K"], residual: Residual) -> Residual:
+        """The residual stream plus `projection(x)`."""
+
+    def swiglu_project(self, projection: Projection, gate_up: Float[Array, "*B E"], residual: Residual) -> Residual:
+        """The residual stream plus `projection(silu(gate) · up)`."""
+
+    def finish(self, norm: RMSNorm, residual: Residual) -> Float[Array, "*B D"]:
+        """`norm` of the residual stream behind the last layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainExecutor:
+    """Runs each module by itself; the residual stream is an array.
+
+    The stream is fp32 also where all else is bf16: rounding it twice a layer is half of what makes rollout and trainer
+    disagree (a last bit that differs in a GEMM becomes a whole bf16 step of the stream, and stays).
+
+    Attributes:
+      batch_invariant: a row's bits do not depend on the number of rows or on the other rows; slower.
+    """
+
+    batch_invariant: bool = False
+
+    def start(self, x: Float32[Array, "*B D"]) -> Float32[Array, "*B D"]:
+        """x itself."""
+        return x
+
+    def norm_project(
+        self, norm: RMSNorm, projection: Projection, residual: Float32[Array, "*B D"]
+    ) -> tuple[Float32[Array, "*B D"], Float[Array, "*B N"]]:
+        """The unchanged stream and `projection(norm(residual))`."""
+        return residual, projection(norm(residual, self.batch_invariant), self.batch_invariant)
+
+    def project(
+        self, projection: Projection, x: Float[Array, "*B K"], residual: Float32[Array, "*B D"]
+    ) -> Float32[Array, "*B D"]:
+        """`residual + projection(x)`."""
+        return residual + projection(x, self.batch_invariant)
+
+    def swiglu_project(
+        self, projection: Projection, gate_up: Float[Array, "*B E"], residual: Float32[Array, "*B D"]
+    ) -> Float32[Array, "*B D"]:
+        """`residual + projection(silu(gate) · up)`."""
+        return self.project(projection, silu_mul(gate_up), residual)
+
+    def finish(self, norm: RMSNorm, residual: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`norm(residual)`."""
+        return norm(residual, self.batch_invariant)
+
+
+PLAIN_EXECUTOR = PlainExecutor()

@@ -1,0 +1,83 @@
+"""The fused executor: decode on packed weights in fewer kernels than `PlainExecutor`.
+
+One prologue kernel computes the residual add, the RMSNorm and the LoRA input `x A` of the projection behind it (or
+SiLU·mul and `x A`, or `x A` alone; no `x A` where the GEMM computes it itself). What a projection adds to the residual
+stream is added by the next norm's prologue, with the arithmetic of `PlainExecutor`.
+
+Axes: B sequences, D model, K input features, N output features, E = 2 F: gate and up side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+from jaxtyping import Array, Float, Float32
+from qerl_kernels.decode_prologue.api import MAX_TOKENS, lora_prologue, rms_norm_prologue, silu_mul_prologue
+from qerl_kernels.nvfp4_matmul.api import product_takes
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
+
+from qerl_jax.models.formats import PackedNvfp4
+from qerl_jax.models.lora import concat_lora_a
+from qerl_jax.models.modules import Projection, RMSNorm
+
+DeferredResidual = tuple[Float32[Array, "B D"], Float[Array, "B D"] | None]
+"""(x, delta): the residual stream is `x + delta`; delta is None before the first layer."""
+
+
+def can_fuse_decode(projections: Iterable[Projection], batch: int) -> bool:
+    """Whether `FusedDecodeExecutor` takes a batch of that size and these projections: packed weights, and adapters of a
+    rank that the kernels take."""
+    return batch <= MAX_TOKENS and all(
+        isinstance(projection.weight.get_value(), PackedNvfp4)
+        and all(lora.b.shape[0] <= MAX_RANK for lora in projection.adapters())
+        for projection in projections
+    )
+
+
+class FusedDecodeExecutor:
+    """Runs one token a sequence; x is [B, features]. No gradients, not batch-invariant."""
+
+    def start(self, x: Float32[Array, "B D"]) -> DeferredResidual:
+        """x with nothing to add."""
+        return x, None
+
+    def norm_project(
+        self, norm: RMSNorm, projection: Projection, residual: DeferredResidual
+    ) -> tuple[DeferredResidual, Float[Array, "B N"]]:
+        """Residual add, norm and `x A` in one kernel, then the GEMM."""
+        x, delta = residual
+        a, ranks, _ = _lora_a(projection, x.shape[0], norm.dtype)
+        x, y, lora_x = rms_norm_prologue(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
+        return (x, None), projection(y, lora_x=lora_x)
+
+    def project(self, projection: Projection, x: Float[Array, "B K"], residual: DeferredResidual) -> DeferredResidual:
+        """`x A` in one kernel (where there is any to compute), then the GEMM, whose result stays apart."""
+        a, ranks, in_parts = _lora_a(projection, x.shape[0], x.dtype)
+        lora_x = None if a is None else lora_prologue(x, a, ranks, in_parts=in_parts)
+        return residual[0], projection(x, lora_x=lora_x)
+
+    def swiglu_project(
+        self, projection: Projection, gate_up: Float[Array, "B E"], residual: DeferredResidual
+    ) -> DeferredResidual:
+        """SiLU·mul and `x A` in one kernel, then the GEMM, whose result stays apart."""
+        a, ranks, in_parts = _lora_a(projection, gate_up.shape[0], gate_up.dtype)
+        x, lora_x = silu_mul_prologue(gate_up, a, ranks, in_parts=in_parts)
+        return residual[0], projection(x, lora_x=lora_x)
+
+    def finish(self, norm: RMSNorm, residual: DeferredResidual) -> Float[Array, "B D"]:
+        """`norm(x + delta)`."""
+        x, delta = residual
+        return norm(x + delta)
+
+
+def _lora_a(projection: Projection, m: int, dtype: jax.typing.DTypeLike) -> tuple[Array | None, tuple[int, ...], bool]:
+    """(A of the adapters side by side, their ranks, whether `x A` may come as split-K partials) for a GEMM of m rows.
+
+    A is None without adapters, and where the GEMM computes `x A` itself.
+    """
+    loras = projection.adapters()
+    takes = product_takes(m, projection.weight.get_value(), loras, dtype)
+    if not loras or takes == "a":
+        return None, (), False
+    return concat_lora_a(loras).astype(dtype), tuple(lora.b.shape[0] for lora in loras), takes == "parts"

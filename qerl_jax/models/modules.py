@@ -1,0 +1,71 @@
+"""Parts of a decoder layer as Flax NNX modules: the variable types, `Projection` and `RMSNorm`.
+
+Axes: D model, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32
+from qerl_kernels.batch_invariant import in_blocks
+from qerl_kernels.nvfp4_matmul.lora_input import LoraX
+from qerl_kernels.ops import rms_norm
+
+from qerl_jax.models.formats import Weight
+from qerl_jax.models.linear import linear
+from qerl_jax.models.lora import Lora
+
+
+class Frozen(nnx.Variable):
+    """A weight that no optimizer updates. Not an `nnx.Param`."""
+
+
+class Norm(nnx.Variable):
+    """The fp32 weight of a layer norm, which AQN perturbs and `train_norms` trains."""
+
+
+class Adapter(nnx.Variable):
+    """The `Lora` of one of the seven projections."""
+
+
+class Projection(nnx.Module):
+    """One (possibly fused) projection: a frozen weight, a bias or None, and its LoRA adapters by projection name."""
+
+    def __init__(self, weight: Weight, bias: Array | None, adapters: Mapping[str, Lora]):
+        self.weight = Frozen(weight)
+        self.bias = None if bias is None else Frozen(bias)
+        self.lora = nnx.Dict({name: Adapter(lora) for name, lora in adapters.items()})
+
+    def adapters(self) -> list[Lora]:
+        """The adapters by output offset. NNX returns a split module's dictionary in the order of the names."""
+        return sorted((adapter.get_value() for adapter in self.lora.values()), key=lambda lora: lora.offset)
+
+    def __call__(
+        self, x: Float[Array, "*B K"], batch_invariant: bool = False, lora_x: LoraX | None = None
+    ) -> Float[Array, "*B N"]:
+        """`linear` with this projection's weight, bias and adapters."""
+        bias = None if self.bias is None else self.bias.get_value()
+        weight = self.weight.get_value()
+        return linear(x, weight, bias, self.adapters(), batch_invariant=batch_invariant, lora_x=lora_x)
+
+
+class RMSNorm(nnx.Module):
+    """`w ⊙ x / sqrt(mean(x²) + eps)` in fp32, rounded once to the compute dtype."""
+
+    def __init__(self, variable: nnx.Variable, eps: float, dtype: jnp.dtype):
+        self.weight = variable
+        self.eps = eps
+        self.dtype = dtype
+
+    def __call__(self, x: Float32[Array, "*B D"], batch_invariant: bool = False) -> Float[Array, "*B D"]:
+        """The norm of each row; `batch_invariant`: with bits that do not depend on the number of rows."""
+
+        def norm(rows: Array) -> Array:
+            return rms_norm(rows, self.weight.get_value(), self.eps, self.dtype)
+
+        if not batch_invariant:
+            return norm(x)
+        return in_blocks(norm, x.reshape(-1, x.shape[-1])).reshape(x.shape)
