@@ -10,5 +10,7 @@ from qerl_jax.evaluation import evaluate
 if __name__ == "__main__":
     sys.exit(main())
 
-# An import binds `qerl_jax.evaluate` to the entry of `sys.modules`: to the exported function, not to this module.
+# An import binds `qerl_jax.evaluate` to the entry of `sys.modules`. That is the exported function, not this module, so
+# that the command line does not shadow the function; `from qerl_jax.evaluate import main` works as well.
+evaluate.main = main
 sys.modules[__name__] = evaluate

@@ -94,6 +94,7 @@ def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, 
 def test_the_command_line_does_not_shadow_the_function(statement):
     program = (
         f"{statement}; import qerl_jax.evaluation; from qerl_jax import evaluate; import qerl_jax.evaluate as again\n"
+        "from qerl_jax.evaluate import main; assert main is qerl_jax.command_line.evaluate.main\n"
         "assert evaluate is again is qerl_jax.evaluate is qerl_jax.evaluation.evaluate"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -20,7 +20,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.shapes import cache_note
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import keep_all_compiled
+from qerl_jax.run.devices import keep_all_compiled, missing_kernels_note
 
 # Fields of Config that are flags here under the same name, and those under another name.
 _SAME = (
@@ -131,6 +131,8 @@ def _run(arguments: Any) -> Evaluation:
             raise ValueError(f"output {arguments.output} is a directory: name a file")
         check_writable(Path(arguments.output).parent, "the directory of output")
     keep_all_compiled()
+    if note := missing_kernels_note(config.matmul_kernel):
+        print(note, flush=True)
     policy = load_policy(
         model_path(config.model),
         config.weight_format,

@@ -1,11 +1,14 @@
-"""What is asked of JAX and XLA before anything is compiled."""
+"""Settings of JAX and XLA that precede compilation, and the note to users whose GPU runs without the kernels."""
 
 from __future__ import annotations
 
 import os
+import platform
 
 import jax
 
+KERNELS_NEED_JAX = (0, 11)
+KERNELS_NEED_PYTHON = (3, 12)  # the oldest that jax 0.11 supports
 DETERMINISTIC_FLAGS = (
     "--xla_gpu_deterministic_ops=true",
     "--xla_gpu_exclude_nondeterministic_ops=true",
@@ -14,8 +17,27 @@ DETERMINISTIC_FLAGS = (
 )
 
 
+def missing_kernels_note(matmul_kernel: str) -> str | None:
+    """A line for users of a Hopper GPU whose jax is older than the kernels need, with the remedy; None elsewhere.
+
+    Args:
+      matmul_kernel: as in Config; "xla" asks for no kernels, so that none are missed.
+    """
+    device, version = jax.devices()[0], tuple(int(part) for part in jax.__version__.split(".")[:2])
+    is_hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")) == "9.0"
+    if matmul_kernel == "xla" or not is_hopper or version >= KERNELS_NEED_JAX:
+        return None
+    needed, python = ".".join(map(str, KERNELS_NEED_JAX)), ".".join(map(str, KERNELS_NEED_PYTHON))
+    is_old = tuple(map(int, platform.python_version_tuple()[:2])) < KERNELS_NEED_PYTHON
+    upgrade = f"in an environment of Python {python} or later (this is {platform.python_version()}), " if is_old else ""
+    return (
+        f"WARNING: {device.device_kind}: running without the Hopper kernels, several times slower: they need jax "
+        f"{needed} or later (this is {jax.__version__}). To use them: {upgrade}pip install -U 'jax[cuda13]>={needed}'"
+    )
+
+
 def make_deterministic() -> None:
-    """Have XLA compile for GPUs only operations whose result is the same in every run; the CPU's are anyway.
+    """Have XLA compile for GPUs only operations whose result is the same in every run; those of CPUs always are.
 
     Raises ValueError if a device has been started in this process without those flags.
     """
@@ -34,9 +56,9 @@ def make_deterministic() -> None:
 
 
 def keep_all_compiled() -> None:
-    """Have JAX put every program into its compilation cache, where there is one (`JAX_COMPILATION_CACHE_DIR`), not only
-    those that took a second to compile: a rollout has several that take less, and compiles them again in every process.
-    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment has the last word.
+    """Keep every program in the compilation cache if there is one (`JAX_COMPILATION_CACHE_DIR`). By default JAX drops
+    those that compile in less than a second, of which a rollout has several.
+    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment overrides this.
     """
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,4 +1,4 @@
-"""What a run works with: everything that can refuse is checked and loaded here, before anything is written."""
+"""Checks and loading: every error in the input is raised here, before anything is written."""
 
 from __future__ import annotations
 
@@ -21,13 +21,23 @@ from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import keep_all_compiled, make_deterministic
+from qerl_jax.run.devices import keep_all_compiled, make_deterministic, missing_kernels_note
 from qerl_jax.types import Policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run works with: all that can refuse has been loaded."""
+    """The loaded inputs of a run.
+
+    Attributes:
+      config: with its rewards filled in (`choose_rewards.with_rewards`).
+      directory: `config.output_dir`.
+      console: for messages to the user.
+      policy: with fresh or imported adapters.
+      rewards: functions by name, and the worker processes of some.
+      stream: training problems, endless.
+      test_problems: of `config.eval_dataset`; empty without one.
+    """
 
     config: Config
     directory: Path
@@ -39,12 +49,14 @@ class Run:
 
 
 def prepare(config: Config, console: Console) -> Run:
-    """Check and load whatever can refuse, before anything is written or deleted."""
+    """Check the config and load everything, before anything is written or deleted. Raises what `check` raises."""
     directory = Path(config.output_dir)
     check(config)
     if config.deterministic:
         make_deterministic()
     keep_all_compiled()
+    if note := missing_kernels_note(config.matmul_kernel):
+        console.print(note, soft_wrap=True, markup=False)
     rewards = load_rewards(
         config.reward_funcs,
         config.reward_workers,
@@ -62,8 +74,8 @@ def prepare(config: Config, console: Console) -> Run:
 
 
 def check(config: Config) -> None:
-    """Refuse what can be told without loading anything, for a run and a dry run alike: `config` has its rewards spelled
-    out. Raises ConfigError, CheckpointError, DataError, RewardError or OSError.
+    """Check everything that needs no weights, for a run and a dry run alike. The rewards of `config` are filled in.
+    Raises ConfigError, CheckpointError, DataError, RewardError or OSError.
     """
     if not config.model:
         raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from qerl_jax.run.devices import DETERMINISTIC_FLAGS, make_deterministic
+from qerl_jax.run.devices import DETERMINISTIC_FLAGS, make_deterministic, missing_kernels_note
 
 PROGRAM = """
 import os
@@ -39,6 +41,36 @@ def test_jaxs_inner_module_is_needed_only_by_those_who_ask(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     with pytest.raises(ImportError):
         again.make_deterministic()
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "kernel", "python", "words"),
+    [
+        ("0.10.2", "9.0", "auto", "3.11.9", ["jax 0.11 or later (this is 0.10.2)", "Python 3.12", "jax[cuda13]>=0.11"]),
+        ("0.10.2", "9.0", "auto", "3.12.1", ["pip install -U 'jax[cuda13]>=0.11'"]),
+        ("0.10.2", "9.0", "xla", "3.11.9", None),
+        ("0.11.0", "9.0", "auto", "3.12.1", None),
+        ("0.10.2", "8.0", "auto", "3.11.9", None),
+    ],
+)
+def test_a_hopper_gpu_with_an_older_jax_is_told_what_to_install(
+    monkeypatch, version, capability, kernel, python, words
+):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="NVIDIA H100")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "__version__", version)
+    monkeypatch.setattr(platform, "python_version", lambda: python)
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: tuple(python.split(".")))
+    note = missing_kernels_note(kernel)
+    if words is None:
+        assert note is None
+        return
+    assert all(word in note for word in ["NVIDIA H100", *words]) and "\n" not in note
+    assert ("Python 3.12" in note) == python.startswith("3.11")
+
+
+def test_a_cpu_is_told_nothing():
+    assert missing_kernels_note("auto") is None
 
 
 def test_too_late_is_an_error(monkeypatch):
