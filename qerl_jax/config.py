@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that decides a run."""
+    """All settings of a training run."""
 
     model: str = ""
     """Hugging Face directory (config.json, bf16 or NVFP4 safetensors, tokenizer), or "tiny", the bundled policy."""
@@ -39,148 +39,152 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
     matmul_kernel: Literal["auto", "xla", "mosaic_gpu"] = "auto"
-    """Product with 4-bit weights: plain XLA, the Pallas kernels (a Hopper GPU, bf16, jax 0.11), or what can run."""
+    """GEMM with 4-bit weights: "xla"; "mosaic_gpu", the Pallas kernels (Hopper GPU, bf16, jax 0.11); "auto": the
+    kernels where they can run, else XLA."""
 
     dataset: tuple[str, ...] = ("gsm8k",)
     """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),
     PRESET:PATH (a local copy of one of these), arithmetic (generated), or a .jsonl, .json or .parquet file or a
     directory of them."""
     dataset_weights: tuple[float, ...] | None = None
-    """Relative frequency with which prompts are drawn from each dataset. None: as if all were one."""
+    """Sampling weight of each dataset. None: one concatenated dataset."""
     prompt_column: str = "question"
-    """Column of a file of no preset that holds the problem: text, or a list of {role, content}."""
+    """Problem column of a file without a preset: text, or a list of {role, content}."""
     answer_column: str = "answer"
-    """Column of such a file that holds the answer; what follows a last "####" counts, as in GSM8K."""
+    """Answer column of such a file; only the text after the last "####" counts, as in GSM8K."""
     reward_columns: tuple[str, ...] = ()
-    """Further columns that reach the rewards, each as a list of that name."""
+    """Further columns passed to the rewards, each as a list of that name."""
     system_prompt: str | None = None
-    """System message of every prompt, in place of any. None takes the dataset's or the prompt's own, "" sends none."""
+    """System message of every prompt, replacing any other. None: that of the dataset or prompt; "": none."""
     max_prompt_length: int = 512
     """Longest prompt in tokens, chat template included."""
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
-    """What becomes of longer ones: left out and counted, cut to their last max_prompt_length tokens, or an error."""
+    """Treatment of longer prompts: skipped and counted, cut to their last max_prompt_length tokens, or an error."""
 
     output_dir: str = "runs/qerl"
-    """Where the run writes everything it leaves."""
+    """Directory for all output of the run."""
     resume: str = "never"
     """"never" refuses a used output_dir, "auto" continues the run there, a path continues that run in output_dir."""
     overwrite: bool = False
-    """Delete a run that stands in output_dir and start anew."""
+    """Delete an existing run in output_dir and start from scratch."""
     save_steps: int = 50
-    """Save a checkpoint every so many steps, and at the end."""
+    """Steps between checkpoints; one more is saved at the end."""
     save_total_limit: int = 3
-    """Checkpoints to keep."""
+    """Number of newest checkpoints kept."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to TensorBoard files or Weights & Biases; metrics.jsonl is always written."""
     watchdog_seconds: float | None = 1800.0
-    """A phase (rollout, grading, update, checkpoint, evaluation) longer than this leaves stacks.txt; None: never."""
+    """Time limit of a phase (rollout, grading, update, checkpoint, evaluation), in seconds; beyond it all stack traces
+    are written to stacks.txt, and the run continues. None: no limit."""
     seed: int = 0
-    """Of everything random: adapters, data order, noise, samples."""
+    """Random seed: adapter initialization, data order, noise, sampling."""
 
     max_steps: int = 200
-    """Rollouts of the run. Schedules span all of them."""
+    """Number of training steps (one rollout each). Schedules span all of them."""
     batch_size: int = 128
-    """Completions a step; `batch_size / num_generations` prompts."""
+    """Completions per step, of `batch_size / num_generations` prompts."""
     gradient_accumulation_steps: int = 1
     """Equal parts in which a batch passes through the model; the gradient is that of the whole batch."""
     num_iterations: int = 4
-    """Optimizer updates made from each rollout."""
+    """Optimizer updates per rollout."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after the warm-up: to zero by a cosine or a line, or none."""
+    """Decay after the warm-up: cosine to zero, linear to zero, or none."""
     warmup_ratio: float = 0.1
-    """Share of all updates in which the learning rate rises from zero."""
+    """Fraction of all updates over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.1
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     adam_beta1: float = 0.9
-    """Decay of AdamW's first moment."""
+    """Decay rate of AdamW's first moment."""
     adam_beta2: float = 0.99
-    """Decay of AdamW's second moment."""
+    """Decay rate of AdamW's second moment."""
     adam_epsilon: float = 1e-8
-    """AdamW's epsilon."""
+    """Epsilon in AdamW's denominator."""
     max_grad_norm: float = 0.2
-    """Clip the gradient's global norm to this."""
+    """Gradient clipping threshold (global norm)."""
 
     lora_rank: int = 32
-    """Rank of the adapters; 0 trains none (then train_norms must be on)."""
+    """LoRA rank; 0: no adapters (train_norms is then required)."""
     lora_alpha: float | None = None
-    """Numerator of the adapters' scale; None is the rank, so a scale of 1."""
+    """LoRA alpha: the scale is alpha / rank. None: alpha = rank, a scale of 1."""
     use_rslora: bool = False
-    """Scale by alpha / sqrt(rank) in place of alpha / rank."""
+    """Rank-stabilized LoRA: scale alpha / sqrt(rank)."""
     lora_target_modules: tuple[str, ...] = PROJECTIONS
-    """Which of the seven projections carry an adapter."""
+    """Projections with an adapter."""
     train_norms: bool = False
     """Also train the 2 L layer norms, as QeRL's scripts do (--ln)."""
 
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
-    """grpo: mean of sequence means; bnpo, dapo: mean of tokens; dr_grpo: over length limit; cispo: clipped weights."""
+    """Loss aggregation: grpo: mean of per-sequence means; bnpo, dapo: token mean; dr_grpo: sum divided by the
+    length limit; cispo: token mean with clipped importance weights."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or one a sequence (GSPO)."""
+    """Importance ratio per token, or per sequence (GSPO)."""
     epsilon: float = 0.2
-    """Lower clip: ratios below 1 - epsilon."""
+    """Lower clip of the ratio: 1 - epsilon."""
     epsilon_high: float | None = 0.28
-    """Upper clip: ratios above 1 + epsilon_high (None: epsilon). For cispo the cap of the ratio itself."""
+    """Upper clip of the ratio: 1 + epsilon_high (None: epsilon). For cispo, the cap of the ratio itself."""
     delta: float | None = None
-    """Upper bound of the unclipped ratio (two-sided clipping); None: none."""
+    """Upper bound of the unclipped ratio (two-sided clipping, INTELLECT-2); None: no bound."""
     beta: float = 0.0
-    """Weight of the k3 KL term against the adapter-free policy."""
+    """Coefficient of the KL penalty (k3 estimator) against the policy without adapters."""
     importance_sampling_cap: float | None = 2.0
-    """Cap of the truncated importance weight exp(old_logp - behaviour_logp); None: no correction."""
+    """Cap of the truncated importance weight exp(old_logp - behaviour_logp), which corrects for the mismatch between
+    rollout and trainer; None: no correction."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide centred rewards by the standard deviation of their group, of the batch, or not."""
+    """Divide centered rewards by the standard deviation of the group, of the batch, or not at all."""
     mask_truncated_completions: bool = False
-    """Leave completions that hit max_completion_length out of the loss."""
+    """Exclude completions truncated at max_completion_length from the loss."""
     num_generations: int = 8
-    """Completions of each prompt: the group."""
+    """Completions per prompt (group size)."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by fresh prompts."""
+    """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO)."""
     max_refill_rounds: int = 4
-    """Rounds of dynamic sampling after the first; then equal groups stay."""
+    """Most refill rounds of dynamic sampling per step; equal groups that remain are kept."""
     reward_funcs: tuple[str, ...] | None = None
     """Rewards: "answer", "math_verify", "dapo", "code", "soft_format", "strict_format", "xml_count", "overlong",
     "qerl_exact", "qerl_first_character", or "file.py:function". None: those of the dataset."""
     reward_weights: tuple[float, ...] | None = None
-    """Weight of each of reward_funcs. None: 1 each, or those of the dataset."""
+    """Weights of reward_funcs. None: 1 each, or those of the dataset."""
     reward_workers: int = 4
-    """Processes that grade math_verify, code and functions of files; 0: in the trainer itself, without a time limit."""
+    """Processes that grade math_verify, code and functions of files; 0: the trainer itself, without a time limit."""
     reward_timeout: float = 20.0
-    """Seconds that a worker may take for a completion (a file's function: for a prompt's completions; code: for all
-    tests). What takes longer is stopped and left out of the update (code: the open tests count as failed)."""
+    """Time limit of a worker in seconds, per completion (function of a file: per prompt; code: for all tests). Grading
+    beyond it is stopped and the completion left out of the update (code: the remaining tests count as failed)."""
     overlong_buffer: int | None = None
     """Tokens before max_completion_length over which "overlong" falls from 0 to -1; None: a fifth of it, as in DAPO."""
     allow_code_execution: bool = False
-    """Let the reward "code" run the programs that completions hold, each confined by Landlock and seccomp (Linux)."""
+    """Let the reward "code" execute generated programs, each confined by Landlock and seccomp (Linux)."""
 
     max_completion_length: int = 4096
     """Longest completion in tokens."""
     temperature: float = 1.0
-    """Sampling temperature of rollouts; the trainer's log-probabilities use the same."""
+    """Sampling temperature of rollouts, also applied to the trainer's log-probabilities."""
     top_k: int = 0
-    """Sample among the k likeliest tokens only; 0: all. The trainer renormalizes over its own k likeliest."""
+    """Sample from the k most likely tokens; 0: all. The trainer renormalizes over its own k most likely."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens with this probability; 1: all. The trainer renormalizes likewise."""
+    """Sample from the smallest set of tokens of this total probability; 1: all. The trainer renormalizes likewise."""
     min_p: float = 0.0
-    """Never sample a token less likely than min_p times the likeliest; 0: any. The trainer renormalizes likewise."""
+    """Drop tokens less likely than min_p times the most likely; 0: none. The trainer renormalizes likewise."""
     rollout_memory_gb: float | None = None
-    """Key-value caches in 1e9 bytes: fewer completions are decoded at a time where not all fit. None: all at once."""
+    """Limit of the KV cache in 1e9 bytes; completions beyond it wait for a free slot. None: all together."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """Keys and values of rollouts and evaluations: auto: in `dtype`; fp8_e4m3: one byte each, unscaled, rounded and
-    saturated at 448; layers with a key bias above 3 √(head dim), which that would ruin, keep `dtype`."""
+    """KV cache of rollouts and evaluations. auto: `dtype`; fp8_e4m3: one byte a value, unscaled, saturated at 448,
+    except in layers with a key bias above 3 √(head dim), which keep `dtype`."""
     deterministic: bool = False
-    """No autotuning and no nondeterministic operations on a GPU, so that a run repeats bit for bit; slower. CPUs repeat
-    anyway."""
+    """No autotuning and no nondeterministic operations on a GPU: runs repeat bit for bit, but are slower. CPU runs
+    always repeat."""
     batch_invariant: bool = False
-    """A completion's bits depend neither on its neighbours nor on how the rollout is cut up; slower."""
+    """Completions do not depend, to the bit, on their batch or the schedule of the rollout; slower."""
 
     sigma_start: float = 1e-2
-    """Noise on the layer norms in the first noisy stage; 0 turns AQN off (sigma_end must be 0, too)."""
+    """Standard deviation of the noise on the layer norms in the first noisy stage; 0 (with sigma_end 0): no noise."""
     sigma_end: float = 5e-4
-    """Standard deviation in the last stage."""
+    """Standard deviation of the noise in the last stage."""
     num_stages: int = 10
-    """Equal stages of the schedule; the first has no noise."""
+    """Number of equal stages of the noise schedule; the first has no noise."""
     noise_schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
-    """How the standard deviation falls from stage to stage."""
+    """Decay of the standard deviation from stage to stage."""
     noise_formula: Literal["qerl", "paper"] = "qerl"
     """"qerl" reaches sigma_end in the last stage, as the released code; "paper" is equation 11."""
 
@@ -190,15 +194,15 @@ class Config:
     """Tokens whose logits exist at one time in the update."""
 
     eval_dataset: str | None = None
-    """Problems to evaluate on before and after the run, named as `dataset`; None: no evaluation."""
+    """Dataset evaluated before and after training, named as in `dataset`; None: no evaluation."""
     eval_samples: int = 200
-    """How many problems of eval_dataset, from its start."""
+    """Number of problems evaluated, from the start of eval_dataset."""
     eval_num_generations: int = 1
-    """Completions of each evaluation problem."""
+    """Completions per evaluation problem."""
     eval_temperature: float = 0.6
     """Sampling temperature of evaluations; 0 is greedy."""
     eval_top_p: float = 0.95
-    """top_p of evaluations."""
+    """Nucleus sampling probability of evaluations."""
     eval_batch_size: int = 64
     """Completions decoded together in evaluations."""
 
@@ -210,7 +214,7 @@ class Config:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of a step, P."""
+        """Prompts per step, P."""
         return self.batch_size // self.num_generations
 
     @property
@@ -225,14 +229,14 @@ class Config:
 
     @property
     def sampling(self) -> Sampling:
-        """How training completions are drawn."""
+        """Sampling settings of training rollouts."""
         return Sampling(
             self.max_completion_length, self.temperature, self.top_k, self.top_p, self.min_p, self.num_generations
         )
 
     @property
     def eval_sampling(self) -> Sampling:
-        """How evaluation completions are drawn."""
+        """Sampling settings of evaluations."""
         return Sampling(
             self.max_completion_length,
             temperature=self.eval_temperature,
@@ -242,14 +246,14 @@ class Config:
 
     @property
     def engine(self) -> Engine:
-        """How training rollouts are executed."""
+        """Execution settings of training rollouts."""
         return Engine(
             memory_gb=self.rollout_memory_gb, batch_invariant=self.batch_invariant, kv_cache_dtype=self.kv_cache_dtype
         )
 
     @property
     def eval_engine(self) -> Engine:
-        """How evaluations are executed: as training rollouts, `eval_batch_size` completions together."""
+        """Execution settings of evaluations: those of training rollouts, with `eval_batch_size` slots."""
         return dataclasses.replace(self.engine, slots=self.eval_batch_size)
 
     @property
@@ -270,7 +274,7 @@ def descriptions() -> dict[str, str]:
     return {field.target.id: inspect.cleandoc(text.value.value) for field, text in pairs}
 
 
-# Fields that may differ between a checkpoint and the run that continues it.
+# Fields that may differ between a checkpoint and the run that resumes it.
 FREE_ON_RESUME = frozenset(
     {
         "output_dir",
@@ -489,7 +493,7 @@ def load(path: str | Path) -> Config:
 
 
 def _refuse_doubles(node: Any, where: str) -> None:
-    """YAML readers take the last of two equal keys; here that would hide a line of the file."""
+    """Refuse duplicate keys, of which YAML readers silently take the last."""
     seen: dict[str, int] = {}
     for key, _ in node.value if getattr(node, "id", None) == "mapping" else ():
         if not isinstance(key.value, str):

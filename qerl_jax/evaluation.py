@@ -87,7 +87,7 @@ def evaluate(
     engine: Engine | None = None,
     reward: Reward = functions.answer,
 ) -> Evaluation:
-    """Sample completions of every problem from the policy as it is (noise-free norms) and count the correct ones.
+    """Sample completions of every problem with the policy's own (noise-free) norms and count the correct ones.
 
     Args:
       policy: with a tokenizer.

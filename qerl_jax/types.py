@@ -1,4 +1,4 @@
-"""The pytrees that travel between the stages of a run.
+"""The pytrees exchanged between the stages of a run.
 
 Axes: B sequences, P prompts, G group (B = P · G, row = p · G + g), T tokens, L layers, D model.
 """
@@ -21,13 +21,13 @@ class FinishReason(enum.IntEnum):
     """Why a completion ended."""
 
     LENGTH = 0
-    """It was cut off at its token limit: truncated."""
+    """Truncated at its token limit."""
     EOS = 1
-    """It ended by one of the model's EOS ids, which is its last token."""
+    """Its last token is one of the model's EOS ids."""
     STOP = 2
-    """Its text reached one of the `stop` strings."""
+    """Its text contains one of the `stop` strings."""
     FAILED = 3
-    """A logit was NaN or infinite: the row holds nothing to learn from."""
+    """A logit was NaN or infinite: the completion is excluded from the update."""
 
 
 class _Replace:
@@ -44,17 +44,17 @@ class _Replace:
 )
 @dataclasses.dataclass(frozen=True)
 class Policy(_Replace):
-    """A language model split for training: one frozen copy of the weights, and the small trees that change.
+    """A language model split for training: frozen weights, layer norms, adapters.
 
     Attributes:
-      frozen: everything no optimizer touches: projections, biases, embedding, head, final norm.
+      frozen: weights that are never trained: projections, biases, embedding, head, final norm.
       norms: the 2 L layer norms, fp32: `{"layers": {i: {"input_layernorm": {"weight"}, "post_attention_layernorm":
         {"weight"}}}}`.
-      lora: the adapters, fp32 masters.
+      lora: adapters, fp32 master weights.
       graphdef: the NNX structure; `nnx.merge(graphdef, frozen, norms, lora)` is the model.
       config: `qerl_jax.models.config.ModelConfig`.
-      lora_config: `qerl_jax.models.lora.LoraConfig`, shape of the adapters and what an export writes of them.
-      tokenizer: a transformers tokenizer or None. Not part of the pytree: it is lost inside jit.
+      lora_config: `qerl_jax.models.lora.LoraConfig`, shape and PEFT metadata of the adapters.
+      tokenizer: a transformers tokenizer or None. Not part of the pytree: None inside jit.
     """
 
     frozen: Any
@@ -67,11 +67,11 @@ class Policy(_Replace):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Compute dtype, bf16 or fp32: that of the embedding."""
+        """Compute dtype, bf16 or fp32: the dtype of the embedding."""
         return self.frozen["embed_tokens"].dtype
 
     def model(self) -> nnx.Module:
-        """The callable module over these trees. Cheap; call it inside jit."""
+        """The callable NNX module over these trees. Cheap; call it inside jit."""
         return merge_model(self.graphdef, self.frozen, self.norms, self.lora)
 
 
@@ -90,13 +90,13 @@ def merge_model(graphdef: nnx.GraphDef, frozen: Any, norms: Any, lora: Any) -> n
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState(_Replace):
-    """Everything an update changes, and the static description of how.
+    """Everything that an update changes, and its static settings.
 
     Attributes:
       step: i32[], rollouts completed.
-      cursor: i32[], problems drawn from the data stream so far.
+      cursor: i32[], position in the data stream: problems drawn so far.
       norms, lora: the trees being trained (norms only under `train_norms`).
-      opt_state: optax's state over the trained trees.
+      opt_state: optax state of the trained trees.
       reference_norms: the norms before training where the KL term needs them (`train_norms` and `beta` > 0), else None.
       graphdef: the NNX structure.
       config: `qerl_jax.config.Config`.
@@ -122,7 +122,7 @@ class Prompts(_Replace):
     Attributes:
       tokens: token ids, padding after `lengths`.
       lengths: tokens of each prompt.
-      ids: the problem each belongs to; sampling keys depend on it, so equal ids in one call draw equal samples.
+      ids: id of the problem. Sampling keys depend on it: equal ids in one call give equal samples.
     """
 
     tokens: Int32[Array, "P T"]
@@ -157,16 +157,16 @@ class Prompts(_Replace):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(_Replace):
-    """How completions are drawn. Hashable: static under jit.
+    """Sampling settings. Hashable: static under jit.
 
     Attributes:
-      max_new_tokens: limit of a completion, the EOS included.
+      max_new_tokens: longest completion in tokens, EOS included.
       temperature: divides the logits; 0 means greedy.
-      top_k: keep the k likeliest tokens; 0 keeps all.
+      top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
-      min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
-      num_generations: completions of each prompt, G.
-      stop: strings that end a completion, with the token that completes one.
+      min_p: drop tokens less likely than min_p times the most likely; 0 keeps all.
+      num_generations: completions per prompt, G.
+      stop: strings that end a completion; the token that completes one is its last.
     """
 
     max_new_tokens: int
@@ -190,7 +190,7 @@ class Sampling(_Replace):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """Whether some tokens have probability 0."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -240,12 +240,12 @@ class Rollout(_Replace):
 
     Attributes:
       tokens: prompt, then completion, then padding.
-      logprobs: behaviour log-probability, in nats, of each completion token under the distribution it was drawn from;
-        0 elsewhere.
+      logprobs: behaviour log-probability of each completion token, in nats, under the distribution sampled from; 0
+        elsewhere.
       prompt_lengths: tokens of the prompt.
       lengths: tokens of prompt and completion together.
-      finish: a `FinishReason`.
-      prompt_index: p, the row's prompt.
+      finish: `FinishReason`.
+      prompt_index: p, index of the prompt.
     """
 
     tokens: Int32[Array, "B T"]
@@ -257,12 +257,12 @@ class Rollout(_Replace):
 
     @property
     def attention_mask(self) -> Bool[Array, "B T"]:
-        """True on prompt and completion."""
+        """True on prompt and completion tokens."""
         return jnp.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
     @property
     def completion_mask(self) -> Bool[Array, "B T"]:
-        """True on the completion, its EOS included."""
+        """True on completion tokens, EOS included."""
         return self.attention_mask & (jnp.arange(self.tokens.shape[1]) >= self.prompt_lengths[:, None])
 
 
@@ -285,7 +285,7 @@ class Batch(Rollout):
     """A scored rollout.
 
     Attributes:
-      advantages: one for each sequence.
+      advantages: one per sequence.
       loss_mask: True on the tokens that enter the loss (column t: the token at t is predicted from those before it).
     """
 

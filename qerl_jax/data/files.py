@@ -1,4 +1,4 @@
-"""Records of dataset files, one at a time: JSON lines, JSON lists and parquet, alone or as shards in a directory."""
+"""Records of dataset files, read one at a time: JSON lines, JSON lists and parquet, single files or shards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class DataError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Records to be read once, from first to last.
+    """An iterable of records that can be read once.
 
     Attributes:
-      where: the file, or the dataset on the hub.
-      columns: names of its columns; of JSON those of the first record. Empty where there are no records.
+      where: the file, or the name of the dataset on the hub.
+      columns: column names (JSON: keys of the first record). Empty without records.
       records: (place, record): a place is "line 7" or "row 7", counted from 1.
     """
 

@@ -1,4 +1,4 @@
-"""Published datasets as data: where each lies, which columns it has, what is kept of it, how it is asked and scored.
+"""Published datasets as data: location, columns, filters, system prompt, rewards.
 
 The first six are the sets of QeRL's `utils/data.py` and `qerl.py`, from the same places, with the same columns, filters
 and rewards; the system prompts ask for the same formats in our own words. Departures: GSM8K gets the system prompt that
@@ -27,7 +27,7 @@ PROGRAM_SYSTEM_PROMPT = (
 
 
 class Unusable(ValueError):
-    """A record that makes no problem; the message is the reason under which it is counted."""
+    """An unusable record; records are counted by this message."""
 
 
 def whole_answer(text: str) -> str:
@@ -64,14 +64,14 @@ class Preset:
     Attributes:
       hub_id: on the Hugging Face hub.
       subset: its configuration there, and the folder of it in a local copy; None for the only one.
-      splits: those it has.
+      splits: names of its splits.
       prompt_column: a text, or a list of {role, content}.
       answers: columns that can hold the answer, each with how it is read; the first that a file has counts. Without
         any, only `extra` tells right from wrong.
       system_prompt: goes with prompts that bring none of their own; "" for none.
       rewards: names of reward functions and their weights.
-      max_prompt_characters: longer prompts are left out.
-      extra: columns that travel with each problem to the rewards.
+      max_prompt_characters: longer prompts are skipped.
+      extra: further columns passed to the rewards.
     """
 
     hub_id: str

@@ -1,4 +1,4 @@
-"""Datasets to problems: a prompt, the answer that scores it, and an id on which its sampling keys depend."""
+"""Datasets to problems: a prompt, its gold answer, and an id from which its sampling keys derive."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Dataset:
     """Problems in the order of their source.
 
     Attributes:
-      name: as it was asked for.
-      problems: those that can be used.
+      name: as requested.
+      problems: the usable ones.
       system_prompt: goes with every prompt that is no conversation; "" for none.
-      size: records read; ids are below the first one's plus this.
-      notes: what was left out and why, a sentence a reason.
+      size: records read, usable or not; ids lie in [first_id, first_id + size).
+      notes: one sentence for each reason for which records were skipped.
     """
 
     name: str
@@ -148,9 +148,7 @@ def check_dataset(name: str, split: str) -> None:
 
 
 def preset_of(name: str) -> Preset | None:
-    """The preset of a dataset; None for generated problems and files of no preset. Raises DataError for an unknown
-    name.
-    """
+    """The preset of a dataset; None for generated problems and plain files. Raises DataError for an unknown name."""
     preset_name = None if name == ARITHMETIC else _parse(name)[0]
     return PRESETS[preset_name] if preset_name else None
 

@@ -123,7 +123,7 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[
 
 
 def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
-    """Prompts of a fixed width, so that every step has one trace."""
+    """Prompts padded to a fixed length, so that no step compiles anew."""
     return Prompts.from_lists(
         [list(item.tokens) for item in encoded], [item.problem.id for item in encoded], length, pad
     )

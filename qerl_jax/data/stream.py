@@ -1,4 +1,4 @@
-"""The order in which a run meets its problems, as a pure function of (seed, cursor): resuming needs no other state."""
+"""Data order as a pure function of (seed, cursor): resuming needs no other state."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Checkpointer:
         return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])
 
     def close(self) -> None:
-        """Finish what is being written or, after a kill, was left to be deleted."""
+        """Finish pending writes, and deletions that a kill interrupted."""
         self._prune()
         self._manager.close()
 

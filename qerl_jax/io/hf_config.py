@@ -1,6 +1,4 @@
-"""Hugging Face `config.json` and `generation_config.json` to `ModelConfig`, and what their quantization sections
-mean.
-"""
+"""Hugging Face `config.json` and `generation_config.json` to `ModelConfig`, and their quantization sections."""
 
 from __future__ import annotations
 

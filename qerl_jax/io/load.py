@@ -50,7 +50,7 @@ def load_policy(
       lora: shape of the adapters; None is `LoraConfig(rank=32)`, or the adapter's own shape where `adapter` is given.
       dtype: compute dtype, bfloat16 or float32; also of dense weights.
       adapter: PEFT directory to start from, norms included.
-      seed: of the adapters' initial A.
+      seed: seed of the initial LoRA A.
       matmul_kernel: "xla"; "mosaic_gpu": the Pallas kernels for 4-bit weights on a Hopper GPU; or "auto": those where
         they can run.
 
@@ -233,7 +233,7 @@ class _Source:
         divides = self.scheme == "compressed-tensors"
         value = self.read(global_name, (1,) if divides else (), ("float32",)).reshape(-1)
         if activation in self.tensors:
-            self.used.add(activation)  # of W4A4 inference; weight-only arithmetic has no use for it
+            self.used.add(activation)  # activation scale for W4A4 inference, unused by weight-only arithmetic
         where = self.tensors.file_of(scale_name)
         if not (np.isfinite(value[0]) and value[0] > 0):
             raise CheckpointError(

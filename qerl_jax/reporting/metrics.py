@@ -1,4 +1,4 @@
-"""What a run leaves behind step by step: metrics.jsonl and completions/, both cut back to a step on resume."""
+"""Records of a run: metrics.jsonl and completions/, one entry per step and cut back on resume, and evaluation.json."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def cut_back(directory: Path, step: int) -> int:
 
 
 class EvaluationResults:
-    """Evaluation results of a run by name ("before", "after"), kept across a resume.
+    """Evaluation results of a run by name ("before", "after"), in evaluation.json.
 
     Raises CheckpointError for a file that holds something else.
     """
@@ -100,10 +100,10 @@ class EvaluationResults:
         return self._values.get(name)
 
     def all(self) -> dict[str, Evaluation]:
-        """Every result by name, in the order in which they came."""
+        """All results by name, oldest first."""
         return dict(self._values)
 
     def put(self, name: str, result: Evaluation) -> None:
-        """Keep a result."""
+        """Store a result."""
         self._values[name] = result
         write_json(self._path, {name: dataclasses.asdict(value) for name, value in self._values.items()})

@@ -1,4 +1,4 @@
-"""What a run is doing right now: the time of each phase, a heartbeat, and every thread's stack when one takes too long.
+"""Phases of a run: their times, a heartbeat, and a watchdog that dumps all stacks when one takes too long.
 
 A watcher from outside needs two files: `heartbeat.json` says which phase of which step has been running since when, and
 `stacks.txt` where every thread stood when a phase passed the limit.

@@ -1,4 +1,4 @@
-"""What a person watches: a live bar in a terminal, plain lines elsewhere, and the table at the end."""
+"""Console output: a live progress bar in a terminal, plain lines elsewhere, and the closing table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`report.md`: what a run was, what came of it and where the time went, on one page with its plots."""
+"""`report.md`: settings, results, plots and timing of a run on one page."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _progress(metrics: list[dict[str, Any]], tenth: int) -> list[tuple[str, ...]
 
 
 def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
-    """What somebody should look at, nothing where all went well."""
+    """Problems that deserve attention; empty if there were none."""
 
     def total(key: str) -> int:
         return int(sum(row.get(key) or 0 for row in metrics))

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl, if asked for: TensorBoard and Weights & Biases (`report_to`)."""
+"""Metrics sinks beside metrics.jsonl: TensorBoard and Weights & Biases (`report_to`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's experience as numbers and columns, under TRL's names.
+"""Metrics and completion columns of a step, under TRL's names.
 
 Axes: B sequences, P prompts, G group.
 """
@@ -69,15 +69,15 @@ def step_metrics(
 def run_metrics(
     experience: Experience, state: TrainState, sigma: float, noisy_norms: Any, tokens: int, problems: int
 ) -> dict[str, float]:
-    """Where a run stands after a step: its noise, learning rate, tokens and passes over the data.
+    """Progress of a run after a step: noise, learning rate, tokens, epochs.
 
     Args:
-      experience: of the step.
-      state: after it.
+      experience: scored rollout of the step.
+      state: state after the step.
       sigma: standard deviation of the noise.
       noisy_norms: the layer norms of the rollout.
-      tokens: seen before the step.
-      problems: in the dataset.
+      tokens: tokens seen before the step.
+      problems: size of the dataset.
     """
     config, step = state.config, int(state.step) - 1
     return {

@@ -1,5 +1,5 @@
-"""What a run will hold in memory, from the shapes alone: no weight is read (under `kv_cache_dtype` fp8_e4m3 the biases
-of q, k and v), no array of the model's size is made.
+"""Memory estimate of a run from shapes alone: no weights are read (with `kv_cache_dtype` fp8_e4m3, only the q, k and v
+biases), no array of the model's size is allocated.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Memory:
       cache: their keys and values.
       eval_sequences: decoded together in an evaluation; not bytes; 0 without one.
       eval_cache: their keys and values.
-      eval_logits: of an evaluation's decode step.
-      logits: of a rollout's decode step.
+      eval_logits: logits and sampling of an evaluation's decode step.
+      logits: logits and sampling of a rollout's decode step.
       update_state: gradient, and the next state beside the last.
       activations: what the backward pass keeps, and the one layer it is at.
-      logits_chunk: of the update.
+      logits_chunk: logits of one chunk of the update.
     """
 
     weights: int

@@ -36,7 +36,7 @@ class Run:
       policy: with fresh or imported adapters.
       rewards: functions by name, and the worker processes of some.
       stream: training problems, endless.
-      test_problems: of `config.eval_dataset`; empty without one.
+      test_problems: problems of `config.eval_dataset`; empty without one.
     """
 
     config: Config

@@ -27,7 +27,7 @@ class Recorder:
 
     Args:
       run: the run.
-      checkpoints: of its directory.
+      checkpoints: the checkpoints of its directory.
       step: steps done before.
       tokens: tokens seen before.
 
@@ -80,9 +80,7 @@ class Recorder:
         sigma: float,
         noisy_norms: Any,
     ) -> None:
-        """Write the metrics and completions of the step that ended with `state`, and a batch whose update was not
-        finite.
-        """
+        """Write metrics and completions of the step that ended in `state`, and the batch of a non-finite update."""
         run, step = self._run, int(state.step)
         if update_metrics["skipped"] > 0:
             run_directory.dump_batch(run.directory, step, batch)

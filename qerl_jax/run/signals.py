@@ -1,4 +1,4 @@
-"""A run that is asked to stop: the first signal is a request, the second acts as usual."""
+"""Graceful stop: the first SIGINT or SIGTERM is a request, the second has its default effect."""
 
 from __future__ import annotations
 
