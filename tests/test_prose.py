@@ -45,11 +45,12 @@ PRIVATE_WORDS = {
     r"that there are not": "missing, absent",
 }
 KERNEL_WORDS = {
-    r"products?(?! of\b)(?<!inner product)(?<!dot product)(?<!outer product)": "GEMM or MMA",
+    r"(matrix|NVFP4|4-bit|decode|few-token) products?": "GEMM",
+    r"products? (for|of) few( tokens)?|products? that follows?|products? with(out)? adapters": "GEMM",
 }
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"")
 
-FRAGMENT = re.compile(r"(of|whether there|that of|those of)\b", re.IGNORECASE)
+FRAGMENT = re.compile(r"(of|whether there) ", re.IGNORECASE)
 CODE = re.compile(r"\S  +\S| = |^ *python ")
 ENTRY = re.compile(r"\s*(?:[-*] |\d+\. |[\w`*, .\[\]]+: )")
 

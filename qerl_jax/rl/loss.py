@@ -72,10 +72,10 @@ def token_losses(
       times the truncated importance weight min(exp(old_logp − behaviour), cap), plus β · k3
 
     Args:
-      logprobs: of the policy being trained.
-      old_logprobs: of the noise-free policy at rollout time.
-      behaviour: of the distribution sampled from.
-      reference: of the adapter-free policy; None where beta is 0.
+      logprobs: log-probabilities under the policy being trained.
+      old_logprobs: those of the noise-free policy at rollout time.
+      behaviour: those of the distribution sampled from.
+      reference: those of the adapter-free policy; None where beta is 0.
       advantages: one a sequence.
       mask: tokens in the loss.
       config: names as in `Config`.

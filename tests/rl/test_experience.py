@@ -25,7 +25,7 @@ from qerl_jax.run.prepare import Run
 from qerl_jax.types import FinishReason, Policy, Prompts, Rollout, TrainState
 
 NAN = float("nan")
-CURSOR = 40  # of the data stream when the step begins
+CURSOR = 40  # position in the data stream when the step begins
 PROMPTS, GROUP = 3, 2
 
 

@@ -183,9 +183,7 @@ def test_a_masked_row_or_token_is_an_absent_one(case, settings):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_first_update_gradient_is_reinforce(case, loss_type):
-    """At ratio 1 every variant's gradient is -weight · A: nothing clips. (CISPO's cap, above 1, does not bind
-    either.)
-    """
+    """At ratio 1 nothing clips, so every variant's gradient is -weight · A; CISPO's cap above 1 never binds."""
     on_policy = {**case, "old": case["logp"]}
     settings = Settings(loss_type, epsilon_high=3.0 if loss_type == "cispo" else 0.28)
     _, gradient, _ = ours(on_policy, settings)
