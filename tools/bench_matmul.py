@@ -44,7 +44,9 @@ from matmul_report import describe, rivals_of, summary
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.nvfp4_matmul import cases, packing
-from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, product_takes
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
+from qerl_kernels.nvfp4_matmul.route import route
 from record import meta
 
 SHORT = 2  # rounds of the shorter loop, because XLA takes a loop of one round apart
@@ -157,24 +159,24 @@ def loras_of(a, expand) -> list:
     return loras
 
 
-def with_adapters(x, layer, shrunk=None):
-    """The product with the adapters of one layer: (x, (weight, A, [B, ...])) -> y."""
-    weight, a, expand = layer
-    return nvfp4_matmul(x, weight, None, loras_of(a, expand), implementation="mosaic_gpu", shrunk=shrunk)
+def with_adapters(x, layer, lora_x=None):
+    """The GEMM with the adapters of one layer: (x, (weight, A, [B, ...])) -> y."""
+    weight, a, lora_b = layer
+    return nvfp4_matmul(x, weight, None, loras_of(a, lora_b), implementation="mosaic_gpu", lora_x=lora_x)
 
 
-def shrunk_before(rows: int, layer, norm: bool = False) -> dict:
-    """How what precedes a product of a layer is to be called: A and the ranks of its adapters, and, but for a norm,
-    whether their `x A` may come in parts. No A where the product computes `x A` itself; all of it where there is no
+def prologue_arguments(rows: int, layer, norm: bool = False) -> dict:
+    """Arguments of the decode prologue of a GEMM of a layer: A and the ranks of its adapters, and, except for a norm,
+    whether their `x A` may come as split-K partials. No A where the GEMM computes `x A`; all of it where there is no
     weight."""
-    weight, a, expand = layer
-    takes = "whole"
+    weight, a, lora_b = layer
+    form = LoraForm.WHOLE
     if weight is not None:
-        takes = product_takes(rows, weight, loras_of(a, expand), jnp.bfloat16, implementation="mosaic_gpu")
-    if takes == "a":
-        a, expand = None, []
-    how = {"a": a, "ranks": tuple(b.shape[0] for b in expand)}
-    return how if norm else {**how, "in_parts": takes == "parts"}
+        form = route(rows, weight, loras_of(a, lora_b), jnp.bfloat16, implementation="mosaic_gpu").lora_form
+    if form is LoraForm.A:
+        a, lora_b = None, []
+    arguments = {"a": a, "ranks": tuple(b.shape[0] for b in lora_b)}
+    return arguments if norm else {**arguments, "in_parts": form is LoraForm.PARTIALS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,7 +368,7 @@ def _layers(start, stack, products: bool):
     (x, delta, gates), every = start, jnp.float32(0)
     scale = jnp.ones(x.shape[1])
     norm = functools.partial(rms_norm_prologue, eps=1e-6, dtype=jnp.bfloat16)
-    of = functools.partial(shrunk_before, x.shape[0])
+    of = functools.partial(prologue_arguments, x.shape[0])
     for (qkv, o, up, down), gate_up in zip(stack, gates, strict=True):
         x, y, t = norm(x, delta, scale, **of(qkv, norm=True))
         delta = y

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import jax
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.decode_prologue.api import MAX_TOKENS, lora_prologue, rms_norm_prologue, silu_mul_prologue
-from qerl_kernels.nvfp4_matmul.api import product_takes
-from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
+from qerl_kernels.nvfp4_matmul.route import Route, route
 
 from qerl_jax.models.formats import PackedNvfp4
 from qerl_jax.models.lora import concat_lora_a
@@ -47,23 +47,23 @@ class FusedDecodeExecutor:
     ) -> tuple[DeferredResidual, Float[Array, "B N"]]:
         """Residual add, norm and `x A` in one kernel, then the GEMM."""
         x, delta = residual
-        a, ranks, _ = _lora_a(projection, x.shape[0], norm.dtype)
+        chosen, a, ranks = _route(projection, x.shape[0], norm.dtype)
         x, y, lora_x = rms_norm_prologue(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
-        return (x, None), projection(y, lora_x=lora_x)
+        return (x, None), projection(y, route=chosen, lora_x=lora_x)
 
     def project(self, projection: Projection, x: Float[Array, "B K"], residual: DeferredResidual) -> DeferredResidual:
         """`x A` in one kernel (where there is any to compute), then the GEMM, whose result stays apart."""
-        a, ranks, in_parts = _lora_a(projection, x.shape[0], x.dtype)
-        lora_x = None if a is None else lora_prologue(x, a, ranks, in_parts=in_parts)
-        return residual[0], projection(x, lora_x=lora_x)
+        chosen, a, ranks = _route(projection, x.shape[0], x.dtype)
+        lora_x = None if a is None else lora_prologue(x, a, ranks, in_parts=chosen.lora_form is LoraForm.PARTIALS)
+        return residual[0], projection(x, route=chosen, lora_x=lora_x)
 
     def swiglu_project(
         self, projection: Projection, gate_up: Float[Array, "B E"], residual: DeferredResidual
     ) -> DeferredResidual:
         """SiLU·mul and `x A` in one kernel, then the GEMM, whose result stays apart."""
-        a, ranks, in_parts = _lora_a(projection, gate_up.shape[0], gate_up.dtype)
-        x, lora_x = silu_mul_prologue(gate_up, a, ranks, in_parts=in_parts)
-        return residual[0], projection(x, lora_x=lora_x)
+        chosen, a, ranks = _route(projection, gate_up.shape[0], gate_up.dtype)
+        x, lora_x = silu_mul_prologue(gate_up, a, ranks, in_parts=chosen.lora_form is LoraForm.PARTIALS)
+        return residual[0], projection(x, route=chosen, lora_x=lora_x)
 
     def finish(self, norm: RMSNorm, residual: DeferredResidual) -> Float[Array, "B D"]:
         """`norm(x + delta)`."""
@@ -71,13 +71,13 @@ class FusedDecodeExecutor:
         return norm(x + delta)
 
 
-def _lora_a(projection: Projection, m: int, dtype: jax.typing.DTypeLike) -> tuple[Array | None, tuple[int, ...], bool]:
-    """(A of the adapters side by side, their ranks, whether `x A` may come as split-K partials) for a GEMM of m rows.
+def _route(projection: Projection, m: int, dtype: jax.typing.DTypeLike) -> tuple[Route, Array | None, tuple[int, ...]]:
+    """(route of the projection's GEMM for m rows, A of the adapters side by side for its prologue, their ranks).
 
     A is None without adapters, and where the GEMM computes `x A` itself.
     """
     loras = projection.adapters()
-    takes = product_takes(m, projection.weight.get_value(), loras, dtype)
-    if not loras or takes == "a":
-        return None, (), False
-    return concat_lora_a(loras).astype(dtype), tuple(lora.b.shape[0] for lora in loras), takes == "parts"
+    chosen = route(m, projection.weight.get_value(), loras, dtype)
+    if chosen.lora_form in (LoraForm.NONE, LoraForm.A):
+        return chosen, None, ()
+    return chosen, concat_lora_a(loras).astype(dtype), tuple(lora.b.shape[0] for lora in loras)

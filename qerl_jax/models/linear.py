@@ -15,6 +15,7 @@ from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.nvfp4_matmul import reference as fp4
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.lora_input import LoraX
+from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4
@@ -31,6 +32,7 @@ def linear(
     lora: Lora | Sequence[Lora] | None = None,
     *,
     batch_invariant: bool = False,
+    route: Route | None = None,
     lora_x: LoraX | None = None,
 ) -> Float[Array, "... N"]:
     """`y = x Wᵀ + bias + Σ_adapters scale · (x A) B`, summed in fp32 and rounded once to x's dtype; `x A` is rounded to
@@ -45,19 +47,20 @@ def linear(
       bias: in any float dtype; added in fp32.
       lora: the adapter, or the adapters of a fused projection with their output offsets.
       batch_invariant: a row's bits do not depend on the number of rows or on the other rows; slower.
+      route: the route of the GEMM (`nvfp4_matmul`) where the caller has it; for packed weights.
       lora_x: `x A` computed by a prologue kernel (`nvfp4_matmul`); for packed weights, without gradients.
 
     Raises:
-      ValueError: K of x and of the weight differ, or `lora_x` is given with a weight that is not packed.
+      ValueError: K of x and of the weight differ, or `route` or `lora_x` is given with a weight that is not packed.
     """
     n, k = weight.shape
     if x.shape[-1] != k:
         raise ValueError(f"linear: x has {x.shape[-1]} input features, the weight {k} (shape {n} x {k})")
     adapters = [lora] if isinstance(lora, Lora) else list(lora or ())
     if isinstance(weight, PackedNvfp4):
-        return nvfp4_matmul(x, weight, bias, adapters, batch_invariant=batch_invariant, shrunk=lora_x)
-    if lora_x is not None:
-        raise ValueError(f"linear: lora_x goes with a packed weight, this is {type(weight).__name__}")
+        return nvfp4_matmul(x, weight, bias, adapters, batch_invariant=batch_invariant, route=route, lora_x=lora_x)
+    if route is not None or lora_x is not None:
+        raise ValueError(f"linear: route and lora_x go with a packed weight, this is {type(weight).__name__}")
 
     def matmul(rows: Array) -> Array:
         y = _frozen_matmul(rows, weight)

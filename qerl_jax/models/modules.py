@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.nvfp4_matmul.lora_input import LoraX
+from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import rms_norm
 
 from qerl_jax.models.formats import Weight
@@ -44,12 +45,16 @@ class Projection(nnx.Module):
         return sorted((adapter.get_value() for adapter in self.lora.values()), key=lambda lora: lora.offset)
 
     def __call__(
-        self, x: Float[Array, "*B K"], batch_invariant: bool = False, lora_x: LoraX | None = None
+        self,
+        x: Float[Array, "*B K"],
+        batch_invariant: bool = False,
+        route: Route | None = None,
+        lora_x: LoraX | None = None,
     ) -> Float[Array, "*B N"]:
         """`linear` with this projection's weight, bias and adapters."""
         bias = None if self.bias is None else self.bias.get_value()
         weight = self.weight.get_value()
-        return linear(x, weight, bias, self.adapters(), batch_invariant=batch_invariant, lora_x=lora_x)
+        return linear(x, weight, bias, self.adapters(), batch_invariant=batch_invariant, route=route, lora_x=lora_x)
 
 
 class RMSNorm(nnx.Module):

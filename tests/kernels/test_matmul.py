@@ -11,6 +11,8 @@ from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue.api import lora_prologue
 from qerl_kernels.nvfp4_matmul import api, packing, reference
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
+from qerl_kernels.nvfp4_matmul.route import Problem, Route
 from test_packing import mxfp4, random_weight
 
 
@@ -53,14 +55,15 @@ def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (130, 208), jnp.bfloat16)
     a = [jax.random.normal(key, (208, 8), jnp.bfloat16) for key in keys[1:]]
-    static = api._Static((), "mosaic_gpu", batch_invariant=True)
-    whole, slots = api._shrink(static, x, a, None)
-    assert slots is None
+    adapters = tuple((8, 104, 104 * i, 1.0) for i in range(2))
+    route = Route(Problem(130, 208, 208, adapters, False, "mosaic_gpu", True), "gemm", None, LoraForm.WHOLE, True)
+    whole, by_kernel = api._compute_lora_x(route, x, a, None)
+    assert by_kernel is None
     for exact, part in zip(a, whole, strict=True):
         expected = np.asarray(x, np.float64) @ np.asarray(exact, np.float64)
         np.testing.assert_allclose(np.asarray(part, np.float64), expected, rtol=2.0**-8, atol=1e-4)
     for first, m in ((0, 1), (5, 33), (100, 30), (0, 64), (3, 127)):
-        some, _ = api._shrink(static, x[first : first + m], a, None)
+        some, _ = api._compute_lora_x(route, x[first : first + m], a, None)
         for part, all_rows in zip(some, whole, strict=True):
             np.testing.assert_array_equal(part, all_rows[first : first + m])
 
@@ -68,30 +71,30 @@ def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
 def test_x_a_may_be_given():
     weight, x = packing.pack(random_weight(96, 80, 1)), jax.random.normal(jax.random.key(0), (6, 80))
     loras = adapters(80, (64, 32), 8)
-    shrunk = lora_prologue(x, jnp.concatenate([lora.a for lora in loras], axis=1), (8, 8))
-    given = nvfp4_matmul(x, weight, None, loras, implementation="xla", shrunk=shrunk)
+    lora_x = lora_prologue(x, jnp.concatenate([lora.a for lora in loras], axis=1), (8, 8))
+    given = nvfp4_matmul(x, weight, None, loras, implementation="xla", lora_x=lora_x)
     made = nvfp4_matmul(x, weight, None, loras, implementation="xla")
     np.testing.assert_allclose(given, made, rtol=1e-5, atol=1e-5 * float(jnp.abs(made).max()))
-    doubled = nvfp4_matmul(x, weight, None, loras, implementation="xla", shrunk=2 * shrunk)
+    doubled = nvfp4_matmul(x, weight, None, loras, implementation="xla", lora_x=2 * lora_x)
     plain = nvfp4_matmul(x, weight, implementation="xla")
     np.testing.assert_allclose(doubled - plain, 2 * (made - plain), rtol=1e-3, atol=1e-4 * float(jnp.abs(made).max()))
 
 
 def test_x_a_of_another_shape_or_dtype_is_refused():
     weight, x = packing.pack(random_weight(96, 80, 1)), jnp.zeros((6, 80))
-    loras, shrunk = adapters(80, (64, 32), 8), jnp.zeros((6, 128))
+    loras, lora_x = adapters(80, (64, 32), 8), jnp.zeros((6, 128))
     high = adapters(80, (64,), 72)
     for wrong, parts, words in (
-        (shrunk, loras[:1], r"\[6, 128\], 6 rows with adapters of ranks \[8\] need float32\[6, 64\]"),
-        (shrunk[:1], loras, r"\[1, 128\], 6 rows with .* need float32\[6, 128\]"),  # XLA would spread it over the rows
-        (shrunk.astype(jnp.bfloat16), loras, r"bfloat16\[6, 128\], .* need float32\[6, 128\]"),
+        (lora_x, loras[:1], r"\[6, 128\], 6 rows with adapters of ranks \[8\] need float32\[6, 64\]"),
+        (lora_x[:1], loras, r"\[1, 128\], 6 rows with .* need float32\[6, 128\]"),  # XLA would spread it over the rows
+        (lora_x.astype(jnp.bfloat16), loras, r"bfloat16\[6, 128\], .* need float32\[6, 128\]"),
         (jnp.zeros((2, 5, 16)), loras, r"\[2, 5, 16\], .* need float32\[2, 6, 16\]"),
         (jnp.zeros((0, 6, 16)), loras, r"\[0, 6, 16\], .* need float32\[1, 6, 16\]"),
         (jnp.zeros((2, 6, 16), jnp.bfloat16), loras, r"bfloat16\[2, 6, 16\], .* need float32\[2, 6, 16\]"),
-        (shrunk, [*high, loras[1]], r"ranks \[72, 8\] need float32\[6, 128\] and ranks up to 64"),
+        (lora_x, [*high, loras[1]], r"ranks \[72, 8\] need float32\[6, 128\] and ranks up to 64"),
     ):
         with pytest.raises(ValueError, match=words):
-            nvfp4_matmul(x, weight, None, parts, implementation="xla", shrunk=wrong)
+            nvfp4_matmul(x, weight, None, parts, implementation="xla", lora_x=wrong)
 
 
 def test_gradients():

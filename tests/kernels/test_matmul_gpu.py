@@ -384,7 +384,8 @@ def matrix_of(packed):
 def test_x_a_in_parts_comes_from_what_precedes_a_product():
     """SiLU and down of 7B as decode calls them, in parts and whole, beside XLA's; a row of NaN spoils no other."""
     from qerl_kernels.decode_prologue.api import silu_mul_prologue
-    from qerl_kernels.nvfp4_matmul.api import product_takes
+    from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
+    from qerl_kernels.nvfp4_matmul.route import route
 
     n, k = cases.SHAPES["down_7b"]
     packed = cases.random_packed(jax.random.key(0), n, k)
@@ -394,13 +395,13 @@ def test_x_a_in_parts_comes_from_what_precedes_a_product():
     def layer(gate_up, packed, a, b, in_parts):
         h, t = silu_mul_prologue(gate_up, a, (32,), in_parts=in_parts, implementation="mosaic_gpu")
         assert (t.ndim == 3) == in_parts
-        return h, t, kernel(h, packed, None, [Lora(a, b, 2.0, 0)], shrunk=t)
+        return h, t, kernel(h, packed, None, [Lora(a, b, 2.0, 0)], lora_x=t)
 
     for m in (32, 40, 64):
         gate_up, rest = activations(m, 2 * k, m), (packed, lora.a, lora.b)
-        assert product_takes(m, packed, [lora], jnp.bfloat16) == "parts"
+        assert route(m, packed, [lora], jnp.bfloat16).lora_form is LoraForm.PARTIALS
         (h, t, ours), (_, _, whole) = layer(gate_up, *rest, True), layer(gate_up, *rest, False)
-        expected = np.asarray(nvfp4_matmul(h, packed, None, [lora], shrunk=t, implementation="xla"), np.float64)
+        expected = np.asarray(nvfp4_matmul(h, packed, None, [lora], lora_x=t, implementation="xla"), np.float64)
         for y in (ours, whole):
             assert np.linalg.norm(np.asarray(y, np.float64) - expected) <= 4e-3 * np.linalg.norm(expected)
         spoilt = bits(layer(gate_up.at[3].set(jnp.nan), *rest, True)[2])
@@ -507,7 +508,8 @@ def test_few_tokens_that_compute_x_a(split, k, widths, ranks):
 def test_a_product_that_shrinks_is_called_so(monkeypatch):
     """From the entry point with a table that says so; NaN in one row stays there."""
     from qerl_kernels.nvfp4_matmul import few_tokens, tuning
-    from qerl_kernels.nvfp4_matmul.api import product_takes
+    from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
+    from qerl_kernels.nvfp4_matmul.route import route
 
     n, k = 1024, 3584
     split = few_tokens.Split(8, 8, 8, 4, 2, shrinks=True)
@@ -517,7 +519,8 @@ def test_a_product_that_shrinks_is_called_so(monkeypatch):
     found = {}
     for how in (split, plain):
         monkeypatch.setattr(tuning, "table", lambda how=how: (tuning.Row("forward", n, k, 8, how, 5.0),))
-        assert product_takes(8, packed, loras, x.dtype) == ("a" if how.shrinks else "parts")
+        form = LoraForm.A if how.shrinks else LoraForm.PARTIALS
+        assert route(8, packed, loras, x.dtype).lora_form is form
         found[how] = np.asarray(kernel(x, packed, None, loras), np.float64)
         spoilt = np.asarray(kernel(x.at[3].set(jnp.nan), packed, None, loras), np.float64)
         assert np.isnan(spoilt[3]).all()

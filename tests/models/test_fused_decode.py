@@ -1,11 +1,15 @@
 """Decode by the fused executor against decode by the plain one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from qerl_kernels.nvfp4_matmul import cases, packing
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
+from qerl_kernels.nvfp4_matmul.route import route
 
 from qerl_jax.models import cache as kv
 from qerl_jax.models import fused_decode
@@ -90,15 +94,16 @@ def test_no_prologue_computes_x_a_for_a_gemm_that_does(monkeypatch):
     model, asked, made = model_of(), [], []
     expected = decoded(model, 5)
 
-    def takes(rows, weight, parts, dtype):
-        asked.append((rows, dtype))
-        return "a" if weight.shape[0] == CONFIG.hidden_size else "whole"
+    def routed(m, weight, loras, dtype):
+        asked.append((m, dtype))
+        form = LoraForm.A if weight.shape[0] == CONFIG.hidden_size else LoraForm.WHOLE
+        return dataclasses.replace(route(m, weight, loras, dtype), lora_form=form)
 
     def recorded(name):
         whole = getattr(fused_decode, name)
         monkeypatch.setattr(fused_decode, name, lambda *args, **more: made.append((name, args)) or whole(*args, **more))
 
-    monkeypatch.setattr(fused_decode, "product_takes", takes)
+    monkeypatch.setattr(fused_decode, "route", routed)
     for name in ("rms_norm_prologue", "silu_mul_prologue", "lora_prologue"):
         recorded(name)
     for got, wanted in zip(jax.tree.leaves(decoded(model, 5)), jax.tree.leaves(expected), strict=True):
@@ -114,7 +119,8 @@ def test_split_k_partials_go_to_gemms_that_sum_them(monkeypatch):
     """Before o and down; the prologue with a norm always computes the whole x A."""
     model, made = model_of(), []
     expected = decoded(model, 5)
-    monkeypatch.setattr(fused_decode, "product_takes", lambda *args: "parts")
+    partials = lambda *args: dataclasses.replace(route(*args), lora_form=LoraForm.PARTIALS)  # noqa: E731
+    monkeypatch.setattr(fused_decode, "route", partials)
     for name in ("silu_mul_prologue", "lora_prologue"):
         whole = getattr(fused_decode, name)
         recorded = lambda *args, whole=whole, **more: made.append(whole(*args, **more)) or made[-1]  # noqa: E731

@@ -50,7 +50,7 @@ def rms_norm_prologue(
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
 
     Returns:
-      s, y and lora_x, in which each adapter has 64 columns, zeros past its rank: the `shrunk` of `nvfp4_matmul`.
+      s, y and lora_x, in which each adapter has 64 columns, zeros past its rank: the `lora_x` of `nvfp4_matmul`.
 
     Raises:
       ValueError: the ranks do not sum to the columns of A, or the implementation asked for cannot run here.
@@ -80,8 +80,7 @@ def silu_mul_prologue(
       a: A of the adapters side by side; None: lora_x is None.
       ranks: LoRA ranks of the adapters.
       in_parts: True: lora_x comes as fp32 split-K partials [P, M, C], for a GEMM that adds them up
-        (`nvfp4_matmul.api.product_takes`). P is the kernel's choice: more SMs can then work on it, and none waits
-        for another.
+        (`LoraForm.PARTIALS`). P is the kernel's choice: more SMs can then work on it, and none waits for another.
       implementation: as for `rms_norm_prologue`.
     """
     if _choose("silu_mul_prologue", gate_up, gate_up.dtype, a, ranks, implementation) == "xla":

@@ -1,6 +1,6 @@
-"""`nvfp4_matmul`: the product with a packed 4-bit weight as the model calls it, with its gradients.
+"""`nvfp4_matmul`: the GEMM with a packed 4-bit weight as the model calls it, with its gradients.
 
-Axes: M tokens, K input features, N output features, R rank.
+Axes: M rows of x, K input features, N output features, R rank.
 """
 
 from __future__ import annotations
@@ -8,47 +8,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from qerl_kernels import dispatch
 from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.decode_prologue.api import fused_lora_x
 from qerl_kernels.formats import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraX, pad_lora_x, split_lora_x
+from qerl_kernels.nvfp4_matmul import route as routing
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm, LoraX, join_lora_x, lora_x_of_each, split_lora_x
 from qerl_kernels.nvfp4_matmul.packing import packed_parts
 from qerl_kernels.nvfp4_matmul.reference import no_gradient
+from qerl_kernels.nvfp4_matmul.route import Adapter, Route
 from qerl_kernels.ops import fp32_matmul
-
-if TYPE_CHECKING:
-    from qerl_kernels.nvfp4_matmul.split import Split
-
-
-class Adapter(Protocol):
-    """A LoRA adapter: `scale · (x A) B` on the output features `offset : offset + N`.
-
-    Where it has a `column` that is not None, `a` holds the A of all adapters of the weight side by side, this one's
-    from that column on.
-    """
-
-    a: Float[Array, "K R"]
-    b: Float[Array, "R N"]
-    scale: float
-    offset: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What is fixed at trace time: (scale, offset) of each adapter, and how to run."""
-
-    adapters: tuple[tuple[float, int], ...]
-    implementation: str
-    batch_invariant: bool
 
 
 def nvfp4_matmul(
@@ -59,17 +33,18 @@ def nvfp4_matmul(
     *,
     implementation: str | None = None,
     batch_invariant: bool = False,
-    shrunk: LoraX | None = None,
+    route: Route | None = None,
+    lora_x: LoraX | None = None,
 ) -> Float[Array, "... N"]:
-    """`y = x Wᵀ + bias + Σ_parts scale · (x A) B`, summed in fp32 and rounded to x's dtype.
+    """`y = x Wᵀ + bias + Σ_loras scale · (x A) B`, summed in fp32 and rounded to x's dtype.
 
     Adapters that the kernel cannot take (not adjacent, not covering the weight, of a rank that is no multiple of 8 or
     above 64) are added to its rounded result in fp32: two roundings.
 
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
-    and rounded once. Who computes it, where Mosaic GPU runs: for few tokens the product's own kernel may
-    (`product_takes`), but not where gradients are taken, whose backward pass needs it; else up to 128 tokens the kernel
-    of `decode_prologue`, for shapes it takes and without `batch_invariant`; else XLA.
+    and rounded once. On Mosaic GPU the skinny kernel may compute it (`LoraForm.A`), but not where gradients are taken,
+    whose backward pass needs it; otherwise up to 128 rows the kernel of `decode_prologue`, for shapes it takes and
+    without `batch_invariant`; otherwise XLA.
 
     Args:
       x: activations; bf16 for the kernels, any float dtype for XLA.
@@ -77,253 +52,199 @@ def nvfp4_matmul(
       bias: added in fp32.
       loras: one adapter for each adapted part of a fused projection.
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
-      batch_invariant: a row's bits depend neither on how many rows there are nor on the others (slower for most
-        shapes).
-      shrunk: `x A` of all `loras` where it is known already, as `decode_prologue` makes it. Then nothing here is
-        differentiable.
+      batch_invariant: a row's bits depend neither on the number of rows nor on the other rows (slower for most shapes).
+      route: from `route.route`, for these rows, weight and adapters; None: chosen here.
+      lora_x: `x A` of all `loras` as `decode_prologue` makes it. Then nothing here is differentiable.
 
     Raises:
-      ValueError: K of x and of the weight differ, `shrunk` has another shape or dtype than `LoraX` for these rows and
-        adapters, or the implementation asked for cannot run here.
+      ValueError: K of x and of the weight differ, `route` is that of another GEMM, `lora_x` has another shape or dtype
+        than `LoraX` for these rows and adapters, or the implementation asked for cannot run here.
     """
     k = weight.shape[1]
     if x.shape[-1] != k:
         raise ValueError(f"nvfp4_matmul: x has {x.shape[-1]} input features, the weight {weight.shape[0]} x {k}")
-    static = _static(loras, x.dtype, implementation, batch_invariant)
+    rows = x.reshape(-1, k)
+    if route is None:
+        route = routing.route(len(rows), weight, loras, x.dtype, batch_invariant, implementation=implementation)
+    wanted = routing.problem_of(
+        len(rows), weight, loras, implementation or route.problem.implementation, batch_invariant
+    )
+    if route.problem != wanted:
+        raise ValueError(f"nvfp4_matmul: the route is that of {route.problem}, this is {wanted}")
     columns = [getattr(lora, "column", None) for lora in loras]
-    together = loras[0].a.astype(x.dtype) if loras and columns[0] is not None else None
-    own = [
+    all_a = loras[0].a.astype(x.dtype) if loras and columns[0] is not None else None
+    own_a = [
         lora.a if start is None else lora.a[:, start : start + lora.b.shape[0]]
         for lora, start in zip(loras, columns, strict=True)
     ]
-    pairs = tuple((a.astype(x.dtype), lora.b.astype(x.dtype)) for a, lora in zip(own, loras, strict=True))
-    rows = x.reshape(-1, k)
-    if shrunk is None:
-        y = _matmul(static, rows, weight, bias, pairs, together)
+    pairs = tuple((a.astype(x.dtype), lora.b.astype(x.dtype)) for a, lora in zip(own_a, loras, strict=True))
+    if lora_x is None:
+        y = _matmul(route, rows, weight, bias, pairs, all_a)
     else:
-        of_each = _of_given(shrunk, len(rows), [b.shape[0] for _, b in pairs], x.dtype)
-        y = _sum(static, rows, weight, bias, of_each, pairs, shrunk)
+        of_each = lora_x_of_each(lora_x, len(rows), route.problem.ranks, x.dtype)
+        y = _all_terms(route, rows, weight, bias, of_each, pairs, lora_x)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def product_takes(
-    rows: int,
-    weight: PackedNvfp4,
-    loras: Sequence[Adapter],
-    dtype: jax.typing.DTypeLike,
-    *,
-    implementation: str | None = None,
-    batch_invariant: bool = False,
-) -> Literal["whole", "parts", "a"]:
-    """What the kernel of `nvfp4_matmul` takes of these adapters' `x A` for x [rows, K]: the whole; or sums in parts,
-    too, which it adds up; or A, with which it computes `x A` itself, so that a launch that makes `shrunk` would be one
-    for nothing. Errors as there."""
-    static = _static(loras, dtype, implementation, batch_invariant)
-    return _takes(static, rows, weight, [lora.b.shape for lora in loras])
-
-
-def _static(loras: Sequence[Adapter], dtype, implementation: str | None, batch_invariant: bool) -> _Static:
-    chosen = dispatch.choose("nvfp4_matmul", implementation, dispatch.missing_for_mosaic_gpu(dtype))
-    return _Static(tuple((float(lora.scale), int(lora.offset)) for lora in loras), chosen, batch_invariant)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(static, x, weight, bias, pairs, together):
-    """What runs where no gradient is taken; else `_forward`, because `_backward` needs `x A`."""
-    expand = tuple(b for _, b in pairs)
-    if _takes(static, x.shape[0], weight, [b.shape for b in expand]) != "a":
-        return _forward(static, x, weight, bias, pairs, together)[0]
-    a = jnp.concatenate([a for a, _ in pairs], axis=1) if together is None else together
-    return _kernel(static, False, x, weight, bias, a=a, expand=expand, scale=static.adapters[0][0])
+def _matmul(route: Route, x, weight, bias, pairs, all_a):
+    """Runs where no gradient is taken; otherwise `_forward` does, because `_backward` needs `x A`."""
+    if route.kernel == "skinny" and route.lora_form is LoraForm.A:
+        return _from_lora_a(route, x, weight, bias, pairs, all_a)
+    return _forward(route, x, weight, bias, pairs, all_a)[0]
 
 
-def _forward(static, x, weight, bias, pairs, together):
-    shrunk, slots = _shrink(static, x, [a for a, _ in pairs], together)
-    return _sum(static, x, weight, bias, shrunk, pairs, slots), (x, weight, bias, pairs, together, shrunk)
+def _forward(route: Route, x, weight, bias, pairs, all_a):
+    of_each, lora_x = _compute_lora_x(route, x, [a for a, _ in pairs], all_a)
+    return _all_terms(route, x, weight, bias, of_each, pairs, lora_x), (x, weight, bias, pairs, all_a, of_each)
 
 
-def _sum(static, x, weight, bias, shrunk: list[Array], pairs, given: Array | None = None) -> Array:
-    """All terms of y. `given`: what `shrunk` was made from, where the caller has it in a form that a kernel takes."""
-    if static.implementation == "xla":
+def _compute_lora_x(
+    route: Route, x: Array, each_a: list[Array], all_a: Array | None
+) -> tuple[list[Array], Array | None]:
+    """`x A` of each adapter, [M, R], from one GEMM: accumulated in fp32, rounded once; and the array with all of them
+    where a kernel made it (`fused_lora_x`), None where XLA did.
+
+    XLA does not move a concatenation out of a loop, hence `all_a`: the A side by side, made before it. Batch invariant:
+    by XLA always, since more rows than the kernel takes must have the same bits; in blocks of 64 rows, so that XLA
+    takes the same kernel for a row whatever the number of rows.
+    """
+    if not each_a:
+        return [], None
+    all_a = jnp.concatenate(each_a, axis=1) if all_a is None else all_a
+    ranks = route.problem.ranks
+    if route.kernel != "xla" and not route.problem.batch_invariant:
+        lora_x = fused_lora_x(x, all_a, ranks)
+        if lora_x is not None:
+            return split_lora_x(lora_x, ranks), lora_x
+    lora_x = _xla_matmul(route, x, all_a, x.dtype)
+    return jnp.split(lora_x, np.cumsum(ranks)[:-1], axis=1), None
+
+
+def _xla_matmul(route: Route, a: Float[Array, "M K"], b: Float[Array, "K N"], dtype=jnp.float32) -> Array:
+    """`a b` by XLA, accumulated in fp32."""
+    matmul = lambda rows: fp32_matmul(rows, b).astype(dtype)  # noqa: E731
+    return in_blocks(matmul, a) if route.problem.batch_invariant else matmul(a)
+
+
+def _all_terms(route: Route, x, weight, bias, of_each: list[Array], pairs, lora_x: Array | None = None) -> Array:
+    """All terms of y. `lora_x`: the array from which `of_each` was taken, where there is one."""
+    n = weight.shape[0]
+    if route.kernel == "xla":
         matrix, row = packed_parts(weight)
-        y = _products(static, x, matrix.astype(x.dtype).T) * row
+        y = _xla_matmul(route, x, matrix.astype(x.dtype).T) * row
         y = y if bias is None else y + bias.astype(jnp.float32)
-        y = y + _expand(static, shrunk, pairs, weight.shape[0]) if pairs else y
+        y = y + _lora_terms(route, of_each, pairs, n) if pairs else y
+    elif pairs and not route.is_fused:
+        y = _call_kernel(route.without_lora(), x, weight, bias)
+        y = y.astype(jnp.float32) + _lora_terms(route, of_each, pairs, n)
+    elif pairs:
+        lora_x = join_lora_x(of_each) if lora_x is None else lora_x
+        y = _call_kernel(route.given_lora_x(), x, weight, bias, lora_x, tuple(b for _, b in pairs))
     else:
-        y = _kernel_forward(static, x, weight, bias, shrunk, pairs, given)
+        y = _call_kernel(route, x, weight, bias)
     return y.astype(x.dtype)
 
 
-def _shrink(static: _Static, x: Array, a: list[Array], together: Array | None) -> tuple[list[Array], Array | None]:
-    """`x A` of each adapter, [M, R], from one product: accumulated in fp32, rounded once; and the slots it lies in
-    where a kernel made it (`fused_lora_x`), None where XLA did.
-
-    XLA does not move a concatenation out of a loop, hence `together`: the A side by side, made before it. Batch
-    invariant: by XLA always, since more tokens than the kernel is for must have the same bits; in products of 64 rows
-    each, so that XLA takes the same kernel for a row however many rows there are.
-    """
-    if not a:
-        return [], None
-    together = jnp.concatenate(a, axis=1) if together is None else together
-    ranks = [part.shape[1] for part in a]
-    if static.implementation == "mosaic_gpu" and not static.batch_invariant:
-        slots = fused_lora_x(x, together, ranks)
-        if slots is not None:
-            return split_lora_x(slots, ranks), slots
-
-    def product(rows: Array) -> Array:
-        return fp32_matmul(rows, together).astype(x.dtype)
-
-    shrunk = in_blocks(product, x) if static.batch_invariant else product(x)
-    return jnp.split(shrunk, np.cumsum(ranks)[:-1], axis=1), None
-
-
-def _in_slots(shrunk: list[Array]) -> Array:
-    """`x A` of the adapters as the kernel takes it. XLA pads within the sum that makes them; one adapter alone stays as
-    it is, because its padding would be a kernel of its own."""
-    return shrunk[0] if len(shrunk) == 1 else pad_lora_x(shrunk)
-
-
-def _of_given(shrunk: Array, rows: int, ranks: list[int], dtype) -> list[Array]:
-    """`x A` of each adapter from what the caller has made of it: slots, or parts that are to be added up."""
-    in_parts = shrunk.ndim == 3
-    shape = (max(1, len(shrunk)), rows, sum(ranks)) if in_parts else (rows, MAX_RANK * len(ranks))
-    wanted = jnp.dtype(jnp.float32 if in_parts else dtype)
-    if shrunk.shape != shape or shrunk.dtype != wanted or not (in_parts or max(ranks, default=0) <= MAX_RANK):
-        raise ValueError(
-            f"nvfp4_matmul: shrunk is {shrunk.dtype}{list(shrunk.shape)}, {rows} rows with adapters of ranks {ranks} "
-            f"need {wanted}{list(shape)}" + ("" if in_parts else f" and ranks up to {MAX_RANK}")
-        )
-    if in_parts:
-        return jnp.split(shrunk.sum(0).astype(dtype), np.cumsum(ranks)[:-1], axis=1)
-    return split_lora_x(shrunk, ranks)
-
-
-def _expand(static: _Static, shrunk, pairs, n: int) -> Float32[Array, "M N"]:
+def _lora_terms(route: Route, of_each: list[Array], pairs, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
-    out = jnp.zeros((shrunk[0].shape[0], n), jnp.float32)
-    for (scale, offset), t, (_, b) in zip(static.adapters, shrunk, pairs, strict=True):
-        out = out.at[:, offset : offset + b.shape[1]].add(scale * _products(static, t, b))
+    out = jnp.zeros((of_each[0].shape[0], n), jnp.float32)
+    for (_, width, offset, scale), own, (_, b) in zip(route.problem.adapters, of_each, pairs, strict=True):
+        out = out.at[:, offset : offset + width].add(scale * _xla_matmul(route, own, b))
     return out
 
 
-def _products(static: _Static, a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float32[Array, "M N"]:
-    """`a b` by XLA."""
-    return in_blocks(lambda rows: fp32_matmul(rows, b), a) if static.batch_invariant else fp32_matmul(a, b)
+def _from_lora_a(route: Route, x, weight, bias, pairs, all_a) -> Array:
+    """y where the GEMM computes `x A`. With the rows that `vmap` makes it may be another GEMM, which does not."""
+    all_a = jnp.concatenate([a for a, _ in pairs], axis=1) if all_a is None else all_a
+
+    def matmul(x, weight, bias, all_a, lora_b):
+        here = route.for_rows(len(x))
+        if here.lora_form is LoraForm.A:
+            return _launch_skinny(here, x, weight, bias, lora_b, a=all_a)
+        each_a = jnp.split(all_a, np.cumsum(route.problem.ranks)[:-1], axis=1)
+        of_each, lora_x = _compute_lora_x(here, x, each_a, all_a)
+        return _launch(here, x, weight, bias, join_lora_x(of_each) if lora_x is None else lora_x, lora_b)
+
+    return _over_rows(matmul)(x, weight, bias, all_a, tuple(b for _, b in pairs))
 
 
-def _kernel_forward(static: _Static, x, weight: PackedNvfp4, bias, shrunk, pairs, given) -> Array:
-    """The product with its adapters added within the kernel where they fit it, else around it."""
-    if not pairs:
-        return _kernel(static, False, x, weight, bias)
-    n, _ = weight.shape
-    if _fusing_tile(static, x.shape[0], weight, [b.shape for _, b in pairs]) is None:
-        return _kernel(static, False, x, weight, bias).astype(jnp.float32) + _expand(static, shrunk, pairs, n)
-    given = _in_slots(shrunk) if given is None else given
-    expand = tuple(b for _, b in pairs)
-    return _kernel(static, False, x, weight, bias, given, expand=expand, scale=static.adapters[0][0])
+def _call_kernel(route: Route, x, weight: PackedNvfp4, bias, lora_x=None, lora_b=()) -> Array:
+    """The GEMM by a Mosaic GPU kernel; a batch of x (`vmap`) becomes more rows of one GEMM."""
+
+    def matmul(rows, weight, bias, lora_b):
+        x, lora_x = rows
+        here = route.for_rows(len(x))
+        return _launch(here, x, weight, bias, lora_x, lora_b)
+
+    return _over_rows(matmul)((x, lora_x), weight, bias, lora_b)
 
 
-def _fusing_tile(
-    static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]
-) -> GemmConfig | Split | None:
-    """The tile into which adapters with B of these shapes fit; None where there is none."""
-    from qerl_kernels.nvfp4_matmul import tuning
+def _over_rows(matmul):
+    """`matmul(rows, *rest)`, whose `vmap` over the leaves of `rows` is one call with more rows."""
+    call = jax.custom_batching.custom_vmap(matmul)
 
-    starts = [offset for _, offset in static.adapters]
-    adjacent = starts == [sum(width for _, width in shapes[:i]) for i in range(len(shapes))]
-    scales = {scale for scale, _ in static.adapters}
-    if not adjacent or len(scales) != 1 or 0.0 in scales:
-        return None
-    return tuning.config_for(rows, *weight.shape, adapters=shapes, batch_invariant=static.batch_invariant)
-
-
-def _takes(static: _Static, rows: int, weight: PackedNvfp4, shapes: list[tuple[int, int]]) -> str:
-    if not shapes or static.implementation == "xla":
-        return "whole"
-    tile = _fusing_tile(static, rows, weight, shapes)
-    return "whole" if tile is None else _given_as(static, tile, rows, shapes)
-
-
-def _given_as(static: _Static, tile: GemmConfig | Split, rows: int, shapes: list[tuple[int, int]]) -> str:
-    """What the kernel of a tile is given. Never parts where a row's bits may not depend on the number of rows: the
-    number of parts does."""
-    if static.batch_invariant:
-        return "whole"
-    if isinstance(tile, GemmConfig):
-        return "parts" if tile.takes_partials(rows, shapes) else "whole"
-    return tile.takes(rows, shapes)
-
-
-def _kernel(static, transposed: bool, x, weight: PackedNvfp4, bias, shrunk=None, a=None, expand=(), scale=1.0) -> Array:
-    """The Mosaic GPU product; a batch of x (`vmap`) becomes more rows of one product. With adapters it takes `shrunk`,
-    or `a`: their A side by side."""
-    from qerl_kernels.nvfp4_matmul import few_tokens, tuning  # jax ≥ 0.11: imported where it runs
-    from qerl_kernels.nvfp4_matmul.gemm import kernel
-    from qerl_kernels.nvfp4_matmul.gemm import transposed as dx
-
-    @jax.custom_batching.custom_vmap
-    def product(rows, weight, bias, a, expand):
-        x, shrunk = rows
-        tile = tuning.config_for(
-            x.shape[0], *weight.shape, transposed=transposed, adapters=[b.shape for b in expand],
-            batch_invariant=static.batch_invariant,
-        )  # fmt: skip
-        terms = {"bias": bias, "expand": expand, "scale": scale}
-        takes = _given_as(static, tile, len(x), [b.shape for b in expand])
-        if a is not None and takes == "a":
-            return few_tokens.matmul(x, weight, tile, a=a, **terms)
-        if a is not None:  # `vmap` made too many tokens of few
-            parts = jnp.split(a, np.cumsum([b.shape[0] for b in expand])[:-1], axis=1)
-            each, slots = _shrink(static, x, parts, a)
-            shrunk = _in_slots(each) if slots is None else slots
-        if isinstance(tile, few_tokens.Split):
-            return few_tokens.matmul(x, weight, dataclasses.replace(tile, shrinks=False), shrunk=shrunk, **terms)
-        if shrunk is not None and shrunk.ndim == 3 and takes != "parts":
-            shrunk = _in_slots(_of_given(shrunk, len(x), [b.shape[0] for b in expand], x.dtype))
-        if transposed:
-            return dx.gemm_dx(x, weight, tile)
-        return kernel.gemm(x, weight, tile, bias=bias, lora_x=shrunk, lora_b=expand, scale=scale)
-
-    @product.def_vmap
-    def batched(size, in_batched, rows, weight, bias, a, expand):
+    @call.def_vmap
+    def batched(size, in_batched, rows, *rest):
         if any(jax.tree.leaves(in_batched[1:])):
             raise ValueError("nvfp4_matmul: vmap over x only; weight, bias and adapters have no batch axis")
-        # rows of x and of `shrunk` become more rows, also where sums come in parts [size, parts, rows, columns]
+        # rows of x and of `lora_x` become more rows, also of split-K partials [size, partials, rows, columns]
         every = lambda leaf, own: leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape))  # noqa: E731
         beside = lambda leaf: jnp.moveaxis(leaf, 0, -3).reshape(*leaf.shape[1:-2], -1, leaf.shape[-1])  # noqa: E731
         rows = jax.tree.map(every, rows, in_batched[0])
-        flat = jax.tree.map(beside, rows)
-        return product(flat, weight, bias, a, expand).reshape(size, rows[0].shape[1], -1), True
+        count = jax.tree.leaves(rows)[0].shape[1]
+        return call(jax.tree.map(beside, rows), *rest).reshape(size, count, -1), True
 
-    return product((x, shrunk), weight, bias, a, expand)
+    return call
 
 
-def _backward(static, residual, dy):
-    x, weight, bias, pairs, together, shrunk = residual
-    dx = _input_gradient(static, dy, weight)
+def _launch(route: Route, x, weight: PackedNvfp4, bias, lora_x, lora_b) -> Array:
+    """The kernel of the route, given `x A`."""
+    from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed  # jax ≥ 0.11: imported where it runs
+
+    if route.problem.transposed:
+        return transposed.gemm_dx(x, weight, route.config)
+    if route.kernel == "skinny":
+        return _launch_skinny(route.given_lora_x(), x, weight, bias, lora_b, lora_x=lora_x)
+    if lora_x is not None and lora_x.ndim == 3 and route.lora_form is not LoraForm.PARTIALS:
+        lora_x = join_lora_x(lora_x_of_each(lora_x, len(x), route.problem.ranks, x.dtype))
+    scale = route.problem.adapters[0][-1] if lora_b else 1.0
+    return kernel.gemm(x, weight, route.config, bias=bias, lora_x=lora_x, lora_b=lora_b, scale=scale)
+
+
+def _launch_skinny(route: Route, x, weight: PackedNvfp4, bias, lora_b, lora_x=None, a=None) -> Array:
+    """The skinny kernel, given `x A` or A."""
+    from qerl_kernels.nvfp4_matmul import few_tokens  # jax ≥ 0.11: imported where it runs
+
+    scale = route.problem.adapters[0][-1] if lora_b else 1.0
+    return few_tokens.matmul(x, weight, route.config, bias=bias, shrunk=lora_x, a=a, expand=lora_b, scale=scale)
+
+
+def _backward(route: Route, residual, dy):
+    x, weight, bias, pairs, all_a, of_each = residual
+    dx = _input_gradient(route, dy, weight)
     d_pairs = []
-    for (scale, offset), t, (a, b) in zip(static.adapters, shrunk, pairs, strict=True):
-        part = dy[:, offset : offset + b.shape[1]]
-        through_b = (scale * fp32_matmul(part, b.T)).astype(x.dtype)
+    for (_, width, offset, scale), own, (a, b) in zip(route.problem.adapters, of_each, pairs, strict=True):
+        d_own = dy[:, offset : offset + width]
+        through_b = (scale * fp32_matmul(d_own, b.T)).astype(x.dtype)
         dx = dx + fp32_matmul(through_b, a.T)
-        d_b = scale * fp32_matmul(t.T, part)
+        d_b = scale * fp32_matmul(own.T, d_own)
         d_pairs.append((fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
     d_bias = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
-    # Adapters that are trained come apart (`together` is None), so that nothing is lost here.
+    # Adapters that are trained come apart (`all_a` is None), so that nothing is lost here.
     return (
         dx.astype(x.dtype),
         jax.tree.map(no_gradient, weight),
         d_bias,
         tuple(d_pairs),
-        jax.tree.map(no_gradient, together),
+        jax.tree.map(no_gradient, all_a),
     )
 
 
-def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:
+def _input_gradient(route: Route, dy, weight: PackedNvfp4) -> Array:
     """`dy · W`. Where rows differ in their multiplier it goes into dy first, as the ratio to the largest (one bf16
     rounding)."""
-    if static.implementation == "xla":
+    if route.kernel == "xla":
         matrix, row = packed_parts(weight)
         return fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))
     if not weight.uniform:
@@ -331,7 +252,7 @@ def _input_gradient(static: _Static, dy, weight: PackedNvfp4) -> Array:
         largest = jnp.max(jnp.abs(row))
         dy = (dy * (row / largest)).astype(dy.dtype)
         weight = dataclasses.replace(weight, multiplier=jnp.full_like(weight.multiplier, largest))
-    return _kernel(static, True, dy, weight, None)
+    return _call_kernel(route.dx(), dy, weight, None)
 
 
 _matmul.defvjp(_forward, _backward)

@@ -5,11 +5,13 @@ Axes: M rows of x, P split-K partials.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 MAX_RANK = 64  # largest rank of an adapter that a kernel adds; columns of `lora_x` for each adapter
@@ -17,6 +19,15 @@ MAX_RANK = 64  # largest rank of an adapter that a kernel adds; columns of `lora
 # to be added up and rounded, the ranks side by side in C columns.
 LoraX = Float[Array, "M S"] | Float32[Array, "P M C"]
 MMA_ROWS = 16  # output features, and ranks, of one `mma.m16n8k16`
+
+
+class LoraForm(enum.Enum):
+    """The LoRA input that a GEMM takes (`route.route` decides)."""
+
+    NONE = "no adapters"
+    WHOLE = "x A, rounded to bf16"
+    PARTIALS = "fp32 split-K partials of x A, which the GEMM reduces"
+    A = "A itself: the GEMM computes x A"
 
 
 def is_lora_x(array: jax.Array | None, rows: int, ranks: Sequence[int]) -> bool:
@@ -38,6 +49,32 @@ def pad_lora_x(of_each: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
 def split_lora_x(whole: Float[Array, "m s"], ranks: Sequence[int]) -> list[Float[Array, "m r"]]:
     """The inverse of `pad_lora_x`."""
     return [whole[:, MAX_RANK * i :][:, :rank] for i, rank in enumerate(ranks)]
+
+
+def join_lora_x(of_each: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
+    """`x A` of the adapters as a kernel takes it. XLA pads within the sum that makes them; one adapter alone keeps its
+    rank, because its padding would be a kernel of its own."""
+    return of_each[0] if len(of_each) == 1 else pad_lora_x(of_each)
+
+
+def lora_x_of_each(lora_x: LoraX, m: int, ranks: Sequence[int], dtype: DTypeLike) -> list[Float[Array, "m r"]]:
+    """`x A` of each adapter, in `dtype`, from a `LoraX` for m rows and adapters of these ranks.
+
+    Raises:
+      ValueError: shape or dtype of `lora_x` are others.
+    """
+    has_partials = lora_x.ndim == 3
+    shape = (max(1, len(lora_x)), m, sum(ranks)) if has_partials else (m, MAX_RANK * len(ranks))
+    wanted = jnp.dtype(jnp.float32 if has_partials else dtype)
+    has_room = has_partials or max(ranks, default=0) <= MAX_RANK
+    if lora_x.shape != shape or lora_x.dtype != wanted or not has_room:
+        raise ValueError(
+            f"nvfp4_matmul: lora_x is {describe(lora_x)}, {m} rows with adapters of ranks {list(ranks)} "
+            f"need {wanted}{list(shape)}" + ("" if has_partials else f" and ranks up to {MAX_RANK}")
+        )
+    if has_partials:
+        return jnp.split(lora_x.sum(0).astype(dtype), np.cumsum(ranks)[:-1], axis=1)
+    return split_lora_x(lora_x, ranks)
 
 
 def can_fuse(n: int, shapes: Sequence[tuple[int, int]], features: int = MMA_ROWS) -> bool:

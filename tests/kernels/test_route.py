@@ -1,5 +1,5 @@
-"""Who computes `x A`, the product, the kernel of `decode_prologue` or XLA: which kernel is called with what, the
-kernels replaced by the equations that they stand for."""
+"""The route of a GEMM and of its LoRA input: which kernel is called, and which computes `x A` (the GEMM, the decode
+prologue or XLA). The kernels are replaced by the equations that they stand for."""
 
 import dataclasses
 import types
@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue import kernel as prologue_kernel
 from qerl_kernels.decode_prologue import reference
-from qerl_kernels.nvfp4_matmul import api as entry
 from qerl_kernels.nvfp4_matmul import cases, few_tokens, packing, tuning
-from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, product_takes
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
+from qerl_kernels.nvfp4_matmul.route import route
 
 N, K = 512, 640
 SPLIT = few_tokens.Split(8, rows=2, warps=4, cluster=2, depth=1, shrinks=True)
@@ -75,7 +77,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(kernel, "gemm", many)
     monkeypatch.setattr(transposed, "gemm_dx", many_dx)
     monkeypatch.setattr(prologue_kernel, "fused_prologue", shrink)
-    monkeypatch.setattr(entry.dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
     return made
 
 
@@ -98,38 +100,39 @@ def near(got, expected):
 
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16))])
-def test_no_gradient_no_x_a(calls, widths, ranks, beside):
+def test_without_gradients_the_gemm_computes_lora_x(calls, widths, ranks, beside):
     x, weight, loras = draw(5, widths, ranks, beside=beside)
-    assert product_takes(5, weight, loras, x.dtype) == "a"
+    assert route(5, weight, loras, x.dtype).lora_form is LoraForm.A
     y = jax.jit(lambda x: nvfp4_matmul(x, weight, jnp.ones(N), loras))(x)
     assert calls == [("few", 5, "a")]
     near(y, nvfp4_matmul(x, weight, jnp.ones(N), loras, implementation="xla"))
 
 
-def test_where_it_is_given_it_is_taken(calls):
+def test_given_lora_x_is_taken(calls):
     x, weight, loras = draw(8, (512,), (32,))
     t = (x.astype(jnp.float32) @ loras[0].a.astype(jnp.float32)).astype(jnp.bfloat16)
     slots = jnp.pad(2 * t, ((0, 0), (0, 32)))
-    y = nvfp4_matmul(x, weight, None, loras, shrunk=slots)
+    y = nvfp4_matmul(x, weight, None, loras, lora_x=slots)
     assert calls == [("few", 8, "whole")]
-    near(y, nvfp4_matmul(x, weight, None, loras, shrunk=slots, implementation="xla"))
+    near(y, nvfp4_matmul(x, weight, None, loras, lora_x=slots, implementation="xla"))
 
 
 @pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16))])
-def test_parts_are_added_up(calls, monkeypatch, widths, ranks):
-    """In the kernel for few tokens; in the other one for one adapter, before it for several; by XLA; and where `vmap`
-    makes many tokens of few."""
+def test_partials_are_reduced(calls, monkeypatch, widths, ranks):
+    """In the skinny kernel; in the other one for one adapter, before it for several; by XLA; and where `vmap` makes
+    many rows of few."""
     row = tuning.Row("forward", N, K, 8, dataclasses.replace(SPLIT, shrinks=False), 1.0)
     monkeypatch.setattr(tuning, "table", lambda: (row, tuning.Row("forward", N, K, 64, CONFIG, None)))
     x, weight, loras = draw(8, widths, ranks)
-    assert product_takes(8, weight, loras, x.dtype) == "parts"
-    of_tile = "parts" if len(ranks) == 1 else "whole"
-    assert product_takes(9, weight, loras, x.dtype) == product_takes(64, weight, loras, x.dtype) == of_tile
-    assert product_takes(65, weight, loras, x.dtype) == "whole"
+    form = lambda m: route(m, weight, loras, x.dtype).lora_form  # noqa: E731
+    assert form(8) is LoraForm.PARTIALS
+    assert form(9) is form(64) is (LoraForm.PARTIALS if len(ranks) == 1 else LoraForm.WHOLE)
+    assert form(65) is LoraForm.WHOLE
+    of_gemm = "parts" if len(ranks) == 1 else "whole"
     halves = [x[:, part].astype(jnp.float32) @ loras[0].a[part].astype(jnp.float32) for part in np.s_[:200, 200:]]
     parts = jnp.stack(halves)
     expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
-    product = lambda x, parts, **more: nvfp4_matmul(x, weight, None, loras, shrunk=parts, **more)  # noqa: E731
+    product = lambda x, parts, **more: nvfp4_matmul(x, weight, None, loras, lora_x=parts, **more)  # noqa: E731
     near(product(x, parts), expected)
     near(product(x, parts, implementation="xla"), expected)
     near(product(jnp.tile(x, (2, 1)), jnp.tile(parts, (1, 2, 1)))[8:], expected)
@@ -138,18 +141,18 @@ def test_parts_are_added_up(calls, monkeypatch, widths, ranks):
     near(jax.vmap(product)(jnp.stack([-x, x, -x]), jnp.stack([-parts, parts, -parts]))[1], expected)
     near(product(jnp.tile(x, (9, 1)), jnp.tile(parts, (1, 9, 1)))[64:], expected)
     kinds = [call for call in calls if call[1] in (8, 16, 24, 72)]
-    assert {("few", 8, "parts"), ("many", 16, of_tile), ("many", 24, of_tile), ("many", 72, "whole")} == set(kinds)
+    assert {("few", 8, "parts"), ("many", 16, of_gemm), ("many", 24, of_gemm), ("many", 72, "whole")} == set(kinds)
     near(product(x, parts, batch_invariant=True), expected)
     assert calls[-1] == ("many", 8, "whole")
     over_x = jax.vmap(product, in_axes=(0, None))(jnp.stack([x, x]), parts)  # as many as there are parts
     over_parts = jax.vmap(product, in_axes=(None, 0))(x, jnp.stack([parts, parts[::-1]]))
     for several in (*over_x, *over_parts):
         near(several, expected)
-    with pytest.raises(ValueError, match=r"shrunk is float32\[2, 8, \d+\], .* need float32\[2, 8, \d+\]"):
+    with pytest.raises(ValueError, match=r"lora_x is float32\[2, 8, \d+\], .* need float32\[2, 8, \d+\]"):
         product(x, parts[:, :, 8:])
 
 
-def test_gradients_need_x_a(calls):
+def test_gradients_need_lora_x(calls):
     x, weight, loras = draw(4, (512,), (16,), beside=False)
 
     def loss(x, b, implementation):
@@ -162,8 +165,8 @@ def test_gradients_need_x_a(calls):
         near(got, expected)
 
 
-def test_a_batch_of_few_tokens_may_be_many(calls):
-    """`vmap` makes one product of all rows; where that is no kernel for few tokens, `x A` is made for it."""
+def test_a_batch_of_few_rows_may_be_many(calls):
+    """`vmap` makes one GEMM of all rows; where that is not the skinny kernel, `x A` is computed for it."""
     x, weight, loras = draw(8, (256, 256), (32, 8))
     one = lambda x: nvfp4_matmul(x, weight, None, loras)  # noqa: E731
     expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
@@ -173,18 +176,19 @@ def test_a_batch_of_few_tokens_may_be_many(calls):
     assert made[-3:] == [("few", 8, "a"), ("shrink", 24, (32, 8)), ("many", 24, "whole")]
 
 
-def test_who_does_not_shrink(calls):
+def test_which_gemm_computes_lora_x(calls):
     """Too many rows, no adapters, adapters that share a block of 32 features or that do not fit at all, XLA."""
     x, weight, loras = draw(8, (512,), (32,))
-    assert product_takes(8, weight, loras, x.dtype) == "a"
-    assert product_takes(9, weight, loras, x.dtype) == "parts"
-    assert product_takes(9, weight, loras, x.dtype, batch_invariant=True) == "whole"
-    assert product_takes(8, weight, [], x.dtype) == "whole"
-    assert product_takes(8, weight, loras, x.dtype, implementation="xla") == "whole"
-    assert product_takes(8, weight, loras, x.dtype, batch_invariant=True) == "whole"
+    form = lambda m, loras, **more: route(m, weight, loras, x.dtype, **more).lora_form  # noqa: E731
+    assert form(8, loras) is LoraForm.A
+    assert form(9, loras) is LoraForm.PARTIALS
+    assert form(9, loras, batch_invariant=True) is LoraForm.WHOLE
+    assert form(8, []) is LoraForm.NONE
+    assert form(8, loras, implementation="xla") is LoraForm.WHOLE
+    assert form(8, loras, batch_invariant=True) is LoraForm.WHOLE
     for widths, ranks, scale in (((240, 272), (16, 16), 0.5), ((512,), (72,), 0.5), ((512,), (32,), 0.0)):
         x, weight, loras = draw(8, widths, ranks, scale)
-        assert product_takes(8, weight, loras, x.dtype) == "whole"
+        assert route(8, weight, loras, x.dtype).lora_form is LoraForm.WHOLE
         calls.clear()
         near(nvfp4_matmul(x, weight, None, loras), nvfp4_matmul(x, weight, None, loras, implementation="xla"))
         assert calls == [("shrink", 8, ranks)] * (max(ranks) <= 64) + [("few", 8, None)]
@@ -225,7 +229,7 @@ def all_near(got, expected):
 
 @pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16)), ((240, 272), (16, 16))])
 @pytest.mark.parametrize("rows", [1, 8, 64, 127, 128, 129])
-def test_up_to_128_tokens_a_kernel_shrinks(calls, rows, widths, ranks):
+def test_up_to_128_rows_the_prologue_kernel_computes_lora_x(calls, rows, widths, ranks):
     product, arguments = draw_for_gradients(rows, widths, ranks)
     got = value_and_gradients(product, arguments)
     assert [call for call in calls if call[0] == "shrink"] == [("shrink", rows, ranks)] * (rows <= 128)
@@ -242,14 +246,14 @@ def test_up_to_128_tokens_a_kernel_shrinks(calls, rows, widths, ranks):
         ((32,), K, {"implementation": "xla"}),
     ],
 )  # fmt: skip
-def test_what_the_kernel_does_not_take_goes_to_xla(calls, ranks, k, more):
+def test_shapes_that_the_prologue_kernel_refuses_go_to_xla(calls, ranks, k, more):
     product, arguments = draw_for_gradients(8, (512,), ranks, k)
     got = value_and_gradients(product, arguments, **more)
     assert "shrink" not in [call[0] for call in calls]
     all_near(got, value_and_gradients(product, arguments, implementation="xla"))
 
 
-def test_on_a_chip_that_is_too_small_xla_shrinks(calls, monkeypatch):
+def test_on_a_gpu_that_is_too_small_xla_computes_lora_x(calls, monkeypatch):
     product, arguments = draw_for_gradients(8, (512,), (32,))
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=114)])
     value_and_gradients(product, arguments)
@@ -258,7 +262,7 @@ def test_on_a_chip_that_is_too_small_xla_shrinks(calls, monkeypatch):
 
 @pytest.mark.parametrize("batch", [3, 12])
 @pytest.mark.parametrize("how", ["vmap", "jit", "scan", "remat", "inner"])
-def test_transformations_of_a_product_whose_x_a_a_kernel_makes(calls, how, batch):
+def test_transformations_of_a_gemm_whose_lora_x_a_kernel_computes(calls, how, batch):
     """`vmap`, within a gradient or around it, makes one call of the kernel with more rows (36), none where they are too
     many (144)."""
     product, (x, pairs) = draw_for_gradients(12 * batch, (256, 256), (32, 8))
@@ -285,7 +289,7 @@ def test_transformations_of_a_product_whose_x_a_a_kernel_makes(calls, how, batch
         assert rows <= {12, 12 * batch} and (12 * batch in rows) == (batch == 3) and last[1] == 12 * batch
 
 
-def test_a_batch_of_adapters_outside_the_product(calls):
+def test_a_batch_of_adapters_outside_the_gemm(calls):
     """Adapters that the product cannot add itself may have a batch axis: their `x A` is XLA's."""
     product, (x, pairs) = draw_for_gradients(8, (240, 272), (16, 16))
     several = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf, 2 * leaf]), pairs)
@@ -335,3 +339,18 @@ def test_the_gemm_refuses_what_it_would_misread(shape, dtype, adapters):
     lora_b = [jnp.zeros((32, N // max(1, adapters)), jnp.bfloat16)] * adapters
     with pytest.raises(ValueError, match=r"gemm: x A is .* rows, adapters of ranks \[.*GemmConfig"):
         kernel.gemm(x, weight, CONFIG, lora_x=lora_x, lora_b=lora_b)
+
+
+def test_a_route_is_that_of_its_gemm(calls):
+    """The route that the prologue was given goes to the GEMM as it is; that of another GEMM is refused."""
+    x, weight, loras = draw(8, (512,), (32,))
+    chosen = route(8, weight, loras, x.dtype)
+    np.testing.assert_array_equal(
+        nvfp4_matmul(x, weight, None, loras, route=chosen), nvfp4_matmul(x, weight, None, loras)
+    )
+    assert calls == [("few", 8, "a")] * 2
+    for other in (
+        route(7, weight, loras, x.dtype), route(8, weight, [], x.dtype), route(8, weight, loras, x.dtype, True)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="the route is that of"):
+            call(route=other)
