@@ -1,6 +1,6 @@
-"""Times decode attention on the heads of Qwen2.5 and writes tools/results/<device>/attention.json.
+"""Times decode attention with the heads of Qwen2.5 and writes tools/results/<device>/attention.json.
 
-    python tools/bench_attention.py [--cases 7b:8x256+256 ...] [--blocks 1 2 4] [--rivals CASE ...] [--out FILE.json]
+    python tools/bench_attention.py [--cases 7b:8x256+256 ...] [--ctas 1 2 4] [--rivals CASE ...] [--out FILE.json]
 
 A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~][@fp8]: rows that decode together, tokens of a prompt, own tokens of a row,
 rows that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN; caches are bf16, with
@@ -9,7 +9,7 @@ in all, so that the L2 does not help), each with the result of the one before as
 the smallest of five repetitions. `bytes` counts keys and values once, those of a prompt once for its group. Every
 result is checked first, against XLA in fp32.
 
-Implementations: "qerl" (the Mosaic GPU kernel; `blocks` that share a pair, `forced` by --blocks or as it chooses); for
+Implementations: "qerl" (the Mosaic GPU kernel; `ctas` that share a pair, `forced` by --ctas or as it chooses); for
 the cases named by --rivals also "xla" (the reference), and FlashAttention 2 and cuDNN through PyTorch's
 `scaled_dot_product_attention` in a CUDA graph, on one dense cache a row (no prompt is shared, equal lengths only),
 called with `enable_gqa` or with the queries of a head as its sequence (`_folded`); and, where vLLM's package can be
@@ -32,7 +32,6 @@ import numpy as np
 from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.api import decode_attention
-from qerl_kernels.dispatch import SMS
 from record import meta
 
 ROTATE_BYTES = 200e6
@@ -191,14 +190,18 @@ def _graph_microseconds(torch, run) -> float:
 
 
 def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
-    from qerl_kernels.decode_attention import kernel as attention
+    from qerl_kernels.decode_attention import config, kernel
 
     about = parse(case)
     q, sets, needed = arguments(about)
-    kernel = functools.partial(attention.decode_attention, scale=q.shape[-1] ** -0.5)
-    pairs = about["batch"] * cases.MODELS[about["model"]][1]
-    runs = [({"impl": "qerl", "blocks": attention.blocks_for(pairs, SMS), "forced": False}, kernel)]
-    runs += [({"impl": "qerl", "blocks": n, "forced": True}, functools.partial(kernel, blocks=n)) for n in forced]
+    ours = functools.partial(kernel.decode_attention, scale=q.shape[-1] ** -0.5)
+    _, kv_heads, width = cases.MODELS[about["model"]]
+    itemsize = jnp.dtype(about["cache"]).itemsize
+    chosen = config.ctas_for(about["batch"] * kv_heads)
+    runs = [({"impl": "qerl", "ctas": chosen, "forced": False}, ours)]
+    for ctas in forced:
+        how = config.AttentionConfig(ctas, config.stages_for(width, ctas, itemsize))
+        runs.append(({"impl": "qerl", "ctas": ctas, "forced": True}, functools.partial(ours, config=how)))
     if rivals:
         runs.append(({"impl": "xla"}, functools.partial(decode_attention, implementation="xla")))
     for name, call in runs:
@@ -215,7 +218,7 @@ def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--blocks", nargs="*", type=int, default=[], help="also time these numbers of blocks")
+    parser.add_argument("--ctas", nargs="*", type=int, default=[], help="also time these numbers of CTAs")
     parser.add_argument("--rivals", nargs="*", default=[], metavar="CASE", help="also time XLA and PyTorch on these")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/attention.json"))
     parser.add_argument("--commit", help="where there is no git")
@@ -227,14 +230,14 @@ def main() -> None:
         rate = row["bytes"] / row["us"] / 1e6
         name = f"{row['model']}:{row['batch']}x{row['prompt_len']}+{row['own_len']}/{row['group']}"
         name += f" {row['lengths']} {row['cache']}"
-        impl = f"{row['impl']} {row.get('blocks', '')}{'!' if row.get('forced') else ''}"
+        impl = f"{row['impl']} {row.get('ctas', '')}{'!' if row.get('forced') else ''}"
         print(f"{name:44s} {impl:20s} {row['us']:9.2f} us  {rate:5.2f} TB/s "
               f"({rate * 1e12 / COPY_BYTES_PER_S:4.0%} of a copy)", flush=True)  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"meta": about, "rows": rows}, indent=0))
 
     for case in args.cases:
-        measure(case, args.blocks, case in args.rivals, emit)
+        measure(case, args.ctas, case in args.rivals, emit)
 
 
 if __name__ == "__main__":

@@ -178,15 +178,16 @@ def test_within_a_decode_loop(cached):
 
 
 @both_caches
-def test_every_ring_and_every_number_of_blocks_gives_the_same_bits(cached):
+def test_every_configuration_gives_the_same_bits(cached):
     """And a wrong barrier would hang or tear."""
-    from qerl_kernels.decode_attention import kernel
+    from qerl_kernels.decode_attention.config import AttentionConfig
+    from qerl_kernels.decode_attention.kernel import decode_attention as by_kernel
 
     args = inputs(11, 3, 256, 512, 14, 2, 64, jnp.bfloat16, lengths=[0, 1, 64, 65, 130, 200, 256, 300, 400, 511, 512],
                   prompt_lengths=[0, 64, 256], cached=cached)  # fmt: skip
     check(args)
     first = bits(kernel(*args.values()))
-    for blocks in (1, 2, 4):
-        for slots in (1, 2, 3, 7):
-            y = kernel.decode_attention(*args.values(), 64**-0.5, blocks=blocks, slots=slots)
+    for ctas in (1, 2, 4):
+        for stages in (1, 2, 3, 7):
+            y = by_kernel(*args.values(), 64**-0.5, config=AttentionConfig(ctas, stages))
             np.testing.assert_array_equal(bits(y), first)

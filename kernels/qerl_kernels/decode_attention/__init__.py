@@ -1,2 +1,1 @@
-"""Attention of one query token a row over a shared prompt and the row's own cache: entry in `attention`, plain JAX in
-`reference`."""
+"""Split-KV flash decoding: attention of one query token a sequence over a shared prompt cache and its own cache."""

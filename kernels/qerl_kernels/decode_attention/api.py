@@ -1,7 +1,7 @@
-"""`decode_attention`: attention of one new token a row, as the rollout engine calls it.
+"""`decode_attention`: attention of one new token a sequence, over a shared prompt cache and the sequence's own cache.
 
-Axes: B rows, P prompts, S slots of a prompt, T slots of a row's own cache, N query heads, K key/value heads, H head
-dim.
+Axes: B sequences, P prompts, S slots of a prompt's cache, T slots of a sequence's own cache, N query heads,
+K key/value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ def decode_attention(
     implementation: str | None = None,
     batch_invariant: bool = False,
 ) -> Float[Array, "B N H"]:
-    """`softmax(scale · q [prompt_k; k]ᵀ) [prompt_v; v]`: a row attends to its prompt's tokens, then to its own.
+    """`softmax(scale · q [prompt_k; k]ᵀ) [prompt_v; v]`: a sequence attends to its prompt's tokens, then to its own.
+
+    Prefix sharing: the sequences of a group read one cache of their prompt.
 
     Query head n reads key/value head `n // (N / K)`. Scores, softmax and sums are fp32, the result is rounded once to
-    q's dtype. What the caches hold past the lengths does not matter. By the kernel a row's bits depend on that row
-    alone; XLA sums over all S + T slots, in an order that goes with their number and with that of the rows.
+    q's dtype. The content of the caches past the lengths does not matter. By the kernel the bits of a sequence depend
+    on that sequence alone; XLA sums over all S + T slots, in an order that depends on their number and on B.
 
     Args:
-      q: one query a row, rotary already applied; bf16 for the kernel, any float dtype for XLA.
-      prompt_k: keys of the prompts, which the rows of a group share. All four caches are of one dtype: q's, or e4m3
+      q: one query a sequence, rotary already applied; bf16 for the kernel, any float dtype for XLA.
+      prompt_k: keys of the prompts. All four caches are of one dtype: q's, or e4m3
         (float8_e4m3fn), which is read exactly and multiplied in 16 bits; the kernel then takes queries beyond ±65504
         for that. The kernel wants S and T to be multiples of 8.
       prompt_v: values of the prompts.
-      prompt_index: the prompt that each row continues.
+      prompt_index: the prompt that each sequence continues.
       prompt_lengths: tokens of that prompt, at most S; may be 0.
-      k: keys of the rows' own tokens, the current one among them.
-      v: values of the rows' own tokens.
-      lengths: own tokens, at most T; may be 0. A row with neither prompt nor own tokens gets 0.
-      scale: of the scores; None for `H ** -0.5`.
+      k: keys of the sequences' own tokens, the current one among them.
+      v: values of the sequences' own tokens.
+      lengths: own tokens, at most T; may be 0. A sequence without any token gets 0.
+      scale: scale of the scores; None for `H ** -0.5`.
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
-      batch_invariant: XLA, too, takes each row by itself, so that its bits do not depend on how many there are; slower.
+      batch_invariant: XLA, too, computes each sequence by itself, so that its bits do not depend on B; slower.
 
     Raises:
       ValueError: the shapes or dtypes do not belong together, or the implementation asked for cannot run here.
@@ -69,7 +71,7 @@ def decode_attention(
 
 
 def _missing(q: Array, prompt_k: Array, k: Array) -> str | None:
-    """What keeps the kernel from running on these arrays; None where it runs."""
+    """What the kernel needs and these arrays or this GPU lack; None where it runs."""
     missing = dispatch.missing_for_mosaic_gpu(q.dtype)
     if missing:
         return missing

@@ -1,7 +1,7 @@
-"""Plain JAX: what decode attention computes, and the path where no kernel runs.
+"""Plain JAX equivalent of decode attention, and the path where no kernel runs.
 
-Axes: B rows, P prompts, S slots of a prompt, T slots of a row's own cache, N query heads, K key/value heads, G = N / K
-query heads a key/value head, H head dim.
+Axes: B sequences, P prompts, S slots of a prompt's cache, T slots of a sequence's own cache, N query heads, K key/value
+heads, G = N / K query heads a key/value head, H head dim.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decode_attention(
         for keys, _, filled in parts
     ]
     top = jnp.maximum(*(part.max(axis=-1, keepdims=True) for part in scores))
-    top = jnp.where(top == -jnp.inf, 0.0, top)  # an idle row has nothing to attend to: its weights are all 0
+    top = jnp.where(top == -jnp.inf, 0.0, top)  # an idle sequence has nothing to attend to: its weights are all 0
     weights = [jnp.exp(part - top) for part in scores]
     out = sum(
         _einsum("bkgs,bksh->bkgh", part.astype(q.dtype), jnp.where(filled[:, None, :, None], values, 0))

@@ -1,3 +1,1 @@
-"""Rotary embedding of q and k, and the write of k and v into the caches, in one launch: entry point in `rope`, plain
-JAX in `reference`.
-"""
+"""Rotary embedding of one token's q and k, and the write of its k and v into the caches, in one launch."""

@@ -1,6 +1,6 @@
-"""`rope_and_cache`: what lies between the q/k/v product and attention in decode, as the rollout engine calls it.
+"""`rope_and_cache`: the step between the q/k/v projection and attention in decode.
 
-Axes: B rows, N query heads, K key/value heads, M = (N + 2 K) · H, S slots of a cache, H head dim, A = H / 2.
+Axes: B sequences, N query heads, K key/value heads, M = (N + 2 K) · H, S slots of a cache, H head dim, A = H / 2.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ def rope_and_cache(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Rotary embedding of one new token's q and k a row, and its k and v in their slot of the caches.
+    """Rotary embedding of q and k of one new token a sequence, and the write of its k and v into the caches.
 
     `(x_i, x_{i+H/2}) -> (x_i cos_i − x_{i+H/2} sin_i, x_{i+H/2} cos_i + x_i sin_i)` in fp32, and the result rounded
-    once to the dtype of qkv; in a cache of e4m3 once more, where what is larger becomes ±448. The kernel has the bits
+    once to the dtype of qkv; in a cache of e4m3 once more, saturated at ±448. The kernel has the bits
     of XLA on a GPU, which rounds each product and each sum; on a CPU XLA may contract them to multiply-adds. Within a
-    jit the caches are updated in place where nobody reads the old ones later.
+    jit the caches are updated in place where the old ones are not read later.
 
     Args:
       qkv: the token's projections, heads of q first, then of k, then of v; bf16 for the kernel.
-      angles: of the token's position. Their cosines and sines are computed outside the kernel, once for all layers.
-      slots: where the token stands in the caches; outside of 0 ... S − 1: nothing is written.
+      angles: rotary angles of the token's position. Their cosines and sines are computed outside the kernel, once for
+        all layers.
+      slots: slot of the token in the caches; outside of 0 ... S − 1 nothing is written.
       keys: cache of the keys, of qkv's dtype or e4m3.
       values: cache of the values.
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
@@ -52,7 +53,7 @@ def rope_and_cache(
 
 
 def _missing(qkv: Array, keys: Array, values: Array) -> str | None:
-    """What keeps the kernel from running on these arrays; None where it runs."""
+    """What the kernel needs and these arrays or this GPU lack; None where it runs."""
     missing = dispatch.missing_for_mosaic_gpu(qkv.dtype)
     if missing:
         return missing

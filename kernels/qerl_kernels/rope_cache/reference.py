@@ -1,6 +1,6 @@
-"""Plain JAX: what the kernel computes, and the path where it does not run.
+"""Plain JAX equivalent of the kernel, and the path where it does not run.
 
-Axes: B rows, T tokens, N query heads, K key/value heads, S slots of a cache, H head dim, A = H / 2 rotary angles.
+Axes: B sequences, T tokens, N query heads, K key/value heads, S slots of a cache, H head dim, A = H / 2 rotary angles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rope_and_cache(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """As `rope.rope_and_cache`, in any float dtype."""
+    """As `api.rope_and_cache`, in any float dtype."""
     rows, kv_heads, _, width = keys.shape
     heads = qkv.shape[1] // width - 2 * kv_heads
     q, k, v = jnp.split(qkv.reshape(rows, -1, width), (heads, heads + kv_heads), axis=1)
@@ -31,7 +31,7 @@ def rope_and_cache(
 def write_token(
     cache: Float[Array, "B K S H"], slots: Int[Array, " B"], new: Float[Array, "B K H"]
 ) -> Float[Array, "B K S H"]:
-    """Put one token's entry of each row into its slot; slots outside the cache are dropped."""
+    """Puts one token's entry of each sequence into its slot; slots outside the cache are dropped."""
     rows = jnp.arange(cache.shape[0])
     slots = jnp.where(slots < 0, cache.shape[2], slots)  # a negative index would count from the end
     return cache.at[rows, :, slots].set(

@@ -1,0 +1,66 @@
+"""Register layouts of decode attention: how the values of an `mma.m16n8k16` lie in the threads of a warp.
+
+With lane = 4 g + c, a thread holds of C rows g and g + 8, columns 2 c and 2 c + 1; of A the same rows, columns 2 c,
+2 c + 1 and those plus 8; of B column g, rows 2 c, 2 c + 1 and those plus 8. Source: PTX ISA, "Matrix fragments for
+mma.m16n8k16".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from qerl_kernels.ptx.values import F32, I32
+
+# [warps, rows, queries] as the accumulators C lie: each warp has its own.
+ACCUMULATOR = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, 16, 8), (8, 8), (2,))), warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1
+)
+# [queries, head dim] as B lies, the same in all warps.
+B_OPERAND = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 8), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
+)
+B_OPERAND_FP8 = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 16), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
+)
+# [head dim, queries] spread over the threads of the warpgroup, two queries each.
+MERGED = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+PER_QUERY = MERGED.reduce(0)
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def fragmented_array(
+    registers: Sequence[ir.Value], shape: tuple[int, ...], layout: plgpu.Layout
+) -> mgpu.FragmentedArray:
+    """A thread's registers, in the order of the layout, as an array."""
+    layout = layout.to_mgpu()
+    flat = np.empty(len(registers), dtype=object)
+    flat[:] = registers
+    return mgpu.FragmentedArray(_registers=flat.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None)
+
+
+def accumulator(tiles: Sequence[Sequence[F32]], shape: tuple[int, ...]) -> mgpu.FragmentedArray:
+    """Accumulators of 16 rows each, four registers, as an array in `ACCUMULATOR`."""
+    two = ir.VectorType.get((2,), ir.F32Type.get())
+    pairs = [half for a, b, c, d in tiles for half in ([a.value, b.value], [c.value, d.value])]
+    return fragmented_array([vector.from_elements(two, pair) for pair in pairs], shape, ACCUMULATOR)
+
+
+def element(of: ir.Value, i: int) -> ir.Value:
+    """Element i of a vector."""
+    return vector.extract(of, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
+
+def words(registers: Sequence[ir.Value]) -> list[I32]:
+    """Vectors of two or four 16-bit numbers as 32-bit words."""
+    found = []
+    for register in registers:
+        count = ir.VectorType(register.type).shape[0] // 2
+        several = mgpu.utils.bitcast(register, ir.VectorType.get((count,), ir.IntegerType.get_signless(32)))
+        found += [I32(element(several, i)) for i in range(count)]
+    return found
