@@ -1,5 +1,4 @@
-"""Times rotary embedding and cache write of one decoded token, the kernel against XLA, and writes
-tools/results/<device>/rope.json.
+"""Time rotary embedding with the cache write of one decoded token, kernel against XLA, for results/<device>/rope.json.
 
     python tools/bench_rope.py [--models 7b ...] [--batch 8 ...] [--slots 512] [--out FILE.json]
 

@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from matmul_report import COPY_BYTES_PER_S, MATRIX_FLOP_PER_S
 
-ROTATE_BYTES = 512 << 20  # of weights, so that the L2 does not help
+ROTATE_BYTES = 512 << 20  # weights in rotation, so that the L2 does not help
 ROUND_US = 1e3  # because the GPU waits between two graphs, some 9 us between two rounds of our loops on an H200
 TIMED_US = 2e3  # because a burst's length varies by some 10 us
-# Of decode steps: the host takes 2 ms a call there, more or less, and adapters are a tenth of what is timed. With 8e3 a
-# step was 0.03 ms uncertain (tools/results/LOG.md), a quarter of what adapters take at 8 tokens.
+# For decode steps, where the host takes about 2 ms a call and LoRA is a tenth of the time. With 8e3 a step was off
+# by up to 0.03 ms (tools/results/notes/measuring.md), a quarter of the cost of LoRA at M = 8.
 STEP_TIMED_US = 32e3
 WARM, REPEATS, LEAST_REPEATS = 2, 15, 5
-# Where the arrays of a step lie makes 1 or 2 % of it, and adapters are a tenth: steps are timed at so many places.
+# The address of a step's arrays changes its time by 1 or 2 %, and LoRA is a tenth: steps are timed at several places.
 PLACES = 3
 LONG_S = 0.03  # all bursts of a repetition; where they take longer, there are fewer repetitions
 PAUSE, LEAST_PAUSE_S = 3, 5e-3  # before a burst: times its length, but at least
@@ -57,8 +57,7 @@ def burst_of_step(layers: int) -> Burst:
 
 
 def medians(runs: Sequence[Callable[[], float]]) -> list[float]:
-    """Median of what each run returns. A run is one burst and ends when the GPU has nothing left to do; they take
-    turns."""
+    """Median result of each run. A run is one burst and ends when the GPU is idle; runs take turns."""
     lengths = [_timed(run)[1] for _ in range(WARM) for run in runs][-len(runs) :]
     repeats = max(LEAST_REPEATS, int(REPEATS * min(1.0, LONG_S / sum(lengths))))
     found = [[] for _ in runs]

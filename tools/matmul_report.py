@@ -31,7 +31,7 @@ ASKED = (
     ("forward", (4096, 16384), "cublas_bf16", None, 0.93, 0.0),
     ("dx", (4096, 16384), "cublas_bf16", None, 0.88, 0.0),
 )
-ASKED_TB_PER_S = 2.8  # of packed bytes, BYTES_BOUND at FEW tokens
+ASKED_TB_PER_S = 2.8  # packed bytes, BYTES_BOUND at FEW
 ASKED_STEP = (8, 1.7)  # tokens, ms of all projections of 7B with their adapters
 ASKED_ADAPTERS = 0.10  # what adapters may add to the projections of a layer, up to 64 tokens
 
@@ -106,8 +106,8 @@ def means(rows: list[dict], rivals: dict) -> str:
 
 
 def step_cost(rows: list[dict], rivals: dict) -> str:
-    """What the projections of a decode step take over what precedes them without adapters, and what adapters add to
-    that: (with adapters − without) / (without − what precedes without). Also of each place where the arrays lay."""
+    """Time of a decode step's projections without LoRA, prologues subtracted, and the share that LoRA adds to it:
+    (with LoRA − without) / (without − prologues without), also for each place of the arrays."""
     steps = {(row["m"], row["lora_rank"], row["products"]): row for row in rows if "products" in row}
     times = {key: row["us"] for key, row in steps.items()}
     at_places = {key: row.get("us_at_places", []) for key, row in steps.items()}
@@ -115,7 +115,7 @@ def step_cost(rows: list[dict], rivals: dict) -> str:
     lines = []
     for m, rank in sorted({(m, rank) for m, rank, products in times if rank and products}):
         if (m, 0, False) not in times or (m, 0, True) not in times:
-            continue  # of a run that was cut short
+            continue  # rows of an interrupted run
         rest, without, adapted = times[m, 0, False], times[m, 0, True], times[m, rank, True]
         share = cost(rest, without, adapted)
         text = (

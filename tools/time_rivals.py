@@ -63,8 +63,8 @@ def marlin_scales(n: int, k: int, device: str) -> torch.Tensor:
 
 
 def microseconds(calls: list[Callable], turns: int, rounds: int) -> float:
-    """Of all calls, one after the other, timed in `rounds` replays of `turns` times all calls. One replay goes before:
-    the GPU would wait for the launch of the first."""
+    """Time of all calls, one after the other, from `rounds` replays of a graph of `turns` times all calls. One replay
+    goes before, because the GPU would wait for the launch of the first."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def microseconds(calls: list[Callable], turns: int, rounds: int) -> float:
 
 
 def row(case: str, m: int, impl: str, us: float) -> dict:
-    """Of the result."""
+    """A row of the result file."""
     n, k = SHAPES.get(case, (0, 0))
     return {"case": case, "m": m, "n": n, "k": k, "direction": "forward", "lora_rank": 0, "impl": impl,
             "us": round(us, 2)}  # fmt: skip

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases, config
 from record import kernel_medians, meta
 
-CALLS, SKIPPED = 24, 4  # of a configuration; the first ones are not counted
+CALLS, SKIPPED = 24, 4  # calls of a configuration; the first ones are not counted
 FIELDS = ("token_tiles", "column_splits", "k_splits", "warps", "prefetch")
 SETS = 4  # sets of arguments, in turn
 FLUSH_FLOATS = 40_000_000

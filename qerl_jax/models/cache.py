@@ -61,7 +61,7 @@ def write_prompts(
     """The cache with the keys and values of packed prompts (`Qwen2.prefill`) written to their places.
 
     Args:
-      cache: of the prompts.
+      cache: cache of the prompts.
       rows: row of each token; tokens whose row or slot is out of range are dropped.
       slots: slot of each token; no two tokens may share a row and a slot.
       entries: (keys, values) of the tokens, for every layer.

@@ -22,8 +22,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale", "offset", "column"])
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """One LoRA adapter: adds `scale · (x A) B` to the output features `offset : offset + N` of a (possibly fused)
-    projection.
+    """One LoRA adapter: adds `scale · (x A) B` to output features `offset : offset + N` of a projection.
 
     Attributes:
       a: LoRA A, fp32 master or its copy in the compute dtype; C = R columns, or those of all adapters of the projection

@@ -43,8 +43,9 @@ class PrefillBatch:
 
 
 def prefill_shapes(prompts: int, prompt_length: int, separate: bool = False) -> tuple[PrefillShape, ...]:
-    """All shapes that the prefills of a rollout may have, smallest first: at most three for prompts of up to 256 tokens,
-    five for up to 1024, nine for up to 8192.
+    """All shapes that the prefills of a rollout may have, smallest first.
+
+    There are at most three for prompts of up to 256 tokens, five for up to 1024 and nine for up to 8192.
 
     Args:
       prompts: prompts of the rollout, P.

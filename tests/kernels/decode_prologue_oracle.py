@@ -41,7 +41,7 @@ def check(kind, inputs, a, ranks, got):
         rows = wide(inputs[0])
     else:
         rows = wide(y)
-        # bf16's rounding, and what precedes it in fp32 (exp of 80 has 80 · 2^-24)
+        # bf16's rounding, and the fp32 error before it (exp of 80 has 80 · 2^-24)
         assert np.all(np.abs(rows - expected) <= (U + 2.0**-16) * np.abs(expected) + 2e-36)
     if t is None:
         return

@@ -81,7 +81,7 @@ def test_a_run_goes_on_where_it_was_cut_short(bench, monkeypatch, tmp_path, caps
     said, stored = capsys.readouterr().out, json.loads(out.read_text())
     assert stored["rows"][:6] == first[:6] and len(stored["rows"]) == 6 + 3 + 1  # dx, and two that are batch invariant
     assert "dx" in said and said.count("us  ") == 3 and stored["meta"]["command"].count("bench_matmul.py") == 2
-    assert "batch invariant m 8: 1.00 times" in said  # of all rows, also those measured before
+    assert "batch invariant m 8: 1.00 times" in said  # from all rows, also those measured before
     assert "step m   8: projections" in said
 
     run(bench, monkeypatch, *common, "--commit", "another", "--tokens", "8", "--rank", "0", "--layers", "0")

@@ -17,8 +17,7 @@ def tuner(tool):
 
 
 def test_decode_takes_configurations_that_were_measured_to_be_good(tuner):
-    """All that decode takes for 7B at these numbers of tokens was timed, and is within 3 % of the best of its
-    configurations."""
+    """Every configuration that decode takes for 7B was timed and is within 3 % of the best."""
     found = tuner.regrets(json.loads(STORED.read_text())["rows"])
     assert len(found) == 54
     for key, (best, taken) in found.items():

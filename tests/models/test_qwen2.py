@@ -1,6 +1,4 @@
-"""The model against transformers, run live and as recorded goldens, and against itself under padding, batching and
-caching.
-"""
+"""The model against transformers, live and as recorded goldens, and against itself padded, batched and cached."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def rounding_logits(dtypes):
-    """Logits of a forward pass in which completion tokens attend to rounded keys and values, prompt tokens to exact
-    ones.
-    """
+    """Logits with rounded keys and values for completion tokens and exact ones for prompt tokens."""
 
     def logits(policy: Policy, tokens: jax.Array, prompt: int) -> jax.Array:
         order = jnp.arange(tokens.shape[1])
