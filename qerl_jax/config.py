@@ -76,6 +76,9 @@ class Config:
     watchdog_seconds: float | None = 1800.0
     """Time limit of a phase (rollout, grading, update, checkpoint, evaluation), in seconds; beyond it all stack traces
     are written to stacks.txt, and the run continues. None: no limit."""
+    compilation_cache_dir: str | None = None
+    """Directory of compiled programs, which later runs load. None: JAX_COMPILATION_CACHE_DIR, or else a directory in
+    the user's cache folder; "none": compile in every run."""
     seed: int = 0
     """Random seed: adapter initialization, data order, noise, sampling."""
 

@@ -46,7 +46,7 @@ SMALL = {
     "save_steps": 1,
     "save_total_limit": 2,
 }
-TIMES = ("time/", "step_time", "tokens_per_second")
+TIMES = ("time/", "step_time", "tokens_per_second", "compilations")  # metrics of the machine, not of the algorithm
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import argparse
 import collections
 import itertools
 import json
+import os
 import re
 import time
 import unittest.mock
@@ -28,9 +29,9 @@ from random_policy import random_policy
 from record import peak_bytes, profiled, shell, timed_warm, write_rows
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
+from qerl_jax.compilation import CACHE_OFF, use_compilation_cache
 from qerl_jax.rollout import engine
 from qerl_jax.rollout.schedule import Schedule
-from qerl_jax.run.devices import keep_all_compiled
 
 SHORT = 32
 KINDS = (  # the first pattern that a kernel's name matches
@@ -137,7 +138,7 @@ def main() -> None:
         parser.error("--batch and --new-tokens must rise: peak memory is that of the process so far")
     if args.profile and args.new_tokens[0] < 2 * SHORT:
         parser.error(f"--profile needs at least {2 * SHORT} --new-tokens")
-    keep_all_compiled()
+    use_compilation_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE_OFF))  # a first call is measured cold
     kernel = "xla" if args.format == "bf16" else args.matmul_kernel
     policy = random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), kernel)
     jax.block_until_ready(policy.frozen)

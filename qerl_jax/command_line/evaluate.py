@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import jax.numpy as jnp
 
+from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError, descriptions
 from qerl_jax.data.prompts import load_encoded
 from qerl_jax.evaluation import Evaluation, evaluate
@@ -20,7 +21,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.shapes import cache_note
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import keep_all_compiled, missing_kernels_note
+from qerl_jax.run.devices import missing_kernels_note
 
 # Fields of Config that are flags here under the same name, and those under another name.
 _SAME = (
@@ -37,6 +38,7 @@ _SAME = (
     "weight_format",
     "dtype",
     "matmul_kernel",
+    "compilation_cache_dir",
     "reward_workers",
     "reward_timeout",
     "seed",
@@ -130,7 +132,7 @@ def _run(arguments: Any) -> Evaluation:
         if Path(arguments.output).is_dir():
             raise ValueError(f"output {arguments.output} is a directory: name a file")
         check_writable(Path(arguments.output).parent, "the directory of output")
-    keep_all_compiled()
+    print(use_compilation_cache(config.compilation_cache_dir), flush=True)
     if note := missing_kernels_note(config.matmul_kernel):
         print(note, flush=True)
     policy = load_policy(

@@ -69,7 +69,8 @@ def replace_equal_groups(old: Experience, fresh: Experience, num_generations: in
         into[to] = values[of]
         return into
 
-    rollout = jax.tree.map(lambda a, b: a.at[to].set(b[of]), old.rollout, fresh.rollout)
+    # On the host: on the device each number of groups would be a program of its own.
+    rollout = jax.tree.map(lambda a, b: jax.device_put(put(np.asarray(a), np.asarray(b))), old.rollout, fresh.rollout)
     return Experience(
         problems=problems,
         rollout=rollout.replace(prompt_index=old.rollout.prompt_index),

@@ -53,12 +53,3 @@ def make_deterministic() -> None:
             f"XLA_FLAGS={' '.join(missing)!r} into the environment"
         )
     os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
-
-
-def keep_all_compiled() -> None:
-    """Keep every program in the compilation cache if there is one (`JAX_COMPILATION_CACHE_DIR`). By default JAX drops
-    those that compile in less than a second, of which a rollout has several.
-    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment overrides this.
-    """
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from rich.console import Console
 
+from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
@@ -21,7 +22,7 @@ from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import keep_all_compiled, make_deterministic, missing_kernels_note
+from qerl_jax.run.devices import make_deterministic, missing_kernels_note
 from qerl_jax.types import Policy
 
 
@@ -54,7 +55,7 @@ def prepare(config: Config, console: Console) -> Run:
     check(config)
     if config.deterministic:
         make_deterministic()
-    keep_all_compiled()
+    console.print(use_compilation_cache(config.compilation_cache_dir), soft_wrap=True, markup=False)
     if note := missing_kernels_note(config.matmul_kernel):
         console.print(note, soft_wrap=True, markup=False)
     rewards = load_rewards(

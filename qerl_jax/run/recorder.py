@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from jaxtyping import Array
 
+from qerl_jax.compilation import CompilationCounter
 from qerl_jax.io.checkpoint import Checkpointer
 from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
 from qerl_jax.reporting.phases import Phases
@@ -52,6 +53,7 @@ class Recorder:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as contexts:
             self._signals = contexts.enter_context(StopSignals())
+            self._compilations = contexts.enter_context(CompilationCounter())
             progress = TrainingProgress(self._first, self._run.config.max_steps, self._run.console)
             self._progress = contexts.enter_context(progress)
             self._contexts = contexts.pop_all()
@@ -80,13 +82,16 @@ class Recorder:
         sigma: float,
         noisy_norms: Any,
     ) -> None:
-        """Write metrics and completions of the step that ended in `state`, and the batch of a non-finite update."""
+        """Write metrics and completions of the step that ended in `state`, and the batch of a non-finite update. The
+        metric `compilations` is the number of programs compiled or loaded since the step before.
+        """
         run, step = self._run, int(state.step)
         if update_metrics["skipped"] > 0:
             run_directory.dump_batch(run.directory, step, batch)
         timing = self.phases.take("rollout", "grading", "update")
         metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
         metrics |= run_metrics(experience, state, sigma, noisy_norms, self._tokens, len(run.stream))
+        metrics["compilations"] = len(self._compilations.take())
         append_metrics(run.directory, step, metrics)
         self.curves.log(step, metrics)
         write_completions(run.directory, step, completion_columns(experience, batch.advantages))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import subprocess
 import sys
@@ -80,26 +79,3 @@ def test_too_late_is_an_error(monkeypatch):
         make_deterministic()
     monkeypatch.setenv("XLA_FLAGS", " ".join(DETERMINISTIC_FLAGS))
     make_deterministic()
-
-
-@pytest.mark.parametrize(("asked", "kept"), [(None, True), ("60", False)])
-def test_a_compilation_cache_keeps_what_compiles_fast(tmp_path, asked, kept):
-    """A program of a few milliseconds is a file afterwards; without the call JAX drops it, and with a threshold in the
-    environment it stays dropped.
-    """
-    script = """
-import os, sys, jax
-from qerl_jax.run.devices import keep_all_compiled
-jax.jit(lambda x: x + 1)(1)
-before = os.listdir(sys.argv[1])
-keep_all_compiled()
-jax.jit(lambda x: x + 2)(1)
-print(len(before), len(os.listdir(sys.argv[1])))
-"""
-    names = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-    wanted = dict(zip(names, (str(tmp_path), asked), strict=True))
-    environment = {name: value for name, value in (os.environ | wanted).items() if value is not None}
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    before, after = map(int, ran.stdout.split())
-    assert before == 0 and (after > 0) == kept
