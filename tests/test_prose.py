@@ -32,7 +32,17 @@ PATTERNS = (
 )
 
 # Folders and files whose owners have not rewritten them yet; the list only shrinks.
-NOT_YET = ("kernels/", "qerl_jax/", "tests/", "tools/b", "tools/matmul_report.py", "tools/t")
+NOT_YET = (
+    "kernels/qerl_kernels/decode_prologue/kernel.py",
+    "kernels/qerl_kernels/lanes.py",
+    "kernels/qerl_kernels/launch.py",
+    "kernels/qerl_kernels/nvfp4_matmul/",
+    "qerl_jax/models/qwen2.py",
+    "qerl_jax/rl/",
+    "tests/",
+    "tools/bench_step.py",
+    "tools/matmul_model.py",
+)
 
 # A word of this project's own, and the field's word for it.
 PRIVATE_WORDS = {
@@ -114,7 +124,7 @@ def fragments(kind: str, lines: list[str]) -> Iterator[tuple[int, str]]:
         yield 0, "genitive fragment: begin with the noun"
     if kind == "docstring":
         for index, line in enumerate(lines):
-            entry = re.match(r"\s+[\w, *]+: (.*)", line)
+            entry = re.match(r"\s+\*{0,2}\w+(?:, \*{0,2}\w+)*: (.*)", line)
             if entry and FRAGMENT.match(entry[1]):
                 yield index, "genitive fragment: begin with the noun"
 

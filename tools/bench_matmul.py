@@ -75,8 +75,8 @@ def looped(call, rounds: int):
 
 
 def microseconds(programs: list[tuple]) -> list[float]:
-    """Of each (short, long, args, count) the time of one of the `count` products that `long(*args)` has more of than
-    `short(*args)`. All programs take turns."""
+    """Time of a single GEMM for each (short, long, args, count): the difference of `long(*args)` and `short(*args)`,
+    divided by the `count` GEMMs that the long program has more. All programs take turns."""
 
     def seconds(compiled, args) -> float:
         start = time.perf_counter()
@@ -191,7 +191,7 @@ class Product:
     batch_invariant: bool = False
 
     def row(self) -> dict:
-        """Of the result, without its time."""
+        """The row of the result file, without its time."""
         n, k = cases.SHAPES[self.case]
         row = {"case": self.case, "m": self.m, "n": n, "k": k, "direction": self.direction, "impl": "qerl"}
         more = {"batch_invariant": True} if self.batch_invariant else {}
@@ -238,7 +238,7 @@ class Step:
     products: bool
 
     def row(self) -> dict:
-        """Of the result, without its time."""
+        """The row of the result file, without its time."""
         row = {"case": "layers_7b", "m": self.m, "n": 0, "k": 0, "direction": "forward", "impl": "qerl"}
         return {**row, "lora_rank": self.lora_rank, "layers": self.layers, "products": self.products}
 
@@ -255,7 +255,7 @@ class Step:
         return cases.SHAPES["down_7b"][0]
 
     def weights(self) -> list[list[PackedNvfp4 | None]]:
-        """Of each layer's projections; None without products."""
+        """Weights of each layer's projections; None without GEMMs."""
         if not self.products:
             return [[None] * len(cases.LAYER_7B)] * self.layers
         keys = [jax.random.split(jax.random.key(i), len(cases.LAYER_7B)) for i in range(self.layers)]
@@ -283,7 +283,7 @@ def _first(xs: list):
 
 
 def rounds_of(what: Product | Step) -> tuple[int, int]:
-    """Of the shorter loop and of the longer."""
+    """Rounds of the shorter and of the longer loop."""
     return SHORT, SHORT + what.burst().rounds
 
 

@@ -9,8 +9,8 @@ import jax
 
 log = logging.getLogger("qerl_kernels")
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-SMS = 132  # of an H100 or H200 (SXM), for which the kernels are tuned
-SMEM_BYTES = 227 * 1024  # shared memory that a block may have there
+SMS = 132  # H100 and H200 (SXM), for which the kernels are tuned
+SMEM_BYTES = 227 * 1024  # shared memory that a CTA may have there
 
 
 @functools.cache

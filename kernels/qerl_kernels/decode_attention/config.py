@@ -6,11 +6,11 @@ import dataclasses
 
 from qerl_kernels.dispatch import SMS
 
-QUERIES = 8  # of an `mma`: at most so many query heads read the same keys
+QUERIES = 8  # n of an `mma`: at most so many query heads share a key head
 WARP_TOKENS = 16  # tokens of a KV tile that a warp takes
 KV_TILE = 4 * WARP_TOKENS  # tokens of a KV tile
-SPLITS = 4  # of the KV tiles of a pair
-SMEM_BYTES = 113 * 1024  # of a CTA: two fit an SM
+SPLITS = 4  # ways that the KV tiles of a pair are split
+SMEM_BYTES = 113 * 1024  # limit of a CTA: two fit an SM
 
 
 @dataclasses.dataclass(frozen=True)

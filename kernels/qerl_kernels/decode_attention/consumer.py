@@ -21,7 +21,7 @@ from qerl_kernels.decode_attention.work import Shared, Work
 from qerl_kernels.ptx.instructions import PtxMachine
 
 LOG2_E = 1.4426950408889634
-M_INIT = -1e30  # of the running maximum: finite, so that m − m is 0 where there is no token
+M_INIT = -1e30  # running maximum at first: finite, so that m − m is 0 where there is no token
 SHAPE = (4, WARP_TOKENS, QUERIES)
 
 

@@ -17,8 +17,8 @@ TOKEN_TILE = 8  # tokens of one `mma.m16n8k16`
 CLUSTER = 16
 CLUSTERS_AT_ONCE = 7  # clusters of that size that are resident on an H200 at one time, by its driver
 MAX_TOKEN_TILES = 4
-MIN_K_TILES = 4  # of a CTA where clusters share out the features: fewer gain nothing, one warp takes one k-tile
-MIN_COLUMNS = 16  # of a cluster: its part of a row of A is a whole 32-byte sector
+MIN_K_TILES = 4  # a CTA under split-K: fewer gain nothing, one warp takes one k-tile
+MIN_COLUMNS = 16  # columns of A a cluster: its part of a row is a whole 32-byte sector
 # Terms of `predicted_us` in microseconds, fitted to 316 configurations on an H200
 # (tools/results/notes/decode-prologue.md): launch; a wave of clusters whose CTAs have more than 8 warps, of which an SM
 # holds one; the reduction of `x A` for 8 tokens, 32 columns and 8 warps; 8 tokens of one more cluster that computes the

@@ -1,1 +1,1 @@
-"""Matrix product with a 4-bit floating point weight: types in `api`, plain JAX in `reference`."""
+"""GEMM with a 4-bit floating point weight: entry in `api`, plain JAX in `reference`."""

@@ -1,5 +1,4 @@
-"""The packed form of a 4-bit weight: `pack`, its exact inverse `unpack`, and the arithmetic of the kernels in plain
-JAX.
+"""The packed form of a 4-bit weight: `pack`, its exact inverse `unpack`, and the kernels' arithmetic in plain JAX.
 
 Hopper's `wgmma` multiplies a 64 × 16 matrix A, which may lie in registers, with a matrix B in shared memory. The
 weight is A: a tile of 64 output features (rows) times four steps of 16 input features (columns). PTX fixes which eight
@@ -18,8 +17,8 @@ holds, from bit 15 down:
     code  S0 S2 S3 S1 E3 E3 M3 E0 E0 M0 E1 E1 M1 E2 E2 M2
 
 Registers 0 and 1 cost a shift by 0 or 3 and an AND; for 2 and 3 the sign is fetched apart. Left shifts and
-multiplications run beside the logic operations, of which a word takes seven: the logic unit is what bounds a product
-of few tokens.
+multiplications issue beside logic operations. A word takes seven of these: the ALU pipe bounds the dequantization of a
+skinny GEMM.
 
 **Scales.** E4M3 with its subnormals becomes E5M3 with an exponent bias of 16 (no subnormals in range, so no branch).
 Placed at bits 4-11 of a half and OR-ed with 0x7000 the byte is the bf16 scale × 2^113. One word holds the scales of
@@ -78,8 +77,7 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
 
     Raises:
       ValueError: k is not a multiple of 16 (32 for MXFP4), or, outside `jit`, the exponents of a row of an MXFP4
-      weight span more than 30
-        binades (use the XLA path for such a weight).
+        weight span more than 30 binades (use the XLA path for such a weight).
     """
     n, k = weight.shape
     block = MXFP4_BLOCK if isinstance(weight, Mxfp4) else NVFP4_BLOCK
@@ -200,8 +198,7 @@ def registers(words: UInt32[Array, "n/64 k/64 4 128"]) -> tuple[Array, Array, Ar
 
 
 def scale_pairs(scales: UInt32[Array, "n/64 k/64 64"]) -> tuple[Array, Array]:
-    """For the first and the second step of each word: the bf16 scales × 2^113 of rows g (low half) and g + 8 (high
-    half)."""
+    """The bf16 scales × 2^113 of rows g (low half) and g + 8 (high) for the two steps of each word."""
     rotated = (scales >> 8) | (scales << 24)
     return tuple((word & jnp.uint32(SCALE_MASK)) | jnp.uint32(SCALE_BIAS) for word in (scales, rotated))
 
@@ -231,8 +228,7 @@ def _scale_halves(packed: PackedNvfp4) -> UInt32[Array, "n k/16"]:
 
 @jax.jit
 def unpack(packed: PackedNvfp4) -> Nvfp4 | Mxfp4:
-    """The canonical form, byte for byte; blocks worth zero come back with zero codes (NVFP4) or a zero exponent
-    (MXFP4)."""
+    """The canonical form, byte for byte; zero blocks return zero codes (NVFP4) or a zero exponent (MXFP4)."""
     codes = _codes(packed)
     codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     byte = ((_scale_halves(packed) >> 4) & 0xFF).astype(jnp.uint8)

@@ -1,4 +1,4 @@
-"""Plain JAX: what a 4-bit weight is worth, and the matrix product with it.
+"""Plain JAX: the values of a 4-bit weight, and the matmul with it.
 
 Sources: OCP Microscaling Formats 1.0 (E2M1, E8M0); the NVFP4 layout of compressed-tensors and ModelOpt.
 """
@@ -52,9 +52,7 @@ def no_gradient(leaf: Array) -> np.ndarray | Array:
 
 
 def multiplier(weight: Nvfp4) -> Float32[Array, " n"]:
-    """The factor of each output row by which `code × scale` must be multiplied (one fp32 rounding where the file
-    divides).
-    """
+    """The fp32 factor of `code × scale` for each output row; one rounding where the file divides."""
     return 1.0 / weight.global_scale if weight.divides else weight.global_scale
 
 
@@ -62,8 +60,8 @@ def bf16_parts(weight: Nvfp4 | Mxfp4) -> tuple[BFloat16[Array, "n k"], Float32[A
     """The weight as an exact bf16 matrix and an fp32 factor for each row.
 
     E2M1 × E4M3 has at most six significant bits and MXFP4's scale is a power of two, so neither product rounds in
-    bf16; only the global scale needs fp32, and that leaves the sum over k. Hence a bf16 matrix product that never
-    rounds a weight.
+    bf16; only the global scale needs fp32, and that leaves the sum over k. Hence a bf16 matmul that never rounds
+    a weight.
     """
     values = unpack_codes(weight.codes)
     if isinstance(weight, Mxfp4):

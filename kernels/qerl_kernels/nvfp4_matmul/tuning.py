@@ -107,8 +107,7 @@ def config_for(
 
 
 def fit_lora(config: GemmConfig, n: int, adapters: Sequence[tuple[int, int]]) -> GemmConfig | None:
-    """`config`, or one with fewer stages or features that has room for adapters with B of these shapes; None where none
-    has."""
+    """`config`, or one with fewer stages or features that has room for these adapters; None where none has."""
     for warpgroups_n, stages in itertools.product((config.warpgroups_n, 4, 2, 1), (config.stages, config.stages - 1)):
         smaller = dataclasses.replace(config, warpgroups_n=warpgroups_n, stages=stages)
         can_fuse = smaller.fits(has_lora=True) and smaller.can_fuse_lora(n, adapters)

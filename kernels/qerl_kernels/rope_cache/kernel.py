@@ -23,8 +23,8 @@ from qerl_kernels.ptx import arithmetic
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.values import I32, Ptr
 
-THREADS = 128  # of a CTA: a warpgroup, Mosaic's smallest
-PAIRS = 4  # of a thread
+THREADS = 128  # threads of a CTA: a warpgroup, Mosaic's smallest
+PAIRS = 4  # rotated pairs of a thread
 
 
 class Pointers(NamedTuple):

@@ -80,8 +80,7 @@ class GemmConfig:
         return self.stages * stage + scales + sums + lora + 512
 
     def fits(self, has_lora: bool = False) -> bool:
-        """Whether an SM can hold `ctas_per_sm` CTAs: shared memory, threads, and roughly the registers of a
-        consumer."""
+        """Whether an SM can hold `ctas_per_sm` CTAs by shared memory, threads, and roughly a consumer's registers."""
         threads = (self.consumers + 1) * 128
         split = self.register_split()
         at_launch = 65536 // (threads * self.ctas_per_sm) // 8 * 8
@@ -103,8 +102,7 @@ class GemmConfig:
         )
 
     def can_fuse_lora(self, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
-        """Whether the epilogue can add adapters with B of these shapes: `lora_input.can_fuse`, and none begins within a
-        tile."""
+        """Whether the epilogue can add adapters with B of these shapes: fusible, and none begins within a tile."""
         return n % TILE == 0 and lora_input.can_fuse(n, shapes, self.tile_n)
 
     def takes_partials(self, m: int, shapes: Sequence[tuple[int, int]]) -> bool:

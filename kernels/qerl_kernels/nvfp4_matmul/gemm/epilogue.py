@@ -18,8 +18,7 @@ from qerl_kernels.nvfp4_matmul.packing import TILE
 
 
 def load_row_terms(consumer: Consumer, s: jax.Array) -> list[jax.Array]:
-    """Multiplier, and bias if any, of this consumer's 64 features; called before the mainloop, which hides the
-    latency."""
+    """Multiplier and optional bias of this consumer's 64 features; called before the mainloop to hide the latency."""
     cta = consumer.cta
     i, _, _ = cta.segments.span(s)
     _, n_tile = cta.grid.origin(cta.cluster, i)

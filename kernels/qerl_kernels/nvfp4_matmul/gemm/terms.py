@@ -10,7 +10,7 @@ class Terms:
     """`y = multiplier · acc (+ bias) (+ scale · (x A) B)`.
 
     Attributes:
-      has_bias: whether there is a bias.
+      has_bias: True if the epilogue adds a bias.
       lora_widths: output features of each adapter; empty without LoRA.
       scale: LoRA scale alpha / R.
       has_partials: whether `x A` comes as split-K partials.
