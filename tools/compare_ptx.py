@@ -6,9 +6,9 @@
 
 `record` compiles all configs of the tuning table and the other kernels' cases to PTX and writes a folder: digests.json,
 {case: {"ptx": digest, "launch": grid, cluster and block dimensions and shared memory}}, and each PTX by its digest.
-The PTX is normalized: symbol and file names, line numbers, comments and white space are removed. A case is named by
-shapes and by the values of its config in their order, so that names survive a change of layout; "The kernels of a
-checkout" below is all that knows the layout. No ptxas runs: a stub takes its place.
+The PTX is normalized: symbol and file names, line numbers, comments, scopes and white space are removed. A case is
+named by shapes and by the values of its config in their order, so that names survive a change of layout; "The kernels
+of a checkout" below is all that knows the layout. No ptxas runs: a stub takes its place.
 """
 
 from __future__ import annotations
@@ -83,21 +83,22 @@ def gemm_config(*values: Any) -> Any:
 
 
 def skinny_config(*values: Any) -> Any:
-    from qerl_kernels.nvfp4_matmul.split import Split
+    from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
-    return Split(*values)
+    return SkinnyConfig(*values)
 
 
 def takes_adapters(kernel: str, m: int, n: int, k: int, config: tuple, lora: tuple) -> bool:
     """Whether a kernel can take this LoRA input within itself."""
     from qerl_kernels.dispatch import SMEM_BYTES
-    from qerl_kernels.nvfp4_matmul import split
+    from qerl_kernels.nvfp4_matmul.lora_input import can_fuse
 
     form, rank, widths, _ = lora
     shapes = [(rank, width) for width in widths]
     if kernel == "skinny":
-        how = dataclasses.replace(skinny_config(*config), shrinks=form == "own")
-        return split.fits(how, n, k, rank) and split.can_fuse(n, shapes, how.features if form == "own" else 16)
+        is_own = form == "own"
+        how = dataclasses.replace(skinny_config(*config), computes_lora_x=is_own)
+        return how.fits(n, k, rank) and can_fuse(n, shapes, how.tile_n if is_own else 16)
     how = gemm_config(*config)
     partials = form == "partials"
     if partials and (len(widths) > 1 or m > min(how.tile_m, 64) or how.smem_bytes(True, True) > SMEM_BYTES):
@@ -106,9 +107,9 @@ def takes_adapters(kernel: str, m: int, n: int, k: int, config: tuple, lora: tup
 
 
 def matmul_program(case: Case) -> Program:
-    from qerl_kernels.nvfp4_matmul import few_tokens
     from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
     from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
+    from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
 
     direction, m, n, k = case.shape
     form, rank, widths, partials = case.lora or ("none", 0, (), 0)
@@ -127,15 +128,15 @@ def matmul_program(case: Case) -> Program:
         }[form]
         args += [array(*shape, dtype="float32" if form == "partials" else "bfloat16")]
         args += [array(rank, width) for width in widths]
-        terms += ["a" if form == "own" else "shrunk"]
+        terms += ["lora_a" if form == "own" else "lora_x"]
 
     def call(x, weight, *rest):
         given, b = dict(zip(terms, rest, strict=False)), rest[len(terms) :]
         if case.kernel == "skinny":
-            return few_tokens.matmul(x, weight, config, expand=b, scale=2.0, **given)
+            return skinny_matmul(x, weight, config, lora_b=b, scale=2.0, **given)
         if direction == "dx":
             return gemm_dx(x, weight, config)
-        return gemm(x, weight, config, bias=given.get("bias"), lora_x=given.get("shrunk"), lora_b=b, scale=2.0)
+        return gemm(x, weight, config, bias=given.get("bias"), lora_x=given.get("lora_x"), lora_b=b, scale=2.0)
 
     return call, args
 
@@ -343,7 +344,8 @@ def dumped(case: Case) -> str:
 
 
 def normalized(printed: str) -> str:
-    """One kernel's PTX, a statement a line, without names, lines of source, comments and debug sections."""
+    """One kernel's PTX, a statement a line, without names, source lines, comments, debug sections and the braces of
+    scopes."""
     [start] = [found.start() for found in re.finditer(r"^\.version ", printed, flags=re.M)]
     ptx = printed[start:]
     name = re.search(r"\.entry (\w+)", ptx)[1]
@@ -351,7 +353,8 @@ def normalized(printed: str) -> str:
     ptx = re.sub(r"//[^\n]*", "", ptx.replace(name, "kernel"))
     ptx = re.sub(r"^\s*\.(loc|file)\s[^\n]*", "", ptx, flags=re.M)
     ptx = re.sub(r"^\$L__(tmp|func_begin)\d+:", "", ptx, flags=re.M)
-    return re.sub(r"; ?", ";\n", " ".join(ptx.split()))
+    statements = re.sub(r"; ?", ";\n", " ".join(ptx.split()))
+    return re.sub(r"^(?:[{}] ?)+", "", statements, flags=re.M)
 
 
 def record_case(case: Case) -> tuple[str, list[int]]:

@@ -9,19 +9,18 @@ import math
 from collections.abc import Sequence
 
 from matmul_report import COPY_BYTES_PER_S
-from qerl_kernels.dispatch import SMS
-from qerl_kernels.nvfp4_matmul import split as cut
+from qerl_kernels.dispatch import SMEM_BYTES, SMS
 from qerl_kernels.nvfp4_matmul.gemm.config import RESIDENT_CLUSTERS, GemmConfig
-from qerl_kernels.nvfp4_matmul.split import Split
+from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SharedLayout, SkinnyConfig
 
 CLOCK_HZ = 1.98e9
 RANK = 32  # of the adapters
 MAX_PROLOGUE_US = 4.0  # microseconds that a prologue's `x A` may cost: more is not gained by computing it in the GEMM
 
 
-def model(config: GemmConfig | Split, m: int, n: int, k: int) -> float:
+def model(config: GemmConfig | SkinnyConfig, m: int, n: int, k: int) -> float:
     """Microseconds that the model of its kernel expects."""
-    return estimate_skinny(config, n, k) if isinstance(config, Split) else estimate_gemm(config, m, n, k)
+    return estimate_skinny(config, n, k) if isinstance(config, SkinnyConfig) else estimate_gemm(config, m, n, k)
 
 
 def estimate_gemm(config: GemmConfig, m: int, n: int, k: int) -> float:
@@ -60,7 +59,7 @@ def estimate_gemm(config: GemmConfig, m: int, n: int, k: int) -> float:
     return (work + ends) / CLOCK_HZ * 1e6 + 2.0 + 1.2 * (config.cluster > 1)
 
 
-def estimate_skinny(split: Split, n: int, k: int) -> float:
+def estimate_skinny(config: SkinnyConfig, n: int, k: int) -> float:
     """Microseconds of the skinny kernel, by a model like `estimate_gemm`: the issue slots of the busiest SM, the path
     from the L2, one warp's chain of work, the memory's latency for the k-tiles that a warp has under way, the DRAM's
     time; the largest; then the sums over warps and CTAs, and the fixed cost of a kernel and of each wave of CTAs.
@@ -70,27 +69,36 @@ def estimate_skinny(split: Split, n: int, k: int) -> float:
     an m16 tile for 16 ranks, 0.4 us at the end) is not fitted: five times of o of 7B and 14B in the table are within
     5 % of it, four of 3B and 0.5B 0.8 to 1.6 us below.
     """
-    layout = cut.Layout(split, RANK)
-    units = math.ceil(k / 64) / split.cluster
-    clusters = split.clusters(n)
-    at_once = RESIDENT_CLUSTERS[split.cluster]
-    registers = math.ceil(((split.rows + layout.steps) * split.tokens * 0.625 + 2 * split.tokens + 54) / 8) * 8
-    memory, threads = cut.SMEM_BYTES // split.smem_bytes(RANK), 64 // split.warps
-    resident = max(1, min(memory, threads, 65536 // (32 * split.warps * registers)))
+    layout = SharedLayout(config, RANK)
+    units = math.ceil(k / 64) / config.cluster
+    clusters = config.clusters(n)
+    at_once = RESIDENT_CLUSTERS[config.cluster]
+    registers = (
+        math.ceil(((config.m16_tiles + layout.rank_tiles) * config.tile_m * 0.625 + 2 * config.tile_m + 54) / 8) * 8
+    )
+    memory, threads = SMEM_BYTES // config.smem_bytes(RANK), 64 // config.warps
+    resident = max(1, min(memory, threads, 65536 // (32 * config.warps * registers)))
     waves, busiest = math.ceil(clusters / (at_once * resident)), math.ceil(clusters / at_once)
-    of_warp = math.ceil(units / split.warps)
-    unit = split.rows * (29.7 + 3.89 * split.tokens / 8) + layout.steps * (14.9 + 3.89 * split.tokens / 8)
-    rounds = 1 if split.depth >= of_warp else of_warp / (split.depth - 0.5)  # a stage is empty while its k-tile is read
+    of_warp = math.ceil(units / config.warps)
+    unit = config.m16_tiles * (29.7 + 3.89 * config.tile_m / 8) + layout.rank_tiles * (14.9 + 3.89 * config.tile_m / 8)
+    rounds = (
+        1 if config.stages >= of_warp else of_warp / (config.stages - 0.5)
+    )  # a stage is empty while its k-tile is read
     bounds = (
         busiest * units * unit,
-        busiest * units * (576 * split.rows + 128 * split.tokens + 128 * layout.columns) / 40,
+        busiest * units * (576 * config.m16_tiles + 128 * config.tile_m + 128 * layout.a_columns) / 40,
         waves * of_warp * 4.8 * unit,
         waves * rounds * 1680,
         dram(n, k),
     )
-    ends = (0.062 * busiest * split.warps + 0.06 * split.cluster) * (split.rows + layout.steps) * split.tokens / 64
-    ends += 0.4 * split.shrinks
-    return max(bounds) / CLOCK_HZ * 1e6 + ends + 2.1 + 0.45 * (split.cluster > 1) + 1.2 * (waves - 1)
+    ends = (
+        (0.062 * busiest * config.warps + 0.06 * config.cluster)
+        * (config.m16_tiles + layout.rank_tiles)
+        * config.tile_m
+        / 64
+    )
+    ends += 0.4 * config.computes_lora_x
+    return max(bounds) / CLOCK_HZ * 1e6 + ends + 2.1 + 0.45 * (config.cluster > 1) + 1.2 * (waves - 1)
 
 
 def dram(n: int, k: int) -> float:
@@ -156,32 +164,34 @@ def feasible(m: int, n: int, transposed: bool, widths: tuple[int, ...], lookahea
     return found
 
 
-def skinny_candidates(m: int, n: int, k: int, most: int, shrinking: tuple[int, ...] = ()) -> list[Split]:
+def skinny_candidates(m: int, n: int, k: int, most: int, shrinking: tuple[int, ...] = ()) -> list[SkinnyConfig]:
     """The `most` skinny configs that look best, at most two with the same rows and cluster; none for m above 32.
     `shrinking`: widths of adapters whose `x A` they are to compute."""
-    if m > cut.MOST_TOKENS:
+    if m > MAX_M:
         return []
     adapters = [(RANK, features) for features in shrinking]
     found = []
-    for rows, warps, cluster in itertools.product((1, 2, 4, 8), (4, 8, 12, 16), range(1, 9)):
+    for m16_tiles, warps, cluster in itertools.product((1, 2, 4, 8), (4, 8, 12, 16), range(1, 9)):
         units = math.ceil(math.ceil(k / 64) / cluster / warps)  # of a warp, all of which may be under way
-        for depth in range(1, min(units, 8) + 1):
-            split = Split(-(-m // 8) * 8, rows, warps, cluster, depth, bool(adapters))
-            if cut.fits(split, n, k, RANK) and cut.fitted(split, n, adapters) == split:
-                found.append(split)
+        for stages in range(1, min(units, 8) + 1):
+            config = SkinnyConfig(-(-m // 8) * 8, m16_tiles, warps, cluster, stages, bool(adapters))
+            if config.fits(n, k, RANK) and config.specialize(n, adapters) == config:
+                found.append(config)
     chosen, alike = [], collections.Counter()
-    for split in sorted(found, key=lambda split: (estimate_skinny(split, n, k), split.depth)):
-        alike[split.rows, split.cluster] += 1
-        if alike[split.rows, split.cluster] <= 2:
-            chosen.append(split)
+    for config in sorted(found, key=lambda config: (estimate_skinny(config, n, k), config.stages)):
+        alike[config.m16_tiles, config.cluster] += 1
+        if alike[config.m16_tiles, config.cluster] <= 2:
+            chosen.append(config)
     return chosen[:most]
 
 
-def worth_trying(m: int, n: int, k: int, most: int, widths: tuple[int, ...]) -> list[Split]:
+def worth_trying(m: int, n: int, k: int, most: int, widths: tuple[int, ...]) -> list[SkinnyConfig]:
     """The skinny configs that are given `x A`, and those that compute it and may be faster with the time it saves in
     the prologue."""
     plain = skinny_candidates(m, n, k, most)
     if not plain:
         return []
     bound = estimate_skinny(plain[0], n, k) + MAX_PROLOGUE_US
-    return plain + [split for split in skinny_candidates(m, n, k, most, widths) if estimate_skinny(split, n, k) < bound]
+    return plain + [
+        config for config in skinny_candidates(m, n, k, most, widths) if estimate_skinny(config, n, k) < bound
+    ]

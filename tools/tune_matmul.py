@@ -33,12 +33,13 @@ from matmul_model import RANK, candidates, model, skinny_candidates, worth_tryin
 from qerl_kernels.decode_prologue import config as prologue_config
 from qerl_kernels.decode_prologue import reference
 from qerl_kernels.decode_prologue.api import lora_prologue, silu_mul_prologue
-from qerl_kernels.nvfp4_matmul import cases, few_tokens, tuning
+from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
 from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, split_lora_x
-from qerl_kernels.nvfp4_matmul.split import Split
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
 from qerl_kernels.ops import fp32_matmul
 from record import kernel_medians, meta
 
@@ -56,7 +57,7 @@ class Trial:
     case: str
     m: int
     direction: str
-    config: GemmConfig | Split
+    config: GemmConfig | SkinnyConfig
 
     def call(self, x: jax.Array, lora_x: jax.Array, layer: tuple) -> jax.Array:
         """The GEMM. `layer`: the weight, A of its adapters side by side and B of each."""
@@ -65,13 +66,13 @@ class Trial:
             return gemm_dx(x, weight, self.config)
         form = lora_form(self.case, self.m, self.config)
         if form == "a":
-            return few_tokens.matmul(x, weight, self.config, a=a, expand=lora_b)
+            return skinny_matmul(x, weight, self.config, lora_a=a, lora_b=lora_b)
         if form == "partials":  # as many as there are in decode, all but one of them zeros
             whole = jnp.concatenate(split_lora_x(lora_x, [RANK] * len(lora_b)), axis=1)
             more = partials_of(self.case, self.m) - 1
             lora_x = jnp.pad(whole[None].astype(jnp.float32), ((0, more), (0, 0), (0, 0)))
-        if isinstance(self.config, Split):
-            return few_tokens.matmul(x, weight, self.config, shrunk=lora_x, expand=lora_b)
+        if isinstance(self.config, SkinnyConfig):
+            return skinny_matmul(x, weight, self.config, lora_x=lora_x, lora_b=lora_b)
         config = tuning.fit_lora(self.config, weight.shape[0], [b.shape for b in lora_b])
         return gemm(x, weight, config, lora_x=lora_x, lora_b=lora_b)
 
@@ -81,13 +82,13 @@ def prologue_kind(case: str) -> str:
     return {"qkv": "norm", "gate": "norm", "down": "silu", "o": "plain"}[case.split("_")[0]]
 
 
-def lora_form(case: str, m: int, config: GemmConfig | Split) -> str:
+def lora_form(case: str, m: int, config: GemmConfig | SkinnyConfig) -> str:
     """LoRA input of this GEMM in decode: "whole", "partials" or "a" (the GEMM computes `x A`)."""
     n, _ = cases.SHAPES[case]
     adapters = [(RANK, width) for width in cases.parts(case)]
     if isinstance(config, GemmConfig):
         takes_partials = tuning.fit_lora(config, n, adapters).takes_partials(m, adapters)
-    elif config.shrinks:
+    elif config.computes_lora_x:
         return "a"
     else:
         takes_partials = True
@@ -187,10 +188,10 @@ def build(trial: Trial | Prologue) -> tuple:
     return trial.call, (x, None if trial.direction == "dx" else lora_x, layer)
 
 
-def present(m: int, n: int, k: int, transposed: bool, widths: tuple[int, ...]) -> GemmConfig | Split:
+def present(m: int, n: int, k: int, transposed: bool, widths: tuple[int, ...]) -> GemmConfig | SkinnyConfig:
     """The table's choice, with as many stages as it has without adapters."""
     adapted = tuning.config_for(m, n, k, transposed=transposed, adapters=[(RANK, width) for width in widths])
-    return adapted if isinstance(adapted, Split) else tuning.config_for(m, n, k, transposed=transposed)
+    return adapted if isinstance(adapted, SkinnyConfig) else tuning.config_for(m, n, k, transposed=transposed)
 
 
 def trials(case: str, tokens: list[int], directions: list[str], most: int, lookahead: list[int]) -> list[Trial]:

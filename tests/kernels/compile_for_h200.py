@@ -4,7 +4,7 @@
 
 A case is Python, one of
 
-    (m, n, k, GemmConfig(...) or Split(...), transposed, number of adapters[, their rank[, parts of x A]])
+    (m, n, k, GemmConfig(...) or SkinnyConfig(...), transposed, number of adapters[, their rank[, parts of x A]])
     ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches])
     ("prologue", kind or "kind partials", tokens, input features, *ranks)
     ("rope", rows, query heads, key/value heads, head dim, dtype of the caches)
@@ -30,12 +30,13 @@ from qerl_kernels.decode_attention import kernel as attention  # noqa: E402
 from qerl_kernels.decode_prologue import config as prologue_config  # noqa: E402
 from qerl_kernels.decode_prologue import kernel as prologue  # noqa: E402
 from qerl_kernels.formats import PackedNvfp4  # noqa: E402
-from qerl_kernels.nvfp4_matmul import cases, few_tokens  # noqa: E402
+from qerl_kernels.nvfp4_matmul import cases  # noqa: E402
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul  # noqa: E402
-from qerl_kernels.nvfp4_matmul.few_tokens import Split  # noqa: E402
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig  # noqa: E402
 from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm  # noqa: E402
 from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx  # noqa: E402
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig  # noqa: E402
+from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul  # noqa: E402
 from qerl_kernels.rope_cache import kernel as rope  # noqa: E402
 
 
@@ -48,21 +49,28 @@ def weight(n: int, k: int) -> PackedNvfp4:
 
 
 def matmul_program(
-    m: int, n: int, k: int, config: GemmConfig | Split, transposed: bool, adapters: int, rank: int = 32, parts: int = 0
+    m: int,
+    n: int,
+    k: int,
+    config: GemmConfig | SkinnyConfig,
+    transposed: bool,
+    adapters: int,
+    rank: int = 32,
+    parts: int = 0,
 ) -> None:
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     args = [bf16(m, n if transposed else k), weight(n, k)]
-    shrinks = isinstance(config, Split) and config.shrinks
+    is_own = isinstance(config, SkinnyConfig) and config.computes_lora_x
     if adapters:
-        a_or_t = bf16(k, rank * adapters) if shrinks else bf16(m, 64 * adapters)
+        a_or_t = bf16(k, rank * adapters) if is_own else bf16(m, 64 * adapters)
         if parts:
             a_or_t = jax.ShapeDtypeStruct((parts, m, rank * adapters), jnp.float32)
         args += [bf16(n), a_or_t, *[bf16(rank, n // adapters)] * adapters]
 
     def call(x, weight, bias=None, a_or_t=None, *expand):
-        if isinstance(config, Split):
-            given = {"a" if shrinks else "shrunk": a_or_t}
-            return few_tokens.matmul(x, weight, config, bias=bias, expand=expand, scale=2.0, **given)
+        if isinstance(config, SkinnyConfig):
+            given = {"lora_a" if is_own else "lora_x": a_or_t}
+            return skinny_matmul(x, weight, config, bias=bias, lora_b=expand, scale=2.0, **given)
         if transposed:
             return gemm_dx(x, weight, config)
         return gemm(x, weight, config, bias=bias, lora_x=a_or_t, lora_b=expand, scale=2.0)

@@ -41,25 +41,26 @@ def compiled(cases: list[tuple], tmp_path: pathlib.Path) -> list[tuple[str, str]
 
 
 def table_cases() -> list[tuple]:
-    from qerl_kernels.nvfp4_matmul import few_tokens, tuning
+    from qerl_kernels.nvfp4_matmul import tuning
+    from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
     cases = {}
     for row in tuning.table():
         config, transposed = row.config, row.direction == "dx"
-        is_skinny = isinstance(config, few_tokens.Split)
-        assert few_tokens.fits(config, row.n, row.k, 32) if is_skinny else config.fits(), config
-        shrinks = is_skinny and config.shrinks  # takes an adapter to compile
-        cases.setdefault((config, transposed), (min(row.m, 512), row.n, row.k, config, transposed, int(shrinks)))
+        is_skinny = isinstance(config, SkinnyConfig)
+        assert config.fits(row.n, row.k, 32) if is_skinny else config.fits(), config
+        is_own = is_skinny and config.computes_lora_x  # takes an adapter to compile
+        cases.setdefault((config, transposed), (min(row.m, 512), row.n, row.k, config, transposed, int(is_own)))
     return list(cases.values())
 
 
 def check(cases, kernels):
     for case, (kernel, report) in zip(cases, kernels, strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
-        by_warp = getattr(case[3], "mma_sync", True)  # a `Split` has no other way
+        by_warp = getattr(case[3], "mma_sync", True)  # the skinny kernel has no other way
         instruction = "mma.sync.aligned.m16n8k16" if by_warp else "wgmma.mma_async.sync.aligned.m64"
         assert instruction in kernel, case
-        assert ("movmatrix" in kernel) == getattr(case[3], "shrinks", False), case
+        assert ("movmatrix" in kernel) == getattr(case[3], "computes_lora_x", False), case
         assert ("ldmatrix" in kernel) == (by_warp or case[4]), case
         assert "serialized" not in report, (case, report)
 
@@ -88,73 +89,73 @@ def test_configs_with_lookahead(tmp_path):
     check(cases, compiled(cases, tmp_path))
 
 
-def test_few_tokens(tmp_path):
+def test_skinny(tmp_path):
     """Also: a warp asks for all it will have under way, and for what it adds at the end, before it waits; 16 warps with
     up to 64 rows of sums find registers on a multiprocessor, any other 8, as do those which hold x A in many parts;
     one block alone waits for no other."""
-    from qerl_kernels.nvfp4_matmul.few_tokens import Split, fits
+    from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
     cases = [
-        (8, 3584, 3584, Split(8, 2, 16, 1, 4), False, 0),
-        (3, 3584, 3584, Split(8, 4, 8, 2, 4), False, 1),
-        (8, 4608, 3584, Split(8, 1, 8, 1, 7), False, 3),
-        (8, 3584, 18944, Split(8, 4, 4, 7, 4), False, 1),
-        (8, 5120, 27648, Split(8, 8, 16, 3, 2), False, 1),
-        (5, 3584, 3584, Split(8, 2, 24, 1, 2), False, 1),
-        (16, 4608, 3584, Split(16, 8, 4, 7, 2), False, 3),
-        (13, 37888, 3584, Split(16, 4, 4, 1, 3), False, 2),
-        (32, 4608, 3584, Split(32, 4, 8, 4, 2), False, 3),
-        (24, 4608, 3584, Split(24, 8, 4, 2, 2), False, 3),
-        (8, 3584, 18944, Split(8, 4, 8, 2, 3), False, 1, 32, 7),
-        (16, 3584, 18944, Split(16, 4, 8, 2, 2), False, 1, 32, 7),
-        (16, 3584, 18944, Split(16, 4, 16, 2, 1), False, 1, 32, 7),
-        (16, 5120, 13824, Split(16, 4, 8, 2, 2), False, 1, 32, 7),
-        (32, 3584, 18944, Split(32, 4, 4, 2, 3), False, 1, 32, 3),
+        (8, 3584, 3584, SkinnyConfig(8, 2, 16, 1, 4), False, 0),
+        (3, 3584, 3584, SkinnyConfig(8, 4, 8, 2, 4), False, 1),
+        (8, 4608, 3584, SkinnyConfig(8, 1, 8, 1, 7), False, 3),
+        (8, 3584, 18944, SkinnyConfig(8, 4, 4, 7, 4), False, 1),
+        (8, 5120, 27648, SkinnyConfig(8, 8, 16, 3, 2), False, 1),
+        (5, 3584, 3584, SkinnyConfig(8, 2, 24, 1, 2), False, 1),
+        (16, 4608, 3584, SkinnyConfig(16, 8, 4, 7, 2), False, 3),
+        (13, 37888, 3584, SkinnyConfig(16, 4, 4, 1, 3), False, 2),
+        (32, 4608, 3584, SkinnyConfig(32, 4, 8, 4, 2), False, 3),
+        (24, 4608, 3584, SkinnyConfig(24, 8, 4, 2, 2), False, 3),
+        (8, 3584, 18944, SkinnyConfig(8, 4, 8, 2, 3), False, 1, 32, 7),
+        (16, 3584, 18944, SkinnyConfig(16, 4, 8, 2, 2), False, 1, 32, 7),
+        (16, 3584, 18944, SkinnyConfig(16, 4, 16, 2, 1), False, 1, 32, 7),
+        (16, 5120, 13824, SkinnyConfig(16, 4, 8, 2, 2), False, 1, 32, 7),
+        (32, 3584, 18944, SkinnyConfig(32, 4, 4, 2, 3), False, 1, 32, 3),
     ]
-    assert all(fits(split, n, k) for _, n, k, split, *_ in cases)
+    assert all(split.fits(n, k) for _, n, k, split, *_ in cases)
     kernels = compiled(cases, tmp_path)
     check(cases, kernels)
     for (m, n, _, split, _, adapters, *parts), (kernel, report) in zip(cases, kernels, strict=True):
         held = split.clusters(n) * split.cluster <= 132 and split.warps <= 8 and parts[1:] == [7]
         begun = kernel[: kernel.index("cp.async.wait_group")]
-        assert begun.count("cp.async.cg") == split.depth * (split.rows + 1 + math.ceil(m / 4)), split
+        assert begun.count("cp.async.cg") == split.stages * (split.m16_tiles + 1 + math.ceil(m / 4)), split
         assert begun.count(LOAD) == kernel.count(LOAD) >= 1 + bool(adapters), split
         registers = int(re.search(r"Used (\d+) registers", report)[1])
-        assert registers <= (128 if split.rows * split.tokens <= 64 and not held else 248), (split, registers)
+        assert registers <= (128 if split.m16_tiles * split.tile_m <= 64 and not held else 248), (split, registers)
         assert ("mapa.shared::cluster" in kernel) == (split.cluster > 1), (n, split)
 
 
-def test_few_tokens_that_compute_x_a(tmp_path):
+def test_skinny_that_computes_x_a(tmp_path):
     """As above; of a unit's A each lane copies 32 bytes for eight ranks, of B the block 16 bytes for eight features of
     a rank. One barrier of the block before B is read, one before sums are."""
-    from qerl_kernels.nvfp4_matmul.few_tokens import Split, fits
+    from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
     cases = [
-        (8, 3584, 3584, Split(8, 8, 8, 4, 2, True), False, 1),
-        (8, 3584, 3584, Split(8, 4, 4, 4, 4, True), False, 1),
-        (3, 3584, 3584, Split(8, 1, 4, 1, 3, True), False, 1, 8),
-        (8, 4608, 3584, Split(8, 8, 8, 3, 2, True), False, 3),
-        (16, 4608, 3584, Split(16, 8, 8, 4, 2, True), False, 3),
-        (8, 3584, 18944, Split(8, 8, 8, 5, 2, True), False, 1),
-        (13, 3584, 18944, Split(16, 4, 8, 4, 2, True), False, 1, 64),
-        (8, 5120, 5120, Split(8, 8, 8, 3, 2, True), False, 1),
-        (8, 5120, 27648, Split(8, 8, 12, 3, 1, True), False, 1, 48),
-        (16, 5120, 5120, Split(16, 2, 16, 2, 1, True), False, 1),
-        (24, 5120, 5120, Split(24, 4, 4, 4, 3, True), False, 1),
-        (32, 3584, 3584, Split(32, 4, 4, 4, 3, True), False, 1),
+        (8, 3584, 3584, SkinnyConfig(8, 8, 8, 4, 2, True), False, 1),
+        (8, 3584, 3584, SkinnyConfig(8, 4, 4, 4, 4, True), False, 1),
+        (3, 3584, 3584, SkinnyConfig(8, 1, 4, 1, 3, True), False, 1, 8),
+        (8, 4608, 3584, SkinnyConfig(8, 8, 8, 3, 2, True), False, 3),
+        (16, 4608, 3584, SkinnyConfig(16, 8, 8, 4, 2, True), False, 3),
+        (8, 3584, 18944, SkinnyConfig(8, 8, 8, 5, 2, True), False, 1),
+        (13, 3584, 18944, SkinnyConfig(16, 4, 8, 4, 2, True), False, 1, 64),
+        (8, 5120, 5120, SkinnyConfig(8, 8, 8, 3, 2, True), False, 1),
+        (8, 5120, 27648, SkinnyConfig(8, 8, 12, 3, 1, True), False, 1, 48),
+        (16, 5120, 5120, SkinnyConfig(16, 2, 16, 2, 1, True), False, 1),
+        (24, 5120, 5120, SkinnyConfig(24, 4, 4, 4, 3, True), False, 1),
+        (32, 3584, 3584, SkinnyConfig(32, 4, 4, 4, 3, True), False, 1),
     ]
     ranks = [case[6] if len(case) > 6 else 32 for case in cases]
-    assert all(fits(split, n, k, rank) for (_, n, k, split, *_), rank in zip(cases, ranks, strict=True))
+    assert all(split.fits(n, k, rank) for (_, n, k, split, *_), rank in zip(cases, ranks, strict=True))
     kernels = compiled(cases, tmp_path)
     check(cases, kernels)
     for (m, n, k, split, *_), rank, (kernel, report) in zip(cases, ranks, kernels, strict=True):
         begun = kernel[: kernel.index("cp.async.wait_group")]
         of_a, steps = 2 * {8: 2, 32: 4, 48: 8, 64: 8}[rank], math.ceil(rank / 16)
-        of_b = math.ceil(steps * split.rows / split.warps)
-        ahead = min(split.depth, math.ceil(math.ceil(k / 64) / split.cluster / split.warps))
-        assert begun.count("cp.async.cg") == ahead * (split.rows + 1 + math.ceil(m / 4) + of_a) + of_b, split
+        of_b = math.ceil(steps * split.m16_tiles / split.warps)
+        ahead = min(split.stages, math.ceil(math.ceil(k / 64) / split.cluster / split.warps))
+        assert begun.count("cp.async.cg") == ahead * (split.m16_tiles + 1 + math.ceil(m / 4) + of_a) + of_b, split
         assert begun.count(LOAD) == kernel.count(LOAD) >= 2, split
-        assert kernel.count("ldmatrix.sync.aligned.m8n8.x4.trans") == (4 + split.rows) * steps, split
+        assert kernel.count("ldmatrix.sync.aligned.m8n8.x4.trans") == (4 + split.m16_tiles) * steps, split
         assert kernel[kernel.rindex("cp.async.wait_group") :].count("bar.sync") == 2, split
         registers = int(re.search(r"Used (\d+) registers", report)[1])
         assert registers <= min(248, 65536 // (32 * split.warps)), (split, registers)
@@ -169,8 +170,8 @@ def test_adapters_cost_no_config_more_than_a_stage():
         for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096):
             plain = tuning.config_for(m, n, k)
             adapted = tuning.config_for(m, n, k, adapters=[(32, width) for width in cases.parts(case)])
-            if hasattr(adapted, "shrinks"):
-                adapted = dataclasses.replace(adapted, shrinks=False)
+            if hasattr(adapted, "computes_lora_x"):
+                adapted = dataclasses.replace(adapted, computes_lora_x=False)
             allowed = (
                 (plain, dataclasses.replace(plain, stages=plain.stages - 1)) if hasattr(plain, "stages") else (plain,)
             )

@@ -7,6 +7,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from numpy_machine import NumpyMachine
 from qerl_kernels.nvfp4_matmul import cases, dequant, packing
 from qerl_kernels.nvfp4_matmul.gemm import transposed
 
@@ -118,10 +119,9 @@ def operand(steps: list) -> np.ndarray:
 def machine(monkeypatch):
     machine = Machine()
     array = lambda registers, *_: types.SimpleNamespace(registers=registers, is_signed=None)  # noqa: E731
-    for module in (dequant, transposed):
-        monkeypatch.setattr(module, "asm", machine.run)
-        monkeypatch.setattr(module, "as_fragments", operand)
-        monkeypatch.setattr(module, "element", lambda vector, i: vector[i])
+    monkeypatch.setattr(transposed, "asm", machine.run)
+    monkeypatch.setattr(transposed, "as_fragments", operand)
+    monkeypatch.setattr(transposed, "element", lambda vector, i: vector[i])
     monkeypatch.setattr(transposed, "_as_words", lambda found, *_: array(objects([[word] for word in found])))
     utils = types.SimpleNamespace(
         memref_ptr=lambda at: at, thread_idx=lambda: THREAD, bitcast=lambda register, _: register
@@ -157,13 +157,13 @@ def swizzle(at):
 
 
 @pytest.mark.parametrize("tile, unit", [(0, 0), (1, 2)])
-def test_forward_operand(machine, weight, tile, unit):
+def test_forward_operand(weight, tile, unit):
     packed, matrix = weight
     words = np.asarray(packed.words)[tile, unit].reshape(128, 4)
     scales = np.asarray(packed.scales)[tile, unit]
     of_thread = [scales[16 * WARP + 2 * GROUP + pair] for pair in range(2)]
-    held = (types.SimpleNamespace(registers=objects([part])) for part in (list(words.T), of_thread))
-    out = dequant._dequantize_lane(None, *held)
+    steps = dequant.operands(NumpyMachine(128), list(words.T), of_thread)
+    out = operand([[np.asarray(register, U32) for register in step] for step in steps])
     np.testing.assert_array_equal(out, matrix[64 * tile :, 64 * unit :][:64, :64])
 
 

@@ -88,17 +88,18 @@ def test_pipelines_of_every_depth_end(stages, k_tiles):
 
 
 @pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize("depth", range(1, 8))
-def test_few_tokens_of_every_depth_end(depth, warps):
-    from qerl_kernels.nvfp4_matmul.few_tokens import Split, fits, matmul
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_skinny_of_every_number_of_stages_ends(stages, warps):
+    from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+    from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
 
-    split = Split(8, 2, warps, 2, depth)
+    config = SkinnyConfig(8, 2, warps, 2, stages)
     for k in (128, 192, 256, 1088, 2048, 8256):
-        assert fits(split, 320, k)
+        assert config.fits(320, k)
         weight = weight_of(320, k, seed=k)
         x = activations(7, k)
         x64, w = exact(x, weight)
-        check(matmul(x, packing.pack(weight), split), x64 @ w.T, x64, w, k)
+        check(skinny_matmul(x, packing.pack(weight), config), x64 @ w.T, x64, w, k)
 
 
 def test_check_grads():

@@ -11,15 +11,17 @@ import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue import kernel as prologue_kernel
 from qerl_kernels.decode_prologue import reference
-from qerl_kernels.nvfp4_matmul import cases, few_tokens, packing, tuning
+from qerl_kernels.nvfp4_matmul import cases, packing, tuning
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
 from qerl_kernels.nvfp4_matmul.route import route
+from qerl_kernels.nvfp4_matmul.skinny import kernel as skinny_kernel
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
 N, K = 512, 640
-SPLIT = few_tokens.Split(8, rows=2, warps=4, cluster=2, depth=1, shrinks=True)
+SKINNY = SkinnyConfig(8, m16_tiles=2, warps=4, cluster=2, stages=1, computes_lora_x=True)
 CONFIG = GemmConfig(tile_m=64, warpgroups_n=1, k_tiles=1, stages=4)
 
 
@@ -45,10 +47,11 @@ def calls(monkeypatch):
     def given(shrunk):
         return None if shrunk is None else "parts" if shrunk.ndim == 3 else "whole"
 
-    def few(x, weight, split, *, bias=None, shrunk=None, a=None, expand=(), scale=1.0):
-        assert x.shape[0] <= split.tokens and split.shrinks == (a is not None) and (shrunk is None or a is None)
-        made.append(("few", x.shape[0], "a" if a is not None else given(shrunk)))
-        return whole(x, weight, shrunk, a, expand, scale, bias)
+    def few(x, weight, config, *, bias=None, lora_x=None, lora_a=None, lora_b=(), scale=1.0):
+        assert x.shape[0] <= config.tile_m and config.computes_lora_x == (lora_a is not None)
+        assert lora_x is None or lora_a is None
+        made.append(("few", x.shape[0], "a" if lora_a is not None else given(lora_x)))
+        return whole(x, weight, lora_x, lora_a, lora_b, scale, bias)
 
     def many(x, weight, config, *, bias=None, lora_x=None, lora_b=(), scale=1.0):
         made.append(("many", x.shape[0], given(lora_x)))
@@ -68,12 +71,12 @@ def calls(monkeypatch):
         return [reference.lora_x(x, a, spec.ranks)]
 
     rows = [
-        tuning.Row("forward", N, K, 8, SPLIT, 1.0),
+        tuning.Row("forward", N, K, 8, SKINNY, 1.0),
         tuning.Row("forward", N, K, 64, CONFIG, None),
         tuning.Row("dx", N, K, 64, CONFIG, None),
     ]
     monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
-    monkeypatch.setattr(few_tokens, "matmul", few)
+    monkeypatch.setattr(skinny_kernel, "skinny_matmul", few)
     monkeypatch.setattr(kernel, "gemm", many)
     monkeypatch.setattr(transposed, "gemm_dx", many_dx)
     monkeypatch.setattr(prologue_kernel, "fused_prologue", shrink)
@@ -121,7 +124,7 @@ def test_given_lora_x_is_taken(calls):
 def test_partials_are_reduced(calls, monkeypatch, widths, ranks):
     """In the skinny kernel; in the other one for one adapter, before it for several; by XLA; and where `vmap` makes
     many rows of few."""
-    row = tuning.Row("forward", N, K, 8, dataclasses.replace(SPLIT, shrinks=False), 1.0)
+    row = tuning.Row("forward", N, K, 8, dataclasses.replace(SKINNY, computes_lora_x=False), 1.0)
     monkeypatch.setattr(tuning, "table", lambda: (row, tuning.Row("forward", N, K, 64, CONFIG, None)))
     x, weight, loras = draw(8, widths, ranks)
     form = lambda m: route(m, weight, loras, x.dtype).lora_form  # noqa: E731

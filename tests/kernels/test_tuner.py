@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels.nvfp4_matmul import cases, tuning
-from qerl_kernels.nvfp4_matmul.few_tokens import Split
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.split import fits
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
 # (case, m, class of the config) -> fields of the config: microseconds, from the best to the worst of those tried
 MEASURED = {
-    ("o_7b", 8, Split): {
+    ("o_7b", 8, SkinnyConfig): {
         (8, 2, 8, 1, 5): 4.5,
         (8, 4, 8, 2, 4): 4.7,
         (8, 2, 16, 1, 4): 4.8,
@@ -23,7 +22,7 @@ MEASURED = {
         (8, 8, 4, 4, 2): 5.3,
         (8, 8, 4, 8, 2): 6.0,
     },
-    ("down_7b", 16, Split): {
+    ("down_7b", 16, SkinnyConfig): {
         (16, 4, 4, 4, 5): 15.3,
         (16, 8, 8, 4, 3): 15.9,
         (16, 8, 4, 4, 6): 17.5,
@@ -31,7 +30,7 @@ MEASURED = {
         (16, 8, 4, 7, 4): 22.4,
         (16, 4, 4, 7, 6): 25.0,
     },
-    ("down_32b", 8, Split): {
+    ("down_32b", 8, SkinnyConfig): {
         (8, 2, 4, 3, 3): 24.6,
         (8, 4, 8, 6, 2): 27.6,
         (8, 4, 4, 3, 5): 30.7,
@@ -39,7 +38,7 @@ MEASURED = {
         (8, 8, 8, 6, 3): 34.8,
         (8, 8, 8, 3, 4): 41.4,
     },
-    ("gate_up_7b", 16, Split): {
+    ("gate_up_7b", 16, SkinnyConfig): {
         (16, 2, 4, 1, 4): 26.0,
         (16, 4, 8, 1, 3): 27.6,
         (16, 8, 8, 2, 3): 35.5,
@@ -47,7 +46,7 @@ MEASURED = {
         (16, 8, 4, 3, 4): 43.5,
         (16, 8, 4, 6, 3): 70.6,
     },
-    ("qkv_14b", 8, Split): {
+    ("qkv_14b", 8, SkinnyConfig): {
         (8, 4, 8, 1, 3): 8.1,
         (8, 8, 4, 4, 2): 8.9,
         (8, 8, 4, 2, 4): 9.2,
@@ -137,7 +136,7 @@ def test_the_list_to_be_tried_has_the_best_measured_among_its_first(tuner):
     """Configs as the tuner lists them, none measured beforehand: the filters leave the best in, and the model puts it
     or one that differs in stages, k_tiles or lookahead alone among the first six."""
     for (case, m, kernel), measured in MEASURED.items():
-        if kernel is Split or m < 64:
+        if kernel is SkinnyConfig or m < 64:
             continue
         best = GemmConfig(*min(measured, key=measured.get))
         listed = tuner.candidates(m, *cases.SHAPES[case], False, 6, cases.parts(case))
@@ -148,7 +147,11 @@ def test_the_list_to_be_tried_has_the_best_measured_among_its_first(tuner):
 def test_the_prologue_counts_against_a_gemm(tuner, monkeypatch):
     """By hand: the prologue of o is `x A` alone, whose launch counts 0.8 us more than it takes; that of down is SiLU in
     any case. So the slower GEMM is taken where it saves more than it costs, and only there."""
-    plain, own, wide = Split(8, 8, 8, 4, 2), Split(8, 8, 8, 4, 2, shrinks=True), GemmConfig(8, 1, 2, mma_sync=True)
+    plain, own, wide = (
+        SkinnyConfig(8, 8, 8, 4, 2),
+        SkinnyConfig(8, 8, 8, 4, 2, computes_lora_x=True),
+        GemmConfig(8, 1, 2, mma_sync=True),
+    )
     given = [tuner.lora_form(*gemm, wide) for gemm in (("down_7b", 8), ("o_7b", 8), ("down_7b", 16), ("qkv_7b", 8))]
     assert given == ["partials", "partials", "whole", "whole"]
     monkeypatch.setattr("qerl_kernels.nvfp4_matmul.gemm.config.MAX_PARTIALS_M", 0)
@@ -173,12 +176,12 @@ def test_the_prologue_counts_against_a_gemm(tuner, monkeypatch):
 def test_partials_are_given_as_in_decode(tuner, monkeypatch):
     """One of them is `x A`, the others zeros."""
     taken = []
-    monkeypatch.setattr(tuner.few_tokens, "matmul", lambda *args, shrunk, **more: taken.append(shrunk))
+    monkeypatch.setattr(tuner, "skinny_matmul", lambda *args, lora_x, **more: taken.append(lora_x))
     shrunk = jnp.pad(jnp.ones((8, 32), jnp.bfloat16), ((0, 0), (0, 32)))
-    tuner.Trial("down_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
+    tuner.Trial("down_7b", 8, "forward", SkinnyConfig(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
     assert taken[0].shape == (7, 8, 32) and taken[0].dtype == jnp.float32
     np.testing.assert_array_equal(taken[0].sum(0), np.ones((8, 32)))
-    tuner.Trial("qkv_7b", 8, "forward", Split(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
+    tuner.Trial("qkv_7b", 8, "forward", SkinnyConfig(8, 4, 8, 2, 3)).call(None, shrunk, (None, None, [None]))
     assert taken[1] is shrunk
     monkeypatch.setattr(tuner, "gemm", lambda *args, lora_x, **more: taken.append(lora_x))
     layer = types.SimpleNamespace(shape=cases.SHAPES["down_7b"]), None, [jnp.zeros((32, 3584), jnp.bfloat16)]
@@ -188,16 +191,20 @@ def test_partials_are_given_as_in_decode(tuner, monkeypatch):
     assert taken[3] is shrunk
 
 
-def test_splits_that_compute_x_a_are_tried_where_they_may_gain(tuner):
+def test_configs_that_compute_x_a_are_tried_where_they_may_gain(tuner):
     """Those for qkv of 7B keep the three adapters (3584, 512 and 512 features) in blocks of their own and fit with A of
     rank 32; for gate_up, whose many blocks would all read A, none is tried; above 32 tokens there is nothing to try."""
     for case in ("o_7b", "qkv_7b", "down_7b"):
         n, k = cases.SHAPES[case]
         found = tuner.worth_trying(8, n, k, 4, cases.parts(case))
-        assert [split.shrinks for split in found] == [False] * 4 + [True] * (len(found) - 4) and len(found) > 4
-        for split in found[4:]:
-            assert fits(split, n, k, 32) and all(width % split.features == 0 for width in cases.parts(case))
-    assert not any(s.shrinks for s in tuner.worth_trying(8, *cases.SHAPES["gate_up_7b"], 4, cases.parts("gate_up_7b")))
+        assert [config.computes_lora_x for config in found] == [False] * 4 + [True] * (len(found) - 4) and len(
+            found
+        ) > 4
+        for config in found[4:]:
+            assert config.fits(n, k, 32) and all(width % config.tile_n == 0 for width in cases.parts(case))
+    assert not any(
+        s.computes_lora_x for s in tuner.worth_trying(8, *cases.SHAPES["gate_up_7b"], 4, cases.parts("gate_up_7b"))
+    )
     assert tuner.worth_trying(64, 3584, 3584, 4, (3584,)) == []
 
 

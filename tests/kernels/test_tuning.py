@@ -5,9 +5,9 @@ import json
 import math
 
 import pytest
-from qerl_kernels.nvfp4_matmul import cases, few_tokens, tuning
-from qerl_kernels.nvfp4_matmul.few_tokens import Split
+from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
 WIDE = GemmConfig(tile_m=256, warpgroups_n=2, k_tiles=1, stages=4, lookahead=2)
 
@@ -67,9 +67,9 @@ def test_clusters_that_share_tiles_are_left_alone():
     assert tuning.balance_waves(WIDE, 128, 3584) == WIDE
 
 
-def holds(config: GemmConfig | Split, n: int, k: int, m: int, has_lora: bool = False) -> bool:
-    if isinstance(config, Split):
-        return few_tokens.fits(config, n, k, rank=32 * has_lora) and m <= config.tokens
+def holds(config: GemmConfig | SkinnyConfig, n: int, k: int, m: int, has_lora: bool = False) -> bool:
+    if isinstance(config, SkinnyConfig):
+        return config.fits(n, k, rank=32 * has_lora) and m <= config.tile_m
     return config.fits(has_lora)
 
 
@@ -86,51 +86,51 @@ def test_every_m_has_a_config_that_fits(case):
 def test_a_row_may_hold_either_kernel(monkeypatch):
     """As the tuner stores it and the table reads it. The skinny config is used as it is up to its m, in every shape;
     never with `batch_invariant`, nor with adapters that do not fit it."""
-    split = Split(8, rows=8, warps=16, cluster=2, depth=2)
-    rows = [tuning.Row("forward", 4608, 3584, 8, split, 5.5), tuning.Row("forward", 4608, 3584, 4096, WIDE, None)]
+    config = SkinnyConfig(8, m16_tiles=8, warps=16, cluster=2, stages=2)
+    rows = [tuning.Row("forward", 4608, 3584, 8, config, 5.5), tuning.Row("forward", 4608, 3584, 4096, WIDE, None)]
     stored = json.loads(json.dumps([tuning.to_json(row) for row in rows]))
     assert [row["kernel"] for row in stored] == ["skinny", "gemm"]
     assert [tuning.from_json(row) for row in stored] == rows
     monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
     for m in range(1, 9):
-        assert tuning.config_for(m, 4608, 3584) == split
+        assert tuning.config_for(m, 4608, 3584) == config
     assert isinstance(tuning.config_for(9, 4608, 3584), GemmConfig)
     assert isinstance(tuning.config_for(8, 4608, 3584, batch_invariant=True), GemmConfig)
     narrower = tuning.config_for(8, 4608 + 64, 3584)  # 73 tiles of 64: not divided by 128
-    assert narrower == dataclasses.replace(split, rows=4) and few_tokens.fits(narrower, 4608 + 64, 3584)
-    assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3584), (64, 512), (8, 512)]) == split
+    assert narrower == dataclasses.replace(config, m16_tiles=4) and narrower.fits(4608 + 64, 3584)
+    assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3584), (64, 512), (8, 512)]) == config
     for adapters in ([(32, 3584), (32, 512)], [(72, 4608)], [(12, 4608)], [(32, 4592), (32, 16)]):
         assert tuning.config_for(8, 4608, 3584, adapters=adapters) is None
 
 
-def test_a_split_shrinks_only_where_the_adapters_allow_it(monkeypatch):
-    """Blocks of 128 features: 3584, 512 and 512 are multiples, 3584 + 64 is not. A of rank 64 takes 8 KiB a slot, and
-    three slots of each of eight warps more than a multiprocessor has. Stored, the field is there where it is true."""
-    split = Split(8, rows=8, warps=8, cluster=2, depth=2, shrinks=True)
-    rows = [tuning.Row("forward", 4608, 3584, 8, split, 5.5), tuning.Row("forward", 4608, 3584, 16, WIDE, None)]
+def test_x_a_is_computed_only_where_the_adapters_allow_it(monkeypatch):
+    """CTAs of 128 features: 3584, 512 and 512 are multiples, 3584 + 64 is not. A of rank 64 takes 8 KiB a stage, and
+    three stages of each of eight warps more than an SM has. Stored, the field is there where it is true."""
+    config = SkinnyConfig(8, m16_tiles=8, warps=8, cluster=2, stages=2, computes_lora_x=True)
+    rows = [tuning.Row("forward", 4608, 3584, 8, config, 5.5), tuning.Row("forward", 4608, 3584, 16, WIDE, None)]
     stored = json.loads(json.dumps([tuning.to_json(row) for row in rows]))
-    assert stored[0]["config"]["shrinks"] is True and [tuning.from_json(row) for row in stored] == rows
-    plain = dataclasses.replace(split, shrinks=False)
-    assert "shrinks" not in tuning.to_json(dataclasses.replace(rows[0], config=plain))["config"]
+    assert stored[0]["config"]["computes_lora_x"] is True and [tuning.from_json(row) for row in stored] == rows
+    plain = dataclasses.replace(config, computes_lora_x=False)
+    assert "computes_lora_x" not in tuning.to_json(dataclasses.replace(rows[0], config=plain))["config"]
     monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
     three = [(32, 3584), (16, 512), (32, 512)]
-    assert tuning.config_for(8, 4608, 3584, adapters=three) == split
+    assert tuning.config_for(8, 4608, 3584, adapters=three) == config
     assert tuning.config_for(8, 4608, 3584) == plain
     assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3648), (32, 960)]) == plain
-    deeper = dataclasses.replace(split, depth=3)
-    assert [rank for rank in (0, 8, 32, 64, 72) if few_tokens.fits(deeper, 4608, 3584, rank)] == [8]
+    deeper = dataclasses.replace(config, stages=3)
+    assert [rank for rank in (0, 8, 32, 64, 72) if deeper.fits(4608, 3584, rank)] == [8]
     monkeypatch.setattr(tuning, "table", lambda: (dataclasses.replace(rows[0], config=deeper),))
     assert tuning.config_for(8, 4608, 3584, adapters=[(16, 4608)]) == deeper
-    assert tuning.config_for(8, 4608, 3584, adapters=[(64, 4608)]) == dataclasses.replace(deeper, shrinks=False)
+    assert tuning.config_for(8, 4608, 3584, adapters=[(64, 4608)]) == dataclasses.replace(deeper, computes_lora_x=False)
 
 
 def test_what_an_sm_cannot_hold_does_not_fit():
-    good = Split(8, rows=4, warps=8, cluster=2, depth=4)
-    assert few_tokens.fits(good, 4608, 3584)
+    good = SkinnyConfig(8, m16_tiles=4, warps=8, cluster=2, stages=4)
+    assert good.fits(4608, 3584)
     for wrong in (
-        {"tokens": 12}, {"tokens": 40}, {"rows": 3}, {"warps": 6}, {"warps": 36}, {"cluster": 9}, {"depth": 0},
-        {"depth": 9}, {"rows": 8, "tokens": 32, "warps": 4}, {"rows": 4, "warps": 28, "depth": 1},
+        {"tile_m": 12}, {"tile_m": 40}, {"m16_tiles": 3}, {"warps": 6}, {"warps": 36}, {"cluster": 9}, {"stages": 0},
+        {"stages": 9}, {"m16_tiles": 8, "tile_m": 32, "warps": 4}, {"m16_tiles": 4, "warps": 28, "stages": 1},
     ):  # fmt: skip
-        assert not few_tokens.fits(dataclasses.replace(good, **wrong), 4608, 3584), wrong
-    assert not few_tokens.fits(dataclasses.replace(good, rows=8), 4608 + 64, 3584)
-    assert not few_tokens.fits(dataclasses.replace(good, cluster=8), 4608, 7 * 64)
+        assert not dataclasses.replace(good, **wrong).fits(4608, 3584), wrong
+    assert not dataclasses.replace(good, m16_tiles=8).fits(4608 + 64, 3584)
+    assert not dataclasses.replace(good, cluster=8).fits(4608, 7 * 64)

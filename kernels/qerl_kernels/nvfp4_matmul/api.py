@@ -214,10 +214,11 @@ def _launch(route: Route, x, weight: PackedNvfp4, bias, lora_x, lora_b) -> Array
 
 def _launch_skinny(route: Route, x, weight: PackedNvfp4, bias, lora_b, lora_x=None, a=None) -> Array:
     """The skinny kernel, given `x A` or A."""
-    from qerl_kernels.nvfp4_matmul import few_tokens  # jax ≥ 0.11: imported where it runs
+    from qerl_kernels.nvfp4_matmul.skinny import kernel  # jax ≥ 0.11: imported where it runs
 
     scale = route.problem.adapters[0][-1] if lora_b else 1.0
-    return few_tokens.matmul(x, weight, route.config, bias=bias, shrunk=lora_x, a=a, expand=lora_b, scale=scale)
+    terms = {"bias": bias, "lora_x": lora_x, "lora_a": a, "lora_b": lora_b, "scale": scale}
+    return kernel.skinny_matmul(x, weight, route.config, **terms)
 
 
 def _backward(route: Route, residual, dy):

@@ -16,6 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
+from qerl_kernels.ptx.instructions import PtxMachine
+from qerl_kernels.ptx.values import I32
 
 WORDS = plgpu.Layout.WG_STRIDED((4, 128), vec_size=4)
 SCALES = plgpu.Layout.TILED(
@@ -85,18 +87,19 @@ def as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=flat.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def operands(words: list[ir.Value], scales: list[ir.Value]) -> list[list[ir.Value]]:
-    """A thread's four words and two words of scales of a tile -> its registers of A for each of the four steps."""
+def operands(machine: PtxMachine, words: list[I32], scales: list[I32]) -> list[list[I32]]:
+    """A thread's four words and two words of scales of a tile -> its registers of A for each of the four k-steps."""
     out = []
     for step, word in enumerate(words):
         pair = scales[step // 2]
         if step % 2:
-            [pair] = asm(1, [pair], "shf.r.wrap.b32 $0, $1, $1, 8;")
-        out.append(asm(4, [word, *asm(2, [pair], _SCALES)], DEQUANTIZE))
+            [pair] = machine.asm("shf.r.wrap.b32 $0, $1, $1, 8;", "r", pair)
+        out.append(machine.asm(DEQUANTIZE, "rrrr", word, *machine.asm(_SCALES, "rr", pair)))
     return out
 
 
 def _dequantize_lane(ctx, words, scales):
     del ctx
     [word], [scale] = words.registers.flat, scales.registers.flat
-    return as_fragments(operands([element(word, i) for i in range(4)], [element(scale, i) for i in range(2)]))
+    words, scales = ([I32(element(vec, i)) for i in range(count)] for vec, count in ((word, 4), (scale, 2)))
+    return as_fragments([[each.value for each in step] for step in operands(PtxMachine(), words, scales)])

@@ -18,7 +18,7 @@ from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.nvfp4_matmul import tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
-from qerl_kernels.nvfp4_matmul.split import Split
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
 
 class Adapter(Protocol):
@@ -89,7 +89,7 @@ class Route:
 
     problem: Problem
     kernel: str
-    config: GemmConfig | Split | None
+    config: GemmConfig | SkinnyConfig | None
     lora_form: LoraForm
     is_fused: bool
 
@@ -110,7 +110,7 @@ class Route:
         if self.lora_form is not LoraForm.A:
             return self
         return dataclasses.replace(
-            self, config=dataclasses.replace(self.config, shrinks=False), lora_form=LoraForm.PARTIALS
+            self, config=dataclasses.replace(self.config, computes_lora_x=False), lora_form=LoraForm.PARTIALS
         )
 
 
@@ -159,14 +159,14 @@ def route_problem(problem: Problem) -> Route:
     return Route(problem, kernel, config, _lora_form(problem, fused), fused is not None)
 
 
-def _config(problem: Problem, adapters: list[tuple[int, int]]) -> GemmConfig | Split | None:
+def _config(problem: Problem, adapters: list[tuple[int, int]]) -> GemmConfig | SkinnyConfig | None:
     return tuning.config_for(
         problem.m, problem.n, problem.k,
         transposed=problem.transposed, adapters=adapters, batch_invariant=problem.batch_invariant,
     )  # fmt: skip
 
 
-def _lora_form(problem: Problem, fused: GemmConfig | Split | None) -> LoraForm:
+def _lora_form(problem: Problem, fused: GemmConfig | SkinnyConfig | None) -> LoraForm:
     """The form for the config into which the adapters fit; None where there is none. Never partials where a row's bits
     may not depend on the number of rows: the number of partials does."""
     if not problem.adapters:
@@ -176,4 +176,4 @@ def _lora_form(problem: Problem, fused: GemmConfig | Split | None) -> LoraForm:
     if isinstance(fused, GemmConfig):
         takes_partials = fused.takes_partials(problem.m, problem.lora_b_shapes)
         return LoraForm.PARTIALS if takes_partials else LoraForm.WHOLE
-    return LoraForm.A if fused.shrinks else LoraForm.PARTIALS
+    return LoraForm.A if fused.computes_lora_x else LoraForm.PARTIALS

@@ -18,7 +18,7 @@ from importlib import resources
 
 from qerl_kernels.dispatch import SMS
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.split import Split, fitted
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
 TABLE = "tuning_h200.json"
 MAX_TUNED_M = 128  # above, a config may take a smaller tile_m than the table says
@@ -38,12 +38,12 @@ class Row:
     n: int
     k: int
     m: int
-    config: GemmConfig | Split
+    config: GemmConfig | SkinnyConfig
     us: float | None
     prologue_us: float | None = None
 
 
-_CONFIGS = {"gemm": GemmConfig, "skinny": Split}
+_CONFIGS = {"gemm": GemmConfig, "skinny": SkinnyConfig}
 
 
 def from_json(stored: dict) -> Row:
@@ -53,13 +53,15 @@ def from_json(stored: dict) -> Row:
 
 
 def to_json(row: Row) -> dict:
-    """The inverse of `from_json`. Left out: "shrinks" where it is false, "prologue_us" where nothing was counted."""
-    is_skinny = isinstance(row.config, Split)
+    """The inverse of `from_json`. Left out: "computes_lora_x" where false, "prologue_us" where nothing was counted."""
+    is_skinny = isinstance(row.config, SkinnyConfig)
     stored = {"kernel": "skinny" if is_skinny else "gemm", **dataclasses.asdict(row)}
     if row.prologue_us is None:
         del stored["prologue_us"]
     if is_skinny:
-        stored["config"] = {name: value for name, value in stored["config"].items() if name != "shrinks" or value}
+        stored["config"] = {
+            name: value for name, value in stored["config"].items() if name != "computes_lora_x" or value
+        }
     return stored
 
 
@@ -78,7 +80,7 @@ def config_for(
     transposed: bool = False,
     adapters: Sequence[tuple[int, int]] = (),
     batch_invariant: bool = False,
-) -> GemmConfig | Split | None:
+) -> GemmConfig | SkinnyConfig | None:
     """The config for x [m, k] (transposed: dy [m, n]) and a weight [n, k]; its class names the kernel. None where the
     adapters cannot be added within the kernel. A skinny config computes `x A` only where these adapters allow it.
 
@@ -96,11 +98,11 @@ def config_for(
         config = BATCH_INVARIANT
     else:
         row = _nearest_row(m, n, k, transposed)
-        if isinstance(row.config, Split):
+        if isinstance(row.config, SkinnyConfig):
             # The skinny kernel takes more adapters than the other, but `vmap` may still make m large: the same are
             # fused.
             can_fuse = not adapters or GemmConfig(tile_m=8, warpgroups_n=1).can_fuse_lora(n, adapters)
-            return fitted(row.config, n, adapters) if can_fuse else None
+            return row.config.specialize(n, adapters) if can_fuse else None
         is_timed = row.us is not None and (row.n, row.k, row.m) == (n, k, m)
         config = row.config if is_timed else balance_waves(row.config, m, k if transposed else n)
     return fit_lora(config, n, adapters) if adapters else config
