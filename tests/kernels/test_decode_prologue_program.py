@@ -1,27 +1,15 @@
-"""The decode prologues, their instructions run for all threads of all CTAs on numpy, against fp64."""
-
-import concurrent.futures
-import threading
+"""The decode prologues, their instructions run for all threads of all CTAs on the numpy machine, against fp64."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from decode_prologue_oracle import EPS, check, inputs_of, wide
-from lanes_on_numpy import Block, Cluster, Memory, install, laid_out
+from numpy_machine import NumpyLaunch
 from qerl_kernels.decode_prologue import kernel
 from qerl_kernels.decode_prologue.config import PrologueConfig as Config
 from qerl_kernels.decode_prologue.config import PrologueSpec as Spec
 
-FEATURES = 896  # 28 chunks: 7 for each of 4 blocks, 2 steps of 4 warps, the second of which lacks one
-
-
-class OfThisThread(threading.local):
-    """Stands for `lanes`: each block runs in a Python thread of its own."""
-
-    block: Block | type[Block] = Block  # until it has one, for what needs none
-
-    def __getattr__(self, name):
-        return getattr(self.block, name)
+FEATURES = 896  # 28 k-tiles: 7 for each of 4 CTAs, 2 steps of 4 warps, the second of which lacks one
 
 
 def bits(array) -> np.ndarray:
@@ -29,35 +17,13 @@ def bits(array) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
 
 
-def run(monkeypatch, spec: Spec, config: Config, inputs: list, a) -> list:
-    """`kernel.fused_prologue` on numpy, in place of the launch a loop over the clusters."""
-    machine = OfThisThread()
-    install(monkeypatch, machine, kernel)
-    arrays = [*inputs, *([] if a is None else [a])]
-    out = kernel.outputs(spec, config)
-    memory = Memory(*map(np.asarray, arrays), *(np.zeros(each.shape, each.dtype) for each in out))
-    shared, shared_bytes = laid_out(kernel.shared_bytes(spec, config))
-
-    blocks = []
-
-    def block(cluster: Cluster, group: int, part: int) -> None:
-        machine.block = Block(memory, 32 * config.warps, shared_bytes, part, cluster)
-        blocks.append(machine.block)
-        place = np.int64(group), np.int64(part), np.arange(32 * config.warps)
-        kernel._Program(spec, config, place, list(memory.begins), shared).emit()
-        cluster.end(part)
-
-    with concurrent.futures.ThreadPoolExecutor(config.cluster) as pool:
-        for group in range(config.clusters(spec.tokens)):
-            cluster = Cluster()
-            for each in [pool.submit(block, cluster, group, part) for part in range(config.cluster)]:
-                each.result()
-            assert not cluster.boxes
-    assert all(memory.written_once(len(arrays) + i) for i in range(len(out)))
-    if spec.kind == "norm" and spec.columns % 32 == 0:  # whole sectors but for what becomes of t
-        assert sum(block.used for block in blocks) > 0.94 * sum(block.moved for block in blocks)
-    found = [memory.array(len(arrays) + i, each.dtype).reshape(each.shape) for i, each in enumerate(out)]
-    return [jnp.asarray(each) for each in found]
+def run(spec: Spec, config: Config, inputs: list, a) -> list:
+    """`kernel.fused_prologue` on the numpy machine."""
+    launch = NumpyLaunch()
+    found = kernel.run(launch, spec, config, inputs, a)
+    if spec.kind == "norm" and spec.columns % 32 == 0:  # whole sectors but for lora_x
+        assert sum(cta.used for cta in launch.ctas) > 0.94 * sum(cta.moved for cta in launch.ctas)
+    return list(found)
 
 
 def split(spec: Spec, out: list) -> tuple:
@@ -87,25 +53,26 @@ NORM = {"eps": EPS, "residual": True}
     ],
     ids=lambda value: f"{value.kind}{value.tokens}-{value.columns}" if isinstance(value, Spec) else "",
 )
-def test_against_fp64(monkeypatch, spec, configs):
-    """Each byte of the results is written once; configurations with equal cluster size and warps agree in every bit."""
+def test_against_fp64(spec, configs):
+    """Each byte of the results is written, and once; configurations with the same cluster size and warps agree in every
+    bit."""
     inputs, a = inputs_of(spec.kind, spec.tokens, spec.features, spec.columns, seed=spec.tokens)
     a = a if spec.columns else None
     before = {}
     for config in configs:
-        found = split(spec, run(monkeypatch, spec, config, inputs, a))
+        found = split(spec, run(spec, config, inputs, a))
         check(spec.kind, inputs, a, spec.ranks, found)
         for one, other in zip(found, before.setdefault((config.cluster, config.warps), found), strict=True):
             assert one is None or np.array_equal(bits(one), bits(other))
 
 
-def test_without_a_residual(monkeypatch):
+def test_without_a_residual():
     """s of one call is x of the other: the same y and t."""
     spec, config = Spec("norm", 6, FEATURES, (32,), **NORM), Config(4, 4, 1, 2)
     inputs, a = inputs_of("norm", spec.tokens, spec.features, spec.columns)
-    s, y, t = run(monkeypatch, spec, config, inputs, a)
+    s, y, t = run(spec, config, inputs, a)
     alone = Spec("norm", 6, FEATURES, (32,), eps=EPS)
-    for one, other in zip(run(monkeypatch, alone, config, [s, inputs[2]], a), (y, t), strict=True):
+    for one, other in zip(run(alone, config, [s, inputs[2]], a), (y, t), strict=True):
         np.testing.assert_array_equal(bits(one), bits(other))
 
 
@@ -113,10 +80,10 @@ def test_without_a_residual(monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "config"), [(3, Config(4, 4, 1, 1, k_splits=2)), (19, Config(4, 4, 3, 1, k_splits=3))]
 )
-def test_split_k_partials(monkeypatch, kind, tokens, config):
+def test_split_k_partials(kind, tokens, config):
     spec = Spec(kind, tokens, FEATURES, (16, 8), partials=True)
     [x], a = inputs_of(kind, tokens, FEATURES, spec.columns)
-    _, y, parts = split(spec, run(monkeypatch, spec, config, [x], a))
+    _, y, parts = split(spec, run(spec, config, [x], a))
     if y is not None:
         check(kind, [x], a, spec.ranks, (None, y, None))
     rows = wide(x if y is None else y)
