@@ -14,7 +14,8 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
-from qerl_jax.rl.step import grpo_step, init_state
+from qerl_jax.rl.state import init_state
+from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate, stream
 from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout, Sampling, TrainState
 

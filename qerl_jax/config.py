@@ -86,8 +86,6 @@ class Config:
     """Number of training steps (one rollout each). Schedules span all of them."""
     batch_size: int = 128
     """Completions per step, of `batch_size / num_generations` prompts."""
-    gradient_accumulation_steps: int = 1
-    """Equal parts in which a batch passes through the model; the gradient is that of the whole batch."""
     num_iterations: int = 4
     """Optimizer updates per rollout."""
     learning_rate: float = 1e-5
@@ -191,9 +189,13 @@ class Config:
     noise_formula: Literal["qerl", "paper"] = "qerl"
     """"qerl" reaches sigma_end in the last stage, as the released code; "paper" is equation 11."""
 
-    gradient_checkpointing: bool = True
-    """Recompute each layer in the backward pass instead of keeping its activations."""
-    logprob_chunk_size: int = 1024
+    tokens_per_micro_batch: int | None = None
+    """Tokens per micro-batch of the update, at least those of one sequence at its limits; the gradient is that of the
+    whole batch. None: as many as fit, up to where more gains nothing."""
+    update_memory_gb: float | None = None
+    """Memory for activations of the update, in GB (1e9 bytes); layers that do not fit are recomputed. None: the memory
+    that the device has free."""
+    logprob_chunk_size: int = 512
     """Tokens whose logits exist at one time in the update."""
 
     eval_dataset: str | None = None
@@ -303,7 +305,6 @@ _AT_LEAST: dict[str, float] = {
     "save_total_limit": 1,
     "max_steps": 1,
     "batch_size": 1,
-    "gradient_accumulation_steps": 1,
     "num_iterations": 1,
     "num_generations": 2,
     "reward_workers": 0,
@@ -324,6 +325,8 @@ _ABOVE_ZERO = (
     "max_grad_norm",
     "adam_epsilon",
     "rollout_memory_gb",
+    "tokens_per_micro_batch",
+    "update_memory_gb",
     "reward_timeout",
     "overlong_buffer",
     "importance_sampling_cap",
@@ -352,7 +355,6 @@ def _check_contradictions(config: Config) -> None:
             raise ConfigError(f"{part} {getattr(config, part)} does not divide {whole} {getattr(config, whole)}")
 
     divides("num_generations", "batch_size")
-    divides("gradient_accumulation_steps", "batch_size")
     _check_datasets(config)
     _check_rewards(config)
     if not config.output_dir:

@@ -26,7 +26,8 @@ from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.experience import Experience, equal_groups, replace_equal_groups
-from qerl_jax.rl.step import grpo_step, init_state
+from qerl_jax.rl.state import init_state
+from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.lifecycle import begin, finish

@@ -86,7 +86,7 @@ def merge_model(graphdef: nnx.GraphDef, frozen: Any, norms: Any, lora: Any) -> n
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms"],
-    meta_fields=["graphdef", "config", "optimizer"],
+    meta_fields=["graphdef", "model", "config", "optimizer"],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState(_Replace):
@@ -99,6 +99,7 @@ class TrainState(_Replace):
       opt_state: optax state of the trained trees.
       reference_norms: the norms before training where the KL term needs them (`train_norms` and `beta` > 0), else None.
       graphdef: the NNX structure.
+      model: `qerl_jax.models.qwen2.ModelConfig`.
       config: `qerl_jax.config.Config`.
       optimizer: the optax transformation.
     """
@@ -110,6 +111,7 @@ class TrainState(_Replace):
     opt_state: Any
     reference_norms: Any
     graphdef: nnx.GraphDef
+    model: Any
     config: Any
     optimizer: Any
 

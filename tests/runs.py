@@ -19,10 +19,10 @@ from qerl_jax.config import Config
 from qerl_jax.io.checkpoint import Checkpointer
 from qerl_jax.io.run_files import CONFIG_FILE
 from qerl_jax.reporting.metrics import read_metrics
-from qerl_jax.rl.step import init_state
+from qerl_jax.rl.state import init_state
 from qerl_jax.run.prepare import load
 
-# Small enough for seconds, but every part of the program at work: two iterations, accumulation, norms, KL, refills,
+# Small enough for seconds, but every part of the program at work: two iterations, micro-batches, norms, KL, refills,
 # noise.
 SMALL = {
     "model": "tiny",
@@ -33,7 +33,7 @@ SMALL = {
     "batch_size": 8,
     "num_generations": 4,
     "num_iterations": 2,
-    "gradient_accumulation_steps": 2,
+    "tokens_per_micro_batch": 512,
     "max_prompt_length": 96,
     "max_completion_length": 24,
     "learning_rate": 1e-3,

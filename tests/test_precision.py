@@ -39,7 +39,7 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     policy, state = abstract_trees(MODEL, stored, config)
     flat, tokens = jnp.zeros(ROWS, jnp.int32), jnp.zeros((ROWS, 2 * WIDTH), jnp.int32)
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
-    programs = [grpo_step.lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
+    programs = [jax.jit(grpo_step).lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
     shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, 0, (policy.dtype, FP8))
     prompt_cache, slots = jax.eval_shape(lambda: decode._allocate(jax.random.key(0), MODEL, policy.dtype, shapes, ROWS))
     policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))

@@ -25,7 +25,7 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
-from qerl_jax.rl.step import init_state
+from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Sampling

@@ -1,12 +1,19 @@
-"""A rollout and its update on a GPU: update and step seconds, peak memory so far, and how well rollout and trainer
-agree.
+"""A rollout and its update on a GPU: seconds, compile seconds, fractions of the matrix peak, peak memory, and how well
+rollout and trainer agree.
 
     python tools/bench_step.py 7B [--format nvfp4] [--batch 8] [--prompt-len 256] [--completion-len 128]
+        [--lengths fixed|gsm8k] [--update-only] [--profile]
 
-Random weights of the published shapes. Sequences have a fixed length (no EOS), temperature 1, log-probabilities on,
-adapters on all seven projections. Medians of `--repeats` after one warm-up; a run's time is a wall clock around work
-that is waited for. Writes rows of update.json into `--out`.
+Random weights of the published shapes, temperature 1, log-probabilities on, adapters on all seven projections. Lengths
+are fixed (no EOS), or drawn as GSM8K has them: prompts log-normal around 120 tokens, completions around 210 (twice a
+reference solution), cut at the limits. Medians of `--repeats` after one warm-up; a run's time is a wall clock around
+work that is waited for. Writes rows of update.json into `--out`.
 
+`model_fraction_of_peak` counts useful work alone, (4 N_proj + 4 V D) a real token + 3.5 x causal attention's forward
+pass, over seconds and the TFLOP/s of a bf16 product of 8192^3 in the same process; `fraction_of_peak` counts what was
+executed: all tokens of the micro-batches, layers that ran forward twice, the head on completions alone.
+
+`--update-only` makes up the rollout, so that the peak is the update's own; `--profile` prints the update's GPU kernels.
 `--fp32` also compares both with the same weights computed in fp32: how far bf16 by itself takes either from the exact
 log-probabilities. Rollout and trainer cannot agree better than their distances from there, if those are independent.
 """
@@ -14,6 +21,9 @@ log-probabilities. Rollout and trainer cannot agree better than their distances 
 from __future__ import annotations
 
 import argparse
+import collections
+import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
-from record import peak_bytes, shell, timed, write_rows
+from record import peak_bytes, profiled, shell, timed, write_rows
 
 from qerl_jax import (
     Config,
@@ -40,6 +50,11 @@ from qerl_jax import (
     make_batch,
     token_logprobs,
 )
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.rl.compile import compile_update
+from qerl_jax.rl.packing import assign
+from qerl_jax.rl.plan import UpdatePlan
+from qerl_jax.rl.step import plan_of
 
 
 def main() -> None:
@@ -52,7 +67,14 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--completion-len", type=int, default=128)
+    parser.add_argument("--lengths", choices=("fixed", "gsm8k"), default="fixed")
     parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--num-iterations", type=int, default=1)
+    parser.add_argument("--tokens-per-micro-batch", type=int)
+    parser.add_argument("--update-memory-gb", type=float)
+    parser.add_argument("--logprob-chunk-size", type=int, default=Config.logprob_chunk_size)
+    parser.add_argument("--update-only", action="store_true", help="no rollout; its peak is the update's")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of an update")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fp32", action="store_true", help="also the distance from the model in fp32")
@@ -72,31 +94,32 @@ def main() -> None:
         num_generations=args.group,
         max_prompt_length=args.prompt_len,
         max_completion_length=args.completion_len,
-        num_iterations=1,
+        num_iterations=args.num_iterations,
         lora_rank=args.lora_rank,
+        tokens_per_micro_batch=args.tokens_per_micro_batch,
+        update_memory_gb=args.update_memory_gb,
+        logprob_chunk_size=args.logprob_chunk_size,
     )
     rng = np.random.default_rng(0)
-    prompts = Prompts.from_lists(
-        rng.integers(0, policy.config.vocab_size, (args.batch // args.group, args.prompt_len)).tolist()
-    )
-
-    engine = Engine(kv_cache_dtype=args.kv_cache_dtype)
-
-    def rollout(i: int) -> Any:
-        return generate(policy, prompts, config.sampling, keys.for_step(0, keys.Purpose.SAMPLE, i), engine)
-
-    started = time.perf_counter()
-    jax.block_until_ready(rollout(0))
-    rollout_compile = time.perf_counter() - started
-    sampled, rollout_seconds = timed(rollout, args.repeats)
+    prompts, limits = draw(args, policy.config.vocab_size, rng)
+    sampled, rollout_compile, rollout_seconds = roll_out(args, policy, config, prompts, limits)
     rollout_peak = peak_bytes()
     rewards = rng.random(args.batch).astype(np.float32)
-    batch = make_batch(sampled, group_advantages(rewards, args.group))
+    batch = jax.block_until_ready(make_batch(sampled, group_advantages(rewards, args.group)))
     state = init_state(policy, config)
     started = time.perf_counter()
-    jax.block_until_ready(grpo_step(state, policy.frozen, batch))
+    programs = compile_update(state, policy.frozen, batch)
     update_compile = time.perf_counter() - started
     (_, metrics), update_seconds = timed(lambda i: grpo_step(state, policy.frozen, batch), args.repeats)
+    plan = plan_of(state, policy.frozen, batch)
+    lengths, prompt_lengths = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
+    micro_batches = len(assign(lengths, plan.pack))
+    useful, executed = operations(policy.config, lengths, prompt_lengths, plan, micro_batches)
+    peak = matrix_peak()
+    fractions = {
+        "model_fraction_of_peak": args.num_iterations * useful / update_seconds / peak,
+        "fraction_of_peak": args.num_iterations * executed / update_seconds / peak,
+    }
 
     common = {
         "model": args.size.lower(),
@@ -106,8 +129,12 @@ def main() -> None:
         "prompt_len": args.prompt_len,
         "lora_rank": args.lora_rank,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "lengths": args.lengths,
+        "num_iterations": args.num_iterations,
+        "tokens_per_micro_batch": plan.pack.tokens,
+        "recomputed_layers": plan.recomputed,
     }
-    new_tokens = args.batch * args.completion_len
+    real_tokens, new_tokens = int(lengths.sum()), int((lengths - prompt_lengths).sum())
     whole = rollout_seconds + update_seconds
     agreement = {
         "kl": float(metrics["sampling/kl"]),
@@ -124,24 +151,107 @@ def main() -> None:
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
             "peak_bytes": peak_bytes(),
+            "compile_s": compile_s,
         }
+        | (fractions if phase == "update" else {"rollout_seconds": rollout_seconds, "rollout_peak_bytes": rollout_peak})
         | agreement
-        for phase, seconds, tokens in (
-            ("update", update_seconds, args.batch * (args.prompt_len + args.completion_len)),
-            ("step", whole, new_tokens),
-        )
+        for phase, seconds, tokens, compile_s in (
+            ("update", update_seconds, real_tokens, update_compile),
+            ("step", whole, new_tokens, rollout_compile + update_compile),
+        )[: 1 if args.update_only else 2]
     ]
     write_rows(args.out / "update.json", update_rows, args.commit)
     print(
-        f"load {load_seconds:.1f} s, weights {weight_bytes / 1e9:.2f} GB, "
-        f"first rollout {rollout_compile:.1f} s, first update {update_compile:.1f} s"
+        f"load {load_seconds:.1f} s, weights {weight_bytes / 1e9:.2f} GB, first rollout {rollout_compile:.1f} s, "
+        f"{programs} programs of the update compiled in {update_compile:.1f} s"
     )
     print(
-        f"rollout {rollout_seconds:.3f} s = {new_tokens / rollout_seconds:.0f} tokens/s, "
+        f"rollout {rollout_seconds:.3f} s = {new_tokens / max(rollout_seconds, 1e-9):.0f} tokens/s, "
         f"peak {rollout_peak / 1e9:.2f} GB"
     )
-    print(f"update {update_seconds:.3f} s, step {whole:.3f} s, peak {peak_bytes() / 1e9:.2f} GB")
+    filled = real_tokens / micro_batches / plan.pack.tokens
+    print(
+        f"update {update_seconds:.3f} s = {real_tokens / update_seconds:.0f} tokens/s, {micro_batches} micro-batches "
+        f"of {plan.pack.tokens} tokens ({filled:.1%} real), {plan.recomputed} layers recomputed"
+    )
+    print(
+        f"{fractions['model_fraction_of_peak']:.3f} of {peak / 1e12:.0f} TFLOP/s, {fractions['fraction_of_peak']:.3f} "
+        f"executed; step {whole:.3f} s, peak {peak_bytes() / 1e9:.2f} GB, of which planned for activations "
+        f"{(plan.kept_bytes + plan.working_bytes) / 1e9:.2f}"
+    )
     print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {value:.2e}" for name, value in agreement.items()))
+    if args.profile:
+        kernels: dict[str, list[float]] = collections.defaultdict(list)
+        for kernel in profiled(lambda: grpo_step(state, policy.frozen, batch)):
+            kernels[kernel.name].append(kernel.duration_ns * 1e-6)
+        print(f"kernels: {sum(map(sum, kernels.values())):.1f} ms")
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:40]:
+            print(f"{sum(times):9.2f} ms {len(times):6} calls {1e3 * statistics.median(times):9.1f} us  {name[:100]}")
+
+
+def draw(args: argparse.Namespace, vocab_size: int, rng: np.random.Generator) -> tuple[Prompts, np.ndarray]:
+    """Prompts, and the length of each completion."""
+    count = args.batch // args.group
+    lengths, limits = np.full(count, args.prompt_len), np.full(args.batch, args.completion_len)
+    if args.lengths == "gsm8k":
+        lengths = np.clip(rng.lognormal(math.log(120), 0.35, count), 16, args.prompt_len).astype(int)
+        limits = np.clip(rng.lognormal(math.log(210), 0.45, args.batch), 16, args.completion_len).astype(int)
+    tokens = [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+    return Prompts.from_lists(tokens, length=args.prompt_len), limits
+
+
+def roll_out(
+    args: argparse.Namespace, policy: Policy, config: Config, prompts: Prompts, limits: np.ndarray
+) -> tuple[Rollout, float, float]:
+    """(a rollout, seconds of the first, seconds of one)."""
+    if args.update_only:
+        lengths = np.repeat(np.asarray(prompts.lengths), args.group)
+        rng, width = np.random.default_rng(1), args.prompt_len + args.completion_len
+        tokens = rng.integers(0, policy.config.vocab_size, (args.batch, width)).astype(np.int32)
+        flat = [lengths, lengths + limits, np.zeros(args.batch), np.arange(args.batch) // args.group]
+        kinds = (np.int32, np.int32, np.int8, np.int32)
+        arrays = [array.astype(kind) for array, kind in zip(flat, kinds, strict=True)]
+        behaviour = np.full(tokens.shape, -np.log(policy.config.vocab_size), np.float32)
+        return Rollout(*jax.device_put((tokens, behaviour, *arrays))), 0.0, 0.0
+    engine = Engine(kv_cache_dtype=args.kv_cache_dtype)
+
+    def once(i: int) -> Any:
+        return generate(policy, prompts, config.sampling, keys.for_step(0, keys.Purpose.SAMPLE, i), engine, limits)
+
+    started = time.perf_counter()
+    jax.block_until_ready(once(0))
+    first = time.perf_counter() - started
+    sampled, seconds = timed(once, args.repeats)
+    return sampled, first, seconds
+
+
+def operations(
+    model: ModelConfig, lengths: np.ndarray, prompt_lengths: np.ndarray, plan: UpdatePlan, micro_batches: int
+) -> tuple[float, float]:
+    """(useful, executed) floating-point operations of one update."""
+    projections = sum(n * k for n, k in model.projection_shapes().values())
+    causal = 4 * model.num_heads * model.head_dim * float((lengths * (lengths + 1.0) / 2).sum())
+    head = 4 * model.vocab_size * model.hidden_size
+    useful = (4 * model.num_layers * projections + head) * float(lengths.sum()) + 3.5 * model.num_layers * causal
+    passes = 4 * model.num_layers + 2 * plan.recomputed
+    executed = passes * projections * float(micro_batches * plan.pack.tokens) + head * float(
+        (lengths - prompt_lengths).sum()
+    )
+    return useful, executed + (3.5 * model.num_layers + plan.recomputed) * causal
+
+
+def matrix_peak() -> float:
+    """FLOP/s of a bf16 product of 8192^3 by XLA's library."""
+    a = jnp.ones((8192, 8192), jnp.bfloat16)
+    product = jax.jit(lambda a, b: (a @ b) * jnp.bfloat16(2**-13))
+
+    def run(i: int) -> Any:
+        b = a
+        for _ in range(20):
+            b = product(a, b)
+        return b
+
+    return 20 * 2 * 8192**3 / timed(run, 5)[1]
 
 
 def from_fp32(args: argparse.Namespace, policy: Policy, rollout: Rollout) -> dict[str, float]:

@@ -70,7 +70,7 @@ FIELD_GROUPS = {
     "loss_type": "Loss and rewards",
     "max_completion_length": "Sampling",
     "sigma_start": "Adaptive Quantization Noise",
-    "gradient_checkpointing": "Memory",
+    "tokens_per_micro_batch": "Memory",
     "eval_dataset": "Evaluation",
 }
 

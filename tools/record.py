@@ -32,6 +32,12 @@ MEASURED = frozenset(
         "trainer_abs_dlogp_fp32",
         "first_call_s",
         "kernel_ms_per_step",
+        "model_fraction_of_peak",
+        "fraction_of_peak",
+        "compile_s",
+        "rollout_seconds",
+        "rollout_peak_bytes",
+        "recomputed_layers",
     }
 )
 

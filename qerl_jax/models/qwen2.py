@@ -120,17 +120,15 @@ class Qwen2(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         attention_mask: Bool[Array, "B T"],
-        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         """Hidden states of whole sequences, in the compute dtype.
 
         Args:
           tokens: ids; padding may be on either side.
           attention_mask: True on real tokens. Positions are its running count.
-          remat: recompute each layer in the backward pass instead of keeping its activations.
         """
         positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
-        return self._run(tokens, positions, padded_attention(self.config, attention_mask), remat=remat)[0]
+        return self._run(tokens, positions, padded_attention(self.config, attention_mask))[0]
 
     def prefill(
         self, tokens: Int[Array, " T"], layout: PackedLayout, batch_invariant: bool = False
@@ -195,7 +193,6 @@ class Qwen2(nnx.Module):
         attention: AttentionFn,
         caches: Sequence[Any] | None = None,
         executor: Executor = PLAIN_EXECUTOR,
-        remat: bool = False,
     ) -> tuple[Float[Array, "*B D"], list[Any]]:
         """Final hidden states of tokens at their positions, and the cache that `attention` returns for each layer."""
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
@@ -204,7 +201,7 @@ class Qwen2(nnx.Module):
             return layer(residual, angles, attention, cache, executor)
 
         # One jitted function for all layers: layers of one shape are traced and lowered once. XLA inlines the calls.
-        run_layer = jax.jit(jax.checkpoint(run_layer) if remat else run_layer)
+        run_layer = jax.jit(run_layer)
         residual = executor.start(self.embed_tokens.get_value()[tokens].astype(jnp.float32))
         new_caches = []
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):

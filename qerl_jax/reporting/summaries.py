@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32
 from qerl_jax import aqn
 from qerl_jax.rewards.outcomes import FLAGS
 from qerl_jax.rl.experience import Experience, equal_groups
-from qerl_jax.rl.step import learning_rate
+from qerl_jax.rl.state import learning_rate
 from qerl_jax.types import FinishReason, TrainState
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
+from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.models.qwen2 import Qwen2
 from qerl_jax.rollout.sampling import sampled_logits
@@ -80,14 +81,75 @@ def logprobs_and_entropy(
 def _chunk(
     logits: Float32[Array, "C V"], targets: Int[Array, " C"], sampling: Sampling
 ) -> tuple[Float32[Array, " C"], Float32[Array, " C"]]:
-    if sampling.truncates:
-        kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), sampling))
-        kept |= jnp.arange(logits.shape[-1]) == targets[:, None]
-        scaled = jnp.where(kept, logits / sampling.temperature, -jnp.inf)
-    else:
-        scaled = logits / sampling.temperature
+    scaled = _scaled(logits, targets, sampling)
     normalizer = jax.nn.logsumexp(scaled, axis=-1)
     chosen = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
     constant = jax.lax.stop_gradient(scaled - normalizer[:, None])
-    entropy = -jnp.sum(jnp.where(jnp.isfinite(constant), jnp.exp(constant) * constant, 0), axis=-1)
-    return chosen - normalizer, entropy
+    return chosen - normalizer, _entropy(constant)
+
+
+def _scaled(logits: Float32[Array, "C V"], targets: Int[Array, " C"], sampling: Sampling) -> Float32[Array, "C V"]:
+    """Logits of the distribution sampled from: over the temperature, −inf where it truncates."""
+    if not sampling.truncates:
+        return logits / sampling.temperature
+    kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), sampling))
+    kept |= jnp.arange(logits.shape[-1]) == targets[:, None]
+    return jnp.where(kept, logits / sampling.temperature, -jnp.inf)
+
+
+def _entropy(logprobs: Float32[Array, "C V"]) -> Float32[Array, " C"]:
+    return -jnp.sum(jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0), axis=-1)
+
+
+def logprobs_entropy_and_gradient(
+    head: Float[Array, "V D"],
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, " T"],
+    count: Int[Array, ""],
+    sampling: Sampling,
+    chunk: int = CHUNK,
+) -> tuple[Float32[Array, " T"], Float32[Array, " T"], Float32[Array, "T D"]]:
+    """Log-probability of each target, entropy, and the gradient of each log-probability to its own hidden state.
+
+    `d logp / d hidden = (onehot(target) − softmax(logits / temperature)) / temperature · head`, so a loss of the
+    log-probabilities has the gradient `(d loss / d logp) · that`, whatever the loss: one pass over the vocabulary in
+    two GEMMs a token, before the loss is known. Holds the logits of `chunk` tokens at a time.
+
+    Args:
+      head: output embedding.
+      hidden: after the final norm; the first `count` rows are read.
+      targets: token that follows each.
+      count: rows that count; the results of the others are 0.
+      sampling: temperature and truncation, as in `logprobs_and_entropy`.
+      chunk: tokens whose logits exist at one time.
+    """
+    total, width = hidden.shape
+    chunk = min(chunk, total)
+    padding = -total % chunk
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
+    targets = jnp.pad(targets, (0, padding))
+
+    def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        start = i * chunk
+        states = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
+        wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk)
+        scaled = _scaled(fp32_matmul(states, head.T), wanted, sampling)
+        logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
+        is_target = jnp.arange(head.shape[0]) == wanted[:, None]
+        d_logits = ((is_target - jnp.exp(logprobs)) / sampling.temperature).astype(hidden.dtype)
+        chosen = jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1)
+        found = chosen, _entropy(logprobs), fp32_matmul(d_logits, head)
+        within = start + jnp.arange(chunk) < count
+        found = (
+            jnp.where(within, found[0], 0),
+            jnp.where(within, found[1], 0),
+            jnp.where(within[:, None], found[2], 0),
+        )
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(into, value, start, 0) for into, value in zip(carry, found, strict=True)
+        )
+
+    empty = (jnp.zeros(total + padding), jnp.zeros(total + padding), jnp.zeros((total + padding, width)))
+    chunks = (count + chunk - 1) // chunk
+    logprobs, entropy, gradient = jax.lax.fori_loop(0, chunks, one, empty)
+    return logprobs[:total], entropy[:total], gradient[:total]

@@ -1,90 +1,42 @@
 """One rollout's update as a pure function: `grpo_step(state, frozen, batch) -> (state, metrics)`.
 
-Axes: B sequences, T tokens, C completion tokens (column c is the token at prompt length + c).
+A plain function over a few compiled programs, one for each kind of work (embedding, a layer forward, a layer backward,
+head, optimizer): what is compiled does not depend on the depth, no weight is stacked or copied, and the number of
+micro-batches is that of the sequences at hand.
+
+Axes: B sequences, S segments of a micro-batch, T its tokens, C completion tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float32
 
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rl.loss import token_losses, token_weights
-from qerl_jax.types import Batch, Policy, TrainState, merge_model
+from qerl_jax.rl import head, layer
+from qerl_jax.rl.metrics import empty_sums, mean_metrics, over_updates
+from qerl_jax.rl.packing import Packed, assign, assign_any
+from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory
+from qerl_jax.rl.state import at_layer, from_layers, trained_trees
+from qerl_jax.types import Batch, TrainState
 
 
-def learning_rate(config: Config) -> optax.Schedule:
-    """`update count -> learning rate`: a linear warm-up from zero, then the decay of `lr_scheduler_type`."""
-    total = config.max_steps * config.num_iterations
-    warmup = int(config.warmup_ratio * total)
-    match config.lr_scheduler_type:
-        case "cosine":
-            after = optax.cosine_decay_schedule(config.learning_rate, max(total - warmup, 1))
-        case "linear":
-            after = optax.linear_schedule(config.learning_rate, 0.0, max(total - warmup, 1))
-        case _:
-            after = optax.constant_schedule(config.learning_rate)
-    return optax.join_schedules([optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1)), after], [warmup])
-
-
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW in fp32 after clipping the global norm. (QeRL: 8-bit AdamW; on adapters alone the saving is small, so fp32
-    here.)
-    """
-    adamw = optax.adamw(
-        learning_rate(config),
-        config.adam_beta1,
-        config.adam_beta2,
-        config.adam_epsilon,
-        weight_decay=config.weight_decay,
-    )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
-
-
-def init_state(policy: Policy, config: Config) -> TrainState:
-    """The state before the first step.
-
-    Raises ValueError for an imported adapter with dropout: rollout and trainer would no longer be the same policy, and
-    the importance ratio would measure the dropout mask.
-    """
-    if policy.lora_config.dropout > 0:
-        raise ValueError(
-            f"the adapter has lora_dropout {policy.lora_config.dropout}: with dropout the trainer's policy differs "
-            "from the one that sampled, so the ratio would measure the dropout mask; set lora_dropout to 0 in "
-            "adapter_config.json"
-        )
-    optimizer = make_optimizer(config)
-    keep_reference = config.train_norms and config.beta > 0
-    return TrainState(
-        step=jnp.int32(0),
-        cursor=jnp.int32(0),
-        norms=policy.norms,
-        lora=policy.lora,
-        opt_state=optimizer.init(_trained(policy.lora, policy.norms, config)),
-        reference_norms=policy.norms if keep_reference else None,
-        graphdef=policy.graphdef,
-        config=config,
-        optimizer=optimizer,
-    )
-
-
-def _trained(lora: Any, norms: Any, config: Config) -> dict[str, Any]:
-    return {"lora": lora, "norms": norms} if config.train_norms else {"lora": lora}
-
-
-@jax.jit
 def grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     """Make `num_iterations` updates from one scored rollout.
 
     The first update's ratio is `exp(logp − stop_gradient(logp))`; its log-probabilities are the `old_logp` of those
     that follow, so no extra forward pass is made. An update whose loss or gradient is not finite changes nothing and
     is counted.
+
+    Called on arrays, it packs the sequences by their lengths, for which it waits; sequences without a token in the loss
+    are left out. Under `jit` lengths are unknown, and micro-batches hold as many sequences as fit at their longest.
 
     Args:
       state: from `init_state` or the last step.
@@ -93,137 +45,248 @@ def grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState,
 
     Returns:
       The next state, and scalar metrics averaged over the updates (`skipped` summed).
+
+    Raises:
+      MemoryError: the device has too little memory, with what to lower. `state` is as it was.
     """
+    state, frozen, batch = settled((state, frozen, batch))
+    plan = plan_of(state, frozen, batch)
+    try:
+        return _step(state, frozen, batch, plan)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(out_of_memory(plan)) from error
+
+
+def _step(
+    state: TrainState, frozen: Any, batch: Batch, plan: UpdatePlan
+) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
-    rows = _completion_rows(batch, min(config.max_completion_length, batch.tokens.shape[1] - 1))
-    rows["weights"] = token_weights(rows["mask"], config.loss_type, config.max_completion_length)
-    state, metrics, old = _update(state, frozen, rows)
+    work = _Work(plan, layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack), frozen, batch)
+    rows = _assigned(plan, batch)
+    completions = head.completions_of(config, batch)
+    reference = _reference(state, work, completions, rows) if config.beta > 0 else None
+    old, updates = no_logprobs(completions), []
+    for iteration in range(config.num_iterations):
+        state, metrics, logprobs = _update(state, work, completions, rows, old, iteration > 0, reference)
+        updates.append(metrics)
+        old = logprobs if iteration == 0 else old
+    return _next_step(state, updates)
 
-    def again(state: TrainState, _: None) -> tuple[TrainState, dict[str, Array]]:
-        return _update(state, frozen, rows | {"old": old})[:2]
 
-    if config.num_iterations > 1:
-        state, more = jax.lax.scan(again, state, None, length=config.num_iterations - 1)
-        metrics = {name: _combine(name, jnp.append(more[name], metrics[name])) for name in metrics}
-    return state.replace(step=state.step + 1), metrics
+class _Work(NamedTuple):
+    """What the passes of a step share."""
+
+    plan: UpdatePlan
+    shape: layer.LayerShape
+    frozen: Any
+    batch: Batch
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return head_weights(self.frozen)
 
 
-def _completion_rows(batch: Batch, width: int) -> dict[str, Array]:
-    """What the loss needs of a batch, its token arrays [B, C] starting where each completion starts: prompts have no
-    logits.
+def head_weights(frozen: Any) -> dict[str, Any]:
+    """The frozen weights behind the last layer."""
+    return {"norm": frozen["norm"]["weight"], "head": frozen.get("lm_head", frozen["embed_tokens"])}
+
+
+def settled(tree: Any) -> Any:
+    """The tree with all arrays committed to the device that some are committed to. JAX compiles a program anew where
+    one argument is committed that was not before, and the results of one committed argument all are.
     """
-    columns = batch.prompt_lengths[:, None] + jnp.arange(width)
-    inside = columns < batch.tokens.shape[1]
-    columns = jnp.where(inside, columns, 1)
 
-    def take(array: Array) -> Array:
-        return jnp.take_along_axis(array, columns, axis=1)
+    def is_committed(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
-    return {
-        "tokens": batch.tokens,
-        "attention_mask": batch.attention_mask,
-        "columns": columns,
-        "targets": take(batch.tokens),
-        "mask": take(batch.loss_mask) & inside,
-        "behaviour": take(batch.logprobs),
-        "advantages": batch.advantages,
-    }
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(tree) if is_committed(leaf)}
+    if len(shardings) != 1 or all(map(is_committed, jax.tree.leaves(tree))):
+        return tree
+    [sharding] = shardings
 
+    def commit(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return leaf if isinstance(leaf, jax.core.Tracer) or is_committed(leaf) else jax.device_put(leaf, sharding)
 
-def _combine(name: str, values: Array) -> Array:
-    if name == "skipped":
-        return values.sum()
-    return values.max() if name.endswith("/max") else values.min() if name.endswith("/min") else values.mean()
+    return jax.tree.map(commit, tree)
 
 
-def _update(state: TrainState, frozen: Any, rows: dict[str, Array]) -> tuple[TrainState, dict[str, Array], Array]:
+def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
+    """The shape of an update. The same for every batch of one width and for every step of a run; works on abstract
+    arrays.
+    """
+    trained = trained_trees(state.lora, state.norms, state.config)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((frozen, state, batch, trained)))
+    itemsize = frozen["embed_tokens"].dtype.itemsize
+    longest, count = batch.tokens.shape[1], batch.tokens.shape[0]
+    return make_update_plan(state.model, itemsize, state.config, count, longest, free_for_activations(held))
+
+
+def _assigned(plan: UpdatePlan, batch: Batch) -> np.ndarray:
+    """Sequences of each micro-batch, [M, S]."""
+    if isinstance(batch.lengths, jax.core.Tracer) or isinstance(batch.loss_mask, jax.core.Tracer):
+        return assign_any(batch.tokens.shape[0], plan.pack)
+    lengths, mask = jax.device_get((batch.lengths, batch.loss_mask))
+    return assign(np.where(mask.any(axis=1), lengths, 0), plan.pack)
+
+
+without_adapters = jax.jit(without_adapter)
+# Arguments whose values do not matter are kept, so that results are committed to a device where the arguments are.
+_from_shapes = functools.partial(jax.jit, keep_unused=True)
+
+
+@_from_shapes
+def no_logprobs(completions: head.Completions) -> Float32[Array, "B C"]:
+    """Zeros, one for each completion token."""
+    return jnp.zeros_like(completions["weights"])
+
+
+def trained_names(state: TrainState) -> list[str]:
+    """Which of a layer's trees train: "lora", and "norms" under `train_norms`."""
+    return list(trained_trees(state.lora, state.norms, state.config))
+
+
+def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
+    """The trained trees of each layer."""
+    adapters = lora.get("layers", {})
+    return [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
+
+
+def _reference(state: TrainState, work: _Work, completions: head.Completions, rows: np.ndarray) -> Array:
+    """Log-probabilities of the adapter-free policy, [B, C]."""
+    norms = state.norms if state.reference_norms is None else state.reference_norms
+    layers = layers_of(without_adapters(state.lora), norms)
+    logprobs = no_logprobs(completions)
+    for some in rows:
+        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
+        for i, trained in enumerate(layers):
+            x = layer.forward(work.shape, work.frozen["layers"][i], trained, x, packed)
+        logprobs = head.head_logprobs(work.shape, state.config, work.head, x, packed, completions, logprobs)
+    return logprobs
+
+
+def _update(
+    state: TrainState,
+    work: _Work,
+    completions: head.Completions,
+    rows: np.ndarray,
+    old: Array,
+    has_old: bool,
+    reference: Array | None,
+) -> tuple[TrainState, dict[str, Array], Array]:
     """One optimizer update; also returns the log-probabilities before it, [B, C]."""
     config: Config = state.config
-    params = _trained(state.lora, state.norms, config)
-    parts = config.gradient_accumulation_steps
-
-    def part(leaf: Array) -> Array:
-        return leaf.reshape(parts, leaf.shape[0] // parts, *leaf.shape[1:])
-
-    def accumulate(total: Any, some: dict[str, Array]) -> tuple[Any, tuple]:
-        (_, aux), gradient = jax.value_and_grad(_loss, has_aux=True)(params, state, frozen, some)
-        return jax.tree.map(jnp.add, total, gradient), aux
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    gradient, (sums, logprobs) = jax.lax.scan(accumulate, zeros, jax.tree.map(part, rows))
-    metrics = _reduce(sums)
-    metrics["grad_norm"] = optax.tree.norm(gradient)
-
-    updates, opt_state = state.optimizer.update(gradient, state.opt_state, params)
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    fresh = {"opt_state": opt_state, **optax.apply_updates(params, updates)}
-    kept = jax.tree.map(lambda new, last: jnp.where(finite, new, last), fresh, {"opt_state": state.opt_state, **params})
-    metrics["skipped"] = 1.0 - finite.astype(jnp.float32)
-    return state.replace(**kept), metrics, logprobs.reshape(rows["mask"].shape)
+    layers = layers_of(state.lora, state.norms)
+    gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
+    sums, logprobs = no_sums(completions, reference), no_logprobs(completions)
+    for some in rows:
+        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
+        x, kept = _forward(work, layers, x, packed)
+        d_x, sums, logprobs = head.head_loss(
+            work.shape, config, work.head, x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs
+        )
+        del x
+        d_x = _backward(work, layers, gradients, kept, d_x, packed)
+        if not isinstance(d_x, jax.core.Tracer):
+            jax.block_until_ready(d_x)  # a host that ran ahead would hold the activations of several micro-batches
+    state, metrics = _apply(state, gradients, sums)
+    return state, metrics, logprobs
 
 
-def _loss(
-    params: dict[str, Any], state: TrainState, frozen: Any, rows: dict[str, Array]
-) -> tuple[Array, tuple[dict[str, Array], Array]]:
-    """Weighted loss of some rows, with sums for the metrics and the rows' log-probabilities."""
-    config: Config = state.config
-    mask = rows["mask"]
-
-    def evaluate(lora: Any, norms: Any) -> tuple[Array, Array]:
-        model = merge_model(state.graphdef, frozen, norms, lora)
-        hidden = model(rows["tokens"], rows["attention_mask"], remat=config.gradient_checkpointing)
-        before = jnp.take_along_axis(hidden, rows["columns"][:, :, None] - 1, axis=1)
-        return logprobs_and_entropy(model, before, rows["targets"], config.sampling, config.logprob_chunk_size)
-
-    logprobs, entropy = evaluate(params["lora"], params.get("norms", state.norms))
-    reference = None
-    if config.beta > 0:
-        base_norms = state.norms if state.reference_norms is None else state.reference_norms
-        reference = jax.lax.stop_gradient(evaluate(without_adapter(state.lora), base_norms)[0])
-    old = rows.get("old", jax.lax.stop_gradient(logprobs))
-    losses, values = token_losses(logprobs, old, rows["behaviour"], reference, rows["advantages"], mask, config)
-    loss = jnp.sum(jnp.where(mask, rows["weights"] * losses, 0))
-    return loss, (_sums(loss, mask, entropy, values), jax.lax.stop_gradient(logprobs))
-
-
-def _sums(loss: Array, mask: Array, entropy: Array, values: dict[str, Array]) -> dict[str, Array]:
-    """Sums and extremes over the masked tokens of some rows; `_reduce` makes the batch's metrics of them."""
-
-    def total(value: Array) -> Array:
-        return jnp.sum(jnp.where(mask, value, 0))
-
-    importance, mismatch = values["importance"], values["mismatch"]
-    sums = {
-        "loss": loss,
-        "tokens": total(jnp.ones_like(entropy)),
-        "entropy": total(entropy),
-        "clip_ratio/low_mean": total(values["clip_low"]),
-        "clip_ratio/high_mean": total(values["clip_high"]),
-        "sampling/sampling_logp_difference/mean": total(jnp.abs(mismatch)),
-        "sampling/sampling_logp_difference/max": jnp.max(jnp.where(mask, jnp.abs(mismatch), 0)),
-        "sampling/kl": total(jnp.expm1(mismatch) - mismatch),
-        "sampling/token_mult_prob_error": total(jnp.exp(jnp.abs(mismatch))),
-        "sampling/importance_sampling_ratio/mean": total(importance),
-        "sampling/importance_sampling_ratio/min": jnp.min(jnp.where(mask, importance, jnp.inf)),
-        "sampling/importance_sampling_ratio/max": jnp.max(jnp.where(mask, importance, 0)),
-    }
-    if "kl" in values:
-        sums["kl"] = total(values["kl"])
-    return jax.tree.map(jax.lax.stop_gradient, sums)
-
-
-def _reduce(sums: dict[str, Array]) -> dict[str, Array]:
-    """Metrics of a batch from the sums of its parts, under TRL's names; means are over the tokens in the loss."""
-    tokens = jnp.maximum(sums["tokens"].sum(), 1)
-    metrics = {}
-    for name, value in sums.items():
-        if name.endswith("/max"):
-            metrics[name] = value.max()
-        elif name.endswith("/min"):
-            metrics[name] = jnp.where(sums["tokens"].sum() > 0, value.min(), 1.0)
-        elif name in ("loss", "tokens"):
-            metrics[name] = value.sum()
+def _forward(
+    work: _Work, layers: list[dict[str, Any]], x: Array, packed: Packed
+) -> tuple[Array, list[tuple[Array, layer.Kept | None]]]:
+    """The residual stream behind the last layer, and what each layer keeps."""
+    held = []
+    for i, trained in enumerate(layers):
+        arguments = work.shape, work.frozen["layers"][i], trained, x, packed
+        before, kept = x, None
+        if i < work.plan.recomputed:
+            x = layer.forward(*arguments)
         else:
-            metrics[name] = value.sum() / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-    return metrics
+            x, kept = layer.forward_and_keep(*arguments)
+        held.append((before, kept))
+    return x, held
+
+
+def _backward(
+    work: _Work, layers: list[dict[str, Any]], gradients: list[Any], held: list, d_x: Array, packed: Packed
+) -> Array:
+    """The gradient of the embedding; those of the layers are added to `gradients`, and `held` is emptied."""
+    for i in reversed(range(len(layers))):
+        x, kept = held.pop()
+        gradients[i], d_x = layer.backward(
+            work.shape, work.frozen["layers"][i], layers[i], gradients[i], x, kept, d_x, packed
+        )
+    return d_x
+
+
+@_from_shapes
+def zeros_like(tree: Any) -> Any:
+    """Zeros in the form of a tree of arrays."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+@_from_shapes
+def no_sums(completions: head.Completions, reference: Array | None) -> dict[str, Array]:
+    """Sums over no token; with the KL's where there is a reference."""
+    return empty_sums(reference is not None)
+
+
+def _apply(state: TrainState, gradients: list[Any], sums: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+    """The optimizer's step, if loss and gradient are finite, and the update's metrics."""
+    config: Config = state.config
+    squares = zeros_like(sums["loss"])
+    for gradient in gradients:
+        squares = add_squares(gradient, squares)
+    metrics, factor = finish(config.max_grad_norm, sums, squares)
+    before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, config)}
+    after = []
+    for i, gradient in enumerate(gradients):
+        after.append(apply_to_layer(state.optimizer, at_layer(before, i), as_tree(gradient), factor))
+    return state.replace(**from_layers(after)), metrics
+
+
+def as_tree(gradient: dict[str, Any]) -> dict[str, Any]:
+    """A layer's gradient in the form of `at_layer`."""
+    return {name: {"layers": {0: own}} if own else {} for name, own in gradient.items()}
+
+
+@jax.jit
+def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
+    """The total with the sum of squares of a layer's gradient."""
+    return total + sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def finish(max_norm: float, sums: dict[str, Array], squares: Array) -> tuple[dict[str, Array], Float32[Array, ""]]:
+    """The update's metrics, and what multiplies the gradient: at most 1, NaN for an update that is to be skipped."""
+    metrics = mean_metrics(sums)
+    norm = metrics["grad_norm"] = jnp.sqrt(squares)
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+    metrics["skipped"] = 1.0 - finite.astype(jnp.float32)
+    return metrics, jnp.where(finite, max_norm / jnp.maximum(norm, max_norm), jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def apply_to_layer(optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
+    """The optimizer's state and the parameters of one layer after its step, or as before where `factor` is NaN."""
+    params = {name: before[name] for name in gradient}
+    gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
+    updates, opt_state = optimizer.update(gradient, before["opt_state"], params)
+    after = {"opt_state": opt_state, **optax.apply_updates(params, updates)}
+    return jax.tree.map(lambda new, last: jnp.where(jnp.isnan(factor), last, new), after, before)
+
+
+@jax.jit
+def next_count(step: Array, updates: list[dict[str, Array]]) -> tuple[Array, dict[str, Array]]:
+    """The next step's count, and the metrics of the updates as one."""
+    return step + 1, over_updates(updates)
+
+
+def _next_step(state: TrainState, updates: list[dict[str, Array]]) -> tuple[TrainState, dict[str, Array]]:
+    step, metrics = next_count(state.step, updates)
+    return state.replace(step=step), metrics

@@ -49,8 +49,6 @@ def parameter_table(planned: Plan) -> Table:
 
 def memory_table(memory: Memory, config: Config) -> Table:
     """A row for each thing that takes memory, and both peaks."""
-    width = config.max_prompt_length + config.max_completion_length
-    rows = config.batch_size // config.gradient_accumulation_steps
     table = _table("Memory estimate (GB = 1e9 bytes)", "what", "rollout", "update", "evaluation")
     evaluated = memory.eval_sequences > 0
     sequences = f"{memory.sequences} sequences" + (f" (evaluation: {memory.eval_sequences})" if evaluated else "")
@@ -63,9 +61,10 @@ def memory_table(memory: Memory, config: Config) -> Table:
     row("weights, adapters, norms, optimizer state", held, held, held)
     row(f"keys and values of {sequences} at a time", memory.cache, None, memory.eval_cache)
     row("decode step: logits and sampling", memory.logits, None, memory.eval_logits)
-    row("gradient, and the next state beside the last", None, memory.update_state)
-    row(f"activations of {rows} sequences of {width} tokens at a time", None, memory.activations)
-    row(f"logits of {config.logprob_chunk_size} tokens at a time", None, memory.logits_chunk)
+    row("gradient", None, memory.gradient)
+    pack, recomputed = memory.update_plan.pack, memory.update_plan.recomputed
+    row(f"activations of {pack.tokens} tokens, {recomputed} layers recomputed", None, memory.activations)
+    row("a layer's backward pass, or the head", None, memory.working)
     table.add_section()
     row("peak, about", memory.rollout, memory.update, memory.evaluation)
     return table

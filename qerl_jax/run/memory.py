@@ -23,7 +23,8 @@ from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
-from qerl_jax.rl.step import init_state
+from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan
+from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.types import Policy, TrainState
 
@@ -58,9 +59,11 @@ class Memory:
       eval_cache: their keys and values.
       eval_logits: logits and sampling of an evaluation's decode step.
       logits: logits and sampling of a rollout's decode step.
-      update_state: gradient, and the next state beside the last.
-      activations: what the backward pass keeps, and the one layer it is at.
-      logits_chunk: logits of one chunk of the update.
+      gradient: of the trained trees.
+      update_state: gradient, and the next state beside the last, when no activation is left.
+      update_plan: shape of a micro-batch and the layers that are recomputed; not bytes.
+      activations: kept by the layers for their backward pass.
+      working: temporary memory of the update's largest program: a layer's backward pass, or the head.
     """
 
     weights: int
@@ -71,9 +74,11 @@ class Memory:
     eval_cache: int
     eval_logits: int
     logits: int
+    gradient: int
     update_state: int
+    update_plan: UpdatePlan
     activations: int
-    logits_chunk: int
+    working: int
 
     @property
     def rollout(self) -> int:
@@ -88,7 +93,7 @@ class Memory:
     @property
     def update(self) -> int:
         """Most at one time during the update."""
-        return self.weights + self.state + self.update_state + self.activations + self.logits_chunk
+        return self.weights + self.state + max(self.gradient + self.activations + self.working, self.update_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,34 +262,20 @@ def parameter_table(policy: Policy, state: TrainState) -> list[Part]:
 def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory:
     """Bytes on a GPU, from shapes (`policy` and `state` may be abstract). Raises ValueError if no rollout fits.
 
-    With e bytes of the compute dtype, B sequences of T = prompt + completion tokens (in the update at a time
-    r = B / gradient_accumulation_steps of them, m = r T tokens), and the model's L, D, F, V, N query, K key heads of H:
+    With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
 
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
     - cache: `2 L K H e` (1 for e in layers whose keys and values are FP8) for each token of the prompts and completions
       that the rollout holds at one time (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the
       `eval_batch_size` of an evaluation.
     - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
-    - update with gradient_checkpointing: `4 D m` kept for each layer (the residual stream is fp32), and one layer at
-      work, `(4 + e) N r T² + (16 + 4 e) F m + 8 e D m`. Without: `(4 + e) N r T² + 8 (e − 1) F m + 10 (e − 1) D m`
-      kept for each layer, and `16 F m`. Where weights are quantized and the product is XLA's, also the largest fused
-      projection in the compute dtype.
-    - logits of the update: `8 V` for each of `logprob_chunk_size` tokens; never at the same time as a layer at work, so
-      the larger counts.
-
-    The factors of the update were fitted to what XLA's buffer assignment reserves in programs compiled for an H200 (jax
-    0.11.2). There it is within 10 % (7B shape, 2 to 28 layers, 384 to 4608 tokens; small shapes, bf16 and fp32). On the
-    CPU, up to 30 % more without gradient_checkpointing, and with it up to 4 times, because the compiler there undoes
-    the recomputation. `tests/run/test_memory.py` repeats both.
+    - update: what `rl.plan.make_update_plan` decides from the memory that the rest leaves: activations that the layers
+      keep, and the largest program's own (a layer's backward pass, or the logits of `logprob_chunk_size` tokens and
+      what is made of them).
     """
     model: ModelConfig = policy.config
     e = policy.dtype.itemsize
-    d, f, heads = model.hidden_size, model.intermediate_size, model.num_heads
     width = config.max_prompt_length + config.max_completion_length
-    rows = config.batch_size // config.gradient_accumulation_steps
-    tokens = rows * width
-    scores = (4 + e) * heads * rows * width**2
-
     lengths = config.max_prompt_length, config.max_completion_length
     rollout = choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
     evaluation = None
@@ -292,13 +283,9 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
         evaluation = choose_shapes(
             policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine
         )
-    if config.gradient_checkpointing:
-        kept, working = 4 * d * tokens, scores + (16 + 4 * e) * f * tokens + 8 * e * d * tokens
-    else:
-        kept, working = scores + (e - 1) * (8 * f + 10 * d) * tokens, 16 * f * tokens
-    working += _dequantized(policy)
-    logits_chunk = 8 * model.vocab_size * min(config.logprob_chunk_size, rows * config.max_completion_length)
     trained = tree_bytes(state.lora) + (tree_bytes(state.norms) if config.train_norms else 0)
+    held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
+    update = make_update_plan(model, e, config, config.batch_size, width, free_for_activations(held))
     return Memory(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),
@@ -308,9 +295,11 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
         eval_cache=evaluation.cache_bytes if evaluation else 0,
         eval_logits=12 * model.vocab_size * evaluation.slots if evaluation else 0,
         logits=12 * model.vocab_size * rollout.slots,
+        gradient=trained,
         update_state=2 * trained + tree_bytes(state.opt_state),
-        activations=model.num_layers * kept + max(0, working - logits_chunk),
-        logits_chunk=logits_chunk,
+        update_plan=update,
+        activations=update.kept_bytes,
+        working=update.working_bytes + _dequantized(policy),
     )
 
 

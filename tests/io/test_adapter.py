@@ -26,7 +26,7 @@ from qerl_jax.io.safetensors import CheckpointError
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
-from qerl_jax.rl.step import init_state
+from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 9))

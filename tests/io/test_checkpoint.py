@@ -20,7 +20,7 @@ from qerl_jax.io import checkpoint
 from qerl_jax.io.checkpoint import MANIFEST_FILE, Checkpointer
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.safetensors import CheckpointError
-from qerl_jax.rl.step import init_state
+from qerl_jax.rl.state import init_state
 from qerl_jax.types import TrainState
 
 

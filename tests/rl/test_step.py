@@ -14,14 +14,14 @@ import pytest
 import torch
 from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
 from oracles import torch_grpo, torch_qwen2
+from updates import ROWS, make_batch, make_config
 
 from qerl_jax.config import Config
 from qerl_jax.io.adapter import map_adapters, map_norms
-from qerl_jax.rl.step import grpo_step, init_state, learning_rate
-from qerl_jax.types import Batch, FinishReason, Policy, TrainState
+from qerl_jax.rl.state import init_state, learning_rate
+from qerl_jax.rl.step import grpo_step
+from qerl_jax.types import Batch, Policy, TrainState
 
-PROMPT, LENGTH, ROWS = 4, 11, 4
-COMPLETION = LENGTH - PROMPT
 STARTS: dict[Config, TrainState] = {}
 
 
@@ -39,51 +39,6 @@ def start(policy: Policy, config: Config) -> TrainState:
     if config not in STARTS:
         STARTS[config] = init_state(policy, config)
     return STARTS[config]
-
-
-def make_config(**changes) -> Config:
-    defaults = {
-        "model": "x",
-        "batch_size": ROWS,
-        "num_generations": 2,
-        "num_iterations": 1,
-        "max_completion_length": COMPLETION,
-        "max_steps": 10,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "warmup_ratio": 0.0,
-        "weight_decay": 0.0,
-        "adam_epsilon": 1e-3,  # a step then is no mere sign of the gradient, and fp32 noise in tiny entries stays noise
-        "max_grad_norm": 1e9,
-        "importance_sampling_cap": None,
-        "sigma_start": 0.0,
-        "sigma_end": 0.0,
-        "logprob_chunk_size": 5,
-        "gradient_checkpointing": False,
-    }
-    return Config(**{**defaults, **changes})
-
-
-def make_batch(vocab: int, seed: int = 0, rows: int = ROWS) -> Batch:
-    """Random prompts and completions of different lengths, right-padded; behaviour log-probabilities are near no
-    policy's.
-    """
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, vocab, (rows, LENGTH)).astype(np.int32)
-    prompts = rng.integers(1, PROMPT + 1, rows)
-    lengths = prompts + rng.integers(1, COMPLETION + 1, rows)
-    columns = np.arange(LENGTH)
-    mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
-    return Batch(
-        tokens=jnp.asarray(np.where(columns < lengths[:, None], tokens, 0)),
-        logprobs=jnp.asarray(np.where(mask, -rng.gamma(8, 0.5, mask.shape), 0), jnp.float32),
-        prompt_lengths=jnp.asarray(prompts, jnp.int32),
-        lengths=jnp.asarray(lengths, jnp.int32),
-        finish=jnp.full(rows, FinishReason.EOS, jnp.int8),
-        prompt_index=jnp.asarray(np.arange(rows) // 2, jnp.int32),
-        advantages=jnp.asarray(rng.normal(size=rows), jnp.float32),
-        loss_mask=jnp.asarray(mask),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +149,7 @@ ORACLE = {
     "plain": {},
     "everything-dapo": {
         "num_iterations": 3,
-        "gradient_accumulation_steps": 2,
+        "tokens_per_micro_batch": 128,
         "temperature": 0.7,
         "importance_sampling_cap": 1.5,
         "weight_decay": 0.1,
@@ -209,7 +164,7 @@ ORACLE = {
         "loss_type": "grpo",
         "importance_sampling_level": "sequence",
         "num_iterations": 2,
-        "gradient_checkpointing": True,
+        "update_memory_gb": 1e-9,
     },
     "kl-without-norms-dr_grpo": {"beta": 0.5, "loss_type": "dr_grpo", "max_completion_length": 9},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "num_iterations": 2, "importance_sampling_cap": 2.0},
@@ -283,14 +238,6 @@ def test_mismatch_metrics_by_hand(micro, batch):
     assert float(metrics["tokens"]) == mask.sum()
 
 
-def test_accumulation_equals_the_big_batch(micro, batch):
-    """Rows of different lengths, so that means over parts are not the mean over the whole."""
-    whole, parts = (
-        make_config(gradient_accumulation_steps=n, loss_type="grpo", importance_sampling_cap=2.0) for n in (1, 2)
-    )
-    _same(grpo_step(start(micro, whole), micro.frozen, batch), grpo_step(start(micro, parts), micro.frozen, batch))
-
-
 def _same(first, second) -> None:
     for a, b in zip(jax.tree.leaves(first[0].lora), jax.tree.leaves(second[0].lora), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -354,16 +301,6 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batc
     assert float(metrics["skipped"]) == 0
     expected, _ = grpo_step(state, micro.frozen, batch)
     assert_trees_equal(again.lora, expected.lora)
-
-
-def test_one_trace_serves_every_step(micro):
-    config = make_config(num_iterations=2, max_steps=7)
-    state = start(micro, config)
-    before = grpo_step._cache_size()
-    for step in range(4):
-        state, _ = grpo_step(state, micro.frozen, make_batch(64, seed=step))
-    assert grpo_step._cache_size() == before + 1
-    state.lora, micro.frozen, jax.tree.map(np.asarray, (state.lora, micro.frozen))  # nothing was donated
 
 
 def test_dropout_is_refused_with_the_reason(micro):

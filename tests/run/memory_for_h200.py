@@ -6,23 +6,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
+from typing import Any
 
 import h200
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
+from qerl_jax.compilation import Program
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.rl.advantages import make_batch
-from qerl_jax.rl.step import grpo_step
+from qerl_jax.rl import attention
+from qerl_jax.rl.compile import abstract_batch, kept_bytes_of_a_layer, update_programs
+from qerl_jax.rl.step import plan_of
 from qerl_jax.run.memory import abstract_trees, estimate_memory
-from qerl_jax.types import Batch, Policy, Rollout, TrainState
+from qerl_jax.types import Batch, Policy, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
 CASES = [
     (SMALL, {}),
-    (SMALL, {"gradient_checkpointing": False}),
-    (SMALL, {"dtype": "float32", "max_completion_length": 192}),
+    (SMALL, {"update_memory_gb": 1e-9}),
+    (SMALL, {"max_completion_length": 192, "tokens_per_micro_batch": 1024}),
     (dataclasses.replace(SMALL, num_layers=6, intermediate_size=1024), {"max_completion_length": 448}),
     (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
 ]
@@ -31,33 +36,68 @@ CASES = [
 def abstract_update(config: Config, model: ModelConfig) -> tuple[Policy, TrainState, Batch]:
     """Arguments of `grpo_step` as shapes."""
     policy, state = abstract_trees(model, config.weight_format, config)
-    rows, width = config.batch_size, config.max_prompt_length + config.max_completion_length
-
-    def batch() -> Batch:
-        flat = jnp.zeros(rows, jnp.int32)
-        tokens, finish = jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int8)
-        rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, finish, flat)
-        return make_batch(rollout, jnp.zeros(rows))
-
-    return policy, state, jax.eval_shape(batch)
+    return policy, state, abstract_batch(config)
 
 
 def estimate(policy: Policy, state: TrainState, config: Config) -> int:
-    """What the dry run says the update takes besides its arguments."""
+    """What the dry run says the update takes besides its arguments and the gradient."""
     memory = estimate_memory(policy, state, config)
-    return memory.update_state + memory.activations + memory.logits_chunk
+    return memory.activations + memory.working
+
+
+def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> int:
+    """Bytes that the layers of a micro-batch keep, and the most that a program reserves beside them."""
+    plan = plan_of(state, frozen, batch)
+    layers, working = state.model.num_layers, 0
+    for program in update_programs(state, frozen, batch):
+        if not program.name.startswith(("layer", "head")):
+            continue
+        working = max(working, compiled(program).memory_analysis().temp_size_in_bytes)
+    x = 4 * plan.pack.tokens * state.model.hidden_size
+    kept = kept_bytes_of_a_layer(state, frozen, batch) if plan.recomputed < layers else 0
+    return layers * x + (layers - plan.recomputed) * kept + working
+
+
+def without_cudnn() -> None:
+    """Stand-ins of the same shapes for cuDNN's attention, which this machine lacks."""
+
+    def forward(q, k, v, packed, shape):
+        rows, slots = attention._views(shape)
+        statistics = jnp.zeros((rows * slots, q.shape[1], shape.tokens // rows), jnp.float32)
+        return q * k[0, 0, 0] * v[0, 0, 0], statistics + q[0, 0, 0]
+
+    def backward(q, k, v, out, statistics, d_out, packed, shape):
+        kv_heads = k.shape[1]
+        return d_out * statistics.mean().astype(q.dtype), k * d_out[:, :kv_heads], v * (out * q)[:, :kv_heads]
+
+    attention.is_flash = lambda dtype: dtype == jnp.bfloat16
+    attention._cudnn_forward, attention._cudnn_backward = forward, backward
+
+
+def for_h200(program: Program) -> Compiled:
+    """A program compiled for an H200."""
+
+    def is_array(argument: Any) -> bool:
+        leaves = jax.tree.leaves(argument)
+        return not leaves or hasattr(leaves[0], "shape")
+
+    static = [argument for argument in program.arguments if not is_array(argument)]
+
+    def function(*arguments: Any) -> Any:
+        return program.function(*static, *arguments)
+
+    return h200.lower(jax.jit(function), program.arguments[len(static) :]).compile()
 
 
 def main() -> None:
     fixed = {"model": "x", "weight_format": "nvfp4", "num_iterations": 1, "lora_rank": 8, "logprob_chunk_size": 128}
     sizes = {"batch_size": 8, "num_generations": 4, "max_prompt_length": 64, "max_completion_length": 64}
+    without_cudnn()
     rows = []
     for model, change in CASES:
         config = Config(**fixed | sizes | change)
         policy, state, batch = abstract_update(config, model)
-        compiled = h200.lower(grpo_step, (state, policy.frozen, batch)).compile()
-        found = compiled.memory_analysis()
-        real = found.temp_size_in_bytes + found.output_size_in_bytes
+        real = reserved(state, policy.frozen, batch, for_h200)
         rows.append({"change": change, "real": real, "estimate": estimate(policy, state, config)})
     print(json.dumps(rows))
 

@@ -1,0 +1,151 @@
+"""The programs of an update, known before the first rollout, so that they can be compiled while nothing waits for them.
+
+A program compiled here is the one that `grpo_step` runs: it is found in the cache of its `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.compilation import Program, compile_programs
+from qerl_jax.config import Config
+from qerl_jax.rl import head, layer, step
+from qerl_jax.rl.state import at_layer, trained_trees
+from qerl_jax.types import Batch, TrainState
+
+
+class _Call(NamedTuple):
+    """A call of a jitted function; arrays may be abstract."""
+
+    name: str
+    function: Any
+    static: tuple
+    arguments: tuple
+
+    def program(self) -> Program:
+        return Program(self.name, self.function, (*self.static, *self.arguments))
+
+    def outputs(self) -> Any:
+        """Abstract results, committed to a device where an argument is."""
+        abstract = jax.eval_shape(lambda *arguments: self.function(*self.static, *arguments), *self.arguments)
+        arguments = jax.tree.leaves(self.arguments)
+        shardings = [leaf.sharding for leaf in arguments if _is_committed(leaf)][:1]
+        for sharding in shardings:
+            abstract = jax.tree.map(functools.partial(_placed, sharding=sharding), abstract)
+        return abstract
+
+
+def _is_committed(leaf: Any) -> bool:
+    return getattr(leaf, "committed", getattr(leaf, "sharding", None) is not None)
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def abstract_batch(config: Config, width: int | None = None) -> Batch:
+    """The shape of a step's batch, with sequences of `width` tokens (None: the limits' sum)."""
+    rows = config.batch_size
+    width = config.max_prompt_length + config.max_completion_length if width is None else width
+
+    def batch() -> Batch:
+        flat, tokens = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, width), jnp.int32)
+        floats = tokens.astype(jnp.float32)
+        return Batch(tokens, floats, flat, flat, flat.astype(jnp.int8), flat, floats[:, 0], tokens > 0)
+
+    return jax.eval_shape(batch)
+
+
+def update_programs(state: TrainState, frozen: Any, batch: Batch) -> list[Program]:
+    """Every program of `grpo_step` on such arguments, abstract or not; the largest ones first."""
+    return [call.program() for call in _calls(state, frozen, batch)]
+
+
+def kept_bytes_of_a_layer(state: TrainState, frozen: Any, batch: Batch) -> int:
+    """Bytes that a layer keeps for its backward pass, besides its input."""
+    [keep] = [call for call in _calls(state, frozen, batch) if call.function is layer.forward_and_keep]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(keep.outputs()[1]))
+
+
+def _calls(state: TrainState, frozen: Any, batch: Batch) -> Iterator[_Call]:
+    config: Config = state.config
+    state, frozen, batch = step.settled((state, frozen, batch))
+    plan = step.plan_of(state, frozen, batch)
+    shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
+    own, trained = frozen["layers"][0], step.layers_of(state.lora, state.norms)[0]
+    zeros = _Call("zeros", step.zeros_like, (), ({name: trained[name] for name in step.trained_names(state)},))
+    completions = _Call("completions", head.completions_of, (config,), (batch,))
+    rows = jax.ShapeDtypeStruct((plan.pack.segments,), jnp.int32)
+    embed = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, rows))
+    x, packed = embed.outputs()
+    found, gradient = completions.outputs(), zeros.outputs()
+    keep = _Call("layer forward", layer.forward_and_keep, (shape,), (own, trained, x, packed))
+    x_after, kept = keep.outputs()
+
+    def backward(name: str, kept: layer.Kept | None) -> _Call:
+        return _Call(name, layer.backward, (shape,), (own, trained, gradient, x, kept, x_after, packed))
+
+    if plan.recomputed < state.model.num_layers:
+        yield backward("layer backward", kept)
+        yield keep
+    if plan.recomputed:
+        yield backward("layer recomputed and backward", None)
+    if plan.recomputed or config.beta > 0:
+        yield _Call("layer forward, nothing kept", layer.forward, (shape,), (own, trained, x, packed))
+    weights = step.head_weights(frozen)
+    none = _Call("no logprobs", step.no_logprobs, (), (found,))
+    logprobs = none.outputs()
+    reference = logprobs if config.beta > 0 else None
+    sums = _Call("no sums", step.no_sums, (), (found, reference))
+    has_old = jax.ShapeDtypeStruct((), jnp.bool_)
+    loss = _Call(
+        "head",
+        head.head_loss,
+        (shape, config),
+        (weights, x, packed, found, logprobs, has_old, reference, sums.outputs(), logprobs),
+    )
+    yield loss
+    if reference is not None:
+        arguments = weights, x, packed, found, logprobs
+        yield _Call("head of the reference", head.head_logprobs, (shape, config), arguments)
+        yield _Call("reference", step.without_adapters, (), (state.lora,))
+    yield from (embed, completions, zeros, none, sums)
+    yield from _optimizer_programs(state, gradient, loss.outputs()[1])
+
+
+def _optimizer_programs(state: TrainState, gradient: Any, sums: Any) -> Iterator[_Call]:
+    zero = _Call("zero", step.zeros_like, (), (sums["loss"],))
+    squares = _Call("squares", step.add_squares, (), (gradient, zero.outputs()))
+    finish = _Call("metrics", step.finish, (state.config.max_grad_norm,), (sums, squares.outputs()))
+    metrics, factor = finish.outputs()
+    before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
+    arguments = at_layer(before, 0), step.as_tree(gradient), factor
+    yield _Call("optimizer", step.apply_to_layer, (state.optimizer,), arguments)
+    yield from (zero, squares, finish)
+    yield _Call("metrics of all updates", step.next_count, (), (state.step, [metrics] * state.config.num_iterations))
+
+
+def compile_update(
+    state: TrainState,
+    frozen: Any,
+    batch: Batch,
+    threads: int | None = None,
+    done: Callable[[str, int], None] | None = None,
+) -> int:
+    """Compile every program of `grpo_step` on such arguments, several at a time (`compilation.compile_programs`).
+
+    Args:
+      state, frozen: as they will be given, or abstract.
+      batch: likewise (`abstract_batch`).
+      threads: programs compiled at one time.
+      done: called after each with its name and how many are done.
+
+    Returns:
+      The number of programs.
+    """
+    return compile_programs(update_programs(state, frozen, batch), threads, done)

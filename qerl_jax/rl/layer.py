@@ -1,0 +1,186 @@
+"""One decoder layer of the update, forward and backward, on packed sequences.
+
+Layers have one shape, so each function here is one program whatever the depth. Between the passes a layer keeps
+(`Kept`) the results of its matmuls and of attention; norms, SiLU and casts are computed again. No matmul of the frozen
+weights runs twice, unless the layer keeps nothing but its input.
+
+Axes: T tokens, N query heads, K key/value heads, H head dim, D model, E = 2 F gate and up, A = H / 2 rotary angles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+from qerl_kernels.ops import silu_mul
+
+from qerl_jax.models.attention import rotary_angles, split_and_rotate
+from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
+from qerl_jax.models.qwen2 import DecoderLayer
+from qerl_jax.rl.attention import Statistics, segment_attention, segment_attention_backward
+from qerl_jax.rl.packing import Packed, PackShape
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "k", "v", "attended", "statistics", "delta", "gate_up"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a layer keeps for its backward pass, besides its input.
+
+    Attributes:
+      q, k, v: after the rotary embedding.
+      attended: attention's output.
+      statistics: of its softmax.
+      delta: what attention adds to the residual stream.
+      gate_up: gate and up, side by side.
+    """
+
+    q: Float[Array, "T N H"]
+    k: Float[Array, "T K H"]
+    v: Float[Array, "T K H"]
+    attended: Float[Array, "T N H"]
+    statistics: Statistics
+    delta: Float[Array, "T D"]
+    gate_up: Float[Array, "T E"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """What a layer's programs are compiled for. Hashable: static under jit.
+
+    Attributes:
+      model: its shape.
+      dtype: compute dtype, by name.
+      pack: of the micro-batch.
+    """
+
+    model: ModelConfig
+    dtype: str
+    pack: PackShape
+
+
+def _module(shape: LayerShape, frozen: Any, trained: dict[str, Any]) -> DecoderLayer:
+    """The layer over its weights, its fp32 adapters as one copy in the compute dtype."""
+    weights = {name: trained["norms"][name]["weight"] for name in LAYER_NORMS}
+    adapters = {}
+    for block in ("self_attn", "mlp"):
+        for name, projection in frozen[block].items():
+            weights[name] = projection["weight"]
+            lora = trained["lora"].get(block, {}).get(name, {}).get("lora", {})
+            adapters[name] = jax.tree.map(lambda leaf: leaf.astype(shape.dtype), lora)
+    weights["qkv_bias"] = frozen["self_attn"]["qkv_proj"].get("bias")
+    assert set(FUSED_PROJECTIONS) <= set(adapters)
+    return DecoderLayer(shape.model, weights, adapters, jnp.dtype(shape.dtype))
+
+
+def _qkv(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"]) -> Array:
+    layer = _module(shape, frozen, trained)
+    return layer.self_attn.qkv_proj(layer.input_layernorm(x))
+
+
+def _attention_out(shape: LayerShape, frozen: Any, trained: Any, attended: Array) -> Array:
+    return _module(shape, frozen, trained).self_attn.o_proj(attended.reshape(attended.shape[0], -1))
+
+
+def _gate_up(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"]) -> Array:
+    layer = _module(shape, frozen, trained)
+    return layer.mlp.gate_up_proj(layer.post_attention_layernorm(x))
+
+
+def _down(shape: LayerShape, frozen: Any, trained: Any, gate_up: Array) -> Array:
+    return _module(shape, frozen, trained).mlp.down_proj(silu_mul(gate_up))
+
+
+def _angles(shape: LayerShape, packed: Packed) -> Float32[Array, "T A"]:
+    return rotary_angles(packed.layout.positions, shape.model.head_dim, shape.model.rope_theta)
+
+
+def _forward(
+    shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed
+) -> tuple[Float32[Array, "T D"], Kept]:
+    q, k, v = split_and_rotate(shape.model, _qkv(shape, frozen, trained, x), _angles(shape, packed))
+    attended, statistics = segment_attention(q, k, v, packed, shape.pack)
+    delta = _attention_out(shape, frozen, trained, attended)
+    x = x + delta
+    gate_up = _gate_up(shape, frozen, trained, x)
+    return x + _down(shape, frozen, trained, gate_up), Kept(q, k, v, attended, statistics, delta, gate_up)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def forward(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed) -> Array:
+    """The residual stream after a layer.
+
+    Args:
+      shape: static.
+      frozen: the layer's frozen weights.
+      trained: {"lora", "norms"} of the layer.
+      x: the residual stream.
+      packed: the micro-batch.
+    """
+    return _forward(shape, frozen, trained, x, packed)[0]
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def forward_and_keep(
+    shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed
+) -> tuple[Float32[Array, "T D"], Kept]:
+    """`forward`, and what `backward` needs."""
+    return _forward(shape, frozen, trained, x, packed)
+
+
+@functools.partial(jax.jit, static_argnames="shape", donate_argnames=("gradient", "d_x"))
+def backward(
+    shape: LayerShape,
+    frozen: Any,
+    trained: Any,
+    gradient: Any,
+    x: Float32[Array, "T D"],
+    kept: Kept | None,
+    d_x: Float32[Array, "T D"],
+    packed: Packed,
+) -> tuple[Any, Float32[Array, "T D"]]:
+    """Gradient of a layer.
+
+    Args:
+      shape, frozen, trained, packed: as in `forward`.
+      gradient: accumulated so far, of the trees that train. Donated.
+      x: the layer's input.
+      kept: from `forward_and_keep`; None: computed again.
+      d_x: gradient of the layer's output. Donated.
+
+    Returns:
+      The gradient with this micro-batch's added, and that of x.
+    """
+    kept = _forward(shape, frozen, trained, x, packed)[1] if kept is None else kept
+    parts = []
+
+    def pull(function: Any, value: Array, cotangent: Array) -> Array:
+        def of_trained(own: Any, value: Array) -> Array:
+            return function(shape, frozen, trained | own, value)
+
+        _, pullback = jax.vjp(of_trained, {name: trained[name] for name in gradient}, value)
+        part, d_value = pullback(cotangent)
+        parts.append(part)
+        return d_value
+
+    middle = x + kept.delta
+    d_gate_up = pull(_down, kept.gate_up, d_x.astype(kept.gate_up.dtype))
+    d_middle = d_x + pull(_gate_up, middle, d_gate_up)
+    d_attended = pull(_attention_out, kept.attended, d_middle.astype(kept.delta.dtype))
+    d_heads = segment_attention_backward(
+        kept.q, kept.k, kept.v, kept.attended, kept.statistics, d_attended, packed, shape.pack
+    )
+    features = sum(head.shape[1] for head in d_heads) * shape.model.head_dim
+    qkv = jax.ShapeDtypeStruct((x.shape[0], features), kept.q.dtype)
+    angles = _angles(shape, packed)
+    # The rotary embedding is linear; its transpose needs no value of qkv.
+    [d_qkv] = jax.linear_transpose(lambda qkv: split_and_rotate(shape.model, qkv, angles), qkv)(d_heads)
+    d_x = d_middle + pull(_qkv, x, d_qkv)
+    return jax.tree.map(lambda total, *some: total + sum(some), gradient, *parts), d_x

@@ -1,0 +1,115 @@
+"""How an update is cut up: tokens of a micro-batch, and how many layers keep their activations.
+
+Settled from the limits of a run and the memory of the device, not from what a rollout produced, so that a run has one
+set of shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from qerl_jax.config import Config
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.rl.packing import PackShape
+
+_ALIGNMENT = 128  # tokens; rows of a GEMM's tile
+_FULL_RATE = 4096 * 3584  # tokens x hidden size from which the GEMMs of a layer run at full rate on an H200
+_SHARE = 0.94  # of the device's memory; the rest is the allocator's and the libraries'
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePlan:
+    """Shape of an update. Hashable.
+
+    Attributes:
+      pack: of a micro-batch.
+      recomputed: layers, the first ones, that keep only their input and run their forward pass again.
+      kept_bytes: activations kept for the backward pass.
+      working_bytes: most that one program needs besides: a layer's backward pass or the head.
+    """
+
+    pack: PackShape
+    recomputed: int
+    kept_bytes: int
+    working_bytes: int
+
+
+def make_update_plan(
+    model: ModelConfig, itemsize: int, config: Config, rows: int, longest: int, free_bytes: float | None
+) -> UpdatePlan:
+    """The largest micro-batch whose activations fit, up to the size from which more gains nothing; layers are
+    recomputed only where even the smallest, one sequence of the longest, does not fit.
+
+    Args:
+      model: its shape.
+      itemsize: bytes of the compute dtype.
+      config: `tokens_per_micro_batch` and `update_memory_gb` take the place of what is chosen and of `free_bytes`.
+      rows: sequences of a batch.
+      longest: most tokens of a sequence, prompt and completion.
+      free_bytes: for activations; None: no limit.
+    """
+    if config.update_memory_gb is not None:
+        free_bytes = config.update_memory_gb * 1e9
+    budget = config.tokens_per_micro_batch
+    target = _FULL_RATE / model.hidden_size if budget is None else budget
+    most = max(1, min(int(target // longest), rows))
+    candidates = [_pack(longest, sequences, rows) for sequences in range(most, 0, -1)]
+    if budget is not None:
+        candidates = [_pack(longest, 1, rows, budget)]
+    for pack in candidates:
+        kept, inputs, working = _bytes(model, itemsize, pack, config)
+        if free_bytes is None or model.num_layers * (kept + inputs) + working <= free_bytes:
+            return UpdatePlan(pack, 0, model.num_layers * (kept + inputs), working)
+    working += kept  # of the layer that is computed again
+    room = free_bytes - working - model.num_layers * inputs
+    keeping = min(model.num_layers, max(0, int(room // kept)))
+    return UpdatePlan(pack, model.num_layers - keeping, model.num_layers * inputs + keeping * kept, working)
+
+
+def _pack(longest: int, sequences: int, rows: int, budget: int = 0) -> PackShape:
+    tokens = max(sequences * longest, min(budget, rows * longest))
+    tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
+    # Completions are rarely as long as their limit. More slots cost time in attention, empty ones too.
+    return PackShape(tokens, min(rows, -(-2 * tokens // min(longest, 512))), longest)
+
+
+def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -> tuple[int, int, int]:
+    """(kept of a layer besides its input, a layer's input, most that one program needs besides)."""
+    d, f, t = model.hidden_size, model.intermediate_size, pack.tokens
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    kept = itemsize * t * (2 * heads + 2 * kv_heads + d + 2 * f)
+    if itemsize == 2:
+        kept += 4 * pack.segments * model.num_heads * pack.longest  # statistics of the softmax
+    else:
+        scores = 8 * model.num_heads * pack.segments * pack.longest**2  # and weights
+    layer = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d) + 8 * t * heads  # the last for cuDNN's sums of dq and dk
+    if itemsize != 2:
+        layer += scores
+    chunk = min(config.logprob_chunk_size, t)
+    head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
+    return kept, 4 * d * t, max(layer, head)
+
+
+def device_bytes() -> int | None:
+    """Memory that this process may use on a device; None where the backend does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def free_for_activations(held_bytes: int) -> float | None:
+    """Bytes for activations beside what is held throughout an update; None without a limit."""
+    limit = device_bytes()
+    return None if limit is None else max(0.0, _SHARE * limit - held_bytes)
+
+
+def out_of_memory(plan: UpdatePlan) -> str:
+    """The error of an update that did not fit: what was planned, and what to lower."""
+    limit = device_bytes()
+    of_device = "" if limit is None else f", of the device's {limit / 1e9:.1f} GB"
+    kept, working = plan.kept_bytes / 1e9, plan.working_bytes / 1e9
+    return (
+        f"the update ran out of memory: micro-batches of {plan.pack.tokens} tokens were planned with {kept:.1f} GB of "
+        f"activations and {working:.1f} GB for one program{of_device}; lower update_memory_gb below {kept:.1f} (layers "
+        "are then recomputed), tokens_per_micro_batch or logprob_chunk_size"
+    )

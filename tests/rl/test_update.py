@@ -1,0 +1,242 @@
+"""The packed update against the plain one on padded rows, and what it compiles."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import fp32_policy, randomized, with_norm_offsets
+from oracles import torch_qwen2
+from oracles.plain_step import plain_grpo_step
+from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
+
+from qerl_jax.io.load import load_policy
+from qerl_jax.rl import step
+from qerl_jax.rl.compile import compile_update, update_programs
+from qerl_jax.rl.plan import make_update_plan
+from qerl_jax.rl.state import init_state, trained_trees
+from qerl_jax.rl.step import grpo_step, plan_of
+from qerl_jax.types import Batch, Policy, TrainState
+
+ROWS = 24
+BUDGETS = {"one micro-batch": None, "several": 128}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """These tests cost compile time, not run time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def micro_dir(tmp_path_factory):
+    """Two layers, hidden 32, vocab 64."""
+    path = tmp_path_factory.mktemp("micro")
+    torch_qwen2.make(path, seed=0, scale=0.3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def micro(micro_dir) -> Policy:
+    return with_norm_offsets(randomized(fp32_policy(micro_dir, rank=2), 1, 0.3), 2)
+
+
+def awkward_batch(seed: int = 0) -> Batch:
+    """24 sequences: prompts and completions of one token, completions that end at the limit, an empty one, one whose
+    tokens are all masked, one of the longest prompt and completion.
+    """
+    batch = make_batch(64, seed, ROWS)
+    prompts, lengths = np.array(batch.prompt_lengths), np.array(batch.lengths)
+    prompts[0], lengths[0] = 1, 2
+    lengths[1] = prompts[1] + COMPLETION
+    lengths[2] = prompts[2]
+    prompts[3], lengths[3] = PROMPT, LENGTH
+    lengths[4] = prompts[4] + 1
+    columns = np.arange(LENGTH)
+    mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
+    mask[5] = False
+    logprobs = np.where(mask, np.minimum(batch.logprobs, -0.1), 0)
+    return batch.replace(
+        prompt_lengths=jnp.asarray(prompts),
+        lengths=jnp.asarray(lengths),
+        loss_mask=jnp.asarray(mask),
+        logprobs=jnp.asarray(logprobs),
+    )
+
+
+def descent(policy: Policy, config) -> TrainState:
+    """A state whose update is the gradient itself."""
+    state, sgd = init_state(policy, config), optax.sgd(1.0)
+    return state.replace(optimizer=sgd, opt_state=sgd.init(trained_trees(state.lora, state.norms, config)))
+
+
+def close(found: tuple, wanted: tuple, tolerance: float = 1e-5) -> None:
+    """Trained trees and metrics of two updates; gradients relative to the largest entry of each."""
+    for name in ("lora", "norms"):
+        trees = (jax.tree.leaves(getattr(state, name)) for state, _ in (found, wanted))
+        for a, b in zip(*trees, strict=True):
+            np.testing.assert_allclose(a, b, atol=tolerance * max(1, np.abs(b).max()), err_msg=name)
+    assert set(found[1]) == set(wanted[1])
+    for name, value in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=10 * tolerance, atol=tolerance, err_msg=name)
+
+
+CASES = {
+    "dapo": {},
+    "grpo-kl-norms-sequence": {
+        "loss_type": "grpo",
+        "beta": 0.2,
+        "train_norms": True,
+        "importance_sampling_level": "sequence",
+    },
+    "cispo-truncated": {"loss_type": "cispo", "epsilon_high": 1.1, "top_k": 9, "temperature": 0.8},
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_are_those_of_the_padded_rows(micro, case, budget):
+    config = make_config(
+        batch_size=ROWS, importance_sampling_cap=2.0, tokens_per_micro_batch=BUDGETS[budget], **CASES[case]
+    )
+    state, batch = descent(micro, config), awkward_batch()
+    close(grpo_step(state, micro.frozen, batch), plain_grpo_step(state, micro.frozen, batch))
+
+
+@pytest.mark.parametrize(("tokens", "gigabytes"), [(1, None), (128, 0.0002), (200, 1e-9), (384, None)])
+def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
+    """Budgets below one row, and memory for no layer or one."""
+    batch, usual = awkward_batch(), {"batch_size": ROWS, "importance_sampling_cap": 2.0}
+    results = []
+    for budget in ({}, {"tokens_per_micro_batch": tokens, "update_memory_gb": gigabytes}):
+        config = make_config(**usual, **budget)
+        results.append(grpo_step(descent(micro, config), micro.frozen, batch))
+    close(results[1], results[0], 2e-6)
+
+
+def test_under_jit_it_is_the_same_function(micro):
+    config = make_config(batch_size=ROWS, tokens_per_micro_batch=128, importance_sampling_cap=2.0)
+    state, batch = descent(micro, config), awkward_batch()
+    close(jax.jit(grpo_step)(state, micro.frozen, batch), grpo_step(state, micro.frozen, batch), 2e-6)
+
+
+def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):
+    """Distance of the gradient from that of the same weights computed in fp32: both round as often, at places of which
+    few differ, so neither is more than a quarter farther away.
+    """
+
+    config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
+    rounded = load_policy(micro_dir, lora=micro.lora_config, dtype=jnp.bfloat16).replace(
+        norms=micro.norms, lora=micro.lora
+    )
+    exact = micro.replace(frozen=jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded.frozen))
+    gradients = []
+    for policy, function in ((exact, plain_grpo_step), (rounded, plain_grpo_step), (rounded, grpo_step)):
+        state = descent(policy, config)
+        after, metrics = function(state, policy.frozen, batch)
+        assert float(metrics["tokens"]) == np.asarray(batch.loss_mask).sum()
+        leaves = zip(jax.tree.leaves(state.lora), jax.tree.leaves(after.lora), strict=True)
+        gradients.append(np.concatenate([np.ravel(before - after) for before, after in leaves]))
+    exact, plain, packed = gradients
+    distance = np.linalg.norm(plain - exact)
+    assert 0 < np.linalg.norm(packed - exact) < 1.25 * distance < 0.1 * np.linalg.norm(exact)
+
+
+@pytest.fixture
+def compilations():
+    """Seconds of every compilation of the test, by program kind."""
+    found = collections.Counter()
+
+    def listen(event: str, seconds: float, **about) -> None:
+        found[event.split("/")[-1]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: found["backend_compile_duration"]
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, compilations, committed):
+    """Sizes that no other test has."""
+    config = make_config(
+        batch_size=ROWS, num_iterations=2, beta=0.1, train_norms=True, tokens_per_micro_batch=128 + 17 * committed
+    )
+    policy, batches = micro, [awkward_batch(seed) for seed in range(4)]
+    if committed:
+        policy = jax.device_put(policy, jax.devices()[0])
+        batches = jax.device_put(batches, jax.devices()[0])
+    state = init_state(policy, config)
+    said = []
+    count = compile_update(state, policy.frozen, batches[0], done=lambda *about: said.append(about))
+    assert len(said) == count and {name for name, _ in said} >= {"layer backward", "head", "optimizer"}
+    before = compilations()
+    for batch in batches:
+        state, _ = jax.block_until_ready(grpo_step(state, policy.frozen, batch))
+    assert compilations() == before
+    jax.tree.map(np.asarray, (state.lora, policy.frozen))  # nothing that stays was donated
+
+
+def test_programs_do_not_grow_with_the_depth(tmp_path):
+    counts = []
+    for layers in (1, 5):
+        torch_qwen2.make(tmp_path / str(layers), seed=0, num_hidden_layers=layers)
+        policy = fp32_policy(tmp_path / str(layers), rank=2)
+        state = init_state(policy, make_config())
+        programs = update_programs(state, policy.frozen, make_batch(64))
+        counts.append([len(str(program.lower().as_text())) for program in programs])
+    assert counts[0] == counts[1]
+
+
+def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
+    """Memory falls: first fewer sequences at a time, then layer after layer keeps its input alone."""
+    model, config = dataclasses.replace(micro.config, num_layers=8), make_config(logprob_chunk_size=1)
+
+    def plan(free):
+        return make_update_plan(model, 2, config, 64, 1024, free)
+
+    unlimited = plan(None)
+    assert unlimited.recomputed == 0 and unlimited.pack.tokens == 64 * 1024
+    needed = unlimited.kept_bytes + unlimited.working_bytes
+    assert plan(needed) == unlimited
+    less = plan(needed // 2)
+    assert less.recomputed == 0 and less.pack.tokens < unlimited.pack.tokens
+    one = plan(needed // 64)
+    found = [plan(share * needed / 640) for share in range(12, 0, -1)]
+    assert one.pack.tokens == 1024
+    assert {p.pack.tokens for p in found} == {1024}
+    recomputed = [p.recomputed for p in found]
+    assert recomputed == sorted(recomputed) and recomputed[-1] == 8
+    for share, p in zip(range(12, 0, -1), found, strict=True):
+        if 0 < p.recomputed < 8:
+            assert p.kept_bytes + p.working_bytes <= share * needed / 640
+
+
+def test_the_plan_of_a_run_does_not_depend_on_its_lengths(micro):
+    config = make_config(batch_size=ROWS)
+    state = init_state(micro, config)
+    plans = {plan_of(state, micro.frozen, awkward_batch(seed)) for seed in range(3)}
+    assert len(plans) == 1
+
+
+def test_an_update_that_does_not_fit_says_what_to_lower(micro, monkeypatch):
+    """The state of before is untouched; other errors stay what they are."""
+    config = make_config(batch_size=ROWS)
+    state = init_state(micro, config)
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(step, "_step", fail)
+    message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
+    with pytest.raises(MemoryError, match=r"lower update_memory_gb below .* tokens_per_micro_batch"):
+        grpo_step(state, micro.frozen, awkward_batch())
+    message = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        grpo_step(state, micro.frozen, awkward_batch())
