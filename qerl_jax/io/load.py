@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Int32
 from qerl_kernels import dispatch
 from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from qerl_kernels.nvfp4_matmul.packing import fits, pack
@@ -28,6 +32,7 @@ from qerl_jax.models.modules import Adapter, Frozen, Norm
 from qerl_jax.models.qwen2 import Qwen2
 from qerl_jax.types import Policy
 
+_THREADS = min(8, os.cpu_count() or 1)
 _BLOCK = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK, "nf4": nf4.NF4_BLOCK, "bf16": 1}
 
 
@@ -39,6 +44,7 @@ def load_policy(
     adapter: str | Path | None = None,
     seed: int = 0,
     matmul_kernel: str = "auto",
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Policy:
     """Load a Qwen2.5 model directory as a policy with fresh or imported adapters.
 
@@ -53,6 +59,7 @@ def load_policy(
       seed: seed of the initial LoRA A.
       matmul_kernel: "xla"; "mosaic_gpu": the Pallas kernels for 4-bit weights on a Hopper GPU; or "auto": those where
         they can run.
+      progress: called with the number of layers loaded and in all.
 
     Raises:
       FileNotFoundError: no such directory, config or weights.
@@ -67,7 +74,7 @@ def load_policy(
     if lora is None:
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
     tokenizer = load_tokenizer(path, config.vocab_size)
-    weights = load_weights(path, config, weight_format, dtype, matmul_kernel)
+    weights = load_weights(path, config, weight_format, dtype, matmul_kernel, progress)
     policy = build_policy(config, weights, lora, seed).replace(tokenizer=tokenizer)
     return policy if adapter is None else import_adapter(policy, Path(adapter))
 
@@ -88,28 +95,42 @@ def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int
 
 def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict[str, dict]]:
     """Fresh adapters of every layer: `{fused projection: {part: Lora}}`."""
-    shapes = config.projection_shapes()
     key = keys.for_step(seed, keys.Purpose.LORA_INIT, 0)
-    layers = []
-    for layer in range(config.num_layers):
-        layer_key = jax.random.fold_in(key, layer)
-        adapters: dict[str, dict] = {}
-        for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
-            offset, adapters[fused] = 0, {}
-            for part in parts:
-                n, k = shapes[part]
-                if lora.rank and part in lora.target_modules:
-                    part_key = jax.random.fold_in(layer_key, list(shapes).index(part))
-                    adapters[fused][part] = init_lora(lora, k, n, offset, part_key)
-                offset += n
-        layers.append(adapters)
-    return layers
+    return [_init_layer_adapters(config, lora, key, np.int32(layer)) for layer in range(config.num_layers)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _init_layer_adapters(
+    config: ModelConfig, lora: LoraConfig, key: jax.Array, layer: Int32[ArrayLike, ""]
+) -> dict[str, dict]:
+    """One layer's adapters: one program for all layers instead of a dispatch for each of hundreds of arrays."""
+    shapes = config.projection_shapes()
+    layer_key = jax.random.fold_in(key, layer)
+    adapters: dict[str, dict] = {}
+    for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+        offset, adapters[fused] = 0, {}
+        for part in parts:
+            n, k = shapes[part]
+            if lora.rank and part in lora.target_modules:
+                part_key = jax.random.fold_in(layer_key, list(shapes).index(part))
+                adapters[fused][part] = init_lora(lora, k, n, offset, part_key)
+            offset += n
+    return adapters
 
 
 def load_weights(
-    path: Path, config: ModelConfig, weight_format: str | None, dtype: DTypeLike, matmul_kernel: str = "auto"
+    path: Path,
+    config: ModelConfig,
+    weight_format: str | None,
+    dtype: DTypeLike,
+    matmul_kernel: str = "auto",
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
-    """Every weight of the model on the default device, q/k/v and gate/up fused by concatenating rows."""
+    """Every weight of the model on the default device, q/k/v and gate/up fused by concatenating rows.
+
+    Threads read, check and quantize up to `_THREADS` layers side by side (NumPy releases the interpreter's lock); the
+    host holds no more than these, and the device takes them one by one.
+    """
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
     json_config = hf_config.read_json(path / "config.json")
@@ -123,9 +144,9 @@ def load_weights(
     d = config.hidden_size
     weights = {
         "embed_tokens": source.dense(names.EMBED, (config.vocab_size, d)),
-        "norm": source.vector(names.FINAL_NORM, d, jnp.float32),
+        "norm": jnp.asarray(source.vector(names.FINAL_NORM, d, jnp.float32)),
         "lm_head": None if config.tie_word_embeddings else source.dense(names.LM_HEAD, (config.vocab_size, d)),
-        "layers": [_load_layer(source, config, layer) for layer in range(config.num_layers)],
+        "layers": _load_layers(source, config, progress),
     }
     if config.tie_word_embeddings and names.LM_HEAD in source.tensors:  # some tied checkpoints store it once more
         source.refuse_other_head((config.vocab_size, d))
@@ -133,10 +154,24 @@ def load_weights(
     return weights
 
 
-def _load_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
+def _load_layers(source: _Source, config: ModelConfig, progress: Callable[[int, int], None]) -> list[dict]:
+    count, layers = config.num_layers, []
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pending = deque(pool.submit(_read_layer, source, config, layer) for layer in range(min(_THREADS, count)))
+        while pending:
+            host = pending.popleft().result()
+            if (following := len(layers) + 1 + len(pending)) < count:
+                pending.append(pool.submit(_read_layer, source, config, following))
+            layers.append({name: source.to_device(value) for name, value in host.items()})
+            progress(len(layers), count)
+    return layers
+
+
+def _read_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
+    """A layer's weights as NumPy arrays."""
     shapes = config.projection_shapes()
 
-    def fused(parts: tuple[str, ...]) -> Weight:
+    def fused(parts: tuple[str, ...]) -> Weight | np.ndarray:
         return source.projection([(names.projection(layer, part), shapes[part]) for part in parts])
 
     return {
@@ -149,10 +184,10 @@ def _load_layer(source: _Source, config: ModelConfig, layer: int) -> dict:
     }
 
 
-def _biases(source: _Source, config: ModelConfig, layer: int) -> jax.Array:
+def _biases(source: _Source, config: ModelConfig, layer: int) -> np.ndarray:
     shapes = config.projection_shapes()
     parts = [source.vector(f"{names.projection(layer, p)}.bias", shapes[p][0], source.dtype) for p in names.BIASED]
-    return jnp.concatenate(parts)
+    return np.concatenate(parts)
 
 
 def load_biases(path: str | Path, config: ModelConfig, dtype: DTypeLike) -> list[jax.Array]:
@@ -161,7 +196,7 @@ def load_biases(path: str | Path, config: ModelConfig, dtype: DTypeLike) -> list
     Raises CheckpointError as that does.
     """
     source = _Source(open_checkpoint(Path(path)), None, "bf16", dtype, "xla")
-    return [_biases(source, config, layer) for layer in range(config.num_layers)]
+    return [jnp.asarray(_biases(source, config, layer)) for layer in range(config.num_layers)]
 
 
 class _Source:
@@ -198,19 +233,25 @@ class _Source:
     def dense(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         return jnp.asarray(self._finite(name, shape)[0]).astype(self.dtype)
 
-    def vector(self, name: str, size: int, dtype: DTypeLike) -> jax.Array:
-        return jnp.asarray(self._finite(name, (size,))[0]).astype(dtype)
+    def vector(self, name: str, size: int, dtype: DTypeLike) -> np.ndarray:
+        return self._finite(name, (size,))[0].astype(dtype)
 
-    def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
-        """The parts of a fused projection, one below the other, as the matmul in use reads them."""
-        return kernel_form(self._canonical(parts), self.dtype, self.matmul_kernel)
+    def to_device(self, value: Weight | np.ndarray) -> Weight | jax.Array:
+        """A vector as it is; a projection as the matmul in use reads it."""
+        weight = jax.tree.map(jnp.asarray, value)
+        if isinstance(weight, jax.Array):
+            if weight.ndim == 1:
+                return weight
+            weight = Dense(weight)
+        return kernel_form(weight, self.dtype, self.matmul_kernel)
 
-    def _canonical(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
+    def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight | np.ndarray:
+        """The parts of a fused projection, one below the other, as NumPy arrays: a matrix, or its quantized form."""
         if self.scheme is not None:
             return _concatenate([self._stored_nvfp4(module, shape) for module, shape in parts])
         arrays, largest = zip(*(self._finite(f"{module}.weight", shape) for module, shape in parts), strict=True)
         if self.weight_format == "bf16":
-            return Dense(jnp.concatenate([jnp.asarray(array) for array in arrays]).astype(self.dtype))
+            return np.concatenate(arrays).astype(self.dtype, copy=False)
         block, k = _BLOCK[self.weight_format], parts[0][1][1]
         if k % block:
             raise ValueError(
@@ -306,5 +347,8 @@ def _quantizer(weight_format: str, largest: float) -> Callable[[np.ndarray], Wei
 
 
 def _concatenate(parts: list[Nvfp4] | list[Mxfp4] | list[Nf4]) -> Weight:
-    """Fused parts in one weight on the device: every field is a matrix or vector with a row for each output feature."""
-    return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.asarray(leaf) for leaf in leaves]), *parts)
+    """Fused parts in one weight: every field is a matrix or vector with a row for each output feature.
+
+    The host concatenates: the device would need the memory twice, and one more program for each shape.
+    """
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from rich.console import Console
+from rich.progress import Progress
 
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError
@@ -65,7 +66,7 @@ def prepare(config: Config, console: Console) -> Run:
         console.print,
         config.allow_code_execution,
     )
-    policy = load(config)
+    policy = load(config, console)
     lengths = config.max_prompt_length, config.max_completion_length
     choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
     if note := cache_note(policy, config.kv_cache_dtype):
@@ -98,17 +99,22 @@ def check(config: Config) -> None:
         )
 
 
-def load(config: Config) -> Policy:
-    """The policy of a config, its adapters initialized from the seed or imported."""
-    return load_policy(
-        assets.model_path(config.model),
-        config.weight_format,
-        config.lora,
-        jnp.dtype(config.dtype),
-        config.adapter,
-        config.seed,
-        config.matmul_kernel,
-    )
+def load(config: Config, console: Console | None = None) -> Policy:
+    """The policy of a config, its adapters initialized from the seed or imported. On a terminal, `console` shows a bar
+    that counts layers.
+    """
+    with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as bar:
+        task = bar.add_task(f"loading {config.model}", total=None)
+        return load_policy(
+            assets.model_path(config.model),
+            config.weight_format,
+            config.lora,
+            jnp.dtype(config.dtype),
+            config.adapter,
+            config.seed,
+            config.matmul_kernel,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Stream, list[EncodedProblem]]:
