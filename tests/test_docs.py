@@ -65,3 +65,16 @@ def test_the_guide_runs(tmp_path):
     assert metrics.count("rewards/my_reward.py:brevity/mean") == 2
     links = re.findall(r"\]\(([\w./]+)\)", (ROOT / "docs" / "guide.md").read_text())
     assert links and all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_links_and_named_notes_exist():
+    """Relative links of every page, and the notes that code or prose names, lead to a file."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tools").rglob("*.md")]
+    pages += (ROOT / "kernels").rglob("*.md")
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", page.read_text())]
+    assert len(links) > 20
+    assert not [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()]
+    code = [path for folder in ("qerl_jax", "kernels", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    notes = re.compile(r"tools/results/notes/[\w-]+\.md")
+    named = [(path, name) for path in [*code, *pages] for name in notes.findall(path.read_text())]
+    assert not [f"{path}: {name}" for path, name in named if not (ROOT / name).exists()]

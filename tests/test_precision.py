@@ -50,5 +50,5 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
         programs.append(decode.decode_chunk.lower(policy, prompt_cache, slots, Sampling(WIDTH), 2, invariant))
     for program in programs:
         found = products(program)
-        assert len(found) >= 20  # of one layer: four weights, seven adapters, scores and values
+        assert len(found) >= 20  # a layer: four weights, seven adapters, scores and values
         assert all("precision = [HIGHEST, HIGHEST]" in line for line in found), found

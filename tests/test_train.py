@@ -33,9 +33,7 @@ from qerl_jax.types import Sampling
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run over a mixture that went through, with an evaluation before and after and a watchdog that compiling must
-    wake.
-    """
+    """A completed run over a mixture, evaluated before and after, with a watchdog that compiling must wake."""
     directory = tmp_path_factory.mktemp("runs") / "through"
     few = directory.parent / "few.jsonl"  # so few that the run meets each several times
     rows = [{"question": f"Zed has {n} pens. Zed finds 4 more pens. How many?", "answer": str(n + 4)} for n in range(3)]

@@ -51,9 +51,7 @@ def equal_groups(rewards: np.ndarray, num_generations: int) -> Bool[np.ndarray, 
 
 
 def replace_equal_groups(old: Experience, fresh: Experience, num_generations: int) -> Experience:
-    """`old` with its equal groups replaced, in order, by the groups of `fresh` that are not equal, as many as there
-    are.
-    """
+    """`old` with its equal groups replaced, in order, by as many unequal groups of `fresh` as there are."""
     targets = np.flatnonzero(equal_groups(old.rewards, num_generations))
     sources = np.flatnonzero(~equal_groups(fresh.rewards, num_generations))[: len(targets)]
     targets = targets[: len(sources)]

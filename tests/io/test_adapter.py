@@ -1,6 +1,4 @@
-"""PEFT adapters: ours load in `peft` on a torch model, real ones round-trip, and what a plain LoRA cannot express is
-refused.
-"""
+"""PEFT adapters: ours load in `peft` on a torch model, real ones round-trip, and other kinds than LoRA are refused."""
 
 from __future__ import annotations
 
