@@ -167,7 +167,7 @@ def with_adapters(x, layer, lora_x=None):
 
 def prologue_arguments(rows: int, layer, norm: bool = False) -> dict:
     """Arguments of the decode prologue of a GEMM of a layer: A and the ranks of its adapters, and, except for a norm,
-    whether their `x A` may come as split-K partials. No A where the GEMM computes `x A`; all of it where there is no
+    the form of their `x A`. No A where the GEMM computes `x A`; all of it where there is no
     weight."""
     weight, a, lora_b = layer
     form = LoraForm.WHOLE
@@ -176,7 +176,7 @@ def prologue_arguments(rows: int, layer, norm: bool = False) -> dict:
     if form is LoraForm.A:
         a, lora_b = None, []
     arguments = {"a": a, "ranks": tuple(b.shape[0] for b in lora_b)}
-    return arguments if norm else {**arguments, "in_parts": form is LoraForm.PARTIALS}
+    return arguments if norm else {**arguments, "lora_form": form}
 
 
 @dataclasses.dataclass(frozen=True)

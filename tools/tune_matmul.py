@@ -32,12 +32,12 @@ import jax.numpy as jnp
 from matmul_model import RANK, candidates, model, skinny_candidates, worth_trying
 from qerl_kernels.decode_prologue import config as prologue_config
 from qerl_kernels.decode_prologue import reference
-from qerl_kernels.decode_prologue.api import lora_prologue, silu_mul_prologue
+from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
 from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
-from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, split_lora_x
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm, split_lora_x
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
 from qerl_kernels.ops import fp32_matmul
@@ -130,7 +130,8 @@ class Prologue:
         ranks = () if a is None else (RANK,) * len(cases.parts(self.case))
         if self.kind == "norm":
             return rms_norm_prologue(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
-        more = {"in_parts": self.form == "partials", "implementation": "mosaic_gpu"}
+        form = LoraForm.PARTIALS if self.form == "partials" else LoraForm.WHOLE
+        more = {"lora_form": form, "implementation": "mosaic_gpu"}
         if self.kind == "silu":
             return silu_mul_prologue(*inputs, a, ranks, **more)
         return lora_prologue(*inputs, a, ranks, **more)

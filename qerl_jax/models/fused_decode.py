@@ -54,7 +54,7 @@ class FusedDecodeExecutor:
     def project(self, projection: Projection, x: Float[Array, "B K"], residual: DeferredResidual) -> DeferredResidual:
         """`x A` in one kernel (where there is any to compute), then the GEMM, whose result stays apart."""
         chosen, a, ranks = _route(projection, x.shape[0], x.dtype)
-        lora_x = None if a is None else lora_prologue(x, a, ranks, in_parts=chosen.lora_form is LoraForm.PARTIALS)
+        lora_x = None if a is None else lora_prologue(x, a, ranks, lora_form=chosen.lora_form)
         return residual[0], projection(x, route=chosen, lora_x=lora_x)
 
     def swiglu_project(
@@ -62,7 +62,7 @@ class FusedDecodeExecutor:
     ) -> DeferredResidual:
         """SiLU·mul and `x A` in one kernel, then the GEMM, whose result stays apart."""
         chosen, a, ranks = _route(projection, gate_up.shape[0], gate_up.dtype)
-        x, lora_x = silu_mul_prologue(gate_up, a, ranks, in_parts=chosen.lora_form is LoraForm.PARTIALS)
+        x, lora_x = silu_mul_prologue(gate_up, a, ranks, lora_form=chosen.lora_form)
         return residual[0], projection(x, route=chosen, lora_x=lora_x)
 
     def finish(self, norm: RMSNorm, residual: DeferredResidual) -> Float[Array, "B D"]:

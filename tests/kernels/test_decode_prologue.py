@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from qerl_kernels.decode_prologue import config
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
-from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
 
 EPS = 1e-6
 ROUNDING = {jnp.float32: 2.0**-18, jnp.bfloat16: 2.0**-8}
@@ -60,7 +60,7 @@ def test_silu_mul_prologue(dtype):
     close(wide(h), gate / (1 + np.exp(-gate)) * up, dtype)
     close(slots(t, (16, 8)), wide(h) @ wide(a), dtype)
     assert silu_mul_prologue(gate_up)[1] is None
-    same, parts = silu_mul_prologue(gate_up, a, (16, 8), in_parts=True)
+    same, parts = silu_mul_prologue(gate_up, a, (16, 8), lora_form=LoraForm.PARTIALS)
     np.testing.assert_array_equal(wide(same), wide(h))
     assert parts.dtype == jnp.float32 and parts.shape[1:] == (5, 24)
     np.testing.assert_allclose(wide(parts).sum(0), wide(h) @ wide(a), rtol=1e-5, atol=1e-5)
@@ -70,7 +70,7 @@ def test_silu_mul_prologue(dtype):
 def test_lora_prologue(dtype):
     x, a = draw(5, 48, dtype=dtype), draw(48, 64, seed=1, dtype=dtype)
     close(slots(lora_prologue(x, a, (64,)), (64,)), wide(x) @ wide(a), dtype)
-    parts = lora_prologue(x, a, (64,), in_parts=True)
+    parts = lora_prologue(x, a, (64,), lora_form=LoraForm.PARTIALS)
     assert parts.dtype == jnp.float32 and parts.shape[1:] == (5, 64)
     np.testing.assert_allclose(wide(parts).sum(0), wide(x) @ wide(a), rtol=1e-5, atol=1e-5)
 

@@ -8,7 +8,7 @@ from decode_prologue_oracle import EPS, check, inputs_of, wide
 from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue import cases
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
-from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,26 +57,24 @@ def test_every_number_of_tokens(case):
 
 @pytest.mark.parametrize("case", ["o_7b", "down_7b", "down_0.5b", "down_72b"])
 @pytest.mark.parametrize("ranks", [(32,), (64, 8)])
-def test_in_parts(case, ranks):
+def test_split_k_partials(case, ranks):
     """h has the bits that it has otherwise, and the parts add up to its product with A; forty runs agree."""
     kind, features, _ = cases.SHAPES[case]
     of = silu_mul_prologue if kind == "silu" else lora_prologue
-    call = jax.jit(
-        lambda x, a, in_parts: of(x, a, ranks, in_parts=in_parts, implementation="mosaic_gpu"), static_argnums=2
-    )
+    call = jax.jit(lambda x, a, form: of(x, a, ranks, lora_form=form, implementation="mosaic_gpu"), static_argnums=2)
     for tokens in (1, 8, 13, 16, 27, 32):
         [x], a = inputs_of(kind, tokens, features, sum(ranks), seed=tokens)
         poison([(6, tokens, 2 * sum(ranks)), (tokens, features)])
-        got = call(x, a, True)
+        got = call(x, a, LoraForm.PARTIALS)
         h, parts = got if kind == "silu" else (x, got)
         if kind == "silu":
-            np.testing.assert_array_equal(wide(h), wide(call(x, a, False)[0]))
+            np.testing.assert_array_equal(wide(h), wide(call(x, a, LoraForm.WHOLE)[0]))
         exact = wide(h) @ wide(a)
         slack = np.linalg.norm(wide(h), axis=1)[:, None] * np.linalg.norm(wide(a), axis=0)[None]
         assert parts.shape[1:] == exact.shape and parts.dtype == jnp.float32
         assert np.all(np.abs(wide(parts).sum(0) - exact) <= 4 * np.sqrt(features) * 2.0**-24 * slack)
         for _ in range(40):
-            np.testing.assert_array_equal(jax.tree.leaves(call(x, a, True))[-1], parts)
+            np.testing.assert_array_equal(jax.tree.leaves(call(x, a, LoraForm.PARTIALS))[-1], parts)
 
 
 @pytest.mark.parametrize("kind", ["norm", "silu", "plain"])

@@ -393,7 +393,8 @@ def test_x_a_in_parts_comes_from_what_precedes_a_product():
 
     @functools.partial(jax.jit, static_argnums=4)
     def layer(gate_up, packed, a, b, in_parts):
-        h, t = silu_mul_prologue(gate_up, a, (32,), in_parts=in_parts, implementation="mosaic_gpu")
+        form = LoraForm.PARTIALS if in_parts else LoraForm.WHOLE
+        h, t = silu_mul_prologue(gate_up, a, (32,), lora_form=form, implementation="mosaic_gpu")
         assert (t.ndim == 3) == in_parts
         return h, t, kernel(h, packed, None, [Lora(a, b, 2.0, 0)], lora_x=t)
 

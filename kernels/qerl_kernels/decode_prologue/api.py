@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Float, Float32
 
 from qerl_kernels import dispatch, ops
 from qerl_kernels.decode_prologue import config, reference
-from qerl_kernels.nvfp4_matmul.lora_input import LoraX
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm, LoraX
 
 MAX_TOKENS = 128  # above, XLA is faster
 KINDS = {"rms_norm_prologue": "norm", "silu_mul_prologue": "silu", "lora_prologue": "plain"}
@@ -70,7 +70,7 @@ def silu_mul_prologue(
     a: Float[Array, "F C"] | None = None,
     ranks: Sequence[int] = (),
     *,
-    in_parts: bool = False,
+    lora_form: LoraForm = LoraForm.WHOLE,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "M F"], LoraX | None]:
     """`h = silu(gate) · up` in fp32, rounded once, and `lora_x = h A`; arguments and errors as `rms_norm_prologue`.
@@ -79,14 +79,15 @@ def silu_mul_prologue(
       gate_up: gate and up side by side; bf16 for the kernel.
       a: A of the adapters side by side; None: lora_x is None.
       ranks: LoRA ranks of the adapters.
-      in_parts: True: lora_x comes as fp32 split-K partials [P, M, C], for a GEMM that adds them up
-        (`LoraForm.PARTIALS`). P is the kernel's choice: more SMs can then work on it, and none waits for another.
+      lora_form: form of lora_x that the GEMM takes (`Route.lora_form`). With `LoraForm.PARTIALS` it comes as fp32
+        split-K partials [P, M, C], which the GEMM adds up. P is the kernel's choice: more SMs can then work on it, and
+        none waits for another.
       implementation: as for `rms_norm_prologue`.
     """
     if _choose("silu_mul_prologue", gate_up, gate_up.dtype, a, ranks, implementation) == "xla":
         h = ops.silu_mul(gate_up)
-        return h, _lora_x(h, a, ranks, in_parts)
-    out = _launch("silu_mul_prologue", gate_up, (gate_up,), a, ranks, partials=in_parts)
+        return h, _lora_x(h, a, ranks, lora_form)
+    out = _launch("silu_mul_prologue", gate_up, (gate_up,), a, ranks, partials=lora_form is LoraForm.PARTIALS)
     return out if a is not None else (*out, None)
 
 
@@ -95,13 +96,13 @@ def lora_prologue(
     a: Float[Array, "K C"],
     ranks: Sequence[int],
     *,
-    in_parts: bool = False,
+    lora_form: LoraForm = LoraForm.WHOLE,
     implementation: str | None = None,
 ) -> LoraX:
     """`lora_x = x A` alone; arguments and errors as `silu_mul_prologue`."""
     if _choose("lora_prologue", x, x.dtype, a, ranks, implementation) == "xla":
-        return _lora_x(x, a, ranks, in_parts)
-    return _launch("lora_prologue", x, (x,), a, ranks, partials=in_parts)[0]
+        return _lora_x(x, a, ranks, lora_form)
+    return _launch("lora_prologue", x, (x,), a, ranks, partials=lora_form is LoraForm.PARTIALS)[0]
 
 
 def fused_lora_x(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks: Sequence[int]) -> Array | None:
@@ -129,10 +130,10 @@ def fused_lora_x(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks: Se
     return lora_x(x, a)
 
 
-def _lora_x(y: Array, a: Array | None, ranks: Sequence[int], in_parts: bool = False) -> Array | None:
+def _lora_x(y: Array, a: Array | None, ranks: Sequence[int], lora_form: LoraForm = LoraForm.WHOLE) -> Array | None:
     if a is None:
         return None
-    return ops.fp32_matmul(y, a)[None] if in_parts else reference.lora_x(y, a, ranks)
+    return ops.fp32_matmul(y, a)[None] if lora_form is LoraForm.PARTIALS else reference.lora_x(y, a, ranks)
 
 
 def _choose(
