@@ -1,5 +1,4 @@
-"""What one warpgroup does with its registers: 4-bit words to the A operand of the tensor cores, and products of few
-tokens.
+"""Dequantization: packed words to bf16 A fragments of the tensor cores, in registers.
 
 The layouts name which thread holds which element (see `packing`, and the PTX manual on the fragments of `wgmma`); the
 arithmetic is inline PTX, because it is the inner loop: 17 instructions for eight weights.
@@ -74,6 +73,11 @@ def asm(results: int, operands: list[ir.Value], text: str, **options) -> list[ir
 def element(vec: ir.Value, i: int) -> ir.Value:
     """Element i of a vector."""
     return vector.extract(vec, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
+
+def as_word(register: ir.Value) -> I32:
+    """A 32-bit register of any type as a word."""
+    return I32(mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32)))
 
 
 def as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:

@@ -17,10 +17,10 @@ from qerl_kernels.nvfp4_matmul.gemm.mainloop import Consumer
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 
-def load_row_terms(consumer: Consumer, s: jax.Array) -> list[jax.Array]:
-    """Multiplier and optional bias of this consumer's 64 features; called before the mainloop to hide the latency."""
+def load_row_terms(consumer: Consumer, i: jax.Array) -> list[jax.Array]:
+    """Multiplier, and bias if any, of this consumer's 64 features of tile i; called before the mainloop, which hides
+    the latency."""
     cta = consumer.cta
-    i, _, _ = cta.segments.span(s)
     _, n_tile = cta.grid.origin(cta.cluster, i)
     # A tile's last rows may lie past the weight; what is stored there is dropped, but the reads must stay inside.
     end = cta.gmem.multiplier_g.shape[0] - TILE
@@ -30,8 +30,11 @@ def load_row_terms(consumer: Consumer, s: jax.Array) -> list[jax.Array]:
     return [plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in refs]
 
 
-def run_epilogue(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: list[jax.Array]) -> None:
-    """All that follows the mainloop of segment s, whose sum over this consumer's k-tiles is `total`."""
+def run_epilogue(
+    consumer: Consumer, total: jax.Array, s: jax.Array, span: tuple[jax.Array, ...], row_terms: list[jax.Array]
+) -> None:
+    """All that follows the mainloop of segment s (`span`: `Segments.span(s)`), whose sum over this consumer's k-tiles
+    is `total`."""
     cta, q, r = consumer.cta, consumer.q, consumer.r
     if cta.config.warpgroups_k == 1:
         _reduce_cluster(consumer, total, s, row_terms)
@@ -39,7 +42,7 @@ def run_epilogue(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: 
 
     @pl.when(q > 0)
     def _():
-        _send_to_first_warpgroup(consumer, total, s)
+        _send_to_first_warpgroup(consumer, total, s, span)
 
     @pl.when(q == 0)
     def _():
@@ -59,7 +62,7 @@ def _add(total: jax.Array, ref: jax.Ref) -> jax.Array:
     return total + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
-def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array) -> None:
+def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array, span: tuple[jax.Array, ...]) -> None:
     """Hands the sum to warpgroup 0 along k."""
     cta, q, r = consumer.cta, consumer.q, consumer.r
 
@@ -70,7 +73,7 @@ def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array)
     cta.smem.warpgroup_sums_s.at[r, q - 1][...] = total
     plgpu.barrier_arrive(cta.barriers.warpgroup_sums_full.at[r])
     if cta.terms.has_lora:
-        i, low, high = cta.segments.span(s)
+        i, low, high = span
 
         @pl.when(low == i * cta.grid.k_steps)
         def _():  # the stage of the LoRA input is freed by all consumers

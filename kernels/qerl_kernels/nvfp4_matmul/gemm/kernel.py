@@ -200,8 +200,9 @@ def _consume(cta: Cta, warpgroup: jax.Array) -> None:
     consumer = Consumer(cta, r, q)
 
     def one_segment(s, carry):
-        row_terms = load_row_terms(consumer, s)
-        run_epilogue(consumer, multiply(consumer, s), s, row_terms)
+        span = cta.segments.span(s)
+        row_terms = load_row_terms(consumer, span[0])
+        run_epilogue(consumer, multiply(consumer, s), s, span, row_terms)
         return carry
 
     lax.fori_loop(0, cta.segments.count, one_segment, None)

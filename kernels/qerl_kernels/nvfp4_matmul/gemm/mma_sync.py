@@ -9,11 +9,23 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import vector
 
-from qerl_kernels.nvfp4_matmul.dequant import element
+from qerl_kernels.nvfp4_matmul.dequant import as_word, element
 from qerl_kernels.nvfp4_matmul.gemm.smem import swizzled
 from qerl_kernels.nvfp4_matmul.packing import TILE
+from qerl_kernels.ptx.instructions import PtxMachine
+from qerl_kernels.ptx.values import F32
+
+# $0: address of this lane's row of the first `ldmatrix`. $1: the k-tile of x. $2: the thread.
+_B_ADDRESS = """.reg .b32 r, c, t;
+and.b32 r, $2, 7;
+bfe.u32 c, $2, 3, 2;
+xor.b32 c, c, r;
+shl.b32 t, r, 7;
+shl.b32 c, c, 4;
+add.u32 t, t, c;
+add.u32 $0, t, $1;"""
 
 
 def mma_k_tile(total: jax.Array, a: jax.Array, x_s: jax.Ref, k_tile: int, k_tiles: int) -> jax.Array:
@@ -32,57 +44,19 @@ def _mma_lane(ctx, total, a, x_s, *, k_tile, k_tiles):
     x_s is stored in 8 × 64 tiles of 1 KiB whose 16-byte chunks are swizzled: chunk c of row r lies at c ^ r.
     """
     del ctx
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    machine = PtxMachine()
     sums = total.registers.reshape(-1, 2).copy()  # (n8 tile, row half)
     fragments = a.registers.reshape(8, 2)  # (column half of each step, row half)
-    base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x_s))
-    lane = mgpu.utils.thread_idx()
-    start = llvm.inline_asm(
-        i32,
-        [base, lane],
-        """{
-        .reg .b32 r, c, t;
-        and.b32 r, $2, 7;
-        bfe.u32 c, $2, 3, 2;
-        xor.b32 c, c, r;
-        shl.b32 t, r, 7;
-        shl.b32 c, c, 4;
-        add.u32 t, t, c;
-        add.u32 $0, t, $1;
-        }""",
-        "=r,r,r",
-    )
-    other = llvm.inline_asm(i32, [start], "xor.b32 $0, $1, 64;", "=r,r")
-    quad = llvm.StructType.get_literal([i32] * 4)
+    [start] = machine.asm(_B_ADDRESS, "r", machine.shared_address(x_s), machine.thread_index())
+    [other] = machine.asm("xor.b32 $0, $1, 64;", "r", start)
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
     for n8_tile in range(sums.shape[0]):
-        offset = (n8_tile * k_tiles + k_tile) * 1024
         for half, address in enumerate((start, other)):
-            loaded = llvm.inline_asm(
-                quad,
-                [address],
-                f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];",
-                "=r,=r,=r,=r,r",
-                has_side_effects=True,
-            )
-            b = [llvm.extractvalue(i32, loaded, [j]) for j in range(4)]
+            b = machine.ldmatrix(address, byte=(n8_tile * k_tiles + k_tile) * 1024)
             for step in (2 * half, 2 * half + 1):
-                low, high = sums[n8_tile]
-                regs = [
-                    fragments[2 * step, 0],
-                    fragments[2 * step, 1],
-                    fragments[2 * step + 1, 0],
-                    fragments[2 * step + 1, 1],
-                ]
-                sum_ = [element(low, 0), element(low, 1), element(high, 0), element(high, 1)]
-                out = llvm.inline_asm(
-                    llvm.StructType.get_literal([f32] * 4),
-                    [*(mgpu.utils.bitcast(reg, i32) for reg in regs), *b[2 * (step % 2) :][:2], *sum_],
-                    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-                    "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-                )
-                new = [llvm.extractvalue(f32, out, [j]) for j in range(4)]
-                pair = ir.VectorType.get((2,), f32)
+                regs = [as_word(register) for register in fragments[2 * step : 2 * step + 2].flat]
+                held = [F32(element(vec, i)) for vec in sums[n8_tile] for i in range(2)]
+                new = [each.value for each in machine.mma(held, regs, b[2 * (step % 2) :][:2])]
                 sums[n8_tile] = [vector.from_elements(pair, new[:2]), vector.from_elements(pair, new[2:])]
     return mgpu.FragmentedArray(
         _registers=sums.reshape(total.registers.shape), _layout=total.layout, _is_signed=total.is_signed
@@ -98,7 +72,6 @@ def order_reads() -> None:
 
     def fence(ctx):
         del ctx
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
+        PtxMachine().fence_proxy_async()
 
     plgpu.inline_mgpu()(fence)()
