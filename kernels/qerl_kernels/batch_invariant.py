@@ -1,4 +1,4 @@
-"""Row by row the same bits, however many rows there are: what XLA computes goes in blocks of one size."""
+"""Batch invariance of XLA operations: a row has the same bits whatever the number of rows, by blocks of one size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROWS = 64
 
 def in_blocks(function: Callable[..., Any], *rows: Shaped[Array, "m ..."], size: int = ROWS) -> Any:
     """`function` of arrays whose first axis is m, computed `size` rows at a time (the last block is filled up with
-    copies of the last row): a product or a sum goes in an order that depends on how many rows there are, and so would a
+    copies of the last row): the order of a matmul's or a sum's additions depends on the number of rows, and so would a
     row's bits.
 
-    Nor is a block compiled together with what stands around it: XLA for a GPU adds up a row by one thread where it
+    A block is not compiled together with the code around it either: XLA for a GPU adds up a row by one thread where it
     fuses the sum into an operation on the result, and by a warp where it does not. For the same reason `function` must
-    not leave XLA a choice: of two reductions of one array that do not wait for each other, either may be fused with
-    what comes next (`ordered`).
+    not leave XLA a choice: of two independent reductions of one array, either may be fused with the next operation
+    (`ordered`).
     """
     count = rows[0].shape[0]
     if count % size:
@@ -33,5 +33,6 @@ def in_blocks(function: Callable[..., Any], *rows: Shaped[Array, "m ..."], size:
 
 
 def ordered(*arrays: Any) -> Any:
-    """The same arrays; what is made of any of them waits for all and is not compiled together with what made them."""
+    """The same arrays behind an optimization barrier: their consumers wait for all of them and are not fused with their
+    producers."""
     return jax.lax.optimization_barrier(arrays)

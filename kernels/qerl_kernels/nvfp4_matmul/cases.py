@@ -1,4 +1,4 @@
-"""The products that are tested and timed: the fused projections of Qwen2.5, and random weights for them."""
+"""The GEMMs under test and benchmark: the fused projections of Qwen2.5, and random weights for them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def random_weight(key: jax.Array, n: int, k: int) -> Nvfp4:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def random_packed(key: jax.Array, n: int, k: int) -> PackedNvfp4:
-    """A packed weight like that of `random_weight`, n and k multiples of 64. Any word is eight codes, so that these are
-    drawn as words: packing takes longer to compile than all products of a shape to time."""
+    """A packed weight like that of `random_weight`, n and k multiples of 64. Any word is eight codes, so that words are
+    drawn directly: packing takes longer to compile than all GEMMs of a shape to time."""
     words_key, scales_key = jax.random.split(key)
     words = jax.random.bits(words_key, (n // 64, k // 64, 4, 128), jnp.uint32)
     scales = jnp.exp2(jax.random.uniform(scales_key, (n, k // 16), minval=-4.0, maxval=2.5)).astype(jnp.float8_e4m3fn)
