@@ -36,9 +36,7 @@ def make_config(**changes) -> Config:
 
 
 def make_batch(vocab: int, seed: int = 0, rows: int = ROWS) -> Batch:
-    """Random prompts and completions of different lengths, right-padded; behaviour log-probabilities are near no
-    policy's.
-    """
+    """Random right-padded prompts and completions of different lengths, with arbitrary behaviour log-probabilities."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, LENGTH)).astype(np.int32)
     prompts = rng.integers(1, PROMPT + 1, rows)

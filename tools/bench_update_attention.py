@@ -223,7 +223,7 @@ def relative_error(found, wanted) -> float:
 
 
 def seconds(function, inputs) -> float:
-    """Of one input, the smallest of a few runs over all of them."""
+    """Seconds for one input: the smallest of a few runs over all of them."""
     jax.block_until_ready(function(inputs))
     best = math.inf
     for _ in range(REPEATS):

@@ -344,8 +344,7 @@ def dumped(case: Case) -> str:
 
 
 def normalized(printed: str) -> str:
-    """One kernel's PTX, a statement a line, without names, source lines, comments, debug sections and the braces of
-    scopes."""
+    """One kernel's PTX, a statement a line, without names, source lines, comments, debug sections and scope braces."""
     [start] = [found.start() for found in re.finditer(r"^\.version ", printed, flags=re.M)]
     ptx = printed[start:]
     name = re.search(r"\.entry (\w+)", ptx)[1]

@@ -14,7 +14,7 @@ from qerl_kernels.nvfp4_matmul.gemm.config import RESIDENT_CLUSTERS, GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SharedLayout, SkinnyConfig
 
 CLOCK_HZ = 1.98e9
-RANK = 32  # of the adapters
+RANK = 32  # LoRA rank
 MAX_PROLOGUE_US = 4.0  # microseconds that a prologue's `x A` may cost: more is not gained by computing it in the GEMM
 
 
@@ -43,7 +43,7 @@ def estimate_gemm(config: GemmConfig, m: int, n: int, k: int) -> float:
     clusters = min(tiles, config.resident_clusters(SMS))
     cluster_tiles = -(-tiles // clusters)
     k_steps = -(-k // (64 * config.stage_k_tiles * config.unroll)) * config.unroll
-    k_tiles = -(-cluster_tiles * k_steps // config.cluster) * config.k_tiles  # of a consumer
+    k_tiles = -(-cluster_tiles * k_steps // config.cluster) * config.k_tiles  # k-tiles of a consumer
     resident = min(config.ctas_per_sm, -(-clusters // RESIDENT_CLUSTERS[config.cluster]))
     all_k_tiles = k_tiles * config.consumers * resident
     bounds = (
@@ -127,7 +127,7 @@ def candidates(
     same consumers (tile_m, warpgroups, mma_sync, lookahead), so that an error of the model for one kind does not take
     all the places.
     """
-    best = {}  # of those that differ in k_tiles and stages alone
+    best = {}  # the best among configurations that differ in k_tiles and stages alone
     found = feasible(m, n, transposed, widths, lookahead)
     for config in sorted(found, key=lambda config: estimate_gemm(config, m, n, k)):
         best.setdefault(dataclasses.replace(config, k_tiles=1, stages=1), config)
@@ -172,7 +172,7 @@ def skinny_candidates(m: int, n: int, k: int, most: int, shrinking: tuple[int, .
     adapters = [(RANK, features) for features in shrinking]
     found = []
     for m16_tiles, warps, cluster in itertools.product((1, 2, 4, 8), (4, 8, 12, 16), range(1, 9)):
-        units = math.ceil(math.ceil(k / 64) / cluster / warps)  # of a warp, all of which may be under way
+        units = math.ceil(math.ceil(k / 64) / cluster / warps)  # k-tiles of a warp, all of which may be in flight
         for stages in range(1, min(units, 8) + 1):
             config = SkinnyConfig(-(-m // 8) * 8, m16_tiles, warps, cluster, stages, bool(adapters))
             if config.fits(n, k, RANK) and config.specialize(n, adapters) == config:

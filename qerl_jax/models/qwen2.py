@@ -133,9 +133,7 @@ class Qwen2(nnx.Module):
     def prefill(
         self, tokens: Int[Array, " T"], layout: PackedLayout, batch_invariant: bool = False
     ) -> tuple[Float[Array, "T D"], list[tuple[Float[Array, "T K H"], Float[Array, "T K H"]]]]:
-        """Hidden states of packed prompts, and the keys and values of every layer. The values of padding tokens are
-        arbitrary.
-        """
+        """Hidden states of packed prompts, and keys and values of every layer; those of padding are arbitrary."""
         attention = packed_attention(self.config, layout)
         return self._run(tokens, layout.positions, attention, executor=PlainExecutor(batch_invariant))
 

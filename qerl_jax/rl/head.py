@@ -23,8 +23,7 @@ from qerl_jax.rl.packing import Packed, pack, packed_tokens, predictors
 from qerl_jax.types import Batch
 
 Completions = dict[str, Array]
-"""The batch as the head reads it: `targets` i32, `mask` bool, `behaviour`, `weights` f32, all [B, C], `advantages`
-f32[B]."""
+"""The head's view of a batch: [B, C] `targets` i32, `mask` bool, `behaviour`, `weights` f32; `advantages` f32[B]."""
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -105,7 +104,7 @@ def head_loss(
       frozen: "norm", the final norm's weight, and "head", the output embedding.
       x: the residual stream after the last layer.
       packed: the micro-batch.
-      completions: of the batch.
+      completions: the batch's completions.
       old: log-probabilities at rollout time, read where `has_old`; else the policy's own, without gradient.
       reference: those of the adapter-free policy, where beta > 0.
       sums: metrics so far. Donated.

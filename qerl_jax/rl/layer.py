@@ -37,7 +37,7 @@ class Kept:
     Attributes:
       q, k, v: after the rotary embedding.
       attended: attention's output.
-      statistics: of its softmax.
+      statistics: statistics of its softmax.
       delta: what attention adds to the residual stream.
       gate_up: gate and up, side by side.
     """
@@ -58,7 +58,7 @@ class LayerShape:
     Attributes:
       model: its shape.
       dtype: compute dtype, by name.
-      pack: of the micro-batch.
+      pack: pack of the micro-batch.
     """
 
     model: ModelConfig

@@ -21,9 +21,7 @@ CHUNK = 1024
 def policy_logits(
     policy: Policy, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"] | None = None
 ) -> Float32[Array, "B T V"]:
-    """fp32 logits of every position, all at once: for tests and small research models. Padding may stand on either
-    side.
-    """
+    """All fp32 logits at once, for tests and small research models. Padding may stand on either side."""
     model = policy.model()
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     return model.logits(model(jnp.asarray(tokens), mask))

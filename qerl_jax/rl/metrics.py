@@ -41,7 +41,7 @@ def token_sums(
     Args:
       loss: the micro-batch's share of the loss.
       mask: tokens in the loss.
-      entropy: of the policy at each token.
+      entropy: the policy's entropy at each token.
       values: from `token_losses`.
     """
 

@@ -45,7 +45,7 @@ def assign(lengths: Int[np.ndarray, " B"], shape: PackShape) -> Int32[np.ndarray
 
     Args:
       lengths: tokens of each sequence.
-      shape: of every micro-batch.
+      shape: shape of every micro-batch.
 
     Raises:
       ValueError: a sequence is longer than `shape.longest`.

@@ -16,7 +16,7 @@ from qerl_jax.rl.packing import PackShape
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 4096 * 3584  # tokens x hidden size from which the GEMMs of a layer run at full rate on an H200
-_SHARE = 0.94  # of the device's memory; the rest is the allocator's and the libraries'
+_SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class UpdatePlan:
     """Shape of an update. Hashable.
 
     Attributes:
-      pack: of a micro-batch.
+      pack: pack of a micro-batch.
       recomputed: layers, the first ones, that keep only their input and run their forward pass again.
       kept_bytes: activations kept for the backward pass.
       working_bytes: most that one program needs besides: a layer's backward pass or the head.
@@ -62,7 +62,7 @@ def make_update_plan(
         kept, inputs, working = _bytes(model, itemsize, pack, config)
         if free_bytes is None or model.num_layers * (kept + inputs) + working <= free_bytes:
             return UpdatePlan(pack, 0, model.num_layers * (kept + inputs), working)
-    working += kept  # of the layer that is computed again
+    working += kept  # for the layer that is recomputed
     room = free_bytes - working - model.num_layers * inputs
     keeping = min(model.num_layers, max(0, int(room // kept)))
     return UpdatePlan(pack, model.num_layers - keeping, model.num_layers * inputs + keeping * kept, working)

@@ -115,9 +115,7 @@ def settled(tree: Any) -> Any:
 
 
 def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
-    """The shape of an update. The same for every batch of one width and for every step of a run; works on abstract
-    arrays.
-    """
+    """The shape of an update, equal for all batches of one width and all steps of a run; takes abstract arrays."""
     trained = trained_trees(state.lora, state.norms, state.config)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((frozen, state, batch, trained)))
     itemsize = frozen["embed_tokens"].dtype.itemsize

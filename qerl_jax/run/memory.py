@@ -59,7 +59,7 @@ class Memory:
       eval_cache: their keys and values.
       eval_logits: logits and sampling of an evaluation's decode step.
       logits: logits and sampling of a rollout's decode step.
-      gradient: of the trained trees.
+      gradient: gradient of the trained trees.
       update_state: gradient, and the next state beside the last, when no activation is left.
       update_plan: shape of a micro-batch and the layers that are recomputed; not bytes.
       activations: kept by the layers for their backward pass.

@@ -18,7 +18,7 @@ import numpy as np
 from ptx_interpreter import interpret
 from qerl_kernels.ptx.launch import Position
 
-POISON = 0xFF  # of memory that nobody has written: a NaN as bf16 and as fp32
+POISON = 0xFF  # fills unwritten memory: a NaN as bf16 and as fp32
 WAIT_S = 60.0  # for other CTAs: they have ended or wait themselves where this is not enough
 
 
@@ -98,7 +98,7 @@ class Memory:
     def __init__(self, *arrays: np.ndarray):
         size = sum(array.nbytes for array in arrays) + 8192 * (len(arrays) + 1)
         self.bytes, self.begins, self.ends, at = np.full(size, POISON, np.uint8), [], [], 4096
-        self.writes = np.zeros(size, np.uint8)  # of each byte
+        self.writes = np.zeros(size, np.uint8)  # writes to each byte
         for array in arrays:
             raw = np.ascontiguousarray(array).view(np.uint8).ravel()
             self.bytes[at : at + raw.size] = raw

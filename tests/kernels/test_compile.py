@@ -91,7 +91,7 @@ def test_configs_with_lookahead(tmp_path):
 
 def test_skinny(tmp_path):
     """Also: a warp asks for all it will have under way, and for what it adds at the end, before it waits; 16 warps with
-    up to 64 rows of sums find registers on a multiprocessor, any other 8, as do those which hold x A in many parts;
+    up to 64 rows of sums find registers on an SM, any other 8, as do those which hold x A in many parts;
     one block alone waits for no other."""
     from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
@@ -238,7 +238,7 @@ def loop(kernel: str) -> list[str]:
 
 
 def test_attention(tmp_path):
-    """Also: two blocks fit a multiprocessor, as the size of the ring assumes."""
+    """Also: two CTAs fit an SM, as the size of the ring assumes."""
     from qerl_kernels.decode_attention import cases
 
     found = [
@@ -259,7 +259,7 @@ def test_attention(tmp_path):
 
 
 def test_a_decode_step_is_one_command_buffer(tmp_path):
-    """28 layers' products with adapters: one captured graph, nothing in it but the products and, for each but o, which
+    """28 layers' GEMMs with LoRA: one captured graph, nothing in it but the GEMMs and, for each but o, which
     computes its own, the kernel of its `x A`, none of XLA's; compiled cold within 30 s (7 s on two cores)."""
     run = compile_for_h200([("step", 28, str(tmp_path))])
     assert float(re.search(r"compiled in ([\d.]+) s", run.stderr)[1]) < 30

@@ -54,8 +54,7 @@ NORM = {"eps": EPS, "residual": True}
     ids=lambda value: f"{value.kind}{value.tokens}-{value.columns}" if isinstance(value, Spec) else "",
 )
 def test_against_fp64(spec, configs):
-    """Each byte of the results is written, and once; configurations with the same cluster size and warps agree in every
-    bit."""
+    """Each byte of the results is written once; configurations with equal cluster size and warps agree in every bit."""
     inputs, a = inputs_of(spec.kind, spec.tokens, spec.features, spec.columns, seed=spec.tokens)
     a = a if spec.columns else None
     before = {}

@@ -22,7 +22,7 @@ class Machine:
 
     def __init__(self):
         self.shared = np.zeros(1 << 16, np.uint8)
-        self.wavefronts = 0  # of ldmatrix, by the banks of its rows
+        self.wavefronts = 0  # ldmatrix wavefronts, by the banks of its rows
 
     def run(self, results: int, operands: list, text: str, **options) -> list:
         registers = {f"${results + i}": np.asarray(value, U32) for i, value in enumerate(operands)}
@@ -186,8 +186,7 @@ def feature_of_row() -> np.ndarray:
 
 
 def test_transposed_store(machine):
-    """Registers (octet, c) of `WGMMA_TRANSPOSED`: lane 8 f + 4 a + b holds rows 16 w + 8 c + 2 f, + 1 of token 2 b +
-    a."""
+    """Registers (n8 tile, c) of `WGMMA_TRANSPOSED`: lane 8 f + 4 a + b: rows 16 w + 8 c + 2 f, + 1, token 2 b + a."""
     y = np.random.default_rng(0).integers(0, 1 << 16, (64, 32)).astype(U32)
     lane = THREAD % 32
     held = []

@@ -327,7 +327,7 @@ def test_which_configs_take_partials():
         ((2, 64, 24), jnp.float32, 1),  # another rank
         ((2, 63, 32), jnp.float32, 1),
         ((0, 64, 32), jnp.float32, 1),  # no partials
-        ((2, 64, 64), jnp.float32, 2),  # of two adapters
+        ((2, 64, 64), jnp.float32, 2),  # two adapters
         ((2, 65, 32), jnp.float32, 1),  # more rows than a tile has
         ((64, 32), jnp.float32, 1),
         ((64, 32), jnp.bfloat16, 2),

@@ -1,5 +1,4 @@
-"""The tuner's models against durations measured on an H200 (microseconds by the profiler, without adapters;
-tools/results/notes/matmul.md)."""
+"""The tuner's models against kernel durations of an H200, in us without LoRA (tools/results/notes/matmul.md)."""
 
 import math
 import statistics
@@ -209,7 +208,7 @@ def test_configs_that_compute_x_a_are_tried_where_they_may_gain(tuner):
 
 
 def test_without_a_gpu_the_model_decides_between_both_kernels(tuner):
-    """o of 7B: 8 tokens took 4.5 us with the kernel for few tokens and 5.9 with the other, 64 tokens only fit that."""
+    """o of 7B: 8 tokens took 4.5 us with the skinny kernel and 5.9 with the other, 64 tokens only fit that."""
     rows = tuner.guesses("o_7b", [8, 64], ["forward"], [0, 1, 2])
     assert [row["kernel"] for row in rows] == ["skinny", "gemm"]
     assert all(row["us"] is None for row in rows)

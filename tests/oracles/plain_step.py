@@ -51,9 +51,7 @@ def plain_grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[Train
 
 
 def _completion_rows(batch: Batch, width: int) -> dict[str, Array]:
-    """What the loss needs of a batch, its token arrays [B, C] starting where each completion starts: prompts have no
-    logits.
-    """
+    """The loss's inputs of a batch: token arrays [B, C] from each completion's start; prompts have no logits."""
     columns = batch.prompt_lengths[:, None] + jnp.arange(width)
     inside = columns < batch.tokens.shape[1]
     columns = jnp.where(inside, columns, 1)

@@ -51,7 +51,7 @@ def test_places_of_tokens_by_hand():
     assert packed.rows.tolist() == [2, 0, 3] and packed.real.tolist() == [True] * 5 + [False] * 3
     assert packed_tokens(tokens, packed).tolist() == [108, 109, 110, 100, 101, 0, 0, 0]
     assert packed.layout.positions.tolist()[:5] == [0, 1, 2, 0, 1]
-    assert predictors(packed, 1)[:2, 0].tolist() == [1, 3]  # of the third token of row 2, the second of row 0
+    assert predictors(packed, 1)[:2, 0].tolist() == [1, 3]  # for the third token of row 2, the second of row 0
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 0, 8], [0, 0, 0, 0], [8, 8, 8, 8], [1, 1, 1, 1]])

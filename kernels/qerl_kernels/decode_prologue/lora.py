@@ -31,7 +31,7 @@ class LoraInput:
     def __init__(self, thread: Thread):
         self.thread, self.machine = thread, thread.machine
         self.columns, self.run = thread.columns, _run(thread.columns)
-        self.sums = TOKEN_TILE * thread.config.token_tiles * thread.columns  # of a cluster
+        self.sums = TOKEN_TILE * thread.config.token_tiles * thread.columns  # fp32 sums of a cluster
 
     @property
     def exchanged_bytes(self) -> int:

@@ -243,8 +243,7 @@ def _backward(route: Route, residual, dy):
 
 
 def _input_gradient(route: Route, dy, weight: PackedNvfp4) -> Array:
-    """`dy · W`. Where rows differ in their multiplier it goes into dy first, as the ratio to the largest (one bf16
-    rounding)."""
+    """`dy · W`. Unequal row multipliers are applied to dy first, as ratios to the largest (one bf16 rounding)."""
     if route.kernel == "xla":
         matrix, row = packed_parts(weight)
         return fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))

@@ -1,5 +1,6 @@
-"""NVFP4 GEMM for decode batches (M ≤ 32) on Hopper, where fixed launch and prologue cost is comparable to the weight
-traffic.
+"""NVFP4 GEMM for decode batches (M ≤ 32) on Hopper.
+
+Fixed launch and prologue cost is comparable to the weight traffic there.
 
     y[m, n] = multiplier[n] · Σ_k x[m, k] · w[n, k]  (+ bias[n])  (+ scale · Σ_r lora_x[m, r] · b[r, n])
 

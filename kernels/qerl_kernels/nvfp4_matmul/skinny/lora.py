@@ -177,8 +177,7 @@ class LoraTerm:
         return list(map(machine.movmatrix, words))
 
     def adapter_at(self, feature: I32) -> tuple[Ptr, I32, I32, I32, I32]:
-        """The adapter at `feature`: (B, the feature within it, its features, its rank, its first column of `x A` or
-        A)."""
+        """The adapter at `feature`: (B, feature within it, its features, its rank, its first column of `x A` or A)."""
         machine, found, begin = self.thread.machine, None, 0
         ranks = [rank for rank, _ in self.problem.adapters]
         for i, ((rank, width), base) in enumerate(zip(self.problem.adapters, self.b, strict=True)):
