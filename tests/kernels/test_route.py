@@ -356,4 +356,4 @@ def test_a_route_is_that_of_its_gemm(calls):
         route(7, weight, loras, x.dtype), route(8, weight, [], x.dtype), route(8, weight, loras, x.dtype, True)
     ):  # fmt: skip
         with pytest.raises(ValueError, match="the route is that of"):
-            call(route=other)
+            nvfp4_matmul(x, weight, None, loras, route=other)
