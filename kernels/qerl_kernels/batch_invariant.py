@@ -33,6 +33,5 @@ def in_blocks(function: Callable[..., Any], *rows: Shaped[Array, "m ..."], size:
 
 
 def ordered(*arrays: Any) -> Any:
-    """The same arrays behind an optimization barrier: their consumers wait for all of them and are not fused with their
-    producers."""
+    """The same arrays behind an optimization barrier: consumers wait for all of them, unfused with the producers."""
     return jax.lax.optimization_barrier(arrays)

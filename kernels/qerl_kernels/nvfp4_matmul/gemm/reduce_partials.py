@@ -24,7 +24,7 @@ from qerl_kernels.ptx.values import F32, I32, Flag, Ptr, tree_sum
 
 THREADS = 96
 IN_FLIGHT = 8  # partials that a thread loads before it adds them; a power of two, so that the tree is that of all
-OTHER_REGISTERS = 12  # of a thread beside its loads: addresses, indices, results
+OTHER_REGISTERS = 12  # registers of a thread beside its loads: addresses, indices, results
 
 
 def reduce_partials(partials_g: jax.Ref, lora_x_s: jax.Ref, registers: int | None) -> None:
