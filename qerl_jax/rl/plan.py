@@ -16,6 +16,7 @@ from qerl_jax.rl.packing import PackShape
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 4096 * 3584  # tokens x hidden size from which the GEMMs of a layer run at full rate on an H200
+_MOST_TOKENS = 8192
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
 
 
@@ -28,12 +29,14 @@ class UpdatePlan:
       recomputed: layers, the first ones, that keep only their input and run their forward pass again.
       kept_bytes: activations kept for the backward pass.
       working_bytes: most that one program needs besides: a layer's backward pass or the head.
+      lacking_bytes: missing even so; above 0 the update cannot run.
     """
 
     pack: PackShape
     recomputed: int
     kept_bytes: int
     working_bytes: int
+    lacking_bytes: int = 0
 
 
 def make_update_plan(
@@ -53,7 +56,7 @@ def make_update_plan(
     if config.update_memory_gb is not None:
         free_bytes = config.update_memory_gb * 1e9
     budget = config.tokens_per_micro_batch
-    target = _FULL_RATE / model.hidden_size if budget is None else budget
+    target = min(_FULL_RATE / model.hidden_size, _MOST_TOKENS) if budget is None else budget
     most = max(1, min(int(target // longest), rows))
     candidates = [_pack(longest, sequences, rows) for sequences in range(most, 0, -1)]
     if budget is not None:
@@ -65,7 +68,9 @@ def make_update_plan(
     working += kept  # for the layer that is recomputed
     room = free_bytes - working - model.num_layers * inputs
     keeping = min(model.num_layers, max(0, int(room // kept)))
-    return UpdatePlan(pack, model.num_layers - keeping, model.num_layers * inputs + keeping * kept, working)
+    held = model.num_layers * inputs + keeping * kept
+    lacking = 0 if config.update_memory_gb is not None else max(0, round(-room))
+    return UpdatePlan(pack, model.num_layers - keeping, held, working, lacking)
 
 
 def _pack(longest: int, sequences: int, rows: int, budget: int = 0) -> PackShape:
@@ -97,9 +102,14 @@ def device_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def free_for_activations(held_bytes: int) -> float | None:
-    """Bytes for activations beside what is held throughout an update; None without a limit."""
-    limit = device_bytes()
+def free_for_activations(held_bytes: int, limit: float | None = None) -> float | None:
+    """Bytes for activations beside what is held throughout an update; None without a limit.
+
+    Args:
+      held_bytes: weights, state and gradient.
+      limit: memory of the device; None: of this one.
+    """
+    limit = device_bytes() if limit is None else limit
     return None if limit is None else max(0.0, _SHARE * limit - held_bytes)
 
 

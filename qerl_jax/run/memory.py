@@ -15,7 +15,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
-from qerl_jax.config import Config
+from qerl_jax.config import Config, ConfigError
 from qerl_jax.io import hf_config
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import build_policy, load_biases
@@ -23,7 +23,7 @@ from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
-from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan
+from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.types import Policy, TrainState
@@ -259,7 +259,25 @@ def parameter_table(policy: Policy, state: TrainState) -> list[Part]:
     return parts
 
 
-def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory:
+def refuse_what_cannot_fit(config: Config) -> None:
+    """Raise ConfigError, with the numbers, if the update of a config cannot run in the memory of this device."""
+    if device_bytes() is None:
+        return
+    memory = plan(config).memory
+    update = memory.update_plan
+    if update.lacking_bytes:
+        held, activations = memory.weights + memory.state + memory.gradient, memory.activations + memory.working
+        held, activations, lacking, limit = (
+            f"{count / 1e9:.1f} GB" for count in (held, activations, update.lacking_bytes, device_bytes())
+        )
+        raise ConfigError(
+            f"the update does not fit: beside {held} of weights, state and gradient, one sequence of "
+            f"{update.pack.longest} tokens takes {activations} with every layer recomputed, {lacking} more than is "
+            f"left of {limit}; lower max_completion_length, max_prompt_length or logprob_chunk_size"
+        )
+
+
+def estimate_memory(policy: Policy, state: TrainState, config: Config, device_limit: float | None = None) -> Memory:
     """Bytes on a GPU, from shapes (`policy` and `state` may be abstract). Raises ValueError if no rollout fits.
 
     With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
@@ -272,6 +290,10 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
     - update: what `rl.plan.make_update_plan` decides from the memory that the rest leaves: activations that the layers
       keep, and the largest program's own (a layer's backward pass, or the logits of `logprob_chunk_size` tokens and
       what is made of them).
+
+    Args:
+      policy, state, config: of the run.
+      device_limit: bytes of the device that the update is planned for; None: of this one.
     """
     model: ModelConfig = policy.config
     e = policy.dtype.itemsize
@@ -285,7 +307,7 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config) -> Memory
         )
     trained = tree_bytes(state.lora) + (tree_bytes(state.norms) if config.train_norms else 0)
     held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
-    update = make_update_plan(model, e, config, config.batch_size, width, free_for_activations(held))
+    update = make_update_plan(model, e, config, config.batch_size, width, free_for_activations(held, device_limit))
     return Memory(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),

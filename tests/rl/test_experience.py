@@ -74,7 +74,7 @@ class World:
         policy = Policy({}, {}, {}, graphdef, shape, lora_config=None, tokenizer=tokenizer)
         stream, rewards = Numbers((self.drawn,), None, 0), Rewards(half=self.reward)
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [])
-        state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, graphdef, config, None)
+        state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, graphdef, shape, config, None)
         return train.collect_experience(run, Phases(self.place, None, Console()), policy, state)
 
 

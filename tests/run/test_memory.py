@@ -15,10 +15,12 @@ import runs
 import small
 from qerl_kernels import dispatch
 
-from qerl_jax.config import Config
+from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
+from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.run import memory
 from qerl_jax.run.memory import abstract_trees, plan, tree_bytes
 from qerl_jax.run.prepare import load
 from qerl_jax.types import Engine
@@ -138,3 +140,17 @@ def test_update_compiled_for_a_gpu():
     run = h200.run(Path(memory_for_h200.__file__))
     for row in json.loads(run.stdout.splitlines()[-1]):
         assert row["estimate"] == pytest.approx(row["real"], rel=0.15), row
+
+
+def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_is_loaded(tmp_path, monkeypatch):
+    config = runs.config(tmp_path)
+    memory.refuse_what_cannot_fit(config)  # a device that does not say how much it has
+    for module in (memory, update_plan):
+        monkeypatch.setattr(module, "device_bytes", lambda: 1e9)
+    memory.refuse_what_cannot_fit(config)
+    for module in (memory, update_plan):
+        monkeypatch.setattr(module, "device_bytes", lambda: 5e6)
+    with pytest.raises(
+        ConfigError, match=r"one sequence of 120 tokens takes .* GB more than is left of 0\.0 GB; lower"
+    ):
+        memory.refuse_what_cannot_fit(config)
