@@ -13,7 +13,7 @@ import subprocess
 import h200
 import pytest
 
-LOAD = "ld.relaxed.cta.global"  # as `lanes.load` has it
+LOAD = "ld.relaxed.cta.global"  # as `PtxMachine.load_global` has it
 
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 
