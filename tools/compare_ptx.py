@@ -392,17 +392,26 @@ def record(out: Path, only: str, jobs: int) -> None:
         sys.exit(1)
 
 
+def stored_lines(folder: Path, found: dict) -> list[str]:
+    """Lines of a recorded PTX. `[r + 0]` reads `[r]`: some inline PTX spells a zero offset, with the same meaning."""
+    text = gzip.decompress((folder / "ptx" / f"{found['ptx']}.gz").read_bytes()).decode()
+    return re.sub(r" ?\+ ?0\]", "]", text).splitlines()
+
+
 def compare(before: Path, after: Path, only: str, lines: int) -> None:
     one, two = (json.loads((folder / "digests.json").read_text()) for folder in (before, after))
     names = [name for name in sorted({*one, *two}) if re.search(only, name)]
     lacking = [name for name in names if name not in one or name not in two]
-    differ = [name for name in names if name not in lacking and one[name] != two[name]]
+    differ = {}
+    for name in names:
+        if name not in lacking and one[name] != two[name]:
+            texts = [stored_lines(folder, found[name]) for folder, found in ((before, one), (after, two))]
+            if texts[0] != texts[1] or one[name]["launch"] != two[name]["launch"]:
+                differ[name] = texts
     for name in lacking:
         print(f"only in {before if name in one else after}: {name}")
-    for name in differ:
+    for name, texts in differ.items():
         print(f"differs: {name}: {one[name]['launch']} {two[name]['launch']}")
-        read = lambda folder, found: gzip.decompress((folder / "ptx" / f"{found['ptx']}.gz").read_bytes()).decode()  # noqa: E731
-        texts = [read(folder, found[name]).splitlines() for folder, found in ((before, one), (after, two))]
         for line in list(difflib.unified_diff(*texts, "before", "after", lineterm="", n=1))[:lines]:
             print(f"    {line}")
     print(f"{len(names) - len(lacking) - len(differ)} of {len(names)} cases identical")
