@@ -279,6 +279,10 @@ class NumpyMachine:
     def load_shared(self, at, words: int = 1, byte: int = 0):
         return [word.astype(np.uint32).view(np.float32) for word in self.load_shared_words(at, words, byte)]
 
+    def store_shared_words(self, at, words, byte: int = 0):
+        values = [self.every(word).astype(np.uint32).view(np.float32) for word in words]
+        self.store_shared(at, values, byte=byte)
+
     def store_shared(self, at, values, flag=None, byte: int = 0):
         on = self.active & (self.every(1 if flag is None else flag) != 0)
         data = np.stack([self.every(value) for value in values], 1).astype(np.float32).view(np.uint8)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import vector
 
 from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
 from qerl_kernels.ptx.instructions import PtxMachine
@@ -58,16 +58,6 @@ def dequantize(words: jax.Array, scales: jax.Array) -> jax.Array:
     """A tile of words and scales in registers -> its [64, 64] bf16 values (weight × 2^-13) as `wgmma` wants A."""
     out = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     return plgpu.inline_mgpu(arg_types=(WORDS, SCALES), return_type=out)(_dequantize_lane)(words, scales)
-
-
-def asm(results: int, operands: list[ir.Value], text: str, **options) -> list[ir.Value]:
-    """Inline PTX with 32-bit results and operands."""
-    i32 = ir.IntegerType.get_signless(32)
-    constraints = ",".join(["=&r" if results > 1 else "=r"] * results + ["r"] * len(operands))
-    if results == 1:
-        return [llvm.inline_asm(i32, operands, text, constraints, **options)]
-    out = llvm.inline_asm(llvm.StructType.get_literal([i32] * results), operands, text, constraints, **options)
-    return [llvm.extractvalue(i32, out, [j]) for j in range(results)]
 
 
 def element(vec: ir.Value, i: int) -> ir.Value:

@@ -7,6 +7,7 @@ between threads, and output features are stored back into their order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,28 +16,67 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from qerl_kernels.dispatch import SMS
 from qerl_kernels.formats import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.dequant import DEQUANTIZE, as_fragments, asm, element
+from qerl_kernels.nvfp4_matmul.dequant import DEQUANTIZE, as_fragments, as_word, element
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.kernel import launch, pad_rows
 from qerl_kernels.nvfp4_matmul.gemm.smem import swizzled
 from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
+from qerl_kernels.ptx.instructions import PtxMachine
+from qerl_kernels.ptx.values import I32
 
 # What a thread holds: the words of the four steps, and for each two words of scales.
 WORDS_T = plgpu.Layout.WG_STRIDED((4, 128), vec_size=1)
 SCALES_T = plgpu.Layout.WG_STRIDED((8, 128), vec_size=1)
 
+# $0: address for `ldmatrix`: lane 8 j + g has that of chunk 32 j + 4 g + w. $1: the words of the tile. $2: the thread.
+_WORDS_ADDRESS = """.reg .b32 l, w, t;
+and.b32 l, $2, 31;
+bfe.u32 w, $2, 5, 2;
+shl.b32 l, l, 6;
+shl.b32 w, w, 4;
+add.u32 l, l, w;
+add.u32 l, l, $1;
+shr.b32 t, l, 3;
+and.b32 t, t, 0x70;
+xor.b32 $0, l, t;"""
+# $0: address of the first scales: lane 8 s + 4 e + q' needs words 4 q' + s / 2 and 2 after it, in each 16. $1: the
+# scales of the tile. $2: the thread.
+_SCALES_ADDRESS = """.reg .b32 p, q;
+bfe.u32 p, $2, 4, 1;
+and.b32 q, $2, 3;
+shl.b32 p, p, 2;
+shl.b32 q, q, 4;
+add.u32 p, p, q;
+add.u32 $0, p, $1;"""
+# $0: the bytes of scales to take, one choice for odd k-steps and one for even ones. $1: the thread.
+_BYTES = ".reg .pred p; .reg .b32 t; and.b32 t, $1, 8; setp.ne.u32 p, t, 0; selp.b32 $0, {}, {}, p;"
 # $0: the scales of two neighbouring rows. $1, $2: their words. $3: the bytes to take of each.
-_SCALES_T = f"""{{
-.reg .b32 p;
+_SCALES_T = f""".reg .b32 p;
 prmt.b32 p, $1, $2, $3;
 and.b32 p, p, {SCALE_MASK:#x};
-or.b32 $0, p, {SCALE_BIAS:#x};
-}}"""
+or.b32 $0, p, {SCALE_BIAS:#x};"""
+# $0, $1: addresses of a thread's features, column halves 0 and 1. $2: the output tile. $3: the thread.
+_OUT_ADDRESSES = """.reg .b32 s, t, u, w;
+bfe.u32 s, $3, 3, 2;
+bfe.u32 w, $3, 5, 2;
+bfe.u32 u, $3, 2, 1;
+and.b32 t, $3, 3;
+shl.b32 t, t, 1;
+add.u32 t, t, u;
+shl.b32 s, s, 1;
+xor.b32 s, s, t;
+shl.b32 s, s, 4;
+shl.b32 w, w, 2;
+add.u32 s, s, w;
+shl.b32 t, t, 7;
+add.u32 s, s, t;
+xor.b32 u, s, 16;
+add.u32 $0, s, $2;
+add.u32 $1, u, $2;"""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sms"))
@@ -106,128 +146,92 @@ def load_transposed(words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax
     threads. Rows of a matrix lie 64 bytes apart; the swizzle (16-byte chunk ^= 128-byte line modulo 8) spreads them
     over all banks.
     """
+
+    def program(ctx, words_s, scales_s):
+        del ctx
+        machine = PtxMachine()
+        thread = machine.thread_index()
+        addresses = [machine.shared_address(ref) for ref in (words_s, scales_s)]
+        words, scales = emit_load(machine, *addresses, thread)
+        return _as_array(words, WORDS_T, (4, 128)), _as_array(scales, SCALES_T, (8, 128))
+
     return plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(32, 4)), plgpu.RefType()),
         return_type=(
             plgpu.ShapeDtypeStruct((4, 128), jnp.uint32, layout=WORDS_T),
             plgpu.ShapeDtypeStruct((8, 128), jnp.uint32, layout=SCALES_T),
         ),
-    )(_load_lane_transposed)(words_s, scales_s)
+    )(program)(words_s, scales_s)
 
 
-def _load_lane_transposed(ctx, words_s, scales_s):
-    del ctx
-    i32 = ir.IntegerType.get_signless(32)
-    thread = mgpu.utils.thread_idx()
-    words, scales = (llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref)) for ref in (words_s, scales_s))
-    # lane 8 j + g gives the address of chunk 32 j + 4 g + w
-    [address] = asm(
-        1,
-        [words, thread],
-        """{
-        .reg .b32 l, w, t;
-        and.b32 l, $2, 31;
-        bfe.u32 w, $2, 5, 2;
-        shl.b32 l, l, 6;
-        shl.b32 w, w, 4;
-        add.u32 l, l, w;
-        add.u32 l, l, $1;
-        shr.b32 t, l, 3;
-        and.b32 t, t, 0x70;
-        xor.b32 $0, l, t;
-        }""",
-    )
-    load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-    found = asm(4, [address], load, has_side_effects=True)
-    # lane 8 s + 4 e + q' needs words 4 q' + s / 2 and 2 after it, in each 16
-    [address] = asm(
-        1,
-        [scales, thread],
-        """{
-        .reg .b32 p, q;
-        bfe.u32 p, $2, 4, 1;
-        and.b32 q, $2, 3;
-        shl.b32 p, p, 2;
-        shl.b32 q, q, 4;
-        add.u32 p, p, q;
-        add.u32 $0, p, $1;
-        }""",
-    )
-    pairs = []
-    for offset in range(0, 256, 64):
-        text = f"ld.shared.b32 $0, [$2 + {offset}]; ld.shared.b32 $1, [$2 + {offset + 8}];"
-        pairs += asm(2, [address], text, has_side_effects=True)
-    return _as_words(found, WORDS_T, (4, 128)), _as_words(pairs, SCALES_T, (8, 128))
+def emit_load(machine: PtxMachine, words_at: I32, scales_at: I32, thread: I32) -> tuple[list[I32], list[I32]]:
+    """The instructions of `load_transposed`: a thread's word of each k-step, and two words of scales for each."""
+    words = machine.ldmatrix(machine.asm(_WORDS_ADDRESS, "r", words_at, thread)[0], transposed=True)
+    [at] = machine.asm(_SCALES_ADDRESS, "r", scales_at, thread)
+    scales = [machine.load_shared_words(at, 1, offset + pair)[0] for offset in range(0, 256, 64) for pair in (0, 8)]
+    return words, scales
 
 
-def _as_words(registers: list[ir.Value], layout, shape: tuple[int, int]) -> mgpu.FragmentedArray:
+def _as_array(words: list[I32], layout: plgpu.Layout, shape: tuple[int, int]) -> mgpu.FragmentedArray:
     one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    flat = np.array([mgpu.utils.bitcast(register, one) for register in registers], dtype=object)
+    flat = np.array([mgpu.utils.bitcast(word.value, one) for word in words], dtype=object)
     return mgpu.FragmentedArray(_registers=flat, _layout=layout.to_mgpu(), _is_signed=False)
 
 
 def store_transposed(out_s: jax.Ref, y: jax.Array) -> None:
     """Stores y [64, tile_m] bf16 of the transposed GEMM, in `WGMMA_TRANSPOSED` and with its rows as `load_transposed`
     leaves them, into out_s [tile_m, 64], features in their order."""
-    args = (plgpu.RefType(swizzled(TILE, 2)), plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.inline_mgpu(arg_types=args)(_store_lane_transposed)(out_s, y)
+
+    def program(ctx, out_s, y):
+        del ctx
+        machine = PtxMachine()
+        at, thread = machine.shared_address(out_s), machine.thread_index()
+        emit_store(machine, at, thread, [as_word(register) for register in y.registers.flat])
+
+    arg_types = (plgpu.RefType(swizzled(TILE, 2)), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.inline_mgpu(arg_types=arg_types)(program)(out_s, y)
 
 
-def _store_lane_transposed(ctx, out_s, y):
-    """Lane 8 s + t holds features 16 s + 8 c + 2 w, + 1 of token 8 o + t', t' = 2 (t % 4) + t / 4, in register (o, c).
-    A token's 16-byte chunk 2 s + c lies at (2 s + c) ^ t'."""
-    del ctx
-    i32 = ir.IntegerType.get_signless(32)
-    start, other = asm(
-        2,
-        [llvm.ptrtoint(i32, mgpu.utils.memref_ptr(out_s)), mgpu.utils.thread_idx()],
-        """{
-        .reg .b32 s, t, u, w;
-        bfe.u32 s, $3, 3, 2;
-        bfe.u32 w, $3, 5, 2;
-        bfe.u32 u, $3, 2, 1;
-        and.b32 t, $3, 3;
-        shl.b32 t, t, 1;
-        add.u32 t, t, u;
-        shl.b32 s, s, 1;
-        xor.b32 s, s, t;
-        shl.b32 s, s, 4;
-        shl.b32 w, w, 2;
-        add.u32 s, s, w;
-        shl.b32 t, t, 7;
-        add.u32 s, s, t;
-        xor.b32 u, s, 16;
-        add.u32 $0, s, $2;
-        add.u32 $1, u, $2;
-        }""",
-    )
-    void = ir.Type.parse("!llvm.void")
-    for m8_tile, pair in enumerate(y.registers.reshape(-1, 2)):
-        for address, register in zip((start, other), pair, strict=True):
-            text = f"st.shared.b32 [$0 + {1024 * m8_tile}], $1;"
-            llvm.inline_asm(void, [address, mgpu.utils.bitcast(register, i32)], text, "r,r", has_side_effects=True)
+def emit_store(machine: PtxMachine, out_at: I32, thread: I32, words: Sequence[I32]) -> None:
+    """The instructions of `store_transposed` for a thread's words in the order (n8 tile, column half).
+
+    Lane 8 s + t holds features 16 s + 8 c + 2 w, + 1 of row 8 o + t', t' = 2 (t % 4) + t / 4, in word (o, c). The
+    16-byte chunk 2 s + c of a row lies at (2 s + c) ^ t'.
+    """
+    addresses = machine.asm(_OUT_ADDRESSES, "rr", out_at, thread)
+    for i, word in enumerate(words):
+        machine.store_shared_words(addresses[i % 2], [word], byte=1024 * (i // 2))
 
 
 def dequantize_transposed(words: jax.Array, scales: jax.Array) -> jax.Array:
     """Words and scales of `load_transposed` -> the transposed tile [64, 64] bf16 (weight × 2^-13) as `wgmma` wants A,
     its rows in the order given there."""
+
+    def program(ctx, words, scales):
+        del ctx
+        machine = PtxMachine()
+        thread = machine.thread_index()
+        pairs, words = ([I32(element(vec, 0)) for vec in array.registers.flat] for array in (scales, words))
+        steps = emit_dequantize(machine, words, pairs, thread)
+        return as_fragments([[word.value for word in step] for step in steps])
+
     out = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    arg_types = (WORDS_T, SCALES_T)
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=out)(_dequantize_lane_transposed)(words, scales)
+    return plgpu.inline_mgpu(arg_types=(WORDS_T, SCALES_T), return_type=out)(program)(words, scales)
 
 
-def _dequantize_lane_transposed(ctx, words, scales):
-    """Registers h + 2 c of a word are those of row half c and column half h here; a pair of values has two scales."""
-    del ctx
-    # The scale of row half h and step s lies in bytes (0, 1), (2, 3), (1, 2), (3, 0) for (h, s % 2) = (0, 0), (1, 0),
-    # (0, 1), (1, 1). This thread's step is bits 3 and 4 of its lane.
-    lane = mgpu.utils.thread_idx()
-    odd = "{{ .reg .pred p; .reg .b32 t; and.b32 t, $1, 8; setp.ne.u32 p, t, 0; selp.b32 $0, {}, {}, p; }}"
-    bytes_of = [asm(1, [lane], odd.format(*choice))[0] for choice in (("0x6521", "0x5410"), ("0x4703", "0x7632"))]
-    pairs = [element(pair, 0) for pair in scales.registers.flat]
+def emit_dequantize(machine: PtxMachine, words: Sequence[I32], scales: Sequence[I32], thread: I32) -> list[list[I32]]:
+    """The instructions of `dequantize_transposed` for the words and scales of `emit_load`: the registers of A of a
+    thread for each of the four k-steps.
+
+    Registers h + 2 c of a word are those of row half c and column half h here; a pair of values has two scales. The
+    scale of row half h and step s lies in bytes (0, 1), (2, 3), (1, 2), (3, 0) for (h, s % 2) = (0, 0), (1, 0), (0, 1),
+    (1, 1). This thread's step is bits 3 and 4 of its lane.
+    """
+    choices = (("0x6521", "0x5410"), ("0x4703", "0x7632"))
+    bytes_of = [machine.asm(_BYTES.format(*choice), "r", thread)[0] for choice in choices]
     out = []
-    for j, word in enumerate(words.registers.flat):
-        halves = [asm(1, [*pairs[2 * j :][:2], which], _SCALES_T)[0] for which in bytes_of]
-        regs = asm(4, [element(word, 0), *halves], DEQUANTIZE)
+    for j, word in enumerate(words):
+        halves = [machine.asm(_SCALES_T, "r", *scales[2 * j :][:2], which)[0] for which in bytes_of]
+        regs = machine.asm(DEQUANTIZE, "rrrr", word, *halves)
         out.append([regs[0], regs[2], regs[1], regs[3]])
-    return as_fragments(out)
+    return out
