@@ -321,12 +321,18 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config, device_li
         update_state=2 * trained + tree_bytes(state.opt_state),
         update_plan=update,
         activations=update.kept_bytes,
-        working=update.working_bytes + _dequantized(policy),
+        working=update.working_bytes + _xla_matmul_bytes(policy, update),
     )
 
 
-def _dequantized(policy: Policy) -> int:
-    """Bytes of the largest projection once XLA has dequantized it; 0 where none is."""
-    weights = jax.tree.leaves(policy.frozen, is_leaf=lambda node: isinstance(node, Weight))
-    shapes = [leaf.shape for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, Dense | PackedNvfp4)]
-    return policy.dtype.itemsize * max((n * k for n, k in shapes), default=0)
+def _xla_matmul_bytes(policy: Policy, update: UpdatePlan) -> int:
+    """Bytes that a layer takes more where XLA multiplies in place of a kernel: the largest projection, dequantized to
+    the compute dtype, and the fp32 results of a forward pass that runs again.
+    """
+    weights = jax.tree.leaves(policy.frozen["layers"], is_leaf=lambda node: isinstance(node, Weight))
+    by_xla = [leaf for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, PackedNvfp4)]
+    quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
+    model, found = policy.config, policy.dtype.itemsize * max((n * k for n, k in quantized), default=0)
+    if by_xla and update.recomputed:
+        found += 8 * update.pack.tokens * (2 * model.intermediate_size + model.hidden_size)
+    return found
