@@ -122,7 +122,7 @@ def as_committed(tree: Any, like: Any) -> Any:
     The results of a jitted function are committed where an argument is. State that takes part in both kinds of calls
     would otherwise have two programs for each function.
     """
-    sharding = next((leaf.sharding for leaf in jax.tree.leaves(like) if getattr(leaf, "committed", False)), None)
+    sharding = next((leaf.sharding for leaf in jax.tree.leaves(like) if _is_committed(leaf)), None)
     if sharding is None:
         return tree
 
@@ -132,3 +132,7 @@ def as_committed(tree: Any, like: Any) -> Any:
         return jax.device_put(leaf, sharding)
 
     return jax.tree.map(commit, tree)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return leaf.sharding is not None if isinstance(leaf, jax.ShapeDtypeStruct) else getattr(leaf, "committed", False)

@@ -16,6 +16,8 @@ from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
+from qerl_jax.rollout.packing import PrefillShape
+from qerl_jax.rollout.prefill import prefill_layer, prefill_programs
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.memory import abstract_trees
 from qerl_jax.types import Rollout, Sampling
@@ -41,12 +43,14 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
     programs = [jax.jit(grpo_step).lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
     shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, 0, (policy.dtype, FP8))
-    prompt_cache, slots = jax.eval_shape(lambda: decode._allocate(jax.random.key(0), MODEL, policy.dtype, shapes, ROWS))
+    prompt_cache, slots = jax.eval_shape(
+        lambda: decode.allocate_jit(jax.random.key(0), MODEL, policy.dtype, shapes, ROWS)
+    )
     policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))
     for invariant in (False, True):
-        programs.append(
-            decode.prefill.lower(policy, prompt_cache, jnp.zeros(16, jnp.int32), flat, flat, WIDTH, invariant)
-        )
+        shape = PrefillShape(16, ROWS, WIDTH)
+        prefills = prefill_programs(policy, prompt_cache, shape, invariant)
+        programs += [program.lower() for program in prefills if program.function is prefill_layer]
         programs.append(decode.decode_chunk.lower(policy, prompt_cache, slots, Sampling(WIDTH), 2, invariant))
     for program in programs:
         found = products(program)

@@ -1,7 +1,6 @@
-"""Device side of a rollout: jitted prefill, admission, decode chunks and compaction over donated state.
+"""Device side of a rollout: jitted admission, decode chunks and compaction over donated state.
 
-Axes: B sequences of the rollout, S slots, P prompt slots, N prompts of one prefill, T tokens (in a prefill those of all
-its prompts), D model.
+Axes: B sequences of the rollout, S slots, P prompt slots, T tokens, D model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from qerl_jax.models import cache as kv
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import fuse_lora_a
-from qerl_jax.models.packed_sequences import packed_layout
 from qerl_jax.models.qwen2 import Qwen2
 from qerl_jax.rollout.sampling import sample
 from qerl_jax.rollout.shapes import RolloutShapes
@@ -92,13 +90,14 @@ class Completions:
 
 def allocate(policy: Policy, shapes: RolloutShapes, sequences: int, key: Array) -> tuple[PromptCache, Slots]:
     """Empty device state: all the memory a rollout holds. Only the kind of `key` matters: the slots' keys have it."""
-    return _allocate(key, policy.config, policy.dtype, shapes, sequences)
+    return allocate_jit(key, policy.config, policy.dtype, shapes, sequences)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype", "shapes", "sequences"))
-def _allocate(
+def allocate_jit(
     key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes, sequences: int
 ) -> tuple[PromptCache, Slots]:
+    """`allocate` without a policy."""
     layers = (config.num_layers, config.num_kv_heads, config.head_dim, shapes.kv_dtypes)
     prompts, slots = shapes.prompt_slots, shapes.slots
     prompt_cache = PromptCache(
@@ -129,42 +128,6 @@ def _allocate(
 def cast_lora(policy: Policy) -> Any:
     """LoRA A and B in the compute dtype, cast once a rollout; the adapters of a fused projection lie side by side."""
     return fuse_lora_a(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
-
-
-# Every GEMM here is a kernel of this project or large enough for cuBLAS. XLA's Triton GEMMs are not tried: that takes
-# seconds of compile time (first rollout of 7B on an H200: 27 s with them, 23 s without).
-@functools.partial(
-    jax.jit,
-    donate_argnames="prompt_cache",
-    static_argnames=("width", "batch_invariant"),
-    compiler_options={"xla_gpu_enable_triton_gemm": False},
-)
-def prefill(
-    policy: Policy,
-    prompt_cache: PromptCache,
-    tokens: Int32[Array, " T"],
-    lengths: Int32[Array, " N"],
-    prompt_slots: Int32[Array, " N"],
-    width: int,
-    batch_invariant: bool,
-) -> PromptCache:
-    """Run the model over packed prompts and write their keys, values and last hidden states into the prompt cache.
-
-    Args:
-      tokens: all prompts end to end, then padding.
-      lengths: tokens of each prompt; 0 marks an unused entry.
-      prompt_slots: where each prompt goes in the prompt cache; an index past the end drops it.
-      width: at least the longest prompt.
-    """
-    layout = packed_layout(lengths, tokens.shape[0], width)
-    hidden, entries = policy.model().prefill(tokens, layout, batch_invariant)
-    dropped = prompt_cache.lengths.shape[0]
-    rows = jnp.append(prompt_slots, dropped)[layout.segment_ids]
-    return PromptCache(
-        kv.write_prompts(prompt_cache.cache, rows, layout.positions, entries),
-        prompt_cache.hidden.at[prompt_slots].set(hidden[layout.last_tokens], mode="drop"),
-        prompt_cache.lengths.at[prompt_slots].set(lengths, mode="drop"),
-    )
 
 
 @functools.partial(jax.jit, donate_argnames="slots")
@@ -266,20 +229,32 @@ def _decode_step(
 
 
 @jax.jit
-def _gather(tree: Any, kept: Int32[Array, " S2"]) -> Any:
+def gather(tree: Any, kept: Int32[Array, " S2"]) -> Any:
+    """Rows `kept` of every array."""
     return jax.tree.map(lambda leaf: leaf[kept], tree)
 
 
+def moved(slots: Slots) -> list[Any]:
+    """The trees that `compact` moves, one of each kind."""
+    arrays = {(array.shape, array.dtype): array for array in jax.tree.leaves(slots.cache)}
+    return [*arrays.values(), _fields(slots)]
+
+
+def _fields(slots: Slots) -> dict[str, Any]:
+    """Everything in the slots but the cache; completions are not in slots."""
+    names = [field.name for field in dataclasses.fields(slots) if field.name not in ("cache", "completions")]
+    return {name: getattr(slots, name) for name in names}
+
+
 def compact(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
-    """The slots `kept`, in that order; `slots` is consumed. Caches move array by array: at most one of them exists
+    """The slots `kept`, in that order; `slots` is consumed. Caches move array by array, and at most one of them exists
     twice at a time.
     """
 
     def move(array: Array) -> Array:
-        moved = _gather(array, kept)
+        new = gather(array, kept)
         array.delete()
-        return moved
+        return new
 
-    fields = {field.name: getattr(slots, field.name) for field in dataclasses.fields(slots)}
-    cache, completions = fields.pop("cache"), fields.pop("completions")
-    return Slots(cache=jax.tree.map(move, cache), completions=completions, **_gather(fields, kept))
+    cache = jax.tree.map(move, slots.cache)
+    return Slots(cache=cache, completions=slots.completions, **gather(_fields(slots), kept))

@@ -19,13 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from qerl_jax.compilation import as_committed
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.rollout import decode
+from qerl_jax.rollout import decode, prefill
 from qerl_jax.rollout.packing import PrefillBatch, pack_prompts, prefill_shapes
 from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.rollout.stop import StopStrings, truncate_at_stop
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
+
+ADMISSION_FIELDS = ("sequences", "prompt_slots", "limits", "ids", "samples")
+"""What `decode.admit` needs of each new sequence, besides the slot where it starts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +110,7 @@ def stream(
             f"tokens, {run.shapes.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb, "
             "max_completion_length or max_prompt_length"
         ) from error
-    rollout = _assemble(prompts, run.slots.completions, run.sampling, config.pad_token_id)
+    rollout = assemble(prompts, run.slots.completions, run.sampling, config.pad_token_id)
     return truncate_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
 
 
@@ -117,6 +121,11 @@ def check_positions(config: ModelConfig, prompt_length: int, completion_length: 
             f"prompts of {prompt_length} tokens and {completion_length} new ones exceed the model's "
             f"max_position_embeddings {config.max_position_embeddings}"
         )
+
+
+def chunk_steps(max_new_tokens: int, engine: Engine) -> int:
+    """Decode steps of a chunk: at most `engine.chunk`, so that equal chunks reach the longest completion."""
+    return -(-max_new_tokens // -(-max_new_tokens // engine.chunk))
 
 
 def _check_prompts(prompts: Prompts, vocab_size: int) -> None:
@@ -158,7 +167,7 @@ class _Run:
         self.limits = limits
         self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
         self.prefill_shapes = prefill_shapes(count, width, separate=engine.batch_invariant)
-        self.chunk = -(-most // -(-most // engine.chunk))  # equal chunks up to the longest completion
+        self.chunk = chunk_steps(most, engine)
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
         self.stop = StopStrings(sampling.stop, policy.tokenizer)
@@ -167,6 +176,7 @@ class _Run:
     def steps(self) -> Generator[Progress, None, None]:
         """Decode all sequences. The results of a chunk are read while the next one runs."""
         self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
+        self.key = as_committed(self.key, self.policy)
         self.prompt_cache, self.slots = decode.allocate(self.policy, self.shapes, self.progress.rows, self.key)
         running, stopped = [], []
         while True:
@@ -236,13 +246,13 @@ class _Run:
         prompt_slots[: len(loads)] = [load.prompt_slot for load in loads]
         real = [self.tokens[load.prompt, : self.lengths[load.prompt]] for load in loads]
         tokens[: lengths.sum()] = np.concatenate(real)
-        self.prompt_cache = decode.prefill(
+        self.prompt_cache = prefill.prefill(
             self.policy, self.prompt_cache, tokens, lengths, prompt_slots, batch.shape.width, self.batch_invariant
         )
 
     def _admit(self, admissions: list[Admission], stopped: list[int]) -> None:
         slots = len(self.schedule.sequences)
-        new = {name: np.zeros(slots, np.int32) for name in ("sequences", "prompt_slots", "limits", "ids", "samples")}
+        new = {name: np.zeros(slots, np.int32) for name in ADMISSION_FIELDS}
         start, stop = np.zeros(slots, bool), np.zeros(slots, bool)
         stop[stopped] = True
         for admission in admissions:
@@ -254,12 +264,14 @@ class _Run:
         self.slots = decode.admit(self.slots, self.prompt_cache, self.key, {"start": start, **new}, stop)
 
     def _compact(self) -> None:
-        """Move the survivors into the smallest number of slots that holds them."""
-        count = min(count for count in self.shapes.slot_counts() if count >= len(self.schedule.live))
-        if count < len(self.schedule.sequences):
-            order = self.schedule.compact(count)
-            self.budget = self.budget[order]
-            self.slots = decode.compact(self.slots, jax.device_put(np.asarray(order, np.int32)))
+        """Move the survivors into the smallest number of slots that holds them, one slot count after another (few moves
+        are compiled).
+        """
+        for count in self.shapes.slot_counts():
+            if len(self.schedule.live) <= count < len(self.schedule.sequences):
+                order = self.schedule.compact(count)
+                self.budget = self.budget[order]
+                self.slots = decode.compact(self.slots, jax.device_put(np.asarray(order, np.int32)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +290,7 @@ class _Chunk:
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "pad"))
-def _assemble(prompts: Prompts, completions: decode.Completions, sampling: Sampling, pad: int) -> Rollout:
+def assemble(prompts: Prompts, completions: decode.Completions, sampling: Sampling, pad: int) -> Rollout:
     """Prompt and completion of each row, contiguous from column 0."""
     count, width = prompts.tokens.shape
     group, limit = sampling.num_generations, sampling.max_new_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from qerl_jax.types import FinishReason, Rollout, completion_ids
@@ -41,6 +41,7 @@ class StopStrings:
 
 def truncate_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: int) -> Rollout:
     """Cut each completion behind the token that completes its first stop string. Runs on the host."""
+    prompt_lengths = np.asarray(rollout.prompt_lengths)
     tokens, logprobs, lengths, finish = (
         np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finish)
     )
@@ -51,11 +52,11 @@ def truncate_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pa
         kept = 1 + bisect.bisect_left(
             range(1, len(ids)), True, key=lambda n, ids=ids: any(s in tokenizer.decode(ids[:n]) for s in stop)
         )
-        lengths[row] = int(rollout.prompt_lengths[row]) + kept
+        lengths[row] = int(prompt_lengths[row]) + kept
         tokens[row, lengths[row] :], logprobs[row, lengths[row] :], finish[row] = pad, 0, FinishReason.STOP
     return rollout.replace(
-        tokens=jnp.asarray(tokens),
-        logprobs=jnp.asarray(logprobs),
-        lengths=jnp.asarray(lengths),
-        finish=jnp.asarray(finish),
+        tokens=jax.device_put(tokens),
+        logprobs=jax.device_put(logprobs),
+        lengths=jax.device_put(lengths),
+        finish=jax.device_put(finish),
     )

@@ -1,4 +1,4 @@
-"""Compiles a packed prefill for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
+"""Compiles a layer of a packed prefill for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
 
 Prints, as JSON, the copies of the compiled program, the number of donated arrays updated in place, the number of GEMMs
 with packed weights, and the compile time in seconds. Attention is the plain form: cuDNN plans its own on the GPU.
@@ -11,25 +11,25 @@ import re
 import time
 
 import decode_for_h200
-import jax
-import jax.numpy as jnp
 
-from qerl_jax.rollout import decode
+from qerl_jax.rollout.packing import PrefillShape
+from qerl_jax.rollout.prefill import prefill_layer, prefill_programs
 
-TOKENS, ROWS, WIDTH = 512, 8, 128
+SHAPE = PrefillShape(512, 8, 128)
 
 
 def main() -> None:
     policy, prompt_cache, _ = decode_for_h200.abstract_chunk()
-    numbers = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (TOKENS, ROWS, ROWS)]
+    [layer] = [p for p in prefill_programs(policy, prompt_cache, SHAPE, False) if p.function is prefill_layer]
+    arrays, static = layer.arguments[:6], layer.arguments[6:]
     started = time.perf_counter()
-    program = decode_for_h200.compiled(decode.prefill, (policy, prompt_cache, *numbers), WIDTH, False)
+    program = decode_for_h200.compiled(prefill_layer, arrays, *static)
     seconds = time.perf_counter() - started
     found = {
         "copied": re.findall(r" = (\S+) copy\(", program),
         "gemms": len(re.findall(r" custom-call\(.*mosaic_gpu", program)),
         "reused": len(re.findall(r"may-alias|must-alias", program.split("\n", 1)[0])),
-        "kept": len(jax.tree.leaves(prompt_cache)),
+        "kept": len(arrays[1:4]),
         "seconds": seconds,
     }
     print(json.dumps(found))

@@ -15,7 +15,7 @@ from helpers import fp32_policy, randomized
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.rollout import decode
+from qerl_jax.rollout import prefill
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import Engine, Policy, Prompts, Sampling
 
@@ -79,13 +79,13 @@ def test_rows_are_the_same_bits_on_a_gpu(tmp_path, weight_format):
 def test_each_prompt_is_prefilled_alone(monkeypatch):
     """A prefill's shape depends on its own prompt only; without the mode prompts are packed together."""
     policy = randomized(fp32_policy(model_path("tiny")), 0)
-    prefill, seen = decode.prefill, []
+    original, seen = prefill.prefill, []
 
     def watched(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant):
         seen.append((len(tokens), len(lengths), width, batch_invariant))
-        return prefill(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant)
+        return original(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant)
 
-    monkeypatch.setattr(decode, "prefill", watched)
+    monkeypatch.setattr(prefill, "prefill", watched)
     rollout(policy, [0, 2, 4], 1, Engine(batch_invariant=True))
     assert seen == [(16, 1, 16, True), (48, 1, 48, True), (96, 1, 96, True)]
     rollout(policy, [0, 2, 4], 1, Engine())

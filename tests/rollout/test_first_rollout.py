@@ -6,10 +6,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import fp32_policy
 from oracles import torch_qwen2
 
+from qerl_jax.compilation import CompilationCounter, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.fused_decode import FusedDecodeExecutor
@@ -19,9 +21,12 @@ from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.packing import PrefillShape
+from qerl_jax.rollout.prefill import prefill_programs
+from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.memory import abstract_trees
-from qerl_jax.types import Engine, Policy, Rollout, Sampling
+from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
 MODEL = ModelConfig(64, 128, 128, 5, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
@@ -56,7 +61,7 @@ def config_of(**changes) -> Config:
 def states(policy: Policy, dtypes: tuple[jnp.dtype, ...]) -> tuple[Policy, decode.PromptCache, decode.Slots]:
     """Arguments of `decode_chunk` as shapes."""
     shapes = RolloutShapes(4, 2, 8, 8, 0, dtypes)
-    prompt_cache, slots = jax.eval_shape(lambda: decode._allocate(jax.random.key(0), MODEL, BF16, shapes, 4))
+    prompt_cache, slots = jax.eval_shape(lambda: decode.allocate_jit(jax.random.key(0), MODEL, BF16, shapes, 4))
     return policy.replace(lora=jax.eval_shape(decode.cast_lora, policy)), prompt_cache, slots
 
 
@@ -81,7 +86,9 @@ def test_decoding_traces_layers_of_one_shape_once(traced, kernel, dtypes, times)
 def test_prefill_traces_layers_of_one_shape_once(traced):
     policy, _ = abstract_trees(MODEL, "nvfp4", config_of(matmul_kernel="xla"))
     policy, prompt_cache, _ = states(policy, (BF16,) * 5)
-    decode.prefill.trace(policy, prompt_cache, *ints(32, 2, 2), 16, False)
+    programs = prefill_programs(policy, prompt_cache, PrefillShape(32, 2, 16), False)
+    for program in programs:
+        program.function.trace(*program.arguments)
     assert traced == ["__call__"]
 
 
@@ -118,6 +125,37 @@ def test_a_rollout_compiles_its_own_functions_only(tmp_path):
         generate(policy, prompts, Sampling(13), key, Engine(slots=34, chunk=3), limits=[13] * 5 + [4] * 29)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    once = ["cast_lora", "_allocate", "prefill", "admit", "_assemble"]
-    twice = ["decode_chunk", "_gather"]  # two slot counts; a cache's arrays and the rest
+    once = ["cast_lora", "allocate_jit", "embed_prompts", "prefill_layer", "store_hidden", "admit", "assemble"]
+    twice = ["decode_chunk", "gather"]  # two slot counts; a cache's arrays and the rest
     assert sorted(compiled) == sorted(f"jit({name})" for name in once + 2 * twice)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_rollout_compiles_nothing_once_its_programs_are_compiled(tmp_path, committed):
+    """Over two dtypes of caches, refills, survivors that move, stop strings, and prompts of other lengths. A policy
+    restored from a checkpoint is committed to its device.
+    """
+    torch_qwen2.make(tmp_path, seed=0, scale=0.3)
+    policy = fp32_policy(tmp_path, rank=5 + committed)
+    bias = policy.frozen["layers"][0]["self_attn"]["qkv_proj"]["bias"]
+    keys_of_layer = policy.config.num_heads * policy.config.head_dim
+    policy.frozen["layers"][0]["self_attn"]["qkv_proj"]["bias"] = bias.at[keys_of_layer].set(99.0)
+    if committed:
+        policy = policy.replace(lora=jax.device_put(policy.lora, jax.devices()[0]))
+    policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=(3, 5)), tokenizer=Digits())
+    sampling, engine = Sampling(16, num_generations=4, stop=("77",)), Engine(40, chunk=3, kv_cache_dtype="fp8_e4m3")
+    rng, key = np.random.default_rng(0), jax.random.key(0)
+    compile_programs(rollout_programs(policy, 14, 60, sampling, key, engine))
+    batches = [[rng.integers(0, 64, rng.integers(1, 1 + most)).tolist() for _ in range(14)] for most in (60, 4, 30)]
+    batches = [Prompts.from_lists(prompts, length=60) for prompts in batches]
+    with CompilationCounter() as counter:
+        for prompts in batches:
+            jax.block_until_ready(generate(policy, prompts, sampling, key, engine))
+        assert counter.take() == []
+
+
+class Digits:
+    """A tokenizer whose text has the last digit of each token."""
+
+    def decode(self, ids, **_):
+        return "".join(str(i % 10) for i in ids)

@@ -14,6 +14,7 @@ from oracles import torch_qwen2
 
 from qerl_jax.rollout import decode, packing
 from qerl_jax.rollout.packing import PrefillBatch, PrefillShape, pack_prompts, prefill_shapes
+from qerl_jax.rollout.prefill import prefill
 from qerl_jax.rollout.shapes import RolloutShapes
 
 BOUND = 8192
@@ -153,7 +154,7 @@ def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(tmp_path, sm
         begin += batch.prompts
         tokens = np.concatenate([prompts[p] for p in chosen])
         short = batch.shape.capacity - batch.prompts
-        prompt_cache = decode.prefill(
+        prompt_cache = prefill(
             policy,
             prompt_cache,
             np.pad(tokens, (0, batch.shape.tokens - len(tokens))).astype(np.int32),

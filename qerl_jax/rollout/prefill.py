@@ -1,0 +1,182 @@
+"""Prefill of packed prompts, layer by layer: three small programs for each shape, whose number and size do not depend
+on the depth of the model.
+
+Axes: P prompt slots, N prompts of one prefill, T packed tokens, K key/value heads, S cache slots, H head dim, D model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from qerl_jax.compilation import Program, as_committed
+from qerl_jax.models import cache as kv
+from qerl_jax.models.attention import packed_attention, rotary_angles
+from qerl_jax.models.cache import KVCache
+from qerl_jax.models.config import LAYER_NORMS, ModelConfig
+from qerl_jax.models.executor import PlainExecutor
+from qerl_jax.models.modules import Norm, RMSNorm
+from qerl_jax.models.packed_sequences import packed_layout
+from qerl_jax.models.qwen2 import DecoderLayer
+from qerl_jax.rollout.decode import PromptCache
+from qerl_jax.rollout.packing import PrefillShape
+from qerl_jax.types import Policy
+
+# Every GEMM here is a kernel of this project or large enough for cuBLAS. XLA's Triton GEMMs are not tried: that takes
+# seconds of compile time.
+_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def prefill(
+    policy: Policy,
+    prompt_cache: PromptCache,
+    tokens: Int32[np.ndarray, " T"],
+    lengths: Int32[np.ndarray, " N"],
+    prompt_slots: Int32[np.ndarray, " N"],
+    width: int,
+    batch_invariant: bool,
+) -> PromptCache:
+    """Run the model over packed prompts and write their keys, values and last hidden states into the prompt cache.
+
+    Args:
+      policy: its adapters in the compute dtype (`decode.cast_lora`).
+      prompt_cache: consumed.
+      tokens: all prompts end to end, then padding.
+      lengths: tokens of each prompt; 0 marks an unused entry.
+      prompt_slots: where each prompt goes in the prompt cache; an index past the end drops it.
+      width: at least the longest prompt.
+      batch_invariant: as in `Engine`.
+    """
+    x = as_committed(embed_prompts(policy.frozen["embed_tokens"], tokens), policy)
+    keys, values = list(prompt_cache.cache.keys), list(prompt_cache.cache.values)
+    for i in range(policy.config.num_layers):
+        x, keys[i], values[i] = prefill_layer(
+            layer_weights(policy, i),
+            x,
+            keys[i],
+            values[i],
+            lengths,
+            prompt_slots,
+            policy.config,
+            policy.dtype,
+            width,
+            batch_invariant,
+        )
+    hidden, prompt_lengths = store_hidden(
+        policy.frozen["norm"]["weight"],
+        x,
+        prompt_cache.hidden,
+        prompt_cache.lengths,
+        lengths,
+        prompt_slots,
+        policy.config,
+        batch_invariant,
+    )
+    return PromptCache(KVCache(tuple(keys), tuple(values)), hidden, prompt_lengths)
+
+
+def prefill_programs(
+    policy: Policy, prompt_cache: PromptCache, shape: PrefillShape, batch_invariant: bool
+) -> Iterator[Program]:
+    """The programs of `prefill` for one shape; the policy and the prompt cache may be abstract."""
+
+    def ints(size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+    name = f"prefill of {shape.tokens} tokens, width {shape.width}"
+    tokens, lengths, prompt_slots = ints(shape.tokens), ints(shape.capacity), ints(shape.capacity)
+    x = jax.ShapeDtypeStruct((shape.tokens, policy.config.hidden_size), jnp.float32)
+    x = as_committed(x, policy)
+    config, cache = policy.config, prompt_cache.cache
+    first_of_dtype = {array.dtype: i for i, array in reversed(list(enumerate(cache.keys)))}
+    for i in first_of_dtype.values():
+        weights = layer_weights(policy, i)
+        state = x, cache.keys[i], cache.values[i], lengths, prompt_slots
+        static = config, policy.dtype, shape.width, batch_invariant
+        yield Program(f"{name}: layer", prefill_layer, (weights, *state, *static))
+    norm, state = policy.frozen["norm"]["weight"], (x, prompt_cache.hidden, prompt_cache.lengths)
+    last = norm, *state, lengths, prompt_slots, config, batch_invariant
+    yield Program(f"{name}: last states", store_hidden, last)
+    yield Program(f"{name}: embedding", embed_prompts, (policy.frozen["embed_tokens"], tokens))
+
+
+def layer_weights(policy: Policy, layer: int) -> dict[str, Any]:
+    """The trees of one layer."""
+    return {
+        "frozen": policy.frozen["layers"][layer],
+        "norms": policy.norms["layers"][layer],
+        "lora": policy.lora.get("layers", {}).get(layer, {}),
+    }
+
+
+@jax.jit
+def embed_prompts(embedding: Float[Array, "V D"], tokens: Int32[Array, " T"]) -> Float32[Array, "T D"]:
+    """The residual stream before the first layer."""
+    return embedding[tokens].astype(jnp.float32)
+
+
+@functools.partial(
+    jax.jit,
+    donate_argnames=("x", "keys", "values"),
+    static_argnames=("config", "dtype", "width", "batch_invariant"),
+    compiler_options=_OPTIONS,
+)
+def prefill_layer(
+    weights: dict[str, Any],
+    x: Float32[Array, "T D"],
+    keys: Float[Array, "P K S H"],
+    values: Float[Array, "P K S H"],
+    lengths: Int32[Array, " N"],
+    prompt_slots: Int32[Array, " N"],
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    width: int,
+    batch_invariant: bool,
+) -> tuple[Float32[Array, "T D"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+    """One layer over packed prompts. Returns the residual stream behind it, and the layer's keys and values with those
+    of the prompts.
+    """
+    layout = packed_layout(lengths, x.shape[0], width)
+    angles = rotary_angles(layout.positions, config.head_dim, config.rope_theta)
+    layer = _decoder_layer(weights, config, dtype)
+    attention = packed_attention(config, layout)
+    x, entry = layer(x, angles, attention, executor=PlainExecutor(batch_invariant))
+    dropped = keys.shape[0]
+    rows = jnp.append(prompt_slots, dropped)[layout.segment_ids]
+    cache = kv.write_prompts(KVCache((keys,), (values,)), rows, layout.positions, [entry])
+    return x, cache.keys[0], cache.values[0]
+
+
+@functools.partial(jax.jit, donate_argnames=("hidden", "prompt_lengths"), static_argnames=("config", "batch_invariant"))
+def store_hidden(
+    norm: Float32[Array, " D"],
+    x: Float32[Array, "T D"],
+    hidden: Float[Array, "P D"],
+    prompt_lengths: Int32[Array, " P"],
+    lengths: Int32[Array, " N"],
+    prompt_slots: Int32[Array, " N"],
+    config: ModelConfig,
+    batch_invariant: bool,
+) -> tuple[Float[Array, "P D"], Int32[Array, " P"]]:
+    """The prompt cache's hidden states and lengths, with those of the prompts."""
+    last = jnp.clip(jnp.cumsum(lengths) - 1, 0, x.shape[0] - 1)
+    final = PlainExecutor(batch_invariant).finish(RMSNorm(Norm(norm), config.rms_norm_eps, hidden.dtype), x[last])
+    return (
+        hidden.at[prompt_slots].set(final, mode="drop"),
+        prompt_lengths.at[prompt_slots].set(lengths, mode="drop"),
+    )
+
+
+def _decoder_layer(weights: dict[str, Any], config: ModelConfig, dtype: jnp.dtype) -> DecoderLayer:
+    frozen = weights["frozen"]["self_attn"] | weights["frozen"]["mlp"]
+    lora = weights["lora"].get("self_attn", {}) | weights["lora"].get("mlp", {})
+    own = {name: projection["weight"] for name, projection in frozen.items()}
+    own |= {name: weights["norms"][name]["weight"] for name in LAYER_NORMS}
+    own["qkv_bias"] = frozen["qkv_proj"].get("bias")
+    return DecoderLayer(config, own, {name: lora.get(name, {}).get("lora", {}) for name in frozen}, dtype)
