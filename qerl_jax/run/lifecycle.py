@@ -8,10 +8,11 @@ import signal
 import time
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from qerl_jax import keys
-from qerl_jax.compilation import compile_programs
+from qerl_jax.compilation import as_committed, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.io.adapter import export_adapter
@@ -29,6 +30,7 @@ from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rl.compile import abstract_batch, update_programs
 from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
@@ -59,15 +61,21 @@ def begin(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
 
 
 def compile_ahead(run: Run, state: TrainState) -> None:
-    """Compile the programs of all rollouts of the run, several at a time: rollouts of any lengths compile nothing."""
+    """Compile the programs of rollouts and updates, several at a time: a step of any lengths then compiles nothing."""
     config, console, started = run.config, run.console, time.perf_counter()
     policy = run.policy.replace(norms=state.norms, lora=state.lora)
     key = keys.for_step(config.seed, keys.Purpose.SAMPLE, 0)
     sizes = config.num_prompts, config.max_prompt_length
     programs = list(rollout_programs(policy, *sizes, config.sampling, key, config.engine))
-    with console.status(f"compiling {len(programs)} programs of the rollout …") as status:
+
+    def placed(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return leaf if path[0].name == "advantages" else as_committed(leaf, policy)  # advantages come from the host
+
+    batch = jax.tree_util.tree_map_with_path(placed, abstract_batch(config))
+    programs += update_programs(state, policy.frozen, batch)
+    with console.status(f"compiling {len(programs)} programs of rollout and update …") as status:
         compile_programs(programs, done=lambda name, count: status.update(f"compiled {count}/{len(programs)}: {name}"))
-    console.print(f"compiled {len(programs)} programs of the rollout in {time.perf_counter() - started:.1f} s")
+    console.print(f"compiled {len(programs)} programs of rollout and update in {time.perf_counter() - started:.1f} s")
 
 
 def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
