@@ -279,7 +279,8 @@ def descriptions() -> dict[str, str]:
     return {field.target.id: inspect.cleandoc(text.value.value) for field, text in pairs}
 
 
-# Fields that may differ between a checkpoint and the run that resumes it.
+# Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, so
+# a resumed run may differ in rounding; programs from another compilation cache are the same.
 FREE_ON_RESUME = frozenset(
     {
         "output_dir",
@@ -289,7 +290,11 @@ FREE_ON_RESUME = frozenset(
         "save_total_limit",
         "report_to",
         "watchdog_seconds",
+        "compilation_cache_dir",
         "rollout_memory_gb",
+        "tokens_per_micro_batch",
+        "update_memory_gb",
+        "logprob_chunk_size",
         "eval_batch_size",
         "reward_workers",
         "reward_timeout",

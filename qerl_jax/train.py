@@ -42,8 +42,8 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     """Run, or resume, the training that `config` describes; all output goes to `config.output_dir`.
 
     Raises ConfigError, CheckpointError, DataError, RewardError or FileNotFoundError for unusable input, before the
-    first step where possible. An error in a later step leaves a checkpoint of the step before. The first SIGINT or
-    SIGTERM ends the run after the current step, with a checkpoint.
+    first step where possible, and MemoryError if an update runs out of device memory. An error in a later step leaves
+    a checkpoint of the step before. The first SIGINT or SIGTERM ends the run after the current step, with a checkpoint.
     """
     run = prepare(with_rewards(config), console or Console(highlight=False))
     recorder, state = begin(run, init_state(run.policy, run.config))

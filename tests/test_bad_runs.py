@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.rl import step as update_step
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run import recorder
 
@@ -350,6 +352,27 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capf
     assert f"--config {run}/config.yaml --resume auto" in said
     assert train.main([*flags, "--output-dir", str(place / "new")]) == STOPPED
     assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to resume from"
+
+
+def test_a_run_goes_on_with_the_memory_settings_that_its_error_names(place, monkeypatch, capfd):
+    """The device has no memory left in the second update: one line of advice, step 1 saved, and the advice works."""
+    update = update_step._step
+
+    def exhausted(state, *rest):
+        if int(state.step) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+        return update(state, *rest)
+
+    flags = training(place)
+    flags[flags.index("--save-steps") + 1] = "50"
+    with monkeypatch.context() as patch:
+        patch.setattr(update_step, "_step", exhausted)
+        said = error_of(train.main, flags, place, capfd)
+    assert_says(said, "the update ran out of memory: …; lower update_memory_gb below …, tokens_per_micro_batch or …")
+    assert latest_step(place / "run") == 1
+    smaller = ["--update-memory-gb", "0.001", "--tokens-per-micro-batch", "128", "--logprob-chunk-size", "8"]
+    assert train.main([*flags, "--resume", "auto", *smaller]) == 0
+    assert [row["step"] for row in read_metrics(place / "run")] == [1, 2]
 
 
 def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(finished):

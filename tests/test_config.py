@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from qerl_jax import train
 from qerl_jax.command_line.train import parse
-from qerl_jax.config import Config, ConfigError, differences, dump, load, to_mapping
+from qerl_jax.config import FREE_ON_RESUME, Config, ConfigError, differences, dump, load, to_mapping
 from qerl_jax.data.files import DataError
 from qerl_jax.io import assets
+from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl.plan import UpdatePlan, out_of_memory
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Engine
 
@@ -180,6 +183,15 @@ def test_differences_name_both_values_and_spare_free_fields():
     ours = Config(model="m", learning_rate=1e-4, output_dir="b", save_steps=3)
     theirs = to_mapping(Config(model="m", learning_rate=1e-5, output_dir="a"))
     assert differences(ours, theirs) == ["learning_rate: 1e-05 -> 0.0001"]
+
+
+def test_what_an_out_of_memory_error_advises_to_change_may_change_on_resume():
+    memory = {"rollout_memory_gb": 1, "update_memory_gb": 2, "tokens_per_micro_batch": 512, "logprob_chunk_size": 64}
+    ours = Config(model="m", compilation_cache_dir="elsewhere", eval_batch_size=8, **memory)
+    assert differences(ours, to_mapping(Config(model="m"))) == []
+    advice = out_of_memory(UpdatePlan(PackShape(128, 1, 128), 0, 0, 0)).partition("; lower ")[2]
+    named = set(re.findall(r"[a-z]+(?:_[a-z]+)+", advice))
+    assert named and named <= FREE_ON_RESUME
 
 
 def test_a_checkpoint_from_before_a_field_was_added_goes_on_with_its_default():

@@ -28,8 +28,8 @@ _DESCRIPTION = (
 
 
 def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) -> int:
-    """Parse the command line and call `train`. Exit code 0: finished; 2: bad input, with a one-line error message;
-    130: stopped by a signal, to be resumed.
+    """Parse the command line and call `train`. Exit code 0: finished; 2: bad input or too little memory, with a
+    one-line error message; 130: stopped by a signal, to be resumed.
     """
     errors, config = Console(stderr=True, highlight=False, soft_wrap=True), None
     try:
@@ -41,8 +41,8 @@ def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) ->
             show_dry_run(config, Console(highlight=False))
             return 0
         state = train(config)
-    except (ValueError, OSError) as error:
-        errors.print(f"error: {error}", markup=False)
+    except (ValueError, OSError, MemoryError) as error:
+        errors.print(f"error: {str(error) or 'out of memory'}", markup=False)  # Python's own MemoryError says nothing
         return 2
     except KeyboardInterrupt:
         saved = latest_step(Path(config.output_dir)) if config else None
