@@ -16,6 +16,7 @@ from typing import Any
 
 import h200
 import jax
+import jax.experimental.mosaic.gpu  # sets the path of the runtime that the kernels' host code calls, on load too
 from jax.experimental import serialize_executable
 
 
