@@ -66,11 +66,12 @@ def nvfp4_matmul(
     rows = x.reshape(-1, k)
     if route is None:
         route = routing.route(len(rows), weight, loras, x.dtype, batch_invariant, implementation=implementation)
-    wanted = routing.problem_of(
-        len(rows), weight, loras, implementation or route.problem.implementation, batch_invariant
-    )
-    if route.problem != wanted:
-        raise ValueError(f"nvfp4_matmul: the route is that of {route.problem}, this is {wanted}")
+    else:
+        wanted = routing.problem_of(
+            len(rows), weight, loras, implementation or route.problem.implementation, batch_invariant
+        )
+        if route.problem != wanted:
+            raise ValueError(f"nvfp4_matmul: the route is that of {route.problem}, this is {wanted}")
     columns = [getattr(lora, "column", None) for lora in loras]
     all_a = loras[0].a.astype(x.dtype) if loras and columns[0] is not None else None
     own_a = [
