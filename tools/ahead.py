@@ -1,9 +1,8 @@
-"""Programs compiled for an H200 by processes that do not touch a GPU: on all cores at a time, and beside a GPU that
-somebody is timing.
+"""Programs compiled for an H200 by processes that do not touch a GPU: on all cores, and while the GPU is timing.
 
-A program is described by the arguments of a function `build`, which returns (function, its arguments as shapes). What
-comes back can be loaded and called where there is such a GPU; it holds the kernels' machine code. XLA's own products
-are not tuned (that takes a GPU), so that a program with some of them is better compiled where it runs.
+A program is described by the arguments of a function `build`, which returns (function, its arguments as shapes). The
+result holds the machine code of the kernels; it can be loaded and called on an H200. GEMMs by XLA are not autotuned,
+which needs a GPU: a program with such GEMMs is better compiled where it runs.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from jax.experimental import serialize_executable
 def compile_all(
     build: Callable, programs: Iterable[tuple], jobs: int, options: dict | None = None
 ) -> Iterator[tuple[tuple, bytes | str]]:
-    """(program, executable) of each as it is done; a string where the compiler refuses, with what it says.
+    """(program, executable) of each as it is done; where the compiler refuses, its message in place of the executable.
 
     Args:
       build: a function of a module; `build(*program)` -> (function, arguments), arrays as `jax.ShapeDtypeStruct`.
       programs: hashable arguments of `build`.
       jobs: processes.
-      options: XLA's, of every program.
+      options: XLA compiler options of every program.
     """
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _start) as pool:
@@ -39,7 +38,7 @@ def compile_all(
 
 
 def load(executable: bytes, *args: Any) -> Callable:
-    """What `compile_all` made, on this machine's GPU; `args` as it is to be called with."""
+    """An executable of `compile_all`, loaded on the GPU of this machine, for calls with arguments like `args`."""
     device = jax.devices()[0]
     code, out = pickle.loads(executable)
     inputs = jax.tree.structure((args, {}))

@@ -1,9 +1,9 @@
-"""How products are timed, ours (`bench_matmul.py`) and those of rivals (`time_rivals.py`): in short bursts.
+"""Short bursts, in which GEMMs are timed: ours (`bench_matmul.py`) and those of rivals (`time_rivals.py`).
 
-Under sustained load an H200 runs into its power limit, cuBLAS's products and ours more than Marlin's; in a decode step
-none of them does. So a burst takes some milliseconds, and before each the GPU rests for three times as long. A burst
-is a number of rounds, a round one captured graph of many calls. What the host does once a burst is no part of a figure:
-rivals' rounds are timed by events after a first one, ours are the difference of two bursts of different length.
+Under sustained load an H200 reaches its power limit, with the GEMMs of cuBLAS and ours more than with Marlin's; in a
+decode step none of them does. So a burst takes some milliseconds, and before each the GPU rests for three times as
+long. A burst is a number of rounds, a round one captured graph of many calls. The work of the host once a burst is not
+counted: rounds of rivals are timed by events after a first one, ours by the difference of two bursts of unequal length.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ STEP_TIMED_US = 32e3
 WARM, REPEATS, LEAST_REPEATS = 2, 15, 5
 # The address of a step's arrays changes its time by 1 or 2 %, and LoRA is a tenth: steps are timed at several places.
 PLACES = 3
-LONG_S = 0.03  # all bursts of a repetition; where they take longer, there are fewer repetitions
-PAUSE, LEAST_PAUSE_S = 3, 5e-3  # before a burst: times its length, but at least
+LONG_S = 0.03  # all bursts of a repetition; longer ones are repeated less often
+PAUSE, LEAST_PAUSE_S = 3, 5e-3  # before a burst: multiple of its length, and least pause
 
 
 class Burst(NamedTuple):
@@ -38,13 +38,15 @@ class Burst(NamedTuple):
 
 
 def floor_us(m: int, n: int, k: int, weight_bytes: float) -> float:
-    """No product is faster: its weight's bytes at the copy's rate, its operations at the matrix unit's."""
+    """Lower bound of a GEMM's time: its weight's bytes at the copy rate or its operations at the tensor cores' rate."""
     return max(weight_bytes / COPY_BYTES_PER_S, 2.0 * m * n * k / MATRIX_FLOP_PER_S) * 1e6
 
 
 def burst_of(m: int, n: int, k: int, weight_bytes: float) -> Burst:
-    """The burst of a product of m tokens with weights [n, k]. Fewer weights than outgrow the L2 where a round needs no
-    more calls: those move so many tokens that the L2 does not help either."""
+    """The burst of a GEMM of m rows with weights [n, k].
+
+    Where a round needs few calls, its weights may fit the L2: then x and y are so large that the L2 does not help.
+    """
     us = 1.5 * floor_us(m, n, k, weight_bytes) + 5  # roughly
     weights = max(1, min(math.ceil(ROTATE_BYTES / weight_bytes), math.ceil(ROUND_US / us)))
     turns = max(1, round(ROUND_US / (us * weights)))

@@ -1,8 +1,8 @@
-"""What the rows of `bench_matmul.py` say: every product beside its rivals, means, the decode step, and what is asked.
+"""Summary of the rows of `bench_matmul.py`: each GEMM beside its rivals, means, decode steps, and the targets.
 
     python tools/matmul_report.py [tools/results/nvidia-h200/matmul.json]
 
-Rivals are rows of the same file whose `impl` is not "qerl" (cuBLAS's and Marlin's forward products, without adapters).
+Rivals are rows of the same file whose `impl` is not "qerl" (forward GEMMs of cuBLAS and Marlin, without adapters).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import pathlib
 import statistics
 
 COPY_BYTES_PER_S = 4.30e12  # read + write of a device-to-device copy on an H200
-MATRIX_FLOP_PER_S = 788e12  # an 8192 × 8192 × 8192 bf16 product on an H200
+MATRIX_FLOP_PER_S = 788e12  # an 8192 × 8192 × 8192 bf16 GEMM on an H200
 RIVALS = ("marlin", "cublas_bf16")
-TWICE = {"qkv_14b": "qkv_32b", "o_14b": "o_32b"}  # products of 14B that 32B has, too: they count for both
+TWICE = {"qkv_14b": "qkv_32b", "o_14b": "o_32b"}  # GEMMs that 14B and 32B share: they count for both
 LATENCY_BOUND = ("qkv_7b", "o_7b")
 BYTES_BOUND = ("gate_up_7b", "down_7b", "gate_up_32b", "down_32b")
 FEW = (1, 8, 16)
-# direction, numbers of tokens, the rival that counts there, cases (None: all), how many times as fast is asked at least
-# in the mean, and what in every single case
+# Targets: direction, values of m, rival, cases (None: all), least speed-up over the rival in the geometric mean and in
+# each case.
 ASKED = (
     ("forward", (1, 8, 16, 32), "marlin", None, 1.35, 1.0),
     ("forward", FEW, "marlin", LATENCY_BOUND, 1.5, 0.0),
@@ -31,9 +31,9 @@ ASKED = (
     ("forward", (4096, 16384), "cublas_bf16", None, 0.93, 0.0),
     ("dx", (4096, 16384), "cublas_bf16", None, 0.88, 0.0),
 )
-ASKED_TB_PER_S = 2.8  # packed bytes, BYTES_BOUND at FEW
-ASKED_STEP = (8, 1.7)  # tokens, ms of all projections of 7B with their adapters
-ASKED_ADAPTERS = 0.10  # what adapters may add to the projections of a layer, up to 64 tokens
+ASKED_TB_PER_S = 2.8  # packed bytes per second, BYTES_BOUND at FEW
+ASKED_STEP = (8, 1.7)  # m, ms of all projections of 7B with their adapters
+ASKED_ADAPTERS = 0.10  # largest share that adapters add to the projections' time, up to m = 64
 
 
 def rivals_of(rows: list[dict]) -> dict[tuple[str, int, str], float]:
@@ -42,10 +42,10 @@ def rivals_of(rows: list[dict]) -> dict[tuple[str, int, str], float]:
 
 
 def describe(row: dict, rivals: dict) -> str:
-    """One row in words, with its rivals' time over its own."""
+    """One row as text, with the time of its rivals over its own."""
     m, n, k, us = row["m"], row["n"], row["k"], row["us"]
     if not n:
-        what = "projections and what precedes them" if row["products"] else "what precedes the projections"
+        what = "projections and their prologues" if row["products"] else "prologues alone"
         return f"{row['case']} x {row['layers']} m {m} lora {row['lora_rank']:2d}: {us / 1e3:.3f} ms, {what}"
     packed_bytes = n * k * 0.5625
     flop = 2.0 * m * n * k
@@ -61,13 +61,13 @@ def describe(row: dict, rivals: dict) -> str:
 
 
 def plain(rows: list[dict]) -> list[dict]:
-    """Our products without adapters, of the mode that is the default."""
+    """Our GEMMs without adapters in the default mode."""
     ours = [row for row in rows if row["impl"] == "qerl" and row["n"]]
     return [row for row in ours if not row["lora_rank"] and not row.get("batch_invariant")]
 
 
 def ratios(rows: list[dict], rivals: dict) -> dict[tuple[str, int, str], dict[str, float]]:
-    """(direction, m, rival) -> case -> the rival's time over ours. dx is compared with cuBLAS's forward."""
+    """(direction, m, rival) -> case -> the rival's time over ours. dx is compared with the forward GEMM of cuBLAS."""
     found = {}
     for row in plain(rows):
         for case in (row["case"], *([TWICE[row["case"]]] if row["case"] in TWICE else [])):
@@ -81,7 +81,7 @@ def ratios(rows: list[dict], rivals: dict) -> dict[tuple[str, int, str], dict[st
 
 
 def means(rows: list[dict], rivals: dict) -> str:
-    """Geometric means of `ratios` for each number of tokens, then what is asked of groups of them."""
+    """Geometric means of `ratios` for each m, then the targets."""
     found, lines = ratios(rows, rivals), []
     for (direction, m, impl), values in sorted(found.items()):
         lines.append(f"{direction:8s} m {m:18d}  {_mean(values.values())} x {impl}")
@@ -136,8 +136,7 @@ def step_cost(rows: list[dict], rivals: dict) -> str:
 
 
 def other_costs(rows: list[dict]) -> str:
-    """What adapters (with their `x A`, whoever computes it) and the batch-invariant mode take over plain products, in
-    the mean."""
+    """Mean time with adapters (`x A` included, whatever computes it) and in batch-invariant mode, over plain GEMMs."""
     base = {(row["direction"], row["case"], row["m"]): row["us"] for row in plain(rows)}
     found = {}
     for row in rows:
@@ -146,20 +145,20 @@ def other_costs(rows: list[dict]) -> str:
         if row["impl"] == "qerl" and row["n"] and (row["lora_rank"] or row.get("batch_invariant")) and key in base:
             found.setdefault((name, row["m"]), []).append(row["us"] / base[key])
     return "\n".join(
-        f"{name} m {m}: {statistics.geometric_mean(values):.2f} times a plain product (most {max(values):.2f}, "
-        f"{len(values)} products)"
+        f"{name} m {m}: {statistics.geometric_mean(values):.2f} times a plain GEMM (most {max(values):.2f}, "
+        f"{len(values)} GEMMs)"
         for (name, m), values in sorted(found.items())
     )
 
 
 def sources(rows: list[dict]) -> str:
-    """Where the rivals' times in the ratios come from."""
+    """Number of rival rows from each source."""
     counts = collections.Counter(row.get("source", "no source named") for row in rows if row["impl"] in RIVALS)
     return "\n".join(f"rivals: {count} rows, {source}" for source, count in counts.items())
 
 
 def summary(rows: list[dict]) -> str:
-    """All of it."""
+    """The whole summary."""
     rivals = rivals_of(rows)
     parts = [sources(rows), means(rows, rivals), other_costs(rows), step_cost(rows, rivals)]
     return "\n".join(part for part in parts if part)
@@ -171,7 +170,7 @@ def _packed_tb_per_s(row: dict) -> float:
 
 def _mean(values) -> str:
     values = list(values)
-    return f"{statistics.geometric_mean(values):5.2f} (least {min(values):.2f}, {len(values)} products)"
+    return f"{statistics.geometric_mean(values):5.2f} (least {min(values):.2f}, {len(values)} GEMMs)"
 
 
 def _verdict(holds: bool) -> str:

@@ -1,11 +1,11 @@
-"""Times vLLM's NVFP4 product (Marlin) and cuBLAS's bf16 product on the projections of Qwen2.5, with PyTorch.
+"""Times vLLM's NVFP4 GEMM (Marlin) and cuBLAS's bf16 GEMM on the projections of Qwen2.5, with PyTorch.
 
     python tools/time_rivals.py _C.abi3.so [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
 
-The library is vLLM 0.22's, made for the PyTorch that is installed. Calls are captured in a CUDA graph and timed in
+The library is that of vLLM 0.22 for the installed PyTorch. Calls are captured in a CUDA graph and timed in
 bursts of replays, as `bench_matmul.py` times ours (`bursts`). Rows are those of `bench_matmul.py` with `impl` "marlin"
 or "cublas_bf16"; `layer_set_7b` is 28 times qkv, o, gate_up and down of 7B in one graph. Marlin's weights are random
-words, and what it computes is not checked.
+words, and its output is not checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPES = {**{case: cases.SHAPES[case] for case in cases.TIMED}, "qkv_32b": (7168
 
 
 class Marlin:
-    """The library's product."""
+    """The library's GEMM."""
 
     def __init__(self, library: pathlib.Path) -> None:
         torch.ops.load_library(str(library.resolve()))
@@ -39,12 +39,12 @@ class Marlin:
         self.world = torch.tensor([2.0**GLOBAL_SCALE_LOG2], device="cuda")
 
     def weight(self, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random words and scales in the library's order."""
+        """Random words and scales in the order of the library."""
         words = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda").view(torch.int32).T.contiguous()
         none = torch.empty(0, dtype=torch.int, device="cuda")
         return self.ops.gptq_marlin_repack(words, none, k, n, 4, False), marlin_scales(n, k, "cuda")
 
-    def product(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], n: int, k: int) -> torch.Tensor:
+    def gemm(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], n: int, k: int) -> torch.Tensor:
         """x [M, k] · W."""
         words, scales = weight
         return self.ops.marlin_gemm(
@@ -63,8 +63,8 @@ def marlin_scales(n: int, k: int, device: str) -> torch.Tensor:
 
 
 def microseconds(calls: list[Callable], turns: int, rounds: int) -> float:
-    """Time of all calls, one after the other, from `rounds` replays of a graph of `turns` times all calls. One replay
-    goes before, because the GPU would wait for the launch of the first."""
+    """Time of all calls in sequence, from `rounds` replays of a graph of `turns` times all calls. One replay comes
+    first and is not timed, because the GPU waits for its launch."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -94,21 +94,21 @@ def row(case: str, m: int, impl: str, us: float) -> dict:
             "us": round(us, 2)}  # fmt: skip
 
 
-def products(marlin: Marlin, case: str, tokens: list[int]) -> list[dict]:
+def gemms(marlin: Marlin, case: str, tokens: list[int]) -> list[dict]:
     """Rows of one projection."""
     n, k = SHAPES[case]
     kinds = (
-        ("marlin", n * k * 0.5625, lambda: marlin.weight(n, k), lambda x, w: marlin.product(x, w, n, k)),
+        ("marlin", n * k * 0.5625, lambda: marlin.weight(n, k), lambda x, w: marlin.gemm(x, w, n, k)),
         ("cublas_bf16", n * k * 2, lambda: torch.randn(n, k, device="cuda", dtype=torch.bfloat16).T, torch.matmul),
     )
     rows = []
-    for impl, weight_bytes, weight, product in kinds:
-        plans = {m: bursts.burst_of(m, n, k, weight_bytes) for m in tokens}
-        weights = [weight() for _ in range(max(plan.weights for plan in plans.values()))]
-        for m, plan in plans.items():
+    for impl, weight_bytes, weight, gemm in kinds:
+        of_m = {m: bursts.burst_of(m, n, k, weight_bytes) for m in tokens}
+        weights = [weight() for _ in range(max(burst.weights for burst in of_m.values()))]
+        for m, burst in of_m.items():
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            calls = [functools.partial(product, x, one) for one in weights[: plan.weights]]
-            rows.append(row(case, m, impl, microseconds(calls, plan.turns, plan.rounds) / len(calls)))
+            calls = [functools.partial(gemm, x, one) for one in weights[: burst.weights]]
+            rows.append(row(case, m, impl, microseconds(calls, burst.turns, burst.rounds) / len(calls)))
         del weights
     print(case, " ".join(f"{r['impl']} {r['m']}: {r['us']:.1f}" for r in rows), flush=True)
     return rows
@@ -118,7 +118,7 @@ def layers(marlin: Marlin, m: int) -> dict:
     """The row of all projections of 7B."""
     x = {k: torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for k in (3584, 18944)}
     shapes = [SHAPES[case] for case in cases.LAYER_7B] * LAYERS
-    calls = [functools.partial(marlin.product, x[k], marlin.weight(n, k), n, k) for n, k in shapes]
+    calls = [functools.partial(marlin.gemm, x[k], marlin.weight(n, k), n, k) for n, k in shapes]
     _, turns, rounds = bursts.burst_of_step(LAYERS)
     return row("layer_set_7b", m, "marlin", microseconds(calls, turns, rounds))
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     marlin = Marlin(args.library)
-    rows = [one for case in args.cases for one in products(marlin, case, args.tokens)]
+    rows = [one for case in args.cases for one in gemms(marlin, case, args.tokens)]
     rows += [layers(marlin, m) for m in args.tokens if m <= 64]
     if args.out:
         about = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}

@@ -26,10 +26,11 @@ import re
 from collections.abc import Callable, Sequence
 
 import ahead
-import bench_matmul as bench
 import jax
 import jax.numpy as jnp
+from bench_matmul import exact, refuse_if_wrong
 from matmul_model import RANK, candidates, model, skinny_candidates, worth_trying
+from matmul_programs import Gemm, adapters, weights_of
 from qerl_kernels.decode_prologue import config as prologue_config
 from qerl_kernels.decode_prologue import reference
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
@@ -122,7 +123,7 @@ class Prologue:
         width = 2 * k if self.kind == "silu" else k
         x = jax.random.normal(key, (self.m, width), jnp.float32 if self.kind == "norm" else jnp.bfloat16)
         rest = (x.astype(jnp.bfloat16), jnp.ones(k)) if self.kind == "norm" else ()
-        return (x, *rest), None if self.form == "a" else bench.adapters(self.case, RANK, seed)[0]
+        return (x, *rest), None if self.form == "a" else adapters(self.case, RANK, seed)[0]
 
     def call(self, layer: tuple) -> tuple:
         """The operation. `layer`: from `inputs`."""
@@ -158,13 +159,13 @@ def counted_prologue(trial: Trial, times: dict) -> float | None:
 
 
 def layers_of(case: str, m: int) -> list[tuple]:
-    """Weights as `bench.weights_of` has them, each with A of its adapters side by side and B of each."""
-    return [(weight, *bench.adapters(case, RANK, i)) for i, weight in enumerate(bench.weights_of(case, m))]
+    """Weights as `weights_of` has them, each with A of its adapters side by side and B of each."""
+    return [(weight, *adapters(case, RANK, i)) for i, weight in enumerate(weights_of(case, m))]
 
 
 def activations(case: str, direction: str, m: int) -> jax.Array:
     """x (or dy)."""
-    return jax.random.normal(jax.random.key(0), (m, bench.Product(case, m, direction).width()), jnp.bfloat16)
+    return jax.random.normal(jax.random.key(0), (m, Gemm(case, m, direction).width()), jnp.bfloat16)
 
 
 # Autotuning would take longer than all else here.
@@ -221,7 +222,7 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
     layers = {large: layers_of(case, 1024 if large else 1) for large in {trial.m >= 1024 for trial in group}}
     weight, _, lora_b = next(iter(layers.values()))[0]
     lora_x = lora_x_of(x, next(iter(layers.values()))[0], direction)
-    expected = bench.exact(x[:256], weight, direction == "dx")
+    expected = exact(x[:256], weight, direction == "dx")
     if direction == "forward":
         of_each = split_lora_x(lora_x[:256], [b.shape[0] for b in lora_b])
         expected += jnp.concatenate([fp32_matmul(t, b) for t, b in zip(of_each, lora_b, strict=True)], axis=1)
@@ -233,8 +234,8 @@ def tune_case(group: list[Trial], executables: dict) -> list[dict]:
             continue
         inputs = x[: trial.m], None if lora_x is None else lora_x[: trial.m]
         call = functools.partial(ahead.load(found, *inputs, some[0]), *inputs)
-        try:  # the rest of the sweep is worth having
-            bench.refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
+        try:  # keep the rest of the sweep
+            refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
         except (SystemExit, jax.errors.JaxRuntimeError) as error:
             results[trial] = f"WRONG: {str(error)[:200]}"
             continue

@@ -1,4 +1,4 @@
-"""The benchmark of the product without a GPU: how it times, what is called with what, what is kept and said."""
+"""The benchmark of the GEMM without a GPU: timing, arguments of the programs, stored rows, the summary."""
 
 import contextlib
 import importlib
@@ -26,7 +26,7 @@ def tools(tool):
 
 @pytest.fixture
 def bench(tools, monkeypatch):
-    """Small projections of 7B, products by XLA, programs jitted where they are called, nothing repeated."""
+    """Small projections of 7B, GEMMs by XLA, programs jitted where they are called, nothing repeated."""
     module, _ = tools
     for case, shape in SMALL.items():
         monkeypatch.setitem(cases.SHAPES, case, shape)
@@ -63,20 +63,20 @@ def test_a_run_goes_on_where_it_was_cut_short(bench, monkeypatch, tmp_path, caps
     rival = {"case": "o_7b", "m": 8, "n": 256, "k": 256, "direction": "forward", "lora_rank": 0}
     anchors.write_text(json.dumps({"rows": [{**rival, "impl": "marlin", "us": 36.0}]}))
     common = ["--anchors", str(anchors), "--out", str(out), "--rank", "8", "--layers", "1", "--cases", "o_7b"]
-    real = bench.Product.call
+    real = bench.Gemm.call
 
     def wrong(what, x, weight):
         return real(what, x, weight) * (1.01 if what.direction == "dx" else 1)
 
-    monkeypatch.setattr(bench.Product, "call", wrong)
-    with pytest.raises(SystemExit, match=r"1 of 7 failed:\nProduct.*'dx'.*: relative error .* is above 2.5e-03"):
+    monkeypatch.setattr(bench.Gemm, "call", wrong)
+    with pytest.raises(SystemExit, match=r"1 of 7 failed:\nGemm.*'dx'.*: relative error .* is above 2.5e-03"):
         run(bench, monkeypatch, *common, "--commit", "abc", "--tokens", "8", "4096")
     first = json.loads(out.read_text())["rows"]
     assert len(first) == 6 + 1 and all(row["commit"] == "abc" for row in first[:6])
     assert first[6] == {**rival, "impl": "marlin", "us": 36.0, "source": "rivals.json"}
     assert "1.50 x marlin" in capsys.readouterr().out  # six weights of four arrays take 24 in this test
 
-    monkeypatch.setattr(bench.Product, "call", real)
+    monkeypatch.setattr(bench.Gemm, "call", real)
     run(bench, monkeypatch, *common, "--commit", "abc", "--tokens", "8", "4096", "--batch-invariant", "--layers", "0")
     said, stored = capsys.readouterr().out, json.loads(out.read_text())
     assert stored["rows"][:6] == first[:6] and len(stored["rows"]) == 6 + 3 + 1  # dx, and two that are batch invariant
@@ -88,19 +88,19 @@ def test_a_run_goes_on_where_it_was_cut_short(bench, monkeypatch, tmp_path, caps
     assert [row.get("commit") for row in json.loads(out.read_text())["rows"]] == ["another", None]
 
 
-def test_the_sum_of_a_loop_is_that_of_its_products(tools):
-    module, _ = tools
+def test_the_sum_of_a_loop_is_that_of_its_calls(tool):
+    programs = tool("matmul_programs")
     x, weights = jnp.arange(6.0).reshape(2, 3), [jnp.ones((3, 2)), 2 * jnp.ones((3, 2))]
-    assert float(jax.jit(module.looped(jnp.matmul, 5))([x], weights)) == 5 * (3 + 6)
-    assert float(jax.jit(module.looped(jnp.matmul, 5))([x, x + 1], weights)) == 5 * (3 + 6 + 6 + 12)
-    assert float(jax.jit(module.looped(jnp.matmul, 2))([[x, x + 1], [x + 2, x]], weights)) == 2 * (3 + 12 + 9 + 6)
+    assert float(jax.jit(programs.looped(jnp.matmul, 5))([x], weights)) == 5 * (3 + 6)
+    assert float(jax.jit(programs.looped(jnp.matmul, 5))([x, x + 1], weights)) == 5 * (3 + 6 + 6 + 12)
+    assert float(jax.jit(programs.looped(jnp.matmul, 2))([[x, x + 1], [x + 2, x]], weights)) == 2 * (3 + 12 + 9 + 6)
 
 
 @pytest.mark.parametrize("rank", [0, 8])
 def test_no_two_calls_of_a_round_are_the_same(bench, monkeypatch, rank):
     """XLA would compute them once: neither the same x and weight nor, with adapters, the same x at all."""
     monkeypatch.setattr(bench.bursts, "ROUND_US", 100.0)
-    what = bench.Product("qkv_7b", 8, lora_rank=rank)
+    what = bench.Gemm("qkv_7b", 8, lora_rank=rank)
     xs, weights = what.arguments(jax.random.normal(jax.random.key(0), (8, 256)))
     assert len(xs) == what.burst().turns == 5 and len(weights) == 4
     every = [one for x in xs for one in (x if rank else [x])]
@@ -131,8 +131,8 @@ def clock(tools, monkeypatch):
     return clock
 
 
-def test_what_a_call_costs_once_is_no_part_of_a_product(tools, clock):
-    """A call of r rounds of 20 products of 50 us takes 3 ms + r ms; two calls in fifteen take far longer."""
+def test_fixed_cost_of_a_call_is_not_counted(tools, clock):
+    """A call of r rounds of 20 GEMMs of 50 us takes 3 ms + r ms; two calls in fifteen take far longer."""
     module, _ = tools
     calls = []
 
@@ -168,9 +168,9 @@ def test_steps_of_as_many_tokens_take_turns(tools, clock):
     ]
     assert module.microseconds(both) == [pytest.approx(1500.0), pytest.approx(2500.0)]
     assert calls == ["a short", "a long", "b short", "b long"] * (2 + 5)
-    steps = [module.Step(m, rank, 28, True) for m in (8, 16) for rank in (0, 32)]
-    products = [module.Product("o_7b", m) for m in (8, 16)]
-    assert module.turns([*steps, *products]) == [steps[:2], steps[2:], products[:1], products[1:]]
+    steps = [module.DecodeStep(m, rank, 28, True) for m in (8, 16) for rank in (0, 32)]
+    gemms = [module.Gemm("o_7b", m) for m in (8, 16)]
+    assert module.turns([*steps, *gemms]) == [steps[:2], steps[2:], gemms[:1], gemms[1:]]
 
 
 def test_a_step_is_timed_at_several_places(bench, monkeypatch, tmp_path, capsys):
@@ -205,12 +205,12 @@ def test_long_bursts_are_repeated_less_often(tools, clock, seconds, repeats, pau
         calls.append(None)
         return float(len(calls))
 
-    # two calls before what counts, of which the results are their numbers
+    # two warm-up calls; the result of a call is its number
     assert tools[0].bursts.medians([burst]) == [2 + (repeats + 1) / 2]
     assert clock.slept == pytest.approx([pause] * repeats)
 
 
-def test_what_rotates_is_more_than_the_l2_holds(tools):
+def test_rotating_weights_outgrow_the_l2(tools):
     """50 MB on an H200; where it is not 512 MiB of weights, none is used twice in a round."""
     bursts = tools[0].bursts
     for n, k in map(cases.SHAPES.get, cases.TIMED):
@@ -232,7 +232,7 @@ def test_what_rotates_is_more_than_the_l2_holds(tools):
     ],
 )
 def test_rounds_take_about_a_millisecond(tools, case, m, weight_bytes, us):
-    """By times that an H200 took: well above the 9 us between rounds, and the part that is timed some milliseconds."""
+    """With times of an H200: a round is well above the 9 us between rounds, the timed rounds take some milliseconds."""
     n, k = cases.SHAPES[case]
     weights, turns, rounds = tools[0].bursts.burst_of(m, n, k, n * k * weight_bytes)
     assert 600 < weights * turns * us < 1500 and 1200 < weights * turns * rounds * us < 3000
@@ -289,17 +289,17 @@ def test_rivals_are_timed_without_the_launch_of_the_first_replay(tools, clock, m
     assert clock.slept == pytest.approx([3 * (50e-6 + 4 * 5 * 7 * 30e-6)] * 15)
 
 
-def test_adapters_are_checked_as_the_product_adds_them(tools):
-    module, _ = tools
-    a, expand = module.adapters("qkv_7b", 16, 0)
+def test_adapters_are_checked_as_the_gemm_adds_them(tools, tool):
+    module, programs = tools[0], tool("matmul_programs")
+    a, expand = programs.adapters("qkv_7b", 16, 0)
     x = jax.random.normal(jax.random.key(1), (2, cases.SHAPES["qkv_7b"][1]), jnp.bfloat16)
-    found = module.adapters_of(x, (None, a, expand))
+    found = module.lora_term(x, (None, a, expand))
     for i, (b, first) in enumerate(zip(expand, (0, 3584, 4096), strict=True)):
         t = np.asarray(x, np.float64) @ np.asarray(a[:, 16 * i : 16 * i + 16], np.float64)
         np.testing.assert_allclose(found[:, first : first + b.shape[1]], t @ np.asarray(b, np.float64), atol=0.05)
 
 
-def product(case: str, m: int, us: float, direction: str = "forward", impl: str = "qerl", lora_rank: int = 0, **more):
+def measured(case: str, m: int, us: float, direction: str = "forward", impl: str = "qerl", lora_rank: int = 0, **more):
     n, k = {"qkv_32b": (7168, 5120), "o_32b": (5120, 5120)}.get(case) or cases.SHAPES[case]
     return {"case": case, "m": m, "n": n, "k": k, "direction": direction, "impl": impl, "us": us,
             "lora_rank": lora_rank, **more}  # fmt: skip
@@ -308,17 +308,17 @@ def product(case: str, m: int, us: float, direction: str = "forward", impl: str 
 def test_the_summary_by_hand(tools):
     _, report = tools
     rows = [
-        product("qkv_7b", 8, 5.0),
-        product("qkv_7b", 8, 10.0, impl="marlin", source="here"),
-        product("qkv_7b", 8, 20.0, impl="cublas_bf16", source="here"),
-        product("o_14b", 8, 10.0),
-        product("o_14b", 8, 9.0, impl="marlin"),
-        product("o_32b", 8, 12.0, impl="marlin"),  # the same product as 14B's, measured again
-        product("gate_up_7b", 8, 20.0),
-        product("qkv_7b", 8, 6.0, lora_rank=32),
-        product("qkv_7b", 8, 7.5, batch_invariant=True),
-        product("qkv_7b", 4096, 200.0, "dx"),
-        product("qkv_7b", 4096, 170.0, impl="cublas_bf16"),
+        measured("qkv_7b", 8, 5.0),
+        measured("qkv_7b", 8, 10.0, impl="marlin", source="here"),
+        measured("qkv_7b", 8, 20.0, impl="cublas_bf16", source="here"),
+        measured("o_14b", 8, 10.0),
+        measured("o_14b", 8, 9.0, impl="marlin"),
+        measured("o_32b", 8, 12.0, impl="marlin"),  # the same GEMM as that of 14B, measured again
+        measured("gate_up_7b", 8, 20.0),
+        measured("qkv_7b", 8, 6.0, lora_rank=32),
+        measured("qkv_7b", 8, 7.5, batch_invariant=True),
+        measured("qkv_7b", 4096, 200.0, "dx"),
+        measured("qkv_7b", 4096, 170.0, impl="cublas_bf16"),
     ]
     step = {"case": "layers_7b", "m": 8, "n": 0, "k": 0, "direction": "forward", "impl": "qerl", "layers": 28}
     times = ((0, False, [400.0, 400.0]), (0, True, [1700.0, 1700.0]), (32, True, [1800.0, 2000.0]))
@@ -329,19 +329,16 @@ def test_the_summary_by_hand(tools):
     said = report.summary(rows).splitlines()
     assert said[:2] == ["rivals: 2 rows, here", "rivals: 4 rows, no source named"]
     # (2 · 0.9 · 1.2)^(1/3) = 1.29
+    assert "forward  m       1, 8, 16, 32   1.29 (least 0.90, 3 GEMMs) x marlin: asked 1.35, each 1.0: MISSED" in said
     assert (
-        "forward  m       1, 8, 16, 32   1.29 (least 0.90, 3 products) x marlin: asked 1.35, each 1.0: MISSED" in said
+        "forward  m           1, 8, 16   2.00 (least 2.00, 1 GEMMs) x marlin of qkv_7b, o_7b: asked 1.5: holds" in said
     )
-    assert (
-        "forward  m           1, 8, 16   2.00 (least 2.00, 1 products) x marlin of qkv_7b, o_7b: asked 1.5: holds"
-        in said
-    )
-    assert "dx       m        4096, 16384   0.85 (least 0.85, 1 products) x cublas_bf16: asked 0.88: MISSED" in said
-    assert "m 8:  3.82 (least 3.82, 1 products) TB/s" in said
-    assert "all of these  3.82 (least 3.82, 1 products) TB/s: asked 2.8: holds" in said
+    assert "dx       m        4096, 16384   0.85 (least 0.85, 1 GEMMs) x cublas_bf16: asked 0.88: MISSED" in said
+    assert "m 8:  3.82 (least 3.82, 1 GEMMs) TB/s" in said
+    assert "all of these  3.82 (least 3.82, 1 GEMMs) TB/s: asked 2.8: holds" in said
     assert "gate_up_7b m 8: 3.82 TB/s" in said  # 37888 · 3584 · 0.5625 bytes in 20 µs
-    assert "with adapters m 8: 1.20 times a plain product (most 1.20, 1 products)" in said
-    assert "batch invariant m 8: 1.50 times a plain product (most 1.50, 1 products)" in said
+    assert "with adapters m 8: 1.20 times a plain GEMM (most 1.20, 1 GEMMs)" in said
+    assert "batch invariant m 8: 1.50 times a plain GEMM (most 1.50, 1 GEMMs)" in said
     assert (
         "step m   8: projections 1.300 ms, with adapters of rank 32 1.500 ms (+15.4%: asked 10%: MISSED), "
         "at 2 places +7.7%, +23.1%, asked 1.7 ms: holds; Marlin without adapters 2.334 ms"
