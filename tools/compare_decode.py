@@ -29,7 +29,7 @@ from qerl_kernels.nvfp4_matmul import reference as fp4
 from random_policy import random_policy
 
 from qerl_jax import LoraConfig, Policy
-from qerl_jax.models.attention import cached_attention, masked_attention, rotary_angles, split_and_rotate
+from qerl_jax.models.attention import cached_attention, causal_attention, rotary_angles, split_and_rotate
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor
 from qerl_jax.models.formats import Dense, Nvfp4
@@ -82,12 +82,11 @@ def stream(residual) -> Array:
 def trainer_layer(layer: DecoderLayer, x: Array, config: ModelConfig):
     """One layer over whole sequences [B, T, D] -> (stream, (k, v), outputs)."""
     order = jnp.arange(x.shape[1])
-    mask = jnp.broadcast_to(order[:, None] >= order, (x.shape[0], *order.shape, *order.shape))
     positions = jnp.broadcast_to(order, x.shape[:2])
 
     def attention(qkv, angles, cache):
         q, k, v = split_and_rotate(config, qkv, angles)
-        return masked_attention(q, k, v, mask), (k, v)
+        return causal_attention(q, k, v), (k, v)
 
     recorder = Recorder(PLAIN_EXECUTOR)
     angles = rotary_angles(positions, config.head_dim, config.rope_theta)
