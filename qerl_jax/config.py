@@ -64,7 +64,7 @@ class Config:
     output_dir: str = "runs/qerl"
     """Directory for all output of the run."""
     resume: str = "never"
-    """"never" refuses a used output_dir, "auto" continues the run there, a path continues that run in output_dir."""
+    """"never" refuses a used output_dir, "auto" resumes the run there, a path resumes that run in output_dir."""
     overwrite: bool = False
     """Delete an existing run in output_dir and start from scratch."""
     save_steps: int = 50
@@ -367,7 +367,7 @@ def _check_contradictions(config: Config) -> None:
     if config.lora_rank == 0 and not config.train_norms:
         raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
     if config.overwrite and config.resume != "never":
-        raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would continue")
+        raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would resume")
     if config.delta is not None and config.loss_type == "cispo":
         raise ConfigError(
             f"delta {config.delta} has no meaning for loss_type 'cispo', whose ratio is capped by epsilon_high"

@@ -71,7 +71,7 @@ def test_three_steps_stopped_resumed_exported_and_evaluated(half_billion, data, 
     stopped_at = read_metrics(directory)[-1]["step"]
     assert stopped_at < 3 and "--resume auto" in output
     resumed = subprocess.run([*environment_free, "--resume", "auto"], capture_output=True, text=True, check=True).stdout
-    assert f"continuing after step {stopped_at} of 3" in resumed
+    assert f"resuming after step {stopped_at} of 3" in resumed
     rows = read_metrics(directory)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["aqn/norms"] == 48 for row in rows)

@@ -127,7 +127,7 @@ def test_resumed_from_a_path_goes_on_in_a_new_directory(finished, tmp_path):
     shutil.rmtree(source / "checkpoints" / "6")
     file = tmp_path / "config.yaml"
     file.write_text(dump(dataclasses.replace(config, output_dir=str(directory))))
-    assert "continuing after step 5 of 6" in runs.finish(runs.start(file, "--resume", str(source)))
+    assert "resuming after step 5 of 6" in runs.finish(runs.start(file, "--resume", str(source)))
     runs.assert_same_run(through, directory)
     assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
     assert sorted(path.name for path in (source / "checkpoints").iterdir() if path.name.isdigit()) == ["5"]

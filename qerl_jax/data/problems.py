@@ -285,7 +285,7 @@ def _unicode(text: str, column: str) -> str:
 
 
 def _messages(value: list[Any], columns: _Columns) -> tuple[tuple[str, str], ...]:
-    """A conversation that the assistant is to go on with, with the system message that was asked for."""
+    """A conversation that the assistant continues, with the system message that was asked for."""
     column, messages = columns.preset.prompt_column, []
     for message in value:
         if not isinstance(message, Mapping):

@@ -161,7 +161,7 @@ class Checkpointer:
 
     def _remedy(self, step: int) -> str:
         earlier = [other for other in self._complete() if other < step]
-        instead = f"go on from step {max(earlier)}" if earlier else "start from the beginning"
+        instead = f"resume from step {max(earlier)}" if earlier else "start from the beginning"
         return f"delete {self.directory / str(step)} to {instead}"
 
     def _check_files(self, step: int, files: dict[str, str]) -> None:

@@ -45,7 +45,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         row = None
     if not isinstance(row, dict) or type(row.get("step")) is not int or type(row.get("num_tokens")) is not int:
         raise CheckpointError(
-            f"{path}, line {number} is not a step's metrics: {line[:80]!r}; mend or delete the line to go on"
+            f"{path}, line {number} is not a step's metrics: {line[:80]!r}; mend or delete the line to resume"
         )
     if "rewards/answer/mean" in row:
         row.setdefault("accuracy", row["rewards/answer/mean"])

@@ -28,7 +28,7 @@ class Phases:
 
     The stacks are written by a thread of Python's from `sys._current_frames`. `faulthandler` would also see a native
     call that never lets go of the interpreter, but it reads frames and threads while they change, and runs died of
-    that. Such a call is seen by the age of the heartbeat alone. The run goes on either way; when the phase ends after
+    that. Such a call is seen by the age of the heartbeat alone. The run continues either way; when the phase ends after
     all, a line says how long it took.
 
     Args:
@@ -82,7 +82,7 @@ class Phases:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._console.print(f"{error}; the run goes on", soft_wrap=True, markup=False)
+                self._console.print(f"{error}; the run continues", soft_wrap=True, markup=False)
 
     @contextlib.contextmanager
     def _watched(self, name: str) -> Iterator[None]:

@@ -24,7 +24,7 @@ from qerl_jax.types import Batch
 
 
 def check(directory: Path, config: Config) -> None:
-    """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither continues nor overwrites,
+    """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither resumes nor overwrites,
     or a resume path holds none; OSError if it cannot be written.
     """
     check_writable(directory, "output_dir")
@@ -34,7 +34,7 @@ def check(directory: Path, config: Config) -> None:
     if config.resume == "never" and not config.overwrite and found:
         what = "a run" if CONFIG_FILE in found else f"{found[0]} of a run"
         raise ConfigError(
-            f"output_dir {directory} holds {what} already: continue it with --resume auto, start anew with "
+            f"output_dir {directory} holds {what} already: resume it with --resume auto, start anew with "
             "--overwrite, or name another --output-dir"
         )
     if here and half_adopted:
@@ -42,14 +42,14 @@ def check(directory: Path, config: Config) -> None:
         raise ConfigError(f"output_dir {directory} holds only a part of what it takes from {source}: --resume {source}")
     if config.resume == "auto" and found and not {CONFIG_FILE, CHECKPOINTS_DIR} & set(found):
         raise ConfigError(
-            f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to go on from: "
-            "start anew with --overwrite, or name another --output-dir"
+            f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to resume "
+            "from: start anew with --overwrite, or name another --output-dir"
         )
     if config.resume in ("never", "auto"):
         return
     if found and not here and not half_adopted:
         raise ConfigError(
-            f"output_dir {directory} holds a run already, resume {config.resume!r} would begin another: continue the "
+            f"output_dir {directory} holds a run already, resume {config.resume!r} would begin another: resume the "
             "one that is there with --resume auto, or name a new --output-dir"
         )
     if not (Path(config.resume) / CHECKPOINTS_DIR).is_dir():
@@ -88,7 +88,7 @@ def write_config(directory: Path, config: Config) -> None:
 
 
 def adopt(directory: Path, source: Path) -> None:
-    """Start a run's files from those of another run that it continues: metrics, completions, the evaluation before it.
+    """Start a run's files from those of another run that it resumes: metrics, completions, the evaluation before it.
     `write_config` ends this.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -111,5 +111,5 @@ def dump_batch(directory: Path, step: int, batch: Batch) -> None:
 
 
 def resume_command(directory: Path) -> str:
-    """The command that continues a run."""
+    """The command that resumes a run."""
     return f"  python -m qerl_jax.train --config {directory / CONFIG_FILE} --resume auto"

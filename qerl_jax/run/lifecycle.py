@@ -93,7 +93,7 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
     if elsewhere:
         run_directory.adopt(directory, Path(config.resume))
         checkpoints.save(state)
-    console.print(f"continuing after step {int(state.step)} of {config.max_steps}")
+    console.print(f"resuming after step {int(state.step)} of {config.max_steps}")
     return state
 
 

@@ -20,7 +20,7 @@ def test_order_is_a_function_of_seed_and_epoch():
 
 
 def test_the_order_stays_what_it_was():
-    """A run that is resumed by a newer version goes on with the problems it had not seen."""
+    """A run that is resumed by a newer version continues with the problems it had not seen."""
     expected = np.random.default_rng([3, 1]).permutation(10).tolist()
     assert at_cursor(range(10), 3, 10, 10) == expected
     assert Stream((range(10),), None, 3).at(10, 10) == expected

@@ -97,7 +97,7 @@ def test_a_checkpoint_cut_in_half_is_named_with_the_way_out(state, saved, tmp_pa
         path.unlink()
     with pytest.raises(CheckpointError, match=re.escape(f"{files[0]} is missing")) as error:
         Checkpointer(tmp_path, 3).restore(state)
-    assert f"delete {newest} to go on from step 1" in str(error.value)
+    assert f"delete {newest} to resume from step 1" in str(error.value)
     shutil.rmtree(newest)
     assert_same(Checkpointer(tmp_path, 3).restore(state), at(state, 1))
 

@@ -1,4 +1,4 @@
-"""The watchdog: a phase that sleeps too long leaves every thread's stack, and the run goes on."""
+"""The watchdog: a phase that sleeps too long leaves every thread's stack, and the run continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_slow_phase_leaves_the_stacks_of_all_threads(tmp_path, console):
     assert "waits_in_the_background" in text and "test_a_slow_phase_leaves_the_stacks_of_all_threads" in text
     assert "step 7: rollout is running longer than watchdog_seconds 0.3" in text
     assert "step 7: rollout took 0." in console.file.getvalue() and phases.overdue == 1
-    with phases("update"):  # the run goes on, and a fast phase adds nothing
+    with phases("update"):  # the run continues, and a fast phase adds nothing
         pass
     assert (tmp_path / STACKS_FILE).read_text() == text and phases.overdue == 1
 

@@ -59,7 +59,7 @@ def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
     assert (start["project"], start["name"], start["dir"], start["id"]) == ("mine", "run-7", str(run), None)
     assert start["config"]["learning_rate"] == 1e-5 and start["resume"] is None
     assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
-    sinks.Sinks(config, run, 1)  # a resumed run goes on in the same curve
+    sinks.Sinks(config, run, 1)  # a resumed run continues the same curve
     assert (wandb.calls[-1][1]["id"], wandb.calls[-1][1]["resume"]) == ("abc123", "allow")
 
 

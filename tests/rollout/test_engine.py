@@ -198,7 +198,7 @@ def test_greedy_ids_of_the_fixtures_are_the_plain_samplers(request, fixture, wei
     rollout = generate(fixed, PROMPTS, sampling, KEY, SMALL)
     expected = [(ids, finish) for ids, _, finish in plain_rollout(fixed, PROMPTS, sampling, KEY)]
     assert list(zip(completion_ids(rollout), rollout.finish.tolist(), strict=True)) == expected
-    assert len({tuple(ids) for ids, _ in expected}) > 1, "prompts go on in different ways"
+    assert len({tuple(ids) for ids, _ in expected}) > 1, "prompts continue in different ways"
 
 
 @pytest.mark.parametrize("engine", [Engine(slots=1), Engine(slots=3, chunk=1), Engine(slots=5, chunk=3)], ids=str)
