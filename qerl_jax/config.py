@@ -141,7 +141,7 @@ class Config:
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO)."""
     max_refill_rounds: int = 4
-    """Most refill rounds of dynamic sampling per step; equal groups that remain are kept."""
+    """Most resampling rounds of dynamic sampling per step; equal groups that remain are kept."""
     reward_funcs: tuple[str, ...] | None = None
     """Rewards: "answer", "math_verify", "dapo", "code", "soft_format", "strict_format", "xml_count", "overlong",
     "qerl_exact", "qerl_first_character", or "file.py:function". None: those of the dataset."""
@@ -223,7 +223,7 @@ class Config:
         return self.batch_size // self.num_generations
 
     @property
-    def refill_rounds(self) -> int:
+    def resampling_rounds(self) -> int:
         """Rounds of dynamic sampling after the first; 0 without `dynamic_sampling`."""
         return self.max_refill_rounds if self.dynamic_sampling else 0
 

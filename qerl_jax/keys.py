@@ -1,5 +1,5 @@
-"""Random keys: every random number of a run is a function of (seed, step, purpose, problem, sample, refill round,
-position), never of a slot or a batch.
+"""Random keys: every random number of a run is a function of (seed, step, purpose, problem, sample, resampling
+round, position), never of a slot or a batch.
 
 Axes: B sequences.
 """
@@ -26,9 +26,9 @@ def for_step(seed: int, purpose: Purpose, step: int) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), int(purpose)), step)
 
 
-def for_round(key: Array, refill_round: int) -> Array:
+def for_round(key: Array, resampling_round: int) -> Array:
     """The key of one round of dynamic sampling; round 0 is the first."""
-    return jax.random.fold_in(key, refill_round)
+    return jax.random.fold_in(key, resampling_round)
 
 
 def for_rows(key: Array, problem_ids: Int[Array, " B"], samples: Int[Array, " B"]) -> Array:

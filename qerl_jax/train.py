@@ -30,7 +30,7 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run.choose_rewards import with_rewards
-from qerl_jax.run.lifecycle import begin, finish
+from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.prepare import Run, prepare
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
@@ -46,14 +46,14 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     a checkpoint of the step before. The first SIGINT or SIGTERM ends the run after the current step, with a checkpoint.
     """
     run = prepare(with_rewards(config), console or Console(highlight=False))
-    recorder, state = begin(run, init_state(run.policy, run.config))
+    recorder, state = begin_run(run, init_state(run.policy, run.config))
     with run.rewards, recorder:
         for _ in range(int(state.step), config.max_steps):
             with recorder.step(state):
                 state = train_step(run, recorder, state)
             if recorder.end_step(state):
                 break
-    finish(run, recorder, state)
+    finish_run(run, recorder, state)
     return state
 
 
@@ -84,10 +84,10 @@ def collect_experience(run: Run, phases: Phases, actor: Policy, state: TrainStat
     """
     config, experience = run.config, None
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
-    for refill_round in range(1 + config.refill_rounds):
-        problems = run.stream.at(int(state.cursor) + refill_round * config.num_prompts, config.num_prompts)
+    for resampling_round in range(1 + config.resampling_rounds):
+        problems = run.stream.at(int(state.cursor) + resampling_round * config.num_prompts, config.num_prompts)
         prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)
-        key = keys.for_round(step_key, refill_round)
+        key = keys.for_round(step_key, resampling_round)
         with phases("rollout"):
             rollout = jax.block_until_ready(generate(actor, prompts, config.sampling, key, config.engine))
         with phases("grading"):

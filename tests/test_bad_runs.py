@@ -298,7 +298,7 @@ def test_a_kill_while_a_run_is_continued_elsewhere_loses_nothing(used, tmp_path,
     assert "resuming after step 1 of 2" in capfd.readouterr().out
     assert [row["step"] for row in read_metrics(run)] == [1, 2]
     assert read_metrics(run)[0] == read_metrics(source)[0] and contents(source) == before
-    assert not (run / "adopting.txt").exists() and len(list((run / "completions").iterdir())) == 2
+    assert not (run / "incomplete_copy.txt").exists() and len(list((run / "completions").iterdir())) == 2
 
 
 class ComesLate:

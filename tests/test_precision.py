@@ -16,8 +16,8 @@ from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.packing import PrefillShape
 from qerl_jax.rollout.prefill import prefill_layer, prefill_programs
+from qerl_jax.rollout.prefill_packing import PrefillShape
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.memory import abstract_trees
 from qerl_jax.types import Rollout, Sampling

@@ -23,7 +23,7 @@ def at_cursor(items: Sequence[T], seed: int, cursor: int, count: int, stream: in
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream(Generic[T]):
+class ProblemStream(Generic[T]):
     """Items of one or several sets, without end.
 
     Without weights the sets are one. With them, each draw takes set s with probability `weights[s] / sum(weights)`, and

@@ -16,7 +16,7 @@ STACKS_FILE = "stacks.txt"
 TENSORBOARD_DIR = "tensorboard"
 WANDB_DIR = "wandb"
 WANDB_FILE = "wandb.json"
-ADOPTING_FILE = "adopting.txt"
+INCOMPLETE_COPY_FILE = "incomplete_copy.txt"
 """Names the run whose files are being taken over; deleted once all of them, and a checkpoint, are there."""
 
 OWNED = (
@@ -34,6 +34,6 @@ OWNED = (
     TENSORBOARD_DIR,
     WANDB_DIR,
     WANDB_FILE,
-    ADOPTING_FILE,
+    INCOMPLETE_COPY_FILE,
 )
-"""Everything that `--overwrite` deletes, in this order: `ADOPTING_FILE` last, so that a kill in between leaves it."""
+"""Everything that `--overwrite` deletes, in this order: `INCOMPLETE_COPY_FILE` last, so that it survives a kill."""

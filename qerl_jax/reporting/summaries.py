@@ -54,8 +54,8 @@ def step_metrics(
         "completions/failed": float((np.asarray(rollout.finish) == FinishReason.FAILED).sum()),
         "tokens_per_second": float(lengths.sum()) / timing["time/rollout"],
         "step_time": sum(timing.values()),
-        "dynamic_sampling/refilled_groups": float(experience.refilled),
-        "dynamic_sampling/rounds": float(experience.refill_rounds),
+        "dynamic_sampling/refilled_groups": float(experience.resampled),
+        "dynamic_sampling/rounds": float(experience.resampling_rounds),
         **timing,
     }
     for name, values in experience.reward_parts.items():

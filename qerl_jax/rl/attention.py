@@ -67,14 +67,14 @@ def _rows(q: Array, k: Array, v: Array, packed: Packed) -> Float[Array, "T N H"]
 
 
 def _views(shape: PackShape) -> tuple[int, int]:
-    """(rows R that the packed tokens are seen as, segment slots of a row): cuDNN launches for sequences as long as a
+    """(rows R that the packed tokens are seen as, segments of a row): cuDNN launches for sequences as long as a
     row, so rows are as short as the longest sequence allows. A sequence may cross from a row into the next, because
     offsets count from the first row.
     """
     rows = max(1, shape.tokens // shape.longest)
     while shape.tokens % rows:
         rows -= 1
-    return rows, max(2, -(-shape.segments // rows))  # with one slot a row, cuDNN does not take offsets at all
+    return rows, max(2, -(-shape.segments // rows))  # with one segment a row, cuDNN does not take offsets at all
 
 
 def _cudnn_arguments(packed: Packed, shape: PackShape, q: Array, k: Array) -> tuple[dict, tuple[Array, ...]]:
@@ -83,11 +83,11 @@ def _cudnn_arguments(packed: Packed, shape: PackShape, q: Array, k: Array) -> tu
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    rows, slots = _views(shape)
-    padding = rows * slots - shape.segments
-    lengths = jnp.pad(packed.lengths, (0, padding)).reshape(rows, slots)
+    rows, row_segments = _views(shape)
+    padding = rows * row_segments - shape.segments
+    lengths = jnp.pad(packed.lengths, (0, padding)).reshape(rows, row_segments)
     starts = jnp.where(packed.lengths > 0, packed.starts, shape.tokens)
-    starts = jnp.pad(starts, (0, padding + rows), constant_values=shape.tokens).reshape(rows, slots + 1)
+    starts = jnp.pad(starts, (0, padding + rows), constant_values=shape.tokens).reshape(rows, row_segments + 1)
     parameters = {
         "scale": q.shape[-1] ** -0.5,
         "seed": 42,

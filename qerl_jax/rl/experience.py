@@ -27,8 +27,8 @@ class Experience:
       rewards: weighted sum of the rewards of each row; NaN where no reward applies, or grading failed.
       reward_parts: values of each reward and its flags by name, [B].
       drawn: problems taken from the data stream, in all rounds.
-      refilled: groups replaced.
-      refill_rounds: rounds after the first.
+      resampled: groups replaced.
+      resampling_rounds: rounds after the first.
     """
 
     problems: list[Any]
@@ -37,8 +37,8 @@ class Experience:
     rewards: Float32[np.ndarray, " B"]
     reward_parts: dict[str, Float32[np.ndarray, " B"]]
     drawn: int
-    refilled: int = 0
-    refill_rounds: int = 0
+    resampled: int = 0
+    resampling_rounds: int = 0
 
 
 def equal_groups(rewards: np.ndarray, num_generations: int) -> Bool[np.ndarray, " P"]:
@@ -76,8 +76,8 @@ def replace_equal_groups(old: Experience, fresh: Experience, num_generations: in
         rewards=put(old.rewards, fresh.rewards),
         reward_parts={name: put(values, fresh.reward_parts[name]) for name, values in old.reward_parts.items()},
         drawn=old.drawn + fresh.drawn,
-        refilled=old.refilled + len(sources),
-        refill_rounds=old.refill_rounds + 1,
+        resampled=old.resampled + len(sources),
+        resampling_rounds=old.resampling_rounds + 1,
     )
 
 

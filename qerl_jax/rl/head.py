@@ -22,12 +22,12 @@ from qerl_jax.rl.metrics import Sums, add_sums, token_sums
 from qerl_jax.rl.packing import Packed, pack, packed_tokens, predictors
 from qerl_jax.types import Batch
 
-Completions = dict[str, Array]
+LossInputs = dict[str, Array]
 """The head's view of a batch: [B, C] `targets` i32, `mask` bool, `behaviour`, `weights` f32; `advantages` f32[B]."""
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def completions_of(config: Config, batch: Batch) -> Completions:
+def completions_of(config: Config, batch: Batch) -> LossInputs:
     """What the loss needs of a batch, token arrays starting where each completion starts: prompts have no loss."""
     width = completion_width(config, batch)
     columns = batch.prompt_lengths[:, None] + jnp.arange(width)
@@ -68,7 +68,7 @@ def head_logprobs(
     frozen: Any,
     x: Float32[Array, "T D"],
     packed: Packed,
-    completions: Completions,
+    completions: LossInputs,
     into: Float32[Array, "B C"],
 ) -> Float32[Array, "B C"]:
     """Log-probabilities of a micro-batch's completions, written into those of the batch. No gradient.
@@ -90,7 +90,7 @@ def head_loss(
     frozen: Any,
     x: Float32[Array, "T D"],
     packed: Packed,
-    completions: Completions,
+    completions: LossInputs,
     old: Float32[Array, "B C"],
     has_old: Bool[Array, ""],
     reference: Float32[Array, "B C"] | None,

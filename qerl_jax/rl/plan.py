@@ -1,4 +1,4 @@
-"""How an update is cut up: tokens of a micro-batch, and how many layers keep their activations.
+"""How an update is divided into micro-batches: tokens of a micro-batch, and how many layers keep their activations.
 
 Settled from the limits of a run and the memory of the device, not from what a rollout produced, so that a run has one
 set of shapes.
@@ -76,7 +76,7 @@ def make_update_plan(
 def _pack(longest: int, sequences: int, rows: int, budget: int = 0) -> PackShape:
     tokens = max(sequences * longest, min(budget, rows * longest))
     tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
-    # Completions are rarely as long as their limit. More slots cost time in attention, empty ones too.
+    # Completions are rarely as long as their limit. More segments cost time in attention, empty ones too.
     return PackShape(tokens, min(rows, -(-2 * tokens // min(longest, 512))), longest)
 
 

@@ -74,8 +74,8 @@ def trained_trees(lora: Any, norms: Any, config: Config) -> dict[str, Any]:
 
 
 def at_layer(tree: Any, layer: int) -> Any:
-    """A tree (of parameters, gradients or the optimizer's state) as if the model had this layer alone: of every
-    `{"layers": {i: …}}` in it one entry, under 0, so that the trees of all layers have one structure.
+    """One layer's part of a tree of parameters, gradients or optimizer state: each `{"layers": {i: …}}` in it becomes
+    `{"layers": {0: …}}` with this layer's entry, so that the parts of all layers have the same structure.
     """
 
     def one(node: Any) -> Any:

@@ -137,7 +137,7 @@ _from_shapes = functools.partial(jax.jit, keep_unused=True)
 
 
 @_from_shapes
-def no_logprobs(completions: head.Completions) -> Float32[Array, "B C"]:
+def no_logprobs(completions: head.LossInputs) -> Float32[Array, "B C"]:
     """Zeros, one for each completion token."""
     return jnp.zeros_like(completions["weights"])
 
@@ -153,7 +153,7 @@ def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
     return [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
 
 
-def _reference(state: TrainState, work: _Work, completions: head.Completions, rows: np.ndarray) -> Array:
+def _reference(state: TrainState, work: _Work, completions: head.LossInputs, rows: np.ndarray) -> Array:
     """Log-probabilities of the adapter-free policy, [B, C]."""
     norms = state.norms if state.reference_norms is None else state.reference_norms
     layers = layers_of(without_adapters(state.lora), norms)
@@ -169,7 +169,7 @@ def _reference(state: TrainState, work: _Work, completions: head.Completions, ro
 def _update(
     state: TrainState,
     work: _Work,
-    completions: head.Completions,
+    completions: head.LossInputs,
     rows: np.ndarray,
     old: Array,
     has_old: bool,
@@ -229,7 +229,7 @@ def zeros_like(tree: Any) -> Any:
 
 
 @_from_shapes
-def no_sums(completions: head.Completions, reference: Array | None) -> dict[str, Array]:
+def no_sums(completions: head.LossInputs, reference: Array | None) -> dict[str, Array]:
     """Sums over no token; with the KL's where there is a reference."""
     return empty_sums(reference is not None)
 

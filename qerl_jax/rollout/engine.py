@@ -22,7 +22,7 @@ from jaxtyping import Array
 from qerl_jax.compilation import as_committed
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rollout import decode, prefill
-from qerl_jax.rollout.packing import PrefillBatch, pack_prompts, prefill_shapes
+from qerl_jax.rollout.prefill_packing import PrefillBatch, pack_prompts, prefill_shapes
 from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.rollout.stop import StopStrings, truncate_at_stop

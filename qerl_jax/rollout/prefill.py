@@ -25,7 +25,7 @@ from qerl_jax.models.modules import Norm, RMSNorm
 from qerl_jax.models.packed_sequences import packed_layout
 from qerl_jax.models.qwen2 import DecoderLayer
 from qerl_jax.rollout.decode import PromptCache
-from qerl_jax.rollout.packing import PrefillShape
+from qerl_jax.rollout.prefill_packing import PrefillShape
 from qerl_jax.types import Policy
 
 # Every GEMM here is a kernel of this project or large enough for cuBLAS. XLA's Triton GEMMs are not tried: that takes

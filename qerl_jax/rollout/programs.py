@@ -15,8 +15,8 @@ from jaxtyping import Array
 
 from qerl_jax.compilation import Program, as_committed
 from qerl_jax.rollout import decode, engine
-from qerl_jax.rollout.packing import prefill_shapes
 from qerl_jax.rollout.prefill import prefill_programs
+from qerl_jax.rollout.prefill_packing import prefill_shapes
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.types import Engine, Policy, Prompts, Sampling
 

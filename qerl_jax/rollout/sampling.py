@@ -47,14 +47,14 @@ def _keep_top(
     like the logits. Each of eight passes measures the sets above all 16 values of a digit and keeps the highest value
     that still reaches the target.
     """
-    ordered = _sortable(logits)
+    sortable = _sortable(logits)
     threshold = jnp.zeros(logits.shape[:-1], jnp.uint32)
     for shift in range(32 - _DIGIT, -1, -_DIGIT):
         candidates = threshold[..., None] + (jnp.arange(1 << _DIGIT, dtype=jnp.uint32) << shift)
-        reached = measure(ordered[..., None, :] >= candidates[..., :, None]) >= target
+        reached = measure(sortable[..., None, :] >= candidates[..., :, None]) >= target
         digit = jnp.maximum(jnp.sum(reached, axis=-1, dtype=jnp.uint32), 1) - 1  # the measure falls along candidates
         threshold += digit << shift
-    return jnp.where(ordered >= threshold[..., None], logits, -jnp.inf)
+    return jnp.where(sortable >= threshold[..., None], logits, -jnp.inf)
 
 
 def _sortable(values: Float32[Array, ...]) -> UInt32[Array, ...]:

@@ -37,10 +37,10 @@ def dataset_rewards(datasets: Sequence[str]) -> Mapping[str, float]:
 
 
 def correctness_reward(dataset: str) -> str:
-    """The reward by which an evaluation on a dataset counts a completion as correct: the heaviest of its rewards."""
-    return heaviest(dataset_rewards((dataset,)))
+    """The reward by which an evaluation on a dataset counts a completion as correct: that of the largest weight."""
+    return largest_weight(dataset_rewards((dataset,)))
 
 
-def heaviest(rewards: Mapping[str, float]) -> str:
+def largest_weight(rewards: Mapping[str, float]) -> str:
     """Name of the reward with the largest weight, the first among equals."""
     return max(rewards, key=rewards.__getitem__)

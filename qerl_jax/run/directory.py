@@ -11,10 +11,10 @@ import numpy as np
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.io.files import check_writable, write_text
 from qerl_jax.io.run_files import (
-    ADOPTING_FILE,
     CHECKPOINTS_DIR,
     COMPLETIONS_DIR,
     CONFIG_FILE,
+    INCOMPLETE_COPY_FILE,
     METRICS_FILE,
     NONFINITE_DIR,
     OWNED,
@@ -29,7 +29,7 @@ def check(directory: Path, config: Config) -> None:
     """
     check_writable(directory, "output_dir")
     found = [name for name in OWNED if _holds(directory / name)]
-    half_adopted = ADOPTING_FILE in found
+    is_incomplete = INCOMPLETE_COPY_FILE in found
     here = config.resume == "auto" or Path(config.resume).resolve() == directory.resolve()
     if config.resume == "never" and not config.overwrite and found:
         what = "a run" if CONFIG_FILE in found else f"{found[0]} of a run"
@@ -37,8 +37,8 @@ def check(directory: Path, config: Config) -> None:
             f"output_dir {directory} holds {what} already: resume it with --resume auto, start anew with "
             "--overwrite, or name another --output-dir"
         )
-    if here and half_adopted:
-        source = (directory / ADOPTING_FILE).read_text()
+    if here and is_incomplete:
+        source = (directory / INCOMPLETE_COPY_FILE).read_text()
         raise ConfigError(f"output_dir {directory} holds only a part of what it takes from {source}: --resume {source}")
     if config.resume == "auto" and found and not {CONFIG_FILE, CHECKPOINTS_DIR} & set(found):
         raise ConfigError(
@@ -47,7 +47,7 @@ def check(directory: Path, config: Config) -> None:
         )
     if config.resume in ("never", "auto"):
         return
-    if found and not here and not half_adopted:
+    if found and not here and not is_incomplete:
         raise ConfigError(
             f"output_dir {directory} holds a run already, resume {config.resume!r} would begin another: resume the "
             "one that is there with --resume auto, or name a new --output-dir"
@@ -63,9 +63,9 @@ def _holds(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
-def is_half_adopted(directory: Path) -> bool:
-    """Whether a kill came while the directory took over another run's files; they are to be cleared."""
-    return (directory / ADOPTING_FILE).exists()
+def is_incomplete_copy(directory: Path) -> bool:
+    """Whether a kill came while another run's files were copied here; they are to be cleared."""
+    return (directory / INCOMPLETE_COPY_FILE).exists()
 
 
 def clear(directory: Path) -> None:
@@ -80,19 +80,19 @@ def clear(directory: Path) -> None:
 
 def write_config(directory: Path, config: Config) -> None:
     """Write the resolved config, such that `--config` reads it back for a new run or, with `--resume auto`, to go
-    on. It comes last of what a run begins with: what was adopted is complete from here on.
+    on. It comes last of what a run begins with: the copy is complete from here on.
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / CONFIG_FILE, dump(dataclasses.replace(config, resume="never", overwrite=False)))
-    (directory / ADOPTING_FILE).unlink(missing_ok=True)
+    (directory / INCOMPLETE_COPY_FILE).unlink(missing_ok=True)
 
 
-def adopt(directory: Path, source: Path) -> None:
+def copy_from(directory: Path, source: Path) -> None:
     """Start a run's files from those of another run that it resumes: metrics, completions, the evaluation before it.
     `write_config` ends this.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / ADOPTING_FILE, str(source.resolve()))
+    write_text(directory / INCOMPLETE_COPY_FILE, str(source.resolve()))
     if (source / METRICS_FILE).exists():
         shutil.copyfile(source / METRICS_FILE, directory / METRICS_FILE)
     if (source / COMPLETIONS_DIR).is_dir():

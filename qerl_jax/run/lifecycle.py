@@ -39,12 +39,12 @@ from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import TrainState
 
 
-def begin(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
+def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     """Take over the output directory and evaluate the policy before training. Returns the recorder and the state to
     start from: `state`, or that of the checkpoint to resume.
     """
     config, directory, console = run.config, run.directory, run.console
-    if config.overwrite or run_directory.is_half_adopted(directory):
+    if config.overwrite or run_directory.is_incomplete_copy(directory):
         run_directory.clear(directory)
     checkpoints = Checkpointer(directory, config.save_total_limit)
     state = restore(config, checkpoints, state, console)
@@ -53,8 +53,8 @@ def begin(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     recorder = Recorder(run, checkpoints, int(state.step), tokens)
     parameters = run.policy.config.parameter_count() / 1e6
     console.print(f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
-    if run.test_problems and recorder.evaluations.get("before") is None:
-        console.print(f"evaluating the policy on {len(run.test_problems)} problems before training …")
+    if run.eval_problems and recorder.evaluations.get("before") is None:
+        console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …")
         _evaluate(run, recorder, state, "before")
     compile_ahead(run, state)
     return recorder, state
@@ -91,18 +91,18 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
         return state
     state = source.restore(state)
     if elsewhere:
-        run_directory.adopt(directory, Path(config.resume))
+        run_directory.copy_from(directory, Path(config.resume))
         checkpoints.save(state)
     console.print(f"resuming after step {int(state.step)} of {config.max_steps}")
     return state
 
 
-def finish(run: Run, recorder: Recorder, state: TrainState) -> None:
+def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     """Write plots and report; after the last step also evaluate, export the adapter and print the summary."""
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
     recorder.checkpoints.close()
     is_done = last == config.max_steps
-    if is_done and run.test_problems and recorder.evaluations.get("after") is None:
+    if is_done and run.eval_problems and recorder.evaluations.get("after") is None:
         console.print("evaluating the trained policy on the same problems …")
         _evaluate(run, recorder, state, "after")
     recorder.curves.close()
@@ -148,7 +148,7 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
     ) as rewards:
         return evaluate(
             run.policy.replace(norms=state.norms, lora=state.lora),
-            run.test_problems,
+            run.eval_problems,
             config.eval_sampling,
             config.seed,
             engine=config.eval_engine,

@@ -14,7 +14,7 @@ from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
-from qerl_jax.data.stream import Stream
+from qerl_jax.data.stream import ProblemStream
 from qerl_jax.io import assets
 from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
@@ -39,7 +39,7 @@ class Run:
       policy: with fresh or imported adapters.
       rewards: functions by name, and the worker processes of some.
       stream: training problems, endless.
-      test_problems: problems of `config.eval_dataset`; empty without one.
+      eval_problems: problems of `config.eval_dataset`; empty without one.
     """
 
     config: Config
@@ -47,8 +47,8 @@ class Run:
     console: Console
     policy: Policy
     rewards: Rewards
-    stream: Stream
-    test_problems: list[EncodedProblem]
+    stream: ProblemStream
+    eval_problems: list[EncodedProblem]
 
 
 def prepare(config: Config, console: Console) -> Run:
@@ -73,8 +73,8 @@ def prepare(config: Config, console: Console) -> Run:
     choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
     if note := cache_note(policy, config.kv_cache_dtype):
         console.print(note, soft_wrap=True)
-    stream, test_problems = load_problems(config, policy, console)
-    return Run(config, directory, console, policy, rewards, stream, test_problems)
+    stream, eval_problems = load_problems(config, policy, console)
+    return Run(config, directory, console, policy, rewards, stream, eval_problems)
 
 
 def check(config: Config) -> None:
@@ -119,7 +119,7 @@ def load(config: Config, console: Console | None = None) -> Policy:
         )
 
 
-def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Stream, list[EncodedProblem]]:
+def load_problems(config: Config, policy: Policy, console: Console) -> tuple[ProblemStream, list[EncodedProblem]]:
     """The training problems as an endless stream, and the problems of the evaluation (empty without one)."""
     load = functools.partial(
         load_encoded,
@@ -141,4 +141,4 @@ def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Str
         notes += told
     for note in notes:
         console.print(note, soft_wrap=True, markup=False)
-    return Stream(tuple(sets), config.dataset_weights, config.seed), evaluation
+    return ProblemStream(tuple(sets), config.dataset_weights, config.seed), evaluation

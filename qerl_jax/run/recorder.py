@@ -17,7 +17,7 @@ from qerl_jax.reporting.sinks import Sinks
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rl.experience import Experience
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run.choose_rewards import heaviest
+from qerl_jax.run.choose_rewards import largest_weight
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.signals import StopSignals
 from qerl_jax.types import Batch, TrainState
@@ -43,7 +43,7 @@ class Recorder:
     def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
         self._run, self._first, self._tokens = run, step, tokens
         self._metrics: dict[str, float] = {}
-        self._correctness = heaviest(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
+        self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.evaluations = EvaluationResults(run.directory)
         self.phases = Phases(run.directory, run.config.watchdog_seconds, run.console)

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from qerl_jax.data.stream import Stream, at_cursor
+from qerl_jax.data.stream import ProblemStream, at_cursor
 
 
 def test_order_is_a_function_of_seed_and_epoch():
@@ -23,30 +23,30 @@ def test_the_order_stays_what_it_was():
     """A run that is resumed by a newer version continues with the problems it had not seen."""
     expected = np.random.default_rng([3, 1]).permutation(10).tolist()
     assert at_cursor(range(10), 3, 10, 10) == expected
-    assert Stream((range(10),), None, 3).at(10, 10) == expected
+    assert ProblemStream((range(10),), None, 3).at(10, 10) == expected
 
 
 SETS = ([f"a{i}" for i in range(7)], [f"b{i}" for i in range(20)], [f"c{i}" for i in range(50)])
 
 
 def test_without_weights_sets_are_one():
-    stream = Stream(SETS, None, seed=5)
+    stream = ProblemStream(SETS, None, seed=5)
     assert len(stream) == 77
     assert Counter(stream.at(0, 77)) == Counter(stream.at(77, 77)) == Counter(item for items in SETS for item in items)
 
 
 def test_a_mixture_is_the_same_however_it_is_cut():
-    stream = Stream(SETS, (1, 2, 1), seed=5)
+    stream = ProblemStream(SETS, (1, 2, 1), seed=5)
     whole = stream.at(0, 200)
     assert [item for cursor in range(0, 200, 8) for item in stream.at(cursor, 8)] == whole
     assert stream.at(123, 5) == whole[123:128]
-    assert Stream(SETS, (1, 2, 1), seed=6).at(0, 200) != whole
-    assert Stream(SETS, (2, 4, 2), seed=5).at(0, 200) == whole  # only the ratio counts
+    assert ProblemStream(SETS, (1, 2, 1), seed=6).at(0, 200) != whole
+    assert ProblemStream(SETS, (2, 4, 2), seed=5).at(0, 200) == whole  # only the ratio counts
 
 
 @pytest.mark.parametrize("letter", "abc")
 def test_no_repetition_within_an_epoch_of_each_set(letter):
-    drawn = [item for item in Stream(SETS, (1, 2, 1), seed=5).at(0, 400) if item[0] == letter]
+    drawn = [item for item in ProblemStream(SETS, (1, 2, 1), seed=5).at(0, 400) if item[0] == letter]
     size = len(SETS["abc".index(letter)])
     epochs = [drawn[i : i + size] for i in range(0, len(drawn), size)]
     assert len(epochs) >= 2
@@ -58,13 +58,13 @@ def test_no_repetition_within_an_epoch_of_each_set(letter):
 def test_shares_follow_the_weights():
     """Binomial: within five standard deviations of n·w."""
     n, weights = 20_000, np.array([0.1, 0.6, 0.3])
-    counts = Counter(item[0] for item in Stream(SETS, tuple(weights), seed=1).at(0, n))
+    counts = Counter(item[0] for item in ProblemStream(SETS, tuple(weights), seed=1).at(0, n))
     deviation = np.sqrt(n * weights * (1 - weights))
     assert (np.abs([counts[letter] for letter in "abc"] - n * weights) < 5 * deviation).all()
 
 
 def test_sets_of_one_size_have_different_orders():
     items = range(30)
-    drawn = Stream(([("a", i) for i in items], [("b", i) for i in items]), (1, 1), seed=2).at(0, 60)
+    drawn = ProblemStream(([("a", i) for i in items], [("b", i) for i in items]), (1, 1), seed=2).at(0, 60)
     a, b = ([i for letter, i in drawn if letter == which] for which in "ab")
     assert a[:20] != b[:20]

@@ -17,7 +17,7 @@ from qerl_jax import train
 from qerl_jax.config import Config
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
-from qerl_jax.data.stream import Stream
+from qerl_jax.data.stream import ProblemStream
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.experience import Experience, equal_groups
@@ -29,7 +29,7 @@ CURSOR = 40  # position in the data stream when the step begins
 PROMPTS, GROUP = 3, 2
 
 
-class Numbers(Stream):
+class Numbers(ProblemStream):
     """Problem n is the n-th after `CURSOR`; draws are recorded."""
 
     def at(self, cursor: int, count: int) -> list[EncodedProblem]:
@@ -97,11 +97,11 @@ def setting(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> tuple[py
     return monkeypatch, tmp_path
 
 
-def test_without_refill_every_group_stays(setting):
+def test_without_resampling_every_group_stays(setting):
     world = World(setting, 0, 0, 1)
     experience = world.collect(0)
     check(experience, [0, 1, 2], world)
-    assert (experience.drawn, experience.refilled, experience.refill_rounds, world.drawn) == (3, 0, 0, [(0, 3)])
+    assert (experience.drawn, experience.resampled, experience.resampling_rounds, world.drawn) == (3, 0, 0, [(0, 3)])
 
 
 def test_equal_groups_are_replaced_by_the_first_useful_fresh_ones(setting):
@@ -109,22 +109,22 @@ def test_equal_groups_are_replaced_by_the_first_useful_fresh_ones(setting):
     world = World(setting, 1, 0, 2, 0, 3, 4)
     experience = world.collect(4)
     check(experience, [0, 4, 2], world)
-    assert (experience.drawn, experience.refilled, experience.refill_rounds) == (6, 1, 1)
+    assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (6, 1, 1)
     assert world.drawn == [(0, 3), (3, 3)] and len(set(world.keys)) == 2
 
 
-def test_refill_goes_on_until_all_teach(setting):
+def test_resampling_goes_on_until_all_teach(setting):
     world = World(setting, 0, 0, 2, 0, 3, 0, 0, 0, 5)
     experience = world.collect(4)
     check(experience, [4, 8, 2], world)
-    assert (experience.drawn, experience.refilled, experience.refill_rounds) == (9, 2, 2)
+    assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 2, 2)
 
 
 def test_rounds_are_bounded_and_what_is_left_stays(setting):
     world = World(setting, *[0] * 9)
     experience = world.collect(2)
     check(experience, [0, 1, 2], world)
-    assert (experience.drawn, experience.refilled, experience.refill_rounds) == (9, 0, 2)
+    assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 0, 2)
     assert len(set(world.keys)) == 3
 
 

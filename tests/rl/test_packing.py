@@ -32,7 +32,7 @@ def test_every_sequence_lies_in_one_micro_batch_that_holds_it(seed):
 
 def test_first_fit_decreasing_by_hand():
     assert assign(np.array([3, 9, 1, 6, 4]), PackShape(10, 3, 9)).tolist() == [[1, 2, -1], [3, 4, -1], [0, -1, -1]]
-    assert assign(np.array([2, 2, 2, 2]), PackShape(10, 3, 9)).tolist() == [[0, 1, 2], [3, -1, -1]]  # slots are full
+    assert assign(np.array([2, 2, 2, 2]), PackShape(10, 3, 9)).tolist() == [[0, 1, 2], [3, -1, -1]]  # segments are full
     assert assign(np.zeros(2, int), PackShape(10, 2, 9)).tolist() == [[-1, -1]]  # one micro-batch, without a sequence
     with pytest.raises(ValueError, match="11 tokens, at most 10"):
         assign(np.array([11]), PackShape(20, 2, 10))
@@ -86,8 +86,8 @@ def test_attention_and_its_gradient_are_those_of_each_sequence(lengths):
 @pytest.mark.parametrize("sequences", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("segments", [1, 2, 15, 16, 31])
 def test_cudnn_sees_rows_that_hold_every_segment(longest, sequences, segments):
-    """cuDNN reads offsets only where a row has two slots or more."""
+    """cuDNN reads offsets only where a row has two segments or more."""
     shape = PackShape(-(-sequences * longest // 128) * 128, segments, longest)
-    rows, slots = _views(shape)
-    assert slots >= 2 and rows * slots >= segments
+    rows, row_segments = _views(shape)
+    assert row_segments >= 2 and rows * row_segments >= segments
     assert shape.tokens % rows == 0 and shape.tokens // rows >= longest

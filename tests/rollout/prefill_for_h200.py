@@ -12,8 +12,8 @@ import time
 
 import decode_for_h200
 
-from qerl_jax.rollout.packing import PrefillShape
 from qerl_jax.rollout.prefill import prefill_layer, prefill_programs
+from qerl_jax.rollout.prefill_packing import PrefillShape
 
 SHAPE = PrefillShape(512, 8, 128)
 

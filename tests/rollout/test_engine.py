@@ -15,7 +15,7 @@ from oracles import torch_qwen2
 
 from qerl_jax import keys
 from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rollout import decode, packing
+from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.engine import generate, stream
 from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
@@ -216,9 +216,9 @@ def test_slots_and_chunks_change_nothing(policy, free, engine):
 def test_prompts_in_many_prefills(policy, free, monkeypatch):
     """Prefills of at most 4 tokens: one of two prompts, one of one prompt, and a longer prompt on its own."""
     for name, value in (("_MAX_TOKENS", 4), ("_MIN_TOKENS", 2), ("_SIZE_RATIO", 2), ("_WIDTHS", (2, 4))):
-        monkeypatch.setattr(packing, name, value)
+        monkeypatch.setattr(prefill_packing, name, value)
     lengths = [len(prompt) for prompt in PROMPTS]
-    batches = packing.pack_prompts(lengths, packing.prefill_shapes(len(lengths), max(lengths)))
+    batches = prefill_packing.pack_prompts(lengths, prefill_packing.prefill_shapes(len(lengths), max(lengths)))
     assert [(batch.prompts, batch.shape.tokens) for batch in batches] == [(2, 4), (1, 16), (1, 2)]
     assert_same_rows(generate(policy, PROMPTS, FREE, KEY), range(8), free, range(8))
 

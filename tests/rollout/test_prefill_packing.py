@@ -12,9 +12,9 @@ import torch
 from helpers import fp32_policy
 from oracles import torch_qwen2
 
-from qerl_jax.rollout import decode, packing
-from qerl_jax.rollout.packing import PrefillBatch, PrefillShape, pack_prompts, prefill_shapes
+from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.prefill import prefill
+from qerl_jax.rollout.prefill_packing import PrefillBatch, PrefillShape, pack_prompts, prefill_shapes
 from qerl_jax.rollout.shapes import RolloutShapes
 
 BOUND = 8192
@@ -122,11 +122,11 @@ def test_separate_prompts_shape_depends_on_nothing_else():
 @pytest.fixture
 def small_sizes(monkeypatch):
     """Largest size 64 tokens, so that prompts at and beyond it are cheap to test."""
-    monkeypatch.setattr(packing, "_MAX_TOKENS", 64)
-    monkeypatch.setattr(packing, "_MIN_TOKENS", 8)
-    monkeypatch.setattr(packing, "_SIZE_RATIO", 2)
-    monkeypatch.setattr(packing, "_WIDTHS", (2, 8))
-    monkeypatch.setattr(packing, "_CALL_COST", 4)
+    monkeypatch.setattr(prefill_packing, "_MAX_TOKENS", 64)
+    monkeypatch.setattr(prefill_packing, "_MIN_TOKENS", 8)
+    monkeypatch.setattr(prefill_packing, "_SIZE_RATIO", 2)
+    monkeypatch.setattr(prefill_packing, "_WIDTHS", (2, 8))
+    monkeypatch.setattr(prefill_packing, "_CALL_COST", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
