@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from matmul_report import COPY_BYTES_PER_S
-from qerl_kernels.dispatch import SMEM_BYTES, SMS
-from qerl_kernels.nvfp4_matmul.gemm.config import RESIDENT_CLUSTERS, GemmConfig
+from qerl_kernels.dispatch import RESIDENT_CLUSTERS, SMEM_BYTES, SMS
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SharedLayout, SkinnyConfig
 
 CLOCK_HZ = 1.98e9
@@ -42,8 +42,8 @@ def estimate_gemm(config: GemmConfig, m: int, n: int, k: int) -> float:
     tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
     clusters = min(tiles, config.resident_clusters(SMS))
     cluster_tiles = -(-tiles // clusters)
-    k_steps = -(-k // (64 * config.stage_k_tiles * config.unroll)) * config.unroll
-    k_tiles = -(-cluster_tiles * k_steps // config.cluster) * config.k_tiles  # k-tiles of a consumer
+    k_iterations = -(-k // (64 * config.stage_k_tiles * config.unroll)) * config.unroll
+    k_tiles = -(-cluster_tiles * k_iterations // config.cluster) * config.k_tiles  # k-tiles of a consumer
     resident = min(config.ctas_per_sm, -(-clusters // RESIDENT_CLUSTERS[config.cluster]))
     all_k_tiles = k_tiles * config.consumers * resident
     bounds = (
@@ -72,13 +72,13 @@ def estimate_skinny(config: SkinnyConfig, n: int, k: int) -> float:
     layout = SharedLayout(config, RANK)
     units = math.ceil(k / 64) / config.cluster
     clusters = config.clusters(n)
-    at_once = RESIDENT_CLUSTERS[config.cluster]
+    resident_clusters = RESIDENT_CLUSTERS[config.cluster]
     registers = (
         math.ceil(((config.m16_tiles + layout.rank_tiles) * config.tile_m * 0.625 + 2 * config.tile_m + 54) / 8) * 8
     )
     memory, threads = SMEM_BYTES // config.smem_bytes(RANK), 64 // config.warps
     resident = max(1, min(memory, threads, 65536 // (32 * config.warps * registers)))
-    waves, busiest = math.ceil(clusters / (at_once * resident)), math.ceil(clusters / at_once)
+    waves, busiest = math.ceil(clusters / (resident_clusters * resident)), math.ceil(clusters / resident_clusters)
     of_warp = math.ceil(units / config.warps)
     unit = config.m16_tiles * (29.7 + 3.89 * config.tile_m / 8) + layout.rank_tiles * (14.9 + 3.89 * config.tile_m / 8)
     rounds = (

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int32
 from qerl_kernels import dispatch
 from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
-from qerl_kernels.nvfp4_matmul.packing import fits, pack
+from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
 
 from qerl_jax import aqn, keys
 from qerl_jax.io import hf_config, names
@@ -336,7 +336,11 @@ def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
         dispatch.choose("nvfp4_matmul", matmul_kernel, missing)
     if matmul_kernel == "xla" or not isinstance(weight, Nvfp4 | Mxfp4):
         return weight
-    return pack(weight) if dispatch.choose("nvfp4_matmul", None, missing or fits(weight)) == "mosaic_gpu" else weight
+    return (
+        pack(weight)
+        if dispatch.choose("nvfp4_matmul", None, missing or missing_for_packing(weight)) == "mosaic_gpu"
+        else weight
+    )
 
 
 def _quantizer(weight_format: str, largest: float) -> Callable[[np.ndarray], Weight]:

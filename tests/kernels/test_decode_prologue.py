@@ -118,7 +118,7 @@ def test_split_k_takes_every_k_tile_once(features, ranks):
         spec = config.PrologueSpec("silu", tokens, features, ranks, partials=True)
         found = config.best_config(spec)
         assert found.column_splits == 1
-        assert -(-tokens // (8 * found.token_tiles)) * found.k_splits <= config.CLUSTERS_AT_ONCE
+        assert -(-tokens // (8 * found.token_tiles)) * found.k_splits <= config.MAX_CLUSTERS
         of_cta = -(-features // config.K_TILE // (found.cluster * found.k_splits))
         assert found.warps * -(-of_cta // found.warps) * found.cluster * found.k_splits >= features // config.K_TILE
         if features == 18944:

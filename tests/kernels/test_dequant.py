@@ -16,7 +16,7 @@ SCALES_AT, WORDS_AT, OUT_AT = 0, 4096, 8192
 
 
 def operand(steps: list) -> np.ndarray:
-    """A [64, 64] from the registers of its four k-steps: row 16 w + 8 h + g, column 16 s + 8 c + 2 q + e."""
+    """A [64, 64] from the registers of its four k16 steps: row 16 w + 8 h + g, column 16 s + 8 c + 2 q + e."""
     out = np.zeros((64, 64))
     for s, registers in enumerate(steps):
         for j, register in enumerate(registers):

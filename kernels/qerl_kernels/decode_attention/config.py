@@ -10,7 +10,8 @@ QUERIES = 8  # n of an `mma`: at most so many query heads share a key head
 WARP_TOKENS = 16  # tokens of a KV tile that a warp takes
 KV_TILE = 4 * WARP_TOKENS  # tokens of a KV tile
 SPLITS = 4  # ways that the KV tiles of a pair are split
-SMEM_BYTES = 113 * 1024  # limit of a CTA: two fit an SM
+# Limit of a CTA, half of `dispatch.SMEM_BYTES` in whole KiB: two fit an SM.
+HALF_SMEM_BYTES = 113 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def stages_for(width: int, ctas: int, itemsize: int) -> int:
     """
     sums = 4 * QUERIES * width * 4 + partial_slots(ctas) * partial_bytes(width)
     small = 6 * 1024  # maxima, sums of weights and the mbarrier, a KiB each, Mosaic's own scratch, and the barriers
-    return (SMEM_BYTES - sums - small) // (KV_TILE * width * itemsize)
+    return (HALF_SMEM_BYTES - sums - small) // (KV_TILE * width * itemsize)
 
 
 def partial_slots(ctas: int) -> int:

@@ -85,7 +85,7 @@ def decode_attention(
         grid=(rows * kv_heads,),
         grid_names=("pair",),
         cluster=(config.ctas,),
-        cluster_names=("block",),
+        cluster_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types={

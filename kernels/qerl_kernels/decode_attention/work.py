@@ -58,7 +58,7 @@ class Work:
 
     def __init__(self, refs: Global, config: AttentionConfig, kv_heads: int, group: int):
         self.refs, self.config, self.group = refs, config, group
-        self.warpgroup, self.pair, self.cta = (lax.axis_index(name) for name in ("warpgroup", "pair", "block"))
+        self.warpgroup, self.pair, self.cta = (lax.axis_index(name) for name in ("warpgroup", "pair", "cta"))
         row = lax.div(self.pair, kv_heads)
         self.width, self.fp8 = refs.out.shape[1], refs.k.dtype == jnp.float8_e4m3fn
         self.prompt_tokens = refs.prompt_lengths[row]  # the three loads together: one latency

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import jax
 
-from qerl_kernels.dispatch import SMS
+from qerl_kernels.dispatch import RESIDENT_CLUSTERS, SMS
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 
 K_TILE = 32  # features that a warp takes at a time
 TOKEN_TILE = 8  # tokens of one `mma.m16n8k16`
 # CTAs of a cluster: twice the portable size; faster than 8 up to 32 tokens (tools/results/notes/decode-prologue.md).
 CLUSTER = 16
-CLUSTERS_AT_ONCE = 7  # clusters of that size that are resident on an H200 at one time, by its driver
+MAX_CLUSTERS = RESIDENT_CLUSTERS[CLUSTER]  # more wait for the wave before
 MAX_TOKEN_TILES = 4
 MIN_K_TILES = 4  # a CTA under split-K: fewer gain nothing, one warp takes one k-tile
 MIN_COLUMNS = 16  # columns of A a cluster: its part of a row is a whole 32-byte sector
@@ -95,8 +95,8 @@ def candidate_configs(spec: PrologueSpec) -> list[PrologueConfig]:
     max_k_splits = -(-spec.features // K_TILE // (CLUSTER * MIN_K_TILES)) if spec.partials else 1
     column_splits = [1]
     if spec.columns and not spec.partials:
-        column_splits += [n for n in range(2, CLUSTERS_AT_ONCE + 1) if spec.columns % (MIN_COLUMNS * n) == 0]
-    k_splits = range(1, min(CLUSTERS_AT_ONCE, max_k_splits) + 1)
+        column_splits += [n for n in range(2, MAX_CLUSTERS + 1) if spec.columns % (MIN_COLUMNS * n) == 0]
+    k_splits = range(1, min(MAX_CLUSTERS, max_k_splits) + 1)
     choices = itertools.product(range(1, MAX_TOKEN_TILES + 1), column_splits, k_splits)
     useful = [choice for choice in choices if choice[0] == 1 or TOKEN_TILE * (choice[0] - 1) < spec.tokens]
     found = [_config(spec, *choice) for choice in useful]
@@ -122,7 +122,7 @@ def _config(spec: PrologueSpec, token_tiles: int, column_splits: int, k_splits: 
 
 
 def predicted_us(spec: PrologueSpec, config: PrologueConfig) -> float:
-    """Microseconds by a rough model, within a tenth: clusters beyond `CLUSTERS_AT_ONCE` wait for the wave before."""
+    """Microseconds by a rough model, within a tenth: clusters beyond `MAX_CLUSTERS` wait for the wave before."""
     columns = spec.columns / config.column_splits
     x = 1e-6 * spec.features / config.k_splits * min(spec.tokens, TOKEN_TILE * config.token_tiles)
     a = 1e-6 * spec.features / config.k_splits * 2 * columns
@@ -131,7 +131,7 @@ def predicted_us(spec: PrologueSpec, config: PrologueConfig) -> float:
         REDUCE_US * columns / 32 * config.warps / 8 + REPEAT_Y_US * (config.column_splits - 1)
     )
     wave += WAVE_US if config.warps > 8 else 0
-    return LAUNCH_US + -(-config.clusters(spec.tokens) // CLUSTERS_AT_ONCE) * wave
+    return LAUNCH_US + -(-config.clusters(spec.tokens) // MAX_CLUSTERS) * wave
 
 
 def missing_for_kernel(features: int, ranks: Sequence[int]) -> str | None:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from qerl_kernels.decode_prologue.config import CLUSTERS_AT_ONCE, TOKEN_TILE, PrologueConfig, PrologueSpec
+from qerl_kernels.decode_prologue.config import MAX_CLUSTERS, TOKEN_TILE, PrologueConfig, PrologueSpec
 from qerl_kernels.decode_prologue.lora import LoraInput
 from qerl_kernels.decode_prologue.rms_norm import RmsNorm
 from qerl_kernels.decode_prologue.thread import Thread, Words
@@ -136,8 +136,8 @@ def emit(
     # is waited for together with all others; without the branch the assembler waits for x before it issues the other
     # loads.) And where clusters share SMs, registers are worth more than early loads.
     is_small = norm and (config.token_tiles == 1 or thread.columns <= FEW_COLUMNS)
-    is_crowded = config.clusters(spec.tokens) > CLUSTERS_AT_ONCE
-    with contextlib.nullcontext() if is_small or is_crowded else _scheduling_barrier(thread):
+    is_crowded = config.clusters(spec.tokens) > MAX_CLUSTERS
+    with contextlib.nullcontext() if is_small or is_crowded else _opaque_branch(thread):
         if norm:
             _finish_norm(norm, lora, rows, fetched, a)
         else:
@@ -157,7 +157,7 @@ def _finish_norm(norm: RmsNorm, lora: LoraInput | None, rows: list, weights: lis
             thread.store(thread.s, step, row, 4)
     norm.send_squares(rows)
     if lora:
-        with _scheduling_barrier(thread):
+        with _opaque_branch(thread):
             _multiply(thread, norm, lora, rows, weights, a)
         lora.send_sums()
     thread.machine.mbarrier_wait(thread.squares_barrier)
@@ -166,8 +166,8 @@ def _finish_norm(norm: RmsNorm, lora: LoraInput | None, rows: list, weights: lis
         thread.store(thread.y, step, norm.scale(row, of_step, inverse), 2)
 
 
-def _scheduling_barrier(thread: Thread) -> contextlib.AbstractContextManager[None]:
-    """An always-true branch that ptxas cannot fold: code within stays behind the code before it.
+def _opaque_branch(thread: Thread) -> contextlib.AbstractContextManager[None]:
+    """An always-true branch that ptxas cannot fold, a scheduling barrier: code within stays behind the code before it.
 
     Without it the assembler unpacks words of A, and so waits for them, before the squares are sent; or it works on the
     first words of x before it issues the last loads, to save a register.

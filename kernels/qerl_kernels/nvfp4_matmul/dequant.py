@@ -82,7 +82,7 @@ def as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:
 
 
 def operands(machine: PtxMachine, words: list[I32], scales: list[I32]) -> list[list[I32]]:
-    """A thread's four words and two words of scales of a tile -> its registers of A for each of the four k-steps."""
+    """A thread's four words and two words of scales of a tile -> its registers of A for each of the four k16 steps."""
     out = []
     for step, word in enumerate(words):
         pair = scales[step // 2]

@@ -22,11 +22,14 @@ MMA_ROWS = 16  # output features, and ranks, of one `mma.m16n8k16`
 
 
 class LoraForm(enum.Enum):
-    """The LoRA input that a GEMM takes (`route.route` decides)."""
+    """The LoRA input that a GEMM takes (`route.route` decides).
+
+    PARTIALS: partials are accepted; a prologue that cannot make them (a norm) gives `x A` whole, which is taken, too.
+    """
 
     NONE = "no adapters"
     WHOLE = "x A, rounded to bf16"
-    PARTIALS = "fp32 split-K partials of x A, which the GEMM reduces"
+    PARTIALS = "fp32 split-K partials of x A, reduced by the GEMM, or x A whole"
     A = "A itself: the GEMM computes x A"
 
 

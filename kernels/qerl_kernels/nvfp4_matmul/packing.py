@@ -85,7 +85,7 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
         raise ValueError(f"pack: {k} input features are not a multiple of the block of {block}")
     concrete = not isinstance(weight.codes, jax.core.Tracer)
     if isinstance(weight, Mxfp4):
-        if concrete and (missing := fits(weight)):
+        if concrete and (missing := missing_for_packing(weight)):
             raise ValueError(f"pack: the packed form needs {missing}")
         words, scales, factor = _pack_mxfp4(weight)
         stored, divides = factor, False
@@ -97,7 +97,7 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
     return PackedNvfp4(words, scales, padded, stored, (n, k), divides, block, uniform)
 
 
-def fits(weight: Nvfp4 | Mxfp4) -> str | None:
+def missing_for_packing(weight: Nvfp4 | Mxfp4) -> str | None:
     """What keeps a weight from being packed; None where it can be."""
     if isinstance(weight, Mxfp4) and (span := int(_exponent_span(weight))) > MXFP4_SPAN:
         return f"the block exponents of a row to span at most {MXFP4_SPAN} binades (they span {span})"

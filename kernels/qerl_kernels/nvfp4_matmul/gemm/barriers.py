@@ -1,8 +1,13 @@
 """The mbarriers of a CTA, and why none of them can hang.
 
 Every wait is answered by arrivals that do not themselves wait for the waiter; the lines at each barrier say which. They
-rest on two facts. The producer and the consumers of a CTA make the same uses of the pipeline in the same order
-(`schedule.Segments`). And all CTAs of a cluster count the same `schedule.StreamK`, so that owner and senders agree.
+rest on three facts:
+
+- The producer and the consumers of a CTA make the same uses of the pipeline in the same order (`schedule.Segments`).
+- All CTAs of a cluster count the same `schedule.StreamK`, so that owner and senders agree.
+- The barriers of a CTA are initialized before another CTA arrives on them. Mosaic does it where a kernel starts
+  (`_launch` in jax/experimental/mosaic/gpu/core.py, region "Init"): one thread initializes them, then every thread of
+  the cluster runs `fence.mbarrier_init.release.cluster`, `barrier.cluster.arrive` and `barrier.cluster.wait`.
 """
 
 from __future__ import annotations
@@ -29,17 +34,17 @@ class Barriers:
     # empty[stage] completes once for each use of the stage: every consumer warpgroup arrives after its last read (after
     # the wait for `wgmma`, or after a fence, see `mma_sync.order_reads`). The producer waits for it only from a stage's
     # second use on, and consumers reach that arrival needing only stages that the producer filled before. With
-    # lookahead a consumer waits for `full` of one k-step while it still holds the stage of the k-step before and no
-    # other (the one before that it has freed). There are two stages or more, so the producer fills the stage waited for
-    # without needing the one held.
+    # lookahead a consumer waits for `full` of one k-iteration while it still holds the stage of the k-iteration before
+    # and no other (the one before that it has freed). There are two stages or more, so the producer fills the stage
+    # waited for without needing the one held.
     empty: jax.Ref
     # lora_b_empty: B of the adapters has one place. The producer refills it after this barrier, on which each of the
     # `warpgroups_n` readers arrives for every owned tile but the last: as often as the producer waits. A reader arrives
     # when it has read B, for which it waits on `full` alone.
     lora_b_empty: jax.Ref | None
     # full[stage] completes once for each use of the stage: the producer's copies arrive on it, 2 + `warpgroups_k` of a
-    # k-step or those of the LoRA input; where a use has fewer copies than the other kind, the producer arrives by hand
-    # for the rest. Copies wait for nobody; the producer issues them after `empty` (and `lora_b_empty`), see there.
+    # k-iteration or those of the LoRA input; where a use has fewer copies than the other kind, the producer arrives by
+    # hand for the rest. Copies wait for nobody; the producer issues them after `empty` (and `lora_b_empty`), see there.
     full: jax.Ref
     # cluster_sums_full[r, d] completes at most once in a kernel. A run can end within at most one tile, so a CTA owns
     # at most one tile that others continue, and each of those sends once, when it has done its first segment. CTAs
@@ -79,8 +84,8 @@ def declare_barriers(config: GemmConfig, terms: Terms) -> Barriers:
     )
 
 
-def step_copies(config: GemmConfig) -> int:
-    """Copies of a k-step: words, scales, and x for each warpgroup along k."""
+def k_iteration_copies(config: GemmConfig) -> int:
+    """Copies of a k-iteration: words, scales, and x for each warpgroup along k."""
     return 2 + config.warpgroups_k
 
 
@@ -91,4 +96,4 @@ def lora_copies(config: GemmConfig, terms: Terms) -> int:
 
 def full_arrivals(config: GemmConfig, terms: Terms) -> int:
     """Arrivals that complete `full`."""
-    return max(step_copies(config), lora_copies(config, terms))
+    return max(k_iteration_copies(config), lora_copies(config, terms))

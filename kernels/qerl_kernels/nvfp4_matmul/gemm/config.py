@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from qerl_kernels.dispatch import SMEM_BYTES, SMS
+from qerl_kernels.dispatch import RESIDENT_CLUSTERS, SMEM_BYTES, SMS
 from qerl_kernels.nvfp4_matmul import lora_input
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
-# Clusters by their number of CTAs that an H200 holds, one CTA an SM, as its driver says (cuOccupancyMaxActiveClusters).
-# A cluster lies within one GPC, so that clusters of three, four or eight CTAs leave some SMs idle. Other chips of the
-# kind may differ by a few.
-RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 # Rows of x up to which a decode prologue is faster where it leaves `x A` as split-K partials: SiLU of 7B took an H200
 # 4.1 and 5.0 us for 32 and 64 rows, against 5.5 and 6.4 with the whole `x A`; from 96 rows on there was no difference.
 MAX_PARTIALS_M = 64
@@ -66,7 +62,7 @@ class GemmConfig:
 
     @property
     def unroll(self) -> int:
-        """k-steps (stages) in one iteration of the mainloop. With lookahead two operands alternate, which takes an even
+        """k-iterations that the mainloop takes together. With lookahead two A fragments alternate, which takes an even
         number of k-tiles."""
         return 2 if self.lookahead and self.k_tiles % 2 else 1
 
@@ -130,5 +126,5 @@ class GemmConfig:
 
     def resident_clusters(self, sms: int) -> int:
         """Clusters that a GPU with so many SMs should hold at a time."""
-        at_a_time = RESIDENT_CLUSTERS[self.cluster] if sms == SMS else sms // self.cluster
-        return max(1, at_a_time * self.ctas_per_sm)
+        resident = RESIDENT_CLUSTERS[self.cluster] if sms == SMS else sms // self.cluster
+        return max(1, resident * self.ctas_per_sm)

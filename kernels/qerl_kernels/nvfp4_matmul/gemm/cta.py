@@ -15,7 +15,7 @@ from qerl_kernels.nvfp4_matmul.gemm.smem import Smem
 from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 
 
-class Operand(Protocol):
+class WeightOperand(Protocol):
     """How the packed weight becomes the A operand, 64 output features × 64 of the contraction for each tile:
     `operand.FORWARD` or `transposed.TRANSPOSED`."""
 
@@ -68,7 +68,7 @@ class Cta:
       grid: the output tiles.
       stream_k: how the CTAs of the cluster share tiles.
       segments: this CTA's share.
-      cluster: index of the cluster in the grid.
+      cluster_index: index of the cluster in the grid.
       rank: cluster rank of this CTA.
       gmem: arrays in HBM.
       smem: shared memory.
@@ -77,16 +77,16 @@ class Cta:
 
     config: GemmConfig
     terms: Terms
-    operand: Operand
+    operand: WeightOperand
     grid: TileGrid
     stream_k: StreamK
     segments: Segments
-    cluster: jax.Array
+    cluster_index: jax.Array
     rank: jax.Array
     gmem: Gmem
     smem: Smem
     barriers: Barriers
 
-    def stage(self, s: jax.Array, step: jax.Array) -> jax.Array:
-        """Pipeline stage of k-step `step` of segment s."""
-        return lax.rem(self.segments.pipeline_index(s, step), self.config.stages)
+    def stage(self, s: jax.Array, k_iteration: jax.Array) -> jax.Array:
+        """Pipeline stage of a k-iteration of segment s."""
+        return lax.rem(self.segments.pipeline_index(s, k_iteration), self.config.stages)

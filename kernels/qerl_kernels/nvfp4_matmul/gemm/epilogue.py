@@ -14,14 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qerl_kernels.nvfp4_matmul.gemm.mainloop import Consumer
+from qerl_kernels.nvfp4_matmul.gemm.schedule import Span
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 
-def load_row_terms(consumer: Consumer, i: jax.Array) -> list[jax.Array]:
-    """Multiplier, and bias if any, of this consumer's 64 features of tile i; called before the mainloop, which hides
+def load_row_terms(consumer: Consumer, tile: jax.Array) -> list[jax.Array]:
+    """Multiplier, and bias if any, of this consumer's 64 features of a tile; called before the mainloop, which hides
     the latency."""
     cta = consumer.cta
-    _, n_tile = cta.grid.origin(cta.cluster, i)
+    _, n_tile = cta.grid.origin(cta.cluster_index, tile)
     # A tile's last rows may lie past the weight; what is stored there is dropped, but the reads must stay inside.
     end = cta.gmem.multiplier_g.shape[0] - TILE
     first = jnp.minimum((n_tile * cta.config.warpgroups_n + consumer.r) * TILE, end)
@@ -30,9 +31,7 @@ def load_row_terms(consumer: Consumer, i: jax.Array) -> list[jax.Array]:
     return [plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in refs]
 
 
-def run_epilogue(
-    consumer: Consumer, total: jax.Array, s: jax.Array, span: tuple[jax.Array, ...], row_terms: list[jax.Array]
-) -> None:
+def run_epilogue(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span, row_terms: list[jax.Array]) -> None:
     """All that follows the mainloop of segment s (`span`: `Segments.span(s)`), whose sum over this consumer's k-tiles
     is `total`."""
     cta, q, r = consumer.cta, consumer.q, consumer.r
@@ -62,7 +61,7 @@ def _add(total: jax.Array, ref: jax.Ref) -> jax.Array:
     return total + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
-def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array, span: tuple[jax.Array, ...]) -> None:
+def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span) -> None:
     """Hands the sum to warpgroup 0 along k."""
     cta, q, r = consumer.cta, consumer.q, consumer.r
 
@@ -73,26 +72,25 @@ def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array,
     cta.smem.warpgroup_sums_s.at[r, q - 1][...] = total
     plgpu.barrier_arrive(cta.barriers.warpgroup_sums_full.at[r])
     if cta.terms.has_lora:
-        i, low, high = span
 
-        @pl.when(low == i * cta.grid.k_steps)
+        @pl.when(span.is_owner)
         def _():  # the stage of the LoRA input is freed by all consumers
-            consumer.free(consumer.wait_full(s, high))
+            consumer.free(consumer.wait_full(s, span.k_end))
 
 
 def _reduce_cluster(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: list[jax.Array]) -> None:
     """The CTA's sum is complete: send it to the tile's owner, or own the tile."""
     cta, r = consumer.cta, consumer.r
-    i, _, _ = cta.segments.span(s)
+    tile = cta.segments.span(s).tile
     senders = cta.config.cluster - 1
     if senders == 0:
         _finish_tile(consumer, total, s, row_terms)
         return
-    owner = cta.stream_k.owner(i)
+    owner = cta.stream_k.owner(tile)
 
     @pl.when(owner != cta.rank)
     def _():
-        place = cta.stream_k.senders_before(i, cta.rank)
+        place = cta.stream_k.senders_before(tile, cta.rank)
         plgpu.async_store_smem(
             total, cta.smem.cluster_sums_s.at[r, place], cta.barriers.cluster_sums_full.at[r * senders + place],
             cluster_idx=owner, cluster_dim="cluster_rank", optimized=False,
@@ -104,14 +102,14 @@ def _reduce_cluster(consumer: Consumer, total: jax.Array, s: jax.Array, row_term
             plgpu.barrier_wait(cta.barriers.cluster_sums_full.at[r * senders + place])
             return _add(total, cta.smem.cluster_sums_s.at[r, place])
 
-        whole = lax.fori_loop(0, cta.stream_k.senders_before(i, cta.config.cluster), add_one, total)
+        whole = lax.fori_loop(0, cta.stream_k.senders_before(tile, cta.config.cluster), add_one, total)
         _finish_tile(consumer, whole, s, row_terms)
 
 
 def _finish_tile(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: list[jax.Array]) -> None:
     """Applies the terms to the tile's sum and stores it as bf16 to its place in y."""
-    i, _, _ = consumer.cta.segments.span(s)
-    m_tile, n_tile = consumer.cta.grid.origin(consumer.cta.cluster, i)
+    cta = consumer.cta
+    m_tile, n_tile = cta.grid.origin(cta.cluster_index, cta.segments.span(s).tile)
     _store(consumer, _apply_terms(consumer, total, s, row_terms), m_tile, n_tile)
 
 
@@ -129,8 +127,7 @@ def _apply_terms(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: 
 def _add_lora(consumer: Consumer, total: jax.Array, s: jax.Array) -> jax.Array:
     """total + scale · (x A) B, once the LoRA input is there."""
     cta = consumer.cta
-    _, _, high = cta.segments.span(s)
-    stage = consumer.wait_full(s, high)
+    stage = consumer.wait_full(s, cta.segments.span(s).k_end)
     if cta.terms.has_partials:
 
         @pl.when(cta.segments.owned_before(s) == 0)
@@ -156,7 +153,7 @@ def _expand_lora(consumer: Consumer, total: jax.Array, stage: jax.Array) -> jax.
         plgpu.wgmma(acc, smem.lora_b_s.at[consumer.r].T, lora_x.T)
         plgpu.wgmma_wait(0)
 
-    # the sum enters and leaves divided by the scale: one fp32 rounding
+    # Accumulate total / scale, then multiply by scale: exact for powers of two, else a few fp32 roundings.
     if terms.scale == 1.0:
         return pl.run_state(accumulate)(plgpu.ACC.init(total))
     return pl.run_state(accumulate)(plgpu.ACC.init(total * (1.0 / terms.scale))) * terms.scale

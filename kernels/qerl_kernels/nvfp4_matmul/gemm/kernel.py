@@ -10,8 +10,8 @@ part of the contraction. The producer (`producer`) copies words, scales and acti
 TMA; consumers dequantize words into bf16 registers and multiply them (`mainloop`, `operand`), free the stage, and
 finish the tile (`epilogue`). `schedule` says which CTA does what of which tile, `barriers` why nothing hangs.
 
-Other m than up to 8 or a multiple of 8, and features that are no multiple of 64 (which no projection of a model has),
-are padded around the kernel.
+Padding around the kernel: m above 8 to a multiple of 8, which TMA asks for; features to a multiple of 64, which every
+projection of a model is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qerl_kernels.dispatch import SMEM_BYTES, SMS
 from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.gemm.barriers import Barriers, declare_barriers
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.gemm.cta import Cta, Gmem, Operand
+from qerl_kernels.nvfp4_matmul.gemm.cta import Cta, Gmem, WeightOperand
 from qerl_kernels.nvfp4_matmul.gemm.epilogue import load_row_terms, run_epilogue
 from qerl_kernels.nvfp4_matmul.gemm.mainloop import Consumer, multiply
 from qerl_kernels.nvfp4_matmul.gemm.operand import FORWARD
@@ -112,7 +112,7 @@ def pad_rows(x: jax.Array) -> jax.Array:
 def launch(
     x: jax.Array,
     weight: PackedNvfp4,
-    operand: Operand,
+    operand: WeightOperand,
     config: GemmConfig,
     terms: Terms,
     extra: Sequence[jax.Array],
@@ -127,7 +127,7 @@ def launch(
     grid = TileGrid(
         m_tiles=m_tiles,
         n_tiles=n_tiles,
-        k_steps=-(-k // (TILE * config.stage_k_tiles * config.unroll)) * config.unroll,
+        k_iterations=-(-k // (TILE * config.stage_k_tiles * config.unroll)) * config.unroll,
         clusters=min(m_tiles * n_tiles, config.resident_clusters(sms)),
     )
     words = operand.words(weight.words)
@@ -159,15 +159,16 @@ def _body(
     *rest: jax.Ref | Smem | Barriers,
     config: GemmConfig,
     terms: Terms,
-    operand: Operand,
+    operand: WeightOperand,
     grid: TileGrid,
 ) -> None:
     """The kernel. `rest`: bias, `x A` and B, those of `terms`; y; shared memory; barriers."""
     *extra, out_g, smem, barriers = rest
     bias_g = extra.pop(0) if terms.has_bias else None
     lora_x_g = extra.pop(0) if terms.has_lora else None
-    warpgroup, cluster, rank = (lax.axis_index(name) for name in ("warpgroup", "cluster", "cluster_rank"))
-    stream_k = StreamK(grid.tile_count(cluster) * grid.k_steps, grid.k_steps, config.cluster, config.unroll)
+    warpgroup, cluster_index, rank = (lax.axis_index(name) for name in ("warpgroup", "cluster", "cluster_rank"))
+    total_k_iterations = grid.tile_count(cluster_index) * grid.k_iterations
+    stream_k = StreamK(total_k_iterations, grid.k_iterations, config.cluster, config.unroll)
     cta = Cta(
         config=config,
         terms=terms,
@@ -175,7 +176,7 @@ def _body(
         grid=grid,
         stream_k=stream_k,
         segments=Segments.of(stream_k, rank, terms.has_lora),
-        cluster=cluster,
+        cluster_index=cluster_index,
         rank=rank,
         gmem=Gmem(x_g, words_g, scales_g, multiplier_g, bias_g, lora_x_g, tuple(extra), out_g),
         smem=smem,
@@ -201,7 +202,7 @@ def _consume(cta: Cta, warpgroup: jax.Array) -> None:
 
     def one_segment(s, carry):
         span = cta.segments.span(s)
-        row_terms = load_row_terms(consumer, span[0])
+        row_terms = load_row_terms(consumer, span.tile)
         run_epilogue(consumer, multiply(consumer, s), s, span, row_terms)
         return carry
 

@@ -27,9 +27,9 @@ class Consumer:
     r: jax.Array
     q: jax.Array
 
-    def wait_full(self, s: jax.Array, step: jax.Array) -> jax.Array:
-        """The stage of a k-step, once its data is there; to be called once for each k-step."""
-        stage = self.cta.stage(s, step)
+    def wait_full(self, s: jax.Array, k_iteration: jax.Array) -> jax.Array:
+        """The stage of a k-iteration, once its data is there; to be called once for each k-iteration."""
+        stage = self.cta.stage(s, k_iteration)
         plgpu.barrier_wait(self.cta.barriers.full.at[stage])
         return stage
 
@@ -66,19 +66,19 @@ def multiply(consumer: Consumer, s: jax.Array) -> jax.Array:
     return pl.run_scoped(accumulate, plgpu.ACC((TILE, config.tile_m), jnp.float32))
 
 
-def _over_steps(consumer: Consumer, s: jax.Array, init: Any, one_stage: Callable[[jax.Array, Any], Any]) -> Any:
-    """`carry = one_stage(stage, carry)` for each k-step of segment s, whose stage is freed after it."""
-    _, low, high = consumer.cta.segments.span(s)
+def _over_k_iterations(consumer: Consumer, s: jax.Array, init: Any, one_stage: Callable[[jax.Array, Any], Any]) -> Any:
+    """`carry = one_stage(stage, carry)` for each k-iteration of segment s, whose stage is freed after it."""
+    span = consumer.cta.segments.span(s)
 
-    def one_step(step, carry):
-        stage = consumer.wait_full(s, step)
+    def one_k_iteration(k_iteration, carry):
+        stage = consumer.wait_full(s, k_iteration)
         carry = one_stage(stage, carry)
         if consumer.cta.config.mma_sync:
             order_reads()
         consumer.free(stage)
         return carry
 
-    return lax.fori_loop(low, high, one_step, init)
+    return lax.fori_loop(span.k_begin, span.k_end, one_k_iteration, init)
 
 
 def mainloop_wgmma(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> None:
@@ -90,7 +90,7 @@ def mainloop_wgmma(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> None:
         plgpu.wgmma_wait(0)
         return carry
 
-    _over_steps(consumer, s, None, one_stage)
+    _over_k_iterations(consumer, s, None, one_stage)
 
 
 def mainloop_mma_sync(consumer: Consumer, s: jax.Array) -> jax.Array:
@@ -105,13 +105,20 @@ def mainloop_mma_sync(consumer: Consumer, s: jax.Array) -> jax.Array:
         return total
 
     zero = plgpu.layout_cast(jnp.zeros((TILE, config.tile_m), jnp.float32), plgpu.Layout.WGMMA)
-    return _over_steps(consumer, s, zero, one_stage)
+    return _over_k_iterations(consumer, s, zero, one_stage)
 
 
 def mainloop_wgmma_lookahead(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> None:
-    """Two operands alternate: one is dequantized while the tensor cores read the other."""
+    """Two A fragments alternate: one is dequantized while the tensor cores read the other.
+
+    With 2 (with 1, `wgmma` i is waited for before `wgmma` i + 1 starts):
+
+        tensor cores   wgmma i               wgmma i + 1               wgmma i + 2
+        this warp      dequantize i + 1      dequantize i + 2          dequantize i + 3
+        stages         free that of i - 1    free that of i            free that of i + 1     (where it ends there)
+    """
     cta, unroll, k_tiles = consumer.cta, consumer.cta.config.unroll, consumer.cta.config.k_tiles
-    _, low, high = cta.segments.span(s)
+    span = cta.segments.span(s)
 
     def one_iteration(t, carry, is_last=False):
         for u, d in itertools.product(range(unroll), range(k_tiles)):
@@ -119,10 +126,10 @@ def mainloop_wgmma_lookahead(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> 
             carry = _lookahead_k_tile(consumer, s, acc, t * unroll + u, d, *carry, is_last=is_final)
         return carry
 
-    stage = consumer.wait_full(s, low)
+    stage = consumer.wait_full(s, span.k_begin)
     carry = stage, jnp.int32(-1), consumer.weight(stage, 0)
-    last = lax.div(high, unroll) - 1
-    carry = lax.fori_loop(lax.div(low, unroll), last, one_iteration, carry)
+    last = lax.div(span.k_end, unroll) - 1
+    carry = lax.fori_loop(lax.div(span.k_begin, unroll), last, one_iteration, carry)
     one_iteration(last, carry, is_last=True)
 
 
@@ -130,42 +137,44 @@ def _lookahead_k_tile(
     consumer: Consumer,
     s: jax.Array,
     acc: jax.Ref,
-    step: jax.Array,
+    k_iteration: jax.Array,
     d: int,
     stage: jax.Array,
-    before: jax.Array,
-    a: jax.Array,
+    previous_stage: jax.Array,
+    a_fragment: jax.Array,
     is_last: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Multiplies with `a`, the operand of k-tile d of `stage` (k-step `step`), and dequantizes the next one.
+    """Multiplies with `a_fragment`, k-tile d of `stage` (that of `k_iteration`), and dequantizes the next k-tile.
 
-    `before`: the stage of the k-step before, while its last `wgmma` may be under way; negative where there is none.
-    Returns stage, before and a of the next k-tile.
+    `previous_stage`: the stage of the k-iteration before, while its last `wgmma` may be under way; negative where there
+    is none. Returns stage, previous stage and A fragment of the next k-tile.
     """
     config = consumer.cta.config
     ends_stage = d == config.k_tiles - 1
 
     def load_next():
-        after = consumer.wait_full(s, step + 1) if ends_stage else stage
-        return after, consumer.load(after, 0 if ends_stage else d + 1)
+        next_stage = consumer.wait_full(s, k_iteration + 1) if ends_stage else stage
+        return next_stage, consumer.load(next_stage, 0 if ends_stage else d + 1)
 
     if config.lookahead == 1 and not is_last:
-        after, packed = load_next()
-    plgpu.wgmma(acc, a, consumer.x(stage, d))
+        next_stage, packed = load_next()
+    plgpu.wgmma(acc, a_fragment, consumer.x(stage, d))
     if config.lookahead == 2:
         plgpu.wgmma_wait(0 if is_last else 1)  # the k-tile before is done
         if d == 0:
 
-            @pl.when(before >= 0)
+            @pl.when(previous_stage >= 0)
             def _():
-                consumer.free(before)
+                consumer.free(previous_stage)
 
         if not is_last:
-            after, packed = load_next()
+            next_stage, packed = load_next()
     if not is_last:
-        a = consumer.cta.operand.dequantize(*packed)
+        a_fragment = consumer.cta.operand.dequantize(*packed)
     if config.lookahead == 1:
         plgpu.wgmma_wait(0)
     if (config.lookahead == 1 and ends_stage) or is_last:
         consumer.free(stage)
-    return (stage, before, a) if is_last else (after, stage if ends_stage else before, a)
+    if is_last:
+        return stage, previous_stage, a_fragment
+    return next_stage, stage if ends_stage else previous_stage, a_fragment

@@ -11,7 +11,7 @@ from qerl_kernels.nvfp4_matmul.dequant import SCALES, WORDS, dequantize
 
 
 class Forward:
-    """`Operand` of `y = x Wᵀ`."""
+    """`WeightOperand` of `y = x Wᵀ`."""
 
     name = "matmul"
 
@@ -28,7 +28,7 @@ class Forward:
         return along_n, along_k
 
     def load(self, words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax.Array]:
-        """128-bit loads: the words of the four steps of a thread side by side."""
+        """128-bit loads: the words of the four k16 steps of a thread side by side."""
         words = plgpu.load(words_s, layout=WORDS, optimized=False)
         scales = plgpu.load(scales_s, layout=SCALES, optimized=False)
         return words, scales

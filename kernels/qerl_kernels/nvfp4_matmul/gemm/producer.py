@@ -1,7 +1,6 @@
 """The producer warpgroup: copies by TMA into the pipeline, and the reduction of split-K partials of `x A`.
 
-TMA at the borders: loads past the end of an array are zero-filled. Hence no padding of x for up to 8 rows or a multiple
-of 8.
+TMA at the borders: loads past the end of an array are zero-filled, so that x needs no padding to whole tiles.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qerl_kernels.nvfp4_matmul.gemm.barriers import full_arrivals, lora_copies, step_copies
+from qerl_kernels.nvfp4_matmul.gemm.barriers import full_arrivals, k_iteration_copies, lora_copies
 from qerl_kernels.nvfp4_matmul.gemm.cta import Cta
 from qerl_kernels.nvfp4_matmul.gemm.reduce_partials import reduce_partials
 from qerl_kernels.nvfp4_matmul.packing import TILE
@@ -41,23 +40,24 @@ def produce(cta: Cta) -> None:
 
 
 def _copy_all(cta: Cta) -> None:
-    """The copies of all segments: each k-step, then the LoRA input where this CTA owns the tile."""
+    """The copies of all segments: each k-iteration, then the LoRA input where this CTA owns the tile."""
 
     def one_segment(s, carry):
-        i, low, high = cta.segments.span(s)
-        m_tile, n_tile = cta.grid.origin(cta.cluster, i)
+        span = cta.segments.span(s)
+        m_tile, n_tile = cta.grid.origin(cta.cluster_index, span.tile)
         rows = pl.ds(m_tile * cta.config.tile_m, cta.config.tile_m)
 
-        def one_step(step, carry):
-            _copy_step(cta, s, step, (step - i * cta.grid.k_steps) * cta.config.stage_k_tiles, rows, n_tile)
+        def one_k_iteration(k_iteration, carry):
+            k_tile = (k_iteration - span.tile * cta.grid.k_iterations) * cta.config.stage_k_tiles
+            _copy_k_iteration(cta, s, k_iteration, k_tile, rows, n_tile)
             return carry
 
-        lax.fori_loop(low, high, one_step, None)
+        lax.fori_loop(span.k_begin, span.k_end, one_k_iteration, None)
         if cta.terms.has_lora:
 
-            @pl.when(low == i * cta.grid.k_steps)
+            @pl.when(span.is_owner)
             def _():
-                _copy_lora(cta, s, high, rows, n_tile)
+                _copy_lora(cta, s, span.k_end, rows, n_tile)
 
         return carry
 
@@ -75,10 +75,12 @@ def _acquire(cta: Cta, use: jax.Array) -> jax.Array:
     return stage
 
 
-def _copy_step(cta: Cta, s: jax.Array, step: jax.Array, k_tile: jax.Array, rows: pl.Slice, n_tile: jax.Array) -> None:
-    """One k-step: words, scales and x of `stage_k_tiles` k-tiles from number `k_tile` on."""
+def _copy_k_iteration(
+    cta: Cta, s: jax.Array, k_iteration: jax.Array, k_tile: jax.Array, rows: pl.Slice, n_tile: jax.Array
+) -> None:
+    """One k-iteration: words, scales and x of `stage_k_tiles` k-tiles from number `k_tile` on."""
     config, gmem, smem = cta.config, cta.gmem, cta.smem
-    stage = _acquire(cta, cta.segments.pipeline_index(s, step))
+    stage = _acquire(cta, cta.segments.pipeline_index(s, k_iteration))
     full = cta.barriers.full.at[stage]
     along_k, along_n = pl.ds(k_tile, config.stage_k_tiles), pl.ds(n_tile * config.warpgroups_n, config.warpgroups_n)
     weight_tiles = cta.operand.place(along_n, along_k)
@@ -87,20 +89,20 @@ def _copy_step(cta: Cta, s: jax.Array, step: jax.Array, k_tile: jax.Array, rows:
     for q in range(config.warpgroups_k):
         columns = pl.ds((k_tile + q * config.k_tiles) * TILE, config.k_tiles * TILE)
         plgpu.copy_gmem_to_smem(gmem.x_g.at[rows, columns], smem.x_s.at[stage, q], full)
-    for _ in range(full_arrivals(config, cta.terms) - step_copies(config)):
+    for _ in range(full_arrivals(config, cta.terms) - k_iteration_copies(config)):
         plgpu.barrier_arrive(full)
 
 
-def _copy_lora(cta: Cta, s: jax.Array, high: jax.Array, rows: pl.Slice, n_tile: jax.Array) -> None:
+def _copy_lora(cta: Cta, s: jax.Array, k_end: jax.Array, rows: pl.Slice, n_tile: jax.Array) -> None:
     """One more use of the pipeline: `x A`, if it comes whole, into the place of x, and B beside it (zero-filled past
-    its rank). `high`: the k-step past the segment's last."""
+    its rank). `k_end`: that of the segment's `Span`."""
     config, gmem, smem = cta.config, cta.gmem, cta.smem
 
     @pl.when(cta.segments.owned_before(s) > 0)
     def _():
         plgpu.barrier_wait(cta.barriers.lora_b_empty)
 
-    stage = _acquire(cta, cta.segments.pipeline_index(s, high))
+    stage = _acquire(cta, cta.segments.pipeline_index(s, k_end))
     full = cta.barriers.full.at[stage]
     offset = 0
     for adapter, (width, b_g) in enumerate(zip(cta.terms.lora_widths, gmem.lora_b_g, strict=True)):

@@ -52,7 +52,7 @@ shl.b32 p, p, 2;
 shl.b32 q, q, 4;
 add.u32 p, p, q;
 add.u32 $0, p, $1;"""
-# $0: the bytes of scales to take, one choice for odd k-steps and one for even ones. $1: the thread.
+# $0: the bytes of scales to take, one choice for odd k16 steps and one for even ones. $1: the thread.
 _BYTES = ".reg .pred p; .reg .b32 t; and.b32 t, $1, 8; setp.ne.u32 p, t, 0; selp.b32 $0, {}, {}, p;"
 # $0: the scales of two neighbouring rows. $1, $2: their words. $3: the bytes to take of each.
 _SCALES_T = f""".reg .b32 p;
@@ -99,7 +99,7 @@ def gemm_dx(dy: jax.Array, weight: PackedNvfp4, config: GemmConfig, *, sms: int 
 
 
 class Transposed:
-    """`Operand` of dx."""
+    """`WeightOperand` of dx."""
 
     name = "dx"
 
@@ -165,7 +165,7 @@ def load_transposed(words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax
 
 
 def emit_load(machine: PtxMachine, words_at: I32, scales_at: I32, thread: I32) -> tuple[list[I32], list[I32]]:
-    """The instructions of `load_transposed`: a thread's word of each k-step, and two words of scales for each."""
+    """The instructions of `load_transposed`: a thread's word of each k16 step, and two words of scales for each."""
     words = machine.ldmatrix(machine.asm(_WORDS_ADDRESS, "r", words_at, thread)[0], transposed=True)
     [at] = machine.asm(_SCALES_ADDRESS, "r", scales_at, thread)
     scales = [machine.load_shared_words(at, 1, offset + pair)[0] for offset in range(0, 256, 64) for pair in (0, 8)]
@@ -221,7 +221,7 @@ def dequantize_transposed(words: jax.Array, scales: jax.Array) -> jax.Array:
 
 def emit_dequantize(machine: PtxMachine, words: Sequence[I32], scales: Sequence[I32], thread: I32) -> list[list[I32]]:
     """The instructions of `dequantize_transposed` for the words and scales of `emit_load`: the registers of A of a
-    thread for each of the four k-steps.
+    thread for each of the four k16 steps.
 
     Registers h + 2 c of a word are those of row half c and column half h here; a pair of values has two scales. The
     scale of row half h and step s lies in bytes (0, 1), (2, 3), (1, 2), (3, 0) for (h, s % 2) = (0, 0), (1, 0), (0, 1),
