@@ -45,7 +45,7 @@ class Config:
     dataset: tuple[str, ...] = ("gsm8k",)
     """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),
     PRESET:PATH (a local copy of one of these), arithmetic (generated), or a .jsonl, .json or .parquet file or a
-    directory of them."""
+    directory of them. math500 is for evaluation only."""
     dataset_weights: tuple[float, ...] | None = None
     """Sampling weight of each dataset. None: one concatenated dataset."""
     prompt_column: str = "question"
@@ -68,7 +68,7 @@ class Config:
     overwrite: bool = False
     """Delete an existing run in output_dir and start from scratch."""
     save_steps: int = 50
-    """Steps between checkpoints; one more is saved at the end."""
+    """Steps (rollouts) between checkpoints; one more is saved at the end."""
     save_total_limit: int = 3
     """Number of newest checkpoints kept."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -78,12 +78,14 @@ class Config:
     are written to stacks.txt, and the run continues. None: no limit."""
     compilation_cache_dir: str | None = None
     """Directory of compiled programs, which later runs load. None: JAX_COMPILATION_CACHE_DIR, or else a directory in
-    the user's cache folder; "none": compile in every run."""
+    the user's cache folder; "none": compile in every run. May change on resume; programs that are compiled anew may
+    round differently."""
     seed: int = 0
     """Random seed: adapter initialization, data order, noise, sampling."""
 
     max_steps: int = 200
-    """Number of training steps (one rollout each). Schedules span all of them."""
+    """Number of training steps, i.e. rollouts. TRL's max_steps counts optimizer updates: here there are max_steps ×
+    num_iterations of them. Schedules span the whole run."""
     batch_size: int = 128
     """Completions per step, of `batch_size / num_generations` prompts."""
     num_iterations: int = 4
@@ -106,7 +108,8 @@ class Config:
     """Gradient clipping threshold (global norm)."""
 
     lora_rank: int = 32
-    """LoRA rank; 0: no adapters (train_norms is then required)."""
+    """LoRA rank. 0: no adapters; train_norms is then required, and the trained norms are in the checkpoints only, as
+    no adapter is exported."""
     lora_alpha: float | None = None
     """LoRA alpha: the scale is alpha / rank. None: alpha = rank, a scale of 1."""
     use_rslora: bool = False
@@ -114,24 +117,26 @@ class Config:
     lora_target_modules: tuple[str, ...] = PROJECTIONS
     """Projections with an adapter."""
     train_norms: bool = False
-    """Also train the 2 L layer norms, as QeRL's scripts do (--ln)."""
+    """Also train the 2 L layer norms, as QeRL's scripts do (--ln True); the paper and the recipes do not."""
 
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
-    """Loss aggregation: grpo: mean of per-sequence means; bnpo, dapo: token mean; dr_grpo: sum divided by the
-    length limit; cispo: token mean with clipped importance weights."""
+    """Loss aggregation: grpo: mean of per-sequence means; bnpo, dapo: token mean; dr_grpo: sum divided
+    by sequences × max_completion_length; cispo: token mean with capped ratios (set epsilon_high)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Importance ratio per token, or per sequence (GSPO)."""
+    """Level of the ratio exp(logp - old_logp), which epsilon clips: per token, or per sequence (GSPO). The weight for
+    the rollout's mismatch is another ratio: importance_sampling_cap."""
     epsilon: float = 0.2
     """Lower clip of the ratio: 1 - epsilon."""
     epsilon_high: float | None = 0.28
-    """Upper clip of the ratio: 1 + epsilon_high (None: epsilon). For cispo, the cap of the ratio itself."""
+    """Upper clip of the ratio: 1 + epsilon_high (None: epsilon). For cispo, the cap of the ratio itself: the default
+    0.28 would scale nearly every token by 0.28, so set it above 1 (TRL recommends 5)."""
     delta: float | None = None
     """Upper bound of the unclipped ratio (two-sided clipping, INTELLECT-2); None: no bound."""
     beta: float = 0.0
     """Coefficient of the KL penalty (k3 estimator) against the policy without adapters."""
     importance_sampling_cap: float | None = 2.0
-    """Cap of the truncated importance weight exp(old_logp - behaviour_logp), which corrects for the mismatch between
-    rollout and trainer; None: no correction."""
+    """Cap of the truncated importance weight exp(old_logp - behaviour_logp) of each token, which corrects for the
+    mismatch between rollout and trainer; None: no correction. The policy's own ratio: importance_sampling_level."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centered rewards by the standard deviation of the group, of the batch, or not at all."""
     mask_truncated_completions: bool = False
@@ -168,7 +173,9 @@ class Config:
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the most likely; 0: none. The trainer renormalizes likewise."""
     rollout_memory_gb: float | None = None
-    """Limit of the KV cache in 1e9 bytes; completions beyond it wait for a free slot. None: all together."""
+    """Limit of the KV cache in 1e9 bytes; completions beyond it wait for a free slot. None: all are decoded together,
+    or an error if they do not fit. The field to lower first when a rollout runs out of memory. May change on resume;
+    other shapes may round differently."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """KV cache of rollouts and evaluations. auto: `dtype`; fp8_e4m3: one byte a value, unscaled, saturated at 448,
     except in layers with a key bias above 3 √(head dim), which keep `dtype`."""
@@ -190,16 +197,20 @@ class Config:
     """"qerl" reaches sigma_end in the last stage, as the released code; "paper" is equation 11."""
 
     tokens_per_micro_batch: int | None = None
-    """Tokens per micro-batch of the update, at least those of one sequence at its limits; the gradient is that of the
-    whole batch. None: as many as fit, up to where more gains nothing."""
+    """Tokens per micro-batch of the update; the gradient is that of the whole batch. A smaller value is raised to
+    max_prompt_length + max_completion_length. None: as many as fit, up to where more gains nothing. May change on
+    resume; the order of sums, and so the rounding, changes with it."""
     update_memory_gb: float | None = None
-    """Memory for activations of the update, in GB (1e9 bytes); layers that do not fit are recomputed. None: the memory
-    that the device has free."""
+    """Memory for activations of the update, in GB (1e9 bytes): micro-batches shrink to it (unless
+    tokens_per_micro_batch is set), then layers are recomputed. None: the memory that the device has free. When an
+    update runs out of memory lower this first, then tokens_per_micro_batch, then logprob_chunk_size. May change on
+    resume, like tokens_per_micro_batch."""
     logprob_chunk_size: int = 512
-    """Tokens whose logits exist at one time in the update."""
+    """Tokens whose logits exist at one time in the update. May change on resume, like tokens_per_micro_batch."""
 
     eval_dataset: str | None = None
-    """Dataset evaluated before and after training, named as in `dataset`; None: no evaluation."""
+    """Dataset evaluated before and after training: gsm8k, math, math500, arithmetic, PRESET:PATH or a file. A
+    completion is correct if the dataset's own reward of largest weight is above 0. None: no evaluation."""
     eval_samples: int = 200
     """Number of problems evaluated, from the start of eval_dataset."""
     eval_num_generations: int = 1

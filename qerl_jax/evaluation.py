@@ -34,7 +34,7 @@ class Evaluation:
       truncated: share of completions cut off at the token limit.
       mean_length: tokens of a completion.
       problems, generations: how many problems, and completions of each.
-      failed: completions that ended because a logit was not a number; they count as wrong.
+      failed: completions whose largest logit was not finite; they count as wrong.
     """
 
     accuracy: float
@@ -52,7 +52,7 @@ class Evaluation:
         """One line for people."""
         name = "pass@1" if self.generations == 1 else f"avg@{self.generations}"
         interval = f"{100 * self.low:.1f}–{100 * self.high:.1f}"
-        failed = f", {self.failed} completions had a logit that was not a number" if self.failed else ""
+        failed = f", {self.failed} completions whose largest logit was not finite" if self.failed else ""
         return f"{name} {100 * self.accuracy:.1f} % (95 % interval {interval}, {self.problems} problems{failed})"
 
     def metrics(self) -> dict[str, float]:

@@ -60,6 +60,8 @@ def train(config: Config, console: Console | None = None) -> TrainState:
 def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     """One step: rollout under noise, rewards, advantages, `num_iterations` updates. The step is recorded."""
     config, step = run.config, int(state.step)
+    # Only the rollout sees the noisy norms; `state` stays clean, and the update trains that clean policy. The
+    # log-probabilities under noise travel in `batch.logprobs`, for the importance weight that corrects the mismatch.
     sigma = aqn.sigma(config, step, config.max_steps)
     noisy_norms = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
     actor = run.policy.replace(norms=noisy_norms, lora=state.lora)
@@ -99,8 +101,8 @@ def collect_experience(run: Run, phases: Phases, actor: Policy, state: TrainStat
 
 
 def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Experience:
-    """Score the completions of P problems. The reward of a completion with a non-finite logit is NaN: it counts in no
-    mean of its group and leaves the loss.
+    """Score the completions of P problems. The reward of a completion whose largest logit was not finite is NaN: it
+    counts in no mean of its group and leaves the loss.
     """
     config = run.config
     rows = [problems[p].problem for p in np.asarray(rollout.prompt_index)]

@@ -27,7 +27,7 @@ class FinishReason(enum.IntEnum):
     STOP = 2
     """Its text contains one of the `stop` strings."""
     FAILED = 3
-    """A logit was NaN or infinite: the completion is excluded from the update."""
+    """The largest logit was not finite: the completion is excluded from the update."""
 
 
 class _Replace:
@@ -99,7 +99,7 @@ class TrainState(_Replace):
       opt_state: optax state of the trained trees.
       reference_norms: the norms before training where the KL term needs them (`train_norms` and `beta` > 0), else None.
       graphdef: the NNX structure.
-      model: `qerl_jax.models.qwen2.ModelConfig`.
+      model: `qerl_jax.models.config.ModelConfig`.
       config: `qerl_jax.config.Config`.
       optimizer: the optax transformation.
     """
@@ -284,7 +284,7 @@ class Rollout(_Replace):
 )
 @dataclasses.dataclass(frozen=True)
 class Batch(Rollout):
-    """A scored rollout.
+    """A scored rollout: the fields of `Rollout` and two more.
 
     Attributes:
       advantages: one per sequence.

@@ -430,9 +430,9 @@ def test_a_completion_with_a_broken_logit_leaves_the_others_as_they_are(tmp_path
     (step,) = read_metrics(tmp_path / "run")
     assert step["completions/failed"] == 2 and step["skipped"] == 0 and step["grad_norm"] > 0
     assert step["reward"] == 0.5
-    assert "2 completions had a logit that was not a number" in (tmp_path / "run/report.md").read_text()
+    assert "2 completions whose largest logit was not finite were left out" in (tmp_path / "run/report.md").read_text()
     assert evaluate([*evaluation(tmp_path), "--dtype", "float32"]) == 0
-    assert "2 problems, 1 completions had a logit that was not a number)" in capfd.readouterr().out
+    assert "2 problems, 1 completions whose largest logit was not finite)" in capfd.readouterr().out
 
 
 # what a reward of one's own does: (its body, message)

@@ -118,7 +118,7 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
     if skipped := total("skipped"):
         notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
     if failed := total("completions/failed"):
-        notes.append(f"- {failed} completions had a logit that was not a number and were left out.")
+        notes.append(f"- {failed} completions whose largest logit was not finite were left out.")
     if ending.overdue:
         notes.append(
             f"- {ending.overdue} of the phases since the last start passed watchdog_seconds; see `stacks.txt`."

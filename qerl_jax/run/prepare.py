@@ -1,4 +1,4 @@
-"""Checks and loading: every error in the input is raised here, before anything is written."""
+"""Checks and loading: most errors in the input are raised here, before anything is written."""
 
 from __future__ import annotations
 

@@ -31,4 +31,4 @@ def test_results_survive_the_process(tmp_path):
     assert EvaluationResults(tmp_path).get("before") == result and EvaluationResults(tmp_path).get("after") is None
     assert result.describe() == "pass@1 50.0 % (95 % interval 40.0–60.0, 200 problems)"
     broken = dataclasses.replace(result, failed=3).describe()
-    assert broken == result.describe()[:-1] + ", 3 completions had a logit that was not a number)"
+    assert broken == result.describe()[:-1] + ", 3 completions whose largest logit was not finite)"
