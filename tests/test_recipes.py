@@ -11,7 +11,7 @@ from qerl_jax.config import Config, load, to_mapping
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.io import assets
 from qerl_jax.run.choose_rewards import with_rewards
-from qerl_jax.run.memory import plan
+from qerl_jax.run.memory import memory_report
 
 SHAPES = Path(__file__).parent / "data" / "qwen2.5_configs"
 SIZES = ("3b", "7b", "14b", "32b")
@@ -48,7 +48,7 @@ def test_values_are_the_papers_and_fit_the_gpu(dataset, size, stored):
     assert config.output_dir == f"runs/{dataset}-{size}-{stored}" and config.dataset == (dataset,)
     assert config.model == f"Qwen2.5-{size.upper()}-Instruct"
     assert with_rewards(config).reward_funcs == tuple(PRESETS[dataset].rewards)
-    planned = plan(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size.upper()}")))
+    planned = memory_report(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size.upper()}")))
     limit = 141e9 if (size, stored) == ("32b", "bf16") else 80e9
     memory = planned.memory
     assert memory.eval_sequences >= 8

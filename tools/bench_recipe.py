@@ -46,7 +46,7 @@ from qerl_jax.run import prepare
 from qerl_jax.types import Policy
 
 PHASES = ("rollout", "grading", "update")
-MEDIAN_TOKENS, SPREAD = 210, 0.45  # of twice a reference solution of GSM8K: log-normal
+MEDIAN_TOKENS, SPREAD = 210, 0.45  # log-normal, of twice the length of a GSM8K reference solution
 NEVER_STOPS = 0.02
 
 

@@ -19,10 +19,11 @@ from qerl_kernels import dispatch
 from qerl_jax.config import Config
 from qerl_jax.io.hf_config import parse_config
 from qerl_jax.rollout.shapes import choose_shapes
-from qerl_jax.run.memory import abstract_trees, estimate_memory, tree_bytes
+from qerl_jax.run.abstract import abstract_trees, tree_bytes
+from qerl_jax.run.memory import estimate_memory
 
 GIGABYTES = (24, 48, 80, 141)
-SHARE = 0.94  # of a device for weights, state and caches
+SHARE = 0.94  # share of a device for weights, state and caches
 
 
 def cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace) -> str:

@@ -6,20 +6,20 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_jax.config import Config, dump
-from qerl_jax.run.memory import Memory, Plan, plan
+from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
 
 
 def show_dry_run(config: Config, console: Console) -> None:
-    """Print what the run would be. Raises what `plan` raises; nothing is loaded, run or written."""
-    planned = plan(config)
+    """Print config, parameters and memory. Raises as `memory_report` does; nothing is loaded, run or written."""
+    report = memory_report(config)
     console.print(dump(config), markup=False, soft_wrap=True)
-    console.print(parameter_table(planned))
-    console.print(memory_table(planned.memory, config))
-    if planned.cache_note:
-        console.print(planned.cache_note, soft_wrap=True)
-    files = "no weight files there yet" if planned.files is None else f"weight files of {_gb(planned.files)}"
+    console.print(parameter_table(report))
+    console.print(memory_table(report.memory, config))
+    if report.cache_note:
+        console.print(report.cache_note, soft_wrap=True)
+    files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"
     console.print(
-        f"{config.model}: {planned.model.parameter_count() / 1e6:,.1f} M parameters, projections in {planned.stored}, "
+        f"{config.model}: {report.model.parameter_count() / 1e6:,.1f} M parameters, projections in {report.stored}, "
         f"{files}. Dry run: nothing was loaded, run or written.",
         soft_wrap=True,
     )
@@ -36,18 +36,18 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def parameter_table(planned: Plan) -> Table:
+def parameter_table(report: MemoryReport) -> Table:
     """A row for each kind of parameter."""
     table = _table("Parameters", "what", "millions", "stored as", "bits each", "on the device")
-    for part in planned.parts:
-        bits = f"{8 * part.bytes / part.parameters:.2f}"
-        table.add_row(part.name, f"{part.parameters / 1e6:,.3f}", part.stored, bits, _gb(part.bytes))
+    for entry in report.parameters:
+        bits = f"{8 * entry.bytes / entry.parameters:.2f}"
+        table.add_row(entry.name, f"{entry.parameters / 1e6:,.3f}", entry.stored, bits, _gb(entry.bytes))
     table.add_section()
-    table.add_row("all of it", "", "", "", _gb(sum(part.bytes for part in planned.parts)))
+    table.add_row("all of it", "", "", "", _gb(sum(entry.bytes for entry in report.parameters)))
     return table
 
 
-def memory_table(memory: Memory, config: Config) -> Table:
+def memory_table(memory: MemoryEstimate, config: Config) -> Table:
     """A row for each thing that takes memory, and both peaks."""
     table = _table("Memory estimate (GB = 1e9 bytes)", "what", "rollout", "update", "evaluation")
     evaluated = memory.eval_sequences > 0

@@ -9,35 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-from qerl_kernels import dispatch
-from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
-from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.io import hf_config
 from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import build_policy, load_biases
+from qerl_jax.io.load import load_biases
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
-from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight
-from qerl_jax.models.formats.nf4 import NF4_BLOCK
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan
-from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
+from qerl_jax.run.abstract import abstract_trees, tree_bytes, tree_size
 from qerl_jax.types import Policy, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A line of the parameter table.
+class ParameterRow:
+    """A row of the parameter table.
 
     Attributes:
-      name: what it is.
-      parameters: numbers it stands for.
-      stored: in which format.
-      bytes: what it takes on the device.
+      name: description for people, such as "24 projections".
+      parameters: number of parameters.
+      stored: storage format, such as "Nvfp4" or "float32".
+      bytes: bytes on the device.
     """
 
     name: str
@@ -47,22 +41,22 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on the device, by `estimate_memory`.
+class MemoryEstimate:
+    """Bytes on the device, as `estimate_memory` computes them; `sequences` and `eval_sequences` are counts.
 
     Attributes:
       weights: the frozen base.
       state: adapters, norms, optimizer state.
-      sequences: decoded together in a rollout; not bytes.
-      cache: their keys and values.
-      eval_sequences: decoded together in an evaluation; not bytes; 0 without one.
-      eval_cache: their keys and values.
+      sequences: number of sequences decoded together in a rollout.
+      cache: KV cache of a rollout.
+      eval_sequences: number of sequences decoded together in an evaluation; 0 without an evaluation.
+      eval_cache: KV cache of an evaluation.
       eval_logits: logits and sampling of an evaluation's decode step.
       logits: logits and sampling of a rollout's decode step.
       gradient: gradient of the trained trees.
-      update_state: gradient, and the next state beside the last, when no activation is left.
-      update_plan: shape of a micro-batch and the layers that are recomputed; not bytes.
-      activations: kept by the layers for their backward pass.
+      update_state: gradient and next state, which stand beside the last state once all activations are freed.
+      update_plan: shape of a micro-batch, and the number of layers that are recomputed.
+      activations: activations that the layers keep for their backward pass.
       working: temporary memory of the update's largest program: a layer's backward pass, or the head.
     """
 
@@ -82,44 +76,47 @@ class Memory:
 
     @property
     def rollout(self) -> int:
-        """Most at one time during the rollout."""
+        """Peak during the rollout."""
         return self.weights + self.state + self.cache + self.logits
 
     @property
     def evaluation(self) -> int:
-        """Most at one time during an evaluation; 0 without one."""
+        """Peak during an evaluation; 0 without one."""
         return self.weights + self.state + self.eval_cache + self.eval_logits if self.eval_sequences else 0
 
     @property
     def update(self) -> int:
-        """Most at one time during the update."""
+        """Peak during the update."""
         return self.weights + self.state + max(self.gradient + self.activations + self.working, self.update_state)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a config asks for: its model's shape, what is trained, where the bytes go.
+class MemoryReport:
+    """The model of a config, its parameters and the memory of its run.
 
     Attributes:
-      model: shape.
+      model: shapes of the model.
       stored: format of the projections on the device.
       files: bytes of the weight files; None where the directory has none yet.
-      parts: the parameter table.
-      memory: the estimate.
-      cache_note: what `kv_cache_dtype` does not reach (`rollout.shapes.cache_note`).
+      parameters: rows of the parameter table.
+      memory: memory estimate.
+      cache_note: sentence on the layers that `kv_cache_dtype` leaves out (`rollout.shapes.cache_note`); None without
+        any.
     """
 
     model: ModelConfig
     stored: str
     files: int | None
-    parts: list[Part]
-    memory: Memory
+    parameters: list[ParameterRow]
+    memory: MemoryEstimate
     cache_note: str | None
 
 
-def plan(config: Config) -> Plan:
-    """The plan of a config. Reads config.json, and of weight files that are there the headers; for FP8 keys and values
-    their biases, too (without files no layer counts as an exception).
+def memory_report(config: Config) -> MemoryReport:
+    """Parameters and memory of the run that a config describes.
+
+    Reads config.json and, where weight files are present, their headers. For an FP8 KV cache it reads the q, k and v
+    biases, too; without files no layer counts as an exception.
 
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
@@ -132,11 +129,11 @@ def plan(config: Config) -> Plan:
     files = _file_bytes(directory)
     if config.kv_cache_dtype != "auto" and files is not None:
         policy = _with_biases(policy, directory)
-    return Plan(
+    return MemoryReport(
         model,
         stored,
         files,
-        parameter_table(policy, state),
+        parameter_rows(policy, state),
         estimate_memory(policy, state, config),
         cache_note(policy, config.kv_cache_dtype),
     )
@@ -161,81 +158,14 @@ def _file_bytes(directory: Path) -> int | None:
     return sum(path.stat().st_size for path in {tensors.file_of(name) for name in tensors})
 
 
-def abstract_trees(model: ModelConfig, stored: str, config: Config) -> tuple[Policy, TrainState]:
-    """Policy and first state of a run with `ShapeDtypeStruct` for arrays, by tracing the code that makes the real ones.
-
-    Args:
-      stored: format of the projections.
-    """
-
-    def build() -> tuple[Policy, TrainState]:
-        weights = _zero_weights(model, stored, jnp.dtype(config.dtype), config.matmul_kernel)
-        policy = build_policy(model, weights, config.lora, config.seed)
-        return policy, init_state(policy, config)
-
-    return jax.eval_shape(build)
-
-
-def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kernel: str) -> dict[str, Any]:
-    shapes, d = model.projection_shapes(), model.hidden_size
-
-    def fused(*parts: str) -> Weight:
-        weight = _zeros(stored, sum(shapes[part][0] for part in parts), shapes[parts[0]][1], dtype)
-        runs = matmul_kernel == "mosaic_gpu" or (
-            matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None
-        )
-        return pack(weight) if runs and isinstance(weight, Nvfp4 | Mxfp4) else weight
-
-    def layer() -> dict[str, Any]:
-        return {
-            "qkv_proj": fused(*FUSED_PROJECTIONS["qkv_proj"]),
-            "qkv_bias": jnp.zeros(sum(shapes[part][0] for part in FUSED_PROJECTIONS["qkv_proj"]), dtype),
-            "o_proj": fused("o_proj"),
-            "gate_up_proj": fused(*FUSED_PROJECTIONS["gate_up_proj"]),
-            "down_proj": fused("down_proj"),
-            **{norm: jnp.zeros(d, jnp.float32) for norm in LAYER_NORMS},
-        }
-
-    table = jnp.zeros((model.vocab_size, d), dtype)
-    return {
-        "embed_tokens": table,
-        "norm": jnp.zeros(d, jnp.float32),
-        "lm_head": None if model.tie_word_embeddings else table,
-        "layers": [layer() for _ in range(model.num_layers)],
-    }
-
-
-def _zeros(stored: str, n: int, k: int, dtype: DTypeLike) -> Weight:
-    match stored:
-        case "nvfp4":
-            scales = jnp.zeros((n, k // NVFP4_BLOCK), jnp.float8_e4m3fn)
-            return Nvfp4(jnp.zeros((n, k // 2), jnp.uint8), scales, jnp.ones(n, jnp.float32), True)
-        case "mxfp4":
-            return Mxfp4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // MXFP4_BLOCK), jnp.uint8))
-        case "nf4":
-            return Nf4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // NF4_BLOCK), jnp.float32))
-        case _:
-            return Dense(jnp.zeros((n, k), dtype))
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of every array of a tree, abstract or real."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def tree_size(tree: Any) -> int:
-    """Numbers in a tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
-def parameter_table(policy: Policy, state: TrainState) -> list[Part]:
-    """Where the parameters of a policy are, and what they take: frozen by format, norms, adapters, optimizer state."""
+def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
+    """Rows of the parameter table: projections, embedding, biases, norms, adapters and optimizer state."""
     model: ModelConfig = policy.config
     projections: list[Weight] = jax.tree.leaves(policy.frozen, is_leaf=lambda node: isinstance(node, Weight))
     projections = [leaf for leaf in projections if isinstance(leaf, Weight)]
     dense = policy.dtype.name
-    parts = [
-        Part(
+    rows = [
+        ParameterRow(
             f"{len(projections)} projections",
             model.num_layers * sum(n * k for n, k in model.projection_shapes().values()),
             dense if isinstance(projections[0], Dense) else type(projections[0]).__name__,
@@ -244,26 +174,26 @@ def parameter_table(policy: Policy, state: TrainState) -> list[Part]:
     ]
     tables = [policy.frozen["embed_tokens"], policy.frozen.get("lm_head")]
     name = "embedding (also the head)" if model.tie_word_embeddings else "embedding and head"
-    parts.append(Part(name, tree_size(tables), dense, tree_bytes(tables)))
-    rest = tree_bytes(policy.frozen) - sum(part.bytes for part in parts)
-    biases = model.parameter_count() - sum(part.parameters for part in parts) - tree_size(policy.norms)
-    parts.append(Part("biases, final norm", biases, dense, rest))
+    rows.append(ParameterRow(name, tree_size(tables), dense, tree_bytes(tables)))
+    rest = tree_bytes(policy.frozen) - sum(row.bytes for row in rows)
+    biases = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
+    rows.append(ParameterRow("biases, final norm", biases, dense, rest))
     trained = "trained" if state.config.train_norms else "frozen, noise is added"
-    parts.append(Part(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
+    rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
     if state.config.lora_rank:
         rank = state.config.lora_rank
-        parts.append(
-            Part(f"adapters, rank {rank} (trained)", tree_size(policy.lora), "float32", tree_bytes(policy.lora))
+        rows.append(
+            ParameterRow(f"adapters, rank {rank} (trained)", tree_size(policy.lora), "float32", tree_bytes(policy.lora))
         )
-    parts.append(Part("AdamW's moments", tree_size(state.opt_state), "float32", tree_bytes(state.opt_state)))
-    return parts
+    rows.append(ParameterRow("AdamW's moments", tree_size(state.opt_state), "float32", tree_bytes(state.opt_state)))
+    return rows
 
 
-def refuse_what_cannot_fit(config: Config) -> None:
+def refuse_oversized_update(config: Config) -> None:
     """Raise ConfigError, with the numbers, if the update of a config cannot run in the memory of this device."""
     if device_bytes() is None:
         return
-    memory = plan(config).memory
+    memory = memory_report(config).memory
     update = memory.update_plan
     if update.lacking_bytes:
         held, activations = memory.weights + memory.state + memory.gradient, memory.activations + memory.working
@@ -277,8 +207,10 @@ def refuse_what_cannot_fit(config: Config) -> None:
         )
 
 
-def estimate_memory(policy: Policy, state: TrainState, config: Config, device_limit: float | None = None) -> Memory:
-    """Bytes on a GPU, from shapes (`policy` and `state` may be abstract). Raises ValueError if no rollout fits.
+def estimate_memory(
+    policy: Policy, state: TrainState, config: Config, device_limit: float | None = None
+) -> MemoryEstimate:
+    """Bytes on a GPU, from shapes alone. Raises ValueError if no rollout fits.
 
     With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
 
@@ -292,8 +224,9 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config, device_li
       what is made of them).
 
     Args:
-      policy, state, config: of the run.
-      device_limit: bytes of the device that the update is planned for; None: of this one.
+      policy, state: trees of the run, real or abstract.
+      config: config of the run.
+      device_limit: memory of the device that runs the update, in bytes; None: this device's.
     """
     model: ModelConfig = policy.config
     e = policy.dtype.itemsize
@@ -308,7 +241,7 @@ def estimate_memory(policy: Policy, state: TrainState, config: Config, device_li
     trained = tree_bytes(state.lora) + (tree_bytes(state.norms) if config.train_norms else 0)
     held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
     update = make_update_plan(model, e, config, config.batch_size, width, free_for_activations(held, device_limit))
-    return Memory(
+    return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),
         sequences=rollout.slots,

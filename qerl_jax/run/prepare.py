@@ -24,7 +24,7 @@ from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import make_deterministic, missing_kernels_note
-from qerl_jax.run.memory import refuse_what_cannot_fit
+from qerl_jax.run.memory import refuse_oversized_update
 from qerl_jax.types import Policy
 
 
@@ -67,7 +67,7 @@ def prepare(config: Config, console: Console) -> Run:
         console.print,
         config.allow_code_execution,
     )
-    refuse_what_cannot_fit(config)
+    refuse_oversized_update(config)
     policy = load(config, console)
     lengths = config.max_prompt_length, config.max_completion_length
     choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)

@@ -23,7 +23,7 @@ from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.shapes import RolloutShapes
-from qerl_jax.run.memory import abstract_trees
+from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.types import Policy, Sampling
 
 LAYERS, ROWS = 2, 8

@@ -25,7 +25,7 @@ from qerl_jax.rollout.prefill import prefill_programs
 from qerl_jax.rollout.prefill_packing import PrefillShape
 from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.rollout.shapes import RolloutShapes
-from qerl_jax.run.memory import abstract_trees
+from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
 MODEL = ModelConfig(64, 128, 128, 5, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)

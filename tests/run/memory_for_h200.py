@@ -20,7 +20,8 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl import attention
 from qerl_jax.rl.compile import abstract_batch, kept_bytes_of_a_layer, update_programs
 from qerl_jax.rl.step import plan_of
-from qerl_jax.run.memory import abstract_trees, estimate_memory
+from qerl_jax.run.abstract import abstract_trees
+from qerl_jax.run.memory import estimate_memory
 from qerl_jax.types import Batch, Policy, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)

@@ -21,7 +21,8 @@ from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.run import memory
-from qerl_jax.run.memory import abstract_trees, plan, tree_bytes
+from qerl_jax.run.abstract import abstract_trees, tree_bytes
+from qerl_jax.run.memory import memory_report
 from qerl_jax.run.prepare import load
 from qerl_jax.types import Engine
 
@@ -41,7 +42,7 @@ def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
     for ours, theirs in zip(planned, real, strict=True):
         for (path, leaf), (other_path, other) in zip(ours, theirs, strict=True):
             assert (path, leaf.shape, leaf.dtype) == (other_path, other.shape, other.dtype)
-    parts = plan(config).parts
+    parts = memory_report(config).parameters
     assert sum(part.bytes for part in parts) == tree_bytes((policy.frozen, state.norms, state.lora, state.opt_state))
     frozen = [part for part in parts if "adapters" not in part.name and "moments" not in part.name]
     assert sum(part.parameters for part in frozen) == policy.config.parameter_count()
@@ -55,12 +56,12 @@ def test_cache_is_the_real_one(tmp_path):
         kv.init_cache(rows, tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
         for rows, tokens in ((2, 96), (8, 24))
     ]
-    memory = plan(config).memory
+    memory = memory_report(config).memory
     assert (memory.cache, memory.sequences) == (tree_bytes(caches), 8)
-    limited = plan(runs.config(tmp_path, rollout_memory_gb=memory.cache / 2e9)).memory
+    limited = memory_report(runs.config(tmp_path, rollout_memory_gb=memory.cache / 2e9)).memory
     assert 0 < limited.cache <= memory.cache / 2 and 0 < limited.sequences < 8
     with pytest.raises(ValueError, match=r"rollout_memory_gb .* cannot hold"):
-        plan(runs.config(tmp_path, rollout_memory_gb=1e-6))
+        memory_report(runs.config(tmp_path, rollout_memory_gb=1e-6))
 
 
 def test_fp8_caches_are_the_real_ones(tmp_path):
@@ -68,19 +69,19 @@ def test_fp8_caches_are_the_real_ones(tmp_path):
     model = small.bf16(tmp_path / "model", shards=1)
     base = {"model": str(model), "weight_format": "bf16", "kv_cache_dtype": "fp8_e4m3", "eval_dataset": "arithmetic"}
     config = runs.config(tmp_path, **base, dtype="bfloat16", eval_batch_size=8)
-    planned = plan(config)
+    planned = memory_report(config)
     assert planned.cache_note is None
     token = 2 * 8  # K and V of one head of 8 in a layer
     of_rollout, of_evaluation = 2 * 96 + 8 * 24, (96 + 24) * 8
     assert planned.memory.cache == 2 * token * of_rollout and planned.memory.eval_cache == 2 * token * of_evaluation
     small.change_tensors(model, lambda tensors: set_bias(tensors, "model.layers.1.self_attn.k_proj.bias"))
-    planned = plan(config)
+    planned = memory_report(config)
     assert planned.memory.cache == 3 * token * of_rollout
     assert planned.cache_note.endswith("keep their keys and values in bfloat16, because their key bias exceeds 8.5: 1")
     fp8 = Engine(kv_cache_dtype="fp8_e4m3")
     of_the_run = choose_shapes(load(config), config.num_prompts, config.num_generations, 96, 24, fp8)
     assert of_the_run.cache_bytes == planned.memory.cache
-    assert plan(dataclasses.replace(config, kv_cache_dtype="auto")).memory.cache == 4 * token * of_rollout
+    assert memory_report(dataclasses.replace(config, kv_cache_dtype="auto")).memory.cache == 4 * token * of_rollout
 
 
 def set_bias(tensors, name: str) -> None:
@@ -95,12 +96,12 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
     caches = [
         kv.init_cache(3, tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype) for tokens in (96, 24)
     ]
-    memory = plan(config).memory
+    memory = memory_report(config).memory
     assert (memory.eval_cache, memory.eval_sequences) == (tree_bytes(caches), 3)
     assert memory.evaluation == memory.weights + memory.state + tree_bytes(caches) + 12 * shape.vocab_size * 3
-    limited = plan(runs.config(tmp_path, rollout_memory_gb=memory.eval_cache / 2e9, **changes)).memory
+    limited = memory_report(runs.config(tmp_path, rollout_memory_gb=memory.eval_cache / 2e9, **changes)).memory
     assert 0 < limited.eval_cache <= memory.eval_cache / 2 and 0 < limited.eval_sequences < 3
-    without = plan(runs.config(tmp_path)).memory
+    without = memory_report(runs.config(tmp_path)).memory
     assert (without.eval_cache, without.eval_sequences, without.evaluation) == (0, 0, 0)
 
 
@@ -113,7 +114,7 @@ def test_weights_of_published_sizes(size, gigabytes, missing, monkeypatch):
     """
     monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: missing)
     config = Config(model=str(SHAPES / f"Qwen2.5-{size}"), weight_format="nvfp4", rollout_memory_gb=2)
-    planned = plan(config)
+    planned = memory_report(config)
     tied = 151936 * 2048 * 2 if size == "3B" else 0
     assert (planned.memory.weights + tied) / 1e9 == pytest.approx(gigabytes, abs=0.1)
     assert planned.files is None
@@ -121,7 +122,7 @@ def test_weights_of_published_sizes(size, gigabytes, missing, monkeypatch):
 
 def update_bytes(config: Config) -> tuple[int, int]:
     """What XLA reserves on the CPU for the update of a config besides its arguments, and the estimate of that."""
-    policy, state, batch = memory_for_h200.abstract_update(config, plan(config).model)
+    policy, state, batch = memory_for_h200.abstract_update(config, memory_report(config).model)
     real = memory_for_h200.reserved(state, policy.frozen, batch, lambda program: program.lower().compile())
     return real, memory_for_h200.estimate(policy, state, config)
 
@@ -144,13 +145,13 @@ def test_update_compiled_for_a_gpu():
 
 def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_is_loaded(tmp_path, monkeypatch):
     config = runs.config(tmp_path)
-    memory.refuse_what_cannot_fit(config)  # a device that does not say how much it has
+    memory.refuse_oversized_update(config)  # a device that does not say how much it has
     for module in (memory, update_plan):
         monkeypatch.setattr(module, "device_bytes", lambda: 1e9)
-    memory.refuse_what_cannot_fit(config)
+    memory.refuse_oversized_update(config)
     for module in (memory, update_plan):
         monkeypatch.setattr(module, "device_bytes", lambda: 5e6)
     with pytest.raises(
         ConfigError, match=r"one sequence of 120 tokens takes .* GB more than is left of 0\.0 GB; lower"
     ):
-        memory.refuse_what_cannot_fit(config)
+        memory.refuse_oversized_update(config)
