@@ -11,7 +11,8 @@ from make_checkpoint import hf_config
 from qerl_kernels.formats import Nvfp4
 
 from qerl_jax.io.hf_config import parse_config
-from qerl_jax.io.load import build_policy, kernel_form
+from qerl_jax.io.load import build_policy
+from qerl_jax.io.weights import kernel_form
 from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig

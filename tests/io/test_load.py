@@ -17,10 +17,11 @@ from oracles import torch_qwen2
 from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.packing import unpack
 
+from qerl_jax.io import load
 from qerl_jax.io import safetensors as st
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.safetensors import CheckpointError
-from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, PackedNvfp4
+from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, PackedNvfp4, mxfp4, nf4, nvfp4
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -119,6 +120,34 @@ def test_dtypes_and_formats(micro_dir, dtype, missing, monkeypatch):
             assert isinstance(unpack(weight) if packed else weight, kind)
         assert policy.frozen["embed_tokens"].dtype == dtype == policy.dtype
         assert {x.dtype for x in jax.tree.leaves((policy.norms, policy.lora))} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4"])
+def test_layers_quantized_in_threads_keep_their_places(tmp_path, monkeypatch, weight_format):
+    """Five different layers by three threads: each is the quantization of its own tensors, told in order."""
+    monkeypatch.setattr(load, "_THREADS", 3)
+    torch_qwen2.make(tmp_path / "m", seed=2, hidden_size=64, intermediate_size=128, num_hidden_layers=5)
+    tensors = st.open_checkpoint(tmp_path / "m")
+    told: list[tuple[int, int]] = []
+    policy = load_policy(
+        tmp_path / "m",
+        weight_format,
+        LoraConfig(rank=0),
+        matmul_kernel="xla",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(done, 5) for done in range(1, 6)]
+    for i in range(5):
+        layer = policy.frozen["layers"][i]
+        for block, fused, parts in (
+            ("self_attn", "qkv_proj", ("q", "k", "v")),
+            ("self_attn", "o_proj", ("o",)),
+            ("mlp", "gate_up_proj", ("gate", "up")),
+            ("mlp", "down_proj", ("down",)),
+        ):
+            matrix = np.concatenate([tensors[f"model.layers.{i}.{block}.{part}_proj.weight"] for part in parts])
+            quantize = {"nvfp4": nvfp4.quantize, "mxfp4": mxfp4.quantize, "nf4": nf4.quantize}[weight_format]
+            assert_trees_equal(layer[block][fused]["weight"], quantize(matrix))
 
 
 @pytest.mark.parametrize(
