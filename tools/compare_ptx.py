@@ -353,7 +353,7 @@ def normalized(printed: str) -> str:
     ptx = re.sub(r"^\s*\.(loc|file)\s[^\n]*", "", ptx, flags=re.M)
     ptx = re.sub(r"^\$L__(tmp|func_begin)\d+:", "", ptx, flags=re.M)
     statements = re.sub(r"; ?", ";\n", " ".join(ptx.split()))
-    return re.sub(r"^(?:[{}] ?)+", "", statements, flags=re.M)
+    return re.sub(r"^((?:[\w$]+: )*)(?:[{}] ?)+", r"\1", statements, flags=re.M)
 
 
 def record_case(case: Case) -> tuple[str, list[int]]:
