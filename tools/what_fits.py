@@ -2,7 +2,7 @@
 
     python tools/what_fits.py [--prompt-len 256] [--completion-len 1024] [--batch 64] [--format nvfp4]
 
-A cell says how the update is cut up (tokens of a micro-batch, layers that are recomputed) and how many completions are
+A cell says how the update is divided (tokens of a micro-batch, layers that are recomputed) and how many completions are
 decoded at a time. Nothing is loaded; no GPU is needed.
 """
 

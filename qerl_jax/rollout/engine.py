@@ -108,7 +108,8 @@ def stream(
         raise ValueError(
             f"the rollout ran out of device memory with {run.shapes.slots} slots of {run.shapes.completion_width} "
             f"tokens, {run.shapes.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb, "
-            "max_completion_length or max_prompt_length"
+            "with which a run can be resumed, or start a new run with a smaller max_completion_length or "
+            "max_prompt_length"
         ) from error
     rollout = assemble(prompts, run.slots.completions, run.sampling, config.pad_token_id)
     return truncate_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout

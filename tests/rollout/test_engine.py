@@ -14,6 +14,7 @@ from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomiz
 from oracles import torch_qwen2
 
 from qerl_jax import keys
+from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.engine import generate, stream
@@ -404,3 +405,19 @@ def test_errors_name_the_numbers(policy):
             generate(policy, [[1, token]], FREE, KEY)
     with pytest.raises(ValueError, match="prompt 1 has 3 tokens, more than the 2 allowed"):
         Prompts.from_lists([[1], [1, 2, 3]], length=2)
+
+
+def test_a_rollout_without_memory_says_what_to_lower(policy, monkeypatch):
+    """A setting that a resumed run may change comes first; other errors stay what they are."""
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(decode, "allocate", fail)
+    message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
+    with pytest.raises(ValueError, match="lower rollout_memory_gb, with which a run can be resumed, or start"):
+        generate(policy, PROMPTS, FREE, KEY)
+    assert "rollout_memory_gb" in FREE_ON_RESUME
+    message = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        generate(policy, PROMPTS, FREE, KEY)
