@@ -15,13 +15,13 @@ class _Arguments:
     src: str
     """Hugging Face directory to read."""
     dst: str
-    """Directory to write; appears whole or not at all."""
+    """Directory to write, in one atomic step."""
     overwrite: bool = False
     """Replace dst if it exists."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line. Exit code 2 for bad input, with one line that says what is wrong."""
+    """Command line. Exit code 2 and a one-line error message for bad input."""
     import tyro
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 

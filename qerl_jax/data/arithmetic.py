@@ -40,7 +40,7 @@ class Step:
 
     @property
     def result(self) -> int:
-        """The value; division is exact in every generated step."""
+        """Result of the operation; division is exact in every generated step."""
         return calculate(self.left, self.op, self.right)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class WordProblem:
-    """A question, its answer and how to get there.
+    """A question, its answer and the worked steps.
 
     Attributes:
       question: plain English, a few sentences.
@@ -202,7 +202,7 @@ def problems(split: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def _draw(rng: random.Random, clauses: tuple[str, ...], pool: Sequence[int]) -> WordProblem:
-    """A problem that follows a template, two-digit numbers from `pool`; what does not work out is drawn again."""
+    """A problem that follows a template, two-digit numbers from `pool`; a draw with an impossible step is repeated."""
     people = rng.sample(NAMES, 2)
     words = {"A": people[0], "B": people[1], "o": rng.choice(OBJECTS)}
     while True:

@@ -112,8 +112,8 @@ def _object(row: Any, path: Path, place: str) -> dict[str, Any]:
 
 
 def split_files(directory: Path, split: str, subset: str | None = None) -> list[Path]:
-    """The files of a split in a directory, in the order of their names: those whose names are the split's up to the
-    first `-`, `_` or `.`, such as `train.jsonl` and `train-00000-of-00002.parquet`, not `train1.parquet`. They lie in
+    """Files of a split in a directory, sorted by name. A file belongs to the split whose name stands before the first
+    `-`, `_` or `.`, such as `train.jsonl` and `train-00000-of-00002.parquet`, not `train1.parquet`. They lie in
     the directory itself or, as the hub lays datasets out, in its folder `data/` or that of the subset.
 
     Raises DataError if there are none, or files of two kinds.

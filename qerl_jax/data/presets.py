@@ -38,7 +38,7 @@ def whole_answer(text: str) -> str:
 
 
 def hash_answer(text: str) -> str:
-    """The number after the last "####", where GSM8K puts it, as it is written. Raises Unusable without one."""
+    """The number after the last "####", the format of GSM8K, verbatim. Raises Unusable without one."""
     _, mark, answer = text.rpartition("####")
     if not mark or parse_number(answer) is None:
         raise Unusable("no single number after '####'")

@@ -40,8 +40,8 @@ def load_encoded(
     first_id: int = 0,
     need_answers: bool = False,
 ) -> tuple[list[EncodedProblem], Dataset, list[str]]:
-    """A dataset's problems as token ids (see `load_dataset`, `encode_problems`), the dataset, and what to tell of it: a
-    sentence for each thing that was left out or cut.
+    """Problems of a dataset as token ids (see `load_dataset`, `encode_problems`), the dataset, and one note for each
+    kind of record that was left out or cut.
 
     Raises DataError.
     """
@@ -73,7 +73,7 @@ def encode_problems(
     problems: list[Problem], tokenizer: Any, system_prompt: str, max_prompt_length: int, overlong: str = "drop"
 ) -> tuple[list[EncodedProblem], int]:
     """Encode every problem; those longer than `max_prompt_length` tokens are left out ("drop"), cut to their last
-    `max_prompt_length` tokens ("truncate_left") or refused ("error"). Also returns how many there were.
+    `max_prompt_length` tokens ("truncate_left") or refused ("error"). Also returns the number of overlong prompts.
 
     Raises DataError if none is left, or without a tokenizer.
     """
@@ -117,13 +117,13 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[
     turns = [[{"role": role, "content": content} for role, content in messages] for messages in conversations]
     try:
         texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: it raises what it likes
+    except Exception as error:  # a template is a program and may raise anything
         raise DataError(f"the model's chat template fails on {turns[0]!r}: {error!r}") from error
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
-    """Prompts padded to a fixed length, so that no step compiles anew."""
+    """Prompts padded to a fixed length, so that no step compiles again."""
     return Prompts.from_lists(
         [list(item.tokens) for item in encoded], [item.problem.id for item in encoded], length, pad
     )

@@ -24,10 +24,10 @@ def at_cursor(items: Sequence[T], seed: int, cursor: int, count: int, stream: in
 
 @dataclasses.dataclass(frozen=True)
 class ProblemStream(Generic[T]):
-    """Items of one or several sets, without end.
+    """Endless items of one or several sets.
 
-    Without weights the sets are one. With them, each draw takes set s with probability `weights[s] / sum(weights)`, and
-    of that set the next item in its own order, so that none comes again before all of its set have come.
+    Without weights the sets are concatenated. With weights, each draw takes set s with probability
+    `weights[s] / sum(weights)`, and the next item in that set's own order: no item repeats before its set is exhausted.
     """
 
     sets: tuple[Sequence[T], ...]
@@ -42,7 +42,7 @@ class ProblemStream(Generic[T]):
         if self.weights is None:
             return at_cursor([item for items in self.sets for item in items], self.seed, cursor, count)
         borders = np.cumsum(self.weights)[:-1] / np.sum(self.weights)
-        # From the start, so that a draw depends on its place alone: a longer array of these begins with the shorter.
+        # Drawn from the start, so that a draw depends on its position alone: a longer array begins with a shorter one.
         draws = np.random.default_rng([self.seed, *_WHICH_SET]).random(cursor + count)
         which = np.searchsorted(borders, draws, side="right")
         mixed = {}

@@ -48,7 +48,7 @@ def load_policy(
       path: Hugging Face directory with config.json and safetensors, bf16 or NVFP4 (compressed-tensors or ModelOpt). A
         directory without a tokenizer is legal.
       weight_format: "bf16", "nvfp4", "mxfp4" or "nf4" to quantize an unquantized checkpoint while loading; None keeps
-        what is stored.
+        the stored format.
       lora: shape of the adapters; None is `LoraConfig(rank=32)`, or the adapter's own shape where `adapter` is given.
       dtype: compute dtype, bfloat16 or float32; also of dense weights.
       adapter: PEFT directory to start from, norms included.

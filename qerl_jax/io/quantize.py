@@ -1,4 +1,4 @@
-"""A bf16 checkpoint to NVFP4, byte for byte as compressed-tensors writes it, one tensor at a time: memory holds one
+"""Quantize a bf16 checkpoint to NVFP4, byte for byte as compressed-tensors does, one tensor at a time: memory holds one
 projection, whatever the model's size.
 """
 
@@ -63,22 +63,23 @@ def quantize_checkpoint(
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> None:
-    """Quantize the seven projections of every layer; everything else is copied as it is, shard by shard.
+    """Quantize the seven projections of every layer; all other tensors are copied unchanged, shard by shard.
 
-    The global scale is shared over q/k/v and over gate/up, as llm-compressor shares it, so that fused kernels need one.
+    As in llm-compressor, q, k and v share one global scale, and so do gate and up: fused kernels need a single one.
 
     Args:
       src: Hugging Face directory, bf16, fp16 or fp32, single or sharded.
-      dst: appears whole or not at all.
+      dst: directory to write, in one atomic step.
       weight_format: "nvfp4", the only format with an interchange layout here.
-      overwrite: replace a `dst` that exists.
-      progress: called with a stage's name, tensors done and in all.
+      overwrite: replace an existing `dst`.
+      progress: called with "scan" and the numbers of layers done and of all layers, then with "quantize" and those of
+        tensors.
 
     Raises:
-      FileExistsError: `dst` exists.
-      OSError: it cannot be written.
+      FileExistsError: `dst` exists, without `overwrite`.
+      OSError: `dst` cannot be written.
       CheckpointError: the checkpoint is quantized already, incomplete or not finite.
-      ValueError: another format, or input features that are no multiple of 16.
+      ValueError: `weight_format` is not "nvfp4", or the input features are not a multiple of 16.
     """
     src, dst = Path(src), Path(dst)
     if weight_format != "nvfp4":
@@ -120,7 +121,7 @@ def quantize_checkpoint(
 
 
 def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[str, np.float32]:
-    """Module -> divisor; the modules that are fused at run time share theirs."""
+    """Global scale of each module, by name; modules that are fused at run time share one."""
     groups = [*FUSED_PROJECTIONS.values(), ("o_proj",), ("down_proj",)]
     divisors = {}
     for layer in range(layers):
@@ -152,7 +153,7 @@ def max_magnitude(tensors: Tensors, name: str, array: np.ndarray) -> float:
 
 
 class _ShardWriter:
-    """The tensors of one output shard, made when they are asked for; holds the one projection quantized last."""
+    """Makes the tensors of one output shard on request; keeps only the projection that was quantized last."""
 
     def __init__(self, tensors: Tensors, members: list[str], divisors: dict[str, np.float32]):
         self._tensors, self._divisors = tensors, divisors
@@ -184,7 +185,7 @@ class _ShardWriter:
 
 
 def _copy_rest(src: Path, directory: Path) -> None:
-    """Tokenizer, generation config and licence: every file that is not weights."""
+    """Copy tokenizer, generation config and licence: every file without weights."""
     for file in src.iterdir():
         if (
             file.is_file()

@@ -1,4 +1,4 @@
-"""Several runs side by side: those that differ only in `seed` are one group, with a mean and an interval.
+"""Comparison of runs: runs that differ only in `seed` form a group, with a mean and a confidence interval.
 
 Axes: R runs of a group, S steps.
 """
@@ -51,13 +51,13 @@ class Mean:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run directory says of itself.
+    """Contents of a run directory.
 
     Attributes:
-      directory: where.
-      config: its fields.
+      directory: the run directory.
+      config: config fields by name.
       metrics: rows of metrics.jsonl.
-      accuracy: evaluated accuracy by name ("before", "after"), those there are.
+      accuracy: evaluated accuracy by name, "before" and "after" where present.
     """
 
     directory: Path
@@ -135,7 +135,7 @@ def _short(value: Any) -> str:
 
 def summary(group: Group) -> dict[str, Mean]:
     """Evaluated accuracy before and after, and reward, accuracy, entropy and length over the last tenth of the steps:
-    what every run of the group has.
+    those that every run of the group has.
     """
     rows: dict[str, Mean] = {}
     for name in ("before", "after"):

@@ -28,13 +28,13 @@ def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> 
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Every line; a last one cut short by a kill is left out. Runs of before `accuracy` was recorded get the mean of
-    the reward `answer` for it, where they had that. Raises CheckpointError for any other damaged line.
+    """All rows; a last line cut short by a kill is left out. Older runs without `accuracy` get the mean of the reward
+    `answer` in its place, where recorded. Raises CheckpointError for any other damaged line.
     """
     path = directory / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")  # what follows the last newline is nothing, or cut short
+    lines = path.read_bytes().split(b"\n")  # after the last newline comes nothing, or a line cut short
     return [_row(path, number, line) for number, line in enumerate(lines[:-1], 1)]
 
 

@@ -1,7 +1,7 @@
 """Phases of a run: their times, a heartbeat, and a watchdog that dumps all stacks when one takes too long.
 
-A watcher from outside needs two files: `heartbeat.json` says which phase of which step has been running since when, and
-`stacks.txt` where every thread stood when a phase passed the limit.
+An external watcher needs two files: `heartbeat.json` names the current step and phase and the time of its start, and
+`stacks.txt` holds the stack of every thread at the time when a phase passed the limit.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from qerl_jax.io.run_files import HEARTBEAT_FILE, STACKS_FILE
 class Phases:
     """Times and watches the phases of a run, one at a time.
 
-    The stacks are written by a thread of Python's from `sys._current_frames`. `faulthandler` would also see a native
-    call that never lets go of the interpreter, but it reads frames and threads while they change, and runs died of
-    that. Such a call is seen by the age of the heartbeat alone. The run continues either way; when the phase ends after
-    all, a line says how long it took.
+    A Python thread writes the stacks from `sys._current_frames`. `faulthandler` would also catch a native call that
+    never releases the interpreter lock, but it reads frames and threads while they change, which crashed runs. Only
+    the age of the heartbeat shows such a call. The run continues either way; when the overdue phase ends, a line says
+    how long it took.
 
     Args:
       directory: the run's output_dir.
       limit: seconds after which a phase is overdue; None: never.
-      console: where an overdue phase is told.
+      console: console that reports an overdue phase.
 
     Attributes:
       step: step in progress, from 1; 0 before the first.
@@ -66,7 +66,7 @@ class Phases:
                 self._console.print(f"step {self.step}: {name} took {seconds:.1f} s")
 
     def beat(self, name: str) -> None:
-        """Write the heartbeat: `name` begins now. One that cannot be written is told once and does not end the run."""
+        """Write the heartbeat: `name` begins now. A failure to write is reported once and does not end the run."""
         beat = {"time": _now(), "pid": os.getpid(), "step": self.step, "phase": name}
         with self._told_once():
             write_json(self._directory / HEARTBEAT_FILE, beat)

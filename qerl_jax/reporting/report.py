@@ -38,7 +38,7 @@ class Ending:
     Attributes:
       steps: rollouts done.
       reason: what stopped it, such as "SIGTERM"; empty where all steps are done.
-      evaluations: results by name ("before", "after"), those there are.
+      evaluations: results by name, "before" and "after" where present.
       phase_seconds: seconds of each phase since the last start.
       overdue: phases past the watchdog's limit since the last start.
     """
@@ -132,7 +132,7 @@ def _differences(config: Config) -> list[tuple[str, ...]]:
 
 
 def _timing(metrics: list[dict[str, Any]], phase_seconds: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """Rollout, grading and update over all rows; what no row records (evaluation, checkpoint) since the last start."""
+    """Seconds of rollout, grading and update over all rows; of evaluation and checkpoints since the last start."""
     seconds: dict[str, float] = {}
     for row in metrics:
         for key, value in row.items():

@@ -24,12 +24,12 @@ class Sink(Protocol):
         """Take finite values of a step; several calls for one step add up."""
 
     def close(self) -> None:
-        """Write out everything. A run that fails does not come here, so that the service may see how it ended."""
+        """Flush and close. Not called for a failed run, so that the service records the failure."""
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError if a package that `report_to` needs is not there, with what to install, or if Weights & Biases
-    does not know the user (its offline mode asks for none).
+    """Raise ConfigError if a package that `report_to` needs is not installed, with the command that installs it, or if
+    Weights & Biases does not know the user (its offline mode asks for none).
     """
     for name in config.report_to:
         found = importlib.util.find_spec(_MODULES[name])

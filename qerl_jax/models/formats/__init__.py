@@ -1,5 +1,5 @@
-"""Weight formats of a frozen projection: `Dense`, `Nvfp4`, `Mxfp4`, `Nf4`, and `PackedNvfp4`, the kernels' form of the
-two middle ones; quantizers in numpy, one file a format.
+"""Weight formats of a frozen projection: `Dense`, `Nvfp4`, `Mxfp4`, `Nf4`, and `PackedNvfp4`, the form of NVFP4 and
+MXFP4 weights that the kernels read. Each format has a file with its NumPy quantizer.
 """
 
 from __future__ import annotations

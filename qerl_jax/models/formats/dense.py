@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Weight held as it multiplies: bf16, or fp32 in an fp32 model."""
+    """Weight matrix `values` in the compute dtype: bf16, or fp32 in an fp32 model."""
 
     values: Float[Array, "n k"]
 

@@ -11,7 +11,8 @@ _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 · 2^2
 
 
 def quantize(weight: np.ndarray) -> Mxfp4:
-    """`e = floor(log2(amax)) − 2` for each block of 32, codes by round to nearest, ties to even, saturating at ±6.
+    """Quantize a weight [n, k] to MXFP4: `e = floor(log2(amax)) − 2` for each block of 32, and E2M1 codes of
+    `weight / 2^e`, rounded to nearest, ties to even, saturating at ±6.
 
     Raises ValueError if k is not a multiple of 32, or for a value that is not finite.
     """

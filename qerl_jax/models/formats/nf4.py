@@ -1,4 +1,4 @@
-"""NF4: 4-bit NormalFloat with one absmax a block of 64 (QLoRA, arXiv 2305.14314, appendix E)."""
+"""NF4: 4-bit NormalFloat with one absmax per block of 64 (QLoRA, arXiv 2305.14314, appendix E)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class Nf4:
 
 
 def quantize(weight: np.ndarray) -> Nf4:
-    """Nearest NF4 value of `weight / absmax` in blocks of 64 along the input. Raises ValueError if k is not a multiple
-    of 64, or for a value that is not finite.
+    """Quantize a weight [n, k] to NF4: the nearest NF4 value of `weight / absmax` in blocks of 64 along the input.
+
+    Raises ValueError if k is not a multiple of 64, or for a value that is not finite.
     """
     n, k = weight.shape
     if k % NF4_BLOCK:
@@ -64,7 +65,7 @@ def quantize(weight: np.ndarray) -> Nf4:
 
 
 def dequantize(weight: Nf4) -> Float32[Array, "n k"]:
-    """Value of every weight in fp32."""
+    """`NF4_VALUES[code] × absmax` in fp32."""
     nibbles = jnp.stack([weight.codes & 0xF, weight.codes >> 4], axis=-1)
     n, k = weight.shape
     values = jnp.asarray(NF4_VALUES, jnp.float32)[nibbles].reshape(n, k // NF4_BLOCK, NF4_BLOCK)

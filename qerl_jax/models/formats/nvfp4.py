@@ -1,7 +1,7 @@
-"""NVFP4 quantizer, byte for byte that of compressed-tensors 0.20 (`nvfp4-pack-quantized`).
+"""NVFP4 quantizer, byte for byte equal to compressed-tensors 0.20 (`nvfp4-pack-quantized`).
 
-Written in numpy on purpose: under jit XLA keeps the excess precision of `amax/6` where compressed-tensors rounds it to
-the weight's own dtype, and then most bf16 scales come out wrong.
+In NumPy on purpose: under jit, XLA keeps the excess precision of `amax / 6`, which compressed-tensors rounds to the
+weight's own dtype, and then most scales of bf16 weights are wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from qerl_kernels.formats import NVFP4_BLOCK, Nvfp4
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-ZERO_SCALE = 0.125  # what compressed-tensors stores for a block whose scale would be zero
+ZERO_SCALE = 0.125  # compressed-tensors stores it for a block whose scale would be zero
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _ROWS_AT_ONCE = 1 << 22  # weights quantized together; bounds the fp32 temporaries to some 50 MB
 
@@ -36,8 +36,8 @@ def pack_codes(codes: np.ndarray) -> np.ndarray:
 def global_scale(amax: float) -> np.float32:
     """The divisor `G = 448 · 6 / amax` of a tensor, or of fused tensors that share it. An all-zero tensor gets 1.
 
-    Computed as `(1 / amax) · 2688` in fp32, two roundings, because that is what torch makes of `2688.0 / tensor`; a
-    plain division differs by one unit in the last place for some tensors, and then in codes too.
+    Computed as `(1 / amax) · 2688` in fp32, two roundings, as torch computes `2688.0 / tensor`; for some tensors a
+    plain division differs by one unit in the last place, and then codes differ, too.
     """
     return np.float32(1) / np.float32(amax) * np.float32(E4M3_MAX * E2M1_MAX) if amax > 0 else np.float32(1)
 
@@ -89,8 +89,8 @@ def max_magnitude(weight: np.ndarray) -> float:
 
 
 def _magnitudes(values: np.ndarray) -> np.ndarray:
-    """|values| as unsigned bits, which sort like the numbers (NaN above all): integer arithmetic, many times faster
-    than ml_dtypes' bf16.
+    """|values| as unsigned bits, which sort like the numbers (NaN above all): integer arithmetic is many times
+    faster than the bf16 arithmetic of ml_dtypes.
     """
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
     return values.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
