@@ -48,7 +48,7 @@ def test_forward_operand(weight, tile, unit):
     words = np.asarray(packed.words)[tile, unit].reshape(128, 4)
     scales = np.asarray(packed.scales)[tile, unit]
     of_thread = [scales[16 * WARP + 2 * GROUP + pair] for pair in range(2)]
-    steps = dequant.operands(NumpyMachine(128), list(words.T), of_thread)
+    steps = dequant.weight_fragments(NumpyMachine(128), list(words.T), of_thread)
     np.testing.assert_array_equal(operand(steps), matrix[64 * tile :, 64 * unit :][:64, :64])
 
 

@@ -51,9 +51,9 @@ class _Pair(Value):
 def merge(one: Partial, other: Partial) -> Partial:
     """The partial over both sets of tokens. With an empty set, exactly that over the other."""
     m = jnp.maximum(one.m, other.m)
-    keep, take = jnp.exp2(one.m - m), jnp.exp2(other.m - m)
-    out = one.out * over_rows(keep, len(one.out)) + other.out * over_rows(take, len(one.out))
-    return Partial(m, one.l * keep + other.l * take, out)
+    rescale_one, rescale_other = jnp.exp2(one.m - m), jnp.exp2(other.m - m)
+    out = one.out * over_rows(rescale_one, len(one.out)) + other.out * over_rows(rescale_other, len(one.out))
+    return Partial(m, one.l * rescale_one + other.l * rescale_other, out)
 
 
 def merge_warps(

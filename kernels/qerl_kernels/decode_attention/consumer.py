@@ -40,10 +40,10 @@ def consume(work: Work, shared: Shared, scale: float) -> None:
     if work.config.splits == 1:
         _, result = consumer.attend_split(jnp.int32(0), work.cta)
     else:
-        kept = shared.inbox.at[0]
-        combine.keep(_empty_partial(work.width), kept)
+        running = shared.inbox.at[0]
+        combine.keep(_empty_partial(work.width), running)
         work.fold_splits(consumer.merge_split, jnp.int32(0))
-        result = combine.receive(kept, work.width)
+        result = combine.receive(running, work.width)
 
     @pl.when(work.cta == 0)
     def _():
@@ -67,16 +67,16 @@ class _Consumer:
         """Online softmax: (use, m, l, out) with one more KV tile."""
         work, (use, m, total, out) = self.work, carry
         is_prompt = tile < work.prompt_tiles
-        of_prompt = work.prompt_tokens - tile * KV_TILE
-        of_own = work.own_tokens - (tile - work.prompt_tiles) * KV_TILE
-        tokens = jnp.where(is_prompt, of_prompt, of_own)
+        prompt_left = work.prompt_tokens - tile * KV_TILE
+        own_left = work.own_tokens - (tile - work.prompt_tiles) * KV_TILE
+        tokens = jnp.where(is_prompt, prompt_left, own_left)
         stage = self._wait(use)
-        of_tile = scores(self.q, self.shared.stages.at[stage])
+        tile_scores = scores(self.q, self.shared.stages.at[stage])
         self._release(stage)
-        of_tile = jnp.where(self.token < tokens, of_tile * self.scale, -jnp.inf)
-        higher = jnp.maximum(m, of_tile.max(axis=1))
+        tile_scores = jnp.where(self.token < tokens, tile_scores * self.scale, -jnp.inf)
+        higher = jnp.maximum(m, tile_scores.max(axis=1))
         rescale = jnp.exp2(m - higher)
-        weights = jnp.exp2(of_tile - over_tokens(higher, SHAPE))
+        weights = jnp.exp2(tile_scores - over_tokens(higher, SHAPE))
         total = total * over_tokens(rescale, SHAPE) + weights
         stage = self._wait(use + 1)
         out = add_values(out * over_tokens(rescale, out.shape), weights, self.shared.stages.at[stage], tokens)
@@ -104,8 +104,8 @@ class _Consumer:
     def merge_split(self, use: jax.Array, split: jax.Array) -> jax.Array:
         """A split, merged with those before it: in shared memory, because there are no registers to spare."""
         use, partial = self.attend_split(use, split)
-        kept = self.shared.inbox.at[0]
-        combine.keep(combine.merge(combine.receive(kept, self.work.width), partial), kept)
+        running = self.shared.inbox.at[0]
+        combine.keep(combine.merge(combine.receive(running, self.work.width), partial), running)
         return use
 
     def merge_ctas(self, partial: Partial) -> Partial:

@@ -99,8 +99,8 @@ def candidate_configs(spec: PrologueSpec) -> list[PrologueConfig]:
     k_splits = range(1, min(MAX_CLUSTERS, max_k_splits) + 1)
     choices = itertools.product(range(1, MAX_TOKEN_TILES + 1), column_splits, k_splits)
     useful = [choice for choice in choices if choice[0] == 1 or TOKEN_TILE * (choice[0] - 1) < spec.tokens]
-    found = [_config(spec, *choice) for choice in useful]
-    return list(filter(None, found))
+    configs = [_config(spec, *choice) for choice in useful]
+    return list(filter(None, configs))
 
 
 def _config(spec: PrologueSpec, token_tiles: int, column_splits: int, k_splits: int) -> PrologueConfig | None:
@@ -108,14 +108,16 @@ def _config(spec: PrologueSpec, token_tiles: int, column_splits: int, k_splits: 
     allow; None where not even one k-tile fits."""
     max_warps = 16 if spec.columns <= 96 else 8
     k_tiles = -(-spec.features // K_TILE // (CLUSTER * k_splits))
-    steps = -(-k_tiles // max_warps)
-    warps = -(-k_tiles // steps // 4) * 4
+    k_tiles_of_warp = -(-k_tiles // max_warps)
+    warps = -(-k_tiles // k_tiles_of_warp // 4) * 4
     columns = spec.columns // column_splits
-    fetched = 2 * -(-columns // 16) * 4 + {"norm": 0, "silu": 8 * token_tiles, "plain": 4 * token_tiles}[spec.kind]
-    held = 2 * -(-columns // 8) * token_tiles + 40
-    held += 8 * (token_tiles + 1) * steps if spec.kind == "norm" else 0
-    free = min(255, 65536 // (warps * 32)) - held
-    prefetch = min(steps, free // max(1, fetched))
+    fetched_registers = (
+        2 * -(-columns // 16) * 4 + {"norm": 0, "silu": 8 * token_tiles, "plain": 4 * token_tiles}[spec.kind]
+    )
+    held_registers = 2 * -(-columns // 8) * token_tiles + 40
+    held_registers += 8 * (token_tiles + 1) * k_tiles_of_warp if spec.kind == "norm" else 0
+    free = min(255, 65536 // (warps * 32)) - held_registers
+    prefetch = min(k_tiles_of_warp, free // max(1, fetched_registers))
     if prefetch < 1 and token_tiles > 1:
         return None
     return PrologueConfig(CLUSTER, warps, token_tiles, max(1, prefetch), column_splits, k_splits)

@@ -7,7 +7,7 @@
 Work split. At decode batch sizes the kernel is bound by latency, so it waits for memory once: every load is issued at
 the start, straight into the registers of the `mma` operands, and nothing is staged in shared memory. A cluster takes
 `token_tiles` n8 tiles of tokens. Its CTAs share out the K features in k-tiles of 32, one k-tile a warp at a time (in
-`steps`, where there are more k-tiles than warps). More clusters may work on the same tokens in one of two ways:
+several, where there are more k-tiles than warps). More clusters may work on the same tokens in one of two ways:
 - `column_splits`: they share out the columns of A. Each computes all of y and stores a part of it.
 - `k_splits`, where y needs no sum over the features and the GEMM takes split-K partials: they share out the features.
   Each reads its part of x and of A and leaves an fp32 partial.
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_kernels.decode_prologue.config import MAX_CLUSTERS, TOKEN_TILE, PrologueConfig, PrologueSpec
-from qerl_kernels.decode_prologue.lora import LoraInput
+from qerl_kernels.decode_prologue.lora import LoraProjection
 from qerl_kernels.decode_prologue.rms_norm import RmsNorm
 from qerl_kernels.decode_prologue.thread import Thread, Words
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
@@ -119,15 +119,15 @@ def emit(
     """The instructions of one thread. `pointers`: the inputs, A and the outputs of `fused_prologue`."""
     thread = Thread(machine, spec, config, position, pointers, shared)
     norm = RmsNorm(thread) if spec.kind == "norm" else None
-    lora = LoraInput(thread) if spec.columns else None
+    lora = LoraProjection(thread) if spec.columns else None
     exchanges = [(thread.squares_barrier, norm), (thread.lora_barrier, lora)]
     machine.init_mbarriers([(barrier, part.exchanged_bytes) for barrier, part in exchanges if part], thread.index)
 
-    rows = [norm.load_rows(step) for step in range(thread.steps)] if norm else []
-    a = [lora.load_a(step) for step in range(config.prefetch)] if lora else []
+    rows = [norm.load_rows(k_tile) for k_tile in range(thread.k_tiles_of_warp)] if norm else []
+    a = [lora.load_a(k_tile) for k_tile in range(config.prefetch)] if lora else []
     # Last, because arithmetic begins with these; but a norm's weights are read twice.
     load = norm.load_weights if norm else thread.load_x
-    fetched = [load(step) for step in range(thread.steps if norm else config.prefetch)]
+    fetched = [load(k_tile) for k_tile in range(thread.k_tiles_of_warp if norm else config.prefetch)]
     if lora and not spec.partials:
         lora.zero_padding()
     machine.cluster_wait()
@@ -148,13 +148,13 @@ def emit(
             lora.finish(norm)
 
 
-def _finish_norm(norm: RmsNorm, lora: LoraInput | None, rows: list, weights: list[Words], a: list) -> None:
+def _finish_norm(norm: RmsNorm, lora: LoraProjection | None, rows: list, weights: list[Words], a: list) -> None:
     """s, the exchange of the squares, `x A` up to its exchange, and y."""
     thread, config = norm.thread, norm.thread.config
     rows = [norm.add_delta(loaded) for loaded in rows]
     if thread.s is not None:
-        for step, row in enumerate(rows):
-            thread.store(thread.s, step, row, 4)
+        for k_tile, row in enumerate(rows):
+            thread.store(thread.s, k_tile, row, 4)
     norm.send_squares(rows)
     if lora:
         with _opaque_branch(thread):
@@ -162,8 +162,8 @@ def _finish_norm(norm: RmsNorm, lora: LoraInput | None, rows: list, weights: lis
         lora.send_sums()
     thread.machine.mbarrier_wait(thread.squares_barrier)
     inverse = [norm.inverse_rms(i, thread.g) for i in range(config.token_tiles)]
-    for step, (row, of_step) in enumerate(zip(rows, weights, strict=True)):
-        thread.store(thread.y, step, norm.scale(row, of_step, inverse), 2)
+    for k_tile, (row, weight_words) in enumerate(zip(rows, weights, strict=True)):
+        thread.store(thread.y, k_tile, norm.scale(row, weight_words, inverse), 2)
 
 
 def _opaque_branch(thread: Thread) -> contextlib.AbstractContextManager[None]:
@@ -176,28 +176,30 @@ def _opaque_branch(thread: Thread) -> contextlib.AbstractContextManager[None]:
     return machine.when(machine.cluster_rank() < thread.config.cluster)
 
 
-def _multiply(thread: Thread, norm: RmsNorm | None, lora: LoraInput | None, rows: list, fetched: list, a: list) -> None:
-    """y of all steps (for a norm without 1 / rms), stored but for a norm's; the warp's `y A`, left in shared memory.
+def _multiply(
+    thread: Thread, norm: RmsNorm | None, lora: LoraProjection | None, rows: list, fetched: list, a: list
+) -> None:
+    """y of all k-tiles (for a norm without 1 / rms), stored but for a norm's; the warp's `y A`, left in shared memory.
 
     Args:
-      rows: a norm's s of every step.
-      fetched: a norm's weights of every step; else words of x of the first steps.
-      a: words of A of the first steps.
+      rows: a norm's s of every k-tile.
+      fetched: a norm's weights of every k-tile; else words of x of the first k-tiles.
+      a: words of A of the first k-tiles.
     """
     machine, config, kind = thread.machine, thread.config, thread.spec.kind
     sums = lora.zeros() if lora else []
-    for step in range(thread.steps):
-        y = words = fetched[step]
+    for k_tile in range(thread.k_tiles_of_warp):
+        y = words = fetched[k_tile]
         if norm:
-            y = norm.scale(rows[step], words, [None] * config.token_tiles)
+            y = norm.scale(rows[k_tile], words, [None] * config.token_tiles)
         elif kind == "silu":
             silu_mul = functools.partial(arithmetic.silu_mul_bf16, machine)
             y = [list(map(silu_mul, row[:4], row[4:])) for row in words]
-            thread.store(thread.y, step, y, 2)
+            thread.store(thread.y, k_tile, y, 2)
         if lora:
-            lora.multiply(sums, y, a[step])
-        if step + config.prefetch < thread.steps:
-            fetched += [] if norm else [thread.load_x(step + config.prefetch)]
-            a += [lora.load_a(step + config.prefetch)] if lora else []
+            lora.multiply(sums, y, a[k_tile])
+        if k_tile + config.prefetch < thread.k_tiles_of_warp:
+            fetched += [] if norm else [thread.load_x(k_tile + config.prefetch)]
+            a += [lora.load_a(k_tile + config.prefetch)] if lora else []
     if lora:
         lora.store_sums(sums)

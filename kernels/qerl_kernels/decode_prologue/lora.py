@@ -17,7 +17,7 @@ from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 from qerl_kernels.ptx import arithmetic
 from qerl_kernels.ptx.values import F32, I32, Flag, tree_sum
 
-Sums = list[list[list[F32]]]  # accumulators of an `mma`, for each tile of 16 columns, for each tile of tokens
+Accumulators = list[list[list[F32]]]  # accumulators of an `mma`, for each tile of 16 columns, for each tile of tokens
 
 
 def _run(columns: int) -> int:
@@ -25,22 +25,22 @@ def _run(columns: int) -> int:
     return next(run for run in (8, 4, 2, 1) if columns // 8 % run == 0)
 
 
-class LoraInput:
+class LoraProjection:
     """The part of a thread's instructions that computes lora_x."""
 
     def __init__(self, thread: Thread):
         self.thread, self.machine = thread, thread.machine
         self.columns, self.run = thread.columns, _run(thread.columns)
-        self.sums = TOKEN_TILE * thread.config.token_tiles * thread.columns  # fp32 sums of a cluster
+        self.sum_count = TOKEN_TILE * thread.config.token_tiles * thread.columns  # fp32 sums of a cluster
 
     @property
     def exchanged_bytes(self) -> int:
         """Bytes that every CTA gets: its share of the sums from each CTA."""
-        return 4 * self.sums
+        return 4 * self.sum_count
 
-    def load_a(self, step: int) -> list[Words]:
+    def load_a(self, k_tile: int) -> list[Words]:
         """Words of A for each of this thread's eight features."""
-        feature, exists = self.thread.features(step)
+        feature, exists = self.thread.features(k_tile)
         return [self._load_row(feature, exists, j) for j in range(8)]
 
     def _load_row(self, feature: I32, exists: Flag, j: int) -> Words:
@@ -57,12 +57,12 @@ class LoraInput:
         pairs = zip(halves[::2], halves[1::2], strict=True)
         return [arithmetic.pack_halves(machine, low, high, high=False) for low, high in pairs]
 
-    def zeros(self) -> Sums:
+    def zeros(self) -> Accumulators:
         """Accumulators of a warp."""
         zero, tiles = self.machine.f32(0.0), -(-self.columns // 16)
         return [[[zero] * 4 for _ in range(tiles)] for _ in range(self.thread.config.token_tiles)]
 
-    def multiply(self, sums: Sums, y: list[Words], a: list[Words]) -> None:
+    def multiply(self, sums: Accumulators, y: list[Words], a: list[Words]) -> None:
         """sums += Aᵀ yᵀ of one k-tile. Word `tile` of a row of A holds the columns of rows g and g + 8 of that tile."""
         for half in (0, 4):
             for tile in range(-(-self.columns // 16)):
@@ -72,13 +72,13 @@ class LoraInput:
                     for first, second in (rows[:2], rows[2:])
                     for high in (False, True)
                 ]
-                for of_tile, row in zip(sums, y, strict=True):
-                    of_tile[tile] = self.machine.mma(of_tile[tile], operand, row[half // 2 : half // 2 + 2])
+                for accumulators, row in zip(sums, y, strict=True):
+                    accumulators[tile] = self.machine.mma(accumulators[tile], operand, row[half // 2 : half // 2 + 2])
 
-    def store_sums(self, sums: Sums) -> None:
+    def store_sums(self, sums: Accumulators) -> None:
         """This warp's sums in shared memory: (tile of tokens, e, g, token), with e as in `_run`."""
         thread, columns = self.thread, self.columns
-        at = thread.shared["lora_sums_s"] + (thread.warp * self.sums + (thread.g * 8 + thread.c * 2)) * 4
+        at = thread.shared["lora_sums_s"] + (thread.warp * self.sum_count + (thread.g * 8 + thread.c * 2)) * 4
         for i, tiles in enumerate(sums):
             for e in range(columns // 8):
                 pair = tiles[e // 2][2 * (e % 2) :][:2]
@@ -87,35 +87,35 @@ class LoraInput:
     def send_sums(self) -> None:
         """Sums over this CTA's warps, to each CTA its share of them."""
         thread, machine, config = self.thread, self.machine, self.thread.config
-        share = self.sums // config.cluster
+        share = self.sum_count // config.cluster
         machine.cta_sync()
-        for start in range(0, self.sums // 4, thread.threads):
+        for start in range(0, self.sum_count // 4, thread.threads):
             index = (thread.index + start) * 4
-            at = thread.shared["lora_sums_s"] + machine.minimum(index, self.sums - 4) * 4
-            of_warps = [machine.load_shared(at, 4, byte=4 * self.sums * w) for w in range(config.warps)]
+            at = thread.shared["lora_sums_s"] + machine.minimum(index, self.sum_count - 4) * 4
+            of_warps = [machine.load_shared(at, 4, byte=4 * self.sum_count * w) for w in range(config.warps)]
             total = [tree_sum(values) for values in zip(*of_warps, strict=True)]
             place = thread.shared["lora_totals_s"] + (thread.rank * share + index % share) * 4
-            machine.st_async(place, index // share, total, thread.lora_barrier, index < self.sums)
+            machine.st_async(place, index // share, total, thread.lora_barrier, index < self.sum_count)
 
     def finish(self, norm: RmsNorm | None) -> None:
         """This CTA's share of lora_x: the sums of all CTAs, added up, scaled by a norm's 1 / rms, and stored."""
         thread, machine, config, spec = self.thread, self.machine, self.thread.config, self.thread.spec
-        share, jobs = self.sums // config.cluster, []
+        share, jobs = self.sum_count // config.cluster, []
         for start in range(0, share, thread.threads):
             local = machine.minimum(thread.index + start, share - 1)
             index = thread.rank * share + local
             tile, within = index // (TOKEN_TILE * self.columns), index % (TOKEN_TILE * self.columns)
-            e, g, of_tile = within // 64, within // 8 % 8, within % 8
+            e, g, row = within // 64, within // 8 % 8, within % 8
             column = e // self.run * (8 * self.run) + g * self.run + e % self.run
             column = thread.column_split * self.columns + column
-            token = thread.first_token + tile * TOKEN_TILE + of_tile
+            token = thread.first_token + tile * TOKEN_TILE + row
             exists = (thread.index + start < share) & (token < spec.tokens)
             if spec.partials:
                 place = thread.k_split * spec.tokens + token
                 to = thread.lora_x + (place * spec.columns + column) * 4
             else:
                 to = thread.lora_x + (token * (MAX_RANK * len(spec.ranks)) + self._padded(column)) * 2
-            factor = norm.inverse_rms(tile, of_tile) if norm else None
+            factor = norm.inverse_rms(tile, row) if norm else None
             jobs.append((thread.shared["lora_totals_s"] + local * 4, factor, to, exists))
         machine.mbarrier_wait(thread.lora_barrier)
         for at, factor, to, exists in jobs:

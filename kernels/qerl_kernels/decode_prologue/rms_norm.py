@@ -25,17 +25,17 @@ class RmsNorm:
         config = self.thread.config
         return 4 * TOKEN_TILE * config.token_tiles * config.cluster
 
-    def load_rows(self, step: int) -> tuple[list[Words], list[Words] | None]:
+    def load_rows(self, k_tile: int) -> tuple[list[Words], list[Words] | None]:
         """Words of x (eight for each tile's token) and of delta (four)."""
         thread, width = self.thread, self.thread.spec.features
-        x = [thread.load_halves(at, 4, exists) for at, exists in thread.places(thread.x, step, width, 4)]
+        x = [thread.load_halves(at, 4, exists) for at, exists in thread.places(thread.x, k_tile, width, 4)]
         if thread.delta is None:
             return x, None
-        return x, [thread.load_halves(at, 2, exists) for at, exists in thread.places(thread.delta, step, width)]
+        return x, [thread.load_halves(at, 2, exists) for at, exists in thread.places(thread.delta, k_tile, width)]
 
-    def load_weights(self, step: int) -> Words:
+    def load_weights(self, k_tile: int) -> Words:
         """The weights of this thread's features."""
-        feature, exists = self.thread.features(step)
+        feature, exists = self.thread.features(k_tile)
         return self.thread.load_halves(self.thread.weight + feature * 4, 4, exists)
 
     def add_delta(self, loaded: tuple[list[Words], list[Words] | None]) -> list[Words]:

@@ -19,7 +19,7 @@ class Thread:
     """Indices, pointers and global memory accesses of one thread.
 
     Attributes:
-      steps: k-tiles of a warp.
+      k_tiles_of_warp: k-tiles of a warp, numbered from 0; the last may not exist.
       columns: columns of A of this cluster.
       column_split: index of this cluster among those that share out the columns of A.
       k_split: index of this cluster among those that share out the features; one of the two indices is 0.
@@ -46,7 +46,7 @@ class Thread:
         self.thread_stride, self.half_stride = (4, 16) if spec.kind == "norm" else (8, 4)
         self.k_tiles = spec.features // K_TILE
         self.k_tiles_of_cta = -(-self.k_tiles // (config.cluster * config.k_splits))
-        self.steps = -(-self.k_tiles_of_cta // config.warps)
+        self.k_tiles_of_warp = -(-self.k_tiles_of_cta // config.warps)
         self.columns = spec.columns // config.column_splits
         self.column_split, self.k_split = cluster % config.column_splits, cluster % config.k_splits
         self.first_token = cluster // (config.column_splits * config.k_splits) * (TOKEN_TILE * config.token_tiles)
@@ -64,17 +64,17 @@ class Thread:
         self.y = pointers.pop(0) if spec.kind != "plain" else None
         assert not pointers
 
-    def features(self, step: int) -> tuple[I32, Flag]:
-        """(first feature of this thread in its warp's k-tile of a step, whether there is such a k-tile)."""
-        local = self.warp + step * self.config.warps
+    def features(self, k_tile: int) -> tuple[I32, Flag]:
+        """(this thread's first feature in its warp's k-tile number `k_tile`, whether there is such a k-tile)."""
+        in_cta = self.warp + k_tile * self.config.warps
         cta = self.k_split * self.config.cluster + self.rank
-        k_tile = cta * self.k_tiles_of_cta + local
-        exists = (local < self.k_tiles_of_cta) & (k_tile < self.k_tiles)
-        return k_tile * K_TILE + self.c * self.thread_stride, exists
+        index = cta * self.k_tiles_of_cta + in_cta
+        exists = (in_cta < self.k_tiles_of_cta) & (index < self.k_tiles)
+        return index * K_TILE + self.c * self.thread_stride, exists
 
-    def places(self, base: Ptr, step: int, width: int, itemsize: int = 2) -> list[tuple[Ptr, Flag]]:
+    def places(self, base: Ptr, k_tile: int, width: int, itemsize: int = 2) -> list[tuple[Ptr, Flag]]:
         """(address, whether it exists) of each tile's token in an array whose rows have `width` elements."""
-        feature, exists = self.features(step)
+        feature, exists = self.features(k_tile)
         return [
             (base + (token * width + feature) * itemsize, exists & token_exists)
             for token, token_exists in zip(self.tokens, self.token_exists, strict=True)
@@ -88,19 +88,19 @@ class Thread:
             for word in self.machine.load_global(at, itemsize, exists, half * self.half_stride * itemsize)
         ]
 
-    def load_x(self, step: int) -> list[Words]:
+    def load_x(self, k_tile: int) -> list[Words]:
         """Words of x for each tile's token: four, or for SiLU four of gate and four of up."""
         load, width = self.machine.load_global, self.spec.features
         if self.spec.kind == "silu":
-            places = self.places(self.x, step, 2 * width)
+            places = self.places(self.x, k_tile, 2 * width)
             return [load(at, 4, exists) + load(at, 4, exists, 2 * width) for at, exists in places]
-        return [load(at, 4, exists) for at, exists in self.places(self.x, step, width)]
+        return [load(at, 4, exists) for at, exists in self.places(self.x, k_tile, width)]
 
-    def store(self, base: Ptr, step: int, rows: list[Words], itemsize: int) -> None:
+    def store(self, base: Ptr, k_tile: int, rows: list[Words], itemsize: int) -> None:
         """Stores each tile's row. The clusters of the same tokens take turns, a k-tile each."""
-        turn = step % self.config.column_splits
+        turn = k_tile % self.config.column_splits
         is_ours = (self.column_split < turn + 1) & (self.column_split > turn - 1)
-        places = self.places(base, step, self.spec.features, itemsize)
+        places = self.places(base, k_tile, self.spec.features, itemsize)
         for (at, exists), row in zip(places, rows, strict=True):
             halves = [row[:itemsize], row[itemsize:]] if self.spec.kind == "norm" else [row]
             for half, words in enumerate(halves):

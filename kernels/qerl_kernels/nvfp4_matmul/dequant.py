@@ -71,22 +71,22 @@ def as_word(register: ir.Value) -> I32:
 
 
 def as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:
-    """registers[step][j], j = row half + 2 × column half -> the array in the layout of A."""
+    """registers[k16_step][j], j = row half + 2 × column half -> the array in the layout of A."""
     shape = mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE))
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    flat = np.empty((8, 2), dtype=object)  # (column half of each step, row half)
-    for step, regs in enumerate(registers):
+    flat = np.empty((8, 2), dtype=object)  # (column half of each k16 step, row half)
+    for k16_step, regs in enumerate(registers):
         for j, reg in enumerate(regs):
-            flat[2 * step + j // 2, j % 2] = mgpu.utils.bitcast(reg, pair)
+            flat[2 * k16_step + j // 2, j % 2] = mgpu.utils.bitcast(reg, pair)
     return mgpu.FragmentedArray(_registers=flat.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def operands(machine: PtxMachine, words: list[I32], scales: list[I32]) -> list[list[I32]]:
+def weight_fragments(machine: PtxMachine, words: list[I32], scales: list[I32]) -> list[list[I32]]:
     """A thread's four words and two words of scales of a tile -> its registers of A for each of the four k16 steps."""
     out = []
-    for step, word in enumerate(words):
-        pair = scales[step // 2]
-        if step % 2:
+    for k16_step, word in enumerate(words):
+        pair = scales[k16_step // 2]
+        if k16_step % 2:
             [pair] = machine.asm("shf.r.wrap.b32 $0, $1, $1, 8;", "r", pair)
         out.append(machine.asm(DEQUANTIZE, "rrrr", word, *machine.asm(_SCALES, "rr", pair)))
     return out
@@ -96,4 +96,6 @@ def _dequantize_lane(ctx, words, scales):
     del ctx
     [word], [scale] = words.registers.flat, scales.registers.flat
     words, scales = ([I32(element(vec, i)) for i in range(count)] for vec, count in ((word, 4), (scale, 2)))
-    return as_fragments([[each.value for each in step] for step in operands(PtxMachine(), words, scales)])
+    return as_fragments(
+        [[each.value for each in registers] for registers in weight_fragments(PtxMachine(), words, scales)]
+    )

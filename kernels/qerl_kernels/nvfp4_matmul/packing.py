@@ -1,13 +1,13 @@
 """The packed form of a 4-bit weight: `pack`, its exact inverse `unpack`, and the kernels' arithmetic in plain JAX.
 
 Hopper's `wgmma` multiplies a 64 × 16 matrix A, which may lie in registers, with a matrix B in shared memory. The
-weight is A: a tile of 64 output features (rows) times four steps of 16 input features (columns). PTX fixes which eight
-elements of a step one thread holds:
+weight is A: a tile of 64 output features (rows) times four k16 steps, of 16 input features each (columns). PTX fixes
+which eight elements of a k16 step one thread holds:
 
     warp w, lane 4 g + q, register j = h + 2 c, half e  <->  row 16 w + 8 h + g,  column 8 c + 2 q + e
 
-so one 32-bit word stores exactly those eight codes, and the four steps of a thread lie side by side: one 128-bit load
-brings 32 weights, and no element ever moves between threads.
+so one 32-bit word stores exactly those eight codes, and the four k16 steps of a thread lie side by side: one 128-bit
+load brings 32 weights, and no element ever moves between threads.
 
 **Codes.** An E2M1 code is sign S and magnitude bits EEM. In a bf16 the pattern `S 000000EE M000000` is the code's
 value times 2^-126 (subnormals included), so a register is made from the word by shifts and ANDs. Half e of a word
@@ -22,7 +22,7 @@ skinny GEMM.
 
 **Scales.** E4M3 with its subnormals becomes E5M3 with an exponent bias of 16 (no subnormals in range, so no branch).
 Placed at bits 4-11 of a half and OR-ed with 0x7000 the byte is the bf16 scale × 2^113. One word holds the scales of
-rows g and g + 8 for two steps: those of the second step appear at the same bits after a rotation by 8. Code × 2^-126
+rows g and g + 8 for two k16 steps: those of the second appear at the same bits after a rotation by 8. Code × 2^-126
 times scale × 2^113 is weight × 2^-13, exactly; `multiplier` carries 2^13.
 
 MXFP4 fits where the exponents of a row's non-zero blocks span at most 30 binades: they are counted down from the row's
@@ -155,15 +155,15 @@ def _padded(values: Array, columns: int) -> Array:
 
 def _words(codes: UInt32[Array, "n k"]) -> UInt32[Array, "n/64 k/64 4 128"]:
     codes = _padded(codes, TILE)
-    tiles, steps = codes.shape[0] // TILE, codes.shape[1] // TILE
+    n_tiles, k_tiles = codes.shape[0] // TILE, codes.shape[1] // TILE
     # row = 16 w + 8 h + g; column = 16 s + 8 c + 2 q + e
-    codes = codes.reshape(tiles, 4, 2, 8, steps, 4, 2, 4, 2)
+    codes = codes.reshape(n_tiles, 4, 2, 8, k_tiles, 4, 2, 4, 2)
     word = 0
     for h in range(2):
         for c in range(2):
             for e in range(2):
                 word |= _place(codes[:, :, h, :, :, :, c, :, e], h + 2 * c) << (16 * e)
-    return word.transpose(0, 3, 1, 2, 5, 4).reshape(tiles, steps, 4, 128)  # t w g u s q -> t u w (g q s)
+    return word.transpose(0, 3, 1, 2, 5, 4).reshape(n_tiles, k_tiles, 4, 128)  # t w g u s q -> t u w (g q s)
 
 
 def _place(code: Array, register: int) -> Array:
@@ -177,13 +177,13 @@ def _place(code: Array, register: int) -> Array:
 
 def _scale_words(byte: UInt8[Array, "n k/16"]) -> UInt32[Array, "n/64 k/64 64"]:
     byte = _padded(byte, 4).astype(jnp.uint32)
-    tiles, steps = byte.shape[0] // TILE, byte.shape[1] // 4
-    b = byte.reshape(tiles, 4, 2, 8, steps, 2, 2)  # t w h g u (pair of steps) (step of the pair)
-    b = b.transpose(0, 4, 1, 3, 5, 2, 6)  # t u w g pair h step
+    n_tiles, k_tiles = byte.shape[0] // TILE, byte.shape[1] // 4
+    b = byte.reshape(n_tiles, 4, 2, 8, k_tiles, 2, 2)  # t w h g u (pair of k16 steps) (k16 step of the pair)
+    b = b.transpose(0, 4, 1, 3, 5, 2, 6)  # t u w g pair h s
     first, second = b[..., 0], b[..., 1]
     word = (first[..., 0] << 4) | (first[..., 1] << 20)
     word |= (second[..., 0] << 12) | (second[..., 1] << 28) | (second[..., 1] >> 4)  # rotated left by 8
-    return word.reshape(tiles, steps, 64)
+    return word.reshape(n_tiles, k_tiles, 64)
 
 
 # ---- the way back, and the arithmetic of the kernels ----
@@ -198,31 +198,33 @@ def registers(words: UInt32[Array, "n/64 k/64 4 128"]) -> tuple[Array, Array, Ar
 
 
 def scale_pairs(scales: UInt32[Array, "n/64 k/64 64"]) -> tuple[Array, Array]:
-    """The bf16 scales × 2^113 of rows g (low half) and g + 8 (high) for the two steps of each word."""
+    """The bf16 scales × 2^113 of rows g (low half) and g + 8 (high) for the two k16 steps of each word."""
     rotated = (scales >> 8) | (scales << 24)
     return tuple((word & jnp.uint32(SCALE_MASK)) | jnp.uint32(SCALE_BIAS) for word in (scales, rotated))
 
 
 def _codes(packed: PackedNvfp4) -> UInt8[Array, "n k"]:
-    tiles, steps = packed.words.shape[:2]
+    n_tiles, k_tiles = packed.words.shape[:2]
     halves = []
     for register in registers(packed.words):
         for e in range(2):
             half = (register >> (16 * e)) & 0xFFFF
             halves.append(((half >> 12) & 8) | ((half >> 6) & 7))
-    code = jnp.stack(halves, axis=-1).astype(jnp.uint8).reshape(tiles, steps, 4, 8, 4, 4, 2, 2, 2)  # t u w g q s c h e
-    code = code.transpose(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(tiles * TILE, steps * TILE)
+    code = (
+        jnp.stack(halves, axis=-1).astype(jnp.uint8).reshape(n_tiles, k_tiles, 4, 8, 4, 4, 2, 2, 2)
+    )  # t u w g q s c h e
+    code = code.transpose(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(n_tiles * TILE, k_tiles * TILE)
     return code[: packed.shape[0], : packed.shape[1]]
 
 
 def _scale_halves(packed: PackedNvfp4) -> UInt32[Array, "n k/16"]:
     """bf16 bits of scale × 2^113 for every row and block of 16."""
-    tiles, steps = packed.scales.shape[:2]
+    n_tiles, k_tiles = packed.scales.shape[:2]
     pairs = jnp.stack(scale_pairs(packed.scales), axis=-1)
     pairs = jnp.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).reshape(
-        tiles, steps, 4, 8, 2, 2, 2
-    )  # t u w g pair step h
-    pairs = pairs.transpose(0, 2, 6, 3, 1, 4, 5).reshape(tiles * TILE, steps * 4)
+        n_tiles, k_tiles, 4, 8, 2, 2, 2
+    )  # t u w g pair s h
+    pairs = pairs.transpose(0, 2, 6, 3, 1, 4, 5).reshape(n_tiles * TILE, k_tiles * 4)
     return pairs[: packed.shape[0], : packed.shape[1] // NVFP4_BLOCK]
 
 

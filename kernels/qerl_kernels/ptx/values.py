@@ -1,6 +1,7 @@
 """Values of one thread with operators: 32-bit words and flags, fp32, 64-bit addresses.
 
-An operand may be a Python int. Operators emit their instruction at once, operands from left to right.
+An operand may be a Python int. Operators emit their instruction at once, operands from left to right. Of words, `//`,
+`%` and `>>` are unsigned; comparisons and `minimum` are signed, and a comparison is a `Flag`.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class Ptr(Value):
         return asm(text, "l", self, I32.of(offset))[0]
 
 
-Any32 = TypeVar("Any32", I32, F32, Ptr)
+AnyValue = TypeVar("AnyValue", I32, F32, Ptr)
 _KINDS = {"r": I32, "f": F32, "l": Ptr}
 
 
@@ -174,7 +175,7 @@ def asm(text: str, out: str, *inputs: Value, effects: bool = False) -> list[Valu
     return [_KINDS[letter](value) for letter, value in zip(out, found, strict=True)]
 
 
-def select(flag: I32, a: Any32 | int, b: Any32 | int) -> Any32:
+def select(flag: I32, a: AnyValue | int, b: AnyValue | int) -> AnyValue:
     """a where the flag is not 0, else b."""
     a, b = (I32.of(x) if isinstance(x, int) else x for x in (a, b))
     return type(a)(arith.select(is_set(flag), a.value, b.value))

@@ -22,7 +22,8 @@ from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 
 _FIELDS = (
-    "empty", "lora_b_empty", "full", "cluster_sums_full", "lora_x_full", "warpgroup_sums_full", "warpgroup_sums_empty",
+    "empty", "lora_b_empty", "full", "sums_from_cluster_full", "lora_x_full", "warpgroup_sums_full",
+    "warpgroup_sums_empty",
 )  # fmt: skip
 
 
@@ -46,11 +47,11 @@ class Barriers:
     # k-iteration or those of the LoRA input; where a use has fewer copies than the other kind, the producer arrives by
     # hand for the rest. Copies wait for nobody; the producer issues them after `empty` (and `lora_b_empty`), see there.
     full: jax.Ref
-    # cluster_sums_full[r, d] completes at most once in a kernel. A run can end within at most one tile, so a CTA owns
-    # at most one tile that others continue, and each of those sends once, when it has done its first segment. CTAs
+    # sums_from_cluster_full[r, d] completes at most once in a kernel. A run can end within at most one tile, so a CTA
+    # owns at most one tile that others continue, and each of those sends once, when it has done its first segment. CTAs
     # without work have no place among the senders, so the owner waits exactly for those who send. Senders wait for
     # nobody. An owner cannot leave before its senders' data has come.
-    cluster_sums_full: jax.Ref | None
+    sums_from_cluster_full: jax.Ref | None
     # lora_x_full completes at most once in a kernel, where `x A` comes as split-K partials and the CTA owns a tile:
     # warps 1 to 3 of the producer arrive when their sums are in shared memory (`reduce_partials`), and wait for nobody.
     # Consumers wait for it once, before they store the first tile that the CTA owns. In such a kernel warp 0 issues the
@@ -75,7 +76,7 @@ def declare_barriers(config: GemmConfig, terms: Terms) -> Barriers:
         empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         lora_b_empty=plgpu.Barrier(num_arrivals=config.warpgroups_n) if terms.has_lora else None,
         full=plgpu.Barrier(num_arrivals=full_arrivals(config, terms), num_barriers=config.stages),
-        cluster_sums_full=plgpu.Barrier(num_barriers=senders) if shares_tiles else None,
+        sums_from_cluster_full=plgpu.Barrier(num_barriers=senders) if shares_tiles else None,
         lora_x_full=plgpu.Barrier(num_arrivals=3) if terms.has_partials else None,
         warpgroup_sums_full=plgpu.Barrier(num_arrivals=config.warpgroups_k - 1, num_barriers=config.warpgroups_n)
         if shares_k

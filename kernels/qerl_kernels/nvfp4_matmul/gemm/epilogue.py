@@ -92,15 +92,16 @@ def _reduce_cluster(consumer: Consumer, total: jax.Array, s: jax.Array, row_term
     def _():
         place = cta.stream_k.senders_before(tile, cta.rank)
         plgpu.async_store_smem(
-            total, cta.smem.cluster_sums_s.at[r, place], cta.barriers.cluster_sums_full.at[r * senders + place],
+            total, cta.smem.sums_from_cluster_s.at[r, place],
+            cta.barriers.sums_from_cluster_full.at[r * senders + place],
             cluster_idx=owner, cluster_dim="cluster_rank", optimized=False,
         )  # fmt: skip
 
     @pl.when(owner == cta.rank)
     def _():
         def add_one(place, total):
-            plgpu.barrier_wait(cta.barriers.cluster_sums_full.at[r * senders + place])
-            return _add(total, cta.smem.cluster_sums_s.at[r, place])
+            plgpu.barrier_wait(cta.barriers.sums_from_cluster_full.at[r * senders + place])
+            return _add(total, cta.smem.sums_from_cluster_s.at[r, place])
 
         whole = lax.fori_loop(0, cta.stream_k.senders_before(tile, cta.config.cluster), add_one, total)
         _finish_tile(consumer, whole, s, row_terms)

@@ -46,17 +46,17 @@ def _mma_lane(ctx, total, a, x_s, *, k_tile, k_tiles):
     del ctx
     machine = PtxMachine()
     sums = total.registers.reshape(-1, 2).copy()  # (n8 tile, row half)
-    fragments = a.registers.reshape(8, 2)  # (column half of each step, row half)
+    fragments = a.registers.reshape(8, 2)  # (column half of each k16 step, row half)
     [start] = machine.asm(_B_ADDRESS, "r", machine.shared_address(x_s), machine.thread_index())
     [other] = machine.asm("xor.b32 $0, $1, 64;", "r", start)
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     for n8_tile in range(sums.shape[0]):
         for half, address in enumerate((start, other)):
             b = machine.ldmatrix(address, byte=(n8_tile * k_tiles + k_tile) * 1024)
-            for step in (2 * half, 2 * half + 1):
-                regs = [as_word(register) for register in fragments[2 * step : 2 * step + 2].flat]
-                held = [F32(element(vec, i)) for vec in sums[n8_tile] for i in range(2)]
-                new = [each.value for each in machine.mma(held, regs, b[2 * (step % 2) :][:2])]
+            for k16_step in (2 * half, 2 * half + 1):
+                regs = [as_word(register) for register in fragments[2 * k16_step : 2 * k16_step + 2].flat]
+                accumulator = [F32(element(vec, i)) for vec in sums[n8_tile] for i in range(2)]
+                new = [each.value for each in machine.mma(accumulator, regs, b[2 * (k16_step % 2) :][:2])]
                 sums[n8_tile] = [vector.from_elements(pair, new[:2]), vector.from_elements(pair, new[2:])]
     return mgpu.FragmentedArray(
         _registers=sums.reshape(total.registers.shape), _layout=total.layout, _is_signed=total.is_signed

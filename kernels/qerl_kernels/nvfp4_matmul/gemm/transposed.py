@@ -28,7 +28,7 @@ from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.values import I32
 
-# What a thread holds: the words of the four steps, and for each two words of scales.
+# What a thread holds: the words of the four k16 steps, and for each two words of scales.
 WORDS_T = plgpu.Layout.WG_STRIDED((4, 128), vec_size=1)
 SCALES_T = plgpu.Layout.WG_STRIDED((8, 128), vec_size=1)
 
@@ -138,13 +138,16 @@ TRANSPOSED = Transposed()
 def load_transposed(words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax.Array]:
     """Words [16, 32] (swizzled) and scales [64] of a tile -> registers for `dequantize` of the transposed tile.
 
-    A word holds eight codes of rows 16 j + g, + 8 and columns 16 s + 8 c + 2 q + e; one half of it those of one e. The
-    16 bytes of a thread of `packing` (j, g, q) are the words of the four s, so that eight such rows for g = 0 ... 7 are
-    an 8 × 8 matrix of halves, (2 s + e) across. `ldmatrix.trans` gives the thread (g', q') of every warp the halves
-    2 s + e = g' of g = 2 q' and 2 q' + 1: a word of the transposed tile, its row halves c and its column halves h. Warp
-    w takes q = w. So row 16 w + 8 c + 2 s + e of the operand is feature 16 s + 8 c + 2 w + e, and nothing moves between
-    threads. Rows of a matrix lie 64 bytes apart; the swizzle (16-byte chunk ^= 128-byte line modulo 8) spreads them
-    over all banks.
+    As packed, a word of k16 step s holds eight codes, one half of it those of one e. The 16 bytes of a packed thread
+    (j, g, q) are its words of the four s, so that the rows g = 0 ... 7 are an 8 × 8 matrix of halves, (2 s + e) across.
+
+        packed word      lane 4 g + q of warp j, half e  <->  row 16 j + 8 h + g,  column 16 s + 8 c + 2 q + e
+        ldmatrix.trans   lane 4 g' + q' of warp w        <->  half g' = 2 s + e of g = 2 q' and 2 q' + 1, for q = w
+        transposed word  row half c, column half h       <->  row 16 w + 8 c + 2 s + e,  column 16 j + 8 h + g
+        stored           by `store_transposed`           <->  feature 16 s + 8 c + 2 w + e of that row
+
+    So nothing moves between threads. Rows of a matrix lie 64 bytes apart; the swizzle (16-byte chunk ^= 128-byte line
+    modulo 8) spreads them over all banks.
     """
 
     def program(ctx, words_s, scales_s):
@@ -212,8 +215,8 @@ def dequantize_transposed(words: jax.Array, scales: jax.Array) -> jax.Array:
         machine = PtxMachine()
         thread = machine.thread_index()
         pairs, words = ([I32(element(vec, 0)) for vec in array.registers.flat] for array in (scales, words))
-        steps = emit_dequantize(machine, words, pairs, thread)
-        return as_fragments([[word.value for word in step] for step in steps])
+        fragments = emit_dequantize(machine, words, pairs, thread)
+        return as_fragments([[word.value for word in registers] for registers in fragments])
 
     out = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     return plgpu.inline_mgpu(arg_types=(WORDS_T, SCALES_T), return_type=out)(program)(words, scales)
@@ -224,8 +227,8 @@ def emit_dequantize(machine: PtxMachine, words: Sequence[I32], scales: Sequence[
     thread for each of the four k16 steps.
 
     Registers h + 2 c of a word are those of row half c and column half h here; a pair of values has two scales. The
-    scale of row half h and step s lies in bytes (0, 1), (2, 3), (1, 2), (3, 0) for (h, s % 2) = (0, 0), (1, 0), (0, 1),
-    (1, 1). This thread's step is bits 3 and 4 of its lane.
+    scale of row half h and k16 step s lies in bytes (0, 1), (2, 3), (1, 2), (3, 0) for (h, s % 2) = (0, 0), (1, 0),
+    (0, 1), (1, 1). This thread's k16 step is bits 3 and 4 of its lane.
     """
     choices = (("0x6521", "0x5410"), ("0x4703", "0x7632"))
     bytes_of = [machine.asm(_BYTES.format(*choice), "r", thread)[0] for choice in choices]

@@ -11,6 +11,10 @@ from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 MAX_M = 32
+X_ROW_BYTES = 2 * TILE  # a row of x in a k-tile
+# Codes and block scales of a 64 × 64 tile of the packed weight, and of an m16 tile's quarter of it.
+WORDS_TILE_BYTES, SCALES_TILE_BYTES = 2048, 256
+WORDS_M16_BYTES, SCALES_M16_BYTES = WORDS_TILE_BYTES // 4, SCALES_TILE_BYTES // 4
 LORA_ROW_BYTES = 4 * (MMA_ROWS + 4)  # one row of x in an m16 tile of a LoRA term
 
 
@@ -173,7 +177,7 @@ class SharedLayout:
     @property
     def a_at(self) -> int:
         """Offset of A in a stage, behind x: 64 rows."""
-        return self.config.tile_m * 128
+        return self.config.tile_m * X_ROW_BYTES
 
     @property
     def words_at(self) -> int:
@@ -183,7 +187,7 @@ class SharedLayout:
     @property
     def stage_bytes(self) -> int:
         """One stage, a k-tile; a multiple of 128, so that rows of x begin at bank 0."""
-        return -(-(self.words_at + self.config.m16_tiles * 576) // 128) * 128
+        return -(-(self.words_at + self.config.m16_tiles * (WORDS_M16_BYTES + SCALES_M16_BYTES)) // 128) * 128
 
     @property
     def row_bytes(self) -> int:
@@ -220,8 +224,8 @@ class SharedLayout:
         return self.config.tile_m * self.config.tile_n // 4
 
     def arrays(self) -> dict[str, int]:
-        """Bytes of each array: the warps' own memory, the box for the sums of the other CTAs, its mbarrier, and B."""
+        """Bytes of each array: the warps' own memory, the sums from the other CTAs, their mbarrier, and B."""
         sizes = {"warps_s": self.config.warps * self.warp_bytes}
         if self.config.cluster > 1:
-            sizes |= {"box_s": (self.config.cluster - 1) * self.vectors * 16, "arrived_s": 16}
+            sizes |= {"sums_from_cluster_s": (self.config.cluster - 1) * self.vectors * 16, "arrived_s": 16}
         return sizes | ({"b_s": MMA_ROWS * self.rank_tiles * self.b_row_bytes} if self.rank_tiles else {})

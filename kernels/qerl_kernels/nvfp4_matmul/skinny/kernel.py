@@ -28,14 +28,16 @@ barriers and an exchange before the last `mma`.) B lies in shared memory, brough
 CTA, missing ranks and features as zeros. All clusters whose features have the same adapter compute the same `x A`:
 sharing it would take a barrier of the whole GPU.
 
-Why no copy tears and no wait hangs. A stage is written by copies of its warp and read by that warp alone: a lane waits
-for its own copies, `warp_sync` makes those of the others visible, and a second one stands between the last read and the
-copies that fill the stage anew; after the mainloop no copy is in flight (all non-empty groups have been waited for).
-One CTA barrier stands between the writes and the reads of the sums. Between CTAs there is one mbarrier in the shared
-memory of rank 0, set up before the mainloop and completed once, by the bytes of all other CTAs, each of which sends the
-same number and waits for no CTA (but for that set-up, which every CTA announces before it waits for anything). Every
-thread that reads the box has waited for that mbarrier itself. Where the kernel computes `x A`, one more CTA barrier
-stands between the mainloop and the sums: every thread has then waited for its own copies of B.
+Why no copy tears and no wait hangs.
+- A stage is written by copies of its warp and read by that warp alone. A lane waits for its own copies, `warp_sync`
+  makes those of the others visible, and a second one stands between the last read and the copies that fill the stage
+  anew. After the mainloop no copy is in flight: all non-empty groups have been waited for.
+- One CTA barrier stands between the writes and the reads of the sums. Where the kernel computes `x A`, one more stands
+  between the mainloop and the sums: every thread has then waited for its own copies of B.
+- Between CTAs there is one mbarrier, in the shared memory of rank 0. It is set up before the mainloop and completed
+  once, by the bytes of all other CTAs. Each of them sends the same number and waits for no CTA but for that set-up,
+  which every CTA announces before it waits for anything.
+- Every thread that reads the sums of other CTAs has waited for that mbarrier itself.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_kernels.formats import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.dequant import operands
+from qerl_kernels.nvfp4_matmul.dequant import weight_fragments
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse, describe, is_lora_x
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.skinny.config import SharedLayout, SkinnyConfig, SkinnyProblem
@@ -65,9 +67,9 @@ from qerl_kernels.ptx.values import F32, I32, Ptr, tree_sum
 
 # A jit of its own: a program lowers and compiles each shape once, not once for every layer.
 @functools.partial(jax.jit, static_argnames=("config", "scale"))
-def skinny_matmul(x: jax.Array, weight: PackedNvfp4, config: SkinnyConfig, **terms) -> jax.Array:
-    """`run` on the GPU."""
-    return run(launch, x, weight, config, **terms)
+def skinny_matmul(x: jax.Array, weight: PackedNvfp4, config: SkinnyConfig, **epilogue) -> jax.Array:
+    """`run` on the GPU. `epilogue`: the bias and the arguments of LoRA."""
+    return run(launch, x, weight, config, **epilogue)
 
 
 def run(
@@ -182,7 +184,7 @@ class _Program:
         self.reduction = Reduction(config, self.layout, self.thread, shared)
         a_or_lora_x, *b = rest or [None]
         self.lora = LoraTerm(problem, config, self.layout, self.thread, shared, a_or_lora_x, b)
-        self.mainloop = Mainloop(Pipeline(self.lora, words, scales, x), operands)
+        self.mainloop = Mainloop(Pipeline(self.lora, words, scales, x), weight_fragments)
 
     def emit(self) -> None:
         machine, config = self.machine, self.config
@@ -190,11 +192,11 @@ class _Program:
             size = (config.cluster - 1) * self.layout.vectors * 16
             machine.init_mbarriers([(self.shared["arrived_s"], size)], self.thread.index)
         self.mainloop.start()
-        terms = self._load_terms()
+        row_terms = self._load_row_terms()
         if config.computes_lora_x:
             multiplier = self._load_multiplier()
         else:
-            jobs = self.lora.load()
+            jobs = self.lora.load_jobs()
         sums, lora_x = self.mainloop.run()
         if config.computes_lora_x:
             machine.cta_sync()
@@ -202,11 +204,11 @@ class _Program:
             self.reduction.store_warp(sums)
         else:
             self.reduction.store_warp(sums)
-            self.lora.multiply(jobs)
+            self.lora.multiply_jobs(jobs)
         machine.cta_sync()
         if config.cluster > 1:
             machine.cluster_wait()
-        self._epilogue(terms)
+        self._epilogue(row_terms)
 
     def _feature(self) -> I32:
         """First of the four features that this thread finishes in every round."""
@@ -218,9 +220,9 @@ class _Program:
         at = self.multiplier + (self.thread.first_tile * MMA_ROWS + self.thread.g) * 4
         places = [[4 * (MMA_ROWS * tile + 8 * h) for h in range(2)] for tile in range(self.config.m16_tiles)]
         load = lambda byte: as_float(machine, machine.load_global(at, 1, machine.i32(1), byte)[0])  # noqa: E731
-        return [list(map(load, of_tile)) for of_tile in places]
+        return [list(map(load, pair)) for pair in places]
 
-    def _load_terms(self) -> tuple[list[I32] | None, list[I32] | None]:
+    def _load_row_terms(self) -> tuple[list[I32] | None, list[I32] | None]:
         """Words of the multiplier, where the sums do not include it, and of the bias for this thread's features."""
         feature, multiplier, load = self._feature(), None, self.machine.load_global
         if not self.config.computes_lora_x:
@@ -230,7 +232,7 @@ class _Program:
         size = self.problem.bias_bytes
         return multiplier, load(self.bias + feature * size, size, self.thread.is_first)
 
-    def _epilogue(self, terms: tuple) -> None:
+    def _epilogue(self, row_terms: tuple) -> None:
         machine, sums = self.machine, self.reduction.sum_warps()
         is_cluster = self.config.cluster > 1
         if is_cluster:
@@ -240,7 +242,7 @@ class _Program:
                 machine.mbarrier_wait(self.shared["arrived_s"])
         with machine.when(self.thread.is_first) if is_cluster else contextlib.nullcontext():
             for start, values in self.reduction.sum_ctas(sums):
-                self._store(start, values, *terms)
+                self._store(start, values, *row_terms)
 
     def _store(self, start: int, values: list[F32], multiplier: list[I32] | None, bias: list[I32] | None) -> None:
         """Stores four features of a row: values · multiplier (+ bias) (+ LoRA term), as bf16."""
@@ -256,8 +258,8 @@ class _Program:
                 wide = [bf16_to_f32(machine, bias[i // 2], i % 2 == 1) for i in range(4)]
             values = [value + more for value, more in zip(values, wide, strict=True)]
         if problem.rank_tiles and not self.config.computes_lora_x:
-            scale, terms = machine.f32(problem.scale), self.lora.terms(*self.reduction.row_and_vector(start))
-            values = [fma(machine, scale, tree_sum(more), v) for v, *more in zip(values, *terms, strict=True)]
+            scale, vectors = machine.f32(problem.scale), self.lora.read_jobs(*self.reduction.row_and_vector(start))
+            values = [fma(machine, scale, tree_sum(more), v) for v, *more in zip(values, *vectors, strict=True)]
         words = [pack_bf16(machine, values[0], values[1]), pack_bf16(machine, values[2], values[3])]
         columns = -(-problem.n // TILE) * TILE
         place = self.y + (row * columns + self._feature()) * 2

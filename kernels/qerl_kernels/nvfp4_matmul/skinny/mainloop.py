@@ -18,7 +18,7 @@ class Mainloop:
 
     Attributes:
       pipeline: its warp's stages.
-      dequantize: (machine, four words, two words of scales) -> the `mma` operands of the four k16 steps.
+      dequantize: (machine, four words, two words of scales) -> the A fragments of the four k16 steps.
       in_flight: stages in use, fewer than the config's where a warp has fewer k-tiles.
       count: k-tiles of this warp.
       next: source addresses of the first k-tile that is not in flight, None where there is none.
@@ -36,15 +36,15 @@ class Mainloop:
         config, thread, machine = pipeline.config, pipeline.thread, pipeline.machine
         first, self.count = self._k_tiles()
         at = pipeline.begin(first)
-        most = math.ceil(math.ceil(pipeline.problem.k_tiles / config.cluster) / config.warps)
-        self.in_flight = min(config.stages, most)
+        max_k_tiles = math.ceil(math.ceil(pipeline.problem.k_tiles / config.cluster) / config.warps)
+        self.in_flight = min(config.stages, max_k_tiles)
         for stage in range(self.in_flight):
             pipeline.fetch(thread.memory + stage * layout.stage_bytes, at, stage < self.count)
             if config.computes_lora_x and stage == self.in_flight - 1:
                 pipeline.lora.fetch_b()  # in the last group: the first k-tile is waited for first
             machine.commit_group()
             at = pipeline.advance(at)
-        self.next = at if most > self.in_flight else None
+        self.next = at if max_k_tiles > self.in_flight else None
 
     def run(self) -> tuple[Sums, Sums]:
         """(sums of this warp's k-tiles, its share of `x A`), both fp32. No copy is in flight afterwards."""
@@ -59,22 +59,24 @@ class Mainloop:
             machine.wait_group(self.in_flight - 1)
             machine.warp_sync()
             sums = self._by_tile(flat)
-            x = pipeline.x_operand(stage)
+            x = pipeline.x_fragments(stage)
             sums, lora_x = sums[: config.m16_tiles], sums[config.m16_tiles :]
-            lora_x = [self._add(own, pipeline.a_operands(stage, tile), x) for tile, own in enumerate(lora_x)]
-            sums = [self._add_weight(own, x, stage, tile) for tile, own in enumerate(sums)]
+            lora_x = [
+                self._add(tile_sums, pipeline.lora_a_fragments(stage, tile), x) for tile, tile_sums in enumerate(lora_x)
+            ]
+            sums = [self._add_weight(tile_sums, x, stage, tile) for tile, tile_sums in enumerate(sums)]
             if at:
                 machine.warp_sync()
                 pipeline.fetch(stage, at_, i + self.in_flight < self.count)
                 at_ = pipeline.advance(at_)
             machine.commit_group()
-            after = machine.select(stage < last, stage + layout.stage_bytes, memory)
-            return [after, *at_, *(value for of_tile in sums + lora_x for four in of_tile for value in four)]
+            next_stage = machine.select(stage < last, stage + layout.stage_bytes, memory)
+            return [next_stage, *at_, *(value for tile_sums in sums + lora_x for four in tile_sums for value in four)]
 
-        found = self._by_tile(machine.fori(self.count, [memory, *at, *[zero] * carried], k_tile)[-carried:])
+        by_tile = self._by_tile(machine.fori(self.count, [memory, *at, *[zero] * carried], k_tile)[-carried:])
         machine.wait_group(0)
         machine.warp_sync()
-        return found[: config.m16_tiles], found[config.m16_tiles :]
+        return by_tile[: config.m16_tiles], by_tile[config.m16_tiles :]
 
     def _k_tiles(self) -> tuple[I32, I32]:
         """(first k-tile, number of k-tiles) of this warp: an even share of its CTA's, an even share of all."""
@@ -95,9 +97,9 @@ class Mainloop:
         """The sums of an m16 tile plus those of a k-tile."""
         return self._add(sums, self.dequantize(self.pipeline.machine, *self.pipeline.weight(stage, tile)), x)
 
-    def _add(self, sums: list[list[F32]], operands: Iterable[list[I32]], x: list[list[I32]]) -> list[list[F32]]:
-        """sums + Σ over k16 steps of operand · xᵀ."""
+    def _add(self, sums: list[list[F32]], a_fragments: Iterable[list[I32]], x: list[list[I32]]) -> list[list[F32]]:
+        """sums + Σ over k16 steps of A fragment · xᵀ."""
         machine = self.pipeline.machine
-        for step, a in enumerate(operands):
-            sums = [machine.mma(four, a, x[n8][2 * step : 2 * step + 2]) for n8, four in enumerate(sums)]
+        for k16_step, a in enumerate(a_fragments):
+            sums = [machine.mma(four, a, x[n8][2 * k16_step : 2 * k16_step + 2]) for n8, four in enumerate(sums)]
         return sums

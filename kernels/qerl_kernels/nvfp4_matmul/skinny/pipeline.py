@@ -24,6 +24,13 @@ from collections.abc import Iterator
 
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
+from qerl_kernels.nvfp4_matmul.skinny.config import (
+    SCALES_M16_BYTES,
+    SCALES_TILE_BYTES,
+    WORDS_M16_BYTES,
+    WORDS_TILE_BYTES,
+    X_ROW_BYTES,
+)
 from qerl_kernels.nvfp4_matmul.skinny.lora import LoraTerm
 from qerl_kernels.ptx.values import I32, Ptr
 
@@ -51,11 +58,11 @@ class Pipeline:
         k_tiles, lane = self.problem.k_tiles, self.thread.lane
         tile, quarter = self.thread.first_tile // 4, self.thread.first_tile % 4
         k_tile = tile * k_tiles + first
-        words = self.words + (k_tile * 2048 + (quarter * 512 + lane * 16))
-        scales = k_tile * 256 + (quarter * 64 + lane * 16)
+        words = self.words + (k_tile * WORDS_TILE_BYTES + (quarter * WORDS_M16_BYTES + lane * 16))
+        scales = k_tile * SCALES_TILE_BYTES + (quarter * SCALES_M16_BYTES + lane * 16)
         if self.config.m16_tiles == 8:  # lanes 16-31 have the second 64 features
-            scales = scales + (lane // 16) * ((k_tiles - 1) * 256)
-        x = (lane // 8) * (k_tiles * 128) + (first * 128 + (lane % 8) * 16)
+            scales = scales + (lane // 16) * ((k_tiles - 1) * SCALES_TILE_BYTES)
+        x = (lane // 8) * (k_tiles * X_ROW_BYTES) + (first * X_ROW_BYTES + (lane % 8) * 16)
         at = [words, self.scales + scales, self.x + x]
         if self.config.computes_lora_x:
             row = first * TILE + lane // (self.layout.a_columns // 8)
@@ -65,56 +72,57 @@ class Pipeline:
 
     def advance(self, at: list[Ptr]) -> list[Ptr]:
         """The source addresses one k-tile on."""
-        steps = (2048, 256, 128, TILE * 2 * self.problem.lora_columns)
-        return [address + step for address, step in zip(at, steps[: len(at)], strict=True)]
+        strides = (WORDS_TILE_BYTES, SCALES_TILE_BYTES, X_ROW_BYTES, TILE * 2 * self.problem.lora_columns)
+        return [address + stride for address, stride in zip(at, strides[: len(at)], strict=True)]
 
     def fetch(self, stage: I32, at: list[Ptr], flag: I32) -> None:
         """Starts the copies of a k-tile to a stage where the flag is 1."""
         words, scales, x, *a = at
         tiles, k_tiles, words_at = self.config.m16_tiles, self.problem.k_tiles, self.layout.words_at
         linear = stage + self.to_linear
-        of_tile = [(tile // 4) * k_tiles * 2048 + tile % 4 * 512 for tile in range(tiles)]
-        to_words = [(words_at + 512 * tile, source) for tile, source in enumerate(of_tile)]
-        self.machine.cp_async(linear, words, to_words, flag)
+        sources = [tile // 4 * k_tiles * WORDS_TILE_BYTES + tile % 4 * WORDS_M16_BYTES for tile in range(tiles)]
+        copies = [(words_at + WORDS_M16_BYTES * tile, source) for tile, source in enumerate(sources)]
+        self.machine.cp_async(linear, words, copies, flag)
         has_scales = flag if tiles == 8 else flag & (self.thread.lane < 4 * tiles)
-        self.machine.cp_async(linear, scales, [(words_at + 512 * tiles, 0)], has_scales)
+        self.machine.cp_async(linear, scales, [(words_at + WORDS_M16_BYTES * tiles, 0)], has_scales)
         low = stage + self.to_x
         high = low ^ 64
         for i in range(math.ceil(self.problem.m / 4)):  # garbage in a missing row of x spoils no other row
             exists = flag & self.x_exists[i] if i in self.x_exists else flag
-            self.machine.cp_async((low, high)[i % 2], x, [(512 * i, 4 * i * k_tiles * 128)], exists)
+            self.machine.cp_async((low, high)[i % 2], x, [(4 * i * X_ROW_BYTES, 4 * i * k_tiles * X_ROW_BYTES)], exists)
         if a:
             self._fetch_a(stage, *a, flag)
 
-    def x_operand(self, stage: I32) -> list[list[I32]]:
+    def x_fragments(self, stage: I32) -> list[list[I32]]:
         """x of a k-tile: eight words for each n8 tile."""
         low = stage + self.from_x
         high = low ^ 64
         load = self.machine.ldmatrix
-        return [load(low, 1024 * n8) + load(high, 1024 * n8) for n8 in range(self.config.n8_tiles)]
+        bytes_ = [8 * X_ROW_BYTES * n8 for n8 in range(self.config.n8_tiles)]
+        return [load(low, byte) + load(high, byte) for byte in bytes_]
 
     def weight(self, stage: I32, tile: int) -> tuple[list[I32], list[I32]]:
         """Four words of codes and two words of scales of an m16 tile."""
         words_at = self.layout.words_at
-        scales_at = words_at + 512 * self.config.m16_tiles
-        words = self.machine.load_shared_words(stage + self.to_linear, 4, words_at + 512 * tile)
-        return words, self.machine.load_shared_words(stage + self.from_scales, 2, scales_at + 64 * tile)
+        scales_at = words_at + WORDS_M16_BYTES * self.config.m16_tiles
+        words = self.machine.load_shared_words(stage + self.to_linear, 4, words_at + WORDS_M16_BYTES * tile)
+        return words, self.machine.load_shared_words(stage + self.from_scales, 2, scales_at + SCALES_M16_BYTES * tile)
 
-    def a_operands(self, stage: I32, rank_tile: int) -> Iterator[list[I32]]:
-        """Aᵀ of 16 ranks: the operand of each 16 of k."""
+    def lora_a_fragments(self, stage: I32, rank_tile: int) -> Iterator[list[I32]]:
+        """A fragments of Aᵀ, 16 ranks: one for each k16 step."""
         at = stage + self.from_a[rank_tile]
-        for step in range(TILE // 16):
-            yield self.machine.ldmatrix(at, step * 16 * 2 * self.layout.a_columns, transposed=True)
+        for k16_step in range(TILE // 16):
+            yield self.machine.ldmatrix(at, k16_step * 16 * 2 * self.layout.a_columns, transposed=True)
 
     def _offsets(self) -> None:
         """Offsets in a stage at which this lane writes and reads."""
         lane = self.thread.lane
         row, chunk = lane // 8, lane % 8
         # Rows 0-3 of an n8 tile, 8 lanes each; the second copy has rows 4-7, whose chunks lie 64 bytes away.
-        self.to_x = row * 128 + (chunk ^ row) * 16
+        self.to_x = row * X_ROW_BYTES + (chunk ^ row) * 16
         self.to_linear = lane * 16
         # Lane 8 j + r gives row r and chunk j, then chunk j + 4.
-        self.from_x = chunk * 128 + (row ^ chunk) * 16
+        self.from_x = chunk * X_ROW_BYTES + (row ^ chunk) * 16
         self.from_scales = self.thread.g * 8
         self.x_exists = {}  # flags of the copies of four rows that reach past the last row
         for i in range(2 * self.config.n8_tiles):

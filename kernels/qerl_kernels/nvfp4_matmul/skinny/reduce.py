@@ -42,8 +42,8 @@ class Reduction:
         stages may be in flight and no read of them pending."""
         thread, row_bytes = self.thread, self.layout.row_bytes
         at = thread.memory + (thread.q * (2 * row_bytes) + thread.g * 4)
-        for tile, of_tile in enumerate(sums):
-            for n8, four in enumerate(of_tile):
+        for tile, fours in enumerate(sums):
+            for n8, four in enumerate(fours):
                 for i, value in enumerate(four):  # feature g + 8 h, row 2 q + e
                     h, e = divmod(i, 2)
                     byte = (8 * n8 + e) * row_bytes + 4 * (MMA_ROWS * tile + 8 * h)
@@ -63,23 +63,23 @@ class Reduction:
 
     def sum_warps(self) -> list[list[F32]]:
         """Each of this thread's vectors summed over the CTA's warps, eight at a time to save registers."""
-        machine, found = self.thread.machine, []
+        machine, totals = self.thread.machine, []
         for _, _, _, row, vector in self.rounds():
             at = machine.minimum(row, self.config.tile_m - 1) * self.layout.row_bytes + vector * 16
             at, sums = self.shared["warps_s"] + at, []
             for begin in range(0, self.config.warps, 8):
-                some = range(begin, min(begin + 8, self.config.warps))
-                vectors = [machine.load_shared(at, 4, byte=self.layout.warp_bytes * warp) for warp in some]
+                warps = range(begin, min(begin + 8, self.config.warps))
+                vectors = [machine.load_shared(at, 4, byte=self.layout.warp_bytes * warp) for warp in warps]
                 sums.append([tree_sum(values) for values in zip(*vectors, strict=True)])
-            found.append([tree_sum(values) for values in zip(*sums, strict=True)])
-        return found
+            totals.append([tree_sum(values) for values in zip(*sums, strict=True)])
+        return totals
 
     def send(self, sums: list[list[F32]]) -> None:
         """Sends this CTA's vectors to rank 0."""
         thread, machine = self.thread, self.thread.machine
         for (_, number, exists, _, _), values in zip(self.rounds(), sums, strict=True):
-            place = (thread.rank + -1) * self.layout.vectors + number
-            at = self.shared["box_s"] + place * 16
+            place = (thread.rank - 1) * self.layout.vectors + number
+            at = self.shared["sums_from_cluster_s"] + place * 16
             machine.st_async(at, machine.i32(0), values, self.shared["arrived_s"], exists)
 
     def sum_ctas(self, sums: list[list[F32]]) -> Iterator[tuple[int, list[F32]]]:
@@ -87,7 +87,7 @@ class Reduction:
         machine, last = self.thread.machine, self.config.tile_m * self.row_vectors - 1
         for (start, number, *_), values in zip(self.rounds(), sums, strict=True):
             if self.config.cluster > 1:
-                at = self.shared["box_s"] + machine.minimum(number, last) * 16
+                at = self.shared["sums_from_cluster_s"] + machine.minimum(number, last) * 16
                 ranks = range(self.config.cluster - 1)
                 others = [machine.load_shared(at, 4, byte=16 * self.layout.vectors * rank) for rank in ranks]
                 values = [tree_sum(each) for each in zip(values, *others, strict=True)]
