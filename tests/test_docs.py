@@ -67,6 +67,14 @@ def test_the_guide_runs(tmp_path):
     assert links and all((ROOT / "docs" / link).exists() for link in links)
 
 
+def test_the_guide_names_the_fields_that_may_change_on_resume():
+    from qerl_jax.config import FREE_ON_RESUME
+
+    text = (ROOT / "docs" / "guide.md").read_text()
+    paragraph = text[text.index("`--resume auto`") :].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", paragraph)) == FREE_ON_RESUME - {"resume", "overwrite"}
+
+
 def test_links_and_named_notes_exist():
     """Relative links of every page, and the notes that code or prose names, lead to a file."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tools").rglob("*.md")]
