@@ -31,7 +31,11 @@ class Global(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """References to shared memory: pipeline stages with their barriers, the warps' sums, partials from other CTAs."""
+    """References to shared memory: pipeline stages with their barriers, the warps' sums, and the inbox.
+
+    The inbox has slots for split-KV partials: in CTA 0 those that other CTAs send; slot 0 is a CTA's own running
+    partial where it has several splits.
+    """
 
     stages: jax.Ref
     full: jax.Ref

@@ -41,12 +41,12 @@ def is_lora_x(array: jax.Array | None, rows: int, ranks: Sequence[int]) -> bool:
     if array.ndim == 3:
         return array.shape == (max(1, len(array)), rows, sum(ranks)) and array.dtype == jnp.float32
     columns = (MAX_RANK * len(ranks), *(ranks if len(ranks) == 1 else ()))
-    return array.shape in {(rows, some) for some in columns} and array.dtype == jnp.bfloat16
+    return array.shape in {(rows, width) for width in columns} and array.dtype == jnp.bfloat16
 
 
-def pad_lora_x(of_each: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
+def pad_lora_x(each: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
     """`x A` of the adapters side by side, each padded with zeros to `MAX_RANK` columns: s = MAX_RANK · adapters."""
-    return jnp.concatenate([jnp.pad(own, ((0, 0), (0, MAX_RANK - own.shape[1]))) for own in of_each], axis=1)
+    return jnp.concatenate([jnp.pad(x_a, ((0, 0), (0, MAX_RANK - x_a.shape[1]))) for x_a in each], axis=1)
 
 
 def split_lora_x(whole: Float[Array, "m s"], ranks: Sequence[int]) -> list[Float[Array, "m r"]]:
@@ -54,10 +54,10 @@ def split_lora_x(whole: Float[Array, "m s"], ranks: Sequence[int]) -> list[Float
     return [whole[:, MAX_RANK * i :][:, :rank] for i, rank in enumerate(ranks)]
 
 
-def join_lora_x(of_each: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
+def join_lora_x(each: Sequence[Float[Array, "m r"]]) -> Float[Array, "m s"]:
     """`x A` of the adapters as a kernel takes it. XLA pads within the sum that makes them; one adapter alone keeps its
     rank, because its padding would be a kernel of its own."""
-    return of_each[0] if len(of_each) == 1 else pad_lora_x(of_each)
+    return each[0] if len(each) == 1 else pad_lora_x(each)
 
 
 def lora_x_of_each(lora_x: LoraX, m: int, ranks: Sequence[int], dtype: DTypeLike) -> list[Float[Array, "m r"]]:

@@ -93,8 +93,8 @@ def _total(machine: PtxMachine, at: Ptr, partials: int, size: int, width: int, e
     """The sum of `width` values over the partials, which lie `size` bytes apart; zeros where there are none."""
     totals = []
     for begin in range(0, partials, IN_FLIGHT):
-        some = range(begin, min(begin + IN_FLIGHT, partials))
-        loaded = [machine.load_global(at, width, exists, byte=i * size) for i in some]
+        batch = range(begin, min(begin + IN_FLIGHT, partials))
+        loaded = [machine.load_global(at, width, exists, byte=i * size) for i in batch]
         columns = zip(*loaded, strict=True)
         totals.append([tree_sum([arithmetic.as_float(machine, word) for word in column]) for column in columns])
     return [tree_sum(values) for values in zip(*totals, strict=True)]
