@@ -59,5 +59,7 @@ def test_values_are_the_papers_and_fit_the_gpu(dataset, size, stored, monkeypatc
     assert memory.weights + max(memory.cache, memory.eval_cache) < 0.95 * limit
     assert max(memory.cache, memory.eval_cache) <= config.rollout_memory_gb * 1e9
     peak = max(memory.rollout, memory.update, memory.evaluation)
-    assert 0.3 * limit < peak < 0.95 * limit  # it fits, and makes use of the card
+    assert peak < 0.95 * limit
+    if memory.sequences < config.batch_size:  # sequences wait for memory: then the card is made use of
+        assert peak > 0.3 * limit
     assert planned.memory.sequences >= 8

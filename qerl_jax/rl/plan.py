@@ -7,11 +7,13 @@ set of shapes.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.rl.packing import PackShape
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
@@ -39,8 +41,34 @@ class UpdatePlan:
     lacking_bytes: int = 0
 
 
+class XlaMatmuls(NamedTuple):
+    """What the projections need where XLA multiplies in place of a kernel.
+
+    Attributes:
+      any: whether it multiplies any projection; the fp32 results of a forward pass that runs again then take memory.
+      dequantized_bytes: the largest such projection, dequantized to the compute dtype; 0 for dense weights.
+    """
+
+    any: bool = False
+    dequantized_bytes: int = 0
+
+
+def xla_matmuls(layers: Any, itemsize: int) -> XlaMatmuls:
+    """`XlaMatmuls` of the frozen layers, real or abstract."""
+    weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
+    by_xla = [leaf for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, PackedNvfp4)]
+    quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
+    return XlaMatmuls(bool(by_xla), itemsize * max((n * k for n, k in quantized), default=0))
+
+
 def make_update_plan(
-    model: ModelConfig, itemsize: int, config: Config, rows: int, longest: int, free_bytes: float | None
+    model: ModelConfig,
+    itemsize: int,
+    config: Config,
+    rows: int,
+    longest: int,
+    free_bytes: float | None,
+    xla: XlaMatmuls = XlaMatmuls(),  # noqa: B008  # a constant
 ) -> UpdatePlan:
     """The largest micro-batch whose activations fit, up to the size from which more gains nothing; layers are
     recomputed only where even the smallest, one sequence of the longest, does not fit.
@@ -52,6 +80,7 @@ def make_update_plan(
       rows: sequences of a batch.
       longest: most tokens of a sequence, prompt and completion.
       free_bytes: for activations; None: no limit.
+      xla: memory that the frozen layers need where XLA multiplies.
     """
     if config.update_memory_gb is not None:
         free_bytes = config.update_memory_gb * 1e9
@@ -63,9 +92,12 @@ def make_update_plan(
         candidates = [_pack(longest, 1, rows, budget)]
     for pack in candidates:
         kept, inputs, working = _bytes(model, itemsize, pack, config)
+        working += xla.dequantized_bytes
         if free_bytes is None or model.num_layers * (kept + inputs) + working <= free_bytes:
             return UpdatePlan(pack, 0, model.num_layers * (kept + inputs), working)
     working += kept  # for the layer that is recomputed
+    if xla.any:
+        working += 8 * pack.tokens * (2 * model.intermediate_size + model.hidden_size)
     room = free_bytes - working - model.num_layers * inputs
     keeping = min(model.num_layers, max(0, int(room // kept)))
     held = model.num_layers * inputs + keeping * kept

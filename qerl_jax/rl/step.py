@@ -23,7 +23,7 @@ from qerl_jax.models.lora import without_adapter
 from qerl_jax.rl import head, layer
 from qerl_jax.rl.metrics import empty_sums, mean_metrics, over_updates
 from qerl_jax.rl.packing import Packed, assign, assign_any
-from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory
+from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory, xla_matmuls
 from qerl_jax.rl.state import at_layer, from_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
 
@@ -120,7 +120,8 @@ def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((frozen, state, batch, trained)))
     itemsize = frozen["embed_tokens"].dtype.itemsize
     longest, count = batch.tokens.shape[1], batch.tokens.shape[0]
-    return make_update_plan(state.model, itemsize, state.config, count, longest, free_for_activations(held))
+    free, xla = free_for_activations(held), xla_matmuls(frozen["layers"], itemsize)
+    return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla)
 
 
 def _assigned(plan: UpdatePlan, batch: Batch) -> np.ndarray:

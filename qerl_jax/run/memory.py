@@ -16,8 +16,8 @@ from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_biases
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
-from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan
+from qerl_jax.models.formats import Dense, Weight
+from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan, xla_matmuls
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run.abstract import abstract_trees, tree_bytes, tree_size
 from qerl_jax.types import Policy, TrainState
@@ -240,7 +240,8 @@ def estimate_memory(
         )
     trained = tree_bytes(state.lora) + (tree_bytes(state.norms) if config.train_norms else 0)
     held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
-    update = make_update_plan(model, e, config, config.batch_size, width, free_for_activations(held, device_limit))
+    free, xla = free_for_activations(held, device_limit), xla_matmuls(policy.frozen["layers"], e)
+    update = make_update_plan(model, e, config, config.batch_size, width, free, xla)
     return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),
@@ -254,18 +255,5 @@ def estimate_memory(
         update_state=2 * trained + tree_bytes(state.opt_state),
         update_plan=update,
         activations=update.kept_bytes,
-        working=update.working_bytes + _xla_matmul_bytes(policy, update),
+        working=update.working_bytes,
     )
-
-
-def _xla_matmul_bytes(policy: Policy, update: UpdatePlan) -> int:
-    """Bytes that a layer takes more where XLA multiplies in place of a kernel: the largest projection, dequantized to
-    the compute dtype, and the fp32 results of a forward pass that runs again.
-    """
-    weights = jax.tree.leaves(policy.frozen["layers"], is_leaf=lambda node: isinstance(node, Weight))
-    by_xla = [leaf for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, PackedNvfp4)]
-    quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
-    model, found = policy.config, policy.dtype.itemsize * max((n * k for n, k in quantized), default=0)
-    if by_xla and update.recomputed:
-        found += 8 * update.pack.tokens * (2 * model.intermediate_size + model.hidden_size)
-    return found
