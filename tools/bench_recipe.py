@@ -35,6 +35,7 @@ import numpy as np
 from make_checkpoint import SIZES, hf_config
 from random_policy import random_policy
 from record import peak_bytes, shell, write_rows
+from rich.console import Console
 
 from qerl_jax import train
 from qerl_jax.command_line.train import parse
@@ -132,7 +133,8 @@ def run(config: Config, size: str, model: Path, lengths: np.ndarray | None) -> l
     """Records of the run's steps."""
     rng = np.random.default_rng(1)
 
-    def load(config: Config) -> Policy:
+    def load(config: Config, console: Console) -> Policy:
+        del console  # nothing is read, so there is no progress to show
         stored = config.weight_format or "nvfp4"
         policy = random_policy(
             size, stored, config.lora, config.matmul_kernel or "mosaic_gpu", dtype=jnp.dtype(config.dtype)

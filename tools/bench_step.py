@@ -136,11 +136,13 @@ def main() -> None:
     }
     real_tokens, new_tokens = int(lengths.sum()), int((lengths - prompt_lengths).sum())
     whole = rollout_seconds + update_seconds
-    agreement = {
-        "kl": float(metrics["sampling/kl"]),
-        "mean_abs_dlogp": float(metrics["sampling/sampling_logp_difference/mean"]),
-        "token_mult_prob_error": float(metrics["sampling/token_mult_prob_error"]),
-    }
+    agreement = {}
+    if not args.update_only:  # which has made-up log-probabilities
+        agreement = {
+            "kl": float(metrics["sampling/kl"]),
+            "mean_abs_dlogp": float(metrics["sampling/sampling_logp_difference/mean"]),
+            "token_mult_prob_error": float(metrics["sampling/token_mult_prob_error"]),
+        }
     if args.fp32:
         agreement |= from_fp32(args, policy, sampled)
     update_rows = [
@@ -179,7 +181,8 @@ def main() -> None:
         f"executed; step {whole:.3f} s, peak {peak_bytes() / 1e9:.2f} GB, of which planned for activations "
         f"{(plan.kept_bytes + plan.working_bytes) / 1e9:.2f}"
     )
-    print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {value:.2e}" for name, value in agreement.items()))
+    if agreement:
+        print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {v:.2e}" for name, v in agreement.items()))
     if args.profile:
         kernels: dict[str, list[float]] = collections.defaultdict(list)
         for kernel in profiled(lambda: grpo_step(state, policy.frozen, batch)):
