@@ -290,8 +290,8 @@ def descriptions() -> dict[str, str]:
     return {field.target.id: inspect.cleandoc(text.value.value) for field, text in pairs}
 
 
-# Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, so
-# a resumed run may differ in rounding; programs from another compilation cache are the same.
+# Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
+# programs that are compiled anew may round differently, so a resumed run may differ in rounding.
 FREE_ON_RESUME = frozenset(
     {
         "output_dir",

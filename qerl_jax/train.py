@@ -58,7 +58,10 @@ def train(config: Config, console: Console | None = None) -> TrainState:
 
 
 def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
-    """One step: rollout under noise, rewards, advantages, `num_iterations` updates. The step is recorded."""
+    """One step: rollout under noise, rewards, advantages, then `num_iterations` updates in `grpo_step` (`rl/step.py`;
+    ratio, clipping and importance weight are `token_losses` in `rl/loss.py`). The first update computes `old_logp` with
+    the clean policy. The step is recorded.
+    """
     config, step = run.config, int(state.step)
     # Only the rollout sees the noisy norms; `state` stays clean, and the update trains that clean policy. The
     # log-probabilities under noise travel in `batch.logprobs`, for the importance weight that corrects the mismatch.
@@ -82,7 +85,8 @@ def collect_experience(run: Run, phases: Phases, actor: Policy, state: TrainStat
     """P scored groups, from the data cursor on.
 
     Under dynamic sampling, fresh groups replace those with equal rewards (all advantages are 0), for at most
-    `max_refill_rounds` rounds of P prompts; after that, equal groups stay.
+    `max_refill_rounds` rounds of P prompts; after that, equal groups stay. Without it all groups stay, as in TRL: the
+    tokens of equal groups count in the loss's denominator (metric `frac_reward_zero_std`).
     """
     config, experience = run.config, None
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))

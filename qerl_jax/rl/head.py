@@ -105,7 +105,8 @@ def head_loss(
       x: the residual stream after the last layer.
       packed: the micro-batch.
       completions: the batch's completions.
-      old: log-probabilities at rollout time, read where `has_old`; else the policy's own, without gradient.
+      old: log-probabilities of the clean policy before the first update (`old_logp`), read where `has_old`; else the
+        policy's own, without gradient.
       reference: those of the adapter-free policy, where beta > 0.
       sums: metrics so far. Donated.
       into: log-probabilities so far. Donated.
