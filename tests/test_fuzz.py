@@ -30,7 +30,7 @@ from qerl_jax.io import names
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.run import prepare
+from qerl_jax.run import lifecycle, prepare
 from qerl_jax.types import Policy
 
 SECONDS = 20  # limit of a case; they take some 30 ms
@@ -79,7 +79,7 @@ def attempt(monkeypatch, capsys):
     remember(train, "train")
     remember(prepare, "load")
     remember(prepare, "load_problems")
-    monkeypatch.setattr(train, "Checkpointer", stop)
+    monkeypatch.setattr(lifecycle, "Checkpointer", stop)
 
     def run(flags: list[str]) -> tuple[str | None, dict]:
         seen.clear()
