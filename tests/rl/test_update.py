@@ -202,20 +202,20 @@ def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
         return make_update_plan(model, 2, config, 64, 1024, free)
 
     unlimited = plan(None)
-    assert unlimited.recomputed == 0 and unlimited.pack.tokens == 64 * 1024
+    assert unlimited.recomputed == 0 and unlimited.pack.tokens == 8 * 1024  # more gains nothing
     needed = unlimited.kept_bytes + unlimited.working_bytes
     assert plan(needed) == unlimited
     less = plan(needed // 2)
     assert less.recomputed == 0 and less.pack.tokens < unlimited.pack.tokens
-    one = plan(needed // 64)
-    found = [plan(share * needed / 640) for share in range(12, 0, -1)]
+    one = plan(needed // 8)
+    found = [plan(share * needed / 80) for share in range(12, 0, -1)]
     assert one.pack.tokens == 1024
     assert {p.pack.tokens for p in found} == {1024}
     recomputed = [p.recomputed for p in found]
     assert recomputed == sorted(recomputed) and recomputed[-1] == 8
     for share, p in zip(range(12, 0, -1), found, strict=True):
         if 0 < p.recomputed < 8:
-            assert p.kept_bytes + p.working_bytes <= share * needed / 640
+            assert p.kept_bytes + p.working_bytes <= share * needed / 80
 
 
 def test_the_plan_of_a_run_does_not_depend_on_its_lengths(micro):
