@@ -1,5 +1,4 @@
-"""Configuration: one flat frozen dataclass with TRL's names, read from YAML and the command line; an unknown or
-contradictory value is an error.
+"""The fields of a training run: one flat frozen dataclass with TRL's names, checked when it is made.
 
 Defaults are the paper's (QeRL, arXiv 2510.11696, §4 and appendix); `configs/` holds complete recipes.
 """
@@ -10,20 +9,12 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import math
-import types
 import typing
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from qerl_jax import aqn
-from qerl_jax.models.formats import WEIGHT_FORMATS
+from qerl_jax.config.values import coerce
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the field, and both values where two contradict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +214,11 @@ class Config:
     """Completions decoded together in evaluations."""
 
     def __post_init__(self):
+        from qerl_jax.config.checks import check  # which reads this class
+
         for name, hint in typing.get_type_hints(type(self)).items():
             object.__setattr__(self, name, coerce(name, getattr(self, name), hint))
-        _check_ranges(self)
-        _check_contradictions(self)
+        check(self)
 
     @property
     def num_prompts(self) -> int:
@@ -288,262 +280,3 @@ def descriptions() -> dict[str, str]:
     (body,) = (node.body for node in ast.parse(inspect.getsource(Config)).body)
     pairs = [(field, text) for field, text in itertools.pairwise(body) if isinstance(field, ast.AnnAssign)]
     return {field.target.id: inspect.cleandoc(text.value.value) for field, text in pairs}
-
-
-# Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
-# programs that are compiled anew may round differently, so a resumed run may differ in rounding.
-FREE_ON_RESUME = frozenset(
-    {
-        "output_dir",
-        "resume",
-        "overwrite",
-        "save_steps",
-        "save_total_limit",
-        "report_to",
-        "watchdog_seconds",
-        "compilation_cache_dir",
-        "rollout_memory_gb",
-        "tokens_per_micro_batch",
-        "update_memory_gb",
-        "logprob_chunk_size",
-        "eval_batch_size",
-        "reward_workers",
-        "reward_timeout",
-        "allow_code_execution",
-    }
-)
-
-_LARGEST_INT = 2**31 - 1  # counts and seeds are int32 on the device
-_AT_LEAST: dict[str, float] = {
-    "max_prompt_length": 1,
-    "max_completion_length": 1,
-    "save_steps": 1,
-    "save_total_limit": 1,
-    "max_steps": 1,
-    "batch_size": 1,
-    "num_iterations": 1,
-    "num_generations": 2,
-    "reward_workers": 0,
-    "max_refill_rounds": 0,
-    "logprob_chunk_size": 1,
-    "eval_samples": 1,
-    "eval_num_generations": 1,
-    "eval_batch_size": 1,
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "lora_rank": 0,
-    "beta": 0,
-    "epsilon": 0,
-    "seed": 0,
-}
-_ABOVE_ZERO = (
-    "temperature",
-    "max_grad_norm",
-    "adam_epsilon",
-    "rollout_memory_gb",
-    "tokens_per_micro_batch",
-    "update_memory_gb",
-    "reward_timeout",
-    "overlong_buffer",
-    "importance_sampling_cap",
-    "delta",
-    "lora_alpha",
-    "watchdog_seconds",
-)
-
-
-def _check_ranges(config: Config) -> None:
-    for name, low in _AT_LEAST.items():
-        if getattr(config, name) < low:
-            raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")
-    for name in _ABOVE_ZERO:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name} must be above 0, got {value}")
-    for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
-        if not 0 <= getattr(config, name) < 1:
-            raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")
-
-
-def _check_contradictions(config: Config) -> None:
-    def divides(part: str, whole: str) -> None:
-        if getattr(config, whole) % getattr(config, part):
-            raise ConfigError(f"{part} {getattr(config, part)} does not divide {whole} {getattr(config, whole)}")
-
-    divides("num_generations", "batch_size")
-    _check_datasets(config)
-    _check_rewards(config)
-    if not config.output_dir:
-        raise ConfigError("output_dir is empty: name the directory that the run writes to")
-    if config.lora_rank == 0 and not config.train_norms:
-        raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
-    if config.overwrite and config.resume != "never":
-        raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would resume")
-    if config.delta is not None and config.loss_type == "cispo":
-        raise ConfigError(
-            f"delta {config.delta} has no meaning for loss_type 'cispo', whose ratio is capped by epsilon_high"
-        )
-    if config.delta is not None and config.delta <= 1 + config.upper_clip:
-        raise ConfigError(f"delta {config.delta} must exceed the upper clip 1 + {config.upper_clip}")
-    try:
-        aqn.check_schedule(config)
-        LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)
-        _ = config.sampling, config.eval_sampling
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    assert set(WEIGHT_FORMATS) == set(typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0]))
-
-
-def _check_datasets(config: Config) -> None:
-    if not config.dataset:
-        raise ConfigError("dataset is empty: name at least one")
-    if twice := sorted({name for name in config.dataset if config.dataset.count(name) > 1}):
-        raise ConfigError(f"dataset names {twice[0]!r} twice: give it more weight by dataset_weights")
-    if config.dataset_weights is None:
-        return
-    if len(config.dataset_weights) != len(config.dataset):
-        raise ConfigError(f"{len(config.dataset)} dataset but {len(config.dataset_weights)} dataset_weights")
-    for name, weight in zip(config.dataset, config.dataset_weights, strict=True):
-        if weight <= 0:
-            raise ConfigError(f"dataset_weights must be above 0, got {weight} for {name!r}: leave that dataset out")
-
-
-def _check_rewards(config: Config) -> None:
-    if config.overlong_tokens > config.max_completion_length:
-        raise ConfigError(
-            f"overlong_buffer {config.overlong_buffer} exceeds max_completion_length {config.max_completion_length}"
-        )
-    if config.reward_funcs is None:
-        if config.reward_weights is not None:
-            raise ConfigError(f"reward_weights {list(config.reward_weights)} without reward_funcs")
-        return
-    if not config.reward_funcs:
-        raise ConfigError("reward_funcs is empty: there would be nothing to learn from")
-    if config.reward_weights is not None and len(config.reward_funcs) != len(config.reward_weights):
-        raise ConfigError(f"{len(config.reward_funcs)} reward_funcs but {len(config.reward_weights)} reward_weights")
-    if len(set(config.reward_funcs)) != len(config.reward_funcs):
-        raise ConfigError(f"reward_funcs {list(config.reward_funcs)} names a reward twice")
-
-
-def coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the field's type: lists become tuples, one text a tuple of one, and numbers written as text ("1e-5" is
-    text in YAML 1.1) numbers.
-
-    Raises ConfigError where that loses something.
-    """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        (inner,) = [a for a in arguments if a is not type(None)]
-        return coerce(name, value, inner)
-    if origin is Literal:
-        if value not in arguments:
-            raise ConfigError(f"{name} {value!r} is not one of {list(arguments)}")
-        return value
-    if origin is tuple:
-        if isinstance(value, str) and arguments[0] not in (int, float):
-            value = (value,)
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name} must be a list, got {value!r}")
-        return tuple(coerce(name, item, arguments[0]) for item in value)
-    if hint in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError) as error:
-            raise ConfigError(f"{name} must be a number, got {value!r}") from error
-        if not math.isfinite(number):
-            raise ConfigError(f"{name} must be finite, got {value!r}")
-        if hint is float:
-            return number
-        if number == int(number):
-            if abs(number) > _LARGEST_INT:
-                raise ConfigError(f"{name} must be at most {_LARGEST_INT}, got {value!r}")
-            return int(number)
-    if hint in (bool, str) and isinstance(value, hint):
-        return value
-    raise ConfigError(f"{name} must be of type {hint.__name__}, got {value!r}")
-
-
-def from_mapping(values: dict[Any, Any], where: str) -> Config:
-    """A Config from YAML's mapping; `-` in a key means `_`. `where` names the file in errors."""
-    fields = {field.name for field in dataclasses.fields(Config)}
-    known = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}{_suggestion(name, fields)}")
-        if name in known:
-            raise ConfigError(f"{where}: {name} is given twice, as {known[name]!r} and as {value!r}")
-        known[name] = value
-    try:
-        return Config(**known)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _suggestion(name: str, known: set[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def load(path: str | Path) -> Config:
-    """Read a YAML file. Raises ConfigError naming the file."""
-    import yaml
-
-    path = Path(path)
-    if not path.exists():
-        raise ConfigError(f"config file {path} does not exist")
-    try:
-        text = path.read_text()
-        _refuse_doubles(yaml.compose(text, yaml.SafeLoader), str(path))
-        values = yaml.safe_load(text)
-    except ConfigError:
-        raise
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path}, line {error.problem_mark.line + 1} is not YAML: {error.problem}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, a date that is none, nested too deep
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of fields")
-    return from_mapping(values, str(path))
-
-
-def _refuse_doubles(node: Any, where: str) -> None:
-    """Refuse duplicate keys, of which YAML readers silently take the last."""
-    seen: dict[str, int] = {}
-    for key, _ in node.value if getattr(node, "id", None) == "mapping" else ():
-        if not isinstance(key.value, str):
-            continue
-        line = key.start_mark.line + 1
-        if key.value in seen:
-            raise ConfigError(f"{where}: {key.value!r} is given twice, in lines {seen[key.value]} and {line}")
-        seen[key.value] = line
-
-
-def to_mapping(config: Config) -> dict[str, Any]:
-    """Plain values, tuples as lists: what `dump` writes and a checkpoint keeps."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
-
-
-def dump(config: Config) -> str:
-    """The config as YAML that `load` reads back to an equal one."""
-    import yaml
-
-    return yaml.safe_dump(to_mapping(config), sort_keys=False)
-
-
-def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
-    """Fields in which a checkpoint's config contradicts ours, as "name: theirs -> ours"; those free to change left
-    out. A field that the checkpoint's version did not have yet counts as its default.
-    """
-    mine, theirs = to_mapping(ours), to_mapping(Config()) | theirs
-    return [
-        f"{name}: {theirs[name]!r} -> {mine[name]!r}"
-        for name in mine
-        if name not in FREE_ON_RESUME and theirs[name] != mine[name]
-    ]

@@ -1,0 +1,127 @@
+"""What a Config refuses: values out of range, and values that contradict each other."""
+
+from __future__ import annotations
+
+import typing
+
+from qerl_jax import aqn
+from qerl_jax.config.fields import Config
+from qerl_jax.config.values import ConfigError
+from qerl_jax.models.formats import WEIGHT_FORMATS
+from qerl_jax.models.lora import LoraConfig
+
+_AT_LEAST: dict[str, float] = {
+    "max_prompt_length": 1,
+    "max_completion_length": 1,
+    "save_steps": 1,
+    "save_total_limit": 1,
+    "max_steps": 1,
+    "batch_size": 1,
+    "num_iterations": 1,
+    "num_generations": 2,
+    "reward_workers": 0,
+    "max_refill_rounds": 0,
+    "logprob_chunk_size": 1,
+    "eval_samples": 1,
+    "eval_num_generations": 1,
+    "eval_batch_size": 1,
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "lora_rank": 0,
+    "beta": 0,
+    "epsilon": 0,
+    "seed": 0,
+}
+_ABOVE_ZERO = (
+    "temperature",
+    "max_grad_norm",
+    "adam_epsilon",
+    "rollout_memory_gb",
+    "tokens_per_micro_batch",
+    "update_memory_gb",
+    "reward_timeout",
+    "overlong_buffer",
+    "importance_sampling_cap",
+    "delta",
+    "lora_alpha",
+    "watchdog_seconds",
+)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for a config that cannot be run, naming the field, and both values where two contradict."""
+    _check_ranges(config)
+    _check_contradictions(config)
+
+
+def _check_ranges(config: Config) -> None:
+    for name, low in _AT_LEAST.items():
+        if getattr(config, name) < low:
+            raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")
+    for name in _ABOVE_ZERO:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} must be above 0, got {value}")
+    for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")
+
+
+def _check_contradictions(config: Config) -> None:
+    def divides(part: str, whole: str) -> None:
+        if getattr(config, whole) % getattr(config, part):
+            raise ConfigError(f"{part} {getattr(config, part)} does not divide {whole} {getattr(config, whole)}")
+
+    divides("num_generations", "batch_size")
+    _check_datasets(config)
+    _check_rewards(config)
+    if not config.output_dir:
+        raise ConfigError("output_dir is empty: name the directory that the run writes to")
+    if config.lora_rank == 0 and not config.train_norms:
+        raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
+    if config.overwrite and config.resume != "never":
+        raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would resume")
+    if config.delta is not None and config.loss_type == "cispo":
+        raise ConfigError(
+            f"delta {config.delta} has no meaning for loss_type 'cispo', whose ratio is capped by epsilon_high"
+        )
+    if config.delta is not None and config.delta <= 1 + config.upper_clip:
+        raise ConfigError(f"delta {config.delta} must exceed the upper clip 1 + {config.upper_clip}")
+    try:
+        aqn.check_schedule(config)
+        LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)
+        _ = config.sampling, config.eval_sampling
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    assert set(WEIGHT_FORMATS) == set(typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0]))
+
+
+def _check_datasets(config: Config) -> None:
+    if not config.dataset:
+        raise ConfigError("dataset is empty: name at least one")
+    if twice := sorted({name for name in config.dataset if config.dataset.count(name) > 1}):
+        raise ConfigError(f"dataset names {twice[0]!r} twice: give it more weight by dataset_weights")
+    if config.dataset_weights is None:
+        return
+    if len(config.dataset_weights) != len(config.dataset):
+        raise ConfigError(f"{len(config.dataset)} dataset but {len(config.dataset_weights)} dataset_weights")
+    for name, weight in zip(config.dataset, config.dataset_weights, strict=True):
+        if weight <= 0:
+            raise ConfigError(f"dataset_weights must be above 0, got {weight} for {name!r}: leave that dataset out")
+
+
+def _check_rewards(config: Config) -> None:
+    if config.overlong_tokens > config.max_completion_length:
+        raise ConfigError(
+            f"overlong_buffer {config.overlong_buffer} exceeds max_completion_length {config.max_completion_length}"
+        )
+    if config.reward_funcs is None:
+        if config.reward_weights is not None:
+            raise ConfigError(f"reward_weights {list(config.reward_weights)} without reward_funcs")
+        return
+    if not config.reward_funcs:
+        raise ConfigError("reward_funcs is empty: there would be nothing to learn from")
+    if config.reward_weights is not None and len(config.reward_funcs) != len(config.reward_weights):
+        raise ConfigError(f"{len(config.reward_funcs)} reward_funcs but {len(config.reward_weights)} reward_weights")
+    if len(set(config.reward_funcs)) != len(config.reward_funcs):
+        raise ConfigError(f"reward_funcs {list(config.reward_funcs)} names a reward twice")
