@@ -63,6 +63,7 @@ def test_yaml_numbers_and_dashes(tmp_path):
         ("num_stages: 2", ["num_stages 2", "'qerl'"]),
         ("delta: 1.1", ["delta 1.1", "0.28"]),
         ("{loss_type: cispo, delta: 4}", ["delta 4", "cispo"]),
+        ("{loss_type: cispo, epsilon_high: 0.28}", ["epsilon_high 0.28", "'cispo'"]),
         ("{overwrite: true, resume: auto}", ["overwrite", "'auto'"]),
         ("- a list", ["list", "mapping"]),
         ("a: [", ["not YAML"]),
@@ -200,6 +201,13 @@ def test_a_checkpoint_from_before_a_field_was_added_goes_on_with_its_default():
         del theirs[name]
     assert differences(Config(model="m"), theirs) == []
     assert differences(Config(model="m", batch_invariant=True), theirs) == ["batch_invariant: False -> True"]
+
+
+def test_the_upper_clip_of_a_checkpoint_counts_by_its_value():
+    """Checkpoints hold a number where a recipe now leaves the clip to the loss."""
+    once = to_mapping(Config(model="m", epsilon_high=0.28))
+    assert differences(Config(model="m"), once) == []
+    assert differences(Config(model="m", epsilon_high=0.2), once) == ["epsilon_high: 0.28 -> 0.2"]
 
 
 def test_published_recipes_load():

@@ -81,6 +81,11 @@ def _check_contradictions(config: Config) -> None:
         raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
     if config.overwrite and config.resume != "never":
         raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would resume")
+    if config.loss_type == "cispo" and config.upper_clip < 1:
+        raise ConfigError(
+            f"epsilon_high {config.epsilon_high} would cap the ratio of loss_type 'cispo', which starts at 1: "
+            "set it to at least 1, or leave it out (5)"
+        )
     if config.delta is not None and config.loss_type == "cispo":
         raise ConfigError(
             f"delta {config.delta} has no meaning for loss_type 'cispo', whose ratio is capped by epsilon_high"

@@ -112,15 +112,16 @@ class Config:
 
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
     """Loss aggregation: grpo: mean of per-sequence means; bnpo, dapo: token mean; dr_grpo: sum divided
-    by sequences × max_completion_length; cispo: token mean with capped ratios (set epsilon_high)."""
+    by sequences × max_completion_length; cispo: token mean with capped ratios. Sequences out of the loss count in the
+    denominators of grpo and dr_grpo."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Level of the ratio exp(logp - old_logp), which epsilon clips: per token, or per sequence (GSPO). The weight for
     the rollout's mismatch is another ratio: importance_sampling_cap."""
     epsilon: float = 0.2
     """Lower clip of the ratio: 1 - epsilon."""
-    epsilon_high: float | None = 0.28
-    """Upper clip of the ratio: 1 + epsilon_high (None: epsilon). For cispo, the cap of the ratio itself: the default
-    0.28 would scale nearly every token by 0.28, so set it above 1 (TRL recommends 5)."""
+    epsilon_high: float | None = None
+    """Upper clip of the ratio: 1 + epsilon_high. For cispo, the cap of the ratio itself, at least 1. None: that of the
+    loss, 5 for cispo (as TRL recommends), else 0.28 (DAPO)."""
     delta: float | None = None
     """Upper bound of the unclipped ratio (two-sided clipping, INTELLECT-2); None: no bound."""
     beta: float = 0.0
@@ -271,8 +272,15 @@ class Config:
 
     @property
     def upper_clip(self) -> float:
-        """`epsilon_high`, or `epsilon` where it is None."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        """`epsilon_high`, or that of the loss where it is None."""
+        return upper_clip(self.loss_type, self.epsilon_high)
+
+
+def upper_clip(loss_type: str, epsilon_high: float | None) -> float:
+    """`epsilon_high`, or that of the loss where it is None."""
+    if epsilon_high is None:
+        return 5.0 if loss_type == "cispo" else 0.28
+    return epsilon_high
 
 
 def descriptions() -> dict[str, str]:

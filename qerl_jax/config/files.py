@@ -7,7 +7,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.config.fields import Config
+from qerl_jax.config.fields import Config, upper_clip
 from qerl_jax.config.values import ConfigError
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
@@ -109,6 +109,8 @@ def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
     out. A field that the checkpoint's version did not have yet counts as its default.
     """
     mine, theirs = to_mapping(ours), to_mapping(Config()) | theirs
+    if upper_clip(theirs["loss_type"], theirs["epsilon_high"]) == ours.upper_clip:  # None and a number may be the same
+        theirs["epsilon_high"] = mine["epsilon_high"]
     return [
         f"{name}: {theirs[name]!r} -> {mine[name]!r}"
         for name in mine

@@ -1,8 +1,8 @@
 """GRPO and its relatives as one sum of weighted token losses.
 
 `loss = Σ_t weight_t · token_loss_t`: the five variants differ in the weights (`token_weights`) and, for CISPO, in the
-token loss. The weights come from the whole batch, so the parts of an accumulated gradient add up to it exactly, and a
-masked row is the same as an absent one.
+token loss. The weights come from the whole batch, so the parts of an accumulated gradient add up to it exactly. A
+masked row has no gradient, but under `grpo` and `dr_grpo` it counts in the mean over rows, as in QeRL and TRL.
 
 Sources: GRPO arXiv 2402.03300 eq. 3; DAPO 2503.14476 eq. 8; Dr. GRPO 2503.20783; CISPO 2506.13585 eq. 4; GSPO
 2507.18071; two-sided clipping INTELLECT-2 2505.07291; names and formulas as in TRL's `GRPOTrainer`.
@@ -34,17 +34,18 @@ class LossConfig(Protocol):
 
 
 def token_weights(mask: Bool[Array, "B T"], loss_type: str, max_completion_length: int) -> Float32[Array, "B T"]:
-    """Weight of each token's loss; rows without a token count nowhere, and a batch without any gets zeros.
+    """Weight of each token's loss; a batch without any token gets zeros.
 
-      grpo                1 / (rows · tokens of the row)
+      grpo                1 / (B · tokens of the row)
       bnpo, dapo, cispo   1 / tokens of the batch
-      dr_grpo             1 / (rows · max_completion_length)
+      dr_grpo             1 / (B · max_completion_length)
 
-    bnpo and dapo differ in TRL by the size of the batch they normalize over; here it is the whole batch for both.
+    B counts rows without a token, too (QeRL: `GRPOTrainer._compute_loss`). bnpo and dapo differ in TRL by the size of
+    the batch they normalize over; here it is the whole batch for both.
     """
+    rows = mask.shape[0]
     mask = mask.astype(jnp.float32)
     tokens = mask.sum(axis=1, keepdims=True)
-    rows = jnp.maximum((tokens > 0).sum(), 1)
     match loss_type:
         case "grpo":
             return mask / (rows * jnp.maximum(tokens, 1))

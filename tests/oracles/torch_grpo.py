@@ -15,19 +15,19 @@ def token_loss(ratio, logp, advantage, settings) -> torch.Tensor:
     its lower clip).
     """
     if settings.loss_type == "cispo":
-        return -torch.minimum(ratio, torch.tensor(settings.epsilon_high)).detach() * advantage * logp
+        return -torch.minimum(ratio, torch.tensor(settings.upper_clip)).detach() * advantage * logp
     bounded = ratio if settings.delta is None else torch.minimum(ratio, torch.tensor(settings.delta))
-    low, high = 1 - settings.epsilon, 1 + settings.epsilon_high
+    low, high = 1 - settings.epsilon, 1 + settings.upper_clip
     clipped = low if ratio < low else high if ratio > high else ratio
     return -torch.minimum(bounded * advantage, clipped * advantage)
 
 
 def loss(logp, old, behaviour, reference, advantages, mask, settings) -> torch.Tensor:
-    """Scalar loss of a batch; rows without a token are absent.
+    """Scalar loss of a batch.
 
     Per token: surrogate · min(π_old / π_behaviour, cap) + β (e^d − d − 1), d = log π_ref − log π. Then `grpo`: mean
-      over the tokens of each row,
-    mean over rows; `bnpo`, `dapo`, `cispo`: mean over all tokens; `dr_grpo`: sum over rows · max length.
+    over the tokens of each row, mean over all rows (0 for one without a token); `bnpo`, `dapo`, `cispo`: mean over
+    all tokens; `dr_grpo`: sum over all rows · max length.
     """
     rows = []
     for b in range(len(logp)):
@@ -51,10 +51,10 @@ def loss(logp, old, behaviour, reference, advantages, mask, settings) -> torch.T
     if not rows:
         return logp.sum() * 0
     if settings.loss_type == "grpo":
-        return sum(sum(row) / len(row) for row in rows) / len(rows)
+        return sum(sum(row) / len(row) for row in rows) / len(logp)
     total = sum(sum(row) for row in rows)
     if settings.loss_type == "dr_grpo":
-        return total / (len(rows) * settings.max_completion_length)
+        return total / (len(logp) * settings.max_completion_length)
     return total / sum(len(row) for row in rows)
 
 
@@ -70,9 +70,7 @@ class _Accelerator:
 
 
 def trl_loss(logp, old, behaviour, reference, advantages, mask, settings) -> tuple[torch.Tensor, dict[str, float]]:
-    """`GRPOTrainer._compute_loss` on a stand-in whose model returns `logp`, and the metrics it logged. Every row needs
-    a token.
-    """
+    """`GRPOTrainer._compute_loss` on a stand-in whose model returns `logp`, and the metrics it logged."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     metrics = {"eval": collections.defaultdict(list)}
@@ -85,7 +83,7 @@ def trl_loss(logp, old, behaviour, reference, advantages, mask, settings) -> tup
         beta=settings.beta,
         loss_type=settings.loss_type,
         epsilon_low=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
+        epsilon_high=settings.upper_clip,
         use_vllm=settings.importance_sampling_cap is not None,
         vllm_importance_sampling_correction=True,
         model=types.SimpleNamespace(training=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ import pytest
 import torch
 from oracles import torch_grpo
 
+from qerl_jax.config import Config
 from qerl_jax.rl.loss import token_losses, token_weights
 
 LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
-B, T = 4, 6
+B, T = 5, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +45,18 @@ def strict_ranks():
 @pytest.fixture(scope="module")
 def case() -> dict[str, np.ndarray]:
     """Ratios from 0.3 to 3, of whole sequences, too, and advantages of both signs, so that every clip binds somewhere;
-    a mask of different lengths with a hole."""
+    a mask of different lengths with a hole, the last row without a token."""
     rng = np.random.default_rng(0)
-    shift = np.array([-0.5, 0.6, 0.1, -0.6], np.float32)[:, None]
+    shift = np.array([-0.5, 0.6, 0.1, -0.6, 0.2], np.float32)[:, None]
     logp = -rng.gamma(2, 1, (B, T)).astype(np.float32)
-    mask = np.arange(T) < np.array([6, 3, 1, 5])[:, None]
+    mask = np.arange(T) < np.array([6, 3, 1, 5, 0])[:, None]
     mask[3, 2] = False
     return {
         "logp": logp,
         "old": logp + shift + rng.normal(size=(B, T), scale=0.5).astype(np.float32),
         "behaviour": logp + rng.normal(size=(B, T), scale=0.8).astype(np.float32),
         "reference": logp + rng.normal(size=(B, T), scale=0.5).astype(np.float32),
-        "advantages": np.array([1.3, -0.7, 0.4, -1.1], np.float32),
+        "advantages": np.array([1.3, -0.7, 0.4, -1.1, 0.9], np.float32),
         "mask": mask,
     }
 
@@ -128,8 +130,7 @@ def test_the_case_makes_every_setting_matter(case):
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_values_gradients_and_metrics_equal_trl(case, loss_type):
-    """TRL divides `grpo` and `dr_grpo` by all rows where we leave empty ones out: no row is empty here. `bnpo` and
-    `dapo` differ there by the batch they normalize over, which is one batch here."""
+    """`bnpo` and `dapo` differ there by the batch they normalize over, which is one batch here."""
     for settings in (s for s in GRID if s.loss_type == loss_type):
         value, gradient, values = ours(case, settings)
         expected, expected_gradient, metrics = theirs(case, settings, torch_grpo.trl_loss)
@@ -149,12 +150,23 @@ def test_token_weights_by_hand(loss_type):
     mask = jnp.asarray([[True, True, False, True], [False, False, True, False], [False] * 4])
     weights = np.asarray(token_weights(mask, loss_type, 10))
     expected = {
-        "grpo": [1 / 6, 1 / 6, 0, 1 / 6, 0, 0, 1 / 2, 0],
-        "dr_grpo": [1 / 20, 1 / 20, 0, 1 / 20, 0, 0, 1 / 20, 0],
+        "grpo": [1 / 9, 1 / 9, 0, 1 / 9, 0, 0, 1 / 3, 0],
+        "dr_grpo": [1 / 30, 1 / 30, 0, 1 / 30, 0, 0, 1 / 30, 0],
     }.get(loss_type, [1 / 4, 1 / 4, 0, 1 / 4, 0, 0, 1 / 4, 0])
     np.testing.assert_allclose(weights.reshape(-1), [*expected, 0, 0, 0, 0], rtol=1e-6)
     empty = token_weights(jnp.zeros((2, 3), bool), loss_type, 10)
     assert (np.asarray(empty) == 0).all()
+
+
+def test_the_upper_clip_is_that_of_the_loss():
+    """TRL's help on `epsilon_high` recommends 0.28 for the clip, and another value for the cap of `cispo`."""
+    from trl import GRPOConfig
+
+    text = GRPOConfig.__dataclass_fields__["epsilon_high"].metadata["help"]
+    of_clip, of_cap = map(float, re.findall(r"`([0-9.]+)`", text))
+    for loss_type in LOSSES:
+        assert Config(loss_type=loss_type).upper_clip == (of_cap if loss_type == "cispo" else of_clip)
+        assert Config(loss_type=loss_type, epsilon_high=1.5).upper_clip == 1.5
 
 
 def test_unknown_loss_type_is_refused():
@@ -165,18 +177,20 @@ def test_unknown_loss_type_is_refused():
 @pytest.mark.parametrize(
     "settings", [Settings(t, lvl, beta=0.3) for t in LOSSES for lvl in ("token", "sequence")], ids=str
 )
-def test_a_masked_row_or_token_is_an_absent_one(case, settings):
-    """Garbage, infinities and NaN behind the mask change nothing."""
+def test_a_masked_row_counts_in_the_mean_over_rows_alone(case, settings):
+    """Garbage, infinities and NaN behind the mask change nothing; a masked row is an absent one but for the number of
+    rows that `grpo` and `dr_grpo` divide by."""
     masked = {k: v.copy() for k, v in case.items()}
     masked["mask"][1] = False
     dropped = {k: np.delete(v, 1, axis=0) for k, v in case.items()}
     value, gradient, _ = ours(dropped, settings)
+    share = (B - 1) / B if settings.loss_type in ("grpo", "dr_grpo") else 1
     for garbage in (3.0, -1e30, np.nan):
         for name in ("logp", "old", "behaviour", "reference"):
             masked[name][~masked["mask"]] = garbage
         got, got_gradient, values = ours(masked, settings)
-        assert got == pytest.approx(value, abs=1e-6)
-        np.testing.assert_allclose(np.delete(got_gradient, 1, axis=0), gradient, atol=1e-6)
+        assert got == pytest.approx(share * value, abs=1e-6)
+        np.testing.assert_allclose(np.delete(got_gradient, 1, axis=0), share * gradient, atol=1e-6)
         assert (got_gradient[1] == 0).all()
         assert all(np.isfinite(v).all() for v in jax.tree.leaves(values))
 
