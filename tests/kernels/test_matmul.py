@@ -1,17 +1,17 @@
 """`nvfp4_matmul` on the CPU: the XLA path against the reference, its gradients, and what dispatch says."""
 
+import dataclasses
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue.api import lora_prologue
 from qerl_kernels.nvfp4_matmul import api, packing, reference
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
-from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm, split_lora_x
 from qerl_kernels.nvfp4_matmul.route import Problem, Route
 from test_packing import mxfp4, random_weight
 
@@ -97,15 +97,98 @@ def test_x_a_of_another_shape_or_dtype_is_refused():
             nvfp4_matmul(x, weight, None, parts, implementation="xla", lora_x=wrong)
 
 
-def test_gradients():
-    packed, loras = packing.pack(random_weight(32, 48, 2)), adapters(48, (16, 16), 8)
-    x, bias = jax.random.normal(jax.random.key(0), (3, 48)), jnp.ones(32)
+def draw_adapters(k, parts, dtype):
+    """One adapter for each (rank, first output feature, output features, scale)."""
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    return [
+        types.SimpleNamespace(a=normal(k, rank), b=normal(rank, width), scale=scale, offset=offset)
+        for rank, offset, width, scale in parts
+    ]
 
-    def call(x, bias, pairs):
-        parts = [types.SimpleNamespace(a=a, b=b, scale=0.5, offset=16 * i) for i, (a, b) in enumerate(pairs)]
-        return nvfp4_matmul(x, packed, bias, parts, implementation="xla") / 100
 
-    check_grads(call, (x, bias, [(lora.a, lora.b) for lora in loras]), order=1, modes=["rev"], atol=0.05, rtol=0.02)
+def exact_gradients(dy, x, weight, loras):
+    """[(value, the same sum over absolute values)] of dx, dbias, and dA, dB of each adapter, in float64:
+    dx = dy W + Σ s (dy Bᵀ) Aᵀ, dA = s xᵀ (dy Bᵀ), dB = s (x A)ᵀ dy, dbias = Σ dy, dy at the adapter's features.
+    """
+
+    def once(size):
+        d, rows, matrix = size(dy), size(x), size(reference.dequantize(weight))
+        dx, pairs = d @ matrix, []
+        for lora in loras:
+            own = d[:, lora.offset : lora.offset + lora.b.shape[1]] * lora.scale
+            dx = dx + own @ size(lora.b).T @ size(lora.a).T
+            pairs += [rows.T @ (own @ size(lora.b).T), (rows @ size(lora.a)).T @ own]
+        return [dx, d.sum(0), *pairs]
+
+    as_float64 = lambda array: np.asarray(array, np.float64)  # noqa: E731
+    return list(zip(once(as_float64), once(lambda array: np.abs(as_float64(array))), strict=True))
+
+
+@pytest.fixture
+def equations(monkeypatch):
+    """The kernels' equations in place of the kernels; dx has one multiplier for all output features, as the kernel."""
+
+    def launched(route, x, weight, bias, lora_x, lora_b):
+        matrix, row = packing.packed_parts(weight)
+        wide, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
+        if route.problem.transposed:
+            return (row[0] * (wide @ matrix)).astype(x.dtype)
+        y = row * (wide @ matrix.T) + bias
+        if lora_b:
+            ranks = [b.shape[0] for b in lora_b]
+            each = split_lora_x(lora_x, ranks) if lora_x.shape[1] > sum(ranks) else [lora_x]
+            terms = [own.astype(jnp.float32) @ b.astype(jnp.float32) for own, b in zip(each, lora_b, strict=True)]
+            y = y + route.problem.adapters[0][-1] * jnp.concatenate(terms, axis=1)
+        return y.astype(x.dtype)
+
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
+    monkeypatch.setattr(api, "fused_lora_x", lambda *_: None)
+    monkeypatch.setattr(api, "_launch", launched)
+
+
+ADJACENT = ((8, 0, 64, 0.5), (16, 64, 64, 0.5))
+APART = ((8, 0, 48, 0.5), (16, 64, 32, 2.0))  # the kernel adds none of them
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "rows", "parts"),
+    [
+        ("xla", "float32", "unequal", APART),
+        ("xla", "bfloat16", "unequal", ADJACENT),
+        ("mosaic_gpu", "bfloat16", "unequal", ADJACENT),
+        ("mosaic_gpu", "bfloat16", "uniform", APART),
+    ],
+)
+def test_each_gradient(equations, implementation, dtype, rows, parts):
+    """Against float64. A result is rounded to the dtype at most three times on its way (dy over the row multipliers,
+    one product, the sum), once for each addend of an fp32 sum of at most N + K + R, each time relative to the sum of
+    absolute values; 2 % are left for the products of errors.
+    """
+    n, k, m = 128, 80, 5
+    weight = random_weight(n, k, 2, True)
+    if rows == "uniform":
+        weight = dataclasses.replace(weight, global_scale=jnp.full(n, 0.7))
+    packed, loras, rng = packing.pack(weight), draw_adapters(k, parts, dtype), np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.normal(size=(m, width)), dtype) for width in (k, n))
+
+    def product(x, bias, pairs):
+        adapters = [
+            types.SimpleNamespace(a=a, b=b, scale=lora.scale, offset=lora.offset)
+            for lora, (a, b) in zip(loras, pairs, strict=True)
+        ]
+        return nvfp4_matmul(x, packed, bias, adapters, implementation=implementation)
+
+    _, pullback = jax.vjp(product, x, jnp.ones(n), [(lora.a, lora.b) for lora in loras])
+    found = jax.tree.leaves(pullback(dy))
+    wanted = exact_gradients(dy, x, weight, loras)
+    names = ["dx", "dbias", *(f"d{name} of adapter {i}" for i in range(len(loras)) for name in "AB")]
+    rounding = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
+    for name, gradient, (value, size) in zip(names, found, wanted, strict=True):
+        bound = 1.02 * size * (3 * rounding + (n + k + 16) * 2.0**-24)
+        assert gradient.shape == value.shape
+        assert np.median(np.abs(value) / bound) > 5, f"a {name} of zero would pass"
+        np.testing.assert_array_less(np.abs(np.asarray(gradient, np.float64) - value), bound, err_msg=name)
 
 
 def test_an_implementation_that_cannot_run_here_is_refused():
