@@ -1,4 +1,4 @@
-"""The quantizer's command line writes names, dtypes, shapes and bytes of the compressed-tensors fixture."""
+"""The quantizer writes the names, dtypes, shapes, bytes and config of llm-compressor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles import llm_compressor
 
 from qerl_jax import quantize
 from qerl_jax.io.hf_config import quantization_format
@@ -17,7 +18,7 @@ from qerl_jax.io.safetensors import DTYPES, CheckpointError, Tensors, open_check
 
 DATA = Path(__file__).parent / "data"
 SOURCE = DATA / "tiny-random-qwen2-hf"
-FIXTURE = DATA / "nvfp4" / "fixture-compressed-tensors-tiny-qwen2"
+GOLDEN = json.loads((llm_compressor.GOLDEN / "golden.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +28,28 @@ def quantized(tmp_path_factory):
     return out
 
 
-def test_bytes_equal_compressed_tensors(quantized):
-    ours, theirs = open_checkpoint(quantized), open_checkpoint(FIXTURE)
-    assert set(ours) == set(theirs)
+@pytest.mark.parametrize("model", llm_compressor.SOURCES)
+def test_bytes_equal_llm_compressor(model, quantized, tmp_path):
+    """SHA-256 of every quantized tensor; all others are copied."""
+    source, expected = llm_compressor.SOURCES[model], GOLDEN["sha256"][model]
+    if source != SOURCE:
+        quantize_checkpoint(source, tmp_path / "nvfp4")
+    ours = open_checkpoint(quantized if source == SOURCE else tmp_path / "nvfp4")
+    assert {name: llm_compressor.digest(ours[name]) for name in ours if "_proj.weight" in name} == expected
+    copied = {name: array for name, array in open_checkpoint(source).items() if "_proj.weight" not in name}
+    assert set(ours) == {*expected, *copied}
+    for name, array in copied.items():
+        assert ours.spec(name)[0] == array.dtype, name
+        np.testing.assert_array_equal(ours[name].view(np.uint8), array.view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", llm_compressor.STRESS)
+def test_bytes_equal_llm_compressor_where_rounding_decides(dtype, tmp_path):
+    """Ties, blocks of zeros, of -0 and of values below any block scale, and a weight too small for a global scale."""
+    quantize_checkpoint(llm_compressor.stress_checkpoint(tmp_path / "source", dtype), tmp_path / "nvfp4")
+    ours = open_checkpoint(tmp_path / "nvfp4")
+    theirs = Tensors([llm_compressor.GOLDEN / f"stress-{dtype}.safetensors"])
+    assert {name for name in ours if "_proj.weight" in name} == set(theirs)
     for name in theirs:
         assert ours.spec(name) == theirs.spec(name), name
         np.testing.assert_array_equal(ours[name].view(np.uint8), theirs[name].view(np.uint8), err_msg=name)
@@ -43,8 +63,8 @@ def test_shards_index_and_config(quantized):
     ours = open_checkpoint(quantized)
     assert index["weight_map"] == {name: ours.file_of(name).name for name in ours}
     assert index["metadata"]["total_size"] == sum(ours[name].nbytes for name in ours)
-    config, theirs = (json.loads((d / "config.json").read_text()) for d in (quantized, FIXTURE))
-    assert config["quantization_config"] == theirs["quantization_config"]
+    config = json.loads((quantized / "config.json").read_text())
+    assert config["quantization_config"] == GOLDEN["quantization_config"]
     assert quantization_format(config, "") == "compressed-tensors"
     assert (quantized / "generation_config.json").read_bytes() == (SOURCE / "generation_config.json").read_bytes()
 
@@ -79,7 +99,10 @@ from qerl_jax.models.formats import nvfp4
 from qerl_jax.io.quantize import _ShardWriter
 src, dst = map(Path, sys.argv[1:])
 tensors = Tensors([src])
-divisors = {n.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(tensors[n])) for n in tensors}
+divisors = {
+    name.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(weight), weight.dtype)
+    for name, weight in tensors.items()
+}
 writer = _ShardWriter(tensors, list(tensors), divisors)
 write_file(dst, writer.specs, writer.tensor)
 # of this program alone: ru_maxrss would start at the peak of the process that started it

@@ -52,7 +52,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Accuracy on a dataset, and the log-probabilities of given tokens.",
         ("load_dataset", "evaluate", "token_logprobs", "policy_logits", "Problem"),
     ),
-    "Quantize": ("A checkpoint in NVFP4, in the bytes of compressed-tensors.", ("quantize_checkpoint",)),
+    "Quantize": ("A checkpoint in NVFP4, in the bytes of llm-compressor.", ("quantize_checkpoint",)),
     "Export": ("A PEFT adapter that transformers, peft and vLLM load.", ("export_adapter",)),
 }
 COMMAND_LINE = [

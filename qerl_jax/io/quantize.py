@@ -1,4 +1,4 @@
-"""Quantize a bf16 checkpoint to NVFP4, byte for byte as compressed-tensors does, one tensor at a time: memory holds one
+"""Quantize a checkpoint to NVFP4, byte for byte as llm-compressor does, one tensor at a time: memory holds one
 projection, whatever the model's size.
 """
 
@@ -31,28 +31,35 @@ _PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
 QUANTIZATION_CONFIG = {
     "config_groups": {
         "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "symmetric": True,
-                "group_size": nvfp4.NVFP4_BLOCK,
-                "strategy": "tensor_group",
-                "dynamic": False,
-                "scale_dtype": "torch.float8_e4m3fn",
-            },
+            "format": "nvfp4-pack-quantized",
             "input_activations": None,
             "output_activations": None,
-            "format": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": nvfp4.NVFP4_BLOCK,
+                "num_bits": 4,
+                "observer": "memoryless_minmax",
+                "observer_kwargs": {},
+                "scale_dtype": "torch.float8_e4m3fn",
+                "strategy": "tensor_group",
+                "symmetric": True,
+                "type": "float",
+                "zp_dtype": None,
+            },
         }
     },
-    "quant_method": "compressed-tensors",
-    "kv_cache_scheme": None,
     "format": "nvfp4-pack-quantized",
-    "quantization_status": "compressed",
     "global_compression_ratio": None,
     "ignore": ["lm_head"],
-    "moe_sparsity_config": None,
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "sparsity_config": {},
+    "transform_config": {},
+    "version": "0.19.0",
 }
 
 
@@ -65,7 +72,10 @@ def quantize_checkpoint(
 ) -> None:
     """Quantize the seven projections of every layer; all other tensors are copied unchanged, shard by shard.
 
-    As in llm-compressor, q, k and v share one global scale, and so do gate and up: fused kernels need a single one.
+    The bytes and `quantization_config` are those of llm-compressor 0.14.0.1 (`oneshot` with `QuantizationModifier(
+    targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])`, compressed-tensors 0.19.0) on the same bf16 or fp32
+    checkpoint, stored in the dtype that its config.json names. q, k and v share one global scale, and so do gate and
+    up: fused kernels need a single one.
 
     Args:
       src: Hugging Face directory, bf16, fp16 or fp32, single or sharded.
@@ -127,7 +137,9 @@ def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[st
     for layer in range(layers):
         for group in groups:
             modules = [names.projection(layer, part) for part in group]
-            divisor = nvfp4.global_scale(max(_projection_magnitude(tensors, f"{module}.weight") for module in modules))
+            magnitude = max(_projection_magnitude(tensors, f"{module}.weight") for module in modules)
+            dtype = nvfp4.common_dtype(tensors.spec(f"{module}.weight")[0] for module in modules)
+            divisor = nvfp4.global_scale(magnitude, dtype)
             divisors |= dict.fromkeys(modules, divisor)
         progress("scan", layer + 1, layers)
     return divisors

@@ -95,7 +95,8 @@ class WeightReader:
             raise ValueError(
                 f"{parts[0][0]}: {k} input features are not a multiple of {block}, which {self.weight_format} needs"
             )
-        quantize = _quantizer(self.weight_format, max(largest))
+        dtype = nvfp4.common_dtype(array.dtype for array in arrays)
+        quantize = _quantizer(self.weight_format, max(largest), dtype)
         return _concatenate([quantize(array) for array in arrays])
 
     def _stored_nvfp4(self, module: str, shape: tuple[int, int]) -> Nvfp4:
@@ -176,15 +177,16 @@ def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
     )
 
 
-def _quantizer(weight_format: str, largest: float) -> Callable[[np.ndarray], Weight]:
+def _quantizer(weight_format: str, largest: float, dtype: np.dtype) -> Callable[[np.ndarray], Weight]:
     """Quantizer for the parts of a fused projection.
 
     Args:
       weight_format: "nvfp4", "mxfp4" or "nf4".
       largest: largest magnitude over all parts.
+      dtype: their dtype.
     """
     if weight_format == "nvfp4":  # one global scale for the whole fused projection, as llm-compressor writes it
-        return functools.partial(nvfp4.quantize, divisor=nvfp4.global_scale(largest))
+        return functools.partial(nvfp4.quantize, divisor=nvfp4.global_scale(largest, dtype))
     return {"mxfp4": mxfp4.quantize, "nf4": nf4.quantize}[weight_format]
 
 

@@ -15,6 +15,7 @@ from qerl_kernels.nvfp4_matmul import reference
 from safetensors import safe_open
 
 from qerl_jax.io.names import QUANTIZED
+from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.models.formats import mxfp4, nf4, nvfp4
 
@@ -71,11 +72,18 @@ def test_logits_of_published_quantizations(data, scheme, golden):
     np.testing.assert_allclose(ours, expected["logits"], atol=1e-3, rtol=0)
 
 
-def test_quantizing_while_loading_gives_the_published_quantization(data, tiny_dir):
-    """Codes, block scales and the global scale of q/k/v and gate/up equal those of compressed-tensors byte for byte."""
-    ours = fp32_policy(tiny_dir, weight_format="nvfp4")
-    theirs = fp32_policy(data / "nvfp4/fixture-compressed-tensors-tiny-qwen2")
-    assert_trees_equal(ours.frozen, theirs.frozen)
+def test_quantizing_while_loading_equals_the_quantized_checkpoint(tiny_dir, tmp_path):
+    """Codes, block scales and the shared global scales of q/k/v and gate/up, whose files equal llm-compressor's."""
+    quantize_checkpoint(tiny_dir, tmp_path / "nvfp4")
+    assert_trees_equal(fp32_policy(tiny_dir, weight_format="nvfp4").frozen, fp32_policy(tmp_path / "nvfp4").frozen)
+
+
+def test_the_global_scale_is_rounded_to_the_dtype_of_the_weight():
+    """llm-compressor's 12800 for the bundled model's first down_proj; fp16 would overflow."""
+    assert nvfp4.global_scale(0.2109375, BF16) == 12800
+    assert nvfp4.global_scale(0.2109375, np.float32) == np.float32(12743.111)
+    assert nvfp4.global_scale(0.02, np.float16) == pytest.approx(134400, rel=1e-6)
+    assert nvfp4.common_dtype([np.dtype(BF16), np.dtype(np.float16)]) == np.float32
 
 
 TIES = [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)]
@@ -119,9 +127,8 @@ def test_an_all_zero_tensor_and_a_zero_block():
 def test_nvfp4_quantizer_against_the_slow_one(seed, dtype):
     weight = random_weight(seed, 16, dtype)
     ours = nvfp4.quantize(weight)
-    amax = np.abs(weight.astype(np.float32)).max()
-    assert ours.global_scale[0] == pytest.approx(448 * 6 / amax, rel=3e-7)
-    codes, scales = oracle.quantize_nvfp4(weight, ours.global_scale[0])
+    codes, scales, divisor = oracle.quantize_nvfp4(weight)
+    assert (ours.global_scale == divisor).all()
     np.testing.assert_array_equal(ours.scales.view(np.uint8), scales.view(np.uint8))
     np.testing.assert_array_equal(oracle.nibbles(ours.codes), codes)
     exact = oracle.nvfp4(ours.codes, ours.scales, ours.global_scale, divides=True)

@@ -53,18 +53,19 @@ def nf4(codes, absmax) -> np.ndarray:
     return NF4[nibbles(codes)] * np.repeat(np.asarray(absmax, np.float64), 64, axis=1)
 
 
-def quantize_nvfp4(weight: np.ndarray, divisor: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """(codes [n, k], scales e4m3 [n, k/16]) as compressed-tensors computes them, on torch tensors; codes by ml_dtypes'
-    cast to E2M1.
+def quantize_nvfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """(codes [n, k], scales e4m3 [n, k/16], divisor) as compressed-tensors computes them, on torch tensors; codes by
+    ml_dtypes' cast to E2M1.
     """
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[weight.dtype.name]
+    divisor = np.float32((448.0 * 6.0 / torch.tensor(weight.astype(np.float32)).to(kind).abs().max()).float())
     blocks = torch.tensor(weight.astype(np.float32)).to(kind).unflatten(-1, (-1, 16))
     sixth = blocks.abs().amax(-1) / 6
     scales = (torch.tensor(divisor) * sixth.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = torch.where(scales.float() == 0, torch.tensor(0.125).to(torch.float8_e4m3fn).float(), scales.float())
     scaled = (blocks.float() / (scales / torch.tensor(divisor))[..., None]).clamp(-6, 6).flatten(-2).numpy()
     codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF
-    return codes, scales.numpy().astype(ml_dtypes.float8_e4m3fn)
+    return codes, scales.numpy().astype(ml_dtypes.float8_e4m3fn), divisor
 
 
 def quantize_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

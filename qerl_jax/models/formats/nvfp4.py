@@ -1,13 +1,17 @@
-"""NVFP4 quantizer, byte for byte equal to compressed-tensors 0.20 (`nvfp4-pack-quantized`).
+"""NVFP4 quantizer, byte for byte equal to llm-compressor 0.14.0.1 (scheme NVFP4A16, on compressed-tensors 0.19.0).
 
-In NumPy on purpose: under jit, XLA keeps the excess precision of `amax / 6`, which compressed-tensors rounds to the
-weight's own dtype, and then most scales of bf16 weights are wrong.
+llm-compressor keeps a weight's minimum and maximum in the weight's own dtype, so for a bf16 weight the global scale
+and `amax / 6` are rounded to bf16. In NumPy on purpose: under jit, XLA keeps the excess precision of those roundings,
+and then most scales of bf16 weights are wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 from qerl_kernels.formats import NVFP4_BLOCK, Nvfp4
 
 E2M1_MAX = 6.0
@@ -19,13 +23,13 @@ _ROWS_AT_ONCE = 1 << 22  # weights quantized together; bounds the fp32 temporari
 
 def encode_e2m1(values: np.ndarray) -> np.ndarray:
     """Nearest E2M1 code (bit 3 the sign), ties to the even code, saturating at ±6; a negative that rounds to zero
-    keeps code 8.
+    keeps code 8, −0 has code 0.
     """
     magnitude = np.abs(values)
     codes = np.zeros(values.shape, np.uint8)
     for i, midpoint in enumerate(_MIDPOINTS):  # the tie at midpoint i lies between codes i and i + 1: odd i rounds up
         codes += magnitude >= midpoint if i % 2 else magnitude > midpoint
-    return codes | (np.signbit(values).astype(np.uint8) << 3)
+    return codes | ((values < 0).astype(np.uint8) << 3)
 
 
 def pack_codes(codes: np.ndarray) -> np.ndarray:
@@ -33,13 +37,27 @@ def pack_codes(codes: np.ndarray) -> np.ndarray:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def global_scale(amax: float) -> np.float32:
-    """The divisor `G = 448 · 6 / amax` of a tensor, or of fused tensors that share it. An all-zero tensor gets 1.
+def global_scale(amax: float, dtype: DTypeLike) -> np.float32:
+    """The divisor `G = 448 · 6 / amax` of a tensor, or of fused tensors that share it, in the weight's `dtype`.
 
-    Computed as `(1 / amax) · 2688` in fp32, two roundings, as torch computes `2688.0 / tensor`; for some tensors a
-    plain division differs by one unit in the last place, and then codes differ, too.
+    Computed as `(1 / amax) · 2688`, each rounded to `dtype`, as torch computes `2688.0 / tensor`: 12800 for a bf16
+    weight of amax 0.2109375, where fp32 gives 12743.11. A tensor of zeros, or one so small that G is infinite, gets 1.
+    fp16 departs from llm-compressor there: G overflows below amax 0.041, and is then computed in fp32.
     """
-    return np.float32(1) / np.float32(amax) * np.float32(E4M3_MAX * E2M1_MAX) if amax > 0 else np.float32(1)
+    dtype = np.dtype(dtype)
+    with np.errstate(over="ignore"):
+        reciprocal = np.float32(1) / np.float32(max(amax, float(ml_dtypes.finfo(dtype).tiny)))
+        divisor = np.float32(reciprocal.astype(dtype)) * np.float32(E4M3_MAX * E2M1_MAX)
+        divisor = divisor.astype(dtype).astype(np.float32)
+    if np.isfinite(divisor):
+        return divisor
+    return global_scale(amax, np.float32) if dtype == np.float16 else np.float32(1)
+
+
+def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """The dtype of fused weights; fp32 where they differ."""
+    found = set(dtypes)
+    return found.pop() if len(found) == 1 else np.dtype(np.float32)
 
 
 def block_scales(weight: np.ndarray, divisor: np.float32) -> np.ndarray:
@@ -64,7 +82,7 @@ def quantize(weight: np.ndarray, divisor: np.float32 | None = None) -> Nvfp4:
     n, k = weight.shape
     if k % NVFP4_BLOCK:
         raise ValueError(f"NVFP4 needs input features divisible by {NVFP4_BLOCK}, got a weight of {n} x {k}")
-    divisor = global_scale(max_magnitude(weight)) if divisor is None else divisor
+    divisor = global_scale(max_magnitude(weight), weight.dtype) if divisor is None else divisor
     codes = np.empty((n, k // 2), np.uint8)
     scales = np.empty((n, k // NVFP4_BLOCK), ml_dtypes.float8_e4m3fn)
     for start, stop in _row_slices(n, k):
