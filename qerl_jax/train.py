@@ -31,6 +31,7 @@ from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.lifecycle import begin_run, finish_run
+from qerl_jax.run.lock import locked
 from qerl_jax.run.prepare import Run, prepare
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
@@ -46,14 +47,15 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     a checkpoint of the step before. The first SIGINT or SIGTERM ends the run after the current step, with a checkpoint.
     """
     run = prepare(with_rewards(config), console or Console(highlight=False))
-    recorder, state = begin_run(run, init_state(run.policy, run.config))
-    with run.rewards, recorder:
-        for _ in range(int(state.step), config.max_steps):
-            with recorder.step(state):
-                state = train_step(run, recorder, state)
-            if recorder.end_step(state):
-                break
-    finish_run(run, recorder, state)
+    with locked(run.directory):
+        recorder, state = begin_run(run, init_state(run.policy, run.config))
+        with run.rewards, recorder:
+            for _ in range(int(state.step), config.max_steps):
+                with recorder.step(state):
+                    state = train_step(run, recorder, state)
+                if recorder.end_step(state):
+                    break
+        finish_run(run, recorder, state)
     return state
 
 

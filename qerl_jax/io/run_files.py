@@ -19,21 +19,25 @@ WANDB_FILE = "wandb.json"
 INCOMPLETE_COPY_FILE = "incomplete_copy.txt"
 """Names the run whose files are being taken over; deleted once all of them, and a checkpoint, are there."""
 
-OWNED = (
-    CONFIG_FILE,
-    EVALUATION_FILE,
-    METRICS_FILE,
-    COMPLETIONS_DIR,
-    CHECKPOINTS_DIR,
-    ADAPTER_DIR,
-    PLOTS_DIR,
-    NONFINITE_DIR,
-    REPORT_FILE,
-    HEARTBEAT_FILE,
-    STACKS_FILE,
-    TENSORBOARD_DIR,
-    WANDB_DIR,
-    WANDB_FILE,
-    INCOMPLETE_COPY_FILE,
-)
-"""Everything that `--overwrite` deletes, in this order: `INCOMPLETE_COPY_FILE` last, so that it survives a kill."""
+LOCK_FILE = "run.lock"
+"""Host and process of the run that holds the directory. Never deleted: a lock belongs to the file, not to its name."""
+
+OWNED: dict[str, tuple[str, ...]] = {
+    CHECKPOINTS_DIR: ("[0-9]*",),
+    EVALUATION_FILE: (),
+    METRICS_FILE: (),
+    COMPLETIONS_DIR: ("step_*.parquet", "step_*.tmp"),
+    ADAPTER_DIR: ("adapter_config.json", "adapter_model.safetensors", "vllm"),
+    PLOTS_DIR: ("*.png",),
+    NONFINITE_DIR: ("step_*.npz",),
+    REPORT_FILE: (),
+    HEARTBEAT_FILE: (),
+    STACKS_FILE: (),
+    TENSORBOARD_DIR: ("events.out.tfevents.*",),
+    WANDB_DIR: ("run-*", "offline-run-*", "latest-run", "debug*.log", "settings"),
+    WANDB_FILE: (),
+    CONFIG_FILE: (),
+    INCOMPLETE_COPY_FILE: (),
+}
+"""What `--overwrite` deletes, in this order: files, and in directories the entries of these patterns. The two files by
+which a run is known come last, so that they survive a kill."""

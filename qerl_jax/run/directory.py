@@ -32,10 +32,16 @@ def check(directory: Path, config: Config) -> None:
     is_incomplete = INCOMPLETE_COPY_FILE in found
     here = config.resume == "auto" or Path(config.resume).resolve() == directory.resolve()
     if config.resume == "never" and not config.overwrite and found:
-        what = "a run" if CONFIG_FILE in found else f"{found[0]} of a run"
+        is_whole = CONFIG_FILE in found
+        what, anew = ("a run", ", start anew with --overwrite,") if is_whole else (f"{found[0]} of a run", "")
         raise ConfigError(
-            f"output_dir {directory} holds {what} already: resume it with --resume auto, start anew with "
-            "--overwrite, or name another --output-dir"
+            f"output_dir {directory} holds {what} already: resume it with --resume auto{anew} or name another "
+            "--output-dir"
+        )
+    if config.overwrite and found and not is_incomplete and not _is_config_of_a_run(directory / CONFIG_FILE):
+        raise ConfigError(
+            f"output_dir {directory} holds {found[0]}, but no {CONFIG_FILE} of a run: --overwrite deletes only what a "
+            "run made; name another --output-dir"
         )
     if here and is_incomplete:
         source = (directory / INCOMPLETE_COPY_FILE).read_text()
@@ -43,7 +49,7 @@ def check(directory: Path, config: Config) -> None:
     if config.resume == "auto" and found and not {CONFIG_FILE, CHECKPOINTS_DIR} & set(found):
         raise ConfigError(
             f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to resume "
-            "from: start anew with --overwrite, or name another --output-dir"
+            "from: name another --output-dir"
         )
     if config.resume in ("never", "auto"):
         return
@@ -68,14 +74,31 @@ def is_incomplete_copy(directory: Path) -> bool:
     return (directory / INCOMPLETE_COPY_FILE).exists()
 
 
+def _is_config_of_a_run(path: Path) -> bool:
+    """Whether a file is the config that a run of this or another version wrote."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text()) if path.is_file() else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and {"model", "dataset", "output_dir", "max_steps"} <= values.keys()
+
+
 def clear(directory: Path) -> None:
-    """Delete what an old run left; files that no run writes stay."""
-    for name in OWNED:
+    """Delete what an old run left; files that no run writes stay, also in its directories."""
+    for name, patterns in OWNED.items():
         path = directory / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
+        if not path.is_dir():
             path.unlink(missing_ok=True)
+            continue
+        for entry in sorted({entry for pattern in patterns for entry in path.glob(pattern)}):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        if not path.is_symlink() and not any(path.iterdir()):
+            path.rmdir()
 
 
 def write_config(directory: Path, config: Config) -> None:

@@ -44,6 +44,7 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     start from: `state`, or that of the checkpoint to resume.
     """
     config, directory, console = run.config, run.directory, run.console
+    run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
     if config.overwrite or run_directory.is_incomplete_copy(directory):
         run_directory.clear(directory)
     checkpoints = Checkpointer(directory, config.save_total_limit)

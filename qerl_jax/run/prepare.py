@@ -24,6 +24,7 @@ from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import make_deterministic, missing_kernels_note
+from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.memory import refuse_oversized_update
 from qerl_jax.types import Policy
 
@@ -84,6 +85,7 @@ def check(config: Config) -> None:
     if not config.model:
         raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
     run_directory.check(Path(config.output_dir), config)
+    refuse_locked(Path(config.output_dir))
     sinks.check(config)
     grading = config.reward_workers, config.reward_timeout, config.allow_code_execution
     check_rewards(config.reward_funcs, *grading)

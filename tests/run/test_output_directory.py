@@ -1,0 +1,114 @@
+"""One run at a time in an output directory; `--overwrite` deletes only what a run made."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.run import directory as run_directory
+from qerl_jax.run.lock import locked, refuse_locked
+
+HOLD = """
+import sys
+from pathlib import Path
+from qerl_jax.run.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_with_host_and_process(tmp_path):
+    """The lock is another process's; its death, even by SIGKILL, frees the directory."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        said = f"output_dir {tmp_path}/run is in use by another run, process {process.pid} on host "
+        with pytest.raises(ConfigError, match=re.escape(said + socket.gethostname())):
+            refuse_locked(tmp_path / "run")
+        with pytest.raises(ConfigError, match=re.escape(said)), locked(tmp_path / "run"):
+            pass
+    finally:
+        process.kill()
+        process.communicate()
+    refuse_locked(tmp_path / "run")
+    with locked(tmp_path / "run"):
+        assert (tmp_path / "run" / "run.lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
+    with locked(tmp_path / "run"):
+        pass
+
+
+def test_looking_for_a_lock_writes_nothing(tmp_path):
+    refuse_locked(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def config_of(directory: Path, **changes: object) -> Config:
+    return runs.config(directory, overwrite=True, **changes)
+
+
+def made_by_a_run(directory: Path) -> dict[str, str]:
+    run_directory.write_config(directory, config_of(directory))
+    files = (
+        "checkpoints/3/manifest.json checkpoints/3/state/d/0 checkpoints/4.orbax-checkpoint-tmp-1/x evaluation.json "
+        "metrics.jsonl completions/step_000003.parquet adapter/adapter_model.safetensors adapter/vllm/norms.safetensors "
+        "plots/reward.png nonfinite/step_000002.npz report.md heartbeat.json stacks.txt "
+        "tensorboard/events.out.tfevents.1.host.from0 wandb/run-1/files/x wandb.json"
+    )
+    return write(directory, files.split())
+
+
+def write(directory: Path, names: list[str]) -> dict[str, str]:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+    return dict.fromkeys(names, "")
+
+
+def test_overwrite_deletes_only_what_a_run_made(tmp_path):
+    directory = tmp_path / "run"
+    made_by_a_run(directory)
+    foreign = write(
+        directory,
+        [
+            *("notes.md", "checkpoints/README", "checkpoints/mine/weights", "completions/best.txt", "adapter/README.md"),
+            *("plots/mine.svg", "nonfinite/why.txt", "tensorboard/other/events", "wandb/mine"),
+        ],
+    )
+    run_directory.check(directory, config_of(directory))
+    run_directory.clear(directory)
+    left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert left == set(foreign)
+
+
+def test_overwrite_follows_a_link_to_checkpoints_and_keeps_it(tmp_path):
+    directory, scratch = tmp_path / "run", tmp_path / "scratch"
+    write(scratch, ["5/manifest.json", "mine"])
+    run_directory.write_config(directory, config_of(directory))
+    (directory / "checkpoints").symlink_to(scratch)
+    run_directory.clear(directory)
+    assert [path.name for path in scratch.iterdir()] == ["mine"] and (directory / "checkpoints").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("files", "first"),
+    [
+        (["config.yaml", "adapter/adapter_config.json"], "adapter"),
+        (["report.md"], "report.md"),
+        (["checkpoints/7/weights"], "checkpoints"),
+    ],
+)
+def test_overwrite_refuses_a_directory_that_is_no_run(tmp_path, files, first):
+    write(tmp_path, files)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} holds {first}, but no config.yaml of a run")):
+        run_directory.check(tmp_path, config_of(tmp_path))
