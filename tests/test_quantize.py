@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small
 from oracles import llm_compressor
 
 from qerl_jax import quantize
@@ -133,3 +134,33 @@ def test_memory_of_a_shard_with_the_shapes_of_32b(tmp_path):
     assert peak < 2.5e9, f"{peak / 1e9:.2f} GB"
     expected = sum(n * k // 2 + n * k // 16 + 4 for n, k in shapes.values())
     assert (tmp_path / "out.safetensors").stat().st_size == pytest.approx(expected, abs=20_000)
+
+
+def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
+    models = tmp_path / "models"
+    source = small.bf16(models / "bf16", shards=1)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "config.json").write_text("{}")
+    linked = tmp_path / "linked"  # a source whose files lie elsewhere, as the hub's cache has them
+    linked.mkdir()
+    for file in source.iterdir():
+        (linked / file.name).symlink_to(file)
+    used = small.bf16(tmp_path / "used", shards=1)
+    (used / "runs").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for src, dst, said in (
+        (source, source, "is or holds the source"),
+        (source, models / "other" / ".." / "bf16", "is or holds the source"),
+        (source, models, "is or holds the source"),
+        (linked, source, "is or holds the source"),
+        (source, notes, "is no model directory"),
+        (source, notes / "config.json", "is no model directory"),
+        (source, used, "also holds the directory 'runs'"),
+    ):
+        (models / "other").mkdir(exist_ok=True)
+        assert quantize.main([str(src), str(dst), "--overwrite"]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    quantize_checkpoint(source, tmp_path / "out")
+    assert quantize.main([str(source), str(tmp_path / "out"), "--overwrite"]) == 0

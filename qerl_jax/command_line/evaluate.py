@@ -15,7 +15,7 @@ from qerl_jax.config import Config, ConfigError, descriptions
 from qerl_jax.data.prompts import load_encoded
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.io.assets import model_path
-from qerl_jax.io.files import check_writable, write_json
+from qerl_jax.io.files import check_file_writable, write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
@@ -129,9 +129,7 @@ def _run(arguments: Any) -> Evaluation:
     if arguments.samples is not None and arguments.samples < 1:
         raise ValueError(f"samples must be at least 1, got {arguments.samples}")
     if arguments.output is not None:
-        if Path(arguments.output).is_dir():
-            raise ValueError(f"output {arguments.output} is a directory: name a file")
-        check_writable(Path(arguments.output).parent, "the directory of output")
+        check_file_writable(Path(arguments.output), "output")
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)
     if note := missing_kernels_note(config.matmul_kernel):
         print(note, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,21 @@ def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_mod
 
     Args:
       policy: any policy with adapters.
-      dst: directory; replaced if it exists.
+      dst: directory; an adapter in it is replaced, other files in it stay.
       norms: include the layer norms, as `modules_to_save` that `peft` loads; `dst/vllm` then holds the LoRA alone and
         `norms.safetensors`, whose names are those of the base checkpoint.
       base_model: path or hub id written as `base_model_name_or_path`.
 
-    Raises ValueError if the policy has no adapters.
+    Raises ValueError if the policy has no adapters, or one that is not finite; FileExistsError if `dst` holds files but
+    no adapter.
     """
     if not jax.tree.leaves(policy.lora):
         raise ValueError("the policy has no adapters (lora_rank 0): nothing to export")
     lora, layer_norms = adapter_tensors(policy), norm_tensors(policy)
+    for name, value in (lora | layer_norms).items():
+        if not np.isfinite(value).all():
+            raise ValueError(f"{dst} is not written: {name!r} holds a value that is not finite")
+    others = _other_files(Path(dst))
     config = peft_config(policy.lora_config, base_model)
     with atomic_directory(Path(dst)) as directory:
         if norms:
@@ -147,6 +153,19 @@ def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_mod
             safetensors.save(directory / "vllm" / OVERLAY_FILE, layer_norms)
         else:
             _write(directory, config, lora)
+        for entry in others:
+            copy = shutil.copytree if entry.is_dir() else shutil.copy2
+            copy(entry, directory / entry.name)
+
+
+def _other_files(directory: Path) -> list[Path]:
+    """Entries of an adapter directory that no export writes."""
+    entries = sorted(directory.iterdir()) if directory.is_dir() else []
+    if entries and not (directory / CONFIG_FILE).exists():
+        raise FileExistsError(
+            f"{directory} holds {entries[0].name!r} but no {CONFIG_FILE}: it is no adapter to replace"
+        )
+    return [entry for entry in entries if entry.name not in (CONFIG_FILE, WEIGHTS_FILE, "vllm")]
 
 
 def _write(directory: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:

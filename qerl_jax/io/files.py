@@ -16,39 +16,52 @@ from typing import Any
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when the block ends without an error, and vanishes
-    when it does not. What a killed writer of the same target left is removed.
+    when it does not. What a killed writer of the same target left is removed; if it was killed between the two
+    renames, the old directory returns to its place first.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    for rest in target.parent.glob(f".{glob.escape(target.name)}.????????.*"):
-        if rest.suffix in (".tmp", ".old"):
-            shutil.rmtree(rest)
+    _tidy(target)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
         yield temporary
         temporary.chmod(0o755)
-        if target.exists():
+        if os.path.lexists(target):
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
             os.replace(target, old / "was")
-            os.replace(temporary, target)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        os.replace(temporary, target)
+    finally:
+        _tidy(target)
+
+
+def _tidy(target: Path) -> None:
+    """Put an old directory back where none is, and remove all that writers of a target left beside it."""
+    rests = list(target.parent.glob(f".{glob.escape(target.name)}.????????.*"))
+    for rest in rests:
+        if rest.suffix == ".old" and os.path.lexists(rest / "was") and not os.path.lexists(target):
+            os.replace(rest / "was", target)
+    for rest in rests:
+        if rest.suffix in (".tmp", ".old"):
+            shutil.rmtree(rest)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a kill or a full disk leaves the old one. Raises OSError naming it."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Replace a file in one step, so that a kill or a full disk leaves the old one; a link stays, and its target is
+    replaced. A device or a pipe is written to. Raises OSError naming the path.
+    """
     with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            with path.open("w") as file:
+                file.write(text)
+            return
+        target = path.resolve() if path.is_symlink() else path
+        temporary = target.with_name(f".{target.name}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
 
 
 @contextlib.contextmanager
@@ -72,6 +85,16 @@ def check_writable(directory: Path, name: str) -> None:
         raise OSError(f"{name} {str(directory)!r} cannot be written: {error}") from error
     if not writable:
         raise OSError(f"{name} {directory} cannot be written: {there} {trouble}")
+
+
+def check_file_writable(path: Path, name: str) -> None:
+    """Raise OSError if `write_text` cannot write a path; `name` is the option that asked for it."""
+    if path.is_dir():
+        raise OSError(f"{name} {path} is a directory: name a file")
+    if not path.exists() or path.is_file():
+        check_writable((path.resolve() if path.is_symlink() else path).parent, f"the directory of {name}")
+    elif not os.access(path, os.W_OK):
+        raise OSError(f"{name} {path} cannot be written: it may not be written by this user")
 
 
 def one_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ projection, whatever the model's size.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,7 @@ def quantize_checkpoint(
         tensors.
 
     Raises:
-      FileExistsError: `dst` exists, without `overwrite`.
+      FileExistsError: `dst` exists, without `overwrite`; or it is or holds the source, or is no model directory.
       OSError: `dst` cannot be written.
       CheckpointError: the checkpoint is quantized already, incomplete or not finite.
       ValueError: `weight_format` is not "nvfp4", or the input features are not a multiple of 16.
@@ -96,8 +97,10 @@ def quantize_checkpoint(
         raise ValueError(
             f"weight_format {weight_format!r} has no checkpoint layout; quantize_checkpoint writes 'nvfp4'"
         )
-    if dst.exists() and not overwrite:
-        raise FileExistsError(f"{dst} already exists; --overwrite replaces it")
+    if os.path.lexists(dst):
+        if not overwrite:
+            raise FileExistsError(f"{dst} already exists; --overwrite replaces it")
+        _refuse_to_replace(src, dst)
     check_writable(dst.parent, "the directory of the output")
     config = hf_config.model_config(src)
     where = src / "config.json"
@@ -128,6 +131,24 @@ def quantize_checkpoint(
             )
         _copy_rest(src, directory)
         write_json(directory / "config.json", {**raw_config, "quantization_config": QUANTIZATION_CONFIG})
+
+
+def _refuse_to_replace(src: Path, dst: Path) -> None:
+    """Raise FileExistsError if replacing `dst` would delete the source, or anything but a model's files."""
+    real = dst.resolve()
+    sources = [src.resolve(), *(file.resolve() for file in (src.iterdir() if src.is_dir() else ()))]
+    inside = [path for path in sources if path.is_relative_to(real)]
+    if inside:
+        raise FileExistsError(f"{dst} is or holds the source {inside[0]}: name another directory")
+    names = {path.name for path in dst.iterdir()} if dst.is_dir() else set()
+    if "config.json" not in names or not names & {SINGLE_FILE, INDEX_FILE}:
+        raise FileExistsError(
+            f"{dst} is no model directory with config.json and {SINGLE_FILE} or {INDEX_FILE}: --overwrite does not "
+            "replace it"
+        )
+    folders = sorted(path.name for path in dst.iterdir() if path.is_dir())
+    if folders:
+        raise FileExistsError(f"{dst} also holds the directory {folders[0]!r}: --overwrite does not delete it")
 
 
 def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[str, np.float32]:

@@ -104,12 +104,27 @@ def test_an_adapter_that_peft_wrote_is_read(micro_dir, tmp_path):
     np.testing.assert_allclose(np.asarray(logits_of(policy, TOKENS)), torch_qwen2.logits(model, TOKENS), atol=1e-4)
 
 
-def test_export_replaces_a_directory_whole(micro_dir, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/stale").write_text("x")
-    export_adapter(trained(micro_dir, CONFIGS[2]), tmp_path / "out", norms=False)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+def test_export_replaces_an_adapter_and_nothing_else(micro_dir, tmp_path):
+    """An export with norms, then one without in its place; a file of somebody's stays, a directory of others too."""
+    policy, out = trained(micro_dir, CONFIGS[2]), tmp_path / "out"
+    export_adapter(policy, out)
+    (out / "README.md").write_text("mine")
+    export_adapter(policy, out, norms=False)
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert (out / "README.md").read_text() == "mine" and [p.name for p in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers/thesis").write_text("x")
+    with pytest.raises(FileExistsError, match="holds 'thesis' but no adapter_config.json"):
+        export_adapter(policy, tmp_path / "papers")
+    assert (tmp_path / "papers/thesis").read_text() == "x"
+
+
+def test_an_adapter_that_is_not_finite_is_not_exported(micro_dir, tmp_path):
+    policy = trained(micro_dir, CONFIGS[2])
+    lora = jax.tree.map(lambda leaf: leaf.at[0, 0].set(jnp.nan), policy.lora)
+    with pytest.raises(ValueError, match="lora_A.weight' holds a value that is not finite"):
+        export_adapter(policy.replace(lora=lora), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_policy_without_adapters_has_nothing_to_export(micro_dir, tmp_path):

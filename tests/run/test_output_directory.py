@@ -61,8 +61,8 @@ def made_by_a_run(directory: Path) -> dict[str, str]:
     run_directory.write_config(directory, config_of(directory))
     files = (
         "checkpoints/3/manifest.json checkpoints/3/state/d/0 checkpoints/4.orbax-checkpoint-tmp-1/x evaluation.json "
-        "metrics.jsonl completions/step_000003.parquet adapter/adapter_model.safetensors adapter/vllm/norms.safetensors "
-        "plots/reward.png nonfinite/step_000002.npz report.md heartbeat.json stacks.txt "
+        "metrics.jsonl completions/step_000003.parquet adapter/adapter_model.safetensors "
+        "adapter/vllm/norms.safetensors plots/reward.png nonfinite/step_000002.npz report.md heartbeat.json stacks.txt "
         "tensorboard/events.out.tfevents.1.host.from0 wandb/run-1/files/x wandb.json"
     )
     return write(directory, files.split())
@@ -81,7 +81,13 @@ def test_overwrite_deletes_only_what_a_run_made(tmp_path):
     foreign = write(
         directory,
         [
-            *("notes.md", "checkpoints/README", "checkpoints/mine/weights", "completions/best.txt", "adapter/README.md"),
+            *(
+                "notes.md",
+                "checkpoints/README",
+                "checkpoints/mine/weights",
+                "completions/best.txt",
+                "adapter/README.md",
+            ),
             *("plots/mine.svg", "nonfinite/why.txt", "tensorboard/other/events", "wandb/mine"),
         ],
     )
