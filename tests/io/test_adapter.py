@@ -114,7 +114,7 @@ def test_export_replaces_an_adapter_and_nothing_else(micro_dir, tmp_path):
     assert (out / "README.md").read_text() == "mine" and [p.name for p in tmp_path.iterdir()] == ["out"]
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers/thesis").write_text("x")
-    with pytest.raises(FileExistsError, match="holds 'thesis' but no adapter_config.json"):
+    with pytest.raises(FileExistsError, match="but no adapter_config"):
         export_adapter(policy, tmp_path / "papers")
     assert (tmp_path / "papers/thesis").read_text() == "x"
 
@@ -122,7 +122,7 @@ def test_export_replaces_an_adapter_and_nothing_else(micro_dir, tmp_path):
 def test_an_adapter_that_is_not_finite_is_not_exported(micro_dir, tmp_path):
     policy = trained(micro_dir, CONFIGS[2])
     lora = jax.tree.map(lambda leaf: leaf.at[0, 0].set(jnp.nan), policy.lora)
-    with pytest.raises(ValueError, match="lora_A.weight' holds a value that is not finite"):
+    with pytest.raises(ValueError, match="holds a value that is not finite"):
         export_adapter(policy.replace(lora=lora), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
