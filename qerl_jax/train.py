@@ -50,7 +50,7 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     with locked(run.directory):
         recorder, state = begin_run(run, init_state(run.policy, run.config))
         with run.rewards, recorder:
-            for _ in range(int(state.step), config.max_steps):
+            for _ in range(int(state.step), run.config.num_rollouts):
                 with recorder.step(state):
                     state = train_step(run, recorder, state)
                 if recorder.end_step(state):
@@ -67,7 +67,7 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     config, step = run.config, int(state.step)
     # Only the rollout sees the noisy norms; `state` stays clean, and the update trains that clean policy. The
     # log-probabilities under noise travel in `batch.logprobs`, for the importance weight that corrects the mismatch.
-    sigma = aqn.sigma(config, step, config.max_steps)
+    sigma = aqn.sigma(config, step, config.num_rollouts)
     noisy_norms = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
     actor = run.policy.replace(norms=noisy_norms, lora=state.lora)
 

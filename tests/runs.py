@@ -29,7 +29,7 @@ SMALL = {
     "weight_format": "nvfp4",
     "dtype": "float32",
     "dataset": "arithmetic",
-    "max_steps": 6,
+    "max_steps": 12,
     "batch_size": 8,
     "num_generations": 4,
     "num_iterations": 2,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +42,8 @@ def test_yaml_numbers_and_dashes(tmp_path):
         ("loss_type: ppo", ["loss_type", "'ppo'", "dapo"]),
         ("max_steps: many", ["max_steps", "'many'"]),
         ("max_steps: 1.5", ["max_steps", "1.5"]),
+        ("max_steps: 0", ["max_steps", "0", "num_train_epochs"]),
+        ("num_train_epochs: 0", ["num_train_epochs", "0"]),
         ("train_norms: 1", ["train_norms", "1"]),
         ("top_p: 0", ["top_p", "0"]),
         ("temperature: 0", ["temperature", "0"]),
@@ -89,6 +93,25 @@ def test_one_dataset_or_several(tmp_path):
     assert config.reward_columns == ("level",)
     path.write_text(dump(config))
     assert load(path) == config
+
+
+def test_epochs_make_the_steps_of_trl():
+    """Optimizer updates that TRL's sampler and transformers' Trainer come to, by `tools/make_trl_goldens.py`."""
+    recorded = json.loads((Path(__file__).parent / "golden" / "trl_epochs.json").read_text())
+    assert len(recorded["runs"]) > 5
+    for run in recorded["runs"]:
+        config = Config(**run["config"]).with_max_steps(run["problems"])
+        assert config.max_steps == run["updates"], run
+        assert config.num_rollouts == -(-run["updates"] // run["config"]["num_iterations"])
+
+
+def test_given_steps_count_and_epochs_need_a_rollout_of_problems():
+    given = Config(max_steps=7, num_train_epochs=3, num_iterations=4)
+    assert given.with_max_steps(10**6) is given and given.num_rollouts == 2
+    with pytest.raises(ConfigError, match="15 problems are fewer than the 16 of one rollout"):
+        Config().with_max_steps(15)
+    with pytest.raises(ConfigError, match=r"num_train_epochs 1\.0 needs the number of problems"):
+        _ = Config().num_rollouts
 
 
 def test_engines_carry_every_field_that_decides_a_rollout():

@@ -36,7 +36,7 @@ def config(tmp_path_factory):
     return lambda directory: runs.config(
         directory,
         **{"model": model, "weight_format": None, "dataset": sets, "dataset_weights": (2, 1)},
-        **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": STEPS, "max_prompt_length": 120},
+        **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": 2 * STEPS, "max_prompt_length": 120},
     )
 
 

@@ -69,11 +69,11 @@ def main() -> None:
             "model": model,
             "dataset": problems,
             "output_dir": Path(folder) / "run",
-            "max_steps": args.steps,
             "eval_dataset": None,
         }
         own = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         config = parse(["--config", args.recipe, *own, *overrides])
+        config = dataclasses.replace(config, max_steps=args.steps * config.num_iterations)
         lengths = reference_lengths(args.problems, load_tokenizer(model)) if args.problems else None
         started = time.perf_counter()
         rows = run(config, size, model, lengths)

@@ -95,6 +95,7 @@ def main() -> None:
         max_prompt_length=args.prompt_len,
         max_completion_length=args.completion_len,
         num_iterations=args.num_iterations,
+        max_steps=200 * args.num_iterations,
         lora_rank=args.lora_rank,
         tokens_per_micro_batch=args.tokens_per_micro_batch,
         update_memory_gb=args.update_memory_gb,

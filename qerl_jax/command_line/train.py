@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) ->
             errors.print(f"interrupted; the newest checkpoint is that of step {saved}, resume from it with")
             errors.print(resume_command(Path(config.output_dir)), markup=False)
         return STOPPED
-    return 0 if int(state.step) == config.max_steps else STOPPED
+    return 0 if int(state.step) == state.config.num_rollouts else STOPPED
 
 
 def parse(argv: list[str]) -> Config:
@@ -62,11 +63,14 @@ def parse(argv: list[str]) -> Config:
     import tyro
 
     argv, path = take_option(argv, "--config")
-    names_model = any(argument == "--model" or argument.startswith("--model=") for argument in argv)
+    flags = {argument.partition("=")[0].replace("_", "-") for argument in argv}
+    names_model = "--model" in flags
     if path is not None:
         default = configuration.load(assets.find_config(path))
     else:
         default = Config() if names_model else configuration.load(assets.find_config("tiny"))
+    if "--num-train-epochs" in flags and "--max-steps" not in flags:
+        default = dataclasses.replace(default, max_steps=-1)  # the flag counts, not the file's max_steps
     description = _DESCRIPTION.format(recipes=", ".join(assets.recipes()))
     return tyro.cli(Config, default=default, args=argv, prog="python -m qerl_jax.train", description=description)
 

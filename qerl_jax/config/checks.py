@@ -15,7 +15,6 @@ _AT_LEAST: dict[str, float] = {
     "max_completion_length": 1,
     "save_steps": 1,
     "save_total_limit": 1,
-    "max_steps": 1,
     "batch_size": 1,
     "num_iterations": 1,
     "num_generations": 2,
@@ -33,6 +32,7 @@ _AT_LEAST: dict[str, float] = {
     "seed": 0,
 }
 _ABOVE_ZERO = (
+    "num_train_epochs",
     "temperature",
     "max_grad_norm",
     "adam_epsilon",
@@ -62,6 +62,8 @@ def _check_ranges(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{name} must be above 0, got {value}")
+    if config.max_steps < 1 and config.max_steps != -1:
+        raise ConfigError(f"max_steps must be at least 1, or -1 for num_train_epochs, got {config.max_steps}")
     for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")

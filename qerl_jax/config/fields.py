@@ -9,10 +9,11 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import math
 import typing
 from typing import Literal
 
-from qerl_jax.config.values import coerce
+from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
 
@@ -59,7 +60,7 @@ class Config:
     overwrite: bool = False
     """Delete an existing run in output_dir and start from scratch."""
     save_steps: int = 50
-    """Steps (rollouts) between checkpoints; one more is saved at the end."""
+    """Optimizer updates between checkpoints, which are saved after a rollout's last update; one more at the end."""
     save_total_limit: int = 3
     """Number of newest checkpoints kept."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -74,13 +75,16 @@ class Config:
     seed: int = 0
     """Random seed: adapter initialization, data order, noise, sampling."""
 
-    max_steps: int = 200
-    """Number of training steps, i.e. rollouts. TRL's max_steps counts optimizer updates: here there are max_steps ×
-    num_iterations of them. Schedules span the whole run."""
+    max_steps: int = -1
+    """Number of optimizer updates, `num_iterations` for each rollout; the last rollout gets all of its updates. -1:
+    num_train_epochs counts. Schedules span the whole run."""
+    num_train_epochs: float = 1.0
+    """Passes over the dataset, where max_steps is -1; a pass is problems // (batch_size / num_generations) rollouts.
+    The resolved config has the max_steps that follows. As a flag it replaces a file's max_steps."""
     batch_size: int = 128
     """Completions per step, of `batch_size / num_generations` prompts."""
-    num_iterations: int = 4
-    """Optimizer updates per rollout."""
+    num_iterations: int = 1
+    """Optimizer updates per rollout, each over the whole batch."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
@@ -225,6 +229,32 @@ class Config:
     def num_prompts(self) -> int:
         """Prompts per step, P."""
         return self.batch_size // self.num_generations
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of the run, i.e. its training steps: max_steps / num_iterations, rounded up. Raises ConfigError
+        where max_steps is -1.
+        """
+        if self.max_steps == -1:
+            raise ConfigError(
+                f"max_steps is -1, and num_train_epochs {self.num_train_epochs} needs the number of problems: set "
+                "max_steps, or take config.with_max_steps(problems)"
+            )
+        return -(-self.max_steps // self.num_iterations)
+
+    def with_max_steps(self, problems: int) -> Config:
+        """The config with the `max_steps` that `num_train_epochs` over so many problems makes; itself where `max_steps`
+        is given. Raises ConfigError for fewer problems than a rollout takes.
+        """
+        if self.max_steps != -1:
+            return self
+        if problems < self.num_prompts:
+            raise ConfigError(
+                f"num_train_epochs {self.num_train_epochs}: {problems} problems are fewer than the {self.num_prompts} "
+                "of one rollout; set max_steps, or a smaller batch_size"
+            )
+        updates = problems // self.num_prompts * self.num_iterations
+        return dataclasses.replace(self, max_steps=math.ceil(self.num_train_epochs * updates))
 
     @property
     def resampling_rounds(self) -> int:

@@ -70,7 +70,7 @@ def render(name: str, config: Config, metrics: list[dict[str, Any]], ending: End
     lines = [
         f"# {name}",
         "",
-        f"{config.model} on {', '.join(config.dataset)}: {state} step {ending.steps} of {config.max_steps}.",
+        f"{config.model} on {', '.join(config.dataset)}: {state} step {ending.steps} of {config.num_rollouts}.",
         "",
     ]
     if ending.evaluations:

@@ -15,7 +15,7 @@ from qerl_jax.types import Policy, TrainState
 
 def learning_rate(config: Config) -> optax.Schedule:
     """`update count -> learning rate`: a linear warm-up from zero, then the decay of `lr_scheduler_type`."""
-    total = config.max_steps * config.num_iterations
+    total = config.num_rollouts * config.num_iterations
     warmup = int(config.warmup_ratio * total)
     match config.lr_scheduler_type:
         case "cosine":

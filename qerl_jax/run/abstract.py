@@ -28,6 +28,7 @@ def abstract_trees(model: ModelConfig, stored: str, config: Config) -> tuple[Pol
       stored: format of the projections, one of `WEIGHT_FORMATS`.
       config: config of the run.
     """
+    config = config.with_max_steps(config.num_prompts)  # no shape depends on the number of steps
 
     def build() -> tuple[Policy, TrainState]:
         weights = _zero_weights(model, stored, jnp.dtype(config.dtype), config.matmul_kernel)

@@ -94,7 +94,7 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
     if elsewhere:
         run_directory.copy_from(directory, Path(config.resume))
         checkpoints.save(state)
-    console.print(f"resuming after step {int(state.step)} of {config.max_steps}")
+    console.print(f"resuming after step {int(state.step)} of {config.num_rollouts}")
     return state
 
 
@@ -102,7 +102,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     """Write plots and report; after the last step also evaluate, export the adapter and print the summary."""
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
     recorder.checkpoints.close()
-    is_done = last == config.max_steps
+    is_done = last == config.num_rollouts
     if is_done and run.eval_problems and recorder.evaluations.get("after") is None:
         console.print("evaluating the trained policy on the same problems …")
         _evaluate(run, recorder, state, "after")
@@ -119,7 +119,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     )
     phases.beat("stopped" if reason else "finished")
     if reason:
-        console.print(f"stopped by {reason} after step {last} of {config.max_steps}, checkpoint saved; resume with")
+        console.print(f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")
         console.print(run_directory.resume_command(directory), soft_wrap=True)
         return
     files = {

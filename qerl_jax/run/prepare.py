@@ -34,7 +34,7 @@ class Run:
     """The loaded inputs of a run.
 
     Attributes:
-      config: with its rewards filled in (`choose_rewards.with_rewards`).
+      config: with its rewards (`choose_rewards.with_rewards`) and `max_steps` filled in.
       directory: `config.output_dir`.
       console: for messages to the user.
       policy: with fresh or imported adapters.
@@ -75,6 +75,7 @@ def prepare(config: Config, console: Console) -> Run:
     if note := cache_note(policy, config.kv_cache_dtype):
         console.print(note, soft_wrap=True)
     stream, eval_problems = load_problems(config, policy, console)
+    config = config.with_max_steps(len(stream))
     return Run(config, directory, console, policy, rewards, stream, eval_problems)
 
 

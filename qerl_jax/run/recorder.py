@@ -54,7 +54,7 @@ class Recorder:
         with contextlib.ExitStack() as contexts:
             self._signals = contexts.enter_context(StopSignals())
             self._compilations = contexts.enter_context(CompilationCounter())
-            progress = TrainingProgress(self._first, self._run.config.max_steps, self._run.console)
+            progress = TrainingProgress(self._first, self._run.config.num_rollouts, self._run.console)
             self._progress = contexts.enter_context(progress)
             self._contexts = contexts.pop_all()
         return self
@@ -102,7 +102,9 @@ class Recorder:
         config, step = self._run.config, int(state.step)
         self._progress.update(step, self._metrics)
         self.stopped = self._signals.requested  # read once: a later signal counts for the next step
-        if step % config.save_steps == 0 or step == config.max_steps or self.stopped:
+        updates = step * config.num_iterations
+        is_due = updates // config.save_steps > (updates - config.num_iterations) // config.save_steps
+        if is_due or step == config.num_rollouts or self.stopped:
             with self.phases("checkpoint"):
                 self.checkpoints.save(state)
         return self.stopped != 0
