@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,22 @@ def parse(argv: list[str]) -> Config:
     if "--num-train-epochs" in flags and "--max-steps" not in flags:
         default = dataclasses.replace(default, max_steps=-1)  # the flag counts, not the file's max_steps
     description = _DESCRIPTION.format(recipes=", ".join(assets.recipes()))
-    return tyro.cli(Config, default=default, args=argv, prog="python -m qerl_jax.train", description=description)
+    config = tyro.cli(Config, default=default, args=argv, prog="python -m qerl_jax.train", description=description)
+    if path is not None:
+        refuse_moved(config, Path(path))
+    return config
+
+
+def refuse_moved(config: Config, file: Path) -> None:
+    """Raise ConfigError if `resume` "auto" would begin anew in `output_dir` while checkpoints lie beside the config
+    file, as in the directory of a run that was moved.
+    """
+    lost = config.resume == "auto" and latest_step(Path(config.output_dir)) is None
+    if lost and (step := latest_step(file.parent)) is not None:
+        raise ConfigError(
+            f"output_dir {config.output_dir} holds no checkpoint, but {file} lies beside that of step {step}: if the "
+            f"run was moved, resume it with --output-dir {shlex.quote(str(file.parent))}"
+        )
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:

@@ -58,7 +58,9 @@ class Config:
     resume: str = "never"
     """"never" refuses a used output_dir, "auto" resumes the run there, a path resumes that run in output_dir."""
     overwrite: bool = False
-    """Delete an existing run in output_dir and start from scratch."""
+    """Delete what an existing run in output_dir made, and start from scratch."""
+    allow_changed_inputs: bool = False
+    """Resume although model, dataset or reward file are not what they were when the checkpoint was saved."""
     save_steps: int = 50
     """Optimizer updates between checkpoints, which are saved after a rollout's last update; one more at the end."""
     save_total_limit: int = 3

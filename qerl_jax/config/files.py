@@ -17,6 +17,7 @@ FREE_ON_RESUME = frozenset(
         "output_dir",
         "resume",
         "overwrite",
+        "allow_changed_inputs",
         "save_steps",
         "save_total_limit",
         "report_to",

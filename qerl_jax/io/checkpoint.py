@@ -1,9 +1,9 @@
 """Checkpoints with orbax: atomic, the newest few kept, bit-exact, and checked file by file before they are read.
 
 A checkpoint is `checkpoints/STEP/`: the arrays of a `TrainState` by their path in the tree, as orbax writes them, and
-`manifest.json`, written last: the config, every array's dtype and shape, every file's SHA-256. Without it a checkpoint
-is incomplete and as good as absent. Orbax itself has a checksum for its index but none for an array's bytes, and
-answers a damaged file with pages of traces.
+`manifest.json`, written last: the config, fingerprints of the run's inputs, every array's dtype and shape, every
+file's SHA-256. Without it a checkpoint is incomplete and as good as absent. Orbax itself has a checksum for its index
+but none for an array's bytes, and answers a damaged file with pages of traces.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,9 +38,11 @@ class Checkpointer:
     Args:
       directory: the run's output_dir.
       keep: how many to keep. None: the directory is only read.
+      inputs: fingerprint of each of the run's inputs by its name; kept in manifests and compared with them.
     """
 
-    def __init__(self, directory: Path, keep: int | None):
+    def __init__(self, directory: Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
+        self._inputs = dict(inputs)
         self.directory = (directory / CHECKPOINTS_DIR).absolute()
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
@@ -85,7 +88,7 @@ class Checkpointer:
                 arguments = ocp.args.Composite(state=ocp.args.StandardSave(arrays))
                 self._manager.save(step, args=arguments, force=True)
                 self._manager.wait_until_finished()
-                write_json(path / MANIFEST_FILE, _manifest(path, arrays, state))
+                write_json(path / MANIFEST_FILE, _manifest(path, arrays, state, self._inputs))
             except Exception as error:  # orbax and tensorstore raise what they meet, a ValueError for a full disk
                 failure = one_line(error)
             if failure:
@@ -100,7 +103,8 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: no checkpoint there.
-          ConfigError: it belongs to another config; names the fields with both values.
+          ConfigError: it belongs to another config, or to other inputs without `allow_changed_inputs`; names the
+            fields with both values.
           CheckpointError: a file of it is missing or changed, or its arrays are not the state's.
         """
         step = self.latest_step() if step is None else step
@@ -120,6 +124,8 @@ class Checkpointer:
         different = differences(state.config, config)
         if different:
             raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
+        if not state.config.allow_changed_inputs:
+            self._check_inputs(path, manifest.get("inputs"))
         self._check_files(step, files)
         _check_arrays(path, arrays, _shapes(target), remedy)
         arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
@@ -164,6 +170,16 @@ class Checkpointer:
         instead = f"resume from step {max(earlier)}" if earlier else "start from the beginning"
         return f"delete {self.directory / str(step)} to {instead}"
 
+    def _check_inputs(self, path: Path, saved: Any) -> None:
+        """Manifests of older versions hold no inputs."""
+        for name, now in self._inputs.items():
+            was = saved.get(name, now) if isinstance(saved, dict) else now
+            if was != now:
+                raise ConfigError(
+                    f"{path}: {name} is not what it was when the checkpoint was saved (SHA-256 {str(was)[:12]}…, now "
+                    f"{now[:12]}…): put it back, or resume with --allow-changed-inputs"
+                )
+
     def _check_files(self, step: int, files: dict[str, str]) -> None:
         path, remedy = self.directory / str(step), self._remedy(step)
         for name, digest in files.items():
@@ -183,10 +199,11 @@ def latest_step(directory: Path) -> int | None:
     return max((int(path.parent.name) for path in manifests if path.parent.name.isdecimal()), default=None)
 
 
-def _manifest(path: Path, arrays: dict[str, Any], state: TrainState) -> dict[str, Any]:
+def _manifest(path: Path, arrays: dict[str, Any], state: TrainState, inputs: dict[str, str]) -> dict[str, Any]:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     return {
         "config": to_mapping(state.config),
+        "inputs": inputs,
         "arrays": _shapes(arrays),
         "files": {file.relative_to(path).as_posix(): _sha256(file) for file in files},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def check(directory: Path, config: Config) -> None:
         )
     if here and is_incomplete:
         source = (directory / INCOMPLETE_COPY_FILE).read_text()
-        raise ConfigError(f"output_dir {directory} holds only a part of what it takes from {source}: --resume {source}")
+        raise ConfigError(
+            f"output_dir {directory} holds only a part of what it takes from {source}: --resume {shlex.quote(source)}"
+        )
     if config.resume == "auto" and found and not {CONFIG_FILE, CHECKPOINTS_DIR} & set(found):
         raise ConfigError(
             f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to resume "
@@ -106,7 +109,8 @@ def write_config(directory: Path, config: Config) -> None:
     on. It comes last of what a run begins with: the copy is complete from here on.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / CONFIG_FILE, dump(dataclasses.replace(config, resume="never", overwrite=False)))
+    lasting = dataclasses.replace(config, resume="never", overwrite=False, allow_changed_inputs=False)
+    write_text(directory / CONFIG_FILE, dump(lasting))
     (directory / INCOMPLETE_COPY_FILE).unlink(missing_ok=True)
 
 
@@ -135,4 +139,4 @@ def dump_batch(directory: Path, step: int, batch: Batch) -> None:
 
 def resume_command(directory: Path) -> str:
     """The command that resumes a run."""
-    return f"  python -m qerl_jax.train --config {directory / CONFIG_FILE} --resume auto"
+    return f"  python -m qerl_jax.train --config {shlex.quote(str(directory / CONFIG_FILE))} --resume auto"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ from qerl_jax.io.run_files import (
     PLOTS_DIR,
     REPORT_FILE,
 )
-from qerl_jax.reporting.metrics import cut_back, read_metrics
+from qerl_jax.reporting.metrics import cut_back, read_metrics, rows_until
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
@@ -34,6 +35,7 @@ from qerl_jax.rl.compile import abstract_batch, update_programs
 from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
+from qerl_jax.run.fingerprints import fingerprints
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import TrainState
@@ -47,8 +49,9 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
     if config.overwrite or run_directory.is_incomplete_copy(directory):
         run_directory.clear(directory)
-    checkpoints = Checkpointer(directory, config.save_total_limit)
-    state = restore(config, checkpoints, state, console)
+    inputs = fingerprints(config, run.stream.sets, run.eval_problems)
+    checkpoints = Checkpointer(directory, config.save_total_limit, inputs)
+    state = restore(config, checkpoints, state, console, inputs)
     run_directory.write_config(directory, config)
     tokens = cut_back(directory, int(state.step))
     recorder = Recorder(run, checkpoints, int(state.step), tokens)
@@ -79,18 +82,22 @@ def compile_ahead(run: Run, state: TrainState) -> None:
     console.print(f"compiled {len(programs)} programs of rollout and update in {time.perf_counter() - started:.1f} s")
 
 
-def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
+def restore(
+    config: Config, checkpoints: Checkpointer, state: TrainState, console: Console, inputs: Mapping[str, str]
+) -> TrainState:
     """The newest checkpoint under `resume`, together with the files of its run if that is another; else `state`."""
     if config.resume == "never":
         return state
     directory = Path(config.output_dir)
     elsewhere = config.resume != "auto" and Path(config.resume).resolve() != directory.resolve()
-    source = Checkpointer(Path(config.resume), keep=None) if elsewhere else checkpoints
+    source = Checkpointer(Path(config.resume), keep=None, inputs=inputs) if elsewhere else checkpoints
     for step in source.incomplete_steps():
         console.print(f"{source.directory / str(step)} is incomplete and ignored: it has no manifest")
     if config.resume == "auto" and source.latest_step() is None:
+        console.print(f"no checkpoint to resume in {directory}: starting from the beginning", markup=False)
         return state
     state = source.restore(state)
+    rows_until(source.directory.parent, int(state.step))
     if elsewhere:
         run_directory.copy_from(directory, Path(config.resume))
         checkpoints.save(state)

@@ -1,0 +1,65 @@
+"""SHA-256 fingerprints of a run's inputs, kept with its checkpoints: a config's names do not show an exchanged file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from qerl_jax.config import Config
+from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.io import assets
+from qerl_jax.rewards.functions import BUILT_IN, reward_file
+
+_WHOLE = 1 << 20  # bytes; larger files are sampled
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 12
+
+
+def fingerprints(
+    config: Config, problems: Sequence[Sequence[EncodedProblem]], eval_problems: Sequence[EncodedProblem]
+) -> dict[str, str]:
+    """Fingerprint of each input by the name that an error gives it.
+
+    Args:
+      config: with its rewards filled in.
+      problems: those of each of `config.dataset`, as loaded.
+      eval_problems: those of `config.eval_dataset`.
+    """
+    model = assets.model_path(config.model)
+    found = {f"model {config.model}": model_fingerprint(model)}
+    for name, items in zip(config.dataset, problems, strict=True):
+        found[f"dataset {name}"] = problems_fingerprint(items)
+    if config.eval_dataset:
+        found[f"eval_dataset {config.eval_dataset}"] = problems_fingerprint(eval_problems)
+    for name in config.reward_funcs or ():
+        if name not in BUILT_IN:
+            found[f"reward {name}"] = hashlib.sha256(reward_file(name)[0].read_bytes()).hexdigest()
+    return found
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Fingerprint of names, sizes and bytes of the JSON and safetensors files. Only 64 blocks of 4 KiB are read from a
+    file above 1 MiB, evenly spaced, its header and its end among them: any training changes them.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= _WHOLE:
+                digest.update(file.read())
+                continue
+            for block in range(_BLOCKS):
+                file.seek((size - _BLOCK_BYTES) * block // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def problems_fingerprint(items: Iterable[EncodedProblem]) -> str:
+    """Fingerprint of ids, prompts as tokens, answers and further columns, in order."""
+    digest = hashlib.sha256()
+    for item in items:
+        problem = item.problem
+        digest.update(repr((problem.id, problem.answer, sorted(problem.extra.items()))).encode("utf-8", "replace"))
+        digest.update(item.tokens.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,148 @@
+"""A run resumes from what it was: model, dataset and reward file by their fingerprints, metrics.jsonl by its steps."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+from rich.console import Console
+
+from qerl_jax.command_line.train import parse
+from qerl_jax.config import Config, ConfigError, dump, load
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.io.load import load_policy
+from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.reporting.metrics import append_metrics, cut_back
+from qerl_jax.rl.state import init_state
+from qerl_jax.run import directory as run_directory
+from qerl_jax.run.fingerprints import fingerprints, model_fingerprint
+from qerl_jax.run.lifecycle import restore
+from qerl_jax.types import TrainState
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("inputs")
+    small.bf16(place / "model", shards=1)
+    (place / "mine.py").write_text("def reward(completions, **_):\n    return [0.0 for _ in completions]\n")
+    return place
+
+
+def config_of(place: Path, **changes: object) -> Config:
+    mine = (f"{place / 'mine.py'}:reward",)
+    return Config(
+        model=str(place / "model"), dtype="float32", output_dir=str(place / "run"), reward_funcs=mine, **changes
+    )
+
+
+def problem(i: int, answer: str = "1") -> EncodedProblem:
+    return EncodedProblem(Problem(i, "?", answer), array.array("i", [i, 2, 3]))
+
+
+@pytest.fixture(scope="module")
+def state(place) -> TrainState:
+    config = config_of(place)
+    return init_state(load_policy(config.model, lora=config.lora), config)
+
+
+def test_exchanged_inputs_are_named_and_refused_unless_told(place, state, tmp_path):
+    config = state.config
+    items = [problem(0), problem(1)]
+    before = fingerprints(config, [items], [])
+    checkpoints = Checkpointer(tmp_path, 1, before)
+    checkpoints.save(state)
+    checkpoints.restore(state)
+
+    reward, weights = place / "mine.py", place / "model" / "model.safetensors"
+    sound = {path: path.read_bytes() for path in (reward, weights)}
+    changed = bytearray(sound[weights])
+    changed[len(changed) // 2] ^= 1  # one bit
+    exchanged = {
+        f"reward {config.reward_funcs[0]}": (reward, b"#" + sound[reward], [items]),
+        f"model {config.model}": (weights, bytes(changed), [items]),
+        "dataset gsm8k": (reward, sound[reward], [[problem(0), problem(1, "2")]]),
+    }
+    for name, (path, content, sets) in exchanged.items():
+        path.write_bytes(content)
+        now = fingerprints(config, sets, [])
+        path.write_bytes(sound[path])
+        said = f"0: {name} is not what it was when the checkpoint was saved (SHA-256 {before[name][:12]}…, now"
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            Checkpointer(tmp_path, 1, now).restore(state)
+        told = state.replace(config=dataclasses.replace(config, allow_changed_inputs=True))
+        Checkpointer(tmp_path, 1, now).restore(told)
+    assert fingerprints(config, [items], []) == before
+
+
+def test_a_large_model_is_sampled_all_over(tmp_path):
+    """3 MB: a change of every weight, as any training makes it, of the header or of the end shows."""
+    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    data = rng.integers(0, 256, 3_000_000).astype(np.uint8)
+    path.write_bytes(data.tobytes())
+    seen = {model_fingerprint(tmp_path)}
+    for start, stop in ((0, 8), (2_999_990, 3_000_000), (1_500_000, 1_560_000)):
+        other = data.copy()
+        other[start:stop] ^= 1
+        path.write_bytes(other.tobytes())
+        seen.add(model_fingerprint(tmp_path))
+    assert len(seen) == 4
+
+
+def written(directory: Path, steps: list[int]) -> Path:
+    for step in steps:
+        append_metrics(directory, step, {"num_tokens": 10 * step})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([1, 2], "ends where step 3 must stand"),
+        ([], "ends where step 1 must stand"),
+        ([1, 3], "has step 3 where step 2 must stand"),
+        ([1, 2, 2, 3], "has step 2 where step 3 must stand"),
+        ([1, 2, 3, 3], "has step 3 where step 4 must stand"),
+        ([2, 1, 3], "has step 2 where step 1 must stand"),
+    ],
+)
+def test_metrics_that_are_cut_doubled_or_gone_are_refused(tmp_path, steps, said):
+    written(tmp_path, steps)
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}/metrics.jsonl {said}")):
+        cut_back(tmp_path, 3)
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines() if steps else []
+    assert [json.loads(line)["step"] for line in kept] == steps
+
+
+def test_metrics_with_all_steps_go_on(tmp_path):
+    assert cut_back(written(tmp_path, [1, 2, 3, 4]), 3) == 30 and cut_back(tmp_path, 3) == 30
+
+
+def test_a_resume_that_finds_nothing_says_so(place, state, tmp_path, capsys):
+    assert restore(config_of(place, resume="auto"), Checkpointer(tmp_path, 1), state, Console(), {}) is state
+    assert "no checkpoint to resume in" in capsys.readouterr().out
+
+
+def test_a_run_that_was_moved_is_found_beside_its_config(place, tmp_path):
+    moved = tmp_path / "a run"
+    (moved / "checkpoints" / "4").mkdir(parents=True)
+    (moved / "checkpoints" / "4" / "manifest.json").write_text("{}")
+    (moved / "config.yaml").write_text(dump(config_of(place)))
+    flags = ["--config", str(moved / "config.yaml"), "--resume", "auto"]
+    with pytest.raises(ConfigError, match=re.escape(f"--output-dir '{moved}'")):
+        parse(flags)
+    assert parse([*flags, "--output-dir", str(moved)]).output_dir == str(moved)
+    assert parse(flags[:2]).output_dir == str(place / "run")
+
+
+def test_the_flag_holds_for_one_start_and_commands_are_quoted(place, tmp_path):
+    run_directory.write_config(tmp_path, config_of(place, allow_changed_inputs=True))
+    assert not load(tmp_path / "config.yaml").allow_changed_inputs
+    assert f"--config '{tmp_path}/a b/config.yaml'" in run_directory.resume_command(tmp_path / "a b")
