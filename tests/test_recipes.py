@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import typing
 from pathlib import Path
 
 import pytest
 from qerl_kernels import dispatch
 
+from qerl_jax.command_line.train import parse
 from qerl_jax.config import Config, load, to_mapping
+from qerl_jax.config.foreign import FOREIGN
+from qerl_jax.config.values import coerce
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.io import assets
 from qerl_jax.rl import plan
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.memory import memory_report
 
-SHAPES = Path(__file__).parent / "data" / "qwen2.5_configs"
+ROOT = Path(__file__).parent.parent
+SHAPES = ROOT / "tests" / "data" / "qwen2.5_configs"
 SIZES = ("3b", "7b", "14b", "32b")
 TWINS = [(dataset, size) for dataset in ("gsm8k", "bigmath") for size in SIZES]
 MUST_DIFFER = {"weight_format", "learning_rate", "sigma_start", "sigma_end", "output_dir"}
@@ -25,8 +32,62 @@ def recipe(name: str) -> Config:
     return load(assets.find_config(name))
 
 
+SCRIPTS = json.loads((ROOT / "tests" / "golden" / "release_scripts.json").read_text())["scripts"]
+OF_SCRIPT = {f"dapo_qwen2.5-{s}_{f}_single_gpu.sh": f"release-{s}-{f}" for s in SIZES for f in ("nvfp4", "bf16")}
+WITHOUT_RECIPE = {"llama3.1_8b_nemotron.sh"}  # the README says why
+MORE_DATA = [f"release-{name}-7b-nvfp4" for name in ("dapomath", "miromind", "codeforces")]
+FIELDS = typing.get_type_hints(Config)
+
+
 def test_every_recipe_is_there():
-    assert assets.recipes() == sorted(["tiny", *(f"{d}-{s}-{f}" for d, s in TWINS for f in ("nvfp4", "bf16"))])
+    papers = [f"{d}-{s}-{f}" for d, s in TWINS for f in ("nvfp4", "bf16")]
+    assert assets.recipes() == sorted(["tiny", *papers, *OF_SCRIPT.values(), *MORE_DATA])
+    assert OF_SCRIPT.keys() | WITHOUT_RECIPE == SCRIPTS.keys()
+    text = (ROOT / "README.md").read_text()
+    assert all(f"`{script}` has no recipe" in text for script in WITHOUT_RECIPE)
+
+
+@pytest.mark.parametrize("script", OF_SCRIPT)
+def test_recipes_are_the_released_scripts(script):
+    """Every flag of the script is the field of that name with that value, or a field of another name, or has a reason
+    in `config/foreign.py`.
+    """
+    config, flags = (
+        recipe(OF_SCRIPT[script]),
+        {flag.replace("-", "_"): value for flag, value in SCRIPTS[script].items()},
+    )
+    for name, value in flags.items():
+        if name not in FIELDS:
+            assert FOREIGN[name].fields or FOREIGN[name].note, name
+        elif name != "output_dir":
+            hint = FIELDS[name]
+            expected = value == "True" if hint is bool else coerce(name, value, hint)
+            assert getattr(config, name) == expected, name
+    completions = int(flags["per_device_train_batch_size"]) * int(flags["gradient_accumulation_steps"])
+    size, stored = re.fullmatch(r"dapo_qwen2.5-(\d+b)_(\w+)_single_gpu.sh", script).groups()
+    assert config.batch_size == completions and config.train_norms == (flags["ln"] == "True")
+    assert (config.model, config.weight_format) == (f"Qwen2.5-{size.upper()}-Instruct", stored)
+    assert "sigma_start" in flags or (config.sigma_start, config.sigma_end) == (0, 0)
+    assert config.max_steps == -1 and config.importance_sampling_cap is None
+
+
+@pytest.mark.parametrize("name", MORE_DATA)
+def test_other_datasets_of_the_7b_script(name):
+    """DATA_NAME sets dataset and lengths: the script's 1024 and 8192 stay where it names neither GSM8K nor BigMath."""
+    ours, base = to_mapping(recipe(name)), to_mapping(recipe("release-7b-nvfp4"))
+    changed = {key: ours[key] for key in ours if ours[key] != base[key]}
+    dataset = name.split("-")[1]
+    lengths = {"max_prompt_length": 1024, "max_completion_length": 8192}
+    assert changed == lengths | {"dataset": [dataset], "output_dir": f"runs/{name}"}
+    assert with_rewards(recipe(name)).reward_funcs == tuple(PRESETS[dataset].rewards)
+
+
+def test_baselines_of_other_formats_are_the_flags_of_the_readme():
+    (command,) = re.findall(r"`(--config \S+ --weight-format nf4 [^`]*)`", (ROOT / "README.md").read_text())
+    ours, base = to_mapping(parse(command.split())), to_mapping(recipe("gsm8k-7b-nvfp4"))
+    changed = {key: ours[key] for key in ours if ours[key] != base[key]}
+    noise = {"sigma_start": 0.0, "sigma_end": 0.0}
+    assert changed == noise | {"weight_format": "nf4", "output_dir": "runs/gsm8k-7b-nf4"}
 
 
 @pytest.mark.parametrize(("dataset", "size"), TWINS)

@@ -1,15 +1,18 @@
-"""Write `docs/api.md`, a reference by task, from the docstrings of the exports, config fields and rewards.
+"""Write `docs/api.md`, a reference by task, from the docstrings of the exports, config fields and rewards, and the
+tables of `docs/migration.md`.
 
-python tools/make_api_docs.py            # writes docs/api.md
-python tools/make_api_docs.py --check    # exit code 1 if docs/api.md is not what this would write
+python tools/make_api_docs.py            # writes both
+python tools/make_api_docs.py --check    # exit code 1 if one is not what this would write
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import itertools
+import json
 import re
 import sys
 import textwrap
@@ -19,13 +22,16 @@ from typing import Any
 
 import qerl_jax
 from qerl_jax.config import Config
+from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.prompts import completion_texts
 from qerl_jax.io import assets
 from qerl_jax.rewards.functions import BUILT_IN
 
-OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "docs" / "api.md"
+MIGRATION = ROOT / "docs" / "migration.md"
 WIDTH = 118
 SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:")
 MORE = {"load_dataset": load_dataset, "completion_texts": completion_texts}
@@ -223,17 +229,57 @@ def render() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in lines))
 
 
+def migration() -> str:
+    """`docs/migration.md` with its tables made anew."""
+    text = MIGRATION.read_text()
+    for name, table in {"names": names_table, "missing": missing_list, "defaults": defaults_table}.items():
+        begin = re.search(rf"<!-- {name}:.*?-->\n", text).end()
+        text = text[:begin] + "\n".join(table()) + "\n" + text[text.index("<!-- end -->", begin) :]
+    return text
+
+
+def names_table() -> list[str]:
+    """Names of other programs that a field here has the meaning of."""
+    rows = ["| name | of | here | |", "|---|---|---|---|"]
+    for name, entry in FOREIGN.items():
+        if entry.fields:
+            fields = ", ".join(f"`{field}`" for field in entry.fields)
+            rows.append(f"| `{name}` | {entry.origin} | {fields} | {entry.note} |")
+    return rows
+
+
+def missing_list() -> list[str]:
+    """Names that nothing here has the meaning of, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, entry in FOREIGN.items():
+        if not entry.fields:
+            reasons.setdefault(entry.note, []).append(f"`{name}`")
+    return [line for reason, names in reasons.items() for line in wrapped(f"- {', '.join(names)}: {reason}.")]
+
+
+def defaults_table() -> list[str]:
+    """Fields of the same name whose default differs from TRL's."""
+    recorded = json.loads((ROOT / "tests" / "golden" / "trl_fields.json").read_text())
+    theirs, rows = recorded["inherited"] | recorded["fields"], ["| field | TRL | here |", "|---|---|---|"]
+    for field in dataclasses.fields(Config):
+        if field.name in theirs and theirs[field.name] != repr(field.default):
+            rows.append(f"| `{field.name}` | {theirs[field.name]} | {field.default!r} |")
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
     if not parser.parse_args().check:
         OUTPUT.parent.mkdir(exist_ok=True)
         OUTPUT.write_text(render())
+        MIGRATION.write_text(migration())
         return 0
-    if OUTPUT.exists() and OUTPUT.read_text() == render():
-        return 0
-    print(f"{OUTPUT} is out of date: run python tools/make_api_docs.py", file=sys.stderr)
-    return 1
+    for page, text in ((OUTPUT, render()), (MIGRATION, migration())):
+        if not page.exists() or page.read_text() != text:
+            print(f"{page} is out of date: run python tools/make_api_docs.py", file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -29,11 +29,12 @@ RUNS = [
 ]
 
 
-def fields() -> dict[str, str]:
-    """Default of each field that GRPOConfig adds to TrainingArguments, or changes the default of."""
+def fields() -> dict[str, dict[str, str]]:
+    """Defaults of GRPOConfig: `fields` that it adds to TrainingArguments or changes, and `inherited` ones."""
     base = {field.name: default_of(field) for field in dataclasses.fields(transformers.TrainingArguments)}
     all_ = {field.name: default_of(field) for field in dataclasses.fields(trl.GRPOConfig)}
-    return {name: default for name, default in all_.items() if base.get(name) != default}
+    own = {name: default for name, default in all_.items() if base.get(name) != default}
+    return {"fields": own, "inherited": {name: default for name, default in all_.items() if name not in own}}
 
 
 def default_of(field: dataclasses.Field) -> str:
@@ -88,7 +89,7 @@ def main() -> None:
         }
         for run in RUNS
     ]
-    for name, content in {"epochs": {"runs": runs}, "fields": {"fields": fields()}}.items():
+    for name, content in {"epochs": {"runs": runs}, "fields": fields()}.items():
         (GOLDEN / f"trl_{name}.json").write_text(json.dumps(versions | content, indent=1) + "\n")
 
 

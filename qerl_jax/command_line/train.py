@@ -12,6 +12,7 @@ from rich.console import Console
 
 from qerl_jax import config as configuration
 from qerl_jax.config import Config, ConfigError
+from qerl_jax.config.foreign import advice
 from qerl_jax.io import assets
 from qerl_jax.io.checkpoint import latest_step
 from qerl_jax.run.choose_rewards import with_rewards
@@ -64,12 +65,14 @@ def parse(argv: list[str]) -> Config:
     import tyro
 
     argv, path = take_option(argv, "--config")
+    argv = take_booleans(argv)
     flags = {argument.partition("=")[0].replace("_", "-") for argument in argv}
     names_model = "--model" in flags
     if path is not None:
         default = configuration.load(assets.find_config(path))
     else:
         default = Config() if names_model else configuration.load(assets.find_config("tiny"))
+    refuse_foreign(argv)
     if "--num-train-epochs" in flags and "--max-steps" not in flags:
         default = dataclasses.replace(default, max_steps=-1)  # the flag counts, not the file's max_steps
     description = _DESCRIPTION.format(recipes=", ".join(assets.recipes()))
@@ -89,6 +92,31 @@ def refuse_moved(config: Config, file: Path) -> None:
             f"output_dir {config.output_dir} holds no checkpoint, but {file} lies beside that of step {step}: if the "
             f"run was moved, resume it with --output-dir {shlex.quote(str(file.parent))}"
         )
+
+
+def take_booleans(argv: list[str]) -> list[str]:
+    """Truth values as other programs write them, `--train-norms True` or `--train-norms=False`, as flags."""
+    names = {field.name for field in dataclasses.fields(Config) if isinstance(field.default, bool)}
+    rest, i = [], 0
+    while i < len(argv):
+        flag, equals, value = argv[i].partition("=")
+        i += 1
+        if flag.startswith("--") and flag[2:].replace("-", "_") in names:
+            if not equals and i < len(argv) and argv[i].lower() in ("true", "false"):
+                value, i = argv[i], i + 1
+            flag = f"--no-{flag[2:]}" if value.lower() == "false" else flag
+            rest.append(flag if value.lower() in ("", "true", "false") else f"{flag}={value}")
+        else:
+            rest.append(argv[i - 1])
+    return rest
+
+
+def refuse_foreign(argv: list[str]) -> None:
+    """Raise ConfigError for the first flag that is another program's name, with the name here."""
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and (said := advice(flag[2:].replace("-", "_"), "--", "-")):
+            raise ConfigError(f"{flag} {said}; docs/migration.md has the whole list")
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:

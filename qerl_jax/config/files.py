@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.config.fields import Config, upper_clip
+from qerl_jax.config.foreign import advice
 from qerl_jax.config.values import ConfigError
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
@@ -41,6 +42,8 @@ def from_mapping(values: dict[Any, Any], where: str) -> Config:
     known = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
+        if name not in fields and (said := advice(name)):
+            raise ConfigError(f"{where}: {key!r} {said}")
         if name not in fields:
             raise ConfigError(f"{where}: unknown key {key!r}{_suggestion(name, fields)}")
         if name in known:

@@ -1,0 +1,199 @@
+"""Names of other programs for what a field here does, or the reason why there is none: one table for the suggestions
+of the command line and of YAML files, and for `docs/migration.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A name of another program.
+
+    Attributes:
+      origin: the programs that have it.
+      fields: fields of `Config` with its meaning; none where nothing here has it.
+      note: how to convert it, or why there is none.
+    """
+
+    origin: str
+    fields: tuple[str, ...] = ()
+    note: str = ""
+
+
+_MINI_BATCHES = (
+    "an update uses the whole rollout (num_iterations times); mini-batches of a rollout are not implemented, "
+    "micro-batches only save memory"
+)
+_BATCH = "all completions of a rollout"
+_ENGINE = "the rollout engine is the trainer's own, in one process: nothing to serve or to tune"
+_FIXED_REFERENCE = "the reference of the KL penalty is the policy without adapters, as in the release, and stays fixed"
+_OTHER_LOSS = "belongs to a loss that is not built in"
+_ENTROPY = "no entropy bonus is built in"
+_NO_IMAGES = "text models only"
+_NO_TOOLS = "no tool calls in rollouts"
+_RELOAD = "has no meaning for a frozen base in this process"
+_METRICS = "metrics.jsonl has every step"
+_COMPLETIONS = "completions/ has every completion of every step"
+_PRECISION = "log-probabilities are always computed in fp32"
+
+FOREIGN: dict[str, Foreign] = {
+    # model
+    "model_name_or_path": Foreign("TRL", ("model",)),
+    "model_name": Foreign("Unsloth, QeRL", ("model",)),
+    "pretrained_model_name_or_path": Foreign("transformers", ("model",)),
+    "model_revision": Foreign("TRL", ("model",), "download another revision and name its directory"),
+    "trust_remote_code": Foreign("TRL", (), "no code of a checkpoint is ever run"),
+    "model_init_kwargs": Foreign("TRL", ("dtype", "weight_format"), "each setting is a field"),
+    "torch_dtype": Foreign("TRL", ("dtype",)),
+    "bf16": Foreign("TRL", ("dtype",), "bfloat16 is the default"),
+    "fp16": Foreign("TRL", ("dtype",), "bfloat16 or float32"),
+    "load_in_4bit": Foreign("TRL, Unsloth, QeRL", ("weight_format",), "nf4 is that of bitsandbytes; also nvfp4, mxfp4"),
+    "load_in_8bit": Foreign("TRL, Unsloth, QeRL", (), "no 8-bit format is implemented"),
+    "bnb_4bit_quant_type": Foreign("TRL", ("weight_format",)),
+    "use_bnb_nested_quant": Foreign("TRL", (), "NF4's block maxima are kept in fp32"),
+    "use_quantization": Foreign("QeRL", ("weight_format",)),
+    "attn_implementation": Foreign("TRL", ("matmul_kernel",), "attention is this package's own on every device"),
+    "router_aux_loss_coef": Foreign("TRL", (), "no mixture of experts is implemented"),
+    "disable_dropout": Foreign("TRL", (), "nothing here has dropout; an adapter with dropout is refused"),
+    "cast_lm_head_to_fp32": Foreign("TRL", (), _PRECISION),
+    "full_finetuning": Foreign("Unsloth, QeRL", (), "the base is frozen: adapters and layer norms are trained"),
+    # adapters
+    "use_peft": Foreign("TRL", ("lora_rank",), "adapters are always on; 0 turns them off"),
+    "lora_r": Foreign("TRL", ("lora_rank",)),
+    "r": Foreign("PEFT, Unsloth", ("lora_rank",)),
+    "max_lora_rank": Foreign("Unsloth", ("lora_rank",)),
+    "lora_dropout": Foreign("TRL, Unsloth", (), "with dropout the ratio would measure the dropout mask"),
+    "target_modules": Foreign("PEFT, Unsloth, QeRL", ("lora_target_modules",)),
+    "modules_to_save": Foreign("PEFT, QeRL", ("train_norms",), "only the layer norms can be trained beside adapters"),
+    "lora_modules_to_save": Foreign("TRL", ("train_norms",), "only the layer norms can be trained beside adapters"),
+    "ln": Foreign("QeRL", ("train_norms",)),
+    "use_dora": Foreign("TRL", (), "plain and rank-stabilized LoRA only"),
+    "bias": Foreign("PEFT, Unsloth", (), "biases are frozen"),
+    "loftq_config": Foreign("Unsloth", (), "plain and rank-stabilized LoRA only"),
+    # data
+    "dataset_name": Foreign("TRL", ("dataset",), "a preset, PRESET:PATH or a file"),
+    "dataset_config": Foreign("TRL", ("dataset",), "the presets name their subset"),
+    "dataset_train_split": Foreign("TRL", ("dataset",), "train"),
+    "dataset_test_split": Foreign("TRL", ("eval_dataset",), "test"),
+    "shuffle_dataset": Foreign("TRL", ("seed",), "each epoch is a permutation by the seed"),
+    "remove_unused_columns": Foreign("TRL", ("reward_columns",), "name the columns that rewards need"),
+    "chat_template_kwargs": Foreign("TRL", ("system_prompt",), "the tokenizer's chat template is used as it is"),
+    "pad_to_multiple_of": Foreign("TRL", (), "sequences are packed, not padded"),
+    "log_multimodal": Foreign("TRL", (), _NO_IMAGES),
+    "max_tool_calling_iterations": Foreign("TRL", (), _NO_TOOLS),
+    "max_seq_length": Foreign(
+        "Unsloth, QeRL", ("max_prompt_length", "max_completion_length"), "without effect in QeRL"
+    ),
+    "reward_model_name_or_path": Foreign("TRL", ("reward_funcs",), "rewards are functions, not models"),
+    # batch and steps
+    "per_device_train_batch_size": Foreign("TRL, QeRL", ("batch_size",), _BATCH),
+    "gradient_accumulation_steps": Foreign("TRL, QeRL", ("batch_size",), _BATCH),
+    "generation_batch_size": Foreign("TRL", ("batch_size",), "the same number"),
+    "steps_per_generation": Foreign("TRL", (), _MINI_BATCHES),
+    "per_device_eval_batch_size": Foreign("TRL", ("eval_batch_size",)),
+    "num_generations_eval": Foreign("TRL", ("eval_num_generations",)),
+    "gradient_checkpointing": Foreign("TRL, QeRL", ("update_memory_gb",), "layers are recomputed where memory asks"),
+    "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
+    "activation_offloading": Foreign("TRL, QeRL", ("update_memory_gb",), "layers are recomputed, not offloaded"),
+    "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
+    "optim": Foreign("TRL, QeRL", (), "AdamW with fp32 moments of the trained trees, which are small"),
+    "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates"),
+    "ddp_find_unused_parameters": Foreign("TRL, QeRL", (), "one process"),
+    "ds3_gather_for_generation": Foreign("TRL", (), "one process"),
+    # run
+    "run_name": Foreign("TRL, QeRL", ("output_dir",)),
+    "resume_from_checkpoint": Foreign("TRL", ("resume",), '"auto" or a run directory'),
+    "overwrite_output_dir": Foreign("TRL", ("overwrite",)),
+    "save_strategy": Foreign("TRL, QeRL", ("save_steps",), "by steps"),
+    "logging_steps": Foreign("TRL, QeRL", (), _METRICS),
+    "eval_strategy": Foreign("TRL", ("eval_dataset",), "evaluated before and after training"),
+    "eval_steps": Foreign("TRL", ("eval_dataset",), "evaluated before and after training"),
+    "random_state": Foreign("Unsloth, QeRL", ("seed",), "without effect in QeRL"),
+    "data_seed": Foreign("TRL", ("seed",)),
+    "log_completions": Foreign("TRL", (), _COMPLETIONS),
+    "num_completions_to_print": Foreign("TRL", (), _COMPLETIONS),
+    "log_unique_prompts": Foreign("TRL", (), _COMPLETIONS),
+    "log_completions_hub_repo": Foreign("TRL", (), _COMPLETIONS),
+    "push_to_hub": Foreign("TRL", (), "adapter/ is a PEFT adapter: upload it with huggingface_hub"),
+    # sampling
+    "max_new_tokens": Foreign("transformers", ("max_completion_length",)),
+    "generation_kwargs": Foreign("TRL", ("temperature", "top_k", "top_p", "min_p"), "each setting is a field"),
+    "repetition_penalty": Foreign(
+        "TRL", (), "the sampler's log-probabilities would depend on the tokens before, in the trainer too"
+    ),
+    "cache_implementation": Foreign("TRL", ("kv_cache_dtype",), "one cache, sized before the first rollout"),
+    "float8_kv_cache": Foreign("Unsloth", ("kv_cache_dtype",), "fp8_e4m3"),
+    "gpu_memory_utilization": Foreign("Unsloth, QeRL", ("rollout_memory_gb",), "GB of the KV cache, not a share"),
+    "vllm_gpu_memory_utilization": Foreign("TRL, QeRL", ("rollout_memory_gb",), "GB of the KV cache, not a share"),
+    "fast_inference": Foreign("Unsloth, QeRL", (), _ENGINE),
+    "use_vllm": Foreign("TRL, QeRL", (), _ENGINE),
+    **{
+        f"vllm_{name}": Foreign(origin, (), _ENGINE)
+        for origin, names in {
+            "TRL, QeRL": ("mode", "tensor_parallel_size", "enable_sleep_mode"),
+            "TRL": (
+                *("model_impl", "server_base_url", "server_host", "server_port", "server_timeout", "group_port"),
+                "max_model_length",
+            ),
+            "QeRL": ("sleep_enabled", "enable_prefix_caching"),
+        }.items()
+        for name in names
+    },
+    "vllm_structured_outputs_regex": Foreign("TRL", (), "completions are not constrained"),
+    "use_transformers_paged": Foreign("TRL", (), _ENGINE),
+    "use_transformers_continuous_batching": Foreign("TRL", (), _ENGINE),
+    "transformers_continuous_batching_config": Foreign("TRL", (), _ENGINE),
+    # loss
+    "sync_ref_model": Foreign("TRL", (), _FIXED_REFERENCE),
+    "ref_model_mixup_alpha": Foreign("TRL", (), _FIXED_REFERENCE),
+    "ref_model_sync_steps": Foreign("TRL", (), _FIXED_REFERENCE),
+    "use_bias_correction_kl": Foreign("TRL", ("beta",), "the k3 estimator, without a weight"),
+    "top_entropy_quantile": Foreign(
+        "TRL",
+        (),
+        "it needs the entropies of the whole batch before the loss, and an update sees one micro-batch at a time",
+    ),
+    **{
+        name: Foreign("TRL", (), _ENTROPY)
+        for name in (
+            *("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+            "entropy_target",
+        )
+    },
+    **{
+        name: Foreign("TRL", (), _OTHER_LOSS)
+        for name in (
+            *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
+            "vespo_lambda_neg",
+        )
+    },
+    "multi_objective_aggregation": Foreign("TRL", ("reward_weights",), "rewards are summed, then normalized"),
+    "vllm_importance_sampling_correction": Foreign("TRL", ("importance_sampling_cap",), "None is False"),
+    "vllm_importance_sampling_cap": Foreign("TRL", ("importance_sampling_cap",), "the same number"),
+    "vllm_importance_sampling_clip_max": Foreign("TRL", ("importance_sampling_cap",), "the same number"),
+    "vllm_importance_sampling_clip_min": Foreign("TRL", (), "the weight has an upper bound only"),
+    "vllm_importance_sampling_mode": Foreign("TRL", (), "token_truncate; TRL's default is sequence_mask"),
+    "off_policy_mask_threshold": Foreign("TRL", (), "no sequence is masked for its KL"),
+    # noise
+    "noise_scheduler": Foreign("QeRL", ("sigma_start", "sigma_end"), "on for every format; 0 and 0 turn it off"),
+}
+"""Names that are no fields here. A name that is a field here means the same, but where `docs/migration.md` says so."""
+
+
+def advice(name: str, prefix: str = "", separator: str = "_") -> str | None:
+    """What to use for another program's name, with `_` in it; None where the name is not known.
+
+    Args:
+      name: the name.
+      prefix: before each field named in the answer.
+      separator: in place of the fields' `_`.
+    """
+    entry = FOREIGN.get(name)
+    if entry is None:
+        return None
+    if not entry.fields:
+        return f"is a name of {entry.origin} without a counterpart: {entry.note}"
+    fields = " and ".join(prefix + field.replace("_", separator) for field in entry.fields)
+    return f"is a name of {entry.origin}: use {fields}" + (f" ({entry.note})" if entry.note else "")

@@ -1,0 +1,74 @@
+"""Names of TRL, Unsloth and the released QeRL: none of TRL's is missing, each is answered with a field or a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from qerl_jax import train
+from qerl_jax.command_line.train import parse
+from qerl_jax.config import Config, ConfigError, load
+from qerl_jax.config.foreign import FOREIGN
+
+GOLDEN = Path(__file__).parent / "golden"
+FIELDS = {field.name for field in dataclasses.fields(Config)}
+
+
+def test_every_option_of_trl_and_of_the_release_has_a_field_or_a_reason():
+    trl = set(json.loads((GOLDEN / "trl_fields.json").read_text())["fields"])
+    release = json.loads((GOLDEN / "release_scripts.json").read_text())
+    flags = {flag.replace("-", "_") for script in release["scripts"].values() for flag in script}
+    defaults = {name for fields in release["fields"].values() for name in fields}
+    assert len(trl) > 80 and len(flags) == 40 and len(defaults) > 50  # 38 flags, and two of the 32B scripts alone
+    assert trl | flags | defaults <= FIELDS | FOREIGN.keys()
+
+
+def test_the_table_names_fields_and_reasons():
+    assert not FOREIGN.keys() & FIELDS
+    for name, entry in FOREIGN.items():
+        assert set(entry.fields) <= FIELDS, name
+        assert entry.origin and (entry.fields or entry.note), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"], "--model_name_or_path is a name of TRL: use --model;"),
+        (["--per_device_train_batch_size=8"], "use --batch-size (all completions of a rollout)"),
+        (["--model", "m", "--lora-r", "16"], "--lora-r is a name of TRL: use --lora-rank;"),
+        (["--dataset_name", "gsm8k"], "use --dataset (a preset"),
+        (["--ln", "True"], "--ln is a name of QeRL: use --train-norms;"),
+        (["--max_seq_length", "2500"], "use --max-prompt-length and --max-completion-length"),
+        (["--sync_ref_model", "True"], "--sync_ref_model is a name of TRL without a counterpart: the reference of"),
+    ],
+)
+def test_another_programs_flag_is_answered_with_the_name_here(flags, words, capfd):
+    assert train.main(flags) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: --") and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["lora_r", "lora-r"])
+def test_another_programs_key_in_a_file(key, tmp_path):
+    path = tmp_path / "trl.yaml"
+    path.write_text(f"model: m\n{key}: 16\n")
+    with pytest.raises(ConfigError, match=rf"trl\.yaml: '{key}' is a name of TRL: use lora_rank$"):
+        load(path)
+
+
+def test_truth_values_as_other_programs_write_them():
+    on = ["--train-norms", "True", "--mask_truncated_completions=true", "--dynamic-sampling"]
+    config = parse(["--model", "True", *on])
+    assert config.train_norms and config.mask_truncated_completions and config.dynamic_sampling
+    assert config.model == "True"
+    off = parse(["--config", "release-7b-nvfp4", "--train_norms", "false", "--mask-truncated-completions=False"])
+    assert not (off.train_norms or off.mask_truncated_completions)
+
+
+def test_epochs_on_the_command_line_replace_the_steps_of_the_file():
+    assert parse(["--config", "tiny"]).max_steps == 50
+    assert parse(["--config", "tiny", "--num_train_epochs", "2"]).max_steps == -1
+    assert parse(["--config", "tiny", "--num-train-epochs=2", "--max-steps", "7"]).max_steps == 7
