@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 NOISE_SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")
@@ -21,6 +22,7 @@ NOISE_FORMULAS = ("qerl", "paper")
 class NoiseConfig(Protocol):
     """Fields that `sigma` reads; `qerl_jax.config.Config` has them."""
 
+    num_iterations: int
     sigma_start: float
     sigma_end: float
     num_stages: int
@@ -29,19 +31,22 @@ class NoiseConfig(Protocol):
 
 
 def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
-    """Standard deviation of the noise at rollout `step` of `total_steps`.
+    """Standard deviation of the noise at rollout `step` of M = `total_steps`.
 
-    The run is split into K = `num_stages` equal stages, `k = min(step · K // total_steps, K − 1)`; stage 0 has no
-    noise. With s = `sigma_start`, e = `sigma_end` and u = `(k − 1) / (K − 2)` (formula `qerl`, the released code: the
-    last stage reaches `sigma_end` exactly) or u = `(k − 1) / (K − 1)` (formula `paper`, eq. 11):
+    A run has K = `num_stages` stages, `k = min(u · K // (M I), K − 1)`, where I = `num_iterations` and u = step · I + 1
+    counts the first update made from the rollout (QeRL: `update_step` is raised before a batch is made, then
+    `get_sigma_by_step`). Stage 0 has no noise. With s = `sigma_start`, e = `sigma_end` and x = `(k − 1) / (K − 2)`
+    (formula `qerl`, the released code: the last stage reaches `sigma_end` exactly) or x = `(k − 1) / (K − 1)` (formula
+    `paper`, eq. 11):
 
-      exponential  s (e / s)^u
-      linear       s − (s − e) u
-      cosine       e + (s − e) (1 + cos πu) / 2
-      logarithmic  s − (s − e) ln(1 + u (e₀ − 1)), e₀ Euler's number
+      exponential  s (e / s)^x
+      linear       s − (s − e) x
+      cosine       e + (s − e) (1 + cos πx) / 2
+      logarithmic  s − (s − e) ln(1 + x (e₀ − 1)), e₀ Euler's number
 
-    Departures from QeRL: stages in integer arithmetic, because its float `//` misplaces some stage borders. The paper
-    names linear, cosine and logarithmic schedules without a formula.
+    Departures from QeRL: stages in integer arithmetic, because its float `//` misplaces some stage borders, and u runs
+    on through all epochs, where QeRL's starts again in each. The paper names linear, cosine and logarithmic schedules
+    without a formula.
 
     Raises:
       ValueError: step outside the run, or a schedule that divides zero by zero (`qerl` with K = 2).
@@ -50,19 +55,20 @@ def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
     if not 0 <= step < total_steps:
         raise ValueError(f"step {step} lies outside a run of {total_steps} steps")
     check_schedule(config)
-    stage = min(step * stages // total_steps, stages - 1)
+    updates = config.num_iterations
+    stage = min((step * updates + 1) * stages // (total_steps * updates), stages - 1)
     if stage == 0 or start == 0:
         return 0.0
-    u = (stage - 1) / (stages - 2 if config.noise_formula == "qerl" else stages - 1)
+    x = (stage - 1) / (stages - 2 if config.noise_formula == "qerl" else stages - 1)
     match config.noise_schedule:
         case "exponential":
-            return start * (end / start) ** u
+            return start * (end / start) ** x
         case "linear":
-            return start - (start - end) * u
+            return start - (start - end) * x
         case "cosine":
-            return end + (start - end) * (1 + math.cos(math.pi * u)) / 2
+            return end + (start - end) * (1 + math.cos(math.pi * x)) / 2
         case "logarithmic":
-            return start - (start - end) * math.log(1 + u * (math.e - 1))
+            return start - (start - end) * math.log(1 + x * (math.e - 1))
     raise AssertionError(config.noise_schedule)
 
 
@@ -113,6 +119,9 @@ def perturb(norms: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
     return jax.tree.unflatten(treedef, noisy)
 
 
-def count_norms(norms: Any) -> int:
-    """Number of norms that `perturb` changes; a run asserts 2 L, because the released QeRL silently changes none."""
-    return len(jax.tree.leaves(norms))
+def count_perturbed(norms: Any, noisy: Any) -> int:
+    """Number of layer norms whose weights differ: 2 L under noise, 0 at σ = 0. The released QeRL silently changes none,
+    because vLLM's model has another class of norms than the one it looks for.
+    """
+    pairs = zip(*map(jax.tree.leaves, jax.device_get((norms, noisy))), strict=True)
+    return sum(not np.array_equal(clean, other) for clean, other in pairs)

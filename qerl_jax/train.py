@@ -69,6 +69,7 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     # log-probabilities under noise travel in `batch.logprobs`, for the importance weight that corrects the mismatch.
     sigma = aqn.sigma(config, step, config.num_rollouts)
     noisy_norms = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
+    perturbed = aqn.count_perturbed(state.norms, noisy_norms)
     actor = run.policy.replace(norms=noisy_norms, lora=state.lora)
 
     experience = collect_experience(run, recorder.phases, actor, state)
@@ -79,7 +80,7 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     state = state.replace(cursor=state.cursor + experience.drawn)
     with recorder.phases("update"):
         state, update_metrics = jax.block_until_ready(grpo_step(state, run.policy.frozen, batch))
-    recorder.record(state, experience, batch, update_metrics, sigma, noisy_norms)
+    recorder.record(state, experience, batch, update_metrics, sigma, perturbed)
     return state
 
 

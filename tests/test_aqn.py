@@ -20,6 +20,7 @@ KEY = jax.random.key(5)
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
+    num_iterations: int = 1
     sigma_start: float = 1e-2
     sigma_end: float = 5e-4
     num_stages: int = 10
@@ -45,9 +46,9 @@ def closed_form(config: Noise, stage: int) -> float:
 @pytest.mark.parametrize("schedule", aqn.NOISE_SCHEDULES)
 @pytest.mark.parametrize(("steps", "stages"), [(200, 10), (97, 10), (7, 10), (30, 3), (11, 4), (1, 5)])
 def test_every_step_has_its_stages_sigma(formula, schedule, steps, stages):
-    """Stage k starts at the first step with step · K >= k · M, in integers."""
+    """Stage k starts at the first step with (step + 1) · K >= k · M, in integers; the last one lasts to the end."""
     config = Noise(noise_schedule=schedule, noise_formula=formula, num_stages=stages)
-    borders = [-(-k * steps // stages) for k in range(stages + 1)]
+    borders = [0, *(-(-k * steps // stages) - 1 for k in range(1, stages)), steps]
     for stage in range(stages):
         for step in range(borders[stage], borders[stage + 1]):
             assert aqn.sigma(config, step, steps) == pytest.approx(closed_form(config, stage), rel=1e-12, abs=0), step
@@ -56,14 +57,14 @@ def test_every_step_has_its_stages_sigma(formula, schedule, steps, stages):
 def test_ends_of_the_schedules():
     for schedule in aqn.NOISE_SCHEDULES:
         config = Noise(noise_schedule=schedule)
-        assert [aqn.sigma(config, step, 200) for step in (0, 19)] == [0.0, 0.0]
-        assert aqn.sigma(config, 20, 200) == pytest.approx(1e-2, rel=1e-12)
+        assert [aqn.sigma(config, step, 200) for step in (0, 18)] == [0.0, 0.0]
+        assert aqn.sigma(config, 19, 200) == pytest.approx(1e-2, rel=1e-12)
         assert aqn.sigma(config, 199, 200) == pytest.approx(5e-4, rel=1e-12)
-        values = [aqn.sigma(config, step, 200) for step in range(20, 200)]
+        values = [aqn.sigma(config, step, 200) for step in range(19, 200)]
         assert values == sorted(values, reverse=True) and len(set(values)) == 9
     paper = Noise(noise_formula="paper")
     assert aqn.sigma(paper, 199, 200) == pytest.approx(1e-2 * 0.05 ** (8 / 9), rel=1e-12)
-    assert aqn.sigma(Noise(num_stages=2, noise_formula="paper"), 1, 2) == pytest.approx(1e-2)
+    assert aqn.sigma(Noise(num_stages=2, noise_formula="paper"), 0, 2) == pytest.approx(1e-2)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +103,12 @@ def policy(tmp_path_factory):
     return with_norm_offsets(fp32_policy(path), 1)
 
 
-def test_count_is_two_a_layer(policy, stories_dir):
-    assert aqn.count_norms(policy.norms) == 2 * 2
-    assert aqn.count_norms(fp32_policy(stories_dir).norms) == 2 * 5
+def test_the_norms_perturbed_are_two_a_layer_and_none_without_noise(policy):
+    counts = [aqn.count_perturbed(policy.norms, aqn.perturb(policy.norms, sigma, KEY)) for sigma in (0.0, 1e-6)]
+    assert counts == [0, 2 * 2]
+    only_one = jax.tree.map(lambda w: w, policy.norms)
+    only_one["layers"][1]["input_layernorm"]["weight"] += 1
+    assert aqn.count_perturbed(policy.norms, only_one) == 1
 
 
 def test_sigma_zero_is_the_same_bits(policy):

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int32
 
-from qerl_jax import aqn, keys
+from qerl_jax import keys
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.adapter import adapter_config, import_adapter
 from qerl_jax.io.safetensors import open_checkpoint
@@ -81,11 +81,9 @@ def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int
     graphdef, frozen, norms, adapters = nnx.split(model, Frozen, Norm, Adapter)
     trees = [nnx.to_pure_dict(state) for state in (frozen, norms, adapters)]
     policy = Policy(*trees, graphdef=graphdef, config=config, lora_config=lora)
-    expected = 2 * config.num_layers
-    if aqn.count_norms(policy.norms) != expected:
-        raise AssertionError(
-            f"{aqn.count_norms(policy.norms)} layer norms for {config.num_layers} layers, expected {expected}"
-        )
+    count, expected = len(jax.tree.leaves(policy.norms)), 2 * config.num_layers
+    if count != expected:
+        raise AssertionError(f"{count} layer norms for {config.num_layers} layers, expected {expected}")
     return policy
 
 

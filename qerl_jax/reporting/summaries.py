@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float32
 
-from qerl_jax import aqn
 from qerl_jax.rewards.outcomes import FLAGS
 from qerl_jax.rl.experience import Experience, equal_groups
 from qerl_jax.rl.state import learning_rate
@@ -67,7 +66,7 @@ def step_metrics(
 
 
 def run_metrics(
-    experience: Experience, state: TrainState, sigma: float, noisy_norms: Any, tokens: int, problems: int
+    experience: Experience, state: TrainState, sigma: float, perturbed: int, tokens: int, problems: int
 ) -> dict[str, float]:
     """Progress of a run after a step: noise, learning rate, tokens, epochs.
 
@@ -75,14 +74,14 @@ def run_metrics(
       experience: scored rollout of the step.
       state: state after the step.
       sigma: standard deviation of the noise.
-      noisy_norms: the layer norms of the rollout.
+      perturbed: layer norms that the noise changed.
       tokens: tokens seen before the step.
       problems: size of the dataset.
     """
     config, step = state.config, int(state.step) - 1
     return {
         "aqn/sigma": sigma,
-        "aqn/norms": aqn.count_norms(noisy_norms),
+        "aqn/norms": perturbed,
         "learning_rate": float(learning_rate(config)(step * config.num_iterations)),
         "num_tokens": tokens + int(experience.rollout.lengths.sum()),
         "epoch": int(state.cursor) / problems,

@@ -80,7 +80,7 @@ class Recorder:
         batch: Batch,
         update_metrics: Mapping[str, Array],
         sigma: float,
-        noisy_norms: Any,
+        perturbed: int,
     ) -> None:
         """Write metrics and completions of the step that ended in `state`, and the batch of a non-finite update. The
         metric `compilations` is the number of programs compiled or loaded since the step before.
@@ -90,7 +90,7 @@ class Recorder:
             run_directory.dump_batch(run.directory, step, batch)
         timing = self.phases.take("rollout", "grading", "update")
         metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
-        metrics |= run_metrics(experience, state, sigma, noisy_norms, self._tokens, len(run.stream))
+        metrics |= run_metrics(experience, state, sigma, perturbed, self._tokens, len(run.stream))
         metrics["compilations"] = len(self._compilations.take())
         append_metrics(run.directory, step, metrics)
         self.curves.log(step, metrics)
