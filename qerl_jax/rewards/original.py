@@ -46,7 +46,7 @@ def xml_count(*, completions: Sequence[str], **_: object) -> list[float]:
 def _count_tags(text: str) -> float:
     total = 0.125 * (text.count("<think>\n") == 1) + 0.125 * (text.count("\n</think>\n") == 1)
     if text.count("\n<answer>\n") == 1:
-        total += 0.125 - 0.001 * len(text.rsplit("\n</answer>\n", 1)[-1])
+        total += 0.125 - 0.001 * len(text.split("\n</answer>\n")[-1])
     if text.count("\n</answer>") == 1:
-        total += 0.125 - 0.001 * (len(text.rsplit("\n</answer>", 1)[-1]) - 1)
+        total += 0.125 - 0.001 * (len(text.split("\n</answer>")[-1]) - 1)
     return total

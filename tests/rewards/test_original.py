@@ -1,4 +1,6 @@
-"""Parity with the released scorers: the values beside each text were computed by QeRL's own functions (e8c6e79)."""
+"""Parity with the released scorers: the values beside each text were computed by QeRL's own functions (e8c6e79).
+Those of `xml_count` are in `tests/golden`.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,6 @@ ANSWERS = [
     ("no tags", "42", 0, 0),
 ]
 
-_FULL = "<think>\na\n</think>\n<answer>\n5\n</answer>"
-COUNTS = [
-    (_FULL, 0.462),
-    (_FULL + "\n", 0.5),
-    (_FULL + "\ntail", 0.492),
-    ("<think>a</think><answer>5</answer>", 0.0),
-    ("", 0.0),
-    (_FULL * 2, 0.0),
-    ("x\n<answer>\n5", 0.113),
-]
-
 
 @pytest.mark.parametrize(("text", "gold", "reward", "evaluation"), ANSWERS)
 def test_answers_as_the_release_scores_them(text, gold, reward, evaluation):
@@ -40,11 +31,6 @@ def test_answers_as_the_release_scores_them(text, gold, reward, evaluation):
 
 def test_an_empty_answer_is_wrong_where_the_original_crashes():
     assert load_reward("qerl_first_character")(completions=["<answer></answer>"], answer=["42"]) == [0.0]
-
-
-@pytest.mark.parametrize(("text", "value"), COUNTS)
-def test_xml_count_as_the_release_counts(text, value):
-    assert load_reward("xml_count")(completions=[text]) == pytest.approx([value], abs=1e-12)
 
 
 def test_ours_differ_where_the_release_is_wrong():
