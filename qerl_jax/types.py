@@ -38,7 +38,7 @@ class _Replace:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["frozen", "norms", "lora"],
+    data_fields=["frozen", "norms", "lora", "base_norms"],
     meta_fields=["graphdef", "config", "lora_config"],
     drop_fields=["tokenizer"],
 )
@@ -54,6 +54,7 @@ class Policy(_Replace):
       graphdef: the NNX structure; `nnx.merge(graphdef, frozen, norms, lora)` is the model.
       config: `qerl_jax.models.config.ModelConfig`.
       lora_config: `qerl_jax.models.lora.LoraConfig`, shape and PEFT metadata of the adapters.
+      base_norms: the checkpoint's layer norms where an imported adapter replaced them, else None.
       tokenizer: a transformers tokenizer or None. Not part of the pytree: None inside jit.
     """
 
@@ -63,6 +64,7 @@ class Policy(_Replace):
     graphdef: nnx.GraphDef
     config: Any
     lora_config: Any
+    base_norms: Any = None
     tokenizer: Any = None
 
     @property
@@ -97,7 +99,8 @@ class TrainState(_Replace):
       cursor: i32[], position in the data stream: problems drawn so far.
       norms, lora: the trees being trained (norms only under `train_norms`).
       opt_state: optax state of the trained trees.
-      reference_norms: the norms before training where the KL term needs them (`train_norms` and `beta` > 0), else None.
+      reference_norms: the checkpoint's norms where the KL term (`beta` > 0) needs them beside `norms`, which were
+        imported with an adapter or are trained; else None.
       graphdef: the NNX structure.
       model: `qerl_jax.models.config.ModelConfig`.
       config: `qerl_jax.config.Config`.

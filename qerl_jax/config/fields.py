@@ -92,9 +92,9 @@ class Config:
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up: cosine to zero, linear to zero, or none."""
     warmup_ratio: float = 0.1
-    """Fraction of all updates over which the learning rate rises linearly from zero."""
+    """Fraction of all updates, rounded up, over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay of AdamW on the adapters; norms do not decay."""
     adam_beta1: float = 0.9
     """Decay rate of AdamW's first moment."""
     adam_beta2: float = 0.99
@@ -131,7 +131,7 @@ class Config:
     delta: float | None = None
     """Upper bound of the unclipped ratio (two-sided clipping, INTELLECT-2); None: no bound."""
     beta: float = 0.0
-    """Coefficient of the KL penalty (k3 estimator) against the policy without adapters."""
+    """Coefficient of the KL penalty (k3 estimator) against the model's checkpoint: no adapters, its own norms."""
     importance_sampling_cap: float | None = 2.0
     """Cap of the truncated importance weight exp(old_logp - behaviour_logp) of each token, which corrects for the
     mismatch between rollout and trainer; None: no correction. The policy's own ratio: importance_sampling_level."""
@@ -188,7 +188,7 @@ class Config:
     sigma_end: float = 5e-4
     """Standard deviation of the noise in the last stage."""
     num_stages: int = 10
-    """Number of equal stages of the noise schedule; the first has no noise."""
+    """Number of stages of the noise schedule; the first has no noise."""
     noise_schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
     """Decay of the standard deviation from stage to stage."""
     noise_formula: Literal["qerl", "paper"] = "qerl"

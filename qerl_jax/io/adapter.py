@@ -96,7 +96,8 @@ def _unset(value: Any) -> bool:
 
 
 def import_adapter(policy: Policy, directory: Path) -> Policy:
-    """The policy with the adapter's values, and its norms where it carries them.
+    """The policy with the adapter's values, and its norms where it carries them: `base_norms` then holds the
+    checkpoint's.
 
     Raises:
       ValueError: its rank, scale or target modules differ from the policy's `lora_config`.
@@ -118,9 +119,12 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
         key = f"{_PREFIX}{names.layer_norm(layer, name)}"
         return source.read(key, old.shape) if key in source.tensors else old
 
-    policy = policy.replace(lora=map_adapters(lora, policy.lora), norms=map_norms(norm, policy.norms), lora_config=ours)
+    adapters, norms = map_adapters(lora, policy.lora), map_norms(norm, policy.norms)
     source.refuse_unknown()
-    return policy
+    base = policy.base_norms
+    if base is None and any(name in key for key in source.tensors for name in LAYER_NORMS):
+        base = policy.norms
+    return policy.replace(lora=adapters, norms=norms, base_norms=base, lora_config=ours)
 
 
 def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_model: str = "") -> None:

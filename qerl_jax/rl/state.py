@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ from qerl_jax.types import Policy, TrainState
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """`update count -> learning rate`: a linear warm-up from zero, then the decay of `lr_scheduler_type`."""
+    """`update count -> learning rate`: a linear warm-up from zero over `ceil(warmup_ratio · updates)`, then the decay
+    of `lr_scheduler_type`, as transformers' schedulers.
+    """
     total = config.num_rollouts * config.num_iterations
-    warmup = int(config.warmup_ratio * total)
+    warmup = math.ceil(config.warmup_ratio * total)
     match config.lr_scheduler_type:
         case "cosine":
             after = optax.cosine_decay_schedule(config.learning_rate, max(total - warmup, 1))
@@ -28,8 +31,8 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW in fp32, after the update has clipped the global norm. (QeRL: 8-bit AdamW; on adapters alone the saving is
-    small, so fp32 here.)
+    """AdamW in fp32, after the update has clipped the global norm. Norms do not decay, as in transformers' `Trainer`
+    (`get_decay_parameter_names`). (QeRL: 8-bit AdamW; on adapters alone the saving is small, so fp32 here.)
     """
     return optax.adamw(
         learning_rate(config),
@@ -37,6 +40,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
         config.adam_beta2,
         config.adam_epsilon,
         weight_decay=config.weight_decay,
+        mask=lambda trees: {name: name != "norms" for name in trees},
     )
 
 
@@ -53,14 +57,15 @@ def init_state(policy: Policy, config: Config) -> TrainState:
             "adapter_config.json"
         )
     optimizer = make_optimizer(config)
-    keep_reference = config.train_norms and config.beta > 0
+    base = policy.norms if policy.base_norms is None else policy.base_norms
+    keep_reference = config.beta > 0 and (config.train_norms or policy.base_norms is not None)
     return TrainState(
         step=jnp.int32(0),
         cursor=jnp.int32(0),
         norms=policy.norms,
         lora=policy.lora,
         opt_state=optimizer.init(trained_trees(policy.lora, policy.norms, config)),
-        reference_norms=policy.norms if keep_reference else None,
+        reference_norms=base if keep_reference else None,
         graphdef=policy.graphdef,
         model=policy.config,
         config=config,

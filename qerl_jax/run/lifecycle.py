@@ -116,7 +116,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     recorder.curves.close()
     if is_done and config.lora_rank:
         trained = run.policy.replace(norms=state.norms, lora=state.lora)
-        export_adapter(trained, directory / ADAPTER_DIR, norms=config.train_norms, base_model=str(config.model))
+        norms = config.train_norms or trained.base_norms is not None
+        export_adapter(trained, directory / ADAPTER_DIR, norms=norms, base_model=str(config.model))
     rows = read_metrics(directory)
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
