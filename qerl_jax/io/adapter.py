@@ -96,8 +96,7 @@ def _unset(value: Any) -> bool:
 
 
 def import_adapter(policy: Policy, directory: Path) -> Policy:
-    """The policy with the adapter's values, and its norms where it carries them: `base_norms` then holds the
-    checkpoint's.
+    """The policy with the adapter's values, and its norms where it carries them (the others become `base_norms`).
 
     Raises:
       ValueError: its rank, scale or target modules differ from the policy's `lora_config`.
