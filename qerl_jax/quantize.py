@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from qerl_jax.io.assets import model_path
 from qerl_jax.io.quantize import quantize_checkpoint
 
 
@@ -13,7 +14,7 @@ class _Arguments:
     """Quantize a bf16 Qwen2.5 checkpoint to NVFP4 (compressed-tensors layout)."""
 
     src: str
-    """Hugging Face directory to read."""
+    """Hugging Face directory to read, or ORGANIZATION/NAME on the hub."""
     dst: str
     """Directory to write, in one atomic step."""
     overwrite: bool = False
@@ -28,22 +29,22 @@ def main(argv: list[str] | None = None) -> int:
     arguments = tyro.cli(
         _Arguments, args=argv, prog="python -m qerl_jax.quantize", config=(tyro.conf.PositionalRequiredArgs,)
     )
-    with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        tasks = {
-            "scan": bar.add_task("scanning layers", total=None),
-            "quantize": bar.add_task("writing tensors", total=None),
-        }
-        try:
+    try:
+        src = model_path(arguments.src)  # of the hub: with a progress bar of its own
+        with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+            tasks = {
+                "scan": bar.add_task("scanning layers", total=None),
+                "quantize": bar.add_task("writing tensors", total=None),
+            }
             quantize_checkpoint(
-                arguments.src,
+                src,
                 arguments.dst,
                 overwrite=arguments.overwrite,
                 progress=lambda stage, done, total: bar.update(tasks[stage], completed=done, total=total),
             )
-        except (ValueError, OSError) as error:
-            bar.stop()
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"wrote {arguments.dst}")
     return 0
 

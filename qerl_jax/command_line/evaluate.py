@@ -55,7 +55,7 @@ _FIELDS = _RENAMED | {name: name for name in _SAME}
 @dataclasses.dataclass(frozen=True)
 class _OwnArguments:
     model: str
-    """Hugging Face directory, or "tiny" for the bundled policy."""
+    """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
     dataset: str = "gsm8k"
     """gsm8k, math, math500 (from the hub), PRESET:PATH (a local copy of one), arithmetic (generated), or a .jsonl,
     .json or .parquet file or a directory of them."""

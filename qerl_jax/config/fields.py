@@ -23,7 +23,8 @@ class Config:
     """All settings of a training run."""
 
     model: str = ""
-    """Hugging Face directory (config.json, bf16 or NVFP4 safetensors, tokenizer), or "tiny", the bundled policy."""
+    """Hugging Face directory (config.json, bf16 or NVFP4 safetensors, tokenizer), a model of the hub as
+    ORGANIZATION/NAME, which is downloaded, or "tiny", the bundled policy."""
     adapter: str | None = None
     """PEFT adapter directory to start from; its rank and targets must be those asked for here."""
     weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4"] | None = None

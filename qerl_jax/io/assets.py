@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from qerl_jax.config import ConfigError
+from qerl_jax.io import hub
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 TINY_MODEL = "tiny"
@@ -37,6 +38,15 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"config file {name} does not exist, nor a bundled recipe of that name; {hint}")
 
 
-def model_path(model: str) -> Path:
-    """The bundled policy for "tiny", else the directory named."""
-    return _PACKAGE / "assets" / "tiny-qwen2" if model == TINY_MODEL else Path(model)
+def model_path(model: str, weights: bool = True) -> Path:
+    """The bundled policy for "tiny", the hub's model for ORGANIZATION/NAME, else the directory named.
+
+    Args:
+      model: as in `Config.model`.
+      weights: of a model of the hub, also download the weights; False: config and tokenizer alone.
+
+    Raises ConfigError where the hub's model cannot be downloaded.
+    """
+    if model == TINY_MODEL:
+        return _PACKAGE / "assets" / "tiny-qwen2"
+    return hub.download(model, weights) if hub.is_hub_id(model) else Path(model)

@@ -120,7 +120,7 @@ def memory_report(config: Config) -> MemoryReport:
 
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
-    directory = model_path(config.model)
+    directory = model_path(config.model, weights=False)
     model = hf_config.model_config(directory)
     where = directory / "config.json"
     scheme = hf_config.quantization_format(hf_config.read_json(where), str(where))

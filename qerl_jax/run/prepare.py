@@ -68,6 +68,7 @@ def prepare(config: Config, console: Console) -> Run:
         console.print,
         config.allow_code_execution,
     )
+    assets.model_path(config.model)  # of the hub: all files, before any of them is asked for its size
     refuse_oversized_update(config)
     policy = load(config, console)
     lengths = config.max_prompt_length, config.max_completion_length
@@ -95,7 +96,7 @@ def check(config: Config) -> None:
         check_dataset(config.eval_dataset, "test")
     for name in config.dataset:
         check_dataset(name, "train")
-    directory = assets.model_path(config.model)
+    directory = assets.model_path(config.model, weights=False)
     positions = model_config(directory).max_position_embeddings
     if config.max_prompt_length + config.max_completion_length > positions:
         raise ConfigError(
