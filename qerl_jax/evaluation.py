@@ -106,7 +106,12 @@ def evaluate(
     rollout = generate(policy, prompts, sampling, key, engine or Engine(slots=64))
     texts = completion_texts(rollout, policy.tokenizer)
     rows = [item.problem for item in problems for _ in range(sampling.num_generations)]
-    values = reward(prompts=[row.prompt for row in rows], completions=texts, answer=[row.answer for row in rows])
+    values = reward(
+        prompts=[row.prompt for row in rows],
+        completions=texts,
+        answer=[row.answer for row in rows],
+        prompt_index=np.asarray(rollout.prompt_index).tolist(),
+    )
     correct = np.array([value is not None and value > 0 for value in values], float)
     correct = correct.reshape(len(problems), sampling.num_generations)
     low, high = interval(correct)

@@ -116,6 +116,7 @@ def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Exp
     completions = completion_texts(rollout, run.policy.tokenizer)
     columns = reward_columns(
         [row.extra for row in rows],
+        prompt_index=np.asarray(rollout.prompt_index).tolist(),
         completion_lengths=np.asarray(rollout.lengths - rollout.prompt_lengths).tolist(),
         max_completion_length=config.max_completion_length,
         overlong_buffer=config.overlong_tokens,

@@ -127,7 +127,7 @@ class Prompts(_Replace):
     Attributes:
       tokens: token ids, padding after `lengths`.
       lengths: tokens of each prompt.
-      ids: id of the problem. Sampling keys depend on it: equal ids in one call give equal samples.
+      ids: id of the problem. Sampling keys depend on it, and on how often it came before in the call.
     """
 
     tokens: Int32[Array, "P T"]

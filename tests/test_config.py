@@ -61,6 +61,7 @@ def test_yaml_numbers_and_dashes(tmp_path):
         ("{dataset: [math, gsm8k], dataset_weights: [1, 0]}", ["dataset_weights", "0", "'gsm8k'"]),
         ("overlong_prompts: cut", ["overlong_prompts", "'cut'", "truncate_left"]),
         ("lora_rank: 0", ["lora_rank 0", "train_norms"]),
+        ("lora_target_modules: []", ["lora_rank 32", "lora_target_modules"]),
         ("lora_target_modules: [q_proj, x_proj]", ["x_proj", "down_proj"]),
         ("sigma_end: 0", ["sigma_end 0"]),
         ("sigma_start: 0", ["sigma_start 0", "sigma_end 0.0005"]),

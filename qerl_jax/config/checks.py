@@ -79,6 +79,10 @@ def _check_contradictions(config: Config) -> None:
     _check_rewards(config)
     if not config.output_dir:
         raise ConfigError("output_dir is empty: name the directory that the run writes to")
+    if config.lora_rank and not config.lora_target_modules:
+        raise ConfigError(
+            f"lora_rank {config.lora_rank}, but lora_target_modules is empty: name at least one projection"
+        )
     if config.lora_rank == 0 and not config.train_norms:
         raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
     if config.overwrite and config.resume != "never":

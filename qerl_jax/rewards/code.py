@@ -38,7 +38,7 @@ def code(
         not reached count as failed.
 
     The value is None for another language or without a runnable test (tests that lack a field, or whose arguments are
-    not JSON, are skipped). The expected outputs never enter the process that runs the program.
+    not JSON or nested too deep, are skipped). The expected outputs never enter the process that runs the program.
     Departure from QeRL: all lines of the output are compared; the release compares only as many as the shorter output
     has.
     """
@@ -72,11 +72,12 @@ def _tests(info: Any) -> list[Mapping[str, Any]]:
     """The runnable tests of a problem."""
     try:
         info = json.loads(info) if isinstance(info, str) else info
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     if not isinstance(info, Mapping) or info.get("language", "python") not in _LANGUAGES:
         return []
-    return [test for test in info.get("test_cases") or [] if _can_run(test)]
+    tests = info.get("test_cases")
+    return [test for test in tests if _can_run(test)] if isinstance(tests, list | tuple) else []
 
 
 def _can_run(test: Any) -> bool:
@@ -85,9 +86,11 @@ def _can_run(test: Any) -> bool:
     if test.get("type", _STDIO) == _STDIO:
         return True
     try:
-        return isinstance(test.get("fn_name"), str) and isinstance(_arguments(test["input"]), list)
-    except (ValueError, TypeError):
+        arguments = _arguments(test["input"])
+        json.dumps(arguments)
+    except (ValueError, TypeError, RecursionError):
         return False
+    return isinstance(test.get("fn_name"), str)
 
 
 def extract_program(completion: str) -> str | None:
@@ -121,11 +124,17 @@ def _returned(output: str, expected: Any) -> bool:
     """Whether the returned value is the expected one. Some datasets wrap it in a list of one or write it as JSON."""
     try:
         value = json.loads(output)
-    except ValueError:
-        return False
-    if isinstance(expected, str) and not isinstance(value, str):
-        try:
+        if isinstance(expected, str) and not isinstance(value, str):
             expected = json.loads(expected)
-        except ValueError:
-            return False
-    return value == expected or (isinstance(expected, list) and expected == [value])
+        return _equal(value, expected) or (isinstance(expected, list) and _equal([value], expected))
+    except (ValueError, RecursionError):  # no JSON, or nested too deep to be compared
+        return False
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    """Equality of JSON values. Python's takes True for 1 and False for 0."""
+    if isinstance(value, list) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(_equal, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_equal(value[key], expected[key]) for key in value)
+    return isinstance(value, bool) == isinstance(expected, bool) and value == expected

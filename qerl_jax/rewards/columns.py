@@ -8,6 +8,7 @@ from typing import Any
 
 def reward_columns(
     extra: Sequence[Mapping[str, Any]],
+    prompt_index: Sequence[int],
     completion_lengths: Sequence[int],
     max_completion_length: int,
     overlong_buffer: int,
@@ -17,6 +18,7 @@ def reward_columns(
 
     Args:
       extra: each row's own columns.
+      prompt_index: place of each row's prompt in the batch.
       completion_lengths: tokens of each row's completion.
       max_completion_length, overlong_buffer: tokens, the same for all rows.
       reward_timeout: seconds, likewise.
@@ -24,6 +26,7 @@ def reward_columns(
     count = len(extra)
     names = sorted({name for row in extra for name in row})
     return {name: [row.get(name) for row in extra] for name in names} | {
+        "prompt_index": list(prompt_index),
         "completion_lengths": list(completion_lengths),
         "max_completion_length": [max_completion_length] * count,
         "overlong_buffer": [overlong_buffer] * count,

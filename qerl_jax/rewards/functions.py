@@ -11,7 +11,7 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def load_reward(name: str) -> Reward:
     sys.modules[spec.name] = module  # so that dataclasses and pickles in it work
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(f"reward {name!r}: {path} failed to load: {error!r}") from error
     found = getattr(module, function, None)
     if not callable(found):
@@ -176,11 +176,16 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
     ends a worker.
     """
     try:
-        values = list(reward(**rows))
+        given = reward(**rows)
+        values = given if isinstance(given, Mapping | Set | str | bytes) else list(given)
     except (RewardError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(f"reward {name!r} raised {error!r}") from error
+    if not isinstance(values, list):
+        raise RewardError(
+            f"reward {name!r} returned a {type(given).__name__}, not one value for each completion in order"
+        )
     expected = len(rows["completions"])
     if len(values) != expected:
         raise RewardError(f"reward {name!r} returned {len(values)} values for {expected} completions")

@@ -110,7 +110,8 @@ class _TaskwiseReward:
         if self._name in functions.BUILT_IN:
             indices = [[i] for i in range(count)]
         else:
-            indices = [list(task) for _, task in groupby(range(count), key=lambda i: rows["prompts"][i])]
+            prompt = rows.get("prompt_index", rows["prompts"])
+            indices = [list(task) for _, task in groupby(range(count), key=lambda i: prompt[i])]
         tasks = [{name: [column[i] for i in chosen] for name, column in rows.items()} for chosen in indices]
         values = [value for task in self._grade(self._name, tasks) for value in task]
         late = sum(isinstance(value, TimedOut) for value in values)

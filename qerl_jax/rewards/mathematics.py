@@ -51,7 +51,10 @@ def _verify(completion: str, gold: str) -> float | None:
     given = _parse(completion, bare=False) if stated is None else _parse(_delimited(unbox(stated)), bare=True)
     if not given:
         return Unparsed(0.0)
-    return float(verify(expected, given, timeout_seconds=None))
+    try:
+        return float(verify(expected, given, timeout_seconds=None))
+    except Exception:  # SymPy raises what it meets in an expression that no author foresaw
+        return Unparsed(0.0)
 
 
 def _parse(text: str, bare: bool) -> list[Any]:
@@ -59,7 +62,10 @@ def _parse(text: str, bare: bool) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = (LatexExtractionConfig(bare, boxed_match_priority=0), ExprExtractionConfig(bare))
-    return parse(text, extraction_config=configs, parsing_timeout=None)
+    try:
+        return parse(text, extraction_config=configs, parsing_timeout=None)
+    except Exception:  # likewise
+        return []
 
 
 def _delimited(text: str) -> str:

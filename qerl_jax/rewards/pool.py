@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.rewards import functions
-from qerl_jax.rewards.outcomes import Crashed, RewardError, TimedOut
+from qerl_jax.rewards.outcomes import Crashed, RewardError, TimedOut, from_json
 from qerl_jax.rewards.worker import BOOT
 
 RECYCLE_TASKS = 2_000
@@ -34,7 +35,9 @@ Rows = Mapping[str, Sequence[Any]]
 
 
 class _Worker:
-    """A worker process. It is busy while `task` is set, and starting while `task` is -1."""
+    """A worker process. It is busy while `task` is set, and starting while `task` is -1. `number` is that of the last
+    task it was sent, counted over the pool's life: a reply with another one is a stray.
+    """
 
     STARTING = -1
 
@@ -58,6 +61,7 @@ class _Worker:
         theirs.close()
         self.done = 0
         self.task: int | None = self.STARTING
+        self.number = self.STARTING
         self.deadline = time.monotonic() + START_SECONDS
 
     def stop(self) -> None:
@@ -84,6 +88,7 @@ class WorkerPool:
     def __init__(self, names: Sequence[str], count: int, timeout: float, recycle: int = RECYCLE_TASKS):
         """Start the processes and wait until they have loaded the rewards. Raises RewardError if they cannot."""
         self._names, self._timeout, self._recycle = list(names), timeout, recycle
+        self._numbers = itertools.count()
         self._succeeded: set[str] = set()
         self._failures: dict[str, list[type]] = {name: [] for name in names}  # since the last success
         self._workers: list[_Worker] = []
@@ -123,7 +128,8 @@ class WorkerPool:
     def _send(self, worker: _Worker, waiting: collections.deque[int], name: str, tasks: Sequence[Rows]) -> None:
         task = waiting.popleft()
         try:
-            worker.connection.send((name, tasks[task]))
+            worker.number = next(self._numbers)
+            worker.connection.send((worker.number, name, tasks[task]))
         except OSError:  # it died while idle: the task has not started
             waiting.appendleft(task)
             self._replace(worker)
@@ -137,8 +143,11 @@ class WorkerPool:
         left = min(worker.deadline for worker in busy.values()) - time.monotonic()
         outcomes: dict[int, Any] = {}
         for connection in wait(list(busy), max(left, 0.0)):
-            worker = busy.pop(connection)
+            worker = busy[connection]
             outcome = self._receive(worker)
+            if outcome is None:
+                continue  # a stray reply; the worker is still busy
+            del busy[connection]
             if worker.task != _Worker.STARTING:
                 outcomes[worker.task] = outcome
             worker.task, worker.done = None, worker.done + 1
@@ -152,17 +161,24 @@ class WorkerPool:
                 self._replace(worker)
         return outcomes
 
-    def _receive(self, worker: _Worker) -> Any:
+    def _receive(self, worker: _Worker) -> list[float | None] | type | None:
+        """The values of the worker's task (none while it starts), Crashed, or None for a reply to another task, such as
+        comes from a reward that forks.
+        """
         try:
-            kind, content = worker.connection.recv()
-        except (EOFError, OSError) as error:
+            number, kind, content = json.loads(worker.connection.recv_bytes())
+            if number != worker.number:
+                return None
+            if kind == "values":
+                return [from_json(value) for value in content]
+        except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
             if worker.task == _Worker.STARTING:
                 code = worker.process.wait()
                 raise RewardError(f"the worker of rewards {self._names} ended with {code} while loading") from error
             return Crashed
         if kind == "error":
             raise RewardError(content)
-        return content
+        return []
 
     def _check_failures(self, name: str, count: int) -> None:
         failures = self._failures[name]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Generator, Sequence
 
 import jax
@@ -57,7 +58,8 @@ def generate(
 ) -> Rollout:
     """Sample `sampling.num_generations` completions of each prompt.
 
-    The samples of a row depend on `key`, its prompt's id, its index in the group and its logits; not on the batch.
+    The samples of a row depend on `key`, its prompt's id, its index in the group, how often that id came before in the
+    call, and its logits; on nothing else of the batch.
 
     Args:
       policy: policy with the (noisy or clean) norms and adapters to sample from; `stop` strings need its tokenizer.
@@ -154,6 +156,16 @@ def _check_limits(limits: Sequence[int] | None, prompts: Prompts, sampling: Samp
     return np.repeat(limits, group) if len(limits) == count else limits
 
 
+def occurrences(ids: np.ndarray) -> np.ndarray:
+    """How often each prompt's id came before it."""
+    seen: Counter[int] = Counter()
+    found = np.zeros(len(ids), np.int32)
+    for place, name in enumerate(ids.tolist()):
+        found[place] = seen[name]
+        seen[name] += 1
+    return found
+
+
 class _Run:
     """One rollout: device state and host schedule."""
 
@@ -165,6 +177,7 @@ class _Run:
         self.policy, self.key, self.batch_invariant = policy, key, engine.batch_invariant
         self.sampling = sampling.replace(stop=())
         self.tokens, self.lengths, self.ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
+        self.first_samples = group * occurrences(self.ids)  # a prompt that comes again continues its samples
         self.limits = limits
         self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
         self.prefill_shapes = prefill_shapes(count, width, separate=engine.batch_invariant)
@@ -261,7 +274,7 @@ class _Run:
             start[slot] = True
             new["sequences"][slot], new["prompt_slots"][slot] = admission.sequence, admission.prompt_slot
             new["limits"][slot] = self.budget[slot] = self.limits[admission.sequence]
-            new["ids"][slot], new["samples"][slot] = self.ids[prompt], sample
+            new["ids"][slot], new["samples"][slot] = self.ids[prompt], self.first_samples[prompt] + sample
         self.slots = decode.admit(self.slots, self.prompt_cache, self.key, {"start": start, **new}, stop)
 
     def _compact(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from processes import missing_confinement
 
 from qerl_jax.config import Config
+from qerl_jax.rewards import code as programs
 from qerl_jax.rewards.code import code, extract_program
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
@@ -124,3 +125,39 @@ def test_code_in_workers():
     columns = {"answer": [""] * 3, "verification_info": [info] * 3, "reward_timeout": [20.0] * 3}
     with load_rewards(("code",), 2, 20.0, allow_code_execution=True) as rewards:
         assert rewards["code"](**rows, **columns) == [1.0, 0.5, 0.0]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        DEEP,
+        {"test_cases": 5},
+        {"test_cases": {"input": "1"}},
+        {"test_cases": ["x", None, 3]},
+        {"test_cases": [{"type": "function_call", "fn_name": "f", "input": DEEP, "output": "1"}]},
+        {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [float], "output": "1"}]},
+    ],
+    ids=lambda info: str(info)[:40],
+)
+def test_tests_of_no_use_score_none_and_end_no_run(info):
+    assert programs._fraction_passed("```python\nprint(1)\n```", info, 5.0) is None
+
+
+def test_a_deeply_nested_result_is_wrong_and_ends_no_run():
+    assert not programs._returned(DEEP, [1])
+    assert not programs._returned("1", DEEP)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "is_same"),
+    [
+        ("true", 1, False), ("1", True, False), ("true", True, True), ("1", 1, True), ("1.0", 1, True),
+        ("[true, 0]", [1, False], False), ("[1, 0]", [1, 0], True), ("true", [1], False), ("true", [True], True),
+        ('{"a": true}', {"a": 1}, False), ('{"a": [1]}', {"a": [1]}, True), ("true", "1", False), ("1", "1", True),
+    ],
+)  # fmt: skip
+def test_true_is_not_one(output, expected, is_same):
+    assert programs._returned(output, expected) is is_same

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from qerl_jax.rewards import functions
 from qerl_jax.rewards import pool as pool_module
 from qerl_jax.rewards.functions import RewardError
 from qerl_jax.rewards.load import load_rewards
-from qerl_jax.rewards.outcomes import TimedOut, Unparsed
+from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed, from_json, to_json
 from qerl_jax.rewards.pool import WorkerPool
 
 MINE = """
@@ -42,6 +44,14 @@ def act(prompts, completions, answer, **columns):
             bytearray(10**18)
         if text == "raise":
             raise KeyError("broken")
+        if text == "fork" and os.fork() == 0:
+            return [-1.0] * len(completions)  # the child comes back with values of its own
+        if text == "forge":  # writes into its worker's connection
+            for descriptor in range(3, 64):
+                try:
+                    os.write(descriptor, b'\\0\\0\\0\\x12[0,"values",[9.0]]')
+                except OSError:
+                    pass
         time.sleep(0.05 * (text == "slow"))
         values.append(float(len(text)))
     return values
@@ -54,6 +64,12 @@ def longest_first(prompts, completions, **columns):
 
 def never(**columns):
     time.sleep(1000)
+
+def by_name(completions, **columns):
+    return {1.0: "a"}
+
+def in_one(completions, **columns):
+    return "1"
 
 def light(completions, **columns):
     return [float("jax" in sys.modules)] * len(completions)
@@ -85,14 +101,14 @@ def test_results_come_in_order(mine):
 def test_each_failure_is_one_items(mine):
     """Every kind of failure in one batch; the other rows are graded, and the time limit is reported once."""
     told: list[str] = []
-    texts = ["a", "hang", "bb", "exit", "segfault", "ccc", "memory", "quit", "spin", "dddd"]
+    texts = ["a", "hang", "bb", "exit", "segfault", "ccc", "memory", "exit", "spin", "dddd"]
     with load_rewards((f"{mine}:act",), 2, 1.5, told.append) as rewards:
         reward = rewards[f"{mine}:act"]
         totals, parts = functions.score({"mine": reward}, (1.0,), list("0123456789"), texts, [""] * 10)
         graded = {"a": 1, "bb": 2, "ccc": 3, "dddd": 4}
         assert totals == pytest.approx([graded.get(text, math.nan) for text in texts], nan_ok=True)
         assert parts["mine/timeout"] == [float(text in ("hang", "spin")) for text in texts]
-        assert parts["mine/crash"] == [float(text in ("exit", "segfault", "memory", "quit")) for text in texts]
+        assert parts["mine/crash"] == [float(text in ("exit", "segfault", "memory")) for text in texts]
         assert reward(**rows(["a", "hang"])) == pytest.approx([1, math.nan], nan_ok=True)
     assert len(told) == 1 and "2 of 10 completions met the time limit" in told[0]
 
@@ -102,6 +118,62 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
         with pytest.raises(RewardError, match=r"mine.py:act' raised KeyError\('broken'\)"):
             rewards[f"{mine}:act"](**rows(["a", "raise"]))
         assert rewards.pool._workers == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_that_exits_or_returns_no_list_is_an_error_at_once(mine, workers):
+    cases = {"act": r"act' raised SystemExit\('bye'\)", "by_name": "returned a dict", "in_one": "returned a str"}
+    for function, words in cases.items():
+        with load_rewards((f"{mine}:{function}",), workers, 30.0) as rewards, pytest.raises(RewardError, match=words):
+            rewards[f"{mine}:{function}"](**rows(["quit"]))
+
+
+def test_a_file_that_exits_is_an_error(tmp_path):
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(0)")
+    with pytest.raises(RewardError, match=r"failed to load: SystemExit\(0\)"):
+        functions.load_reward(f"{tmp_path / 'exits.py'}:f")
+
+
+def test_a_reward_that_forks_shifts_no_score(mine):
+    """The child of a fork would reply, too, and every later score would be that of the task before."""
+    texts = ["a", "fork", "bb", "fork", "ccc", "dddd"] * 3
+    with load_rewards((f"{mine}:act",), 1, 30.0) as rewards:
+        assert rewards[f"{mine}:act"](**rows(texts)) == [float(len(text)) for text in texts]
+
+
+def test_a_reply_to_another_task_counts_for_none(mine):
+    """A reward that writes the reply of task 0 into its worker's connection."""
+    pool = WorkerPool([f"{mine}:act"], 1, 30.0)
+    with pool._closed_on_error():
+        values = pool.grade(f"{mine}:act", [rows([text]) for text in ("a", "bb", "forge", "ccc")])
+    pool.close()
+    assert values == [[1.0], [2.0], [5.0], [3.0]]
+
+
+def test_replies_are_never_unpickled(mine, tmp_path):
+    """A pickle in the connection that would make a file: the worker counts as crashed."""
+    pool = WorkerPool([f"{mine}:act"], 1, 30.0)
+    (worker,) = pool._workers
+    worker.task, (ours, theirs) = 0, multiprocessing.Pipe()
+    worker.connection.close()
+    worker.connection = ours
+    theirs.send(Evil(tmp_path / "made"))
+    assert pool._receive(worker) is Crashed and not (tmp_path / "made").exists()
+    pool.close()
+
+
+class Evil:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("value", [None, 0.5, -1.0, Unparsed(0.0), TimedOut(0.25), Crashed(math.nan)])
+def test_values_travel_as_json(value):
+    again = from_json(json.loads(json.dumps(to_json(value))))
+    assert type(again) is type(value) and (again == value or math.isnan(value))
 
 
 def test_a_reward_that_never_answers_is_an_error(mine):
@@ -130,8 +202,11 @@ def test_how_many_failures_are_too_many(mine, monkeypatch):
 def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
     """A reward may therefore compare within the group, with workers and without."""
     texts, prompts = ["a", "bb", "ccc", "d", "e", "ff"], ["p", "p", "p", "q", "q", "q"]
+    same = ["p"] * 6  # two prompts of one text: their place in the batch tells them apart
     for workers in (0, 2):
         with load_rewards((f"{mine}:longest_first",), workers, 30.0) as rewards:
+            index = {"prompt_index": [0, 0, 0, 1, 1, 1]}
+            assert rewards[f"{mine}:longest_first"](**rows(texts, same), **index) == [0, 0, 1, 0, 0, 1]
             assert rewards[f"{mine}:longest_first"](**rows(texts, prompts)) == [0, 0, 1, 0, 0, 1]
 
 

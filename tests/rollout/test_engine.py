@@ -160,6 +160,16 @@ def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, f
     assert set(eos) <= ends and int(rollout.lengths[0]) == int(rollout.prompt_lengths[0]) + 1
 
 
+def test_a_problem_drawn_twice_continues_its_samples(policy):
+    """Two groups of two are the one group of four of the problem drawn once; a neighbour's samples stay its own."""
+    once = generate(policy, Prompts.from_lists([PROMPTS[1]], ids=[7]), FREE.replace(num_generations=4), KEY)
+    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
+    twice = generate(policy, Prompts.from_lists(prompts, ids=[7, 5, 7]), FREE, KEY)
+    assert_same_rows(twice, [0, 1, 4, 5], once, [0, 1, 2, 3])
+    alone = generate(policy, Prompts.from_lists([PROMPTS[0]], ids=[5]), FREE, KEY)
+    assert_same_rows(twice, [2, 3], alone, [0, 1])
+
+
 def test_eos_on_the_last_allowed_token_is_an_end_not_a_truncation(policy, free):
     row, ids = next((r, i) for r, i in enumerate(completion_ids(free)) if i[-1] not in i[:-1])
     rollout = generate(with_eos(policy, ids[-1]), PROMPTS, FREE, KEY)

@@ -37,10 +37,8 @@ def place(tmp_path_factory) -> Path:
 
 
 def config_of(place: Path, **changes: object) -> Config:
-    mine = (f"{place / 'mine.py'}:reward",)
-    return Config(
-        model=str(place / "model"), dtype="float32", output_dir=str(place / "run"), reward_funcs=mine, **changes
-    )
+    fixed = {"model": str(place / "model"), "dtype": "float32", "output_dir": str(place / "run"), "max_steps": 8}
+    return Config(reward_funcs=(f"{place / 'mine.py'}:reward",), **(fixed | changes))
 
 
 def problem(i: int, answer: str = "1") -> EncodedProblem:
