@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         _Arguments, args=argv, prog="python -m qerl_jax.quantize", config=(tyro.conf.PositionalRequiredArgs,)
     )
     try:
-        src = model_path(arguments.src)  # of the hub: with a progress bar of its own
+        src = model_path(arguments.src)  # a download has a progress bar of its own
         with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
             tasks = {
                 "scan": bar.add_task("scanning layers", total=None),

@@ -43,7 +43,7 @@ def model_path(model: str, weights: bool = True) -> Path:
 
     Args:
       model: as in `Config.model`.
-      weights: of a model of the hub, also download the weights; False: config and tokenizer alone.
+      weights: whether the weights are downloaded, too, or config and tokenizer alone.
 
     Raises ConfigError where the hub's model cannot be downloaded.
     """

@@ -68,7 +68,7 @@ def prepare(config: Config, console: Console) -> Run:
         console.print,
         config.allow_code_execution,
     )
-    assets.model_path(config.model)  # of the hub: all files, before any of them is asked for its size
+    assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
     refuse_oversized_update(config)
     policy = load(config, console)
     lengths = config.max_prompt_length, config.max_completion_length

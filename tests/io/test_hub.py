@@ -24,7 +24,7 @@ OTHERS = [".gitattributes", "LICENSE", "README.md", "pytorch_model.bin", "onnx/c
     ("weights", "expected"), [(False, SMALL), (True, sorted([*SMALL, INDEX, *SHARDS]))], ids=["dry run", "run"]
 )
 def test_files_asked_of_the_hub(weights, expected, tmp_path, monkeypatch):
-    """Of the files of a Qwen2.5 repository; the hub's own filter applies the patterns."""
+    """The hub's own filter applies the patterns to the files of a Qwen2.5 repository."""
     asked = {}
 
     def snapshot_download(repo_id: str, **patterns: list[str]) -> str:
