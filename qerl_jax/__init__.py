@@ -14,7 +14,8 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
-from qerl_jax.rl.state import init_state
+from qerl_jax.rl.loss import TokenLoss, built_in_loss
+from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate, stream
 from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout, Sampling, TrainState
@@ -33,8 +34,10 @@ __all__ = [
     "Prompts",
     "Rollout",
     "Sampling",
+    "TokenLoss",
     "TrainState",
     "aqn",
+    "built_in_loss",
     "evaluate",
     "export_adapter",
     "generate",
@@ -43,6 +46,7 @@ __all__ = [
     "import_adapter",
     "init_state",
     "keys",
+    "learning_rate",
     "load_policy",
     "make_batch",
     "policy_logits",

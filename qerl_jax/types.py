@@ -99,12 +99,12 @@ class TrainState(_Replace):
       cursor: i32[], position in the data stream: problems drawn so far.
       norms, lora: the trees being trained (norms only under `train_norms`).
       opt_state: optax state of the trained trees.
-      reference_norms: the checkpoint's norms where the KL term (`beta` > 0) needs them beside `norms`, which were
-        imported with an adapter or are trained; else None.
+      reference_norms: the checkpoint's norms, for the KL term, where `norms` were imported with an adapter or are
+        trained; else None.
       graphdef: the NNX structure.
       model: `qerl_jax.models.config.ModelConfig`.
       config: `qerl_jax.config.Config`.
-      optimizer: the optax transformation.
+      optimizer: an optax transformation, or the config's AdamW (`rl.state.AdamW`).
     """
 
     step: Int32[Array, ""]

@@ -216,7 +216,7 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch
 
     def poisoned(*arguments):
         rollout = real(*arguments)
-        return rollout.replace(logprobs=rollout.logprobs.at[:, :].set(jnp.nan))
+        return rollout.replace(logprobs=rollout.logprobs.at[0].set(jnp.nan))
 
     monkeypatch.setattr(train, "generate", poisoned)
     directory = tmp_path / "poisoned"

@@ -17,6 +17,7 @@ def make_config(**changes) -> Config:
     defaults = {
         "model": "x",
         "batch_size": ROWS,
+        "lora_rank": 2,
         "num_generations": 2,
         "num_iterations": 1,
         "max_completion_length": COMPLETION,

@@ -52,7 +52,18 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Noise": ("Adaptive Quantization Noise on the layer norms of the policy that samples.", ("aqn",)),
     "Update": (
         "Rewards become advantages, a rollout with advantages becomes a `Batch`, and `grpo_step` updates the adapters.",
-        ("group_advantages", "make_batch", "init_state", "grpo_step", "Batch", "TrainState", "Config"),
+        (
+            *(
+                "group_advantages",
+                "make_batch",
+                "init_state",
+                "learning_rate",
+                "grpo_step",
+                "TokenLoss",
+                "built_in_loss",
+            ),
+            *("Batch", "TrainState", "Config"),
+        ),
     ),
     "Evaluation": (
         "Accuracy on a dataset, and the log-probabilities of given tokens.",

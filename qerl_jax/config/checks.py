@@ -42,6 +42,7 @@ _ABOVE_ZERO = (
     "reward_timeout",
     "overlong_buffer",
     "importance_sampling_cap",
+    "importance_sampling_floor",
     "delta",
     "lora_alpha",
     "watchdog_seconds",
@@ -98,6 +99,14 @@ def _check_contradictions(config: Config) -> None:
         )
     if config.delta is not None and config.delta <= 1 + config.upper_clip:
         raise ConfigError(f"delta {config.delta} must exceed the upper clip 1 + {config.upper_clip}")
+    floor, cap = config.importance_sampling_floor, config.importance_sampling_cap
+    if floor is not None and (cap is None or floor >= cap):
+        raise ConfigError(f"importance_sampling_floor {floor} must be below importance_sampling_cap {cap}")
+    if cap is None and config.importance_sampling_mode != "token_truncate":
+        raise ConfigError(
+            f"importance_sampling_mode {config.importance_sampling_mode!r} has no meaning without "
+            "importance_sampling_cap"
+        )
     try:
         aqn.check_schedule(config)
         LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)

@@ -133,9 +133,16 @@ class Config:
     """Upper bound of the unclipped ratio (two-sided clipping, INTELLECT-2); None: no bound."""
     beta: float = 0.0
     """Coefficient of the KL penalty (k3 estimator) against the model's checkpoint: no adapters, its own norms."""
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """Importance weight for the mismatch between rollout and trainer, exp(old_logp - behaviour_logp) of each token or
+    of its whole sequence: clipped to [floor, cap] (truncate), or 0 outside of it (mask). TRL's
+    vllm_importance_sampling_mode. The policy's own ratio: importance_sampling_level."""
     importance_sampling_cap: float | None = 2.0
-    """Cap of the truncated importance weight exp(old_logp - behaviour_logp) of each token, which corrects for the
-    mismatch between rollout and trainer; None: no correction. The policy's own ratio: importance_sampling_level."""
+    """Upper bound of that weight; None: no correction, and the rollout needs no behaviour log-probabilities."""
+    importance_sampling_floor: float | None = None
+    """Lower bound of that weight; None: 0."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centered rewards by the standard deviation of the group, of the batch, or not at all."""
     mask_truncated_completions: bool = False

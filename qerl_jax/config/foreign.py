@@ -30,7 +30,7 @@ _BATCH = "all completions of a rollout"
 _ENGINE = "the rollout engine is the trainer's own, in one process: nothing to serve or to tune"
 _FIXED_REFERENCE = "the reference of the KL penalty is the policy without adapters, as in the release, and stays fixed"
 _OTHER_LOSS = "belongs to a loss that is not built in"
-_ENTROPY = "no entropy bonus is built in"
+_ENTROPY = "a token_loss of your own can have one (docs/research.md)"
 _NO_IMAGES = "text models only"
 _NO_TOOLS = "no tool calls in rollouts"
 _RELOAD = "has no meaning for a frozen base in this process"
@@ -173,8 +173,10 @@ FOREIGN: dict[str, Foreign] = {
     "vllm_importance_sampling_correction": Foreign("TRL", ("importance_sampling_cap",), "None is False"),
     "vllm_importance_sampling_cap": Foreign("TRL", ("importance_sampling_cap",), "the same number"),
     "vllm_importance_sampling_clip_max": Foreign("TRL", ("importance_sampling_cap",), "the same number"),
-    "vllm_importance_sampling_clip_min": Foreign("TRL", (), "the weight has an upper bound only"),
-    "vllm_importance_sampling_mode": Foreign("TRL", (), "token_truncate; TRL's default is sequence_mask"),
+    "vllm_importance_sampling_clip_min": Foreign("TRL", ("importance_sampling_floor",), "the same number"),
+    "vllm_importance_sampling_mode": Foreign(
+        "TRL", ("importance_sampling_mode",), "token_truncate by default, TRL: sequence_mask"
+    ),
     "off_policy_mask_threshold": Foreign("TRL", (), "no sequence is masked for its KL"),
     # noise
     "noise_scheduler": Foreign("QeRL", ("sigma_start", "sigma_end"), "on for every format; 0 and 0 turn it off"),

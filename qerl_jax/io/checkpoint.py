@@ -126,7 +126,8 @@ class Checkpointer:
             raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
         if not state.config.allow_changed_inputs:
             self._check_inputs(path, manifest.get("inputs"))
-        if not state.config.train_norms and not any(name.startswith("reference_norms/") for name in arrays):
+        needs_norms = state.config.train_norms and state.config.beta > 0
+        if not needs_norms and not any(name.startswith("reference_norms/") for name in arrays):
             # Written when imported norms were part of the KL term's reference: that run keeps its reference.
             state = state.replace(reference_norms=None)
             target = _flatten(state)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from qerl_jax.compilation import Program, compile_programs
 from qerl_jax.config import Config
-from qerl_jax.rl import head, layer, step
-from qerl_jax.rl.state import at_layer, trained_trees
+from qerl_jax.rl import head, layer, optimizer, step
+from qerl_jax.rl.loss import TokenLoss
+from qerl_jax.rl.state import AdamW, at_layer, from_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
 
 
@@ -61,9 +62,11 @@ def abstract_batch(config: Config, width: int | None = None) -> Batch:
     return jax.eval_shape(batch)
 
 
-def update_programs(state: TrainState, frozen: Any, batch: Batch) -> list[Program]:
+def update_programs(
+    state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None = None, with_reference: bool = False
+) -> list[Program]:
     """Every program of `grpo_step` on such arguments, abstract or not; the largest ones first."""
-    return [call.program() for call in _calls(state, frozen, batch)]
+    return [call.program() for call in _calls(state, frozen, batch, token_loss, with_reference)]
 
 
 def kept_bytes_of_a_layer(state: TrainState, frozen: Any, batch: Batch) -> int:
@@ -72,14 +75,16 @@ def kept_bytes_of_a_layer(state: TrainState, frozen: Any, batch: Batch) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(keep.outputs()[1]))
 
 
-def _calls(state: TrainState, frozen: Any, batch: Batch) -> Iterator[_Call]:
+def _calls(
+    state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None = None, with_reference: bool = False
+) -> Iterator[_Call]:
     config: Config = state.config
     state, frozen, batch = step.settled((state, frozen, batch))
-    plan = step.plan_of(state, frozen, batch)
-    shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
+    work = step.work_of(state, frozen, batch, token_loss, with_reference)
+    plan, shape = work.plan, work.shape
     own, trained = frozen["layers"][0], step.layers_of(state.lora, state.norms)[0]
-    zeros = _Call("zeros", step.zeros_like, (), ({name: trained[name] for name in step.trained_names(state)},))
-    completions = _Call("completions", head.completions_of, (config,), (batch,))
+    zeros = _Call("zeros", optimizer.zeros_like, (), ({name: trained[name] for name in step.trained_names(state)},))
+    completions = _Call("completions", head.completions_of, (config.loss_type, config.max_completion_length), (batch,))
     rows = jax.ShapeDtypeStruct((plan.pack.segments,), jnp.int32)
     embed = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, rows))
     x, packed = embed.outputs()
@@ -95,37 +100,40 @@ def _calls(state: TrainState, frozen: Any, batch: Batch) -> Iterator[_Call]:
         yield keep
     if plan.recomputed:
         yield backward("layer recomputed and backward", None)
-    if plan.recomputed or config.beta > 0:
+    if plan.recomputed or work.needs_reference:
         yield _Call("layer forward, nothing kept", layer.forward, (shape,), (own, trained, x, packed))
-    weights = step.head_weights(frozen)
     none = _Call("no logprobs", step.no_logprobs, (), (found,))
     logprobs = none.outputs()
-    reference = logprobs if config.beta > 0 else None
-    sums = _Call("no sums", step.no_sums, (), (found, reference))
+    reference = logprobs if work.needs_reference else None
+    sums = _Call("no sums", head.no_sums, (work.loss,), (found, reference))
     has_old = jax.ShapeDtypeStruct((), jnp.bool_)
     loss = _Call(
         "head",
         head.head_loss,
-        (shape, config),
-        (weights, x, packed, found, logprobs, has_old, reference, sums.outputs(), logprobs),
+        (work.head_shape, work.loss),
+        (work.head, x, packed, found, logprobs, has_old, reference, sums.outputs(), logprobs),
     )
     yield loss
     if reference is not None:
-        arguments = weights, x, packed, found, logprobs
-        yield _Call("head of the reference", head.head_logprobs, (shape, config), arguments)
+        arguments = work.head, x, packed, found, logprobs
+        yield _Call("head of the reference", head.head_logprobs, (work.head_shape,), arguments)
         yield _Call("reference", step.without_adapters, (), (state.lora,))
     yield from (embed, completions, zeros, none, sums)
     yield from _optimizer_programs(state, gradient, loss.outputs()[1])
 
 
 def _optimizer_programs(state: TrainState, gradient: Any, sums: Any) -> Iterator[_Call]:
-    zero = _Call("zero", step.zeros_like, (), (sums["loss"],))
-    squares = _Call("squares", step.add_squares, (), (gradient, zero.outputs()))
-    finish = _Call("metrics", step.finish, (state.config.max_grad_norm,), (sums, squares.outputs()))
+    zero = _Call("zero", optimizer.zeros_like, (), (sums["loss"],))
+    squares = _Call("squares", optimizer.add_squares, (), (gradient, zero.outputs()))
+    finish = _Call("metrics", optimizer.finish, (state.config.max_grad_norm,), (sums, squares.outputs()))
     metrics, factor = finish.outputs()
     before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
-    arguments = at_layer(before, 0), step.as_tree(gradient), factor
-    yield _Call("optimizer", step.apply_to_layer, (state.optimizer,), arguments)
+    part = optimizer.as_tree(gradient)
+    if isinstance(state.optimizer, AdamW):
+        arguments = at_layer(before, 0), part, factor
+    else:
+        arguments = before, from_layers([part] * state.model.num_layers), factor
+    yield _Call("optimizer", optimizer.apply, (state.optimizer,), arguments)
     yield from (zero, squares, finish)
     yield _Call("metrics of all updates", step.next_count, (), (state.step, [metrics] * state.config.num_iterations))
 
@@ -136,6 +144,8 @@ def compile_update(
     batch: Batch,
     threads: int | None = None,
     done: Callable[[str, int], None] | None = None,
+    token_loss: TokenLoss | None = None,
+    with_reference: bool = False,
 ) -> int:
     """Compile every program of `grpo_step` on such arguments, several at a time (`compilation.compile_programs`).
 
@@ -144,8 +154,9 @@ def compile_update(
       batch: likewise (`abstract_batch`).
       threads: programs compiled at one time.
       done: called after each with its name and how many are done.
+      token_loss, with_reference: as `grpo_step` will get them.
 
     Returns:
       The number of programs.
     """
-    return compile_programs(update_programs(state, frozen, batch), threads, done)
+    return compile_programs(update_programs(state, frozen, batch, token_loss, with_reference), threads, done)

@@ -6,6 +6,7 @@ at prompt length + c), D model, V vocab.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,20 +17,46 @@ from qerl_kernels.ops import rms_norm
 
 from qerl_jax.config import Config
 from qerl_jax.rl.layer import LayerShape
-from qerl_jax.rl.logprobs import logprobs_entropy_and_gradient
-from qerl_jax.rl.loss import token_losses, token_weights
-from qerl_jax.rl.metrics import Sums, add_sums, token_sums
+from qerl_jax.rl.logprobs import logprobs_entropy_and_gradients
+from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
+from qerl_jax.rl.metrics import Sums, add_sums, empty_sums, token_sums
 from qerl_jax.rl.packing import Packed, pack, packed_tokens, predictors
-from qerl_jax.types import Batch
+from qerl_jax.types import Batch, Sampling
 
 LossInputs = dict[str, Array]
 """The head's view of a batch: [B, C] `targets` i32, `mask` bool, `behaviour`, `weights` f32; `advantages` f32[B]."""
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def completions_of(config: Config, batch: Batch) -> LossInputs:
-    """What the loss needs of a batch, token arrays starting where each completion starts: prompts have no loss."""
-    width = completion_width(config, batch)
+@dataclasses.dataclass(frozen=True)
+class HeadShape:
+    """What the head's programs are compiled for. Hashable: static under jit.
+
+    Attributes:
+      layer: the layers' shape.
+      sampling: temperature and truncation.
+      chunk: tokens whose logits exist at one time.
+    """
+
+    layer: LayerShape
+    sampling: Sampling
+    chunk: int
+
+    @classmethod
+    def of(cls, layer: LayerShape, config: Config) -> HeadShape:
+        """That of a config."""
+        return cls(layer, config.sampling, config.logprob_chunk_size)
+
+
+@functools.partial(jax.jit, static_argnames=("loss_type", "limit"))
+def completions_of(loss_type: str, limit: int, batch: Batch) -> LossInputs:
+    """What the loss needs of a batch, token arrays starting where each completion starts: prompts have no loss.
+
+    Args:
+      loss_type: how tokens are averaged, static.
+      limit: `max_completion_length`, static.
+      batch: the whole batch.
+    """
+    width = min(limit, batch.tokens.shape[1] - 1)
     columns = batch.prompt_lengths[:, None] + jnp.arange(width)
     inside = columns < batch.tokens.shape[1]
     columns = jnp.where(inside, columns, 0)
@@ -42,14 +69,9 @@ def completions_of(config: Config, batch: Batch) -> LossInputs:
         "targets": take(batch.tokens),
         "mask": mask,
         "behaviour": take(batch.logprobs),
-        "weights": token_weights(mask, config.loss_type, config.max_completion_length),
+        "weights": token_weights(mask, loss_type, limit),
         "advantages": batch.advantages,
     }
-
-
-def completion_width(config: Config, batch: Batch) -> int:
-    """C: most tokens of a completion."""
-    return min(config.max_completion_length, batch.tokens.shape[1] - 1)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -61,10 +83,23 @@ def embed(
     return embedding[packed_tokens(batch.tokens, packed)].astype(jnp.float32), packed
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "config"), donate_argnames="into")
+@functools.partial(jax.jit, static_argnames="loss", keep_unused=True)
+def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Array, "B C"] | None) -> Sums:
+    """Sums over no token, of every metric that `head_loss` adds to."""
+    zeros = jnp.zeros_like(completions["weights"])
+
+    def some() -> Sums:
+        mask = completions["mask"]
+        arrays = zeros, zeros, zeros, None if reference is None else zeros
+        _, values = token_losses(*arrays, completions["advantages"], mask, loss, zeros)
+        return token_sums(zeros[0, 0], mask, zeros, values)
+
+    return empty_sums(jax.eval_shape(some))
+
+
+@functools.partial(jax.jit, static_argnames="shape", donate_argnames="into")
 def head_logprobs(
-    shape: LayerShape,
-    config: Config,
+    shape: HeadShape,
     frozen: Any,
     x: Float32[Array, "T D"],
     packed: Packed,
@@ -74,19 +109,22 @@ def head_logprobs(
     """Log-probabilities of a micro-batch's completions, written into those of the batch. No gradient.
 
     Args:
+      shape: static.
       frozen: "norm" and "head".
       x: the residual stream after the last layer.
+      packed: the micro-batch.
+      completions: the batch's completions.
       into: donated.
     """
     mask = _own(completions["mask"], packed, False)
-    logprobs, _, _ = _head(shape, config, frozen, x, packed, completions, mask)
+    logprobs, _, _ = _head(shape, frozen, x, packed, completions, mask, ())
     return into.at[packed.rows].set(logprobs, mode="drop")
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "config"), donate_argnames=("sums", "into"))
+@functools.partial(jax.jit, static_argnames=("shape", "loss"), donate_argnames=("sums", "into"))
 def head_loss(
-    shape: LayerShape,
-    config: Config,
+    shape: HeadShape,
+    loss: LossSettings,
     frozen: Any,
     x: Float32[Array, "T D"],
     packed: Packed,
@@ -100,14 +138,15 @@ def head_loss(
     """Loss, metrics and gradient of a micro-batch.
 
     Args:
-      shape, config: static.
+      shape, loss: static.
       frozen: "norm", the final norm's weight, and "head", the output embedding.
       x: the residual stream after the last layer.
       packed: the micro-batch.
       completions: the batch's completions.
       old: log-probabilities of the clean policy before the first update (`old_logp`), read where `has_old`; else the
         policy's own, without gradient.
-      reference: those of the adapter-free policy, where beta > 0.
+      has_old: whether `old` is there.
+      reference: those of the adapter-free policy, where the loss needs them.
       sums: metrics so far. Donated.
       into: log-probabilities so far. Donated.
 
@@ -115,37 +154,40 @@ def head_loss(
       The gradient of x, the sums and the log-probabilities with this micro-batch's.
     """
     mask = _own(completions["mask"], packed, False)
-    logprobs, entropy, pullback = _head(shape, config, frozen, x, packed, completions, mask)
+    of = ("logprobs", "entropy") if loss.uses_entropy else ("logprobs",)
+    logprobs, entropy, pullback = _head(shape, frozen, x, packed, completions, mask, of)
     behaviour, weights, old, reference = (
         None if array is None else _own(array, packed, 0)
         for array in (completions["behaviour"], completions["weights"], old, reference)
     )
     advantages = _own(completions["advantages"], packed, 0)
 
-    def loss_of(logprobs: Array) -> tuple[Array, Sums]:
-        before = jnp.where(has_old, old, jax.lax.stop_gradient(logprobs))
-        losses, values = token_losses(logprobs, before, behaviour, reference, advantages, mask, config)
-        loss = jnp.sum(jnp.where(mask, weights * losses, 0))
-        return loss, token_sums(loss, mask, entropy, values)
+    def loss_of(values: dict[str, Array]) -> tuple[Array, Sums]:
+        logp = values["logprobs"]
+        before = jnp.where(has_old, old, jax.lax.stop_gradient(logp))
+        arrays = logp, before, behaviour, reference, advantages, mask
+        losses, reported = token_losses(*arrays, loss, values.get("entropy"))
+        total = jnp.sum(jnp.where(mask, weights * losses, 0))
+        return total, token_sums(total, mask, entropy, reported)
 
-    d_logprobs, own = jax.grad(loss_of, has_aux=True)(logprobs)
+    values = {"logprobs": logprobs, "entropy": entropy}
+    d_values, own = jax.grad(loss_of, has_aux=True)({name: values[name] for name in of})
     into = into.at[packed.rows].set(logprobs, mode="drop")
-    return pullback(d_logprobs), add_sums(sums, own), into
+    return pullback(d_values), add_sums(sums, own), into
 
 
 def _own(array: Array, packed: Packed, empty: Any) -> Array:
     """The rows of a micro-batch's sequences; `empty` for segments without one."""
-    rows = array.at[packed.rows].get(mode="fill", fill_value=empty)
-    return rows
+    return array.at[packed.rows].get(mode="fill", fill_value=empty)
 
 
-def _head(shape, config, frozen, x, packed, completions, mask):
-    """(log-probabilities [S, C], entropy [S, C], pullback of the log-probabilities to x), 0 outside of the mask."""
+def _head(shape, frozen, x, packed, completions, mask, of):
+    """(log-probabilities [S, C], entropy [S, C], pullback of those named in `of` to x), 0 outside of the mask."""
     width = mask.shape[1]
     total = packed.real.shape[0]
 
     def norm(x: Array) -> Array:
-        return rms_norm(x, frozen["norm"], shape.model.rms_norm_eps, jnp.dtype(shape.dtype))
+        return rms_norm(x, frozen["norm"], shape.layer.model.rms_norm_eps, jnp.dtype(shape.layer.dtype))
 
     hidden, norm_pullback = jax.vjp(norm, x)
     # Only completion tokens go through the head: their places, side by side.
@@ -154,22 +196,21 @@ def _head(shape, config, frozen, x, packed, completions, mask):
     inside = jnp.minimum(wanted, mask.size - 1)
     places = jnp.where(wanted < mask.size, predictors(packed, width).reshape(-1)[inside], total)
     targets = _own(completions["targets"], packed, 0).reshape(-1)[inside]
-    logprobs, entropy, gradient = logprobs_entropy_and_gradient(
-        frozen["head"],
-        hidden.at[places].get(mode="fill", fill_value=0),
-        targets,
-        count,
-        config.sampling,
-        config.logprob_chunk_size,
+    states = hidden.at[places].get(mode="fill", fill_value=0)
+    logprobs, entropy, gradients = logprobs_entropy_and_gradients(
+        frozen["head"], states, targets, count, shape.sampling, shape.chunk, of
     )
 
     def spread(values: Array) -> Array:
         return jnp.zeros(mask.size).at[wanted].set(values, mode="drop").reshape(mask.shape)
 
-    def pullback(d_logprobs: Float32[Array, "S C"]) -> Float32[Array, "T D"]:
-        own = jnp.where(jnp.arange(total) < count, d_logprobs.reshape(-1)[inside], 0)
-        d_hidden = (own[:, None] * gradient).astype(hidden.dtype)
-        [d_x] = norm_pullback(jnp.zeros_like(hidden).at[places].set(d_hidden, mode="drop"))
+    def pullback(d_values: dict[str, Float32[Array, "S C"]]) -> Float32[Array, "T D"]:
+        def of_states(name: str) -> Float32[Array, "T D"]:
+            own = jnp.where(jnp.arange(total) < count, d_values[name].reshape(-1)[inside], 0)
+            return own[:, None] * gradients[name]
+
+        d_states = sum(map(of_states, of)).astype(hidden.dtype)
+        [d_x] = norm_pullback(jnp.zeros_like(hidden).at[places].set(d_states, mode="drop"))
         return d_x
 
     return spread(logprobs), spread(entropy), pullback

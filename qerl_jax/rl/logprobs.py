@@ -55,7 +55,7 @@ def token_logprobs(
 def logprobs_and_entropy(
     model: Qwen2, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"], sampling: Sampling, chunk: int = CHUNK
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
-    """Log-probability of each target and entropy (no gradient) of each position, in nats, `chunk` tokens at a time.
+    """Log-probability of each target and entropy of each position, in nats, `chunk` tokens at a time.
 
     Where `sampling` truncates, the distribution is renormalized over the tokens that this model keeps and the target,
     which the sampler kept: with equal logits that is the set sampled from.
@@ -82,8 +82,7 @@ def _chunk(
     scaled = _scaled(logits, targets, sampling)
     normalizer = jax.nn.logsumexp(scaled, axis=-1)
     chosen = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
-    constant = jax.lax.stop_gradient(scaled - normalizer[:, None])
-    return chosen - normalizer, _entropy(constant)
+    return chosen - normalizer, _entropy(scaled - normalizer[:, None])
 
 
 def _scaled(logits: Float32[Array, "C V"], targets: Int[Array, " C"], sampling: Sampling) -> Float32[Array, "C V"]:
@@ -96,30 +95,38 @@ def _scaled(logits: Float32[Array, "C V"], targets: Int[Array, " C"], sampling: 
 
 
 def _entropy(logprobs: Float32[Array, "C V"]) -> Float32[Array, " C"]:
-    return -jnp.sum(jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0), axis=-1)
+    finite = jnp.where(jnp.isfinite(logprobs), logprobs, 0)  # before the product: its gradient at −inf is no number
+    return -jnp.sum(jnp.exp(finite) * finite, axis=-1)
 
 
-def logprobs_entropy_and_gradient(
+def logprobs_entropy_and_gradients(
     head: Float[Array, "V D"],
     hidden: Float[Array, "T D"],
     targets: Int[Array, " T"],
     count: Int[Array, ""],
     sampling: Sampling,
     chunk: int = CHUNK,
-) -> tuple[Float32[Array, " T"], Float32[Array, " T"], Float32[Array, "T D"]]:
-    """Log-probability of each target, entropy, and the gradient of each log-probability to its own hidden state.
+    of: tuple[str, ...] = ("logprobs",),
+) -> tuple[Float32[Array, " T"], Float32[Array, " T"], dict[str, Float32[Array, "T D"]]]:
+    """Log-probability of each target, entropy, and the gradients of either to the token's own hidden state.
 
-    `d logp / d hidden = (onehot(target) − softmax(logits / temperature)) / temperature · head`, so a loss of the
-    log-probabilities has the gradient `(d loss / d logp) · that`, whatever the loss: one pass over the vocabulary in
-    two GEMMs a token, before the loss is known. Holds the logits of `chunk` tokens at a time.
+    With the scaled logits z = logits / temperature and p = softmax(z),
+
+      d logp / d z    = onehot(target) − p
+      d entropy / d z = −p · (log p + entropy)
+
+    and `d z / d hidden = head / temperature`. So any loss of both has the gradient `∂loss/∂logp · d logp / d hidden +
+    ∂loss/∂entropy · d entropy / d hidden`: one pass over the vocabulary before the loss is known, with one GEMM for the
+    logits and one for each gradient asked for. Holds the logits of `chunk` tokens at a time.
 
     Args:
       head: output embedding.
       hidden: after the final norm; the first `count` rows are read.
       targets: token that follows each.
       count: rows that count; the results of the others are 0.
-      sampling: temperature and truncation, as in `logprobs_and_entropy`.
+      sampling: temperature and truncation, as in `logprobs_and_entropy`; the kept set has no gradient.
       chunk: tokens whose logits exist at one time.
+      of: gradients to compute, of "logprobs" and "entropy".
     """
     total, width = hidden.shape
     chunk = min(chunk, total)
@@ -127,27 +134,32 @@ def logprobs_entropy_and_gradient(
     hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
     targets = jnp.pad(targets, (0, padding))
 
-    def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def one(i: Array, carry: dict[str, Array]) -> dict[str, Array]:
         start = i * chunk
         states = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
         wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk)
         scaled = _scaled(fp32_matmul(states, head.T), wanted, sampling)
         logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
         is_target = jnp.arange(head.shape[0]) == wanted[:, None]
-        d_logits = ((is_target - jnp.exp(logprobs)) / sampling.temperature).astype(hidden.dtype)
-        chosen = jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1)
-        found = chosen, _entropy(logprobs), fp32_matmul(d_logits, head)
-        within = start + jnp.arange(chunk) < count
-        found = (
-            jnp.where(within, found[0], 0),
-            jnp.where(within, found[1], 0),
-            jnp.where(within[:, None], found[2], 0),
-        )
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(into, value, start, 0) for into, value in zip(carry, found, strict=True)
-        )
+        entropy = _entropy(logprobs)
+        d_scaled = {
+            "logprobs": lambda: is_target - jnp.exp(logprobs),
+            "entropy": lambda: -jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs + entropy[:, None], 0),
+        }
+        found = {"logprobs": jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1), "entropy": entropy}
+        for name in of:
+            d_logits = (d_scaled[name]() / sampling.temperature).astype(hidden.dtype)
+            found[f"d_{name}"] = fp32_matmul(d_logits, head)
+        within = (start + jnp.arange(chunk) < count)[:, None]
+        return {
+            name: jax.lax.dynamic_update_slice_in_dim(
+                into, jnp.where(within if into.ndim == 2 else within[:, 0], found[name], 0), start, 0
+            )
+            for name, into in carry.items()
+        }
 
-    empty = (jnp.zeros(total + padding), jnp.zeros(total + padding), jnp.zeros((total + padding, width)))
-    chunks = (count + chunk - 1) // chunk
-    logprobs, entropy, gradient = jax.lax.fori_loop(0, chunks, one, empty)
-    return logprobs[:total], entropy[:total], gradient[:total]
+    rows = total + padding
+    empty = {name: jnp.zeros(rows) for name in ("logprobs", "entropy")}
+    empty |= {f"d_{name}": jnp.zeros((rows, width)) for name in of}
+    found = jax.lax.fori_loop(0, (count + chunk - 1) // chunk, one, empty)
+    return found["logprobs"][:total], found["entropy"][:total], {name: found[f"d_{name}"][:total] for name in of}

@@ -12,11 +12,24 @@ Axes: B sequences, T tokens (the predicted ones: column t of a batch's mask is c
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import dataclasses
+import inspect
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
+
+IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+_MEASURED = (
+    "loss",
+    "tokens",
+    "entropy",
+    "kl",
+    "grad_norm",
+    "skipped",
+    "clip_ratio/region_mean",
+)  # by the update itself
 
 
 @runtime_checkable
@@ -29,7 +42,9 @@ class LossConfig(Protocol):
     upper_clip: float
     delta: float | None
     beta: float
+    importance_sampling_mode: str
     importance_sampling_cap: float | None
+    importance_sampling_floor: float | None
     max_completion_length: int
 
 
@@ -56,6 +71,143 @@ def token_weights(mask: Bool[Array, "B T"], loss_type: str, max_completion_lengt
     raise ValueError(f"unknown loss_type {loss_type!r}")
 
 
+@runtime_checkable
+class TokenLoss(Protocol):
+    """The loss of each token as a pure function: what `grpo_step` takes as `token_loss`.
+
+    It sees some rows of the batch at a time, so a row's losses must not depend on other rows. Outside of the mask the
+    arrays are 0, and losses and metrics do not count. Around it `grpo_step` multiplies by the importance weight, adds
+    `beta` times the KL penalty, averages as `loss_type` says, and differentiates in `logp` and `entropy`.
+
+    A function that also has an argument `entropy` gets the policy's entropy at each token, with its gradient.
+
+    Args:
+      logp: f32[B, T], log-probabilities under the policy being trained.
+      old_logp: f32[B, T], those of the noise-free policy at rollout time.
+      behaviour_logp: f32[B, T], those of the distribution sampled from.
+      reference_logp: f32[B, T], those of the adapter-free policy; None where `beta` is 0 and they were not asked for.
+      advantages: f32[B].
+      mask: bool[B, T], tokens in the loss.
+
+    Returns the losses, f32[B, T], and metrics by name, f32[B, T] each: `grpo_step` reports their mean over the tokens
+    in the loss, or the extreme where the name ends in "/min" or "/max".
+    """
+
+    def __call__(
+        self,
+        logp: Array,
+        old_logp: Array,
+        behaviour_logp: Array,
+        reference_logp: Array | None,
+        advantages: Array,
+        mask: Array,
+    ) -> tuple[Array, dict[str, Array]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedLoss:
+    """`−min(min(r, delta) · A, clip(r, 1 − ε, 1 + ε_high) · A)`, the token loss of grpo, bnpo, dapo and dr_grpo.
+
+    The ratio r is `exp(logp − old_logp)`, or at level "sequence" (GSPO) exp of its mean over the sequence.
+    """
+
+    epsilon: float
+    upper_clip: float
+    delta: float | None
+    importance_sampling_level: str
+
+    def __call__(
+        self,
+        logp: Float32[Array, "B T"],
+        old_logp: Float32[Array, "B T"],
+        behaviour_logp: Float32[Array, "B T"],
+        reference_logp: Float32[Array, "B T"] | None,
+        advantages: Float32[Array, " B"],
+        mask: Bool[Array, "B T"],
+    ) -> tuple[Float32[Array, "B T"], dict[str, Float32[Array, "B T"]]]:
+        """As `TokenLoss`; the metrics are 1 where the clip stops the gradient."""
+        ratio, advantage = policy_ratio(logp, old_logp, mask, self.importance_sampling_level), advantages[:, None]
+        unclipped = ratio if self.delta is None else jnp.minimum(ratio, self.delta)
+        clipped = jnp.clip(ratio, 1 - self.epsilon, 1 + self.upper_clip)
+        low = (ratio < 1 - self.epsilon) & (advantage < 0)
+        high = (ratio > 1 + self.upper_clip) & (advantage > 0)
+        return -jnp.minimum(unclipped * advantage, clipped * advantage), _clip_metrics(low, high)
+
+
+@dataclasses.dataclass(frozen=True)
+class CispoLoss:
+    """`−stop_gradient(min(r, cap)) · A · logp`, CISPO's token loss; r as in `ClippedLoss`."""
+
+    cap: float
+    importance_sampling_level: str
+
+    def __call__(
+        self,
+        logp: Float32[Array, "B T"],
+        old_logp: Float32[Array, "B T"],
+        behaviour_logp: Float32[Array, "B T"],
+        reference_logp: Float32[Array, "B T"] | None,
+        advantages: Float32[Array, " B"],
+        mask: Bool[Array, "B T"],
+    ) -> tuple[Float32[Array, "B T"], dict[str, Float32[Array, "B T"]]]:
+        """As `TokenLoss`; the metrics are 1 where the cap binds."""
+        ratio = policy_ratio(logp, old_logp, mask, self.importance_sampling_level)
+        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, self.cap)) * advantages[:, None] * logp
+        return loss, _clip_metrics(jnp.zeros_like(mask), ratio > self.cap)
+
+
+def _clip_metrics(low: Array, high: Array) -> dict[str, Array]:
+    return {f"clip_ratio/{side}_mean": flag.astype(jnp.float32) for side, flag in (("low", low), ("high", high))}
+
+
+def policy_ratio(
+    logp: Float32[Array, "B T"], old_logp: Float32[Array, "B T"], mask: Bool[Array, "B T"], level: str
+) -> Float32[Array, "B T"]:
+    """`exp(logp − old_logp)` of each token, or at level "sequence" exp of the mean over the tokens of its sequence."""
+    log_ratio = jnp.where(mask, logp - old_logp, 0)
+    if level == "sequence":
+        mean = log_ratio.sum(axis=1, keepdims=True) / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+        log_ratio = jnp.broadcast_to(mean, mask.shape)
+    return jnp.exp(log_ratio)
+
+
+def built_in_loss(config: LossConfig) -> TokenLoss:
+    """The token loss of `loss_type`, with the settings of the config. Equal settings give equal functions, for which
+    nothing is compiled again.
+    """
+    if config.loss_type == "cispo":
+        return CispoLoss(config.upper_clip, config.importance_sampling_level)
+    return ClippedLoss(config.epsilon, config.upper_clip, config.delta, config.importance_sampling_level)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """A token loss and what `token_losses` does around it. Hashable: static under jit.
+
+    Attributes:
+      token_loss: the token loss.
+      beta: coefficient of the KL penalty.
+      importance_sampling_mode, importance_sampling_cap, importance_sampling_floor: as in `Config`.
+    """
+
+    token_loss: TokenLoss
+    beta: float
+    importance_sampling_mode: str
+    importance_sampling_cap: float | None
+    importance_sampling_floor: float | None
+
+    @classmethod
+    def of(cls, config: LossConfig, token_loss: TokenLoss | None = None) -> LossSettings:
+        """Those of a config; `token_loss` in place of its built-in one."""
+        names = [field.name for field in dataclasses.fields(cls)[1:]]
+        return cls(token_loss or built_in_loss(config), *(getattr(config, name) for name in names))
+
+    @property
+    def uses_entropy(self) -> bool:
+        """Whether the token loss has an argument `entropy`."""
+        return "entropy" in inspect.signature(self.token_loss).parameters
+
+
 def token_losses(
     logprobs: Float32[Array, "B T"],
     old_logprobs: Float32[Array, "B T"],
@@ -63,59 +215,61 @@ def token_losses(
     reference: Float32[Array, "B T"] | None,
     advantages: Float32[Array, " B"],
     mask: Bool[Array, "B T"],
-    config: LossConfig,
+    settings: LossSettings,
+    entropy: Float32[Array, "B T"] | None = None,
 ) -> tuple[Float32[Array, "B T"], dict[str, Float32[Array, "B T"]]]:
-    """Loss of each token, and what there is to report of it.
-
-      ratio r = exp(logp − old_logp), or exp of its mean over the sequence
-      clipped   −min(min(r, delta) · A, clip(r, 1 − ε, 1 + ε_high) · A)
-      cispo     −stop_gradient(min(r, ε_high)) · A · logp
-      times the truncated importance weight min(exp(old_logp − behaviour), cap), plus β · k3
+    """Loss of each token, and what there is to report of it: `token_loss · importance weight + β · k3`.
 
     Args:
       logprobs: log-probabilities under the policy being trained.
       old_logprobs: those of the noise-free policy at rollout time.
       behaviour: those of the distribution sampled from.
-      reference: those of the adapter-free policy; None where beta is 0.
+      reference: those of the adapter-free policy, where anything reads them.
       advantages: one a sequence.
       mask: tokens in the loss.
-      config: names as in `Config`.
-    """
-    log_ratio = jnp.where(mask, logprobs - old_logprobs, 0)
-    if config.importance_sampling_level == "sequence":
-        log_ratio = log_ratio.sum(axis=1, keepdims=True) / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
-    ratio = jnp.exp(log_ratio)
-    advantage = advantages[:, None]
-    if config.loss_type == "cispo":
-        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, config.upper_clip)) * advantage * logprobs
-    else:
-        unclipped = ratio if config.delta is None else jnp.minimum(ratio, config.delta)
-        clipped = jnp.clip(ratio, 1 - config.epsilon, 1 + config.upper_clip)
-        loss = -jnp.minimum(unclipped * advantage, clipped * advantage)
-    loss = jnp.broadcast_to(loss, mask.shape)
+      settings: static.
+      entropy: that of the policy being trained, for a token loss that asks for it.
 
-    mismatch = jax.lax.stop_gradient(jnp.where(mask, old_logprobs - behaviour, 0))
-    importance = jnp.exp(mismatch)
-    if config.importance_sampling_cap is not None:
-        loss = loss * jnp.minimum(importance, config.importance_sampling_cap)
-    values = {"mismatch": mismatch, "importance": importance, **_clip_flags(ratio, advantage, mask, config)}
-    if reference is not None:
-        difference = jnp.where(mask, reference - logprobs, 0)
+    Raises ValueError for a token loss whose results have another shape, or metrics that have the name of another.
+    """
+    arrays = (logprobs, old_logprobs, behaviour, reference, entropy)
+    logp, old_logp, behaviour_logp, reference_logp, entropy = (
+        None if array is None else jnp.where(mask, array, 0) for array in arrays
+    )
+    more = {"entropy": entropy} if settings.uses_entropy else {}
+    losses, values = settings.token_loss(logp, old_logp, behaviour_logp, reference_logp, advantages, mask, **more)
+    _check_results(losses, values, mask.shape)
+
+    mismatch = jax.lax.stop_gradient(old_logp - behaviour_logp)
+    importance = _importance_ratio(mismatch, settings.importance_sampling_mode)
+    if settings.importance_sampling_cap is not None:
+        losses = losses * _importance_weight(importance, settings)
+    values = {**values, "mismatch": mismatch, "importance": importance}
+    if settings.beta > 0:
+        difference = reference_logp - logp
         values["kl"] = jnp.exp(difference) - difference - 1
-        loss = loss + config.beta * values["kl"]
-    return jnp.where(mask, loss, 0), values
+        losses = losses + settings.beta * values["kl"]
+    return jnp.where(mask, losses, 0), {name: jnp.where(mask, value, 0) for name, value in values.items()}
 
 
-def _clip_flags(ratio: Array, advantage: Array, mask: Array, config: LossConfig) -> dict[str, Float32[Array, "B T"]]:
-    """1 where the clip stops the gradient: below for negative advantages, above for positive ones (for CISPO, wherever
-    the cap binds).
-    """
-    if config.loss_type == "cispo":
-        low, high = jnp.zeros_like(ratio, bool), ratio > config.upper_clip
-    else:
-        low = (ratio < 1 - config.epsilon) & (advantage < 0)
-        high = (ratio > 1 + config.upper_clip) & (advantage > 0)
-    return {
-        name: jnp.where(mask, flag, False).astype(jnp.float32)
-        for name, flag in (("clip_low", low), ("clip_high", high))
-    }
+def _check_results(losses: Any, values: Any, shape: tuple[int, ...]) -> None:
+    for name, array in {"losses": losses, **values}.items():
+        if jnp.shape(array) != shape:
+            raise ValueError(f"token_loss returned {name} of shape {jnp.shape(array)}, expected {shape}: one a token")
+    if taken := sorted(name for name in values if name in _MEASURED or name.startswith("sampling/")):
+        raise ValueError(f"token_loss returned a metric {taken[0]!r}, which grpo_step reports itself: rename it")
+
+
+def _importance_ratio(mismatch: Float32[Array, "B T"], mode: str) -> Float32[Array, "B T"]:
+    """`π_old / π_behaviour` of each token, or of the whole sequence."""
+    if mode.startswith("sequence"):
+        mismatch = jnp.broadcast_to(mismatch.sum(axis=1, keepdims=True), mismatch.shape)
+    return jnp.exp(mismatch)
+
+
+def _importance_weight(ratio: Float32[Array, "B T"], settings: LossSettings) -> Float32[Array, "B T"]:
+    """The ratio, clipped to [floor, cap] or 0 outside of it (TRL's `vllm_importance_sampling_mode`)."""
+    low, high = settings.importance_sampling_floor or 0.0, settings.importance_sampling_cap
+    if settings.importance_sampling_mode.endswith("truncate"):
+        return jnp.clip(ratio, low, high)
+    return jnp.where((ratio < low) | (ratio > high), 0, ratio)  # a ratio that is no number stays none

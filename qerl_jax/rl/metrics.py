@@ -5,6 +5,8 @@ Axes: S sequences, C completion tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
@@ -12,22 +14,9 @@ from jaxtyping import Array, Bool, Float32
 Sums = dict[str, Float32[Array, ""]]
 
 
-def empty_sums(with_kl: bool) -> Sums:
+def empty_sums(names: Iterable[str]) -> Sums:
     """Sums and extremes over no token."""
-    names = [
-        "loss",
-        "tokens",
-        "entropy",
-        "clip_ratio/low_mean",
-        "clip_ratio/high_mean",
-        "sampling/sampling_logp_difference/mean",
-        "sampling/sampling_logp_difference/max",
-        "sampling/kl",
-        "sampling/token_mult_prob_error",
-        "sampling/importance_sampling_ratio/mean",
-        "sampling/importance_sampling_ratio/max",
-    ] + ["kl"] * with_kl
-    return {name: jnp.float32(0) for name in names} | {"sampling/importance_sampling_ratio/min": jnp.float32(jnp.inf)}
+    return {name: jnp.float32(_pick(name, -jnp.inf, jnp.inf, 0.0)) for name in names}
 
 
 def token_sums(
@@ -44,27 +33,26 @@ def token_sums(
       entropy: the policy's entropy at each token.
       values: from `token_losses`.
     """
-
-    def total(value: Array) -> Array:
-        return jnp.sum(jnp.where(mask, value, 0))
-
-    importance, mismatch = values["importance"], values["mismatch"]
-    sums = {
-        "loss": loss,
-        "tokens": total(jnp.ones_like(entropy)),
-        "entropy": total(entropy),
-        "clip_ratio/low_mean": total(values["clip_low"]),
-        "clip_ratio/high_mean": total(values["clip_high"]),
-        "sampling/sampling_logp_difference/mean": total(jnp.abs(mismatch)),
-        "sampling/sampling_logp_difference/max": jnp.max(jnp.where(mask, jnp.abs(mismatch), 0)),
-        "sampling/kl": total(jnp.expm1(mismatch) - mismatch),
-        "sampling/token_mult_prob_error": total(jnp.exp(jnp.abs(mismatch))),
-        "sampling/importance_sampling_ratio/mean": total(importance),
-        "sampling/importance_sampling_ratio/min": jnp.min(jnp.where(mask, importance, jnp.inf)),
-        "sampling/importance_sampling_ratio/max": jnp.max(jnp.where(mask, importance, 0)),
+    values = dict(values)
+    importance, mismatch = values.pop("importance"), values.pop("mismatch")
+    values |= {
+        "tokens": jnp.ones_like(entropy),
+        "entropy": entropy,
+        "sampling/sampling_logp_difference/mean": jnp.abs(mismatch),
+        "sampling/sampling_logp_difference/max": jnp.abs(mismatch),
+        "sampling/kl": jnp.expm1(mismatch) - mismatch,
+        "sampling/token_mult_prob_error": jnp.exp(jnp.abs(mismatch)),
+        "sampling/importance_sampling_ratio/mean": importance,
+        "sampling/importance_sampling_ratio/min": importance,
+        "sampling/importance_sampling_ratio/max": importance,
     }
-    if "kl" in values:
-        sums["kl"] = total(values["kl"])
+
+    def over_tokens(name: str, value: Array) -> Array:
+        if name.endswith("/max"):
+            return jnp.max(jnp.where(mask, value, -jnp.inf))
+        return jnp.min(jnp.where(mask, value, jnp.inf)) if name.endswith("/min") else jnp.sum(jnp.where(mask, value, 0))
+
+    sums = {"loss": loss} | {name: over_tokens(name, value) for name, value in values.items()}
     return jax.tree.map(jax.lax.stop_gradient, sums)
 
 
@@ -80,11 +68,15 @@ def mean_metrics(sums: Sums) -> dict[str, Float32[Array, ""]]:
     for name, value in sums.items():
         if name.endswith("/min"):
             metrics[name] = jnp.where(sums["tokens"] > 0, value, 1.0)
-        elif name.endswith("/max") or name in ("loss", "tokens"):
+        elif name.endswith("/max"):
+            metrics[name] = jnp.where(sums["tokens"] > 0, value, 0.0)
+        elif name in ("loss", "tokens"):
             metrics[name] = value
         else:
             metrics[name] = value / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    sides = [metrics[name] for name in ("clip_ratio/low_mean", "clip_ratio/high_mean") if name in metrics]
+    if len(sides) == 2:
+        metrics["clip_ratio/region_mean"] = sum(sides)
     return metrics
 
 

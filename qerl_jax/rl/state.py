@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,41 @@ import jax.numpy as jnp
 import optax
 
 from qerl_jax.config import Config
+from qerl_jax.models.lora import LoraConfig
 from qerl_jax.types import Policy, TrainState
 
 
-def learning_rate(config: Config) -> optax.Schedule:
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """AdamW with the settings of a config, as an optax transformation: `init` and `update`. Equal settings are equal
+    optimizers, for which nothing is compiled again; the functions of two calls of `optax.adamw` never are.
+    """
+
+    learning_rate: float
+    lr_scheduler_type: str
+    warmup_ratio: float
+    num_rollouts: int
+    num_iterations: int
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, config: Config) -> AdamW:
+        """That of a config, whose fields have the same names."""
+        return cls(*(getattr(config, field.name) for field in dataclasses.fields(cls)))
+
+    def init(self, params: Any) -> Any:
+        """The state before the first update."""
+        return make_optimizer(self).init(params)
+
+    def update(self, gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """What to add to `params`, and the next state."""
+        return make_optimizer(self).update(gradient, state, params)
+
+
+def learning_rate(config: Config | AdamW) -> optax.Schedule:
     """`update count -> learning rate`: a linear warm-up from zero over `ceil(warmup_ratio · updates)`, then the decay
     of `lr_scheduler_type`, as transformers' schedulers.
     """
@@ -30,7 +62,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1)), after], [warmup])
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
+def make_optimizer(config: Config | AdamW) -> optax.GradientTransformation:
     """AdamW in fp32, after the update has clipped the global norm. Norms do not decay, as in transformers' `Trainer`
     (`get_decay_parameter_names`). (QeRL: 8-bit AdamW; on adapters alone the saving is small, so fp32 here.)
     """
@@ -44,21 +76,27 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     )
 
 
-def init_state(policy: Policy, config: Config) -> TrainState:
+def init_state(
+    policy: Policy, config: Config, optimizer: optax.GradientTransformation | AdamW | None = None
+) -> TrainState:
     """The state before the first step.
 
-    Raises ValueError for an imported adapter with dropout: rollout and trainer would no longer be the same policy, and
-    the importance ratio would measure the dropout mask.
+    Args:
+      policy: with the adapters that `config` describes.
+      config: settings of the updates.
+      optimizer: any optax transformation in place of the config's AdamW and its learning rate (`learning_rate` makes
+        that schedule). It sees one tree over all layers, `{"lora": …}`, with `"norms"` under `train_norms`, fp32, and
+        gradients that are clipped to `max_grad_norm` already. Make it once: programs are compiled for it, and again for
+        another, even of equal settings.
+
+    Raises ValueError where the adapters of policy and config differ, naming both values, and for an imported adapter
+    with dropout: rollout and trainer would no longer be the same policy, and the importance ratio would measure the
+    dropout mask.
     """
-    if policy.lora_config.dropout > 0:
-        raise ValueError(
-            f"the adapter has lora_dropout {policy.lora_config.dropout}: with dropout the trainer's policy differs "
-            "from the one that sampled, so the ratio would measure the dropout mask; set lora_dropout to 0 in "
-            "adapter_config.json"
-        )
-    optimizer = make_optimizer(config)
+    _check_adapters(policy.lora_config, config.lora)
+    optimizer = AdamW.of(config) if optimizer is None else optimizer
     base = policy.norms if policy.base_norms is None else policy.base_norms
-    keep_reference = config.beta > 0 and (config.train_norms or policy.base_norms is not None)
+    keep_reference = config.train_norms or policy.base_norms is not None
     return TrainState(
         step=jnp.int32(0),
         cursor=jnp.int32(0),
@@ -71,6 +109,28 @@ def init_state(policy: Policy, config: Config) -> TrainState:
         config=config,
         optimizer=optimizer,
     )
+
+
+def _check_adapters(found: LoraConfig, wanted: LoraConfig) -> None:
+    if found.dropout > 0:
+        raise ValueError(
+            f"the adapter has lora_dropout {found.dropout}: with dropout the trainer's policy differs from the one "
+            "that sampled, so the ratio would measure the dropout mask; set lora_dropout to 0 in adapter_config.json"
+        )
+    if found.rank != wanted.rank:
+        raise ValueError(f"the policy's adapters have rank {found.rank}, the config has lora_rank {wanted.rank}")
+    if found.rank == 0:
+        return
+    if found.scale != wanted.scale:
+        raise ValueError(
+            f"the policy's adapters have the scale {found.scale:g}, the config's lora_alpha and use_rslora give "
+            f"{wanted.scale:g}"
+        )
+    if set(found.target_modules) != set(wanted.target_modules):
+        raise ValueError(
+            f"the policy's adapters are on {sorted(found.target_modules)}, the config's lora_target_modules are "
+            f"{sorted(wanted.target_modules)}"
+        )
 
 
 def trained_trees(lora: Any, norms: Any, config: Config) -> dict[str, Any]:

@@ -15,20 +15,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float32
 
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.rl import head, layer
-from qerl_jax.rl.metrics import empty_sums, mean_metrics, over_updates
+from qerl_jax.rl.checks import checked
+from qerl_jax.rl.loss import LossSettings, TokenLoss
+from qerl_jax.rl.metrics import over_updates
+from qerl_jax.rl.optimizer import apply_gradients, zeros_like
 from qerl_jax.rl.packing import Packed, assign, assign_any
 from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory, xla_matmuls
-from qerl_jax.rl.state import at_layer, from_layers, trained_trees
+from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import Batch, TrainState
 
 
-def grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
+def grpo_step(
+    state: TrainState,
+    frozen: Any,
+    batch: Batch,
+    token_loss: TokenLoss | None = None,
+    with_reference: bool = False,
+) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     """Make `num_iterations` updates from one scored rollout.
 
     The first update's ratio is `exp(logp − stop_gradient(logp))`; its log-probabilities are the `old_logp` of those
@@ -42,31 +50,33 @@ def grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState,
       state: from `init_state` or the last step.
       frozen: `policy.frozen`; never donated, never copied.
       batch: `batch_size` rows.
+      token_loss: a loss of your own (`TokenLoss`); None: that of `loss_type` (`built_in_loss`). Make it once, outside
+        of the loop: programs are compiled for it, and again for another, unless the two compare as equal.
+      with_reference: compute `reference_logp` for the token loss although `beta` is 0.
 
     Returns:
       The next state, and scalar metrics averaged over the updates (`skipped` summed).
 
     Raises:
+      ValueError: the batch contradicts the config, naming both values, or lacks the behaviour log-probabilities that
+        the importance weight needs (`rl.checks`).
       MemoryError: the device has too little memory, with what to lower. `state` is as it was.
     """
-    state, frozen, batch = settled((state, frozen, batch))
-    plan = plan_of(state, frozen, batch)
+    state, frozen, batch = settled((state, frozen, checked(batch, state.config)))
+    work = work_of(state, frozen, batch, token_loss, with_reference)
     try:
-        return _step(state, frozen, batch, plan)
+        return _step(state, work)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise MemoryError(out_of_memory(plan)) from error
+        raise MemoryError(out_of_memory(work.plan)) from error
 
 
-def _step(
-    state: TrainState, frozen: Any, batch: Batch, plan: UpdatePlan
-) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
+def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
-    work = _Work(plan, layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack), frozen, batch)
-    rows = _assigned(plan, batch)
-    completions = head.completions_of(config, batch)
-    reference = _reference(state, work, completions, rows) if config.beta > 0 else None
+    rows = _assigned(work.plan, work.batch)
+    completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
+    reference = _reference(state, work, completions, rows) if work.needs_reference else None
     old, updates = no_logprobs(completions), []
     for iteration in range(config.num_iterations):
         state, metrics, logprobs = _update(state, work, completions, rows, old, iteration > 0, reference)
@@ -75,22 +85,41 @@ def _step(
     return _next_step(state, updates)
 
 
-class _Work(NamedTuple):
-    """What the passes of a step share."""
+class Work(NamedTuple):
+    """What the passes of a step share.
+
+    Attributes:
+      plan: how the update is divided.
+      shape: what the layers' programs are compiled for.
+      head_shape: what the head's are.
+      loss: the loss.
+      needs_reference: whether anything reads the reference's log-probabilities.
+      frozen: `policy.frozen`.
+      batch: the batch.
+    """
 
     plan: UpdatePlan
     shape: layer.LayerShape
+    head_shape: head.HeadShape
+    loss: LossSettings
+    needs_reference: bool
     frozen: Any
     batch: Batch
 
     @property
     def head(self) -> dict[str, Any]:
-        return head_weights(self.frozen)
+        """The frozen weights behind the last layer."""
+        return {"norm": self.frozen["norm"]["weight"], "head": self.frozen.get("lm_head", self.frozen["embed_tokens"])}
 
 
-def head_weights(frozen: Any) -> dict[str, Any]:
-    """The frozen weights behind the last layer."""
-    return {"norm": frozen["norm"]["weight"], "head": frozen.get("lm_head", frozen["embed_tokens"])}
+def work_of(state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None, with_reference: bool) -> Work:
+    """The work of a step with these arguments, abstract or not."""
+    config: Config = state.config
+    plan = plan_of(state, frozen, batch)
+    shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
+    loss = LossSettings.of(config, token_loss)
+    needs_reference = with_reference or config.beta > 0
+    return Work(plan, shape, head.HeadShape.of(shape, config), loss, needs_reference, frozen, batch)
 
 
 def settled(tree: Any) -> Any:
@@ -133,11 +162,10 @@ def _assigned(plan: UpdatePlan, batch: Batch) -> np.ndarray:
 
 
 without_adapters = jax.jit(without_adapter)
-# Arguments whose values do not matter are kept, so that results are committed to a device where the arguments are.
-_from_shapes = functools.partial(jax.jit, keep_unused=True)
 
 
-@_from_shapes
+# An argument whose values do not matter is kept, so that the result is committed to a device where the argument is.
+@functools.partial(jax.jit, keep_unused=True)
 def no_logprobs(completions: head.LossInputs) -> Float32[Array, "B C"]:
     """Zeros, one for each completion token."""
     return jnp.zeros_like(completions["weights"])
@@ -154,7 +182,7 @@ def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
     return [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
 
 
-def _reference(state: TrainState, work: _Work, completions: head.LossInputs, rows: np.ndarray) -> Array:
+def _reference(state: TrainState, work: Work, completions: head.LossInputs, rows: np.ndarray) -> Array:
     """Log-probabilities of the adapter-free policy, [B, C]."""
     norms = state.norms if state.reference_norms is None else state.reference_norms
     layers = layers_of(without_adapters(state.lora), norms)
@@ -163,13 +191,13 @@ def _reference(state: TrainState, work: _Work, completions: head.LossInputs, row
         x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
         for i, trained in enumerate(layers):
             x = layer.forward(work.shape, work.frozen["layers"][i], trained, x, packed)
-        logprobs = head.head_logprobs(work.shape, state.config, work.head, x, packed, completions, logprobs)
+        logprobs = head.head_logprobs(work.head_shape, work.head, x, packed, completions, logprobs)
     return logprobs
 
 
 def _update(
     state: TrainState,
-    work: _Work,
+    work: Work,
     completions: head.LossInputs,
     rows: np.ndarray,
     old: Array,
@@ -177,26 +205,24 @@ def _update(
     reference: Array | None,
 ) -> tuple[TrainState, dict[str, Array], Array]:
     """One optimizer update; also returns the log-probabilities before it, [B, C]."""
-    config: Config = state.config
     layers = layers_of(state.lora, state.norms)
     gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
-    sums, logprobs = no_sums(completions, reference), no_logprobs(completions)
+    sums, logprobs = head.no_sums(work.loss, completions, reference), no_logprobs(completions)
     for some in rows:
         x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
         x, kept = _forward(work, layers, x, packed)
-        d_x, sums, logprobs = head.head_loss(
-            work.shape, config, work.head, x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs
-        )
-        del x
+        arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs
+        d_x, sums, logprobs = head.head_loss(work.head_shape, work.loss, work.head, *arrays)
+        del x, arrays
         d_x = _backward(work, layers, gradients, kept, d_x, packed)
         if not isinstance(d_x, jax.core.Tracer):
             jax.block_until_ready(d_x)  # a host that ran ahead would hold the activations of several micro-batches
-    state, metrics = _apply(state, gradients, sums)
+    state, metrics = apply_gradients(state, gradients, sums)
     return state, metrics, logprobs
 
 
 def _forward(
-    work: _Work, layers: list[dict[str, Any]], x: Array, packed: Packed
+    work: Work, layers: list[dict[str, Any]], x: Array, packed: Packed
 ) -> tuple[Array, list[tuple[Array, layer.Kept | None]]]:
     """The residual stream behind the last layer, and what each layer keeps."""
     held = []
@@ -212,7 +238,7 @@ def _forward(
 
 
 def _backward(
-    work: _Work, layers: list[dict[str, Any]], gradients: list[Any], held: list, d_x: Array, packed: Packed
+    work: Work, layers: list[dict[str, Any]], gradients: list[Any], held: list, d_x: Array, packed: Packed
 ) -> Array:
     """The gradient of the embedding; those of the layers are added to `gradients`, and `held` is emptied."""
     for i in reversed(range(len(layers))):
@@ -221,63 +247,6 @@ def _backward(
             work.shape, work.frozen["layers"][i], layers[i], gradients[i], x, kept, d_x, packed
         )
     return d_x
-
-
-@_from_shapes
-def zeros_like(tree: Any) -> Any:
-    """Zeros in the form of a tree of arrays."""
-    return jax.tree.map(jnp.zeros_like, tree)
-
-
-@_from_shapes
-def no_sums(completions: head.LossInputs, reference: Array | None) -> dict[str, Array]:
-    """Sums over no token; with the KL's where there is a reference."""
-    return empty_sums(reference is not None)
-
-
-def _apply(state: TrainState, gradients: list[Any], sums: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
-    """The optimizer's step, if loss and gradient are finite, and the update's metrics."""
-    config: Config = state.config
-    squares = zeros_like(sums["loss"])
-    for gradient in gradients:
-        squares = add_squares(gradient, squares)
-    metrics, factor = finish(config.max_grad_norm, sums, squares)
-    before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, config)}
-    after = []
-    for i, gradient in enumerate(gradients):
-        after.append(apply_to_layer(state.optimizer, at_layer(before, i), as_tree(gradient), factor))
-    return state.replace(**from_layers(after)), metrics
-
-
-def as_tree(gradient: dict[str, Any]) -> dict[str, Any]:
-    """A layer's gradient in the form of `at_layer`."""
-    return {name: {"layers": {0: own}} if own else {} for name, own in gradient.items()}
-
-
-@jax.jit
-def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
-    """The total with the sum of squares of a layer's gradient."""
-    return total + sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def finish(max_norm: float, sums: dict[str, Array], squares: Array) -> tuple[dict[str, Array], Float32[Array, ""]]:
-    """The update's metrics, and what multiplies the gradient: at most 1, NaN for an update that is to be skipped."""
-    metrics = mean_metrics(sums)
-    norm = metrics["grad_norm"] = jnp.sqrt(squares)
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-    metrics["skipped"] = 1.0 - finite.astype(jnp.float32)
-    return metrics, jnp.where(finite, max_norm / jnp.maximum(norm, max_norm), jnp.nan)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def apply_to_layer(optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
-    """The optimizer's state and the parameters of one layer after its step, or as before where `factor` is NaN."""
-    params = {name: before[name] for name in gradient}
-    gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
-    updates, opt_state = optimizer.update(gradient, before["opt_state"], params)
-    after = {"opt_state": opt_state, **optax.apply_updates(params, updates)}
-    return jax.tree.map(lambda new, last: jnp.where(jnp.isnan(factor), last, new), after, before)
 
 
 @jax.jit

@@ -5,6 +5,7 @@ Axes: B sequences, T tokens, C completion tokens (column c is the token at promp
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,13 +16,15 @@ from jaxtyping import Array, Float32
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rl.loss import token_losses, token_weights
+from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import Batch, TrainState, merge_model
 
 
-@jax.jit
-def plain_grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
+@functools.partial(jax.jit, static_argnames="token_loss")
+def plain_grpo_step(
+    state: TrainState, frozen: Any, batch: Batch, token_loss: Any = None
+) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     """Make `num_iterations` updates from one scored rollout.
 
     The first update's ratio is `exp(logp − stop_gradient(logp))`; its log-probabilities are the `old_logp` of those
@@ -32,6 +35,7 @@ def plain_grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[Train
       state: from `init_state` or the last step.
       frozen: `policy.frozen`; never donated, never copied.
       batch: `batch_size` rows.
+      token_loss: in place of the config's.
 
     Returns:
       The next state, and scalar metrics averaged over the updates (`skipped` summed).
@@ -39,6 +43,7 @@ def plain_grpo_step(state: TrainState, frozen: Any, batch: Batch) -> tuple[Train
     config: Config = state.config
     rows = _completion_rows(batch, min(config.max_completion_length, batch.tokens.shape[1] - 1))
     rows["weights"] = token_weights(rows["mask"], config.loss_type, config.max_completion_length)
+    rows["loss"] = LossSettings.of(config, token_loss)
     state, metrics, old = _update(state, frozen, rows)
 
     def again(state: TrainState, _: None) -> tuple[TrainState, dict[str, Array]]:
@@ -113,7 +118,8 @@ def _loss(
         base_norms = state.norms if state.reference_norms is None else state.reference_norms
         reference = jax.lax.stop_gradient(evaluate(without_adapter(state.lora), base_norms)[0])
     old = rows.get("old", jax.lax.stop_gradient(logprobs))
-    losses, values = token_losses(logprobs, old, rows["behaviour"], reference, rows["advantages"], mask, config)
+    arrays = logprobs, old, rows["behaviour"], reference, rows["advantages"], mask
+    losses, values = token_losses(*arrays, rows["loss"], entropy)
     loss = jnp.sum(jnp.where(mask, rows["weights"] * losses, 0))
     return loss, (_sums(loss, mask, entropy, values), jax.lax.stop_gradient(logprobs))
 
@@ -129,8 +135,6 @@ def _sums(loss: Array, mask: Array, entropy: Array, values: dict[str, Array]) ->
         "loss": loss,
         "tokens": total(jnp.ones_like(entropy)),
         "entropy": total(entropy),
-        "clip_ratio/low_mean": total(values["clip_low"]),
-        "clip_ratio/high_mean": total(values["clip_high"]),
         "sampling/sampling_logp_difference/mean": total(jnp.abs(mismatch)),
         "sampling/sampling_logp_difference/max": jnp.max(jnp.where(mask, jnp.abs(mismatch), 0)),
         "sampling/kl": total(jnp.expm1(mismatch) - mismatch),
@@ -139,8 +143,7 @@ def _sums(loss: Array, mask: Array, entropy: Array, values: dict[str, Array]) ->
         "sampling/importance_sampling_ratio/min": jnp.min(jnp.where(mask, importance, jnp.inf)),
         "sampling/importance_sampling_ratio/max": jnp.max(jnp.where(mask, importance, 0)),
     }
-    if "kl" in values:
-        sums["kl"] = total(values["kl"])
+    sums |= {name: total(value) for name, value in values.items() if name not in ("importance", "mismatch")}
     return jax.tree.map(jax.lax.stop_gradient, sums)
 
 
@@ -157,5 +160,6 @@ def _reduce(sums: dict[str, Array]) -> dict[str, Array]:
             metrics[name] = value.sum()
         else:
             metrics[name] = value.sum() / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    if "clip_ratio/low_mean" in metrics:
+        metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     return metrics

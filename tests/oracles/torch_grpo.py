@@ -5,6 +5,9 @@ stand-in trainer.
 from __future__ import annotations
 
 import collections
+import inspect
+import math
+import textwrap
 import types
 
 import torch
@@ -25,7 +28,7 @@ def token_loss(ratio, logp, advantage, settings) -> torch.Tensor:
 def loss(logp, old, behaviour, reference, advantages, mask, settings) -> torch.Tensor:
     """Scalar loss of a batch.
 
-    Per token: surrogate · min(π_old / π_behaviour, cap) + β (e^d − d − 1), d = log π_ref − log π. Then `grpo`: mean
+    Per token: surrogate · importance weight + β (e^d − d − 1), d = log π_ref − log π. Then `grpo`: mean
     over the tokens of each row, mean over all rows (0 for one without a token); `bnpo`, `dapo`, `cispo`: mean over
     all tokens; `dr_grpo`: sum over all rows · max length.
     """
@@ -41,8 +44,7 @@ def loss(logp, old, behaviour, reference, advantages, mask, settings) -> torch.T
         losses = []
         for t in where:
             value = token_loss(torch.exp(log_ratios[t]), logp[b, t], advantages[b], settings)
-            if settings.importance_sampling_cap is not None:
-                value = value * torch.exp(old[b, t] - behaviour[b, t]).clamp(max=settings.importance_sampling_cap)
+            value = value * _importance(old[b] - behaviour[b], where, t, settings)
             if settings.beta:
                 d = reference[b, t] - logp[b, t]
                 value = value + settings.beta * (torch.exp(d) - d - 1)
@@ -56,6 +58,38 @@ def loss(logp, old, behaviour, reference, advantages, mask, settings) -> torch.T
     if settings.loss_type == "dr_grpo":
         return total / (len(logp) * settings.max_completion_length)
     return total / sum(len(row) for row in rows)
+
+
+def _importance(mismatch, where, t, settings) -> float:
+    """Weight of token t of a row whose tokens in the loss are `where`."""
+    cap, floor = settings.importance_sampling_cap, settings.importance_sampling_floor or 0.0
+    if cap is None:
+        return 1.0
+    granularity, constraint = settings.importance_sampling_mode.split("_")
+    ratio = math.exp(mismatch[t] if granularity == "token" else sum(mismatch[s] for s in where))
+    if constraint == "truncate":
+        return min(max(ratio, floor), cap)
+    return ratio if floor <= ratio <= cap else 0.0
+
+
+def trl_importance(old, behaviour, mask, settings) -> torch.Tensor:
+    """TRL's own lines from the log-probabilities to the ratio, cut out of the method that makes its batches."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    start = source.index("                mask = completion_mask if tool_mask is None")
+    lines = source[
+        start : source.index("            # Compute the per-token log probabilities for the reference model")
+    ]
+    trainer = types.SimpleNamespace(
+        vllm_importance_sampling_mode=settings.importance_sampling_mode,
+        vllm_importance_sampling_clip_max=settings.importance_sampling_cap,
+        vllm_importance_sampling_clip_min=settings.importance_sampling_floor,
+    )
+    names = {"torch": torch, "math": math, "self": trainer, "tool_mask": None, "completion_mask": mask.to(old.dtype)}
+    names |= {"old_per_token_logps": old, "sampling_per_token_logps": behaviour}
+    exec(textwrap.dedent(lines), names)
+    return names["vllm_importance_sampling_ratio"]
 
 
 class _Accelerator:
@@ -105,6 +139,6 @@ def trl_loss(logp, old, behaviour, reference, advantages, mask, settings) -> tup
         "num_items_in_batch": mask.sum(),
     }
     if settings.importance_sampling_cap is not None:
-        inputs["importance_sampling_ratio"] = torch.exp(old - behaviour).clamp(max=settings.importance_sampling_cap)
+        inputs["importance_sampling_ratio"] = trl_importance(old, behaviour, mask, settings)
     value = GRPOTrainer._compute_loss(trainer, None, inputs)
     return value, {name: values[0] for name, values in metrics["eval"].items()}

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from helpers import fp32_policy, logits_of, logprobs_of, randomized
 
-from qerl_jax.rl.logprobs import logprobs_and_entropy
+from qerl_jax.rl.logprobs import logprobs_and_entropy, logprobs_entropy_and_gradients
 from qerl_jax.types import Sampling
 
 B, T, D, V = 2, 7, 5, 23
@@ -69,20 +70,50 @@ def test_values_equal_the_full_softmax(case, chunk, temperature):
 
 
 @pytest.mark.parametrize("chunk", [3, 14])
-def test_gradients_equal_those_of_log_softmax_and_entropy_has_none(case, chunk):
+def test_gradients_equal_those_of_the_full_softmax(case, chunk):
     hidden, head, targets = case
-    probe = jnp.asarray(np.random.default_rng(1).normal(size=(B, T)), jnp.float32)
+    probes = jnp.asarray(np.random.default_rng(1).normal(size=(2, B, T)), jnp.float32)
 
     def ours(hidden, head):
-        logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6), chunk)
-        return jnp.sum(probe * logp) + 100 * entropy.sum()
+        both = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6), chunk)
+        return sum(jnp.sum(probe * value) for probe, value in zip(probes, both, strict=True))
 
     def plain(hidden, head):
         logp = jax.nn.log_softmax(product(hidden, head) / 0.6)
-        return jnp.sum(probe * jnp.take_along_axis(logp, targets[..., None], -1)[..., 0])
+        entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+        chosen = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+        return jnp.sum(probes[0] * chosen + probes[1] * entropy)
 
     for got, want in zip(jax.grad(ours, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1, temperature=0.6), Sampling(1, 0.8, top_k=5)], ids=["full", "k"])
+def test_the_heads_gradients_equal_those_of_the_full_logits(case, sampling):
+    """Those of log-probability and entropy, each to its own hidden state, against float64 PyTorch; the kept set of a
+    truncation is a constant. Rows behind the count are 0, and a gradient that was not asked for is not there.
+    """
+    (hidden, head, targets), count = case, B * T - 3
+    hidden, targets = np.asarray(hidden).reshape(-1, D), np.asarray(targets).reshape(-1)
+    state = torch.tensor(hidden, dtype=torch.float64, requires_grad=True)
+    scaled = state @ torch.tensor(np.asarray(head), dtype=torch.float64) / sampling.temperature
+    if sampling.top_k:
+        kept = scaled >= scaled.topk(sampling.top_k).values[:, -1:]
+        kept |= torch.nn.functional.one_hot(torch.tensor(targets), V).bool()
+        scaled = scaled.masked_fill(~kept, -1e9)
+    logp = torch.log_softmax(scaled, -1)
+    expected = logp.gather(-1, torch.tensor(targets)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    arrays = head.T, jnp.asarray(hidden), jnp.asarray(targets), jnp.int32(count)
+    for of in (("logprobs", "entropy"), ()):
+        logp, entropy, found = logprobs_entropy_and_gradients(*arrays, sampling, 4, of)
+        assert tuple(found) == of
+        for got, want in zip((logp, entropy), expected, strict=True):
+            np.testing.assert_allclose(got[:count], want.detach()[:count], atol=1e-5)
+            assert (np.asarray(got)[count:] == 0).all()
+        for name, value in zip(of, expected, strict=False):
+            [want] = torch.autograd.grad(value.sum(), state, retain_graph=True)
+            np.testing.assert_allclose(found[name][:count], want[:count], atol=2e-5, err_msg=name)
+            assert (np.asarray(found[name])[count:] == 0).all() and want.abs().max() > 0.1
 
 
 def test_entropy_in_closed_form():

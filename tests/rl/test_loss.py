@@ -14,7 +14,7 @@ import torch
 from oracles import torch_grpo
 
 from qerl_jax.config import Config
-from qerl_jax.rl.loss import token_losses, token_weights
+from qerl_jax.rl.loss import IMPORTANCE_SAMPLING_MODES, LossSettings, token_losses, token_weights
 
 LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 B, T = 5, 6
@@ -28,7 +28,9 @@ class Settings:
     epsilon_high: float = 0.28
     delta: float | None = None
     beta: float = 0.0
+    importance_sampling_mode: str = "token_truncate"
     importance_sampling_cap: float | None = None
+    importance_sampling_floor: float | None = None
     max_completion_length: int = 9
 
     @property
@@ -70,7 +72,7 @@ def ours(case: dict[str, np.ndarray], settings: Settings) -> tuple[float, np.nda
     def total(logp):
         reference = arrays["reference"] if settings.beta else None
         losses, values = token_losses(
-            logp, arrays["old"], arrays["behaviour"], reference, arrays["advantages"], mask, settings
+            logp, arrays["old"], arrays["behaviour"], reference, arrays["advantages"], mask, LossSettings.of(settings)
         )
         assert losses.shape == mask.shape and (jnp.where(mask, 0, losses) == 0).all()
         return jnp.sum(weights * losses), values
@@ -125,7 +127,7 @@ def test_the_case_makes_every_setting_matter(case):
     ):
         assert abs(ours(case, dataclasses.replace(base, **changes))[0] - ours(case, base)[0]) > 1e-4, changes
     flags = ours(case, base)[2]
-    assert flags["clip_low"].sum() > 0 and flags["clip_high"].sum() > 0
+    assert flags["clip_ratio/low_mean"].sum() > 0 and flags["clip_ratio/high_mean"].sum() > 0
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -141,7 +143,7 @@ def test_values_gradients_and_metrics_equal_trl(case, loss_type):
             assert float(values["kl"].sum() / tokens) == pytest.approx(metrics["kl"], abs=1e-6)
         if settings.importance_sampling_level == "token" and loss_type != "cispo":
             for side in ("low", "high"):
-                ratio = float(values[f"clip_{side}"].sum() / tokens)
+                ratio = float(values[f"clip_ratio/{side}_mean"].sum() / tokens)
                 assert ratio == pytest.approx(metrics[f"clip_ratio/{side}_mean"], abs=1e-6)
 
 
@@ -212,7 +214,80 @@ def test_the_importance_weight_has_no_gradient(case):
     arrays = {k: jnp.asarray(v) for k, v in case.items()}
 
     def total(behaviour):
-        losses, _ = token_losses(arrays["logp"], arrays["old"], behaviour, None, arrays["advantages"], mask, settings)
+        others = None, arrays["advantages"], mask, LossSettings.of(settings)
+        losses, _ = token_losses(arrays["logp"], arrays["old"], behaviour, *others)
         return losses.sum()
 
     assert (np.asarray(jax.grad(total)(arrays["behaviour"])) == 0).all()
+
+
+@pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
+@pytest.mark.parametrize("floor", [None, 0.8])
+def test_the_importance_weights_are_trls(case, mode, floor):
+    """Against TRL's own lines, and formulas; ratios lie below, between and above the bounds, of tokens and sequences.
+    The KL penalty is not weighted."""
+    settings = Settings(
+        beta=0.3, importance_sampling_mode=mode, importance_sampling_cap=1.5, importance_sampling_floor=floor
+    )
+    mismatch = np.where(case["mask"], case["old"] - case["behaviour"], 0)
+    ratio = np.exp(mismatch if mode.startswith("token") else mismatch.sum(1, keepdims=True))
+    assert (ratio < 0.8).any() and (ratio > 1.5).any() and ((ratio > 0.8) & (ratio < 1.5)).any()
+    value, gradient, values = ours(case, settings)
+    for oracle in (torch_grpo.loss, torch_grpo.trl_loss):
+        expected, expected_gradient, _ = theirs(case, settings, oracle)
+        assert value == pytest.approx(expected, abs=1e-6)
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
+    reported = np.asarray(values["importance"])[case["mask"]]
+    np.testing.assert_allclose(reported, np.broadcast_to(ratio, case["mask"].shape)[case["mask"]], rtol=1e-5)
+
+
+def loss_of_my_own(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
+    """Reads everything, so that a wrong order shows."""
+    losses = -advantages[:, None] * jnp.exp(logp - old_logp) + 0.1 * behaviour_logp * logp + 0.2 * reference_logp * logp
+    return jnp.where(mask, losses, jnp.nan), {"mine": logp - old_logp, "mine/max": logp}
+
+
+def test_a_loss_of_ones_own_is_weighted_and_penalized_like_the_others(case):
+    settings = Settings("grpo", beta=0.3, importance_sampling_cap=1.5)
+    mask, (reference, behaviour) = case["mask"], (case["reference"], case["behaviour"])
+    arrays = {k: jnp.asarray(v) for k, v in case.items()}
+
+    def total(logp):
+        others = arrays["old"], arrays["behaviour"], arrays["reference"], arrays["advantages"], arrays["mask"]
+        losses, values = token_losses(logp, *others, LossSettings.of(settings, loss_of_my_own))
+        return losses.sum(), values
+
+    (value, values), gradient = jax.value_and_grad(total, has_aux=True)(arrays["logp"])
+    x, old = case["logp"].astype(np.float64), case["old"]
+    ratio, advantages = np.exp(x - old), case["advantages"][:, None]
+    weight = np.minimum(np.exp(old - behaviour), 1.5)
+    d = reference - x
+    losses = weight * (-advantages * ratio + 0.1 * behaviour * x + 0.2 * reference * x) + 0.3 * (np.exp(d) - d - 1)
+    slopes = weight * (-advantages * ratio + 0.1 * behaviour + 0.2 * reference) + 0.3 * (1 - np.exp(d))
+    assert float(value) == pytest.approx(losses[mask].sum(), rel=1e-5)
+    np.testing.assert_allclose(gradient, np.where(mask, slopes, 0), atol=1e-5)
+    np.testing.assert_allclose(values["mine"], np.where(mask, x - old, 0), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda logp: (logp.sum(1), {}), r"losses of shape \(5,\), expected \(5, 6\)"),
+        (lambda logp: (logp, {"mine": logp.sum()}), r"mine of shape \(\), expected \(5, 6\)"),
+        (lambda logp: (logp, {"entropy": logp}), "metric 'entropy', which grpo_step reports itself"),
+        (lambda logp: (logp, {"sampling/kl": logp}), "metric 'sampling/kl'"),
+    ],
+)
+def test_results_of_a_loss_that_are_not_one_a_token_are_refused(case, returned, words):
+    arrays = [jnp.asarray(case[name]) for name in ("logp", "old", "behaviour", "reference", "advantages", "mask")]
+    with pytest.raises(ValueError, match=words):
+        token_losses(*arrays, LossSettings.of(Settings(), lambda logp, *_: returned(logp)))
+
+
+def test_losses_of_equal_settings_are_equal():
+    """What is compiled for one serves the other; a setting that the loss does not read makes no difference."""
+    config = Config(model="x")
+    other = dataclasses.replace(config, learning_rate=1.0, output_dir="elsewhere", seed=7)
+    assert LossSettings.of(config) == LossSettings.of(other)
+    assert hash(LossSettings.of(config)) == hash(LossSettings.of(other))
+    assert LossSettings.of(config) != LossSettings.of(dataclasses.replace(config, epsilon=0.1))

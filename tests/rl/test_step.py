@@ -22,8 +22,6 @@ from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
-STARTS: dict[Config, TrainState] = {}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiles():
@@ -31,14 +29,6 @@ def quick_compiles():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-    STARTS.clear()
-
-
-def start(policy: Policy, config: Config) -> TrainState:
-    """`init_state`, one optimizer object for each config: it is static, and a new one would be a new trace."""
-    if config not in STARTS:
-        STARTS[config] = init_state(policy, config)
-    return STARTS[config]
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +186,9 @@ def test_two_steps_equal_pytorch(micro_dir, micro, case):
 
 def test_one_step_of_the_tiny_fixture_equals_pytorch(tiny_dir):
     """Three bf16-born layers of hidden 128 with vocab 1024, the default loss and optimizer settings."""
-    config = make_config(learning_rate=1e-3, max_grad_norm=0.2, weight_decay=0.1, importance_sampling_cap=2.0)
+    config = make_config(
+        learning_rate=1e-3, max_grad_norm=0.2, weight_decay=0.1, importance_sampling_cap=2.0, lora_rank=4
+    )
     policy = randomized(fp32_policy(tiny_dir), 4, 0.05)
     scored = make_batch(1024, seed=3)
     torch_trainer = TorchTrainer(tiny_dir, policy, config)
@@ -213,7 +205,7 @@ def test_the_rollouts_logprobs_at_the_first_update_are_the_trainers(micro, batch
     config = make_config(importance_sampling_cap=2.0)
     logp = logprobs_of(micro, batch.tokens, batch.attention_mask)
     mine = jnp.where(batch.loss_mask, jnp.pad(logp, ((0, 0), (1, 0))), 0)
-    _, metrics = grpo_step(start(micro, config), micro.frozen, batch.replace(logprobs=mine))
+    _, metrics = grpo_step(init_state(micro, config), micro.frozen, batch.replace(logprobs=mine))
     assert float(metrics["sampling/sampling_logp_difference/max"]) < 1e-5
     assert float(metrics["sampling/importance_sampling_ratio/min"]) == pytest.approx(1, abs=1e-5)
     assert abs(float(metrics["sampling/kl"])) < 1e-6 and float(metrics["clip_ratio/region_mean"]) == 0
@@ -224,7 +216,7 @@ def test_mismatch_metrics_by_hand(micro, batch):
     mask = np.asarray(batch.loss_mask)
     logp = np.pad(np.asarray(logprobs_of(micro, batch.tokens, batch.attention_mask), np.float64), ((0, 0), (1, 0)))
     d = (logp - np.asarray(batch.logprobs, np.float64))[mask]
-    _, metrics = grpo_step(start(micro, config), micro.frozen, batch)
+    _, metrics = grpo_step(init_state(micro, config), micro.frozen, batch)
     expected = {
         "sampling/sampling_logp_difference/mean": np.abs(d).mean(),
         "sampling/sampling_logp_difference/max": np.abs(d).max(),
@@ -247,13 +239,13 @@ def _same(first, second) -> None:
 
 def test_masked_rows_are_absent_ones_and_groups_have_no_order(micro):
     """Under dapo, whose mean is over tokens."""
-    config = make_config(importance_sampling_cap=2.0)
-    state = start(micro, config)
+    config = make_config(importance_sampling_cap=2.0, batch_size=6)
+    state, four = init_state(micro, config), init_state(micro, dataclasses.replace(config, batch_size=4))
     six = make_batch(64, seed=5, rows=6)
     keep = np.array([0, 1, 4, 5])
     masked = six.replace(loss_mask=six.loss_mask.at[np.array([2, 3])].set(False))
     dropped = jax.tree.map(lambda leaf: leaf[keep], six)
-    _same(grpo_step(state, micro.frozen, masked), grpo_step(state, micro.frozen, dropped))
+    _same(grpo_step(state, micro.frozen, masked), grpo_step(four, micro.frozen, dropped))
     order = np.array([4, 5, 0, 1, 2, 3])
     shuffled = jax.tree.map(lambda leaf: leaf[order], masked)
     _same(grpo_step(state, micro.frozen, masked), grpo_step(state, micro.frozen, shuffled))
@@ -261,7 +253,7 @@ def test_masked_rows_are_absent_ones_and_groups_have_no_order(micro):
 
 def test_advantages_of_zero_give_no_gradient(micro, batch):
     config = make_config(importance_sampling_cap=2.0)
-    state = start(micro, config)
+    state = init_state(micro, config)
     after, metrics = grpo_step(state, micro.frozen, batch.replace(advantages=jnp.zeros(ROWS)))
     assert float(metrics["grad_norm"]) == 0 and float(metrics["loss"]) == 0 and float(metrics["skipped"]) == 0
     assert_trees_equal(after.lora, state.lora)
@@ -273,7 +265,7 @@ def test_advantages_of_zero_give_no_gradient(micro, batch):
 )
 def test_a_batch_without_any_token_is_zero_and_no_nan(micro, batch, changes):
     config = make_config(**changes, importance_sampling_cap=2.0)
-    state = start(micro, config)
+    state = init_state(micro, config)
     after, metrics = grpo_step(state, micro.frozen, batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask)))
     assert all(np.isfinite(value) for value in metrics.values()), metrics
     assert float(metrics["grad_norm"]) == 0 and float(metrics["loss"]) == 0
@@ -285,7 +277,7 @@ def test_a_batch_without_any_token_is_zero_and_no_nan(micro, batch, changes):
 )
 def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batch, field, value):
     config = make_config(num_iterations=2, importance_sampling_cap=2.0)
-    state, _ = grpo_step(start(micro, config), micro.frozen, batch)
+    state, _ = grpo_step(init_state(micro, config), micro.frozen, batch)
     place = (0,) if field == "advantages" else (0, int(batch.prompt_lengths[0]))
     bad = batch.replace(**{field: getattr(batch, field).at[place].set(value)})
     after, metrics = grpo_step(state, micro.frozen, bad)

@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import fp32_policy, randomized, with_norm_offsets
+from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
 from oracles import torch_qwen2
 from oracles.plain_step import plain_grpo_step
 from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 
+from qerl_jax.compilation import CompilationCounter
 from qerl_jax.io.load import load_policy
+from qerl_jax.models.lora import without_adapter
 from qerl_jax.rl import step
 from qerl_jax.rl.compile import compile_update, update_programs
 from qerl_jax.rl.plan import make_update_plan
-from qerl_jax.rl.state import init_state, trained_trees
+from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step, plan_of
 from qerl_jax.types import Batch, Policy, TrainState
 
@@ -71,10 +73,12 @@ def awkward_batch(seed: int = 0) -> Batch:
     )
 
 
+SGD = optax.sgd(1.0)
+
+
 def descent(policy: Policy, config) -> TrainState:
     """A state whose update is the gradient itself."""
-    state, sgd = init_state(policy, config), optax.sgd(1.0)
-    return state.replace(optimizer=sgd, opt_state=sgd.init(trained_trees(state.lora, state.norms, config)))
+    return init_state(policy, config, SGD)
 
 
 def close(found: tuple, wanted: tuple, tolerance: float = 1e-5) -> None:
@@ -108,6 +112,143 @@ def test_loss_and_gradient_are_those_of_the_padded_rows(micro, case, budget):
     )
     state, batch = descent(micro, config), awkward_batch()
     close(grpo_step(state, micro.frozen, batch), plain_grpo_step(state, micro.frozen, batch))
+
+
+def entropy_and_more(logp, old_logp, behaviour_logp, reference_logp, advantages, mask, *, entropy):
+    """A loss that reads every argument, and the entropy with and without the log-probability."""
+    losses = -advantages[:, None] * jnp.exp(logp - old_logp) - 0.3 * entropy + 0.1 * entropy * logp
+    losses += 0.05 * jnp.where(mask, reference_logp - logp, 0) ** 2 + 0.01 * behaviour_logp * logp
+    return losses, {"mine": entropy - logp}
+
+
+def test_a_loss_of_ones_own_with_entropy_has_the_gradient_of_the_padded_rows(micro):
+    """Several micro-batches, truncated sampling, against autodiff through log-probabilities and entropy of all rows."""
+    settings = {"batch_size": ROWS, "importance_sampling_cap": 2.0, "beta": 0.1, "top_k": 9, "temperature": 0.8}
+    config, batch = make_config(**settings), awkward_batch()
+    few = dataclasses.replace(config, tokens_per_micro_batch=128)
+    wanted = plain_grpo_step(descent(micro, config), micro.frozen, batch, entropy_and_more)
+    found = grpo_step(descent(micro, few), micro.frozen, batch, entropy_and_more)
+    close(found, wanted)
+    assert float(found[1]["mine"]) > float(found[1]["entropy"]) > 0 and "clip_ratio/low_mean" not in found[1]
+
+
+def test_the_reference_can_be_asked_for_without_a_penalty(micro):
+    """The loss is then the mean of the reference's log-probabilities: those of the policy with B = 0."""
+
+    def reference_alone(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
+        return reference_logp + 0 * logp, {}
+
+    config, batch = make_config(batch_size=ROWS), awkward_batch()
+    state = init_state(micro, config)
+    _, metrics = grpo_step(state, micro.frozen, batch, reference_alone, with_reference=True)
+    base = micro.replace(lora=without_adapter(micro.lora))
+    logp = jnp.pad(logprobs_of(base, batch.tokens, batch.attention_mask), ((0, 0), (1, 0)))
+    assert float(metrics["loss"]) == pytest.approx(float(logp[batch.loss_mask].mean()), abs=1e-5)
+    assert "kl" not in metrics
+
+
+OPTIMIZERS = {
+    "clip by the global norm": optax.chain(optax.clip_by_global_norm(0.01), optax.lion(1e-2)),
+    "one scale for the tree": optax.chain(optax.scale_by_adam(), optax.normalize_by_update_norm(), optax.scale(-0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_ones_own_is_plain_optax_on_the_whole_tree(micro, name):
+    """Two steps with statistics of all layers together; the gradients are differences of steps of plain descent."""
+    config = make_config(batch_size=ROWS, train_norms=True)
+    batch, optimizer = awkward_batch(), OPTIMIZERS[name]
+    state = init_state(micro, config, optimizer)
+    params = {"lora": micro.lora, "norms": micro.norms}
+
+    @jax.jit
+    def plain(params, opt_state, after):
+        gradient = jax.tree.map(jnp.subtract, params, after)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = optimizer.init(params)
+    for _ in range(2):
+        policy = micro.replace(**params)
+        after, _ = grpo_step(descent(policy, config), policy.frozen, batch)
+        params, opt_state = plain(params, opt_state, {"lora": after.lora, "norms": after.norms})
+        state, metrics = grpo_step(state, micro.frozen, batch)
+        assert float(metrics["skipped"]) == 0
+    found, start = {"lora": state.lora, "norms": state.norms}, {"lora": micro.lora, "norms": micro.norms}
+    for ours, wanted, first in zip(*map(jax.tree.leaves, (found, params, start)), strict=True):
+        assert np.abs(wanted - first).max() > 1e-3
+        # A sign of a gradient that is nearly 0 may differ: few do.
+        assert np.mean(np.abs(ours - wanted) > 1e-4) < 0.01
+
+
+def test_a_new_state_of_the_same_shapes_compiles_nothing(micro_dir):
+    """Policy, config, state, batch, all made anew, the config with other values where they are no part of a program;
+    also with a loss of one's own. Equal tree structures are what `jit(grpo_step)` looks its programs up by."""
+    structures = []
+
+    def steps(**changes) -> None:
+        config = make_config(batch_size=ROWS, beta=0.1, tokens_per_micro_batch=200, **changes)
+        policy = fp32_policy(micro_dir, rank=2)
+        for loss in (None, entropy_and_more):
+            state = init_state(policy, config)
+            grpo_step(state, policy.frozen, awkward_batch(), loss)
+        structures.append(jax.tree.structure(state))
+
+    with CompilationCounter() as counter:
+        steps()
+        assert "jit(head_loss)" in counter.take()
+        steps()
+        steps(output_dir="elsewhere", seed=3, save_steps=7)
+        assert counter.take() == []
+    assert structures[0] == structures[1] and hash(structures[0]) == hash(structures[1])
+
+
+def unchecked(batch: Batch, **changes) -> Batch:
+    """`batch.replace` past the annotations that the tests check."""
+    changed = object.__new__(Batch)
+    for field in dataclasses.fields(Batch):
+        object.__setattr__(changed, field.name, changes.get(field.name, getattr(batch, field.name)))
+    return changed
+
+
+def test_what_config_policy_and_batch_disagree_on_is_an_error_with_both_values(micro):
+    config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
+    adapters = [
+        ({"lora_rank": 8}, "rank 2, the config has lora_rank 8"),
+        ({"lora_alpha": 6.0}, r"scale 1, .* give 3$"),
+        ({"lora_target_modules": ("q_proj",)}, r"'v_proj'\], the config's lora_target_modules are \['q_proj'\]"),
+    ]
+    for changes, words in adapters:
+        with pytest.raises(ValueError, match=words):
+            init_state(micro, dataclasses.replace(config, **changes))
+    longest = int((batch.lengths - batch.prompt_lengths).max())
+    batches = [
+        ({"batch_size": 48}, "24 completions, the config has batch_size 48"),
+        ({"num_generations": 4}, "2 completions of prompt 0, the config has num_generations 4"),
+        ({"max_completion_length": 3}, f"has {longest} tokens, the config has max_completion_length 3"),
+    ]
+    for changes, words in batches:
+        with pytest.raises(ValueError, match=words):
+            grpo_step(init_state(micro, dataclasses.replace(config, **changes)), micro.frozen, batch)
+    with pytest.raises(ValueError, match=r"advantages have the shape \(4,\), the batch has 24"):
+        grpo_step(init_state(micro, config), micro.frozen, unchecked(batch, advantages=jnp.zeros(4)))
+
+
+@pytest.mark.parametrize("missing", ["none", "nan", "zeros"])
+def test_a_batch_without_behaviour_logprobs_is_refused_or_trained_without_a_weight(micro, missing):
+    """With the weight it would count for a tenth and less, or be skipped. Without it the update is that of a batch that
+    has them, and the metrics of the mismatch say that there are none."""
+    config, batch = make_config(batch_size=ROWS), awkward_batch()
+    absent = {"none": None, "nan": jnp.full_like(batch.logprobs, jnp.nan), "zeros": jnp.zeros_like(batch.logprobs)}
+    bare = unchecked(batch, logprobs=absent[missing])
+    weighted = dataclasses.replace(config, importance_sampling_cap=2.0)
+    with pytest.raises(ValueError, match=r"importance_sampling_cap 2\.0 weighs by them"):
+        grpo_step(init_state(micro, weighted), micro.frozen, bare)
+    found, metrics = grpo_step(init_state(micro, config), micro.frozen, bare)
+    wanted, usual = grpo_step(init_state(micro, config), micro.frozen, batch)
+    assert_trees_equal(found.lora, wanted.lora)
+    assert all(np.isnan(value) == name.startswith("sampling/") for name, value in metrics.items())
+    assert all(np.isfinite(value) for value in usual.values())
 
 
 @pytest.mark.parametrize(("tokens", "gigabytes"), [(1, None), (128, 0.0002), (200, 1e-9), (384, None)])

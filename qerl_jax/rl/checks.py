@@ -1,0 +1,66 @@
+"""What `grpo_step` refuses: a batch that contradicts the config, or lacks what the config reads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from qerl_jax.config import Config
+from qerl_jax.types import Batch
+
+
+def checked(batch: Batch, config: Config) -> Batch:
+    """The batch, its behaviour log-probabilities NaN where it has none and no importance weight reads them: metrics of
+    the mismatch are NaN then.
+
+    Raises ValueError, naming both values, where batch size, group size or lengths are not the config's, and where the
+    importance weight would be computed from behaviour log-probabilities that are not there (None, or no token's is
+    finite and other than 0). Under `jit` only shapes are known, and only they are checked.
+    """
+    rows, width = batch.tokens.shape
+    if rows != config.batch_size:
+        raise ValueError(f"the batch has {rows} completions, the config has batch_size {config.batch_size}")
+    if batch.advantages.shape != (rows,):
+        raise ValueError(f"advantages have the shape {batch.advantages.shape}, the batch has {rows} completions")
+    lacks = batch.logprobs is None
+    values = batch.prompt_lengths, batch.lengths, batch.prompt_index, batch.loss_mask, batch.logprobs
+    if not any(isinstance(value, jax.core.Tracer) for value in values):
+        prompts, lengths, groups, mask, logprobs = jax.device_get(values)
+        _check_groups(groups, config)
+        _check_lengths(lengths - prompts, config)
+        # A single kept token has the log-probability 0.
+        lacks = lacks or (config.top_k != 1 and mask.any() and not _any_known(logprobs[mask]))
+    if not lacks:
+        return batch
+    if config.importance_sampling_cap is not None:
+        cap = config.importance_sampling_cap
+        raise ValueError(
+            "the batch has no behaviour log-probabilities (logprobs is None, or none is finite and other than 0): "
+            f"importance_sampling_cap {cap} weighs by them; pass those of the distribution sampled from, or set "
+            "importance_sampling_cap to None"
+        )
+    return dataclasses.replace(batch, logprobs=jax.device_put(np.full((rows, width), np.nan, np.float32)))
+
+
+def _any_known(logprobs: np.ndarray) -> bool:
+    return bool((np.isfinite(logprobs) & (logprobs != 0)).any())
+
+
+def _check_groups(prompt_index: np.ndarray, config: Config) -> None:
+    prompts, counts = np.unique(prompt_index, return_counts=True)
+    wrong = np.flatnonzero(counts != config.num_generations)
+    if len(wrong):
+        raise ValueError(
+            f"the batch has {counts[wrong[0]]} completions of prompt {prompts[wrong[0]]}, the config has "
+            f"num_generations {config.num_generations}"
+        )
+
+
+def _check_lengths(lengths: np.ndarray, config: Config) -> None:
+    if lengths.max() > config.max_completion_length:
+        raise ValueError(
+            f"completion {lengths.argmax()} of the batch has {lengths.max()} tokens, the config has "
+            f"max_completion_length {config.max_completion_length}"
+        )

@@ -1,0 +1,82 @@
+"""The optimizer's part of an update: the gradient's norm, clipping, non-finite updates, and the step itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float32
+
+from qerl_jax.rl.metrics import Sums, mean_metrics
+from qerl_jax.rl.state import AdamW, at_layer, from_layers, trained_trees
+from qerl_jax.types import TrainState
+
+
+def apply_gradients(state: TrainState, gradients: list[Any], sums: Sums) -> tuple[TrainState, dict[str, Array]]:
+    """The state after the optimizer's step, if loss and gradient are finite, and the update's metrics.
+
+    The config's AdamW treats every array by itself, so it runs layer by layer, as one program for all layers. An
+    optimizer of the user's may compare arrays (a global norm, one trust ratio for all), so it runs over the whole tree.
+
+    Args:
+      state: before the update.
+      gradients: the gradient of each layer's trained trees.
+      sums: sums over the update's tokens.
+    """
+    squares = zeros_like(sums["loss"])
+    for gradient in gradients:
+        squares = add_squares(gradient, squares)
+    metrics, factor = finish(state.config.max_grad_norm, sums, squares)
+    before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
+    parts = [as_tree(gradient) for gradient in gradients]
+    if isinstance(state.optimizer, AdamW):
+        after = [apply(state.optimizer, at_layer(before, i), part, factor) for i, part in enumerate(parts)]
+        return state.replace(**from_layers(after)), metrics
+    return state.replace(**apply(state.optimizer, before, from_layers(parts), factor)), metrics
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def zeros_like(tree: Any) -> Any:
+    """Zeros in the form of a tree of arrays."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def as_tree(gradient: dict[str, Any]) -> dict[str, Any]:
+    """A layer's gradient in the form of `at_layer`."""
+    return {name: {"layers": {0: own}} if own else {} for name, own in gradient.items()}
+
+
+@jax.jit
+def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
+    """The total with the sum of squares of a layer's gradient."""
+    return total + sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def finish(max_norm: float, sums: Sums, squares: Float32[Array, ""]) -> tuple[dict[str, Array], Float32[Array, ""]]:
+    """The update's metrics, and what multiplies the gradient: at most 1, NaN for an update that is to be skipped."""
+    metrics = mean_metrics(sums)
+    norm = metrics["grad_norm"] = jnp.sqrt(squares)
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+    metrics["skipped"] = 1.0 - finite.astype(jnp.float32)
+    return metrics, jnp.where(finite, max_norm / jnp.maximum(norm, max_norm), jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def apply(optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
+    """The optimizer's state and the parameters after its step, or as before where `factor` is NaN.
+
+    Args:
+      optimizer: static.
+      before: "opt_state" and the trained trees, of one layer or all.
+      gradient: gradient of the trained trees. Donated.
+      factor: from `finish`.
+    """
+    params = {name: before[name] for name in gradient}
+    gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
+    updates, opt_state = optimizer.update(gradient, before["opt_state"], params)
+    after = {"opt_state": opt_state, **optax.apply_updates(params, updates)}
+    return jax.tree.map(lambda new, last: jnp.where(jnp.isnan(factor), last, new), after, before)
