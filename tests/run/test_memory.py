@@ -18,7 +18,9 @@ from qerl_kernels import dispatch
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
 from qerl_jax.rl import plan as update_plan
+from qerl_jax.rl.compile import kept_bytes_of_a_layer
 from qerl_jax.rl.state import init_state
+from qerl_jax.rl.step import plan_of
 from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_trees, tree_bytes
@@ -118,6 +120,67 @@ def test_weights_of_published_sizes(size, gigabytes, missing, monkeypatch):
     tied = 151936 * 2048 * 2 if size == "3B" else 0
     assert (planned.memory.weights + tied) / 1e9 == pytest.approx(gigabytes, abs=0.1)
     assert planned.files is None
+
+
+def test_every_array_of_a_7b_run_by_hand(monkeypatch):
+    """Qwen2.5-7B in NVFP4, rank 32, norms trained: state, gradient, next state, logits, and the weight that XLA
+    dequantizes, from the published shapes alone.
+    """
+    d, f, layers, vocab, kv, rank = 3584, 18944, 28, 152064, 512, 32
+    config = Config(
+        model=str(SHAPES / "Qwen2.5-7B"), weight_format="nvfp4", lora_rank=rank, train_norms=True, rollout_memory_gb=2,
+        eval_dataset="gsm8k",
+    )  # fmt: skip
+    plans = {}
+    for runs_here, missing in {"xla": "a Hopper GPU", "kernels": None}.items():
+        monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype, missing=missing: missing)
+        plans[runs_here] = memory_report(config).memory
+    planned = plans["xla"]
+    widths = [d + d, d + kv, d + kv, d + d, d + f, d + f, f + d]  # K + N of q, k, v, o, gate, up, down
+    trained = 4 * (layers * rank * sum(widths) + 2 * layers * d)
+    moments, counters = 2 * trained, 4 * 4  # AdamW's two; steps, problems drawn, two counts of the optimizer
+    assert planned.state == trained + moments + counters
+    assert planned.gradient == trained
+    assert planned.update_state == trained + trained + moments + counters - 8  # gradient, parameters, optimizer
+    assert (
+        planned.logits == 3 * 4 * vocab * planned.sequences
+        and planned.eval_logits == 12 * vocab * planned.eval_sequences
+    )
+    assert planned.rollout == planned.weights + planned.state + planned.cache + planned.logits
+    beside = max(planned.gradient + planned.activations + planned.working, planned.update_state)
+    assert planned.update == planned.weights + planned.state + beside
+    same_pack = planned.update_plan.pack == plans["kernels"].update_plan.pack
+    assert same_pack and planned.working - plans["kernels"].working == 2 * (2 * f) * d  # gate and up, in bf16
+
+
+@pytest.mark.parametrize(("dtype", "missing"), [("float32", 0), ("bfloat16", 0.006)])
+def test_activations_are_the_arrays_that_the_layers_keep(tmp_path, dtype, missing):
+    """What the forward pass of the tiny policy returns for the backward one, and every layer's input. In bf16 on this
+    machine no array holds the statistics of cuDNN's softmax.
+    """
+    config = runs.config(tmp_path, dtype=dtype, tokens_per_micro_batch=2048, batch_size=16)
+    policy, state, batch = memory_for_h200.abstract_update(config, memory_report(config).model)
+    plan = plan_of(state, policy.frozen, batch)
+    residual_stream = 4 * plan.pack.tokens * state.model.hidden_size
+    arrays = state.model.num_layers * (kept_bytes_of_a_layer(state, policy.frozen, batch) + residual_stream)
+    planned = memory_report(config).memory.activations
+    assert plan.recomputed == 0 and arrays <= planned <= (1 + missing) * arrays
+
+
+def test_what_is_planned_fits_the_device(tmp_path):
+    """Weights, state, gradient and activations of the tiny policy together take at most 94 % of devices of 4 to 64 MB,
+    with fewer layers recomputed and larger micro-batches from one to the next.
+    """
+    config = runs.config(tmp_path, batch_size=16, tokens_per_micro_batch=None)
+    policy, state, _ = memory_for_h200.abstract_update(config, memory_report(config).model)
+    plans = []
+    for limit in (4e6, 8e6, 16e6, 32e6, 64e6):
+        planned = memory.estimate_memory(policy, state, config, limit)
+        used = planned.weights + planned.state + planned.gradient + planned.activations + planned.working
+        assert used <= 0.94 * limit + planned.update_plan.lacking_bytes + 1
+        assert used > 0.94 * limit - 6e6 or planned.update_plan.pack.segments == 16
+        plans.append((-planned.update_plan.recomputed, planned.update_plan.pack.tokens))
+    assert plans == sorted(plans) and plans[0][0] < 0 == plans[-1][0] and plans[-1][1] > plans[0][1]
 
 
 def update_bytes(config: Config) -> tuple[int, int]:
