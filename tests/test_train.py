@@ -230,17 +230,6 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch
     assert np.isnan(dumped["logprobs"]).any() and dumped["advantages"].shape == (8,)
 
 
-def test_sigma_zero_equals_no_noise(tmp_path, monkeypatch):
-    """A run at σ = 0 ends with the bits of a run that never calls the perturbation."""
-    common = {"max_steps": 2, "num_iterations": 1, "dynamic_sampling": False, "beta": 0.0}
-    quiet = train.train(runs.config(tmp_path / "quiet", sigma_start=0.0, sigma_end=0.0, **common))
-    monkeypatch.setattr(train, "perturb", lambda norms, sigma, key: norms)
-    without = train.train(runs.config(tmp_path / "without", sigma_start=0.0, sigma_end=0.0, **common))
-    for one, other in zip(jax.tree.leaves(quiet), jax.tree.leaves(without), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    assert all(row["aqn/sigma"] == 0 for row in read_metrics(tmp_path / "quiet"))
-
-
 def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
     """Each prompt with its own answer and column; ids unique over the sets; what the cursor says, and nothing else."""
     sets = [tmp_path / "letters.jsonl", tmp_path / "numbers.jsonl"]
