@@ -40,6 +40,10 @@ def test_the_table_names_fields_and_reasons():
         (["--per_device_train_batch_size=8"], "use --batch-size (all completions of a rollout)"),
         (["--model", "m", "--lora-r", "16"], "--lora-r is a name of TRL: use --lora-rank;"),
         (["--dataset_name", "gsm8k"], "use --dataset (a preset"),
+        (
+            ["--bf16", "--lr", "1", "--lora_r=8"],
+            "use --dtype (bfloat16 is the default); --lora_r is a name of TRL: use",
+        ),
         (["--ln", "True"], "--ln is a name of QeRL: use --train-norms;"),
         (["--max_seq_length", "2500"], "use --max-prompt-length and --max-completion-length"),
         (["--sync_ref_model", "True"], "--sync_ref_model is a name of TRL without a counterpart: the reference of"),
@@ -54,8 +58,9 @@ def test_another_programs_flag_is_answered_with_the_name_here(flags, words, capf
 @pytest.mark.parametrize("key", ["lora_r", "lora-r"])
 def test_another_programs_key_in_a_file(key, tmp_path):
     path = tmp_path / "trl.yaml"
-    path.write_text(f"model: m\n{key}: 16\n")
-    with pytest.raises(ConfigError, match=rf"trl\.yaml: '{key}' is a name of TRL: use lora_rank$"):
+    path.write_text(f"model: m\n{key}: 16\nln: true\n")
+    words = rf"trl\.yaml: '{key}' is a name of TRL: use lora_rank; 'ln' is a name of QeRL: use train_norms$"
+    with pytest.raises(ConfigError, match=words):
         load(path)
 
 

@@ -71,6 +71,17 @@ def test_recipes_are_the_released_scripts(script):
     assert config.max_steps == -1 and config.importance_sampling_cap is None
 
 
+@pytest.mark.parametrize("name", ["release-32b-nvfp4", "release-dapomath-7b-nvfp4"])
+def test_largest_released_scripts_fit_80_gb(name, monkeypatch):
+    config = recipe(name)
+    monkeypatch.setattr(plan, "device_bytes", lambda: 80e9)
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
+    size = re.search(r"-(\d+b)-", name)[1].upper()
+    memory = memory_report(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size}"))).memory
+    assert memory.sequences == config.batch_size
+    assert max(memory.rollout, memory.update) < 0.95 * 80e9
+
+
 @pytest.mark.parametrize("name", MORE_DATA)
 def test_other_datasets_of_the_7b_script(name):
     """DATA_NAME sets dataset and lengths: the script's 1024 and 8192 stay where it names neither GSM8K nor BigMath."""

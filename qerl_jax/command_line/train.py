@@ -112,11 +112,11 @@ def take_booleans(argv: list[str]) -> list[str]:
 
 
 def refuse_foreign(argv: list[str]) -> None:
-    """Raise ConfigError for the first flag that is another program's name, with the name here."""
-    for argument in argv:
-        flag = argument.partition("=")[0]
-        if flag.startswith("--") and (said := advice(flag[2:].replace("-", "_"), "--", "-")):
-            raise ConfigError(f"{flag} {said}; docs/migration.md has the whole list")
+    """Raise ConfigError for flags that are other programs' names, with the names here."""
+    flags = [argument.partition("=")[0] for argument in argv if argument.startswith("--")]
+    foreign = [f"{flag} {said}" for flag in flags if (said := advice(flag[2:].replace("-", "_"), "--", "-"))]
+    if foreign:
+        raise ConfigError("; ".join([*foreign, "docs/migration.md has the whole list"]))
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:

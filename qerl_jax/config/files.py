@@ -39,11 +39,11 @@ FREE_ON_RESUME = frozenset(
 def from_mapping(values: dict[Any, Any], where: str) -> Config:
     """A Config from YAML's mapping; `-` in a key means `_`. `where` names the file in errors."""
     fields = {field.name for field in dataclasses.fields(Config)}
-    known = {}
+    known, foreign = {}, [f"{key!r} {said}" for key in values if (said := advice(str(key).replace("-", "_")))]
+    if foreign:
+        raise ConfigError(f"{where}: {'; '.join(foreign)}")
     for key, value in values.items():
         name = str(key).replace("-", "_")
-        if name not in fields and (said := advice(name)):
-            raise ConfigError(f"{where}: {key!r} {said}")
         if name not in fields:
             raise ConfigError(f"{where}: unknown key {key!r}{_suggestion(name, fields)}")
         if name in known:
