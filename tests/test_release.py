@@ -20,7 +20,7 @@ from qerl_jax.models.lora import without_adapter
 from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rl import optimizer
 from qerl_jax.rl.advantages import make_batch
-from qerl_jax.rl.loss import token_losses, token_weights
+from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.types import FinishReason, Policy, Rollout
 
@@ -65,7 +65,7 @@ def test_losses_with_truncated_rows_are_the_releases():
 
         def total(logp, config=config):
             given = logp, old, old, reference if config.beta else None, advantages, mask
-            losses, values = token_losses(*given, config)
+            losses, values = token_losses(*given, LossSettings.of(config))
             weights = token_weights(mask, config.loss_type, config.max_completion_length)
             return jnp.sum(weights * losses), values
 

@@ -128,7 +128,7 @@ class Checkpointer:
             self._check_inputs(path, manifest.get("inputs"))
         needs_norms = state.config.train_norms and state.config.beta > 0
         if not needs_norms and not any(name.startswith("reference_norms/") for name in arrays):
-            # Written when imported norms were part of the KL term's reference: that run keeps its reference.
+            # Written when only `train_norms` with `beta` kept a reference: the run goes on with the one it had.
             state = state.replace(reference_norms=None)
             target = _flatten(state)
         self._check_files(step, files)
