@@ -17,6 +17,7 @@ from qerl_jax.io import assets
 from qerl_jax.rl.packing import PackShape
 from qerl_jax.rl.plan import UpdatePlan, out_of_memory
 from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.recorder import checkpoint_is_due
 from qerl_jax.types import Engine
 
 
@@ -113,6 +114,15 @@ def test_given_steps_count_and_epochs_need_a_rollout_of_problems():
         Config().with_max_steps(15)
     with pytest.raises(ConfigError, match=r"num_train_epochs 1\.0 needs the number of problems"):
         _ = Config().num_rollouts
+
+
+@pytest.mark.parametrize(("save_steps", "num_iterations"), [(1, 4), (3, 1), (4, 4), (6, 4), (50, 3)])
+def test_checkpoints_are_due_after_the_rollout_whose_update_trl_saves_at(save_steps, num_iterations):
+    """TRL saves at each update that is a multiple of save_steps, and at the last one."""
+    config = Config(max_steps=60, save_steps=save_steps, num_iterations=num_iterations)
+    saved = {update for update in range(1, 61) if update % save_steps == 0 or update == 60}
+    expected = {-(-update // num_iterations) for update in saved}
+    assert {step for step in range(1, config.num_rollouts + 1) if checkpoint_is_due(step, config)} == expected
 
 
 def test_engines_carry_every_field_that_decides_a_rollout():

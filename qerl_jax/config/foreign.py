@@ -23,17 +23,15 @@ class Foreign:
 
 
 _MINI_BATCHES = (
-    "an update uses the whole rollout (num_iterations times); mini-batches of a rollout are not implemented, "
-    "micro-batches only save memory"
+    "an update uses the whole rollout; for mini-batches of it the old log-probabilities would take a pass of their own"
 )
 _BATCH = "all completions of a rollout"
 _ENGINE = "the rollout engine is the trainer's own, in one process: nothing to serve or to tune"
 _FIXED_REFERENCE = "the reference of the KL penalty is the policy without adapters, as in the release, and stays fixed"
-_OTHER_LOSS = "belongs to a loss that is not built in"
+_OTHER_LOSS = "not built in; a token_loss of your own can have it"
 _ENTROPY = "a token_loss of your own can have one (docs/research.md)"
 _NO_IMAGES = "text models only"
 _NO_TOOLS = "no tool calls in rollouts"
-_RELOAD = "has no meaning for a frozen base in this process"
 _METRICS = "metrics.jsonl has every step"
 _COMPLETIONS = "completions/ has every completion of every step"
 _PRECISION = "log-probabilities are always computed in fp32"
@@ -98,7 +96,7 @@ FOREIGN: dict[str, Foreign] = {
     "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
     "activation_offloading": Foreign("TRL, QeRL", ("update_memory_gb",), "layers are recomputed, not offloaded"),
     "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
-    "optim": Foreign("TRL, QeRL", (), "AdamW with fp32 moments of the trained trees, which are small"),
+    "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
     "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates"),
     "ddp_find_unused_parameters": Foreign("TRL, QeRL", (), "one process"),
     "ds3_gather_for_generation": Foreign("TRL", (), "one process"),

@@ -9,6 +9,7 @@ from typing import Any, Self
 from jaxtyping import Array
 
 from qerl_jax.compilation import CompilationCounter
+from qerl_jax.config import Config
 from qerl_jax.io.checkpoint import Checkpointer
 from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
 from qerl_jax.reporting.phases import Phases
@@ -21,6 +22,12 @@ from qerl_jax.run.choose_rewards import largest_weight
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.signals import StopSignals
 from qerl_jax.types import Batch, TrainState
+
+
+def checkpoint_is_due(step: int, config: Config) -> bool:
+    """Whether one of the step's updates is a multiple of `save_steps`, or the step is the last."""
+    updates, before = step * config.num_iterations, (step - 1) * config.num_iterations
+    return updates // config.save_steps > before // config.save_steps or step == config.num_rollouts
 
 
 class Recorder:
@@ -102,9 +109,7 @@ class Recorder:
         config, step = self._run.config, int(state.step)
         self._progress.update(step, self._metrics)
         self.stopped = self._signals.requested  # read once: a later signal counts for the next step
-        updates = step * config.num_iterations
-        is_due = updates // config.save_steps > (updates - config.num_iterations) // config.save_steps
-        if is_due or step == config.num_rollouts or self.stopped:
+        if checkpoint_is_due(step, config) or self.stopped:
             with self.phases("checkpoint"):
                 self.checkpoints.save(state)
         return self.stopped != 0
