@@ -21,6 +21,7 @@ from qerl_jax import aqn, keys
 from qerl_jax.command_line import train as command_line
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
+from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
@@ -43,10 +44,11 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     """Run, or resume, the training that `config` describes; all output goes to `config.output_dir`.
 
     Raises ConfigError, CheckpointError, DataError, RewardError or FileNotFoundError for unusable input, before the
-    first step where possible, and MemoryError if an update runs out of device memory. An error in a later step leaves
-    a checkpoint of the step before. The first SIGINT or SIGTERM ends the run after the current step, with a checkpoint.
+    first step where possible, MemoryError if an update runs out of device memory, and ValueError if updates only skip.
+    An error in a later step leaves a checkpoint of the step before. The first SIGINT, SIGTERM or SIGHUP ends the run
+    after the current step, with a checkpoint; so does a closed output pipe.
     """
-    run = prepare(with_rewards(config), console or Console(highlight=False))
+    run = prepare(with_rewards(config), console or RunConsole(highlight=False))
     with locked(run.directory):
         recorder, state = begin_run(run, init_state(run.policy, run.config))
         with run.rewards, recorder:

@@ -211,21 +211,24 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_loads_anything(
 
 
 def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):
-    """A behaviour log-probability that is not a number poisons loss and gradient."""
-    real = train.generate
+    """A behaviour log-probability that is not a number poisons loss and gradient. A run that only skips is an error."""
+    real, real_step, states = train.generate, train.train_step, []
 
     def poisoned(*arguments):
         rollout = real(*arguments)
         return rollout.replace(logprobs=rollout.logprobs.at[0].set(jnp.nan))
 
     monkeypatch.setattr(train, "generate", poisoned)
+    monkeypatch.setattr(train, "train_step", lambda *given: states.append(real_step(*given)) or states[-1])
     directory = tmp_path / "poisoned"
     config = runs.config(directory, max_steps=1, dynamic_sampling=False)
-    state = train.train(config)
+    with pytest.raises(ValueError, match="steps 1 to 1 changed nothing: loss, gradient or new parameters"):
+        train.train(config)
     policy = prepare.load(config)
-    for old, new in zip(jax.tree.leaves(policy.lora), jax.tree.leaves(state.lora), strict=True):
+    for old, new in zip(jax.tree.leaves(policy.lora), jax.tree.leaves(states[0].lora), strict=True):
         np.testing.assert_array_equal(old, new)
     assert read_metrics(directory)[0]["skipped"] == config.num_iterations
+    assert not (directory / "adapter").exists()
     dumped = np.load(directory / "nonfinite" / "step_000001.npz")
     assert np.isnan(dumped["logprobs"]).any() and dumped["advantages"].shape == (8,)
 

@@ -42,7 +42,7 @@ class Checkpointer:
     """
 
     def __init__(self, directory: Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
-        self._inputs = dict(inputs)
+        self.inputs = dict(inputs)
         self.directory = (directory / CHECKPOINTS_DIR).absolute()
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
@@ -88,7 +88,7 @@ class Checkpointer:
                 arguments = ocp.args.Composite(state=ocp.args.StandardSave(arrays))
                 self._manager.save(step, args=arguments, force=True)
                 self._manager.wait_until_finished()
-                write_json(path / MANIFEST_FILE, _manifest(path, arrays, state, self._inputs))
+                write_json(path / MANIFEST_FILE, _manifest(path, arrays, state, self.inputs))
             except Exception as error:  # orbax and tensorstore raise what they meet, a ValueError for a full disk
                 failure = one_line(error)
             if failure:
@@ -177,7 +177,7 @@ class Checkpointer:
 
     def _check_inputs(self, path: Path, saved: Any) -> None:
         """Manifests of older versions hold no inputs."""
-        for name, now in self._inputs.items():
+        for name, now in self.inputs.items():
             was = saved.get(name, now) if isinstance(saved, dict) else now
             if was != now:
                 raise ConfigError(

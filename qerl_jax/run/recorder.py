@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -11,17 +12,44 @@ from jaxtyping import Array
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
+from qerl_jax.io.run_files import NONFINITE_DIR
+from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, read_metrics, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.sinks import Sinks
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rl.experience import Experience
 from qerl_jax.run import directory as run_directory
+from qerl_jax.run import rescue
 from qerl_jax.run.choose_rewards import largest_weight
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.signals import StopSignals
 from qerl_jax.types import Batch, TrainState
+
+MAX_SKIPPED_STEPS = 10
+"""Steps in a row that may change nothing before the run stops."""
+
+
+class Skips:
+    """Counts steps all of whose updates were skipped."""
+
+    def __init__(self) -> None:
+        self._first, self._last, self._trained = 0, 0, False
+
+    def count(self, step: int, is_skipped: bool) -> None:
+        """Take a finished step."""
+        self._trained |= not is_skipped
+        self._first, self._last = (self._first or step, step) if is_skipped else (0, 0)
+
+    def check(self, is_over: bool) -> None:
+        """Raise ValueError after `MAX_SKIPPED_STEPS` in a row, or at the end of a run that did nothing else."""
+        count = self._last - self._first + 1 if self._first else 0
+        if count >= MAX_SKIPPED_STEPS or (count and is_over and not self._trained):
+            raise ValueError(
+                f"steps {self._first} to {self._last} changed nothing: loss, gradient or new parameters of every "
+                f"update were not finite (batches in {NONFINITE_DIR}/); lower learning_rate, or look for values that "
+                "are not finite in the model"
+            )
 
 
 def checkpoint_is_due(step: int, config: Config) -> bool:
@@ -49,12 +77,13 @@ class Recorder:
 
     def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
         self._run, self._first, self._tokens = run, step, tokens
-        self._metrics: dict[str, float] = {}
+        self._rows, self._metrics = read_metrics(run.directory), {}
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.evaluations = EvaluationResults(run.directory)
         self.phases = Phases(run.directory, run.config.watchdog_seconds, run.console)
         self.curves = Sinks(run.config, run.directory, step)
+        self._skips = Skips()
         self.stopped = 0
 
     def __enter__(self) -> Self:
@@ -72,6 +101,7 @@ class Recorder:
     @contextlib.contextmanager
     def step(self, state: TrainState) -> Iterator[None]:
         """Run a block as the step after `state`. If it raises, `state` is saved: no finished step is lost."""
+        rescue.check(self._run, self.checkpoints.inputs, self._rows, state)
         self.phases.step = int(state.step) + 1
         try:
             yield
@@ -102,13 +132,22 @@ class Recorder:
         append_metrics(run.directory, step, metrics)
         self.curves.log(step, metrics)
         write_completions(run.directory, step, completion_columns(experience, batch.advantages))
+        self._rows.append({"step": step, **metrics})
         self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
+        self._skips.count(step, metrics["skipped"] == run.config.num_iterations)
 
     def end_step(self, state: TrainState) -> bool:
-        """Show the recorded step; save a checkpoint if one is due. Returns whether a signal asks the run to stop."""
+        """Show the recorded step; save a checkpoint if one is due. Returns whether the run is to stop: at a signal, or
+        because nobody reads its output any more. Raises ValueError for a run that only skips updates, OSError where the
+        output directory is gone.
+        """
         config, step = self._run.config, int(state.step)
+        rescue.check(self._run, self.checkpoints.inputs, self._rows, state)
+        self._skips.check(step == config.num_rollouts)
         self._progress.update(step, self._metrics)
         self.stopped = self._signals.requested  # read once: a later signal counts for the next step
+        if not self.stopped and getattr(self._run.console, "is_closed", False):
+            self.stopped = signal.SIGPIPE
         if checkpoint_is_due(step, config) or self.stopped:
             with self.phases("checkpoint"):
                 self.checkpoints.save(state)

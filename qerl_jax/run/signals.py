@@ -1,4 +1,4 @@
-"""Graceful stop: the first SIGINT or SIGTERM is a request, the second has its default effect."""
+"""Graceful stop: the first SIGINT, SIGTERM or SIGHUP is a request, the second has its default effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Self
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the step; a second one acts as usual.
+    A signal that is ignored stays so, as SIGHUP is under nohup.
 
     Attributes:
       requested: number of the signal, 0 before one came.
@@ -18,8 +19,9 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._request)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:

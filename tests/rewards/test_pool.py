@@ -242,11 +242,13 @@ def test_a_file_that_cannot_be_loaded_is_an_error_before_the_first_step(tmp_path
         load_rewards((f"{path}:f",), 2, 30.0)
 
 
-def test_workers_import_no_jax_and_do_not_hear_ctrl_c(mine):
+def test_workers_import_no_jax_and_hear_no_stop_signal(mine):
     with load_rewards((f"{mine}:light",), 1, 30.0) as rewards:
         (worker,) = rewards.pool._workers
         assert os.getpgid(worker.process.pid) != os.getpgid(0)
-        assert rewards[f"{mine}:light"](**rows(["x"])) == [0.0]
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # as a batch system sends it to every process
+            worker.process.send_signal(number)
+        assert rewards[f"{mine}:light"](**rows(["x"])) == [0.0] and worker.process.poll() is None
 
 
 def test_no_worker_outlives_the_context(mine):
