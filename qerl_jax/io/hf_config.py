@@ -25,7 +25,8 @@ def model_config(directory: Path) -> ModelConfig:
         positions, sliding windows); the message names file, key and value.
     """
     if not directory.is_dir():
-        raise FileNotFoundError(f"model directory {directory} does not exist")
+        hint = "; a model of the hub is named ORGANIZATION/NAME" if directory.parent == Path() else ""
+        raise FileNotFoundError(f"model directory {directory} does not exist{hint}")
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(

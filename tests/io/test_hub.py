@@ -45,6 +45,13 @@ def test_paths_are_never_asked_of_the_hub(tmp_path, monkeypatch):
     assert hub.is_hub_id("Qwen/Qwen2.5-7B-Instruct")
 
 
+def test_a_bare_name_that_is_no_directory_tells_of_the_hub(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--config", "release-7b-nvfp4", "--dry-run"]) == 2
+    words = "model directory Qwen2.5-7B-Instruct does not exist; a model of the hub is named ORGANIZATION/NAME"
+    assert capfd.readouterr().err.strip() == f"error: {words}"
+
+
 def test_offline_is_one_line_in_every_command(tmp_path, capfd):
     """The tests run with HF_HUB_OFFLINE=1 and an empty cache of this name."""
     name, words = "nobody/no-such-model", "model nobody/no-such-model is no directory here, and it cannot be downloaded"
