@@ -27,7 +27,7 @@ _MINI_BATCHES = (
 )
 _BATCH = "all completions of a rollout"
 _ENGINE = "the rollout engine is the trainer's own, in one process: nothing to serve or to tune"
-_FIXED_REFERENCE = "the reference of the KL penalty is the policy without adapters, as in the release, and stays fixed"
+_FIXED_REFERENCE = "the reference of the KL penalty is the model's checkpoint, as in the release, and stays fixed"
 _OTHER_LOSS = "not built in; a token_loss of your own can have it"
 _ENTROPY = "a token_loss of your own can have one (docs/research.md)"
 _NO_IMAGES = "text models only"

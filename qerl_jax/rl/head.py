@@ -146,7 +146,7 @@ def head_loss(
       old: log-probabilities of the clean policy before the first update (`old_logp`), read where `has_old`; else the
         policy's own, without gradient.
       has_old: whether `old` is there.
-      reference: those of the adapter-free policy, where the loss needs them.
+      reference: those of the model's checkpoint, where the loss needs them.
       sums: metrics so far. Donated.
       into: log-probabilities so far. Donated.
 

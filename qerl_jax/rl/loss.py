@@ -85,7 +85,7 @@ class TokenLoss(Protocol):
       logp: f32[B, T], log-probabilities under the policy being trained.
       old_logp: f32[B, T], those of the noise-free policy at rollout time.
       behaviour_logp: f32[B, T], those of the distribution sampled from.
-      reference_logp: f32[B, T], those of the adapter-free policy; None where `beta` is 0 and they were not asked for.
+      reference_logp: f32[B, T], those of the model's checkpoint; None where `beta` is 0 and they were not asked for.
       advantages: f32[B].
       mask: bool[B, T], tokens in the loss.
 
@@ -224,7 +224,7 @@ def token_losses(
       logprobs: log-probabilities under the policy being trained.
       old_logprobs: those of the noise-free policy at rollout time.
       behaviour: those of the distribution sampled from.
-      reference: those of the adapter-free policy, where anything reads them.
+      reference: those of the model's checkpoint, where anything reads them.
       advantages: one a sequence.
       mask: tokens in the loss.
       settings: static.

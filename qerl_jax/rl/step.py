@@ -183,7 +183,7 @@ def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
 
 
 def _reference(state: TrainState, work: Work, completions: head.LossInputs, rows: np.ndarray) -> Array:
-    """Log-probabilities of the adapter-free policy, [B, C]."""
+    """Log-probabilities of the model's checkpoint, [B, C]."""
     norms = state.norms if state.reference_norms is None else state.reference_norms
     layers = layers_of(without_adapters(state.lora), norms)
     logprobs = no_logprobs(completions)
