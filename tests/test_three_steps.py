@@ -72,9 +72,9 @@ SETTINGS = {
     "reward_workers": 0,
     "overlong_buffer": 1,
     "save_steps": 2,
-    "seed": 2,
+    "seed": 5,
 }
-FAILED = {2: [0]}  # the first row of the second step
+FAILED = {2: [9]}  # a row of the second step, before its refill
 UNCHECKED = ("time/", "step_time", "tokens_per_second", "compilations")  # of the machine
 
 
@@ -95,10 +95,10 @@ def oracle(model, problems: list[dict], evaluated: list[dict], letters: str) -> 
         ("overlong", 0.5, lambda _, lengths: [-float(length == longest) for length in lengths]),
     ]
     settings = SETTINGS | {
-        "sigmas": [0.0, 0.05, 0.02],  # three stages in three steps
-        "warmup_updates": 1,  # of 6 · 0.2
-        "weight_decay_of_norms": SETTINGS["weight_decay"],
-        "norms_without_noise": 4,
+        "sigmas": [0.0, 0.05, 0.02],  # the three stages of updates 1, 3 and 5 of 6
+        "warmup_updates": 2,  # 6 · 0.2, rounded up
+        "weight_decay_of_norms": 0.0,
+        "norms_without_noise": 0,
     }
     return PlainRun(settings, model, problems, evaluated, adapter_tensors(first), rewards, FAILED)
 

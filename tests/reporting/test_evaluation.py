@@ -53,9 +53,8 @@ def written(monkeypatch):
     the next problem. The second one of the last problem is cut off, its last one failed.
     """
     tokenizer = load_tokenizer(model_path("tiny"))
-    policy = Policy(
-        None, None, None, nnx.graphdef(nnx.Module()), types.SimpleNamespace(pad_token_id=0), LoraConfig(), tokenizer
-    )
+    model = types.SimpleNamespace(pad_token_id=0)
+    policy = Policy(None, None, None, nnx.graphdef(nnx.Module()), model, LoraConfig(), tokenizer=tokenizer)
     calls = []
 
     def generate(policy, prompts, sampling, key, engine):

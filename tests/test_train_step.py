@@ -1,0 +1,210 @@
+"""One step of `train.train_step` with rollout and update written here: what each call gets, and what is recorded."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+from flax import nnx
+from rich.console import Console
+
+from qerl_jax import train
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import encode_problems
+from qerl_jax.data.stream import ProblemStream
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.tokenizer import load_tokenizer
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.reporting.phases import Phases
+from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
+from qerl_jax.rewards.load import Rewards
+from qerl_jax.run.prepare import Run
+from qerl_jax.run.recorder import Recorder
+from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
+
+SEED, STEP, CURSOR = 6, 3, 10
+EOS, LENGTH, FAILED = FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED
+# Two groups of three in two rounds: the second of round 0 is equal, so is the first of round 1.
+REWARDS = [[1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 0]]
+FINISH = [[EOS, LENGTH, FAILED, EOS, EOS, EOS], [EOS, EOS, EOS, LENGTH, EOS, EOS]]
+TEXTS = [["a", "a a", "a", "b", "b", "b"], ["c", "c", "c", "d d d", "d", "d d"]]
+KEPT = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]  # (round, row) of the step's rows
+
+
+def norms(value: float) -> dict:
+    return {"layers": {i: {n: {"weight": jnp.full(4, value)} for n in "ab"} for i in range(2)}}
+
+
+@pytest.fixture
+def step(tmp_path, monkeypatch):
+    """The calls of a step by name, with the run and the states before and after it."""
+    config = runs.config(
+        tmp_path, batch_size=6, num_generations=3, num_iterations=2, max_steps=20, scale_rewards="batch", seed=SEED,
+        mask_truncated_completions=True, max_completion_length=12, overlong_buffer=5, temperature=0.8, top_k=30,
+        top_p=0.9, min_p=0.1, warmup_ratio=0.5, lr_scheduler_type="linear", reward_funcs=("spy", "other"),
+        reward_weights=(2.0, 0.25), reward_timeout=7.0,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(model_path("tiny"))
+    problems = [Problem(i, f"Number {i}?", str(100 + i)) for i in range(15)]
+    stream = ProblemStream((encode_problems(problems, tokenizer, "", 96)[0],), None, SEED)
+    graphdef, calls = nnx.graphdef(nnx.Module()), types.SimpleNamespace(generate=[], rewards=[])
+    model = types.SimpleNamespace(pad_token_id=0)
+    policy = Policy("frozen", norms(0.0), "first", graphdef, model, LoraConfig(), tokenizer=tokenizer)
+
+    def generate(*arguments):
+        prompts, place = arguments[1], len(calls.generate)
+        calls.generate.append(arguments)
+        rows = []
+        for i, text in enumerate(TEXTS[place]):
+            own = tokenizer.encode(text, add_special_tokens=False) + [2] * (FINISH[place][i] == EOS)
+            rows.append((i // 3, [*np.asarray(prompts.tokens)[i // 3, : int(prompts.lengths[i // 3])], *own]))
+        tokens = np.array([[*ids, *[0] * (110 - len(ids))] for _, ids in rows], np.int32)
+        index = jnp.asarray([p for p, _ in rows], jnp.int32)
+        lengths = jnp.asarray([len(ids) for _, ids in rows], jnp.int32)
+        logprobs = jnp.full(tokens.shape, -0.5 - place, jnp.float32)
+        finish = jnp.asarray(FINISH[place], jnp.int8)
+        return Rollout(jnp.asarray(tokens), logprobs, prompts.lengths[index], lengths, finish, index)
+
+    def spy(**rows):
+        calls.rewards.append(rows)
+        return list(map(float, REWARDS[len(calls.rewards) - 1]))
+
+    def other(*, completions, **_):
+        return [None if text.startswith("a a") else 0.4 for text in completions]
+
+    def perturb(clean, sigma, key):
+        calls.perturb = clean, sigma, key
+        return jax.tree.map(lambda weight: weight + 1, clean)
+
+    def grpo_step(*arguments):
+        calls.update = arguments
+        return arguments[0].replace(step=arguments[0].step + 1), {"loss": jnp.float32(0.5)}
+
+    for name, stand_in in {"generate": generate, "perturb": perturb, "grpo_step": grpo_step}.items():
+        monkeypatch.setattr(train, name, stand_in)
+    run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [])
+    recorder = object.__new__(Recorder)
+    recorder.phases = Phases(tmp_path, None, run.console)
+    recorder.record = lambda *arguments: setattr(calls, "record", arguments)
+    before = TrainState(
+        jnp.int32(STEP), jnp.int32(CURSOR), norms(0.3), "trained", None, None, graphdef, model, config, None
+    )
+    after = train.train_step(run, recorder, before)
+    return types.SimpleNamespace(calls=calls, run=run, before=before, after=after, config=config)
+
+
+def assert_key(key: jax.Array, *words: int) -> None:
+    wanted = jax.random.key(SEED)
+    for word in words:
+        wanted = jax.random.fold_in(wanted, word)
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted))
+
+
+def test_the_rollouts(step):
+    """The trained adapter under this step's noise, the config's sampling, keys and problems of each round."""
+    clean, sigma, key = step.calls.perturb
+    assert clean is step.before.norms
+    # Three stages of 10 rollouts: the 4th begins with update 7 of 20, in stage 7 · 3 // 20 = 1, the first noisy one.
+    assert sigma == step.config.sigma_start
+    assert_key(key, 1, STEP)
+    assert len(step.calls.generate) == 2
+    for place, (actor, prompts, sampling, key, engine) in enumerate(step.calls.generate):
+        assert actor.lora == "trained" and actor.frozen == "frozen"
+        assert float(actor.norms["layers"][1]["b"]["weight"][0]) == pytest.approx(1.3)
+        assert (sampling, engine) == (step.config.sampling, step.config.engine)
+        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 30, 0.9, 0.1)
+        assert (sampling.max_new_tokens, sampling.num_generations) == (12, 3)
+        assert_key(key, 2, STEP, place)
+        wanted = [item.problem.id for item in step.run.stream.at(CURSOR + 2 * place, 2)]
+        assert prompts.ids.tolist() == wanted and prompts.tokens.shape == (2, 96)
+
+
+def test_the_rewards(step):
+    """Each row with its own prompt and answer; lengths without the prompt's; the config's limits."""
+    for place, rows in enumerate(step.calls.rewards):
+        ids = [item.problem.id for item in step.run.stream.at(CURSOR + 2 * place, 2) for _ in range(3)]
+        assert rows["prompts"] == [f"Number {i}?" for i in ids] and rows["answer"] == [str(100 + i) for i in ids]
+        assert rows["completions"] == TEXTS[place]
+        encode = step.run.policy.tokenizer.encode
+        assert rows["completion_lengths"] == [
+            len(encode(text, add_special_tokens=False)) + (finish == EOS)
+            for text, finish in zip(TEXTS[place], FINISH[place], strict=True)
+        ]
+        assert rows["max_completion_length"] == [12] * 6 and rows["overlong_buffer"] == [5] * 6
+        assert rows["reward_timeout"] == [7.0] * 6
+
+
+def test_the_update(step):
+    """Advantages over the batch's deviation; failed and truncated rows masked; clean norms; the cursor past refills."""
+    state, frozen, batch = step.calls.update
+    assert frozen == "frozen" and state.norms is step.before.norms and state.lora == "trained"
+    assert int(state.cursor) == CURSOR + 4 and int(state.step) == STEP
+    rewards = np.array([2.1, 0.0, np.nan, 0.1, 2.1, 0.1])  # 2 · spy + 0.25 · other; other gives no value to row 1
+    np.testing.assert_allclose(step.calls.record[1].rewards, rewards, rtol=1e-6)
+    centred = rewards - np.repeat([np.nanmean(rewards[:3]), np.mean(rewards[3:])], 3)
+    deviation = np.nanstd(rewards, ddof=1)
+    np.testing.assert_allclose(batch.advantages, np.nan_to_num(centred / (deviation + 1e-4)), rtol=1e-5)
+    used = np.asarray(batch.loss_mask).any(axis=1)
+    assert used.tolist() == [True, False, False, False, True, True]
+    np.testing.assert_array_equal(np.asarray(batch.logprobs)[:, 0], [-0.5] * 3 + [-1.5] * 3)
+    assert int(step.after.step) == STEP + 1 and int(step.after.cursor) == CURSOR + 4
+
+
+def test_the_record(step):
+    """Metrics by hand."""
+    state, experience, batch, update, sigma, perturbed = step.calls.record
+    assert (state is step.after, sigma, perturbed) == (True, step.config.sigma_start, 4)
+    timing = {"time/rollout": 2.0, "time/grading": 0.5, "time/update": 1.5}
+    encode = step.run.policy.tokenizer.encode
+    new = [len(encode(TEXTS[r][i], add_special_tokens=False)) + (FINISH[r][i] == EOS) for r, i in KEPT]
+    ended = [length for length, (r, i) in zip(new, KEPT, strict=True) if FINISH[r][i] != LENGTH]
+    metrics = step_metrics(experience, update, 3, timing, "spy")
+    wanted = {
+        "loss": 0.5,
+        "reward": np.mean([2.1, 0.0, 0.1, 2.1, 0.1]),
+        "reward_std": (np.std([2.1, 0.0], ddof=1) + np.std([0.1, 2.1, 0.1], ddof=1)) / 2,
+        "accuracy": 3 / 6,
+        "frac_reward_zero_std": 0.0,
+        "completions/mean_length": np.mean(new),
+        "completions/min_length": min(new),
+        "completions/max_length": max(new),
+        "completions/clipped_ratio": 2 / 6,
+        "completions/mean_terminated_length": np.mean(ended),
+        "completions/min_terminated_length": min(ended),
+        "completions/max_terminated_length": max(ended),
+        "completions/failed": 1,
+        "tokens_per_second": sum(new) / 2.0,
+        "step_time": 4.0,
+        "dynamic_sampling/refilled_groups": 1,
+        "dynamic_sampling/rounds": 1,
+        "rewards/spy/mean": 3 / 6,
+        "rewards/spy/std": np.std([1, 0, 1, 0, 1, 0], ddof=1),
+        "rewards/other/mean": 0.4,
+        "rewards/other/std": 0.0,
+        **timing,
+        **{f"rewards/{n}/{f}_rate": 0 for n in ("spy", "other") for f in ("parse_failure", "timeout", "crash")},
+    }
+    assert metrics == {name: pytest.approx(value, rel=1e-6, abs=1e-7) for name, value in wanted.items()}
+    lengths = np.asarray(experience.rollout.lengths)
+    assert run_metrics(experience, state, sigma, perturbed, 1000, 15) == {
+        "aqn/sigma": sigma,
+        "aqn/norms": 4,
+        "learning_rate": pytest.approx(step.config.learning_rate * 6 / 10),  # update 6 of a warm-up of 10
+        "num_tokens": 1000 + int(lengths.sum()),
+        "epoch": pytest.approx((CURSOR + 4) / 15),
+    }
+    columns = completion_columns(experience, batch.advantages)
+    first, second = step.run.stream.at(CURSOR, 1)[0].problem, step.run.stream.at(CURSOR + 3, 1)[0].problem
+    problems = [first] * 3 + [second] * 3
+    assert columns["problem_id"] == [problem.id for problem in problems]
+    assert columns["prompt"] == [problem.prompt for problem in problems]
+    assert columns["answer"] == [problem.answer for problem in problems]
+    assert columns["completion"] == [TEXTS[r][i] for r, i in KEPT]
+    assert columns["finish"] == [FINISH[r][i].name.lower() for r, i in KEPT]
+    assert columns["length"] == new and columns["advantage"] == np.asarray(batch.advantages).tolist()
+    np.testing.assert_allclose(columns["reward"], [2.1, 0.0, np.nan, 0.1, 2.1, 0.1], rtol=1e-6)
+    assert columns["rewards/spy"] == [1, 0, 1, 0, 1, 0]
