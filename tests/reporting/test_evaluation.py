@@ -104,7 +104,7 @@ def test_what_counts_as_correct_is_a_reward_above_zero(written):
     problems = [Problem(i, f"What is {i}?", str(10 + i)) for i in range(4)]
     seen = []
 
-    def reward(*, prompts, completions, answer):
+    def reward(*, prompts, answer, **_):
         seen.extend(zip(prompts, answer, strict=True))
         return [None, 0.0, 0.2] * 4
 
