@@ -5,15 +5,18 @@ Nothing happens at import beyond the imports themselves: no device is started, n
 
 from qerl_jax import aqn, keys
 from qerl_jax.config import Config
-from qerl_jax.data.problems import Problem
+from qerl_jax.data.problems import Problem, load_dataset
+from qerl_jax.data.prompts import completion_texts, encode_problems, to_prompts
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io.adapter import export_adapter, import_adapter
+from qerl_jax.io.checkpoint import Checkpointer
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import Lora, LoraConfig
+from qerl_jax.rewards.functions import load_reward, score
 from qerl_jax.rl.advantages import group_advantages, make_batch
-from qerl_jax.rl.logprobs import policy_logits, token_logprobs
+from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.rl.loss import TokenLoss, built_in_loss
 from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
@@ -22,6 +25,7 @@ from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout
 
 __all__ = [
     "Batch",
+    "Checkpointer",
     "Config",
     "Engine",
     "FinishReason",
@@ -38,19 +42,26 @@ __all__ = [
     "TrainState",
     "aqn",
     "built_in_loss",
+    "completion_texts",
+    "encode_problems",
     "evaluate",
     "export_adapter",
     "generate",
     "group_advantages",
     "grpo_step",
+    "hidden_states",
     "import_adapter",
     "init_state",
     "keys",
     "learning_rate",
+    "load_dataset",
     "load_policy",
+    "load_reward",
     "make_batch",
     "policy_logits",
     "quantize_checkpoint",
+    "score",
     "stream",
+    "to_prompts",
     "token_logprobs",
 ]

@@ -9,12 +9,15 @@ Axes: B completions = P prompts · G group, row = p · G + g.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 from rich.console import Console
 
 from qerl_jax import aqn, keys
@@ -27,21 +30,45 @@ from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.experience import Experience, equal_groups, replace_equal_groups
+from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.lock import locked
 from qerl_jax.run.prepare import Run, prepare
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
 
-perturb = jax.jit(aqn.perturb)
 
-
-def train(config: Config, console: Console | None = None) -> TrainState:
+def train(
+    config: Config,
+    console: Console | None = None,
+    *,
+    sigma: Callable[[int], float] | None = None,
+    perturb: Callable[[Any, float, Array], Any] | None = None,
+    token_loss: TokenLoss | None = None,
+    with_reference: bool = False,
+    optimizer: Any = None,
+    on_step: Callable[[dict[str, float], TrainState], None] | None = None,
+) -> TrainState:
     """Run, or resume, the training that `config` describes; all output goes to `config.output_dir`.
+
+    Args:
+      config: settings of the run.
+      console: for messages; None: the terminal.
+      sigma: `sigma(step)`, the noise's standard deviation in rollout `step`, from 0; in place of the config's schedule.
+      perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`. `key` is one for
+        each rollout.
+      token_loss, with_reference: as in `grpo_step`.
+      optimizer: as in `init_state`.
+      on_step: `on_step(metrics, state)`, called when a step has been recorded, with its metrics and the state after it.
+        What it raises ends the run like an error of the step.
+
+    A run with functions of its own is resumed by `train` with the same ones and `resume="auto"`: a checkpoint holds
+    their fingerprints.
 
     Raises ConfigError, CheckpointError, DataError, RewardError or FileNotFoundError for unusable input, before the
     first step where possible, MemoryError if an update runs out of device memory, and ValueError if updates only skip.
@@ -49,8 +76,9 @@ def train(config: Config, console: Console | None = None) -> TrainState:
     after the current step, with a checkpoint; so does a closed output pipe.
     """
     run = prepare(with_rewards(config), console or RunConsole(highlight=False))
+    run = dataclasses.replace(run, hooks=Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step))
     with locked(run.directory):
-        recorder, state = begin_run(run, init_state(run.policy, run.config))
+        recorder, state = begin_run(run, init_state(run.policy, run.config, optimizer))
         with run.rewards, recorder:
             for _ in range(int(state.step), run.config.num_rollouts):
                 with recorder.step(state):
@@ -63,14 +91,14 @@ def train(config: Config, console: Console | None = None) -> TrainState:
 
 def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     """One step: rollout under noise, rewards, advantages, then `num_iterations` updates in `grpo_step` (`rl/step.py`;
-    ratio, clipping and importance weight are `token_losses` in `rl/loss.py`). The first update computes `old_logp` with
-    the clean policy. The step is recorded.
+    ratio, clipping and importance weight are in `rl/loss.py`). The first update computes `old_logp` with the clean
+    policy. The step is recorded.
     """
-    config, step = run.config, int(state.step)
+    config, hooks, step = run.config, run.hooks, int(state.step)
     # Only the rollout sees the noisy norms; `state` stays clean, and the update trains that clean policy. The
     # log-probabilities under noise travel in `batch.logprobs`, for the importance weight that corrects the mismatch.
-    sigma = aqn.sigma(config, step, config.num_rollouts)
-    noisy_norms = perturb(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
+    sigma = hooks.sigma_at(config, step)
+    noisy_norms = hooks.noisy(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
     perturbed = aqn.count_perturbed(state.norms, noisy_norms)
     actor = run.policy.replace(norms=noisy_norms, lora=state.lora)
 
@@ -81,8 +109,11 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
 
     state = state.replace(cursor=state.cursor + experience.drawn)
     with recorder.phases("update"):
-        state, update_metrics = jax.block_until_ready(grpo_step(state, run.policy.frozen, batch))
-    recorder.record(state, experience, batch, update_metrics, sigma, perturbed)
+        updated = grpo_step(state, run.policy.frozen, batch, hooks.token_loss, hooks.with_reference)
+        state, update_metrics = jax.block_until_ready(updated)
+    metrics = recorder.record(state, experience, batch, update_metrics, sigma, perturbed)
+    if hooks.on_step is not None:
+        hooks.on_step(metrics, state)
     return state
 
 

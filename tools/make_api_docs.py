@@ -24,17 +24,16 @@ import qerl_jax
 from qerl_jax.config import Config
 from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.data.presets import PRESETS
-from qerl_jax.data.problems import load_dataset
-from qerl_jax.data.prompts import completion_texts
 from qerl_jax.io import assets
 from qerl_jax.rewards.functions import BUILT_IN
+from qerl_jax.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "api.md"
 MIGRATION = ROOT / "docs" / "migration.md"
 WIDTH = 118
 SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:")
-MORE = {"load_dataset": load_dataset, "completion_texts": completion_texts}
+MORE = {"train": train}  # as `qerl_jax.train.train`: the name in `qerl_jax` is the module's
 
 # What each task takes: its functions in the order of use, then the types that they pass on. Every export has one place.
 TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -42,10 +41,14 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "A Hugging Face directory becomes a `Policy`: one frozen copy of the weights and the small trained trees.",
         ("load_policy", "import_adapter", "Policy", "ModelConfig", "LoraConfig", "Lora"),
     ),
+    "Data": (
+        "Problems from a dataset or file, their prompts as tokens, and rewards on the texts of completions.",
+        ("load_dataset", "encode_problems", "to_prompts", "completion_texts", "load_reward", "score", "Problem"),
+    ),
     "Sample": (
         "`generate` runs the rollout engine. Keys are functions of seed, step and purpose.",
         (
-            *("generate", "stream", "completion_texts", "Prompts", "Sampling", "Engine", "Rollout", "FinishReason"),
+            *("generate", "stream", "Prompts", "Sampling", "Engine", "Rollout", "FinishReason"),
             *("Progress", "keys"),
         ),
     ),
@@ -66,9 +69,10 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Evaluation": (
-        "Accuracy on a dataset, and the log-probabilities of given tokens.",
-        ("load_dataset", "evaluate", "token_logprobs", "policy_logits", "Problem"),
+        "Accuracy on a dataset; log-probabilities, logits and hidden states of given tokens.",
+        ("evaluate", "token_logprobs", "policy_logits", "hidden_states"),
     ),
+    "Train": ("The command line's run, with functions of your own.", ("train", "Checkpointer")),
     "Quantize": ("A checkpoint in NVFP4, in the bytes of llm-compressor.", ("quantize_checkpoint",)),
     "Export": ("A PEFT adapter that transformers, peft and vLLM load.", ("export_adapter",)),
 }

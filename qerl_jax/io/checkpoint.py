@@ -41,9 +41,9 @@ class Checkpointer:
       inputs: fingerprint of each of the run's inputs by its name; kept in manifests and compared with them.
     """
 
-    def __init__(self, directory: Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, directory: str | Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
         self.inputs = dict(inputs)
-        self.directory = (directory / CHECKPOINTS_DIR).absolute()
+        self.directory = (Path(directory) / CHECKPOINTS_DIR).absolute()
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
             cleanup_tmp_directories=keep is not None,

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int32
 
 from qerl_jax import keys
-from qerl_jax.io import hf_config, names
+from qerl_jax.io import assets, hf_config, names
 from qerl_jax.io.adapter import adapter_config, import_adapter
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.io.tokenizer import load_tokenizer
@@ -45,8 +45,8 @@ def load_policy(
     """Load a Qwen2.5 model directory as a policy with fresh or imported adapters.
 
     Args:
-      path: Hugging Face directory with config.json and safetensors, bf16 or NVFP4 (compressed-tensors or ModelOpt). A
-        directory without a tokenizer is legal.
+      path: "tiny", the bundled policy, or a Hugging Face directory with config.json and safetensors, bf16 or NVFP4
+        (compressed-tensors or ModelOpt). A directory without a tokenizer is legal.
       weight_format: "bf16", "nvfp4", "mxfp4" or "nf4" to quantize an unquantized checkpoint while loading; None keeps
         the stored format.
       lora: shape of the adapters; None is `LoraConfig(rank=32)`, or the adapter's own shape where `adapter` is given.
@@ -63,7 +63,7 @@ def load_policy(
       values.
       ValueError: an unknown format, or one that the checkpoint cannot be brought into.
     """
-    path = Path(path)
+    path = assets.model_path(str(path))
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
     config = hf_config.model_config(path)

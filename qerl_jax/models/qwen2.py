@@ -130,6 +130,13 @@ class Qwen2(nnx.Module):
         positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
         return self._run(tokens, positions, padded_attention(self.config, attention_mask))[0]
 
+    def residuals(self, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"]) -> list[Float32[Array, "B T D"]]:
+        """The residual stream in front of each layer and behind the last; arguments as in a call."""
+        positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
+        seen: list[Array] = []
+        self._run(tokens, positions, padded_attention(self.config, attention_mask), seen=seen)
+        return seen
+
     def prefill(
         self, tokens: Int[Array, " T"], layout: PackedLayout, batch_invariant: bool = False
     ) -> tuple[Float[Array, "T D"], list[tuple[Float[Array, "T K H"], Float[Array, "T K H"]]]]:
@@ -191,8 +198,12 @@ class Qwen2(nnx.Module):
         attention: AttentionFn,
         caches: Sequence[Any] | None = None,
         executor: Executor = PLAIN_EXECUTOR,
+        seen: list[Residual] | None = None,
     ) -> tuple[Float[Array, "*B D"], list[Any]]:
-        """Final hidden states of tokens at their positions, and the cache that `attention` returns for each layer."""
+        """Final hidden states of tokens at their positions, and the cache that `attention` returns for each layer. The
+        residual stream is appended to `seen` before each layer and behind the last.
+        """
+        seen = [] if seen is None else seen
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
 
         def run_layer(layer: DecoderLayer, residual: Residual, cache: Any) -> tuple[Residual, Any]:
@@ -201,8 +212,10 @@ class Qwen2(nnx.Module):
         # One jitted function for all layers: layers of one shape are traced and lowered once. XLA inlines the calls.
         run_layer = jax.jit(run_layer)
         residual = executor.start(self.embed_tokens.get_value()[tokens].astype(jnp.float32))
+        seen.append(residual)
         new_caches = []
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             residual, new_cache = run_layer(layer, residual, cache)
             new_caches.append(new_cache)
+            seen.append(residual)
         return executor.finish(self.norm, residual), new_caches

@@ -41,6 +41,7 @@ class Ending:
       evaluations: results by name, "before" and "after" where present.
       phase_seconds: seconds of each phase since the last start.
       overdue: phases past the watchdog's limit since the last start.
+      hooks: name of each function that took the place of the config's.
     """
 
     steps: int
@@ -48,6 +49,7 @@ class Ending:
     evaluations: Mapping[str, Evaluation]
     phase_seconds: Mapping[str, float]
     overdue: int
+    hooks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def write_report(directory: Path, config: Config, metrics: list[dict[str, Any]], ending: Ending) -> Path:
@@ -114,7 +116,7 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
     def total(key: str) -> int:
         return int(sum(row.get(key) or 0 for row in metrics))
 
-    notes = []
+    notes = [f"- {hook} is not the config's but `{name}`." for hook, name in ending.hooks.items()]
     if skipped := total("skipped"):
         notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
     if failed := total("completions/failed"):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 
 from qerl_jax.rewards.outcomes import FLAGS
 from qerl_jax.rl.experience import Experience, equal_groups
-from qerl_jax.rl.state import learning_rate
+from qerl_jax.rl.state import AdamW, learning_rate
 from qerl_jax.types import FinishReason, TrainState
 
 
@@ -79,10 +79,13 @@ def run_metrics(
       problems: size of the dataset.
     """
     config, step = state.config, int(state.step) - 1
+    rate = {}
+    if isinstance(state.optimizer, AdamW):  # one of the user's has a rate of its own, or none
+        rate["learning_rate"] = float(learning_rate(config)(step * config.num_iterations))
     return {
+        **rate,
         "aqn/sigma": sigma,
         "aqn/norms": perturbed,
-        "learning_rate": float(learning_rate(config)(step * config.num_iterations)),
         "num_tokens": tokens + int(experience.rollout.lengths.sum()),
         "epoch": int(state.cursor) / problems,
     }

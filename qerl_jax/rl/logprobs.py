@@ -5,6 +5,8 @@ Axes: B sequences, T tokens, C tokens at once, D model, V vocab.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -18,6 +20,7 @@ _FULL = Sampling(max_new_tokens=1)
 CHUNK = 1024
 
 
+@jax.jit
 def policy_logits(
     policy: Policy, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"] | None = None
 ) -> Float32[Array, "B T V"]:
@@ -27,6 +30,23 @@ def policy_logits(
     return model.logits(model(jnp.asarray(tokens), mask))
 
 
+@jax.jit
+def hidden_states(
+    policy: Policy, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"] | None = None
+) -> Float32[Array, "L1 B T D"]:
+    """The residual stream in front of each layer and behind the last one, before the final norm: L + 1 states, entry 0
+    the embedding. transformers' `output_hidden_states`, but that its last entry is normalized.
+
+    Args:
+      policy: its norms and adapters as they are.
+      tokens: ids, padded on either side.
+      attention_mask: True on real tokens; None: all.
+    """
+    mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
+    return jnp.stack(policy.model().residuals(jnp.asarray(tokens), mask))
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "chunk"))
 def token_logprobs(
     policy: Policy,
     tokens: Int[Array, "B T"],

@@ -49,7 +49,7 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
     if config.overwrite or run_directory.is_incomplete_copy(directory):
         run_directory.clear(directory)
-    inputs = fingerprints(config, run.stream.sets, run.eval_problems)
+    inputs = fingerprints(config, run.stream.sets, run.eval_problems) | run.hooks.fingerprints()
     checkpoints = Checkpointer(directory, config.save_total_limit, inputs)
     state = restore(config, checkpoints, state, console, inputs)
     run_directory.write_config(directory, config)
@@ -76,7 +76,7 @@ def compile_ahead(run: Run, state: TrainState) -> None:
         return leaf if path[0].name == "advantages" else as_committed(leaf, policy)  # advantages come from the host
 
     batch = jax.tree_util.tree_map_with_path(placed, abstract_batch(config))
-    programs += update_programs(state, policy.frozen, batch)
+    programs += update_programs(state, policy.frozen, batch, run.hooks.token_loss, run.hooks.with_reference)
     with console.status(f"compiling {len(programs)} programs of rollout and update …") as status:
         compile_programs(programs, done=lambda name, count: status.update(f"compiled {count}/{len(programs)}: {name}"))
     console.print(f"compiled {len(programs)} programs of rollout and update in {time.perf_counter() - started:.1f} s")
@@ -122,9 +122,9 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
     phases = recorder.phases
-    write_report(
-        directory, config, rows, Ending(last, reason, recorder.evaluations.all(), phases.totals, phases.overdue)
-    )
+    hooks = run.hooks.given()
+    ending = Ending(last, reason, recorder.evaluations.all(), phases.totals, phases.overdue, hooks)
+    write_report(directory, config, rows, ending)
     phases.beat("stopped" if reason else "finished")
     if reason:
         console.print(f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")

@@ -24,6 +24,7 @@ from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import make_deterministic, missing_kernels_note
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.memory import refuse_oversized_update
 from qerl_jax.types import Policy
@@ -41,6 +42,7 @@ class Run:
       rewards: functions by name, and the worker processes of some.
       stream: training problems, endless.
       eval_problems: problems of `config.eval_dataset`; empty without one.
+      hooks: functions of the user's.
     """
 
     config: Config
@@ -50,6 +52,7 @@ class Run:
     rewards: Rewards
     stream: ProblemStream
     eval_problems: list[EncodedProblem]
+    hooks: Hooks = dataclasses.field(default_factory=Hooks)
 
 
 def prepare(config: Config, console: Console) -> Run:

@@ -118,9 +118,9 @@ class Recorder:
         update_metrics: Mapping[str, Array],
         sigma: float,
         perturbed: int,
-    ) -> None:
+    ) -> dict[str, float]:
         """Write metrics and completions of the step that ended in `state`, and the batch of a non-finite update. The
-        metric `compilations` is the number of programs compiled or loaded since the step before.
+        metric `compilations` is the number of programs compiled or loaded since the step before. Returns the metrics.
         """
         run, step = self._run, int(state.step)
         if update_metrics["skipped"] > 0:
@@ -135,6 +135,7 @@ class Recorder:
         self._rows.append({"step": step, **metrics})
         self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
         self._skips.count(step, metrics["skipped"] == run.config.num_iterations)
+        return metrics
 
     def end_step(self, state: TrainState) -> bool:
         """Show the recorded step; save a checkpoint if one is due. Returns whether the run is to stop: at a signal, or

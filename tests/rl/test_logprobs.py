@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import fp32_policy, logits_of, logprobs_of, randomized
+from oracles import torch_qwen2
 
-from qerl_jax.rl.logprobs import logprobs_and_entropy, logprobs_entropy_and_gradients
+from qerl_jax.rl.logprobs import hidden_states, logprobs_and_entropy, logprobs_entropy_and_gradients
 from qerl_jax.types import Sampling
 
 B, T, D, V = 2, 7, 5, 23
@@ -99,10 +100,10 @@ def test_the_heads_gradients_equal_those_of_the_full_logits(case, sampling):
     scaled = state @ torch.tensor(np.asarray(head), dtype=torch.float64) / sampling.temperature
     if sampling.top_k:
         kept = scaled >= scaled.topk(sampling.top_k).values[:, -1:]
-        kept |= torch.nn.functional.one_hot(torch.tensor(targets), V).bool()
+        kept |= torch.nn.functional.one_hot(torch.tensor(targets).long(), V).bool()
         scaled = scaled.masked_fill(~kept, -1e9)
     logp = torch.log_softmax(scaled, -1)
-    expected = logp.gather(-1, torch.tensor(targets)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    expected = logp.gather(-1, torch.tensor(targets).long()[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     arrays = head.T, jnp.asarray(hidden), jnp.asarray(targets), jnp.int32(count)
     for of in (("logprobs", "entropy"), ()):
         logp, entropy, found = logprobs_entropy_and_gradients(*arrays, sampling, 4, of)
@@ -193,3 +194,19 @@ def test_token_logprobs_are_those_of_the_logits(stories_dir):
         logp = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
         expected = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
         np.testing.assert_allclose(got[mask[:, :-1]], expected[mask[:, :-1]], atol=1e-4)
+
+
+def test_hidden_states_are_those_of_transformers(stories_dir):
+    """Padding on the left; the last entry has yet to pass the final norm."""
+    policy, model = fp32_policy(stories_dir), torch_qwen2.load(stories_dir)
+    tokens = np.random.default_rng(0).integers(0, 512, (2, 6)).astype(np.int32)
+    mask = np.arange(6) >= np.array([0, 2])[:, None]
+    positions = torch.tensor(np.maximum(mask.cumsum(1) - 1, 0))
+    inputs = {"input_ids": torch.tensor(tokens).long(), "attention_mask": torch.tensor(mask).long()}
+    with torch.no_grad():
+        theirs = model(**inputs, position_ids=positions, output_hidden_states=True).hidden_states
+    ours = hidden_states(policy, tokens, mask)
+    assert ours.shape == (policy.config.num_layers + 1, 2, 6, policy.config.hidden_size)
+    last = model.model.norm(torch.tensor(np.asarray(ours[-1])))
+    for got, want in zip([*ours[:-1], last.detach()], theirs, strict=True):
+        np.testing.assert_allclose(np.asarray(got)[mask], want.numpy()[mask], atol=1e-4)

@@ -1,0 +1,122 @@
+"""Every program of `docs/research.md` runs as it stands, and does what the page says of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.compilation import CompilationCounter
+from qerl_jax.config import ConfigError
+from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.train import train
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "research.md"
+PROGRAMS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """These programs cost compile time, not run time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the program below a heading in an empty directory; returns its names."""
+    monkeypatch.chdir(tmp_path)
+
+    def execute(heading: str) -> dict:
+        names: dict = {"__name__": "research"}
+        exec(compile(PROGRAMS[heading], str(PAGE), "exec"), names)
+        return names
+
+    return execute
+
+
+def test_the_page_has_the_programs_of_this_file():
+    assert len(PROGRAMS) == len(re.findall(r"^```python", PAGE.read_text(), re.M)) == 6
+    assert {heading for heading in PROGRAMS if f'run("{heading}")' not in Path(__file__).read_text()} == set()
+
+
+def test_a_loss(run):
+    """In the first update the ratio is 1 and the slope that of REINFORCE; in the second it is not 1."""
+    metrics = run("A loss of one's own")["metrics"]
+    assert float(metrics["ratio/max"]) > 1.0 and float(metrics["skipped"]) == 0 < float(metrics["grad_norm"])
+    assert "clip_ratio/region_mean" not in metrics
+
+
+def test_an_entropy_bonus(run):
+    """Equal rewards leave the bonus alone in the loss: a gradient where there was none. No step compiles again."""
+    names = run("An entropy bonus")
+    assert int(names["state"].step) == names["config"].num_rollouts == 2
+    grpo_step, batch, frozen = names["grpo_step"], names["batch"], names["policy"].frozen
+    silent = batch.replace(advantages=jnp.zeros_like(batch.advantages))
+    with CompilationCounter() as counter:
+        _, metrics = grpo_step(names["state"], frozen, silent, names["with_entropy_bonus"])
+        assert counter.take() == []
+    assert float(metrics["grad_norm"]) > 1e-4
+    # But for the importance weight: the state is one step away from the policy that sampled.
+    assert float(metrics["loss"]) == pytest.approx(-0.01 * float(metrics["entropy"]), rel=0.05)
+
+
+def test_another_optimizer(run, capsys):
+    """Lion moves every entry by the learning rate, but for its decay (of A alone: B is 0)."""
+    names = run("Another optimizer")
+    assert "restored to the bit: True" in capsys.readouterr().out
+    after, config = names["state"].lora, names["config"]
+    b = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(after) if leaf.shape[0] == config.lora_rank])
+    total = sum(float(names["learning_rate"](config)(count)) for count in range(config.num_iterations))
+    moved = np.abs(b[b != 0])
+    assert len(moved) > 0.5 * len(b) and moved.max() <= total * (1 + 1e-5)
+
+
+def test_a_reward(run):
+    names = run("A reward of one's own")
+    for text, value, total, right in zip(
+        names["texts"], names["parts"]["distinct"], names["totals"], names["parts"]["answer"], strict=True
+    ):
+        words = text.split()
+        assert value == pytest.approx(len(dict.fromkeys(words)) / len(words))
+        assert float(total) == pytest.approx(2 * right + 0.5 * value)
+
+
+def test_a_noise(run, tmp_path):
+    """σ and noise are those of the program, in metrics, report and plots; a run that an error ended resumes with the
+    same functions to the same bits, and with others not at all.
+    """
+    names = run("A noise of one's own")
+    rows = read_metrics(tmp_path / "noise")
+    assert [row["aqn/sigma"] for row in rows] == [0.02, 0.01] == [seen[0] for seen in names["seen"]]
+    assert [row["entropy"] for row in rows] == [seen[1] for seen in names["seen"]]
+    report = (tmp_path / "noise" / "report.md").read_text()
+    assert "- sigma is not the config's but `research.sigma`." in report
+    assert {path.name for path in (tmp_path / "noise" / "plots").iterdir()} >= {"reward.png", "entropy.png"}
+
+    def stop(metrics, state):
+        if int(state.step) == 2:
+            raise KeyError("enough")
+
+    config, hooks = names["config"], {"sigma": names["sigma"], "perturb": names["deeper_is_noisier"]}
+    again = {name: value for name, value in vars(config).items() if name not in ("output_dir", "resume")}
+    first = type(config)(**again, output_dir="again")
+    with pytest.raises(KeyError):
+        train(first, **hooks, on_step=stop)
+    second = type(config)(**again, output_dir="again", resume="auto")
+    with pytest.raises(ConfigError, match="hook perturb is not what it was"):
+        train(second, sigma=hooks["sigma"])
+    resumed = train(second, **hooks)
+    for one, other in zip(jax.tree.leaves(resumed.lora), jax.tree.leaves(names["state"].lora), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_two_policies(run):
+    """The learning rate alone differs, and with it the step: twice as long after one of two updates."""
+    names = run("Two policies side by side")
+    assert 0 < float(names["apart"].mean()) < 0.1
