@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
     args, overrides = parser.parse_known_args()
-    size = next(size for size in SIZES if size.lower() == args.recipe.split("-")[1])
+    size = next(size for size in SIZES if f"-{size.lower()}-" in args.recipe)
     with tempfile.TemporaryDirectory() as folder:
         model = model_directory(Path(folder) / size, size, args.tokenizer)
         problems = args.problems or write_problems(Path(folder) / "problems.jsonl")
