@@ -1,7 +1,8 @@
-"""One step of `train.train_step` with rollout and update written here: what each call gets, and what is recorded."""
+"""One step of `train.train_step` with rollout and update written here, and the end of a run: what each call gets."""
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import jax
@@ -16,12 +17,15 @@ from qerl_jax import train
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode_problems
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.load import Rewards
+from qerl_jax.run import lifecycle
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
@@ -208,3 +212,41 @@ def test_the_record(step):
     assert columns["length"] == new and columns["advantage"] == np.asarray(batch.advantages).tolist()
     np.testing.assert_allclose(columns["reward"], [2.1, 0.0, np.nan, 0.1, 2.1, 0.1], rtol=1e-6)
     assert columns["rewards/spy"] == [1, 0, 1, 0, 1, 0]
+
+
+def test_the_end_of_a_run(step, tmp_path, monkeypatch):
+    """The trained policy is what is evaluated, under the evaluation's settings, and what is exported."""
+    last = step.before.replace(step=jnp.int32(10), norms=norms(0.7))
+    config = dataclasses.replace(
+        step.config, eval_dataset="arithmetic", eval_temperature=0.3, eval_top_p=0.5, eval_num_generations=4,
+        eval_batch_size=7, train_norms=True,
+    )  # fmt: skip
+    run = dataclasses.replace(step.run, config=config, eval_problems=list(step.run.stream.sets[0][:2]))
+    result, made = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 4), {}
+    recorder = object.__new__(Recorder)
+    recorder.phases, recorder.stopped = Phases(tmp_path, None, run.console), 0
+    recorder.evaluations = EvaluationResults(tmp_path)
+    recorder.checkpoints = types.SimpleNamespace(close=lambda: None)
+    recorder.curves = types.SimpleNamespace(log=lambda *_: None, close=lambda: None)
+
+    def evaluate(*arguments, **named):
+        made["evaluated"] = arguments, named
+        return result
+
+    def export_adapter(*arguments, **named):
+        made["exported"] = arguments, named
+
+    for name, stand_in in {"evaluate": evaluate, "export_adapter": export_adapter}.items():
+        monkeypatch.setattr(lifecycle, name, stand_in)
+    for name in ("write_plots", "write_report", "summary_table"):
+        monkeypatch.setattr(lifecycle, name, lambda *_: None)
+    lifecycle.finish_run(run, recorder, last)
+    (policy, problems, sampling, seed), named = made["evaluated"]
+    assert (problems, sampling, seed) == (run.eval_problems, config.eval_sampling, SEED)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.5, 0, 0)
+    assert (sampling.num_generations, sampling.max_new_tokens, named["engine"].slots) == (4, 12, 7)
+    assert recorder.evaluations.get("after") == result
+    (exported, directory), options = made["exported"]
+    assert directory == tmp_path / "adapter" and options["norms"]
+    for one in (policy, exported):
+        assert one.norms is last.norms and one.lora == "trained" and one.frozen == "frozen"

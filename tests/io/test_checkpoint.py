@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -14,13 +15,16 @@ import numpy as np
 import pytest
 import runs
 import small
+from rich.console import Console
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.io import checkpoint
 from qerl_jax.io.checkpoint import MANIFEST_FILE, Checkpointer
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.reporting.metrics import append_metrics
 from qerl_jax.rl.state import init_state
+from qerl_jax.run import lifecycle
 from qerl_jax.types import TrainState
 
 
@@ -37,7 +41,7 @@ def at(state: TrainState, step: int) -> TrainState:
     """The state of a step, other than that of every other step."""
     noise = np.random.default_rng(step)
     lora = jax.tree.map(lambda leaf: leaf + jnp.asarray(noise.normal(size=leaf.shape), jnp.float32), state.lora)
-    return state.replace(step=jnp.int32(step), lora=lora)
+    return state.replace(step=jnp.int32(step), cursor=jnp.int32(7 * step), lora=lora)
 
 
 def assert_same(one: TrainState, other: TrainState) -> None:
@@ -54,6 +58,18 @@ def saved(state, tmp_path_factory) -> Path:
         checkpoints.save(at(state, step))
     checkpoints.close()
     return directory
+
+
+def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
+    """Step, cursor, adapters and optimizer of the newest checkpoint."""
+    directory = tmp_path / "run"
+    shutil.copytree(saved, directory)
+    for step in (1, 2):
+        append_metrics(directory, step, {"num_tokens": step})
+    config = dataclasses.replace(state.config, output_dir=str(directory), resume="auto")
+    checkpoints = Checkpointer(directory, 3)
+    assert_same(lifecycle.restore(config, checkpoints, state, Console(quiet=True), {}), at(state, 2))
+    checkpoints.close()
 
 
 def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
