@@ -126,15 +126,19 @@ def _optimizer_programs(state: TrainState, gradient: Any, sums: Any) -> Iterator
     zero = _Call("zero", optimizer.zeros_like, (), (sums["loss"],))
     squares = _Call("squares", optimizer.add_squares, (), (gradient, zero.outputs()))
     finish = _Call("metrics", optimizer.finish, (state.config.max_grad_norm,), (sums, squares.outputs()))
-    metrics, factor = finish.outputs()
+    metrics, factor, finite = finish.outputs()
     before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
     part = optimizer.as_tree(gradient)
     if isinstance(state.optimizer, AdamW):
-        arguments = at_layer(before, 0), part, factor
+        before = at_layer(before, 0)
     else:
-        arguments = before, from_layers([part] * state.model.num_layers), factor
-    yield _Call("optimizer", optimizer.apply, (state.optimizer,), arguments)
-    yield from (zero, squares, finish)
+        part = from_layers([part] * state.model.num_layers)
+    apply = _Call("optimizer", optimizer.apply, (state.optimizer,), (before, part, factor, finite))
+    after, _ = apply.outputs()
+    skipped = _Call("skipped", optimizer.skipped, (), (finite,))
+    metrics = metrics | {"skipped": skipped.outputs()}
+    yield from (apply, _Call("optimizer's result", optimizer.keep, (), (after, before, finite)))
+    yield from (zero, squares, finish, skipped)
     yield _Call("metrics of all updates", step.next_count, (), (state.step, [metrics] * state.config.num_iterations))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 from qerl_jax.rl.metrics import Sums, mean_metrics
 from qerl_jax.rl.state import AdamW, at_layer, from_layers, trained_trees
@@ -16,7 +16,8 @@ from qerl_jax.types import TrainState
 
 
 def apply_gradients(state: TrainState, gradients: list[Any], sums: Sums) -> tuple[TrainState, dict[str, Array]]:
-    """The state after the optimizer's step, if loss and gradient are finite, and the update's metrics.
+    """The state after the optimizer's step, if loss, gradient and the state itself are finite, else that before it, and
+    the update's metrics.
 
     The config's AdamW treats every array by itself, so it runs layer by layer, as one program for all layers. An
     optimizer of the user's may compare arrays (a global norm, one trust ratio for all), so it runs over the whole tree.
@@ -29,13 +30,19 @@ def apply_gradients(state: TrainState, gradients: list[Any], sums: Sums) -> tupl
     squares = zeros_like(sums["loss"])
     for gradient in gradients:
         squares = add_squares(gradient, squares)
-    metrics, factor = finish(state.config.max_grad_norm, sums, squares)
-    before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
+    metrics, factor, finite = finish(state.config.max_grad_norm, sums, squares)
+    whole = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
     parts = [as_tree(gradient) for gradient in gradients]
     if isinstance(state.optimizer, AdamW):
-        after = [apply(state.optimizer, at_layer(before, i), part, factor) for i, part in enumerate(parts)]
-        return state.replace(**from_layers(after)), metrics
-    return state.replace(**apply(state.optimizer, before, from_layers(parts), factor)), metrics
+        before, join = [at_layer(whole, i) for i in range(len(parts))], from_layers
+    else:
+        before, join, parts = [whole], lambda trees: trees[0], [from_layers(parts)]
+    after = []
+    for old, part in zip(before, parts, strict=True):
+        new, finite = apply(state.optimizer, old, part, factor, finite)
+        after.append(new)
+    kept = [keep(new, old, finite) for new, old in zip(after, before, strict=True)]
+    return state.replace(**join(kept)), metrics | {"skipped": skipped(finite)}
 
 
 @functools.partial(jax.jit, keep_unused=True)
@@ -56,27 +63,44 @@ def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def finish(max_norm: float, sums: Sums, squares: Float32[Array, ""]) -> tuple[dict[str, Array], Float32[Array, ""]]:
-    """The update's metrics, and what multiplies the gradient: at most 1, NaN for an update that is to be skipped."""
+def finish(
+    max_norm: float, sums: Sums, squares: Float32[Array, ""]
+) -> tuple[dict[str, Array], Float32[Array, ""], Bool[Array, ""]]:
+    """The update's metrics, the factor that clips the gradient, at most 1, and whether loss and gradient are finite."""
     metrics = mean_metrics(sums)
     norm = metrics["grad_norm"] = jnp.sqrt(squares)
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-    metrics["skipped"] = 1.0 - finite.astype(jnp.float32)
-    return metrics, jnp.where(finite, max_norm / jnp.maximum(norm, max_norm), jnp.nan)
+    return metrics, max_norm / jnp.maximum(norm, max_norm), jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def apply(optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
-    """The optimizer's state and the parameters after its step, or as before where `factor` is NaN.
+def apply(
+    optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+) -> tuple[dict[str, Any], Bool[Array, ""]]:
+    """The optimizer's state and the parameters after its step, and whether all of them are finite as well.
 
     Args:
       optimizer: static.
       before: "opt_state" and the trained trees, of one layer or all.
       gradient: gradient of the trained trees. Donated.
       factor: from `finish`.
+      finite: whether everything before is finite.
     """
     params = {name: before[name] for name in gradient}
     gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
     updates, opt_state = optimizer.update(gradient, before["opt_state"], params)
     after = {"opt_state": opt_state, **optax.apply_updates(params, updates)}
-    return jax.tree.map(lambda new, last: jnp.where(jnp.isnan(factor), last, new), after, before)
+    for leaf in jax.tree.leaves(after):
+        finite &= jnp.isfinite(leaf).all()
+    return after, finite
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def keep(after: dict[str, Any], before: dict[str, Any], finite: Bool[Array, ""]) -> dict[str, Any]:
+    """`after`, which is donated, or `before` where an update is not finite."""
+    return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)
+
+
+@jax.jit
+def skipped(finite: Bool[Array, ""]) -> Float32[Array, ""]:
+    """The metric: 1 for an update that is not finite."""
+    return 1.0 - finite.astype(jnp.float32)

@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
@@ -18,6 +19,8 @@ from updates import ROWS, make_batch, make_config
 
 from qerl_jax.config import Config
 from qerl_jax.io.adapter import map_adapters, map_norms
+from qerl_jax.rl import optimizer
+from qerl_jax.rl.metrics import empty_sums
 from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
@@ -293,6 +296,25 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batc
     assert float(metrics["skipped"]) == 0
     expected, _ = grpo_step(state, micro.frozen, batch)
     assert_trees_equal(again.lora, expected.lora)
+
+
+@pytest.mark.parametrize("own", [None, optax.sgd(1e38)], ids=["adamw", "own"])
+@pytest.mark.parametrize("largest", [1.0, 3e38])
+def test_parameters_that_overflow_under_a_finite_gradient_are_not_applied(micro, own, largest):
+    """A step of 1e38 on ones; where an adapter of layer 1 is 3e38, the sum exceeds fp32. Then nothing changes, in layer
+    0 neither, moments included, and the update counts as skipped.
+    """
+    config = make_config(learning_rate=1e38, warmup_ratio=0.0, lr_scheduler_type="constant", max_grad_norm=1e4)
+    lora = jax.tree.map(jnp.ones_like, micro.lora)
+    lora["layers"][1] = jax.tree.map(lambda leaf: leaf.at[0, 0].set(largest), lora["layers"][1])
+    state = init_state(micro.replace(lora=lora), config, own)
+    gradients = [{"lora": jax.tree.map(lambda leaf: -jnp.ones_like(leaf), lora["layers"][i])} for i in (0, 1)]
+    after, metrics = optimizer.apply_gradients(state, gradients, empty_sums(["loss", "tokens"]))
+    assert np.isfinite(metrics["grad_norm"]) and float(metrics["skipped"]) == float(largest > 1)
+    if largest > 1:
+        assert_trees_equal((after.lora, after.opt_state), (state.lora, state.opt_state))
+    else:
+        assert all((leaf > 9e37).all() and np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.lora))
 
 
 def test_dropout_is_refused_with_the_reason(micro):
