@@ -29,18 +29,15 @@ _PREFIX = "base_model.model."
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 OVERLAY_FILE = "norms.safetensors"
-_UNSUPPORTED = (
-    "use_dora",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "layer_replication",
-    "exclude_modules",
-    "lora_bias",
-    "target_parameters",
-    "trainable_token_indices",
+_KNOWN = frozenset(  # keys of PEFT's LoraConfig that are read here, or say nothing about a trained LoRA's values
+    {
+        *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "target_modules", "modules_to_save"),
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("init_lora_weights", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+    }
 )
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that subtract from the base's weights
 
 
 def adapter_config(directory: Path) -> LoraConfig:
@@ -57,9 +54,14 @@ def adapter_config(directory: Path) -> LoraConfig:
         raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}, supported is 'LORA'")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{path}: bias is {config['bias']!r}, supported is 'none'")
-    for key in _UNSUPPORTED:
-        if not _unset(config.get(key)):
+    for key in sorted(config.keys() - _KNOWN):  # DoRA, rank patterns, and what later versions of PEFT bring
+        if not _unset(config[key]):
             raise CheckpointError(f"{path}: {key} is {config[key]!r}, which is not supported")
+    if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
+        raise CheckpointError(
+            f"{path}: init_lora_weights is {config['init_lora_weights']!r}, which changes the base: convert the "
+            "adapter to a plain LoRA"
+        )
     modules, saved = config.get("target_modules") or [], config.get("modules_to_save") or []
     for key, value in (("target_modules", modules), ("modules_to_save", saved)):
         if value != "all-linear" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
@@ -100,13 +102,14 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
 
     Raises:
       ValueError: its rank, scale or target modules differ from the policy's `lora_config`.
-      CheckpointError: a tensor is missing, unknown, misshapen or not finite.
+      CheckpointError: a tensor (also one of `modules_to_save`) is missing, unknown, misshapen or not finite.
     """
     config = adapter_config(directory)
     ours = dataclasses.replace(policy.lora_config, dropout=config.dropout)
     if (ours.rank, ours.scale, set(ours.target_modules)) != (config.rank, config.scale, set(config.target_modules)):
         raise ValueError(f"{directory / CONFIG_FILE} describes {config}, the policy was asked for {ours}")
     source = _Reader(directory / WEIGHTS_FILE)
+    named = read_json(directory / CONFIG_FILE).get("modules_to_save") or []
 
     def lora(path: tuple[str | int, ...], layer: int, part: str, old: Lora) -> Lora:
         module = f"{_PREFIX}{names.projection(layer, part)}"
@@ -116,7 +119,7 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
 
     def norm(layer: int, name: str, old: jax.Array) -> jax.Array:
         key = f"{_PREFIX}{names.layer_norm(layer, name)}"
-        return source.read(key, old.shape) if key in source.tensors else old
+        return source.read(key, old.shape) if key in source.tensors or name in named else old
 
     adapters, norms = map_adapters(lora, policy.lora), map_norms(norm, policy.norms)
     source.refuse_unknown()

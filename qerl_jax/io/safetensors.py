@@ -167,17 +167,18 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 def open_checkpoint(directory: Path) -> Tensors:
-    """The tensors of a Hugging Face model directory, single file or sharded.
+    """The tensors of a Hugging Face model directory, single file or sharded. Where both are there, the single file
+    counts, as in transformers.
 
     Raises:
       FileNotFoundError: no weights there.
       CheckpointError: a shard that the index names is missing or lacks a tensor that the index puts there.
     """
     index_path = directory / INDEX_FILE
-    if not index_path.exists():
-        if not (directory / SINGLE_FILE).exists():
-            raise FileNotFoundError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    if (directory / SINGLE_FILE).exists():
         return Tensors([directory / SINGLE_FILE])
+    if not index_path.exists():
+        raise FileNotFoundError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     weight_map = read_index(index_path)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (directory / shard).is_file()]

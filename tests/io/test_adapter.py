@@ -223,6 +223,25 @@ def exported(micro_dir, tmp_path) -> Path:
     return tmp_path / "adapter"
 
 
+def test_every_key_that_peft_writes_for_a_plain_lora_is_known(exported):
+    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "v_proj"]).to_dict()
+    config |= {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"], "a_key_of_tomorrow": None}
+    (exported / "adapter_config.json").write_text(json.dumps(config))
+    assert adapter_config(exported).rank == 2
+
+
+def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
+    path, lora = exported / "adapter_config.json", LoraConfig(2, target_modules=("q_proj", "v_proj"))
+    tensors = {name: np.array(value) for name, value in st.Tensors([exported / "adapter_model.safetensors"]).items()}
+    gone = next(name for name in tensors if name.endswith("input_layernorm.weight"))
+    st.save(exported / "adapter_model.safetensors", {name: tensors[name] for name in tensors if name != gone})
+    with pytest.raises(CheckpointError, match=f"tensor '{re.escape(gone)}' is missing"):
+        load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
+    st.save(exported / "adapter_model.safetensors", {name: tensors[name] for name in tensors if "lora" in name})
+    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": None}))
+    load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -234,6 +253,9 @@ def exported(micro_dir, tmp_path) -> Path:
         ({"layers_to_transform": [0]}, ("layers_to_transform", "[0]")),
         ({"layers_to_transform": 0}, ("layers_to_transform", "0")),
         ({"fan_in_fan_out": True}, ("fan_in_fan_out", "True")),
+        ({"use_qalora": True}, ("use_qalora", "True")),
+        ({"a_key_of_tomorrow": 3}, ("a_key_of_tomorrow", "3")),
+        ({"init_lora_weights": "pissa_niter_16"}, ("init_lora_weights", "pissa_niter_16")),
         ({"lora_bias": True}, ("lora_bias", "True")),
         ({"target_modules": ["q_proj", "lm_head"]}, ("target_modules", "lm_head")),
         ({"modules_to_save": ["embed_tokens"]}, ("modules_to_save", "embed_tokens")),

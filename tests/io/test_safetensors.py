@@ -224,6 +224,14 @@ def test_index_that_is_none(tmp_path, text):
         st.open_checkpoint(tmp_path)
 
 
+def test_a_single_file_counts_before_an_index_as_in_transformers(tmp_path):
+    st.save(tmp_path / "model.safetensors", {"a": np.ones(2, np.float32)})
+    st.save(tmp_path / "shard.safetensors", {"a": np.zeros(2, np.float32)})
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "shard.safetensors"}}')
+    tensors = st.open_checkpoint(tmp_path)
+    assert tensors["a"].tolist() == [1, 1] and tensors.file_of("a").name == "model.safetensors"
+
+
 def test_no_weights_at_all(tmp_path):
     with pytest.raises(FileNotFoundError, match=st.SINGLE_FILE):
         st.open_checkpoint(tmp_path)
