@@ -236,7 +236,7 @@ class Engine:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "logprobs", "prompt_lengths", "lengths", "finish", "prompt_index"],
+    data_fields=["tokens", "logprobs", "prompt_lengths", "lengths", "finish", "prompt_index", "entropies"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +251,8 @@ class Rollout(_Replace):
       lengths: tokens of prompt and completion together.
       finish: `FinishReason`.
       prompt_index: p, index of the prompt.
+      entropies: entropy of the policy (the noisy one in training) at each completion token, in nats: of the softmax of
+        its logits over the temperature, before truncation; 0 elsewhere. None where it was not recorded.
     """
 
     tokens: Int32[Array, "B T"]
@@ -259,6 +261,7 @@ class Rollout(_Replace):
     lengths: Int32[Array, " B"]
     finish: Int8[Array, " B"]
     prompt_index: Int32[Array, " B"]
+    entropies: Float32[Array, "B T"] | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def attention_mask(self) -> Bool[Array, "B T"]:
@@ -280,6 +283,7 @@ class Rollout(_Replace):
         "lengths",
         "finish",
         "prompt_index",
+        "entropies",
         "advantages",
         "loss_mask",
     ],
@@ -287,7 +291,7 @@ class Rollout(_Replace):
 )
 @dataclasses.dataclass(frozen=True)
 class Batch(Rollout):
-    """A scored rollout: the fields of `Rollout` and two more.
+    """A scored rollout: the fields of `Rollout` (no `entropies`, which no update reads) and two more.
 
     Attributes:
       advantages: one per sequence.

@@ -67,7 +67,7 @@ def plain_rollout(
             while len(logprobs) < sampling.max_new_tokens and finish == FinishReason.LENGTH:
                 padded = np.array([ids + [0] * (width - len(ids))], np.int32)
                 logits = forward(policy, padded, len(prompt))[:, len(ids) - 1]
-                token, logprob = draw(logits, sampling, keys.for_positions(row_key, jnp.array([len(ids)])))
+                token, logprob, _ = draw(logits, sampling, keys.for_positions(row_key, jnp.array([len(ids)])))
                 ids.append(int(token[0]))
                 logprobs.append(float(logprob[0]))
                 finish = FinishReason.EOS if ids[-1] in policy.config.eos_token_ids else FinishReason.LENGTH

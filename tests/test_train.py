@@ -81,7 +81,7 @@ def test_metrics_of_a_run(finished):
     assert [row["step"] for row in rows] == list(range(1, 7))
     expected = {
         "loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl", "num_tokens", "epoch",
-        "step_time",
+        "step_time", "sampling/entropy",
         "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean",
         "rewards/answer/mean", "rewards/soft_format/mean", "sampling/sampling_logp_difference/mean",
         "sampling/sampling_logp_difference/max", "sampling/kl", "aqn/sigma", "aqn/norms",
@@ -95,6 +95,8 @@ def test_metrics_of_a_run(finished):
     quiet, noisy = rows[0], rows[2]
     assert quiet["sampling/sampling_logp_difference/max"] < 1e-4 and quiet["sampling/kl"] < 1e-6
     assert noisy["sampling/sampling_logp_difference/max"] > 1e-3 and noisy["sampling/kl"] > 0
+    assert quiet["sampling/entropy"] == pytest.approx(quiet["entropy"], rel=1e-4)
+    assert abs(noisy["sampling/entropy"] - noisy["entropy"]) > 1e-4 * noisy["entropy"]
     assert [row["num_tokens"] for row in rows] == sorted(row["num_tokens"] for row in rows)
 
 

@@ -70,7 +70,9 @@ def _accuracy(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 def _entropy(axes: Any, rows: list[dict[str, Any]]) -> None:
     steps, entropy = _series(rows, "entropy")
-    axes.plot(steps, entropy, color=_INK)
+    axes.plot(steps, entropy, color=_INK, label="trained policy")
+    axes.plot(*_series(rows, "sampling/entropy"), ":", color=_INK, label="sampled policy, under noise")
+    axes.legend()
     axes.set_ylabel("entropy (nats a token)", color=_INK)
     sigma_steps, sigma = _series(rows, "aqn/sigma")
     twin = axes.twinx()

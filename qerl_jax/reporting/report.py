@@ -22,6 +22,7 @@ _SHOWN = {
     "reward": "reward",
     "accuracy": "share correct (in training, under noise)",
     "entropy": "entropy, nats a token",
+    "sampling/entropy": "entropy of the sampled policy (under noise), nats a token",
     "completions/mean_length": "completion length, tokens",
     "completions/clipped_ratio": "share cut off at max_completion_length",
     "frac_reward_zero_std": "share of groups with equal rewards",

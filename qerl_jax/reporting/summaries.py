@@ -29,6 +29,7 @@ def step_metrics(
 
     `accuracy` is the share of completions to which the reward `correctness` gives more than 0, as in an evaluation.
     `reward_std` is the mean over groups of the standard deviation within each; lengths are in tokens, times in seconds.
+    `sampling/entropy` is the mean entropy of the sampled policy (under noise) over all completion tokens, in nats.
     `rewards/NAME/FLAG_rate` is the share of completions in which no answer could be read (`parse_failure`), that met a
     time limit (`timeout`), or whose grading process died (`crash`).
     """
@@ -57,6 +58,8 @@ def step_metrics(
         "dynamic_sampling/rounds": float(experience.resampling_rounds),
         **timing,
     }
+    if rollout.entropies is not None:
+        metrics["sampling/entropy"] = float(np.asarray(rollout.entropies).sum() / max(lengths.sum(), 1))
     for name, values in experience.reward_parts.items():
         if name.rpartition("/")[2] in FLAGS:
             metrics[f"rewards/{name}_rate"] = _mean(values)

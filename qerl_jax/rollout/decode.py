@@ -76,7 +76,9 @@ class Slots:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "logprobs", "lengths", "finish"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "logprobs", "entropies", "lengths", "finish"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Completions:
@@ -84,6 +86,7 @@ class Completions:
 
     tokens: Int32[Array, "B T"]
     logprobs: Float32[Array, "B T"]
+    entropies: Float32[Array, "B T"]
     lengths: Int32[Array, " B"]
     finish: Int8[Array, " B"]
 
@@ -107,6 +110,7 @@ def allocate_jit(
     )
     completions = Completions(
         jnp.full((sequences, shapes.completion_width), config.pad_token_id, jnp.int32),
+        jnp.zeros((sequences, shapes.completion_width), jnp.float32),
         jnp.zeros((sequences, shapes.completion_width), jnp.float32),
         jnp.zeros(sequences, jnp.int32),
         jnp.full(sequences, FinishReason.LENGTH, jnp.int8),
@@ -187,14 +191,14 @@ def _decode_step(
     is all that a new sequence needs.
     """
 
-    def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array]:
+    def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array, Array]:
         logits = model.logits(hidden)
         return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, sampling, token_keys, batch_invariant)
 
     prompt_lengths = prompt_cache.lengths[slots.prompt_slots]
     token_keys = keys.for_positions(slots.keys, prompt_lengths + slots.lengths)
     drawing = functools.partial(in_blocks, draw) if batch_invariant else draw
-    broken, token, logprob = drawing(slots.hidden, token_keys)
+    broken, token, logprob, entropy = drawing(slots.hidden, token_keys)
     failed = slots.active & broken
     live = slots.active & ~failed
     ended = live & jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
@@ -209,6 +213,7 @@ def _decode_step(
     completions = Completions(
         done.tokens.at[sampled_into, slots.lengths].set(token, mode="drop"),
         done.logprobs.at[sampled_into, slots.lengths].set(logprob, mode="drop"),
+        done.entropies.at[sampled_into, slots.lengths].set(entropy, mode="drop"),
         done.lengths.at[sampled_into].set(lengths, mode="drop"),
         done.finish.at[touched].set(finish, mode="drop"),
     )

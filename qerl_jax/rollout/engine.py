@@ -325,4 +325,5 @@ def assemble(prompts: Prompts, completions: decode.Completions, sampling: Sampli
         lengths=prompt_lengths + completions.lengths,
         finish=completions.finish,
         prompt_index=jnp.repeat(jnp.arange(count, dtype=jnp.int32), group),
+        entropies=jnp.where(inside, shifted(completions.entropies), 0.0),
     )

@@ -65,8 +65,9 @@ def _sortable(values: Float32[Array, ...]) -> UInt32[Array, ...]:
 
 def sample(
     logits: Float32[Array, "B V"], sampling: Sampling, keys: Array, batch_invariant: bool = False
-) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-    """Sample one token a row, with its log-probability under the sampled distribution (0 for greedy decoding).
+) -> tuple[Int32[Array, " B"], Float32[Array, " B"], Float32[Array, " B"]]:
+    """Sample one token a row, with its log-probability under the sampled distribution and the entropy of the policy,
+    in nats (both 0 for greedy decoding).
 
     Args:
       logits: logits of the model.
@@ -76,11 +77,27 @@ def sample(
     """
     if sampling.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1)
-        return tokens.astype(jnp.int32), jnp.zeros(tokens.shape, jnp.float32)
+        return tokens.astype(jnp.int32), *[jnp.zeros(tokens.shape, jnp.float32)] * 2
     kept = sampled_logits(logits, sampling)
-    total = jax.nn.logsumexp(kept, axis=-1)
-    if batch_invariant:  # XLA may fuse the draw with this sum or with the maximum
-        kept, total, keys = ordered(kept, total, keys)
+    total, entropy = normalizer_and_entropy(logits / sampling.temperature)
+    if sampling.truncates:
+        total = jax.nn.logsumexp(kept, axis=-1)
+    if batch_invariant:  # XLA may fuse the draw with these sums or with the maximum
+        kept, total, entropy, keys = ordered(kept, total, entropy, keys)
     tokens = jax.vmap(jax.random.categorical)(keys, kept)
     chosen = jnp.take_along_axis(kept, tokens[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), chosen - total
+    return tokens.astype(jnp.int32), chosen - total, entropy
+
+
+def normalizer_and_entropy(logits: Float32[Array, "B V"]) -> tuple[Float32[Array, " B"], Float32[Array, " B"]]:
+    """`log Z = log Σ exp(z)` and the entropy `H = log Z − Σ z exp(z) / Z` of the softmax of each row, in nats.
+
+    With `c = z − max z`: `H = log Σ exp(c) − Σ c exp(c) / Σ exp(c)`. Both sums run over the same values, and XLA takes
+    them in the one pass over the vocabulary that the normalizer needs anyway.
+    """
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    centred = logits - largest
+    weights = jnp.exp(centred)
+    mass = jnp.sum(weights, axis=-1)
+    moment = jnp.sum(jnp.where(weights > 0, weights * centred, 0), axis=-1)
+    return jnp.log(mass) + largest[..., 0], jnp.log(mass) - moment / mass

@@ -42,8 +42,8 @@ class StopStrings:
 def truncate_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: int) -> Rollout:
     """Cut each completion behind the token that completes its first stop string. Runs on the host."""
     prompt_lengths = np.asarray(rollout.prompt_lengths)
-    tokens, logprobs, lengths, finish = (
-        np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finish)
+    tokens, logprobs, entropies, lengths, finish = (
+        np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.entropies, rollout.lengths, rollout.finish)
     )
     for row, ids in enumerate(completion_ids(rollout)):
         if not any(string in tokenizer.decode(ids) for string in stop):
@@ -53,10 +53,12 @@ def truncate_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pa
             range(1, len(ids)), True, key=lambda n, ids=ids: any(s in tokenizer.decode(ids[:n]) for s in stop)
         )
         lengths[row] = int(prompt_lengths[row]) + kept
-        tokens[row, lengths[row] :], logprobs[row, lengths[row] :], finish[row] = pad, 0, FinishReason.STOP
+        tokens[row, lengths[row] :], finish[row] = pad, FinishReason.STOP
+        logprobs[row, lengths[row] :] = entropies[row, lengths[row] :] = 0
     return rollout.replace(
         tokens=jax.device_put(tokens),
         logprobs=jax.device_put(logprobs),
+        entropies=jax.device_put(entropies),
         lengths=jax.device_put(lengths),
         finish=jax.device_put(finish),
     )

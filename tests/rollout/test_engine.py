@@ -13,7 +13,7 @@ import pytest
 from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomized
 from oracles import torch_qwen2
 
-from qerl_jax import keys
+from qerl_jax import aqn, keys
 from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, prefill_packing
@@ -116,6 +116,22 @@ def test_behaviour_logprobs_of_truncated_sampling_are_the_trainers(policy):
     assert np.abs(untruncated - expected)[mask].max() > 0.1
 
 
+def test_entropies_are_those_of_the_noisy_policy(policy, free):
+    """Softmax of the policy's logits over the temperature, in float64; the clean policy's differ."""
+    noisy = policy.replace(norms=aqn.perturb(policy.norms, 0.2, jax.random.key(2)))
+
+    def entropies(actor: Policy, rollout: Rollout) -> np.ndarray:
+        logits = np.asarray(logits_of(actor, rollout.tokens, rollout.attention_mask), np.float64)[:, :-1] / 0.9
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        return np.where(np.asarray(rollout.completion_mask)[:, 1:], -(p * np.log(p)).sum(-1), 0)
+
+    for actor, rollout in ((policy, free), (noisy, generate(noisy, PROMPTS, FREE, KEY))):
+        assert (np.asarray(rollout.entropies)[:, 0] == 0).all()
+        np.testing.assert_allclose(rollout.entropies[:, 1:], entropies(actor, rollout), atol=1e-4)
+    assert np.abs(entropies(policy, rollout) - rollout.entropies[:, 1:]).max() > 0.01
+
+
 def test_first_tokens_follow_the_policys_distribution(policy):
     """Chi-square of 4,000 first tokens against the softmax of the policy's logits, rare tokens in one class."""
     count = 4000
@@ -155,6 +171,7 @@ def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, f
         assert (np.asarray(rollout.tokens[row, start + kept :]) == PAD).all()
         np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
         assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
+        assert (np.asarray(rollout.entropies[row, start + kept :]) == 0).all()
         assert np.asarray(rollout.completion_mask[row]).sum() == kept
         ends.add(ids[kept - 1])
     assert set(eos) <= ends and int(rollout.lengths[0]) == int(rollout.prompt_lengths[0]) + 1
@@ -378,6 +395,7 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
         assert int(rollout.finish[row]) == (FinishReason.STOP if ends else FinishReason.LENGTH)
         assert (np.asarray(rollout.tokens[row, start + kept :]) == PAD).all()
         assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
+        assert (np.asarray(rollout.entropies[row, start + kept :]) == 0).all()
         np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
     assert 3 <= stopped < 8
     seen, early = to_the_end(stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY, SMALL))

@@ -71,10 +71,19 @@ def test_tokens_tied_with_the_last_kept_one_stay():
     assert np.isfinite(sampled_logits(logits, Sampling(1, top_k=2)))[0].tolist() == [True, True, True, False]
 
 
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_entropy_is_that_of_the_softmax_at_the_temperature_before_truncation(logits, sampling):
+    rows = np.concatenate([logits, logits[:1] + 64, 1e4 * logits[:1], np.eye(30, dtype=np.float32)[:1]])
+    rows = np.concatenate([rows, np.where(np.arange(30) < 12, logits[1:2], -np.inf)])
+    entropy = sample(jnp.asarray(rows), sampling, jax.random.split(jax.random.key(0), len(rows)))[2]
+    p = np.array([slow(row, Sampling(1, sampling.temperature)) for row in rows])
+    np.testing.assert_allclose(entropy, -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=1), atol=2e-5)
+
+
 def test_greedy_takes_the_first_of_the_likeliest():
     logits = jnp.asarray([[0.0, 5.0, 5.0], [3.0, 1.0, 2.0]])
-    tokens, logprobs = sample(logits, Sampling(1, temperature=0), jax.random.split(jax.random.key(0), 2))
-    assert tokens.tolist() == [1, 0] and logprobs.tolist() == [0.0, 0.0]
+    tokens, logprobs, entropy = sample(logits, Sampling(1, temperature=0), jax.random.split(jax.random.key(0), 2))
+    assert tokens.tolist() == [1, 0] and logprobs.tolist() == entropy.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,8 @@ def test_draws_follow_the_distribution_and_report_its_logprob(sampling):
     row = np.random.default_rng(1).normal(size=9).astype(np.float32)
     count = 20_000
     logits = jnp.broadcast_to(jnp.asarray(row), (count, 9))
-    tokens, logprobs = jax.jit(sample, static_argnums=1)(logits, sampling, jax.random.split(jax.random.key(3), count))
+    keys = jax.random.split(jax.random.key(3), count)
+    tokens, logprobs, _ = jax.jit(sample, static_argnums=1)(logits, sampling, keys)
     p = slow(row, sampling)
     observed = np.bincount(np.asarray(tokens), minlength=9)
     assert observed[p == 0].sum() == 0
