@@ -40,7 +40,7 @@ class _Replace:
     jax.tree_util.register_dataclass,
     data_fields=["frozen", "norms", "lora", "base_norms"],
     meta_fields=["graphdef", "config", "lora_config"],
-    drop_fields=["tokenizer"],
+    drop_fields=["tokenizer", "source"],
 )
 @dataclasses.dataclass(frozen=True)
 class Policy(_Replace):
@@ -56,6 +56,8 @@ class Policy(_Replace):
       lora_config: `qerl_jax.models.lora.LoraConfig`, shape and PEFT metadata of the adapters.
       base_norms: the checkpoint's layer norms where an imported adapter replaced them, else None.
       tokenizer: a transformers tokenizer or None. Not part of the pytree: None inside jit.
+      source: directory or hub id of the base model, which an export names; None where the weights came from elsewhere.
+        Not part of the pytree.
     """
 
     frozen: Any
@@ -66,6 +68,7 @@ class Policy(_Replace):
     lora_config: Any
     base_norms: Any = None
     tokenizer: Any = None
+    source: str | None = None
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -16,7 +16,7 @@ import runs
 from helpers import fp32_policy, plain_rollout
 
 from qerl_jax.command_line.train import STOPPED
-from qerl_jax.io.adapter import adapter_config
+from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import Engine, Sampling, completion_ids

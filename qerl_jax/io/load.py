@@ -17,8 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int32
 
 from qerl_jax import keys
-from qerl_jax.io import assets, hf_config, names
-from qerl_jax.io.adapter import adapter_config, import_adapter
+from qerl_jax.io import assets, hf_config, hub, names
+from qerl_jax.io.adapter import import_adapter
+from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.io.weights import WeightReader
@@ -63,7 +64,7 @@ def load_policy(
       values.
       ValueError: an unknown format, or one that the checkpoint cannot be brought into.
     """
-    path = assets.model_path(str(path))
+    name, path = str(path), assets.model_path(str(path))
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
     config = hf_config.model_config(path)
@@ -71,7 +72,8 @@ def load_policy(
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
     tokenizer = load_tokenizer(path, config.vocab_size)
     weights = load_weights(path, config, weight_format, dtype, matmul_kernel, progress)
-    policy = build_policy(config, weights, lora, seed).replace(tokenizer=tokenizer)
+    source = name if hub.is_hub_id(name) else str(path)
+    policy = build_policy(config, weights, lora, seed).replace(tokenizer=tokenizer, source=source)
     return policy if adapter is None else import_adapter(policy, Path(adapter))
 
 

@@ -4,26 +4,14 @@ projection, whatever the model's size.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from qerl_jax.io import hf_config, names
-from qerl_jax.io.files import atomic_directory, check_writable, write_json
-from qerl_jax.io.safetensors import (
-    DTYPES,
-    FLOATS,
-    INDEX_FILE,
-    SINGLE_FILE,
-    CheckpointError,
-    Spec,
-    Tensors,
-    open_checkpoint,
-    write_file,
-)
+from qerl_jax.io.rewrite import check_output, rewrite_checkpoint
+from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, Tensors, open_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import nvfp4
 
@@ -97,11 +85,7 @@ def quantize_checkpoint(
         raise ValueError(
             f"weight_format {weight_format!r} has no checkpoint layout; quantize_checkpoint writes 'nvfp4'"
         )
-    if os.path.lexists(dst):
-        if not overwrite:
-            raise FileExistsError(f"{dst} already exists; --overwrite replaces it")
-        _refuse_to_replace(src, dst)
-    check_writable(dst.parent, "the directory of the output")
+    check_output(src, dst, overwrite)
     config = hf_config.model_config(src)
     where = src / "config.json"
     raw_config = hf_config.read_json(where)
@@ -111,44 +95,14 @@ def quantize_checkpoint(
         )
     tensors = open_checkpoint(src)
     divisors = _global_scales(tensors, config.num_layers, progress)
-
-    shards: dict[str, list[str]] = {}
-    for name in tensors:
-        shards.setdefault(tensors.file_of(name).name, []).append(name)
-    with atomic_directory(dst) as directory:
-        weight_map, size, done = {}, 0, 0
-        for shard, members in sorted(shards.items()):
-            writer = _ShardWriter(tensors, members, divisors)
-            write_file(directory / shard, writer.specs, writer.tensor)
-            weight_map |= dict.fromkeys(writer.specs, shard)
-            size += sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in writer.specs.values())
-            done += len(members)
-            progress("quantize", done, len(tensors))
-        if set(shards) != {SINGLE_FILE}:
-            write_json(
-                directory / INDEX_FILE,
-                {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
-            )
-        _copy_rest(src, directory)
-        write_json(directory / "config.json", {**raw_config, "quantization_config": QUANTIZATION_CONFIG})
-
-
-def _refuse_to_replace(src: Path, dst: Path) -> None:
-    """Raise FileExistsError if replacing `dst` would delete the source, or anything but a model's files."""
-    real = dst.resolve()
-    sources = [src.resolve(), *(file.resolve() for file in (src.iterdir() if src.is_dir() else ()))]
-    inside = [path for path in sources if path.is_relative_to(real)]
-    if inside:
-        raise FileExistsError(f"{dst} is or holds the source {inside[0]}: name another directory")
-    names = {path.name for path in dst.iterdir()} if dst.is_dir() else set()
-    if "config.json" not in names or not names & {SINGLE_FILE, INDEX_FILE}:
-        raise FileExistsError(
-            f"{dst} is no model directory with config.json and {SINGLE_FILE} or {INDEX_FILE}: --overwrite does not "
-            "replace it"
-        )
-    folders = sorted(path.name for path in dst.iterdir() if path.is_dir())
-    if folders:
-        raise FileExistsError(f"{dst} also holds the directory {folders[0]!r}: --overwrite does not delete it")
+    rewrite_checkpoint(
+        src,
+        dst,
+        tensors,
+        lambda members: _ShardWriter(tensors, members, divisors),
+        {**raw_config, "quantization_config": QUANTIZATION_CONFIG},
+        lambda done: progress("quantize", done, len(tensors)),
+    )
 
 
 def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[str, np.float32]:
@@ -215,14 +169,3 @@ class _ShardWriter:
                 nvfp4.quantize(self._tensors[f"{module}.weight"], self._divisors[module]),
             )
         return self._weight.codes if suffix == _PACKED else self._weight.scales
-
-
-def _copy_rest(src: Path, directory: Path) -> None:
-    """Copy tokenizer, generation config and licence: every file without weights."""
-    for file in src.iterdir():
-        if (
-            file.is_file()
-            and file.suffix not in (".safetensors", ".bin", ".npz", ".pt", ".pth")
-            and file.name not in ("config.json", INDEX_FILE)
-        ):
-            shutil.copyfile(file, directory / file.name)

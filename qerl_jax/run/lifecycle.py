@@ -18,6 +18,7 @@ from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.io.hub import is_hub_id
 from qerl_jax.io.run_files import (
     ADAPTER_DIR,
     CHECKPOINTS_DIR,
@@ -114,10 +115,11 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         console.print("evaluating the trained policy on the same problems …")
         _evaluate(run, recorder, state, "after")
     recorder.curves.close()
-    if is_done and config.lora_rank:
+    if is_done:  # `Config` refuses a run that trains neither adapters nor norms
         trained = run.policy.replace(norms=state.norms, lora=state.lora)
         norms = config.train_norms or trained.base_norms is not None
-        export_adapter(trained, directory / ADAPTER_DIR, norms=norms, base_model=str(config.model))
+        hub_id = config.model if is_hub_id(config.model) else None  # a directory is named by the policy
+        export_adapter(trained, directory / ADAPTER_DIR, norms=norms, base_model=hub_id)
     rows = read_metrics(directory)
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
@@ -136,7 +138,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         "completions": COMPLETIONS_DIR,
         "checkpoints": CHECKPOINTS_DIR,
         "plots": PLOTS_DIR,
-    } | ({"adapter": ADAPTER_DIR} if config.lora_rank else {})
+        "adapter": ADAPTER_DIR,
+    }
     summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
     summary_table(console, summary, [(name, str(directory / path)) for name, path in files.items()])
 
