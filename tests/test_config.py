@@ -68,6 +68,8 @@ def test_yaml_numbers_and_dashes(tmp_path):
         ("sigma_start: 0", ["sigma_start 0", "sigma_end 0.0005"]),
         ("num_stages: 2", ["num_stages 2", "'qerl'"]),
         ("delta: 1.1", ["delta 1.1", "0.28"]),
+        ("importance_sampling_floor: 3", ["importance_sampling_floor 3", "cap 2.0"]),
+        ("{importance_sampling_mode: token_mask, importance_sampling_cap: null}", ["'token_mask'", "no meaning"]),
         ("{loss_type: cispo, delta: 4}", ["delta 4", "cispo"]),
         ("{loss_type: cispo, epsilon_high: 0.28}", ["epsilon_high 0.28", "'cispo'"]),
         ("{overwrite: true, resume: auto}", ["overwrite", "'auto'"]),

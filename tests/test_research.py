@@ -29,8 +29,9 @@ def quick_compiles():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the program below a heading in an empty directory; returns its names."""
+    """Runs the program below a heading in an empty directory, with few problems; returns its names."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qerl_jax.data.problems.ARITHMETIC_TRAIN_SIZE", 40)
 
     def execute(heading: str) -> dict:
         names: dict = {"__name__": "research"}
@@ -87,7 +88,7 @@ def test_a_reward(run):
         assert float(total) == pytest.approx(2 * right + 0.5 * value)
 
 
-def test_a_noise(run, tmp_path):
+def test_a_noise(run, tmp_path, monkeypatch, capsys):
     """σ and noise are those of the program, in metrics, report and plots; a run that an error ended resumes with the
     same functions to the same bits, and with others not at all.
     """
@@ -106,8 +107,10 @@ def test_a_noise(run, tmp_path):
     config, hooks = names["config"], {"sigma": names["sigma"], "perturb": names["deeper_is_noisier"]}
     again = {name: value for name, value in vars(config).items() if name not in ("output_dir", "resume")}
     first = type(config)(**again, output_dir="again")
+    monkeypatch.setattr("qerl_jax.run.lifecycle.write_plots", lambda *_: None)  # seconds, and seen above
     with pytest.raises(KeyError):
         train(first, **hooks, on_step=stop)
+    assert "resume='auto' and the same functions: sigma, perturb" in capsys.readouterr().out
     second = type(config)(**again, output_dir="again", resume="auto")
     with pytest.raises(ConfigError, match="hook perturb is not what it was"):
         train(second, sigma=hooks["sigma"])

@@ -130,7 +130,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     phases.beat("stopped" if reason else "finished")
     if reason:
         console.print(f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")
-        console.print(run_directory.resume_command(directory), soft_wrap=True)
+        console.print(run.resume_command, soft_wrap=True)
         return
     files = {
         "report": REPORT_FILE,

@@ -54,6 +54,13 @@ class Run:
     eval_problems: list[EncodedProblem]
     hooks: Hooks = dataclasses.field(default_factory=Hooks)
 
+    @property
+    def resume_command(self) -> str:
+        """How to resume the run: a command line knows no functions of the user's."""
+        if given := ", ".join(self.hooks.given()):
+            return f"  train(config, …) with resume='auto' and the same functions: {given}"
+        return run_directory.resume_command(self.directory)
+
 
 def prepare(config: Config, console: Console) -> Run:
     """Check the config and load everything, before anything is written or deleted. Raises what `check` raises."""

@@ -162,4 +162,4 @@ class Recorder:
             console.print(f"step {step + 1} failed; {error}", soft_wrap=True, markup=False)
         else:
             console.print(f"step {step + 1} failed; the state after step {step} is saved, resume from it with")
-            console.print(run_directory.resume_command(self._run.directory), soft_wrap=True)
+            console.print(self._run.resume_command, soft_wrap=True)
