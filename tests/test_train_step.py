@@ -25,7 +25,9 @@ from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.load import Rewards
+from qerl_jax.rl.state import AdamW
 from qerl_jax.run import lifecycle
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
@@ -88,15 +90,15 @@ def step(tmp_path, monkeypatch):
         calls.update = arguments
         return arguments[0].replace(step=arguments[0].step + 1), {"loss": jnp.float32(0.5)}
 
-    for name, stand_in in {"generate": generate, "perturb": perturb, "grpo_step": grpo_step}.items():
+    for name, stand_in in {"generate": generate, "grpo_step": grpo_step}.items():
         monkeypatch.setattr(train, name, stand_in)
-    run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [])
+    hooks = Hooks(perturb=perturb)
+    run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks)
     recorder = object.__new__(Recorder)
     recorder.phases = Phases(tmp_path, None, run.console)
     recorder.record = lambda *arguments: setattr(calls, "record", arguments)
-    before = TrainState(
-        jnp.int32(STEP), jnp.int32(CURSOR), norms(0.3), "trained", None, None, graphdef, model, config, None
-    )
+    static = graphdef, model, config, AdamW.of(config)
+    before = TrainState(jnp.int32(STEP), jnp.int32(CURSOR), norms(0.3), "trained", None, None, *static)
     after = train.train_step(run, recorder, before)
     return types.SimpleNamespace(calls=calls, run=run, before=before, after=after, config=config)
 
@@ -144,7 +146,8 @@ def test_the_rewards(step):
 
 def test_the_update(step):
     """Advantages over the batch's deviation; failed and truncated rows masked; clean norms; the cursor past refills."""
-    state, frozen, batch = step.calls.update
+    state, frozen, batch, *of_hooks = step.calls.update
+    assert of_hooks == [None, False]
     assert frozen == "frozen" and state.norms is step.before.norms and state.lora == "trained"
     assert int(state.cursor) == CURSOR + 4 and int(state.step) == STEP
     rewards = np.array([2.1, 0.0, np.nan, 0.1, 2.1, 0.1])  # 2 · spy + 0.25 · other; other gives no value to row 1
