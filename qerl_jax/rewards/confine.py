@@ -5,11 +5,14 @@ Each layer is enforced by the kernel, not by Python, and the program cannot undo
 
 | layer | guarantee |
 |---|---|
-| limits | CPU seconds, address space, size of a file (standard output included), open files, no core dump |
+| limits | CPU seconds, address space, size of a file (standard output included), open files, threads, no core dump |
+| own directory | a tmpfs with a quota of bytes and files, deleted ones included, where a user namespace can be had; |
+| | elsewhere `sandbox` counts both, and threads, twenty times a second |
 | no capabilities, no new privileges | even as root the program has the rights of an ordinary user |
 | Landlock | read access to Python and the system's libraries, write access to its own directory, no other files |
 | seccomp | no new process or program, no socket, no signal to and no inspection of other processes, |
-| | no change of file modes, owners, times or resource limits |
+| | no change of file modes, owners, times, attributes or resource limits, no watching of other directories; |
+| | `prctl` and `ioctl` for a few harmless requests alone |
 
 The program can compute, use threads (not asyncio, which needs a socket), and read and write its own directory.
 Remaining risks: an exploit of a permitted system call, reading files beside Python's libraries, learning that a path
@@ -29,12 +32,16 @@ from typing import Any
 
 # Linux's numbers, from its headers (linux/prctl.h, landlock.h, seccomp.h, audit.h, capability.h).
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PRCTL_ALLOWED = (3, 15, 16, 0x53564D41)  # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (a name for memory)
+_IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FION/FIOCLEX
+_NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000  # unshare
+_PRIVATE_MOUNTS, _NOSUID_NODEV = (1 << 14) | (1 << 18), 2 | 4
 _SIGKILL = 9
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
 _FS_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # access kinds known to each Landlock version
 _CAPABILITY_VERSION = 0x20080522
-_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_ALLOW, _KILL, _EPERM, _ENOTTY, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050019, 0x00050026
 _LAST_KNOWN = 466  # higher system calls are newer than this table: the program gets ENOSYS
 _THREAD = 0x10000  # CLONE_THREAD
 _OWNERS = (8, 10, 15)  # fcntl's F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to other processes
@@ -61,12 +68,19 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5),
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14),
     "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
+    # watching other directories
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262), "fanotify_mark": (301, 263), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
     # access to more of the kernel
     "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
 }  # fmt: skip
 # Calls allowed or refused by their arguments.
-_DECIDED = {"clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "tgkill": (234, 131), "fcntl": (72, 25)}
+_DECIDED = {
+    "clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "tgkill": (234, 131), "fcntl": (72, 25),
+    "prctl": (157, 167), "ioctl": (16, 29),
+}  # fmt: skip
 _AUDIT = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # machine: column of these tables, audit number
 
 
@@ -80,6 +94,39 @@ def set_limits(limits: dict[str, int]) -> None:
     """Kernel limits by resource name ("AS", "CPU", …), soft and hard alike."""
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+
+
+def own_directory(libc: ctypes.CDLL, size: int, files: int) -> bool:
+    """Mount a tmpfs of `size` bytes and `files` files over the working directory, for this process alone. Returns
+    whether that can be had: it takes a user namespace, which some systems and containers refuse.
+    """
+    directory, user, group = os.getcwd(), os.getuid(), os.getgid()
+    if libc.unshare(_NEW_USER | _NEW_MOUNTS):
+        return False
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+        if libc.mount(None, b"/", None, _PRIVATE_MOUNTS, None):
+            return False
+        options = f"size={size},nr_inodes={files + 1},mode=700".encode()
+        if libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _NOSUID_NODEV, options):
+            return False
+        os.chdir(directory)
+    except OSError:
+        return False
+    return True
+
+
+def limit_threads(count: int, is_alone: bool) -> None:
+    """At most `count` threads of this user. The kernel counts all of a user's threads, in a user namespace of its own
+    (`is_alone`) those of that namespace; elsewhere the limit is `count` more than the whole system has. Root's are not
+    counted.
+    """
+    with open("/proc/loadavg", encoding="ascii") as file:
+        others = 0 if is_alone else int(file.read().split()[3].partition("/")[2])
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    set_limits({"NPROC": others + count if hard < 0 else min(hard, others + count)})
 
 
 def drop_privileges(libc: ctypes.CDLL) -> None:
@@ -148,6 +195,12 @@ def filter_program(machine: str, pid: int) -> bytes:
     code += decided(special["tgkill"], first, unless(0x15, pid, answer(_ALLOW)), _EPERM)
     owners = [line for command in _OWNERS for line in unless(0x15, command, answer(_EPERM))]
     code += decided(special["fcntl"], second, owners, _ALLOW)
+    for call, offset, allowed, otherwise in (
+        ("prctl", first, _PRCTL_ALLOWED, _EPERM),
+        ("ioctl", second, _IOCTL_ALLOWED, _ENOTTY),
+    ):
+        tests = [line for request in allowed for line in unless(0x15, request, answer(_ALLOW))]
+        code += decided(special[call], offset, tests, otherwise)
     code.append(answer(_ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in code)
 
@@ -163,6 +216,8 @@ def restrict_calls(libc: ctypes.CDLL) -> None:
 def confine(job: dict[str, Any]) -> None:
     """Apply all layers, irreversibly. Raises OSError naming the first layer that is unavailable."""
     libc = ctypes.CDLL(None, use_errno=True)
+    has_quota = own_directory(libc, job["directory"]["bytes"], job["directory"]["files"])
+    limit_threads(job["threads"], is_alone=has_quota)
     _checked("parent death signal", libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0))
     if os.getppid() != job["parent"]:
         os._exit(1)  # it died before the signal was set

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,8 +16,9 @@ import pytest
 from processes import is_running, missing_confinement
 
 from qerl_jax.rewards import confine, sandbox
+from qerl_jax.rewards.code import code
 from qerl_jax.rewards.functions import load_reward
-from qerl_jax.rewards.outcomes import RewardError
+from qerl_jax.rewards.outcomes import Crashed, RewardError
 
 confined = pytest.mark.skipif(bool(missing_confinement()), reason=missing_confinement())
 
@@ -45,7 +49,7 @@ def tried(action: str) -> str:
         ("import os; os.truncate('OUTSIDE', 0)", "PermissionError"),
         ("import os; os.chmod('OUTSIDE', 0o777)", "PermissionError"),
         ("import os; os.remove('OUTSIDE')", "PermissionError"),
-        ("import os; os.rename('OUTSIDE', 'mine')", "PermissionError"),
+        ("import os; os.rename('OUTSIDE', 'mine')", "PermissionError|OSError"),
         ("import os; os.symlink('OUTSIDE', 'mine')", "PermissionError"),
         ("open('OUTSIDE', 'a').write('x')", "PermissionError"),
         ("open('OUTSIDE').read()", "PermissionError"),
@@ -53,6 +57,12 @@ def tried(action: str) -> str:
         ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
         ("import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, 1)", "PermissionError"),
         ("import os; os.mkdir('directory')", "PermissionError"),
+        ("import ctypes; assert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == -1", "done"),
+        ("import ctypes; assert ctypes.CDLL(None).prctl(15, b'name', 0, 0, 0) == 0", "done"),
+        ("import ctypes; assert ctypes.CDLL(None).inotify_init1(0) == -1", "done"),
+        ("import ctypes; assert ctypes.CDLL(None).fanotify_init(0, 0) == -1", "done"),
+        ("import os; os.set_inheritable(os.pipe()[0], True)", "done"),
+        ("import tempfile; tempfile.TemporaryFile().write(b'x')", "done"),
         ("open('big', 'wb').write(bytes(20_000_000))", "OSError"),
         ("open('mine', 'w').write('x'); assert open('mine').read() == 'x'", "done"),
         ("import threading as t; x = t.Thread(target=int); x.start(); x.join()", "done"),
@@ -66,7 +76,7 @@ def test_what_a_program_can_do(action, outcome, tmp_path, monkeypatch):
     mode = outside.stat().st_mode
     monkeypatch.setenv("SECRET", "x")
     result = sandbox.run(tried(action.replace("OUTSIDE", str(outside))), "", 20.0)
-    assert result.ok and result.output == f"{outcome}\n"
+    assert result.ok and result.output.removesuffix("\n") in outcome.split("|")
     assert outside.read_text() == "kept" and outside.stat().st_mode == mode
 
 
@@ -104,6 +114,58 @@ def test_many_files_end_a_program_early():
     started = time.monotonic()
     result = sandbox.run("import time\nfor i in range(40): open(str(i), 'w')\ntime.sleep(1000)", "", 60.0)
     assert not result.ok and not result.timed_out and time.monotonic() - started < 30
+
+
+HOLD = """
+import os
+files = []
+for i in range(20):
+    files.append(open(f"{i}", "wb"))
+    os.remove(f"{i}")
+    files[-1].write(bytes(10**7))
+    files[-1].flush()
+import time
+time.sleep(1000)
+"""
+
+
+@confined
+@pytest.mark.parametrize("has_quota", [True, False])
+def test_deleted_files_that_are_held_open_count(has_quota, monkeypatch):
+    """200 MB of them: refused by the directory's own quota, or seen by the parent where no such directory is had."""
+    if not has_quota:
+        monkeypatch.setattr(confine, "__file__", without_namespaces())
+    started = time.monotonic()
+    result = sandbox.run(HOLD, "", 60.0)
+    assert not result.ok and not result.timed_out and time.monotonic() - started < 30
+
+
+def without_namespaces() -> str:
+    """A copy of `confine` on a system that refuses user namespaces."""
+    path = Path(tempfile.mkdtemp()) / "confine.py"
+    text = Path(confine.__file__).read_text()
+    assert "if libc.unshare(_NEW_USER | _NEW_MOUNTS):" in text
+    path.write_text(text.replace("if libc.unshare(_NEW_USER | _NEW_MOUNTS):", "if True:"))
+    return str(path)
+
+
+@confined
+def test_many_threads_end_a_program_early():
+    program = "import threading, time\nthreading.stack_size(65536)\nfor _ in range(500):\n"
+    program += "    threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+    started = time.monotonic()
+    result = sandbox.run(program, "", 60.0)
+    assert not result.ok and not result.timed_out and time.monotonic() - started < 30
+
+
+def test_a_full_disk_is_no_score(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sandbox, "run", full)
+    info = {"test_cases": [{"input": "1", "output": "1"}]}
+    (value,) = code(completions=["```python\nprint(1)\n```"], verification_info=[info], reward_timeout=[5.0])
+    assert isinstance(value, Crashed) and math.isnan(value)
 
 
 GRADER = """
@@ -185,6 +247,12 @@ def test_the_filter_decides_as_it_says(machine):
     assert decide(special["prlimit64"], first=0) == allow and decide(special["prlimit64"], first=1) == eperm
     assert decide(special["tgkill"], first=77) == allow and decide(special["tgkill"], first=78) == eperm
     assert decide(special["fcntl"], second=1) == allow and decide(special["fcntl"], second=8) == eperm
+    set_name, death_signal, no_new_privileges = 15, 1, 38
+    assert decide(special["prctl"], first=set_name) == allow
+    assert decide(special["prctl"], first=death_signal) == decide(special["prctl"], first=no_new_privileges) == eperm
+    get_terminal, set_flags, push_back = 0x5401, 0x40086602, 0x5412
+    assert decide(special["ioctl"], second=get_terminal) == allow
+    assert decide(special["ioctl"], second=set_flags) == decide(special["ioctl"], second=push_back) == 0x50000 + 25
 
 
 def test_no_machine_without_a_table_and_no_system_but_linux(monkeypatch):
