@@ -55,7 +55,7 @@ def learnt(tmp_path_factory):
 
 
 def test_the_reward_rises(learnt):
-    """Of at most 2.2: by 0.6 or more from the first two steps to the last five."""
+    """It rises by 0.6 of at most 2.2 or more from the first two steps to the last five."""
     directory, _ = learnt
     rewards = [row["reward"] for row in read_metrics(directory)]
     assert len(rewards) == STEPS

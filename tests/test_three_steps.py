@@ -75,7 +75,7 @@ SETTINGS = {
     "seed": 5,
 }
 FAILED = {2: [9]}  # a row of the second step, before its refill
-UNCHECKED = ("time/", "step_time", "tokens_per_second", "compilations")  # of the machine
+UNCHECKED = ("time/", "step_time", "tokens_per_second", "compilations")  # the machine decides
 
 
 def write_problems(path, count: int, first: int) -> list[dict]:

@@ -41,12 +41,12 @@ def is_equal(rewards: list[float]) -> bool:
 
 
 def mean(values: list[float]) -> float:
-    """Of those that are no NaN."""
+    """Mean of the values that are no NaN."""
     return float(np.mean([value for value in values if not math.isnan(value)]))
 
 
 def deviation(values: list[float]) -> float:
-    """Bessel's, of those that are no NaN; 0 of a single one."""
+    """Sample standard deviation of the values that are no NaN; 0 of a single one."""
     known = [value for value in values if not math.isnan(value)]
     return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
 
