@@ -39,7 +39,7 @@ from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.fingerprints import fingerprints
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
-from qerl_jax.types import TrainState
+from qerl_jax.types import Policy, TrainState
 
 
 def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
@@ -115,11 +115,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         console.print("evaluating the trained policy on the same problems …")
         _evaluate(run, recorder, state, "after")
     recorder.curves.close()
-    if is_done:  # `Config` refuses a run that trains neither adapters nor norms
-        trained = run.policy.replace(norms=state.norms, lora=state.lora)
-        norms = config.train_norms or trained.base_norms is not None
-        hub_id = config.model if is_hub_id(config.model) else None  # a directory is named by the policy
-        export_adapter(trained, directory / ADAPTER_DIR, norms=norms, base_model=hub_id)
+    if is_done:
+        export_trained(run.policy, state, directory / ADAPTER_DIR)
     rows = read_metrics(directory)
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
@@ -142,6 +139,15 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     }
     summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
     summary_table(console, summary, [(name, str(directory / path)) for name, path in files.items()])
+
+
+def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
+    """Write the adapter of a run, with the layer norms where they were trained or imported."""
+    config = state.config
+    trained = policy.replace(norms=state.norms, lora=state.lora)
+    norms = config.train_norms or trained.base_norms is not None
+    hub_id = config.model if is_hub_id(config.model) else None  # a directory is named by the policy
+    export_adapter(trained, directory, norms=norms, base_model=hub_id)
 
 
 def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
