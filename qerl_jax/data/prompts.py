@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,22 +105,66 @@ def encode_problems(
 
 def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[list[int]]:
     """Token ids of each prompt, ready for the assistant's turn. A conversation brings its own system message or none.
-    Without a chat template: all messages with a blank line between them.
+    Without a chat template: all messages with a blank line between them. The text of a control token inside a message,
+    such as `<|im_end|>`, is encoded as text: only the template makes turns.
 
-    Raises DataError where the chat template fails.
+    Raises DataError where the chat template fails, or drops a message of the user or the system.
     """
     system = (("system", system_prompt),) if system_prompt else ()
     # The tokenizer is called without `verbose`: prompts that are too long are counted elsewhere.
     conversations = [problem.messages or (*system, ("user", problem.prompt)) for problem in problems]
+    conversations, cut = _cut_controls(conversations, tokenizer)
     if not tokenizer.chat_template:
         texts = ["\n\n".join(content for _, content in messages) for messages in conversations]
-        return tokenizer(texts, verbose=False)["input_ids"]
+        return _token_ids(texts, tokenizer, cut)
     turns = [[{"role": role, "content": content} for role, content in messages] for messages in conversations]
     try:
         texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program and may raise anything
         raise DataError(f"the model's chat template fails on {turns[0]!r}: {error!r}") from error
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    for messages, text in zip(conversations, texts, strict=True):
+        for role, content in messages:
+            if role in ("system", "user") and content.strip() not in text:
+                raise DataError(
+                    f"the model's chat template drops the {role}'s turn: {content[:60]!r} is not in {text[:200]!r}"
+                )
+    return _token_ids(texts, tokenizer, cut, add_special_tokens=False)
+
+
+Conversation = Sequence[tuple[str, str]]
+
+
+def _cut_controls(conversations: list[Conversation], tokenizer: Any) -> tuple[list[Conversation], str]:
+    """The conversations with a mark behind the first character of every control token's text, and the mark; "" where
+    no message holds such a text.
+    """
+    tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
+    controls = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    contents = [content for messages in conversations for _, content in messages]
+    if not tokens or not any(map(controls.search, contents)):
+        return conversations, ""
+    mark = "\ue5a1\uf2c3"  # private use
+    while any(mark in content for content in contents):
+        mark += "\ue5a1"
+
+    def cut(content: str) -> str:
+        return controls.sub(lambda match: match[0][0] + mark + match[0][1:], content)
+
+    return [[(role, cut(content)) for role, content in messages] for messages in conversations], mark
+
+
+def _token_ids(texts: list[str], tokenizer: Any, cut: str, **options: bool) -> list[list[int]]:
+    """Token ids of each text, whose pieces between the marks `cut` are encoded by themselves."""
+    if not cut:
+        return tokenizer(texts, verbose=False, **options)["input_ids"]
+    encoded = []
+    for text in texts:
+        first, *rest = text.split(cut)
+        pieces = tokenizer([first], verbose=False, **options)["input_ids"]
+        if rest:
+            pieces += tokenizer(rest, verbose=False, add_special_tokens=False)["input_ids"]
+        encoded.append([number for piece in pieces for number in piece])
+    return encoded
 
 
 def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:

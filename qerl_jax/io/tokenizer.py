@@ -37,7 +37,9 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         probe = [{"role": "user", "content": _PROBE}]
-        text = tokenizer.apply_chat_template(probe, tokenize=False) if tokenizer.chat_template else _PROBE
+        text = _PROBE
+        if tokenizer.chat_template:  # as prompts are made
+            text = tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
         tokenizer(text)
         largest = max(tokenizer.get_vocab().values(), default=-1)
     except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
