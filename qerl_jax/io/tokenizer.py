@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ from qerl_jax.io.safetensors import CheckpointError
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
 
+# Modules that warn of Mistral's pattern, in one or another version of transformers.
+_WARNING_LOGGERS = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 _PROBE = "What is 17 times 23?"
 
 
@@ -32,10 +38,9 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             f"{path} holds {present} but neither tokenizer.json nor vocab.json with merges.txt: the tokenizer has no "
             "vocabulary"
         )
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        with _quiet():
+            tokenizer = _auto_tokenizer().from_pretrained(str(path), local_files_only=True)
         probe = [{"role": "user", "content": _PROBE}]
         text = _PROBE
         if tokenizer.chat_template:  # as prompts are made
@@ -51,3 +56,36 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             f"{path}: the tokenizer's ids reach {largest}, but the embedding has vocab_size {vocab_size} rows"
         )
     return tokenizer
+
+
+def _auto_tokenizer() -> Any:
+    """transformers' AutoTokenizer, imported without its advice to install PyTorch, which nothing here uses."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+    return AutoTokenizer
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warning of "an incorrect regex pattern", which is meant for tokenizers of Mistral. Versions
+    give it for any directory whose config.json does not say otherwise. Ids are those of the file's own pattern.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "fix_mistral_regex" not in record.getMessage()
+
+    loggers = [logging.getLogger(name) for name in _WARNING_LOGGERS]
+    for logger in loggers:
+        logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_other)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -286,3 +289,28 @@ def test_tokenizer_is_optional_and_exact(data, micro_dir):
     assert text.startswith("<|im_start|>system\n") and text.endswith(
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+LOAD = """
+import importlib.util, json, sys
+from pathlib import Path
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)  # as if not installed
+from qerl_jax.io.tokenizer import load_tokenizer
+place = Path(sys.argv[1])
+tokenizer, cases = load_tokenizer(place), json.loads((place / "golden_encodings.json").read_text())
+print(sum(tokenizer.encode(case["text"]) == case["ids"] for case in cases), len(cases))
+"""
+
+
+def test_nothing_is_said_while_a_sound_tokenizer_loads(data, tmp_path):
+    """Neither of PyTorch's absence nor of the pattern of Mistral's tokenizers, of which transformers warns where
+    config.json names no model_type; the ids of all golden encodings are exact.
+    """
+    shutil.copytree(data / "qwen2.5_tokenizer", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "model")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    exact, count = map(int, run.stdout.split())
+    assert run.stderr == "" and exact == count > 5
