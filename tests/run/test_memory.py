@@ -139,7 +139,8 @@ def test_every_array_of_a_7b_run_by_hand(monkeypatch):
     widths = [d + d, d + kv, d + kv, d + d, d + f, d + f, f + d]  # K + N of q, k, v, o, gate, up, down
     trained = 4 * (layers * rank * sum(widths) + 2 * layers * d)
     moments, counters = 2 * trained, 4 * 4  # AdamW's two; steps, problems drawn, two counts of the optimizer
-    assert planned.state == trained + moments + counters
+    reference = 4 * 2 * layers * d  # the norms before training
+    assert planned.state == trained + moments + counters + reference
     assert planned.gradient == trained
     assert planned.update_state == trained + trained + moments + counters - 8  # gradient, parameters, optimizer
     assert (
