@@ -26,7 +26,7 @@ def rows(count: int) -> list[dict]:
 
 
 def test_a_finished_run(tmp_path):
-    config = Config(model="m", seed=3, lora_target_modules=("q_proj",), output_dir=str(tmp_path))
+    config = Config(model="m", max_steps=200, seed=3, lora_target_modules=("q_proj",), output_dir=str(tmp_path))
     metrics = rows(20)
     write_plots(tmp_path, metrics)
     before, after = Evaluation(0.5, 0.4, 0.6, 0.9, 1, 0, 12.5, 200, 1), Evaluation(0.75, 0.7, 0.8, 0.9, 1, 0, 9, 200, 1)
@@ -42,7 +42,7 @@ def test_a_finished_run(tmp_path):
     assert "| rollout | 60.0 | 60 % |" in text and "| update | 20.0 | 20 % |" in text
     assert "| evaluation (since the last start) | 20.0 | 20 % |" in text
     settings = text.split("## Settings")[1].split("##")[0]
-    assert re.findall(r"\| `(\w+)` ", settings) == ["model", "output_dir", "seed", "lora_target_modules"]
+    assert re.findall(r"\| `(\w+)` ", settings) == ["model", "output_dir", "seed", "max_steps", "lora_target_modules"]
     assert "| `seed` | 3 | 0 |" in settings
     links = re.findall(r"!\[\w+\]\((.+?)\)", text)
     assert "plots/accuracy.png" in links and all(
@@ -54,7 +54,9 @@ def test_a_finished_run(tmp_path):
 def test_a_stopped_run_with_something_to_look_at(tmp_path):
     metrics = rows(3)
     metrics[1] |= {"skipped": 2.0, "completions/failed": 1.0}
-    text = write_report(tmp_path, Config(model="m"), metrics, Ending(3, "SIGTERM", {}, {}, 1)).read_text()
+    text = write_report(
+        tmp_path, Config(model="m", max_steps=200), metrics, Ending(3, "SIGTERM", {}, {}, 1)
+    ).read_text()
     assert "stopped by SIGTERM after step 3 of 200" in text and "evaluation |" not in text
     for words in ("2 updates were not finite", "1 completions", "1 of the phases"):
         assert words in text, words
@@ -62,5 +64,5 @@ def test_a_stopped_run_with_something_to_look_at(tmp_path):
 
 
 def test_a_run_stopped_before_its_first_step(tmp_path):
-    text = write_report(tmp_path, Config(model="m"), [], Ending(0, "SIGINT", {}, {}, 0)).read_text()
+    text = write_report(tmp_path, Config(model="m", max_steps=200), [], Ending(0, "SIGINT", {}, {}, 0)).read_text()
     assert "stopped by SIGINT after step 0" in text and "![" not in text
