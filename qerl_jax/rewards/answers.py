@@ -22,8 +22,13 @@ _PUNCTUATION = re.compile(r"[\s.,;:?()~≈%°€£¥₹¢\"“”]|\\%|/(?=[hs]\
 _UNITS = frozenset({"a", "m", "g", "l", "h", "s"})  # other single letters are variables or labels
 _CHANGES = re.compile(  # words that change the value of the number beside them
     "pi|sqrt|root|log|ln|sin|cos|tan|exp|squared|cubed|plus|minus|factorial|negative|not|"
-    "hundred|thousand|million|billion|trillion"
+    "hundred|thousand|million|billion|trillion|dozens?|half|halves|halved|twice|thrice|doubled?|tripled?"
 )
+_BOUNDS = re.compile(  # phrases that make it a bound or a part
+    r"\b(?:(?:less|more|fewer|greater|larger|smaller|bigger|higher|lower) than|at (?:least|most)|up to|below zero|"
+    r"or (?:less|more|fewer)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s? of)\b"
+)
+_BOUND_BEFORE = re.compile(r"\b(?:under|over|below|above|exceeds|exceeding)\s*$")
 _ANNOUNCE = re.compile(
     "about|answer|approximately|are|equals|exactly|hence|is|it's|just|only|so|sum|therefore|thus|total"
 )
@@ -48,7 +53,8 @@ def parse_number(text: str) -> Fraction | None:
     Understands thousands commas, `$`, `%` and other units, an announcing phrase (`x = 12`, `the answer is 12`), a sign,
     decimals, fractions (`3/4`, `\\frac{3}{4}`) and `\\boxed{…}`. A number inside an expression does not count: one that
     touches a letter (`B3`, `2x`), is next to an operator, a variable or a word that changes its value (`x^2`,
-    `2\\sqrt{x}`, `2 million`), or belongs to a label (`Room 3`). A text of more than 1000 characters states no number.
+    `2\\sqrt{x}`, `2 million`, `half of 4`) or makes it a bound (`less than 5`), or belongs to a label (`Room 3`). A
+    text of more than 1000 characters states no number.
     """
     if len(text) > _LONGEST:
         return None
@@ -81,6 +87,8 @@ def _is_beside(parts: list[str]) -> bool:
         and last[0][0].isupper()
         and not _ANNOUNCE.fullmatch(last[0].lower())
     ):
+        return False
+    if any(_BOUNDS.search(part.lower()) for part in parts) or _BOUND_BEFORE.search(before.lower()):
         return False
     parts = [_ASSIGNED.sub("", before), *between, after]
     words = [word for part in parts for word in _WORD.findall(part)]
