@@ -11,6 +11,7 @@ import lzma
 import os
 import shutil
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,16 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Compiling is most of the tests' time: what one test, worker or subprocess of a session compiles, the others load.
+_OWN_CACHE = None if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="qerl-jax-tests-")
+if _OWN_CACHE is not None:  # workers of xdist inherit it
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _OWN_CACHE
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 from jaxtyping import install_import_hook
 
 install_import_hook("qerl_jax", "typecheck.check")
 
-import jax
 import pytest
 
 DATA = Path(__file__).parent / "data"
@@ -37,9 +42,13 @@ IGNORED_WARNINGS: tuple[str, ...] = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    jax.config.update("jax_enable_compilation_cache", False)
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_unconfigure() -> None:
+    if _OWN_CACHE is not None:
+        shutil.rmtree(_OWN_CACHE, ignore_errors=True)
 
 
 @pytest.fixture

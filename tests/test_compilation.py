@@ -70,8 +70,12 @@ def test_the_default_directory(monkeypatch):
 
 
 def test_a_disabled_cache_stays_disabled(tmp_path):
-    """As in these tests."""
-    assert "no compilation cache" in use_compilation_cache(str(tmp_path / "unused"))
+    was = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert "no compilation cache" in use_compilation_cache(str(tmp_path / "unused"))
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
     assert not (tmp_path / "unused").exists()
 
 

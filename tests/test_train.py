@@ -30,6 +30,16 @@ from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Sampling
 
+together = pytest.mark.xdist_group("a finished run")  # one worker runs the tests that share `finished`
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """These tests cost compile time, not run time; the programs are those of `runs.start`."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -54,6 +64,7 @@ def finished(tmp_path_factory):
     return directory, config
 
 
+@together
 def test_a_run_leaves_what_it_promises(finished):
     directory, config = finished
     for name in (
@@ -75,6 +86,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert "passed watchdog_seconds" in (directory / "report.md").read_text()
 
 
+@together
 def test_metrics_of_a_run(finished):
     directory, config = finished
     rows = read_metrics(directory)
@@ -100,6 +112,7 @@ def test_metrics_of_a_run(finished):
     assert [row["num_tokens"] for row in rows] == sorted(row["num_tokens"] for row in rows)
 
 
+@together
 def test_completions_of_a_run_agree_with_its_metrics(finished):
     directory, config = finished
     drawn = []
@@ -121,6 +134,7 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
     assert {True, False} == set(drawn)
 
 
+@together
 def test_resumed_from_a_path_goes_on_in_a_new_directory(finished, tmp_path):
     """From the checkpoint after step 5 of a copy, the last step again, elsewhere: the same end and the same files."""
     through, config = finished
@@ -153,6 +167,7 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
 
 
+@together
 def test_used_directory_and_other_config_are_refused(finished, tmp_path):
     directory, config = finished
     with pytest.raises(ConfigError, match="holds a run already"):

@@ -92,7 +92,7 @@ def lower(jitted: Callable, args: Any, *static: Any) -> jax.stages.Lowered:
 
 def run(script: Path, *arguments: str) -> subprocess.CompletedProcess:
     """A script in a process of its own, because XLA's flags are read once; fails with the end of its stderr."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     ran = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran
