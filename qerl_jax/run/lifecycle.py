@@ -61,7 +61,8 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if run.eval_problems and recorder.evaluations.get("before") is None:
         console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …")
         _evaluate(run, recorder, state, "before")
-    compile_ahead(run, state)
+    if int(state.step) < config.num_rollouts:  # a finished run is resumed for its evaluation, plots and adapter alone
+        compile_ahead(run, state)
     return recorder, state
 
 
