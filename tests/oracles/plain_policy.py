@@ -127,7 +127,14 @@ def sample(
 ) -> list[dict[str, Any]]:
     """`group` completions of each problem: the whole forward pass of every row for each token."""
     rows = [
-        {"problem": problem, "sample": g, "ids": list(problem["ids"]), "logprobs": [], "finish": LENGTH}
+        {
+            "problem": problem,
+            "sample": g,
+            "ids": list(problem["ids"]),
+            "logprobs": [],
+            "entropies": [],
+            "finish": LENGTH,
+        }
         for problem in problems
         for g in range(group)
     ]
@@ -148,6 +155,9 @@ def sample(
             token = int(np.argmax(kept + noise[i, t]))
             row["ids"].append(token)
             row["logprobs"].append(kept[token] - log_sum_exp(kept)[0])
+            every = logits[i, at - 1] / sampling["temperature"]  # the policy's own entropy: nothing is truncated
+            logp = every - log_sum_exp(every)
+            row["entropies"].append(-float(np.sum(np.exp(logp) * logp)))
             row["finish"] = EOS if token in eos else LENGTH
     for row in rows:
         row["new"] = row["ids"][len(row["problem"]["ids"]) :]

@@ -272,6 +272,7 @@ class PlainRun:
             "reward_std": float(np.mean([deviation(one) for one in groups])),
             "accuracy": float(np.mean([row["parts"][correctness] > 0 for row in rows])),
             "frac_reward_zero_std": float(np.mean([is_equal(one) for one in groups])),
+            "sampling/entropy": float(np.mean([value for row in rows for value in row["entropies"]])),
             "completions/mean_length": float(np.mean(lengths)),
             "completions/min_length": min(lengths),
             "completions/max_length": max(lengths),
