@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from qerl_kernels import dispatch
 
-from qerl_jax.command_line.train import parse
 from qerl_jax.config import Config, load, to_mapping
 from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.config.values import coerce
@@ -20,6 +19,7 @@ from qerl_jax.io import assets
 from qerl_jax.rl import plan
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.memory import memory_report
+from qerl_jax.train import main
 
 ROOT = Path(__file__).parent.parent
 SHAPES = ROOT / "tests" / "data" / "qwen2.5_configs"
@@ -34,17 +34,17 @@ def recipe(name: str) -> Config:
 
 SCRIPTS = json.loads((ROOT / "tests" / "golden" / "release_scripts.json").read_text())["scripts"]
 OF_SCRIPT = {f"dapo_qwen2.5-{s}_{f}_single_gpu.sh": f"release-{s}-{f}" for s in SIZES for f in ("nvfp4", "bf16")}
-WITHOUT_RECIPE = {"llama3.1_8b_nemotron.sh"}  # the README says why
+OF_SCRIPT["llama3.1_8b_nemotron.sh"] = "release-llama3.1-8b-nvfp4"
+BASELINES = [(size, stored) for size in ("3b", "7b") for stored in ("nf4", "mxfp4")]  # in the paper's GSM8K tables
 MORE_DATA = [f"release-{name}-7b-nvfp4" for name in ("dapomath", "miromind", "codeforces")]
 FIELDS = typing.get_type_hints(Config)
 
 
 def test_every_recipe_is_there():
     papers = [f"{d}-{s}-{f}" for d, s in TWINS for f in ("nvfp4", "bf16")]
+    papers += [f"gsm8k-{size}-{stored}" for size, stored in BASELINES]
     assert assets.recipes() == sorted(["tiny", *papers, *OF_SCRIPT.values(), *MORE_DATA])
-    assert OF_SCRIPT.keys() | WITHOUT_RECIPE == SCRIPTS.keys()
-    text = (ROOT / "README.md").read_text()
-    assert all(f"`{script}` has no recipe" in text for script in WITHOUT_RECIPE)
+    assert OF_SCRIPT.keys() == SCRIPTS.keys()
 
 
 @pytest.mark.parametrize("script", OF_SCRIPT)
@@ -64,9 +64,10 @@ def test_recipes_are_the_released_scripts(script):
             expected = value == "True" if hint is bool else coerce(name, value, hint)
             assert getattr(config, name) == expected, name
     completions = int(flags["per_device_train_batch_size"]) * int(flags["gradient_accumulation_steps"])
-    size, stored = re.fullmatch(r"dapo_qwen2.5-(\d+b)_(\w+)_single_gpu.sh", script).groups()
     assert config.batch_size == completions and config.train_norms == (flags["ln"] == "True")
-    assert (config.model, config.weight_format) == (f"Qwen2.5-{size.upper()}-Instruct", stored)
+    if qwen := re.fullmatch(r"dapo_qwen2.5-(\d+b)_(\w+)_single_gpu.sh", script):
+        size, stored = qwen.groups()
+        assert (config.model, config.weight_format) == (f"Qwen2.5-{size.upper()}-Instruct", stored)
     assert "sigma_start" in flags or (config.sigma_start, config.sigma_end) == (0, 0)
     assert config.max_steps == -1 and config.importance_sampling_cap is None
 
@@ -91,12 +92,19 @@ def test_other_datasets_of_the_7b_script(name):
     assert with_rewards(recipe(name)).reward_funcs == tuple(PRESETS[dataset].rewards)
 
 
-def test_baselines_of_other_formats_are_the_flags_of_the_readme():
-    (command,) = re.findall(r"`(--config \S+ --weight-format nf4 [^`]*)`", (ROOT / "README.md").read_text())
-    ours, base = to_mapping(parse(command.split())), to_mapping(recipe("gsm8k-7b-nvfp4"))
+def test_llama_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["--config", "release-llama3.1-8b-nvfp4", "--model", str(tmp_path), "--output-dir", "run"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(tmp_path / "config.json") in said and "llama" in said
+
+
+@pytest.mark.parametrize(("size", "stored"), BASELINES)
+def test_baselines_differ_in_format_and_noise_alone(size, stored):
+    ours, base = (to_mapping(recipe(f"gsm8k-{size}-{name}")) for name in (stored, "nvfp4"))
     changed = {key: ours[key] for key in ours if ours[key] != base[key]}
     noise = {"sigma_start": 0.0, "sigma_end": 0.0}
-    assert changed == noise | {"weight_format": "nf4", "output_dir": "runs/gsm8k-7b-nf4"}
+    assert changed == noise | {"weight_format": stored, "output_dir": f"runs/gsm8k-{size}-{stored}"}
 
 
 @pytest.mark.parametrize(("dataset", "size"), TWINS)
