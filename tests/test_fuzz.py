@@ -125,6 +125,8 @@ def flags(model: Path, dataset: Path, directory: Path) -> list[str]:
         str(directory),
         "--lora-rank",
         "2",
+        "--max-steps",
+        "1",
         *lengths,
     ]
 
@@ -210,7 +212,7 @@ def test_a_damaged_config_is_refused_or_read_as_written(models, dataset, attempt
     """40 mutations a block: of the values, and of the text."""
     plain = {
         **to_mapping(Config(model=str(models[1]), dataset=str(dataset), output_dir=str(tmp_path / "out"))),
-        **{"lora_rank": 2, "max_prompt_length": 120, "max_completion_length": 8},
+        **{"lora_rank": 2, "max_steps": 1, "max_prompt_length": 120, "max_completion_length": 8},
     }
     refused = 0
     for case in range(40 * block, 40 * block + 40):

@@ -341,12 +341,13 @@ def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy, monkeypa
 
 
 def test_keys_make_the_samples(policy, free):
-    """Equal ids draw equally; another id, key or step draws differently."""
+    """An id that comes twice continues its samples; another id, key or step draws differently."""
     twice = generate(policy, Prompts.from_lists([PROMPTS[0]] * 4, ids=[0, 0, 1, 9]), FREE, KEY)
-    assert_same_rows(twice, [0, 1], twice, [2, 3])
+    larger = FREE.replace(num_generations=2 * FREE.num_generations)
+    assert_same_rows(twice, range(4), generate(policy, PROMPTS[:1], larger, KEY), range(4))
     assert_same_rows(twice, [0, 1], free, [0, 1])
     ids = completion_ids(twice)
-    assert len({tuple(i) for i in ids}) == 6
+    assert len({tuple(i) for i in ids}) == 8
     other = generate(policy, PROMPTS, FREE, jax.random.fold_in(KEY, 1))
     assert all(a != b for a, b in zip(completion_ids(other), completion_ids(free), strict=True))
 
