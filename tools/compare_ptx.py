@@ -353,7 +353,8 @@ def normalized(printed: str) -> str:
     ptx = re.sub(r"^\s*\.(loc|file)\s[^\n]*", "", ptx, flags=re.M)
     ptx = re.sub(r"^\$L__(tmp|func_begin)\d+:", "", ptx, flags=re.M)
     statements = re.sub(r"; ?", ";\n", " ".join(ptx.split()))
-    return re.sub(r"^((?:[\w$]+: )*)(?:[{}] ?)+", r"\1", statements, flags=re.M)
+    # Braces stand before, between and behind the labels of a statement.
+    return re.sub(r"^(?:[{}] ?|[\w$]+: )+", lambda prefix: re.sub(r"[{}] ?", "", prefix[0]), statements, flags=re.M)
 
 
 def record_case(case: Case) -> tuple[str, list[int]]:
