@@ -203,6 +203,9 @@ class NumpyMachine:
 
     # ---- memory ----
 
+    def mad_wide(self, base, *terms):
+        return base + sum((np.asarray(index, np.int64) & 0xFFFFFFFF) * stride for index, stride in terms)
+
     def load_global(self, at, words: int, flag, byte: int = 0):
         on = self.active & (self.every(flag) != 0)
         found = np.zeros((self.threads, 4 * words), np.uint8)
@@ -264,6 +267,9 @@ class NumpyMachine:
             if not self.eager:
                 now = came & self.active[thread]
                 self.shared[places[now]] = data[now]
+
+    def shared_address(self, at):
+        return at
 
     def shared_places(self, at, size: int, on) -> np.ndarray:
         assert not (at[on] % size).any() and (at[on] + size <= len(self.shared)).all()
@@ -341,10 +347,10 @@ class NumpyMachine:
     # ---- tensor cores ----
 
     def mma(self, sums, a, b, dtype="bf16"):
-        assert dtype == "bf16"
+        number = {"bf16": jnp.bfloat16, "f16": np.float16}[dtype]
         warps = self.threads // 32
         elements = lambda word: [  # noqa: E731
-            (self.every(word).astype(np.uint32) >> np.uint32(16 * e) << np.uint32(16)).view(np.float32).astype(float)
+            (self.every(word).astype(np.uint32) >> np.uint32(16 * e)).astype(np.uint16).view(number).astype(float)
             for e in range(2)
         ]
         warp, g, q = np.arange(self.threads) // 32, self.lane // 4, self.lane % 4

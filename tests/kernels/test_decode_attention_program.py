@@ -1,0 +1,145 @@
+"""Parts of the attention kernel on a CPU: a KV tile as operands of the matmuls, their instructions run for all threads
+of a warpgroup on the numpy machine; which CTA has which tile; and the merge of partials."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy_machine import NumpyMachine
+from qerl_kernels.decode_attention import kv_tiles
+from qerl_kernels.decode_attention.combine import Partial, merge
+from qerl_kernels.decode_attention.config import KV_TILE, QUERIES, SPLITS, AttentionConfig, partial_slots
+from qerl_kernels.decode_attention.consumer import M_INIT
+from qerl_kernels.decode_attention.work import Global, Work
+
+THREAD = np.arange(128)
+WARP, G, C = THREAD // 32, THREAD % 32 // 4, THREAD % 4  # a thread's places in the fragments of `mma.m16n8k16`
+TILE_AT = 2048
+E4M3 = jnp.float8_e4m3fn
+shapes = pytest.mark.parametrize("width", [64, 128])
+dtypes = pytest.mark.parametrize("dtype", [jnp.bfloat16, E4M3], ids=["bf16", "e4m3"])
+
+
+def machine_with(tile: np.ndarray) -> NumpyMachine:
+    """Shared memory that has a tile [64, H] as TMA writes it: blocks of 8 tokens × 128 bytes (64 where a token has no
+    more), the 16-byte chunk j of token t at j ^ t (j ^ (t / 2))."""
+    machine = NumpyMachine(128, shared_bytes=TILE_AT + tile.nbytes)
+    tokens = tile.view(np.uint8).reshape(KV_TILE, -1, 16)
+    chunks = min(8, tokens.shape[1])
+    for t, j in np.ndindex(tokens.shape[:2]):
+        block = t // 8 * (tokens.shape[1] // chunks) + j // chunks
+        chunk = j % chunks ^ (t % 8 if chunks == 8 else t % 8 // 2)
+        at = TILE_AT + (block * 8 + t % 8) * 16 * chunks + 16 * chunk
+        machine.shared[at : at + 16] = tokens[t, j]
+    return machine
+
+
+def words(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Two 16-bit numbers of each thread as a word."""
+    return low.view(np.uint16).astype(np.int64) | high.view(np.uint16).astype(np.int64) << 16
+
+
+@shapes
+@dtypes
+def test_scores(width, dtype):
+    """`K qᵀ` of each warp's 16 tokens. In e4m3 thread c of four holds dims 4 c to 4 c + 3 of every 16."""
+    rng = np.random.default_rng(width)
+    keys = rng.normal(size=(KV_TILE, width)).astype(dtype)
+    q = rng.normal(size=(QUERIES, width)).astype(np.float16 if dtype == E4M3 else jnp.bfloat16)
+    machine = machine_with(keys)
+    operands = kv_tiles.load_keys(machine, TILE_AT, width, dtype == E4M3)
+    assert len(operands) == width // 16
+    sums = [np.zeros(128, np.float32)] * 4
+    for i, a in enumerate(operands):
+        first, second = (4 * C, 4 * C + 2) if dtype == E4M3 else (2 * C, 2 * C + 8)
+        b = [words(q[G, 16 * i + at], q[G, 16 * i + at + 1]) for at in (first, second)]
+        sums = machine.mma(sums, a, b, "f16" if dtype == E4M3 else "bf16")
+    exact = keys.astype(np.float64) @ q.astype(np.float64).T
+    for i, found in enumerate(sums):
+        np.testing.assert_allclose(found, exact[16 * WARP + G + 8 * (i // 2), 2 * C + i % 2], atol=1e-4)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("tokens", [-5, 0, 1, 2, 9, 17, 32, 63, 64, 200])
+def test_values(width, dtype, tokens):
+    """`Vᵀ Pᵀ` over the tile's first tokens; behind them V is NaN. In e4m3 the rows are even dims, then odd ones."""
+    rng = np.random.default_rng(width)
+    values = rng.normal(size=(KV_TILE, width)).astype(dtype)
+    count = min(max(tokens, 0), KV_TILE)
+    values[count:] = np.nan
+    number = np.float16 if dtype == E4M3 else jnp.bfloat16
+    weights = np.where(np.arange(KV_TILE)[:, None] < count, rng.uniform(size=(KV_TILE, QUERIES)), 0).astype(number)
+    machine = machine_with(values)
+    operands = kv_tiles.load_values(machine, TILE_AT, width, dtype == E4M3, machine.every(tokens))
+    assert len(operands) == width // 16
+    of_warp = [
+        weights[16 * WARP + G + at, 2 * C + e] for at in (0, 8) for e in range(2)
+    ]  # as scores lie: [keys, queries]
+    b = [machine.movmatrix(words(*of_warp[i : i + 2])) for i in (0, 2)]
+    tiles = values.astype(np.float64).reshape(4, 16, width), weights.astype(np.float64).reshape(4, 16, QUERIES)
+    valid = np.arange(KV_TILE).reshape(4, 16) < count
+    exact = np.einsum("wth,wtq->whq", np.where(valid[..., None], tiles[0], 0), tiles[1])
+    for i, a in enumerate(operands):
+        found = machine.mma([np.zeros(128, np.float32)] * 4, a, b, "f16" if dtype == E4M3 else "bf16")
+        for j, sums in enumerate(found):
+            half = j // 2
+            row = 16 * i + (2 * G + half if dtype == E4M3 else G + 8 * half)
+            np.testing.assert_allclose(sums, exact[WARP, row, 2 * C + j % 2], atol=1e-5)
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 4])
+def test_tiles_of_each_cta(ctas):
+    """Tile i belongs to split i mod 4 whatever the CTAs, and is computed once; CTA 0 expects the splits that come."""
+    lengths = np.array([(0, 0), (1, 0), (0, 65), (64, 64), (130, 1), (200, 700), (64, 1500)])
+    config, kv_heads, group = AttentionConfig(ctas, 2), 2, 7
+
+    def work_of(_) -> dict:
+        caches = dict.fromkeys(("prompt_k", "prompt_v", "v"), None)
+        integers = dict(
+            zip(("prompt_index", "prompt_lengths", "lengths"), (jnp.arange(7) % 3, *lengths.T), strict=True)
+        )
+        q = jnp.zeros((len(lengths) * kv_heads * group, 64))
+        work = Work(Global(q=q, k=q, out=q, **caches, **{k: jnp.asarray(v) for k, v in integers.items()}),
+                    config, kv_heads, group)  # fmt: skip
+
+        def count(seen: jax.Array, split: jax.Array) -> jax.Array:
+            return work.fold_tiles(split, lambda seen, tile: seen.at[split, tile].add(1), seen)
+
+        names = "sent", "first_slot", "prompt_pair", "own_query", "first_query"
+        seen = work.fold_splits(count, jnp.zeros((SPLITS, 40), jnp.int32))
+        return {"seen": seen, **{name: getattr(work, name) for name in names}}
+
+    for name in ("warpgroup", "cta", "pair"):
+        work_of = jax.vmap(work_of, axis_name=name)
+    found = jax.tree.map(np.asarray, jax.jit(work_of)(jnp.zeros((len(lengths) * kv_heads, ctas, 1))))
+    for pair in range(len(lengths) * kv_heads):
+        row, kv_head = divmod(pair, kv_heads)
+        tiles = int(np.ceil(lengths[row] / KV_TILE).sum())
+        split, tile = np.indices((SPLITS, 40))
+        np.testing.assert_array_equal(found["seen"][pair].sum((0, 1)), (tile % SPLITS == split) & (tile < tiles))
+        sent = int(found["seen"][pair, 1:].any((0, 1, 3)).sum())
+        assert found["sent"][pair, 0, 0] == sent <= partial_slots(ctas) - found["first_slot"][pair, 0, 0]
+        assert found["prompt_pair"][pair, 0, 0] == row % 3 * kv_heads + kv_head
+        assert found["own_query"][pair, 0, 0] == pair * group
+        first = found["first_query"][pair, 0, 0]  # eight rows that exist, the pair's among them
+        assert 0 <= first <= pair * group and pair * group + group <= first + QUERIES <= len(lengths) * kv_heads * group
+
+
+def test_merged_partials():
+    """Attention over two sets of tokens from that over each, and with an empty set the same bits."""
+    rng = np.random.default_rng(0)
+    scores, values = rng.normal(size=(QUERIES, 30)) * 20, rng.normal(size=(30, 64))
+
+    def partial(tokens: slice) -> Partial:
+        m = scores[:, tokens].max(axis=1)
+        weights = np.exp2(scores[:, tokens] - m[:, None])
+        return Partial(*(jnp.asarray(x, jnp.float32) for x in (m, weights.sum(1), values[tokens].T @ weights.T)))
+
+    for found, wanted in zip(merge(partial(slice(0, 11)), partial(slice(11, 30))), partial(slice(0, 30)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    empty = Partial(jnp.full(QUERIES, M_INIT), jnp.zeros(QUERIES), jnp.zeros((64, QUERIES)))
+    one = partial(slice(0, 30))
+    for found in (merge(one, empty), merge(empty, one)):
+        for ours, wanted in zip(found, one, strict=True):
+            np.testing.assert_array_equal(ours, wanted)
