@@ -117,11 +117,12 @@ def test_sigma_zero_is_the_same_bits(policy):
 
 
 def test_noise_is_normal_with_the_deviation_asked_for():
-    """64 norms of 4096: mean and deviation within five standard errors, skewness and kurtosis those of a normal."""
-    norms = {"layers": {i: {n: {"weight": jnp.ones(4096)} for n in "ab"} for i in range(32)}}
-    noise = np.concatenate([np.asarray(x) - 1 for x in jax.tree.leaves(aqn.perturb(norms, 0.01, KEY))]).astype(
-        np.float64
-    )
+    """64 norms of 4096, whatever their weights: mean and deviation within five standard errors, skewness and kurtosis
+    those of a normal."""
+    norms = {"layers": {i: {n: {"weight": jnp.full(4096, weight)} for n, weight in zip("ab", (0.25, 2.0), strict=True)}
+                        for i in range(32)}}  # fmt: skip
+    pairs = zip(*map(jax.tree.leaves, (aqn.perturb(norms, 0.01, KEY), norms)), strict=True)
+    noise = np.concatenate([np.asarray(noisy - clean, np.float64) for noisy, clean in pairs])
     n = noise.size
     z = noise / 0.01
     assert abs(z.mean()) < 5 / n**0.5 and abs(z.std() - 1) < 5 / (2 * n) ** 0.5

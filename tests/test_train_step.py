@@ -33,6 +33,9 @@ from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
 
 SEED, STEP, CURSOR = 6, 3, 10
+# A stage a rollout, 10 in all: the 4th begins with update 7 of 20, in stage 7 · 10 // 20 = 3, the third of 9 with
+# noise, which falls from 1e-2 to 5e-4.
+SIGMA = 1e-2 * (5e-4 / 1e-2) ** (2 / 8)
 EOS, LENGTH, FAILED = FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED
 # Two groups of three in two rounds: the second of round 0 is equal, so is the first of round 1.
 REWARDS = [[1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 0]]
@@ -52,7 +55,7 @@ def step(tmp_path, monkeypatch):
         tmp_path, batch_size=6, num_generations=3, num_iterations=2, max_steps=20, scale_rewards="batch", seed=SEED,
         mask_truncated_completions=True, max_completion_length=12, overlong_buffer=5, temperature=0.8, top_k=30,
         top_p=0.9, min_p=0.1, warmup_ratio=0.5, lr_scheduler_type="linear", reward_funcs=("spy", "other"),
-        reward_weights=(2.0, 0.25), reward_timeout=7.0,
+        reward_weights=(2.0, 0.25), reward_timeout=7.0, num_stages=10,
     )  # fmt: skip
     tokenizer = load_tokenizer(model_path("tiny"))
     problems = [Problem(i, f"Number {i}?", str(100 + i)) for i in range(15)]
@@ -114,8 +117,7 @@ def test_the_rollouts(step):
     """The trained adapter under this step's noise, the config's sampling, keys and problems of each round."""
     clean, sigma, key = step.calls.perturb
     assert clean is step.before.norms
-    # Three stages of 10 rollouts: the 4th begins with update 7 of 20, in stage 7 · 3 // 20 = 1, the first noisy one.
-    assert sigma == step.config.sigma_start
+    assert sigma == pytest.approx(SIGMA, rel=1e-12)
     assert_key(key, 1, STEP)
     assert len(step.calls.generate) == 2
     for place, (actor, prompts, sampling, key, engine) in enumerate(step.calls.generate):
@@ -164,7 +166,7 @@ def test_the_update(step):
 def test_the_record(step):
     """Metrics by hand."""
     state, experience, batch, update, sigma, perturbed = step.calls.record
-    assert (state is step.after, sigma, perturbed) == (True, step.config.sigma_start, 4)
+    assert (state is step.after, sigma, perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 4)
     timing = {"time/rollout": 2.0, "time/grading": 0.5, "time/update": 1.5}
     encode = step.run.policy.tokenizer.encode
     new = [len(encode(TEXTS[r][i], add_special_tokens=False)) + (FINISH[r][i] == EOS) for r, i in KEPT]
