@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import pathlib
 import re
@@ -32,7 +31,7 @@ import numpy as np
 from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.api import decode_attention
-from record import meta
+from record import write_rows
 
 ROTATE_BYTES = 200e6
 LOOP = 10  # rounds in one call, so that what the host does for each array of a call does not count
@@ -221,20 +220,17 @@ def main() -> None:
     parser.add_argument("--ctas", nargs="*", type=int, default=[], help="also time these numbers of CTAs")
     parser.add_argument("--rivals", nargs="*", default=[], metavar="CASE", help="also time XLA and PyTorch on these")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/attention.json"))
-    parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--commit", help="that of a copy without its .git")
     args = parser.parse_args()
-    rows, about = [], meta(args.commit)
 
     def emit(row: dict) -> None:
-        rows.append({**row, "commit": about["commit"]})
+        write_rows(args.out, [row], args.commit)
         rate = row["bytes"] / row["us"] / 1e6
         name = f"{row['model']}:{row['batch']}x{row['prompt_len']}+{row['own_len']}/{row['group']}"
         name += f" {row['lengths']} {row['cache']}"
         impl = f"{row['impl']} {row.get('ctas', '')}{'!' if row.get('forced') else ''}"
         print(f"{name:44s} {impl:20s} {row['us']:9.2f} us  {rate:5.2f} TB/s "
               f"({rate * 1e12 / COPY_BYTES_PER_S:4.0%} of a copy)", flush=True)  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"meta": about, "rows": rows}, indent=0))
 
     for case in args.cases:
         measure(case, args.ctas, case in args.rivals, emit)

@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28, help="layers of a decode step; 0 for no decode steps")
     parser.add_argument("--batch-invariant", action="store_true", help="also time this mode, at 8, 64 and 4096 rows")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
-    parser.add_argument("--commit", help="commit of the rows; default: ask git")
+    parser.add_argument("--commit", help="that of a copy without its .git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
     copied = rival_rows(args.anchors, args.library)

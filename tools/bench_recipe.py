@@ -34,8 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from make_checkpoint import SIZES, hf_config
 from random_policy import random_policy
-from record import peak_bytes, shell, write_rows
+from record import write_rows
 from rich.console import Console
+from timing import peak_bytes
 
 from qerl_jax import train
 from qerl_jax.command_line.train import parse
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--problems", type=Path, help="jsonl with question and answer")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
+    parser.add_argument("--commit", help="that of a copy without its .git")
     args, overrides = parser.parse_known_args()
     size = next(size for size in SIZES if f"-{size.lower()}-" in args.recipe)
     with tempfile.TemporaryDirectory() as folder:

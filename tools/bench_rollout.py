@@ -26,7 +26,8 @@ import jax
 import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
-from record import peak_bytes, profiled, shell, timed_warm, write_rows
+from record import write_rows
+from timing import peak_bytes, profiled, timed_warm
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
 from qerl_jax.compilation import CACHE_OFF, use_compilation_cache
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rival", type=Path, help="rows of vLLM to compare with")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=shell("git rev-parse --short HEAD"), help="for a copy without its .git")
+    parser.add_argument("--commit", help="that of a copy without its .git")
     args = parser.parse_args()
     if len(args.prompt_len) > 2:
         parser.error(f"--prompt-len takes one length or two, not {len(args.prompt_len)}")

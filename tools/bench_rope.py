@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["7b"], choices=list(MODELS))
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--slots", type=int, default=512)
-    parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--commit", help="that of a copy without its .git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/rope.json"))
     args = parser.parse_args()
     rows = []

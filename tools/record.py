@@ -1,21 +1,14 @@
-"""Timing, profiles and result files of benchmarks: every row carries the commit it was measured at."""
+"""Result files of benchmarks: each row carries its commit, date and command, as the program finds them."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-
+ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = {"batch_invariant": False, "kv_cache_dtype": "auto"}  # values of rows older than the field
 MEASURED = frozenset(
     {
@@ -25,6 +18,9 @@ MEASURED = frozenset(
         "decode_ms_per_step",
         "peak_bytes",
         "commit",
+        "date",
+        "command",
+        "kernels",
         "kl",
         "mean_abs_dlogp",
         "token_mult_prob_error",
@@ -42,94 +38,75 @@ MEASURED = frozenset(
 )
 
 
-def timed(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
-    """The last result and the median seconds of `function(i)`, without the first call."""
-    jax.block_until_ready(function(0))
-    return timed_warm(function, repeats)
+def shell(*command: str) -> str:
+    """Standard output of a command; nothing where there is no such program or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
-def timed_warm(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
-    """`timed` for a function that has been called before."""
-    seconds = []
-    for i in range(1, repeats + 1):
-        start = time.perf_counter()
-        result = jax.block_until_ready(function(i))
-        seconds.append(time.perf_counter() - start)
-    return result, statistics.median(seconds)
-
-
-class Kernel(NamedTuple):
-    """One kernel launch on the GPU, as recorded by the profiler."""
-
-    start_ns: float
-    duration_ns: float
-    name: str
-
-
-def profiled(run: Callable[[], Any]) -> list[Kernel]:
-    """All GPU kernels of `run` in the order of their start times; blocks on its result."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        [file] = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(file))
-        planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU")]
-        lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
-        return sorted(Kernel(event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
-
-
-def kernel_medians(
-    run: Callable[[], Any], ours: Callable[[str], bool], calls: Sequence[tuple[int, int]]
-) -> list[float]:
-    """Median kernel duration in microseconds of each function that `run` calls one after the other, by the profiler.
+def commit_of(given: str | None, root: Path = ROOT) -> tuple[str, str]:
+    """The commit of a tree, and where it is known from.
 
     Args:
-      run: calls each function as often as `calls` says, in that order.
-      ours: True for the name of a kernel to count.
-      calls: for each function (warm-up calls, counted calls).
+      given: `--commit`, the commit that a copy without its .git was made from.
+      root: the tree.
 
-    Raises:
-      SystemExit: the profile has another number of kernels.
+    Returns:
+      (commit, "git") in a checkout, with "-dirty" appended where a tracked file outside tools/results differs from it;
+      in a copy (`given`, "--commit"), or ("unknown", "nowhere").
+
+    Raises SystemExit where git says another commit than `given`.
     """
-    found, wanted = [kernel.duration_ns for kernel in profiled(run) if ours(kernel.name)], sum(map(sum, calls))
-    if len(found) != wanted:
-        raise SystemExit(f"the profile has {len(found)} kernels, {wanted} were called")
-    times = iter(found)
-    several = [list(itertools.islice(times, skipped + counted))[skipped:] for skipped, counted in calls]
-    return [statistics.median(some) * 1e-3 for some in several]
+    git = ("git", "-C", str(root))
+    if shell(*git, "rev-parse", "--show-toplevel") != str(root):
+        return (given, "--commit") if given else ("unknown", "nowhere")
+    found = shell(*git, "rev-parse", "HEAD")
+    if given and not found.startswith(given):
+        raise SystemExit(f"--commit says {given}, but this checkout is at {found}")
+    differs = shell(*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)tools/results")
+    return shell(*git, "rev-parse", "--short", "HEAD") + ("-dirty" if differs else ""), "git"
 
 
-def peak_bytes() -> int:
-    """Peak device memory in bytes so far; 0 where the backend has no statistics."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+def with_jax() -> dict[str, str]:
+    """The device and version of JAX."""
+    import jax  # here, because programs that time PyTorch need no JAX
+
+    return {"gpu": jax.local_devices()[0].device_kind, "jax": jax.__version__}
 
 
-def shell(command: str) -> str:
-    """Standard output of a command."""
-    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout.strip()
+def meta(given: str | None, about: dict | None = None) -> dict:
+    """GPU, date, commit (`commit_of`), command and versions of a measurement.
 
-
-def meta(commit: str | None) -> dict:
-    """GPU, date, commit (None: that of the checkout), command and versions of a measurement."""
+    Args:
+      given: `--commit`.
+      about: "gpu" and the versions of what was measured; None: those of JAX.
+    """
+    commit, source = commit_of(given)
     return {
-        "gpu": jax.local_devices()[0].device_kind,
+        **(with_jax() if about is None else about),
         "date": str(date.today()),
-        "commit": commit or shell("git rev-parse --short HEAD") or "unknown",
+        "commit": commit,
+        "commit_from": source,
         "command": "python " + " ".join(sys.argv),
-        "jax": jax.__version__,
-        "driver": shell("nvidia-smi --query-gpu=driver_version --format=csv,noheader") or "unknown",
+        "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown",
     }
 
 
-def write_rows(path: Path, rows: list[dict], commit: str) -> None:
-    """Add rows to a result file; rows that agree in every field that is not measured are replaced."""
+def write_rows(path: Path, rows: list[dict], given: str | None, about: dict | None = None) -> None:
+    """Add rows to a result file; rows that agree in every field that is not measured are replaced.
+
+    `meta` is that of the last call, so each row has its own commit, date and command. `given`, `about`: as in `meta`.
+    """
 
     def case(row: dict) -> tuple:
         told = {k: v for k, v in row.items() if k not in MEASURED and (k not in DEFAULTS or DEFAULTS[k] != v)}
         return tuple(sorted((k, str(v)) for k, v in told.items()))
 
+    last = meta(given, about)
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    fresh = [{**row, "commit": commit} for row in rows]
+    fresh = [{**row, **{name: last[name] for name in ("commit", "date", "command")}} for row in rows]
     kept = [row for row in old if case(row) not in {case(row) for row in fresh}]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"meta": meta(commit), "rows": kept + fresh}, indent=1) + "\n")
+    path.write_text(json.dumps({"meta": last, "rows": kept + fresh}, indent=1) + "\n")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import jax
 import yaml
+from record import commit_of, meta
 
 from qerl_jax.reporting.comparison import draw, group_runs, mean_interval, read_run
 
@@ -58,8 +58,8 @@ def run(command: list[str], cores: list[int], log: Path) -> tuple[float, float]:
     return time.perf_counter() - began, usage.ru_utime + usage.ru_stime
 
 
-def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
-    """Train and evaluate one variant with one seed; returns the row of the result file."""
+def one_run(variant: str, seed: int, work: Path, cores: list[int], commit: str) -> dict:
+    """Train and evaluate one variant with one seed; returns the row of the result file, marked with `commit`."""
     directory = work / f"{variant}-{seed}"
     row_file = work / f"{variant}-{seed}.json"
     if row_file.exists():
@@ -90,7 +90,7 @@ def one_run(variant: str, seed: int, work: Path, cores: list[int]) -> dict:
         "format_after": after["format"],
         "format_share_before": format_share(config, before),
         "format_share_after": format_share(config, after),
-        "commit": commit(),
+        "commit": commit,
     }
     row_file.write_text(json.dumps(row))
     return row
@@ -116,12 +116,6 @@ def format_share(config: dict, result: dict) -> float:
     return of_format / (weights["answer"] * result["accuracy"] + of_format)
 
 
-def commit() -> str:
-    """The checkout's commit, "-dirty" appended where tracked files differ; the environment's COMMIT without git."""
-    described = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True)
-    return described.stdout.decode().strip() or os.environ.get("COMMIT", "unknown")
-
-
 def processor() -> str:
     """Name of the processor."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -135,8 +129,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on two cores each")
     parser.add_argument("--work", type=Path, default=Path("runs/tiny-controls"), help="where the runs are written")
     parser.add_argument("--output", type=Path, default=ROOT / "tools/results/cpu/tiny.json")
+    parser.add_argument("--commit", help="that of a copy without its .git")
     args = parser.parse_args()
 
+    commit, _ = commit_of(args.commit)
     args.work.mkdir(parents=True, exist_ok=True)
     available = sorted(os.sched_getaffinity(0))
     slots: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
@@ -146,7 +142,7 @@ def main() -> None:
     def work(item: tuple[int, str]) -> dict:
         cores = slots.get()
         try:
-            row = one_run(item[1], item[0], args.work, cores)
+            row = one_run(item[1], item[0], args.work, cores, commit)
         finally:
             slots.put(cores)
         print(json.dumps(row), flush=True)
@@ -155,18 +151,9 @@ def main() -> None:
     items = [(seed, variant) for seed in args.seeds for variant in args.variants]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         rows = sorted(pool.map(work, items), key=lambda row: (list(VARIANTS).index(row["variant"]), row["seed"]))
-    meta = {
-        "gpu": None,
-        "cpu": processor(),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "command": "python " + " ".join(["tools/tiny_controls.py", *sys.argv[1:]]),
-        "jax": jax.__version__,
-        "driver": None,
-        "parallel_runs": args.jobs,
-    }
+    about = meta(args.commit, {"gpu": None, "cpu": processor(), "jax": jax.__version__, "parallel_runs": args.jobs})
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=2) + "\n")
+    args.output.write_text(json.dumps({"meta": about, "rows": rows}, indent=2) + "\n")
     for variant in args.variants:
         chosen = [row for row in rows if row["variant"] == variant]
         before, after, seconds = (

@@ -58,10 +58,11 @@ def run(module, monkeypatch, *arguments: str) -> None:
     module.main()
 
 
-def test_a_run_goes_on_where_it_was_cut_short(bench, monkeypatch, tmp_path, capsys):
+def test_a_run_goes_on_where_it_was_cut_short(bench, tool, monkeypatch, tmp_path, capsys):
     anchors, out = tmp_path / "rivals.json", tmp_path / "matmul.json"
     rival = {"case": "o_7b", "m": 8, "n": 256, "k": 256, "direction": "forward", "lora_rank": 0}
     anchors.write_text(json.dumps({"rows": [{**rival, "impl": "marlin", "us": 36.0}]}))
+    monkeypatch.setattr(tool("record"), "commit_of", lambda given: (given, "--commit"))
     common = ["--anchors", str(anchors), "--out", str(out), "--rank", "8", "--layers", "1", "--cases", "o_7b"]
     real = bench.Gemm.call
 
