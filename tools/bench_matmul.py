@@ -1,7 +1,6 @@
 """Times the NVFP4 GEMM on the projections of Qwen2.5 and writes tools/results/<device>/matmul.json.
 
-    python tools/bench_matmul.py [--anchors ROWS.json | --library _C.abi3.so] [--cases qkv_7b ...] [--tokens 1 8 ...]
-        [--out FILE.json]
+    python tools/bench_matmul.py [--anchors ROWS.json] [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
 
 A time is the difference of two jitted loops that run the GEMM over many weights (`matmul_programs`, `bursts`): the
 median wall time of the longer one less that of the shorter one, over the number of GEMMs between them. So the work of
@@ -9,9 +8,9 @@ the host once a call (for hundreds of arrays 0.1 to 2 ms) does not count. Every 
 weights in fp32. All loops are compiled beforehand, by processes that do not touch the GPU (`ahead`); one process times
 them, one after the other.
 
-Rivals, for the ratios: `--library` names vLLM's library of kernels, and Marlin and cuBLAS are timed first, on this GPU
-and in the same bursts (`time_rivals.py`); `--anchors`, where there is no library, names rows that it wrote on the same
-kind of GPU. Their rows are copied into the result, marked with their source.
+Rivals, for the ratios: `--anchors` names rows of Marlin and cuBLAS that `time_rivals.py` wrote, in the same bursts and
+best on the same GPU minutes before. They are copied into the result, marked with the file's name, the date and the
+commit.
 
 The result is written after every row. A run continues an interrupted one of the same commit: stored rows are not timed
 again. `matmul_report.py` prints the summary of a stored result.
@@ -27,9 +26,6 @@ import math
 import os
 import pathlib
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 
 import ahead
@@ -162,16 +158,13 @@ def gemms_of(case: str, tokens: list[int], rank: int, batch_invariant: bool) -> 
     return found + [Gemm(case, m, "dx") for m in tokens if m >= 4096]
 
 
-def rival_rows(anchors: pathlib.Path | None, library: pathlib.Path | None) -> list[dict]:
-    """Rows of rivals, marked with their source. A process of its own times them, and then frees its GPU memory."""
-    if library is None:
-        return [{**row, "source": anchors.name} for row in json.loads(anchors.read_text())["rows"]] if anchors else []
-    script = pathlib.Path(__file__).parent / "time_rivals.py"
-    with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder) / "rivals.json"
-        subprocess.run([sys.executable, script, library, "--out", out], check=True)
-        found = json.loads(out.read_text())
-    return [{**row, "source": f"time_rivals.py, torch {found['meta']['torch']}"} for row in found["rows"]]
+def rival_rows(anchors: pathlib.Path | None) -> list[dict]:
+    """Rows of rivals, marked with the file's name and, of its `meta`, the date and the commit."""
+    if anchors is None:
+        return []
+    found = json.loads(anchors.read_text())
+    source = {"source": anchors.name, **{name: found["meta"][name] for name in ("date", "commit")}}
+    return [{**row, **source} for row in found["rows"]]
 
 
 def stored_rows(path: pathlib.Path, commit: str) -> tuple[list[dict], list[str]]:
@@ -185,9 +178,7 @@ def stored_rows(path: pathlib.Path, commit: str) -> tuple[list[dict], list[str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    rivals = parser.add_mutually_exclusive_group()
-    rivals.add_argument("--anchors", type=pathlib.Path, help="JSON rows of rivals measured on the same kind of GPU")
-    rivals.add_argument("--library", type=pathlib.Path, help="vLLM's _C.abi3.so; needs torch with CUDA")
+    parser.add_argument("--anchors", type=pathlib.Path, help="a result of time_rivals.py")
     parser.add_argument("--cases", nargs="*", default=list(cases.TIMED), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS), help="rows of x")
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank timed for up to 64 rows of x; 0 for none")
@@ -197,7 +188,7 @@ def main() -> None:
     parser.add_argument("--commit", help="that of a copy without its .git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
-    copied = rival_rows(args.anchors, args.library)
+    copied = rival_rows(args.anchors)
     about = meta(args.commit)
     rows, commands = stored_rows(args.out, about["commit"])
     about["command"] = "; ".join(dict.fromkeys([*commands, about["command"]]))

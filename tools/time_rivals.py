@@ -1,11 +1,12 @@
 """Times vLLM's NVFP4 GEMM (Marlin) and cuBLAS's bf16 GEMM on the projections of Qwen2.5, with PyTorch.
 
-    python tools/time_rivals.py _C.abi3.so [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
+    python tools/time_rivals.py _C.abi3.so --version 0.22.1 [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
 
-The library is that of vLLM 0.22 for the installed PyTorch. Calls are captured in a CUDA graph and timed in
-bursts of replays, as `bench_matmul.py` times ours (`bursts`). Rows are those of `bench_matmul.py` with `impl` "marlin"
-or "cublas_bf16"; `layer_set_7b` is 28 times qkv, o, gate_up and down of 7B in one graph. Marlin's weights are random
-words, and its output is not checked.
+The library is that of vLLM 0.22 for the installed PyTorch, `vllm/_C.abi3.so` of its wheel; `--version` names it in the
+result. Calls are captured in a CUDA graph and timed in bursts of replays, as `bench_matmul.py` times ours (`bursts`).
+Rows are those of `bench_matmul.py` with `impl` "marlin" or "cublas_bf16"; `layer_set_7b`, timed where all four cases of
+7B are, is 28 times qkv, o, gate_up and down in one graph. Marlin's weights are random words, and its output is not
+checked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable
 import bursts
 import torch
 from qerl_kernels.nvfp4_matmul import cases
+from record import meta
 
 LAYERS = 28
 # vLLM's number of a scalar type: 8 bits exponent, 8 mantissa, sign, 32 bias, finite only, kind of NaN
@@ -128,14 +130,16 @@ def main() -> None:
     parser.add_argument("library", type=pathlib.Path)
     parser.add_argument("--cases", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS))
-    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--version", required=True, help="the library's version of vLLM")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/rivals.json"))
+    parser.add_argument("--commit", help="that of a copy without its .git")
     args = parser.parse_args()
     marlin = Marlin(args.library)
     rows = [one for case in args.cases for one in gemms(marlin, case, args.tokens)]
-    rows += [layers(marlin, m) for m in args.tokens if m <= 64]
-    if args.out:
-        about = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-        args.out.write_text(json.dumps({"meta": about, "rows": rows}, indent=0) + "\n")
+    if set(cases.LAYER_7B) <= set(args.cases):
+        rows += [layers(marlin, m) for m in args.tokens if m <= 64]
+    about = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "vllm": args.version}
+    args.out.write_text(json.dumps({"meta": meta(args.commit, about), "rows": rows}, indent=0) + "\n")
 
 
 if __name__ == "__main__":

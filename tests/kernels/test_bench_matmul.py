@@ -61,7 +61,8 @@ def run(module, monkeypatch, *arguments: str) -> None:
 def test_a_run_goes_on_where_it_was_cut_short(bench, tool, monkeypatch, tmp_path, capsys):
     anchors, out = tmp_path / "rivals.json", tmp_path / "matmul.json"
     rival = {"case": "o_7b", "m": 8, "n": 256, "k": 256, "direction": "forward", "lora_rank": 0}
-    anchors.write_text(json.dumps({"rows": [{**rival, "impl": "marlin", "us": 36.0}]}))
+    about = {"gpu": "NVIDIA H200", "date": "2026-11-22", "commit": "123"}
+    anchors.write_text(json.dumps({"meta": about, "rows": [{**rival, "impl": "marlin", "us": 36.0}]}))
     monkeypatch.setattr(tool("record"), "commit_of", lambda given: (given, "--commit"))
     common = ["--anchors", str(anchors), "--out", str(out), "--rank", "8", "--layers", "1", "--cases", "o_7b"]
     real = bench.Gemm.call
@@ -74,7 +75,14 @@ def test_a_run_goes_on_where_it_was_cut_short(bench, tool, monkeypatch, tmp_path
         run(bench, monkeypatch, *common, "--commit", "abc", "--tokens", "8", "4096")
     first = json.loads(out.read_text())["rows"]
     assert len(first) == 6 + 1 and all(row["commit"] == "abc" for row in first[:6])
-    assert first[6] == {**rival, "impl": "marlin", "us": 36.0, "source": "rivals.json"}
+    assert first[6] == {
+        **rival,
+        "impl": "marlin",
+        "us": 36.0,
+        "source": "rivals.json",
+        "date": "2026-11-22",
+        "commit": "123",
+    }
     assert "1.50 x marlin" in capsys.readouterr().out  # six weights of four arrays take 24 in this test
 
     monkeypatch.setattr(bench.Gemm, "call", real)
@@ -86,7 +94,7 @@ def test_a_run_goes_on_where_it_was_cut_short(bench, tool, monkeypatch, tmp_path
     assert "step m   8: projections" in said
 
     run(bench, monkeypatch, *common, "--commit", "another", "--tokens", "8", "--rank", "0", "--layers", "0")
-    assert [row.get("commit") for row in json.loads(out.read_text())["rows"]] == ["another", None]
+    assert [row["commit"] for row in json.loads(out.read_text())["rows"]] == ["another", "123"]
 
 
 def test_the_sum_of_a_loop_is_that_of_its_calls(tool):
