@@ -8,6 +8,9 @@ seven projections. Decode milliseconds a step: the time of a long rollout minus 
 difference in tokens; medians of `--repeats` after a first run. `--spread` draws the length of each completion between
 1/8 and all of the longest, with four times as many sequences as slots, and reports tokens/s; as with EOS, the host does
 not know these lengths beforehand. `--new-tokens 1` measures the prefill and one decode step.
+
+After it was timed, each rollout is profiled for two tokens, and a row is written only where exactly the kernels of the
+implementation that it names have run.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ import os
 import re
 import time
 import unittest.mock
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
 from make_checkpoint import SIZES
+from qerl_kernels.decode_prologue.api import MAX_TOKENS
 from random_policy import random_policy
 from record import write_rows
 from timing import peak_bytes, profiled, timed_warm
@@ -43,6 +48,14 @@ KINDS = (  # the first pattern that a kernel's name matches
     ("copy", r"[Mm]emcpy|[Mm]emset|copy"),
     ("norm, rotary, silu, sampling", r""),
 )
+
+
+OURS = {  # our kernels, by their names in a profile
+    "nvfp4_matmul": r"nvfp4_",
+    "decode_prologue": r"decode_prologue_",
+    "decode_attention": r"decode_attention_",
+    "rope_cache": r"rope_and_cache",
+}
 
 
 class _UnknownLengths(engine._Run):
@@ -88,6 +101,24 @@ class Case:
     def seconds(self, repeats: int, limits: np.ndarray | int | None) -> float:
         """Median seconds over `repeats` rollouts, all compiled."""
         return timed_warm(lambda i: self.run(i, limits), repeats)[1]
+
+
+def expected_kernels(matmul_kernel: str, batch: int, batch_invariant: bool) -> set[str]:
+    """Those of `OURS` that a rollout of bf16 activations on a Hopper GPU runs, and no others."""
+    expected = {"decode_attention", "rope_cache"}
+    if matmul_kernel == "mosaic_gpu":
+        expected.add("nvfp4_matmul")
+        if batch <= MAX_TOKENS and not batch_invariant:
+            expected.add("decode_prologue")
+    return expected
+
+
+def refuse_other_kernels(names: Iterable[str], expected: set[str]) -> list[str]:
+    """`expected`, sorted, where just these of `OURS` are among the names of the kernels that ran; else SystemExit."""
+    ran = {ours for name in names for ours, pattern in OURS.items() if re.search(pattern, name)}
+    if ran != expected:
+        raise SystemExit(f"of our kernels {sorted(ran)} ran, not {sorted(expected)}: no row is written")
+    return sorted(ran)
 
 
 def time_by_kind(case: Case) -> dict[str, float]:
@@ -141,6 +172,7 @@ def main() -> None:
         parser.error(f"--profile needs at least {2 * SHORT} --new-tokens")
     use_compilation_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE_OFF))  # a first call is measured cold
     kernel = "xla" if args.format == "bf16" else args.matmul_kernel
+    args.matmul_kernel = kernel
     policy = random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), kernel)
     jax.block_until_ready(policy.frozen)
     rival = json.loads(args.rival.read_text())["rows"] if args.rival else []
@@ -169,7 +201,7 @@ def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[di
     row = {
         "model": args.size.lower(),
         "format": args.format,
-        "impl": "qerl" if args.matmul_kernel == "mosaic_gpu" else "qerl_xla",
+        "impl": "qerl_xla" if args.format == "nvfp4" and args.matmul_kernel == "xla" else "qerl",
         "batch": batch,
         "prompt_len": args.prompt_len[0] if len(args.prompt_len) == 1 else args.prompt_len,
         "new_tokens": new_tokens,
@@ -198,6 +230,8 @@ def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[di
             if other["new_tokens"] == row["new_tokens"]:
                 line += f", tokens/s {row['tokens_per_s'] / other['tokens_per_s']:.2f} x"
             line += ")"
+    expected = expected_kernels(args.matmul_kernel, batch, args.batch_invariant)
+    row["kernels"] = refuse_other_kernels(by_name(case, min(2, new_tokens)), expected)
     if args.profile:
         row["kernel_ms_per_step"] = time_by_kind(case)
         line += "\n    " + ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["kernel_ms_per_step"].items())
