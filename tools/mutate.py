@@ -1,11 +1,13 @@
 """Plants bugs, one at a time, and reports which of them the tests see.
 
-    python tools/mutate.py [--only WORD …] [--piece I/N] [--record FILE] [--list]
+    python tools/mutate.py [--only WORD …] [--piece I/N] [--gpu] [--record FILE] [--list]
 
 `tools/mutations/*.toml` holds the bugs: a file, the exact old text, the new text, a sentence on what breaks, and the
 tests that should see it. Each is planted in a temporary copy of the checkout, where its tests run. A bug whose old text
 does not occur exactly once is an error, and so is a test that fails without any bug. `equivalent` says why a change
-alters no result; it is not counted.
+alters no result; it is not counted. Bugs of kernels that only a GPU's tests see have `gpu = true` and run under `--gpu`
+alone. Where all tests of a bug are skipped (some compile for an H200, which takes Python 3.12 and NVIDIA's compilers),
+the bug counts as not run.
 
 Every bug runs in a fork of one process that has imported the libraries, and all share a cache of compiled programs, so
 that most cost seconds. `--record` appends one JSON line for each bug; `--report FILE …` prints the table of such files.
@@ -19,6 +21,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -53,6 +56,7 @@ class Mutation:
       breaks: what goes wrong.
       tests: pytest arguments: files, or tests of a file.
       equivalent: why no result changes; empty for a bug.
+      gpu: whether only tests on a GPU see it.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Mutation:
     breaks: str
     tests: tuple[str, ...]
     equivalent: str = ""
+    gpu: bool = False
 
 
 def load(folder: Path = MUTATIONS, root: Path = ROOT) -> list[Mutation]:
@@ -97,13 +102,14 @@ def checkout() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_tests(copy: Path, tests: Sequence[str], log: Path) -> int | None:
-    """Exit code of pytest on a copy, stopped at the first failure; None if it took longer than `LIMIT`."""
+def run_tests(copy: Path, tests: Sequence[str], log: Path, gpu: bool = False) -> int | None:
+    """Exit code of pytest on a copy, stopped at the first failure; None if it took longer than `LIMIT`. `gpu`: of the
+    tests on a GPU."""
     child = os.fork()
     if child == 0:
         try:
             os.setsid()
-            _run_tests_here(copy, tests, log)
+            _run_tests_here(copy, tests, log, gpu)
         except BaseException:
             traceback.print_exc()
         os._exit(BROKEN)
@@ -118,7 +124,7 @@ def run_tests(copy: Path, tests: Sequence[str], log: Path) -> int | None:
     return None
 
 
-def _run_tests_here(copy: Path, tests: Sequence[str], log: Path) -> None:
+def _run_tests_here(copy: Path, tests: Sequence[str], log: Path, gpu: bool) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -130,6 +136,7 @@ def _run_tests_here(copy: Path, tests: Sequence[str], log: Path) -> None:
 
     flags = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "--no-header"]
     flags += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the fork begins with some plugins imported
+    flags += ["-m", "gpu"] if gpu else []
     code = pytest.main([*flags, *tests], plugins=[_CompilationCache(log.parent / "programs")])
     sys.stdout.flush()
     os._exit(int(code))
@@ -162,14 +169,17 @@ def planted(copy: Path, mutation: Mutation) -> Iterator[None]:
 
 
 def verdict(code: int | None, log: Path) -> tuple[str, str]:
-    """("caught", the test that failed), ("survived", "") or ("broken", why): the changed program does not even load."""
+    """("caught", the test that failed), ("survived", ""), ("not run", "") where all tests are skipped, or ("broken",
+    why): the changed program does not even load.
+    """
     if code is None:
         return "caught", f"no end after {LIMIT} s"
+    text = log.read_text(errors="replace")
     if code == PASSED:
-        return "survived", ""
-    lines = log.read_text(errors="replace").splitlines()
+        return ("survived" if re.search(r"^\d+ passed", text, re.MULTILINE) else "not run"), ""
+    lines = text.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    if code == FAILED and failed:
+    if failed and code in (FAILED, BROKEN):  # pytest itself may break after a failure
         return "caught", failed[0].split(" - ")[0].split(" ", 1)[1]
     return (
         ("broken", lines[-1] if lines else "")
@@ -178,22 +188,24 @@ def verdict(code: int | None, log: Path) -> tuple[str, str]:
     )
 
 
-def check_baseline(copy: Path, mutations: Sequence[Mutation], log: Path) -> None:
+def check_baseline(copy: Path, mutations: Sequence[Mutation], log: Path, gpu: bool) -> None:
     """Raises MutationError where a test of these bugs fails without a bug, too."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     tests = [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
-    code = run_tests(copy, tests, log)
+    code = run_tests(copy, tests, log, gpu)
     if code != PASSED:
         raise MutationError(f"without any bug pytest ends with {code}:\n{log.read_text()[-3000:]}")
 
 
 def report(rows: Sequence[dict]) -> str:
     """The results as Markdown: counts, survivors, and one line for each bug."""
-    counts = {kind: sum(row["result"] == kind for row in rows) for kind in ("caught", "survived", "equivalent")}
+    kinds = "caught", "survived", "equivalent", "not run"
+    counts = {kind: sum(row["result"] == kind for row in rows) for kind in kinds}
     bugs = counts["caught"] + counts["survived"]
     lines = [
         f"{counts['caught']} of {bugs} bugs caught ({100 * counts['caught'] / max(bugs, 1):.1f} %), "
-        f"{counts['survived']} survived; {counts['equivalent']} further changes alter no result.",
+        f"{counts['survived']} survived; {counts['equivalent']} further changes alter no result, {counts['not run']} "
+        "were not run.",
         "",
         "| bug | result | s | what breaks, and the test that saw it |",
         "|---|---|---|---|",
@@ -204,24 +216,26 @@ def report(rows: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
-def run(mutations: Sequence[Mutation], record: Path | None) -> list[dict]:
-    """Plant each bug and run its tests."""
-    os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def run(mutations: Sequence[Mutation], record: Path | None, gpu: bool = False) -> list[dict]:
+    """Plant each bug and run its tests; `gpu`: those on a GPU."""
+    os.environ |= {"JAX_PLATFORMS": "cuda,cpu" if gpu else "cpu"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a cached file may have the time and size of the changed one
     sys.dont_write_bytecode = True
     for name in LIBRARIES:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # the tests that need it are skipped
+            importlib.import_module(name)
     import transformers
 
     transformers.AutoTokenizer.from_pretrained(ROOT / "qerl_jax" / "assets" / "tiny-qwen2")  # imports much more
     rows = []
     with checkout() as copy, tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        check_baseline(copy, mutations, log)
+        check_baseline(copy, mutations, log, gpu)
         for mutation in mutations:
             started = time.perf_counter()
             with planted(copy, mutation):
-                result, seen_by = verdict(run_tests(copy, mutation.tests, log), log)
+                result, seen_by = verdict(run_tests(copy, mutation.tests, log, gpu), log)
             if result == "broken":
                 raise MutationError(f"{mutation.name}: the changed program does not load:\n{log.read_text()[-2000:]}")
             if mutation.equivalent:
@@ -244,6 +258,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="words; bugs whose name, file or sentence has one")
     parser.add_argument("--piece", default="1/1", help="I/N: every N-th bug, from the I-th")
+    parser.add_argument(
+        "--gpu", action="store_true", help="the bugs that only tests on a GPU see, in place of the others"
+    )
     parser.add_argument("--record", type=Path, help="file to which one JSON line for each bug is appended")
     parser.add_argument("--report", type=Path, nargs="*", help="print the table of such files and run nothing")
     parser.add_argument("--list", action="store_true", help="check that every bug can be planted, and run nothing")
@@ -256,14 +273,15 @@ def main() -> int:
         mutations = load()
         chosen = [
             one for one in mutations
-            if not args.only or any(word in f"{one.name} {one.file} {one.breaks}" for word in args.only)
+            if one.gpu == args.gpu
+            and (not args.only or any(word in f"{one.name} {one.file} {one.breaks}" for word in args.only))
         ]  # fmt: skip
         first, of = map(int, args.piece.split("/"))
         chosen = chosen[first - 1 :: of]
         if args.list:
             print(f"{len(mutations)} bugs can be planted, {len(chosen)} chosen")
             return 0
-        rows = run(chosen, args.record)
+        rows = run(chosen, args.record, args.gpu)
     except MutationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
