@@ -26,6 +26,10 @@ SHORT, LONG = Problem(0, "Tom has 3 apples.", "3"), Problem(1, "Tom has 3 apples
 def test_over_long_prompts_are_dropped_and_counted(tokenizer):
     kept, overlong = encode_problems([SHORT, LONG], tokenizer, "", 64)
     assert [item.problem.id for item in kept] == [0] and overlong == 1
+    longest = len(kept[0].tokens)
+    assert encode_problems([SHORT], tokenizer, "", longest) == (kept, 0)
+    with pytest.raises(DataError, match=f"max_prompt_length {longest - 1}; the shortest has {longest} tokens"):
+        encode_problems([SHORT], tokenizer, "", longest - 1)
     with pytest.raises(DataError, match="max_prompt_length 2; the shortest has"):
         encode_problems([SHORT, LONG], tokenizer, "", 2)
     with pytest.raises(DataError, match="no tokenizer"):

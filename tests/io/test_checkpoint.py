@@ -38,10 +38,15 @@ def state(tmp_path_factory) -> TrainState:
 
 
 def at(state: TrainState, step: int) -> TrainState:
-    """The state of a step, other than that of every other step."""
+    """The state of a step, whose every part is other than that of every other step."""
     noise = np.random.default_rng(step)
-    lora = jax.tree.map(lambda leaf: leaf + jnp.asarray(noise.normal(size=leaf.shape), jnp.float32), state.lora)
-    return state.replace(step=jnp.int32(step), cursor=jnp.int32(7 * step), lora=lora)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        by = noise.normal(size=leaf.shape) if jnp.issubdtype(leaf.dtype, jnp.floating) else step
+        return leaf + jnp.asarray(by, leaf.dtype)
+
+    parts = {name: jax.tree.map(moved, getattr(state, name)) for name in ("lora", "norms", "opt_state")}
+    return state.replace(step=jnp.int32(step), cursor=jnp.int32(7 * step), **parts)
 
 
 def assert_same(one: TrainState, other: TrainState) -> None:
@@ -79,6 +84,19 @@ def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["2", "3"]
     assert_same(checkpoints.restore(state), at(state, 3))
     assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=2), at(state, 2))
+
+
+def test_a_complete_checkpoint_is_not_written_again(state, saved, tmp_path):
+    """A signal may ask for one in a step that has just been saved."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+
+    def files() -> dict[Path, tuple]:
+        found = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+    before = files()
+    Checkpointer(tmp_path, 3).save(at(state, 2))
+    assert files() == before
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -16,7 +16,7 @@ from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
-from qerl_kernels.nvfp4_matmul.route import route
+from qerl_kernels.nvfp4_matmul.route import Problem, route, route_problem
 from qerl_kernels.nvfp4_matmul.skinny import kernel as skinny_kernel
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
@@ -299,6 +299,22 @@ def test_a_batch_of_adapters_outside_the_gemm(calls):
     expected = [product(x, jax.tree.map(lambda leaf, i=i: leaf[i], several), implementation="xla") for i in range(3)]
     near(jax.vmap(product, (None, 0))(x, several), jnp.stack(expected))
     near(jax.vmap(product, (0, 0))(jnp.stack([x] * 3), several), jnp.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "is_fused"),
+    [
+        (((32, 3584, 0, 2.0), (32, 512, 3584, 2.0), (32, 512, 4096, 2.0)), True),
+        (((32, 3584, 0, 2.0), (32, 512, 4096, 2.0)), False),  # a gap
+        (((32, 3584, 0, 2.0), (32, 512, 4096, 2.0), (32, 512, 3584, 2.0)), False),  # another order
+        (((32, 3584, 0, 2.0), (32, 512, 3584, 1.0), (32, 512, 4096, 2.0)), False),
+        (((32, 3584, 0, 0.0), (32, 512, 3584, 0.0), (32, 512, 4096, 0.0)), False),  # it divides by the scale
+    ],
+)
+def test_which_adapters_the_gemm_adds(adapters, is_fused):
+    """Those that lie end to end from feature 0 on and share a scale; XLA adds any other."""
+    found = route_problem(Problem(4096, *cases.SHAPES["qkv_7b"], adapters, False, "mosaic_gpu", False))
+    assert (found.kernel, found.is_fused) == ("gemm", is_fused)
 
 
 def test_which_configs_take_partials():

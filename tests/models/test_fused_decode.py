@@ -67,10 +67,15 @@ def model_of(targets=ALL, rank=8):
     return Qwen2(CONFIG, weights, list(adapters))
 
 
+def empty_caches(batch):
+    """Of one prompt, and of each row."""
+    shape = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32)
+    return kv.init_cache(1, 4, *shape), kv.init_cache(batch, 4, *shape)
+
+
 def decoded(model, batch):
     """Hidden states and cache of two tokens a row, the second after the first."""
-    shape = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32)
-    prompts, own = kv.init_cache(1, 4, *shape), kv.init_cache(batch, 4, *shape)
+    prompts, own = empty_caches(batch)
     zeros, tokens = jnp.zeros(batch, jnp.int32), jnp.arange(batch) % CONFIG.vocab_size
     for length in (1, 2):
         step = nnx.jit(lambda model, *args: model.decode(*args))  # a new function: `can_fuse_decode` is asked again
@@ -129,6 +134,17 @@ def test_split_k_partials_go_to_gemms_that_sum_them(monkeypatch):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
     t = [each[1] if isinstance(each, tuple) else each for each in made]
     assert [(each.shape, each.dtype) for each in t] == [((1, 5, 8), jnp.float32)] * 2 * 2 * CONFIG.num_layers
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariant_decode_is_plain(monkeypatch, batch_invariant):
+    """Not every batch fits the fused kernels, whose sums have another order."""
+    made, executor = [], fused_decode.FusedDecodeExecutor
+    monkeypatch.setattr(fused_decode, "FusedDecodeExecutor", lambda: made.append(None) or executor())
+    (prompts, own), rows = empty_caches(5), jnp.zeros(5, jnp.int32)
+    step = lambda model, *args: model.decode(*args, batch_invariant)  # noqa: E731
+    nnx.eval_shape(step, model_of(), rows, prompts, rows, rows, own, rows)
+    assert bool(made) != batch_invariant
 
 
 def test_batches_and_ranks_beyond_the_kernels_run_plain():

@@ -23,6 +23,7 @@ SETTINGS = [
     Sampling(1, top_p=0.95),
     Sampling(1, min_p=0.3),
     Sampling(1, min_p=1.0),
+    Sampling(1, temperature=0.6, min_p=0.3),
     Sampling(1, temperature=0.8, top_k=7, top_p=0.8, min_p=0.1),
 ]
 
