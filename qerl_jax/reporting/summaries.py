@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 
 from qerl_jax.rewards.outcomes import FLAGS
 from qerl_jax.rl.experience import Experience, equal_groups
-from qerl_jax.rl.state import AdamW, learning_rate
+from qerl_jax.rl.state import AdamW, learning_rate_at
 from qerl_jax.types import FinishReason, TrainState
 
 
@@ -84,7 +84,7 @@ def run_metrics(
     config, step = state.config, int(state.step) - 1
     rate = {}
     if isinstance(state.optimizer, AdamW):  # one of the user's has a rate of its own, or none
-        rate["learning_rate"] = float(learning_rate(config)(step * config.num_iterations))
+        rate["learning_rate"] = float(learning_rate_at(state.optimizer, step * config.num_iterations))
     return {
         **rate,
         "aqn/sigma": sigma,

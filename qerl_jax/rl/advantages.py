@@ -5,12 +5,16 @@ Axes: B sequences, G group.
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from qerl_jax.types import Batch, FinishReason, Rollout
 
 _EPSILON = 1e-4  # as in TRL and QeRL
+_SCALES = ["group", "batch", "none"]
 
 
 def group_advantages(
@@ -31,6 +35,13 @@ def group_advantages(
     rewards = jnp.asarray(rewards, jnp.float32)
     if rewards.shape[0] % num_generations:
         raise ValueError(f"{rewards.shape[0]} rewards are not a multiple of num_generations {num_generations}")
+    if scale_rewards not in _SCALES:
+        raise ValueError(f"scale_rewards {scale_rewards!r} is not one of {_SCALES}")
+    return _advantages(rewards, num_generations, scale_rewards)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _advantages(rewards: Float32[Array, " B"], num_generations: int, scale_rewards: str) -> Float32[Array, " B"]:
     grouped = rewards.reshape(-1, num_generations)
     valid = ~jnp.isnan(grouped)
     count = valid.sum(axis=1, keepdims=True)
@@ -48,11 +59,10 @@ def group_advantages(
             deviation = jnp.sqrt((jnp.where(valid, filled - mean, 0) ** 2).sum() / jnp.maximum(count.sum() - 1, 1))
         case "none":
             return centred.reshape(-1)
-        case _:
-            raise ValueError(f"scale_rewards {scale_rewards!r} is not one of ['group', 'batch', 'none']")
     return (centred / (deviation + _EPSILON)).reshape(-1)
 
 
+@functools.partial(jax.jit, static_argnames="mask_truncated_completions")
 def make_batch(
     rollout: Rollout,
     advantages: Float32[Array, " B"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float32, Int32
 
 from qerl_jax.config import Config
 from qerl_jax.models.lora import LoraConfig
@@ -60,6 +63,12 @@ def learning_rate(config: Config | AdamW) -> optax.Schedule:
         case _:
             after = optax.constant_schedule(config.learning_rate)
     return optax.join_schedules([optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1)), after], [warmup])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def learning_rate_at(optimizer: AdamW, updates: Int32[ArrayLike, ""]) -> Float32[Array, ""]:
+    """The learning rate of the next update, after so many."""
+    return jnp.asarray(learning_rate(optimizer)(updates), jnp.float32)
 
 
 def make_optimizer(config: Config | AdamW) -> optax.GradientTransformation:
