@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,28 +93,55 @@ class Program(NamedTuple):
         """The program, not compiled."""
         return self.function.lower(*self.arguments)
 
+    def signature(self) -> Hashable:
+        """Equal for programs whose calls are those of one compiled program."""
+        leaves, structure = jax.tree.flatten(self.arguments)
+        return self.function, structure, tuple(map(_described, leaves))
+
+
+def _described(leaf: Any) -> Hashable:
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        return leaf  # static
+    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), _is_committed(leaf)
+
 
 def compile_programs(
-    programs: Iterable[Program], threads: int | None = None, done: Callable[[str, int], None] | None = None
+    programs: Iterable[Program],
+    threads: int | None = None,
+    done: Callable[[str, int], None] | None = None,
+    cancelled: threading.Event | None = None,
 ) -> int:
     """Compile programs before their first call: trace and lower in turn, compile in parallel (XLA releases the GIL).
 
     Args:
-      programs: the largest first.
+      programs: those that compile longest first.
       threads: programs compiled at a time; None: one for each core, at least 2.
       done: called after each program with its name and the number of programs done.
+      cancelled: once set, no further program is begun.
 
     Returns:
-      The number of programs.
+      The number of programs compiled.
     """
-    count = 0
+    count, running = 0, {}
     with ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2)) as pool:
-        running = {pool.submit(program.lower().compile): program.name for program in programs}
-        for count, future in enumerate(as_completed(running), 1):
+        for program in programs:
+            if cancelled is not None and cancelled.is_set():
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+            running[pool.submit(program.lower().compile)] = program.name
+        for future in as_completed(running):
+            if future.cancelled():
+                continue
             future.result()
+            count += 1
             if done is not None:
                 done(running[future], count)
     return count
+
+
+def committed(tree: Any) -> Any:
+    """Arrays, abstract or not, committed to the first device, as those restored from a checkpoint are."""
+    return _commit(tree, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def as_committed(tree: Any, like: Any) -> Any:
@@ -123,9 +151,10 @@ def as_committed(tree: Any, like: Any) -> Any:
     would otherwise have two programs for each function.
     """
     sharding = next((leaf.sharding for leaf in jax.tree.leaves(like) if _is_committed(leaf)), None)
-    if sharding is None:
-        return tree
+    return tree if sharding is None else _commit(tree, sharding)
 
+
+def _commit(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     def commit(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

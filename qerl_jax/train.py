@@ -9,7 +9,6 @@ Axes: B completions = P prompts · G group, row = p · G + g.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,9 +74,9 @@ def train(
     An error in a later step leaves a checkpoint of the step before. The first SIGINT, SIGTERM or SIGHUP ends the run
     after the current step, with a checkpoint; so does a closed output pipe.
     """
-    run = prepare(with_rewards(config), console or RunConsole(highlight=False))
-    run = dataclasses.replace(run, hooks=Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step))
-    with locked(run.directory):
+    hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
+    run = prepare(with_rewards(config), console or RunConsole(highlight=False), hooks)
+    with locked(run.directory), run.compile_ahead:
         recorder, state = begin_run(run, init_state(run.policy, run.config, optimizer))
         with run.rewards, recorder:
             for _ in range(int(state.step), run.config.num_rollouts):

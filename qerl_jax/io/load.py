@@ -70,8 +70,18 @@ def load_policy(
     config = hf_config.model_config(path)
     if lora is None:
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
-    tokenizer = load_tokenizer(path, config.vocab_size)
-    weights = load_weights(path, config, weight_format, dtype, matmul_kernel, progress)
+    # In a thread: transformers takes seconds to import, 13 where it imports PyTorch too.
+    pool = ThreadPoolExecutor(1)
+    loading = pool.submit(load_tokenizer, path, config.vocab_size)
+    pool.shutdown(wait=False)
+
+    def report(done: int, total: int) -> None:
+        if loading.done():
+            loading.result()  # raises what was wrong with it
+        progress(done, total)
+
+    weights = load_weights(path, config, weight_format, dtype, matmul_kernel, report)
+    tokenizer = loading.result()
     source = name if hub.is_hub_id(name) else str(path)
     policy = build_policy(config, weights, lora, seed).replace(tokenizer=tokenizer, source=source)
     return policy if adapter is None else import_adapter(policy, Path(adapter))

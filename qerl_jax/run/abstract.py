@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,10 @@ from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.config import Config
-from qerl_jax.io.load import build_policy
+from qerl_jax.io import hf_config
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.load import build_policy, load_biases
+from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Dense, Nf4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
@@ -20,20 +25,64 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy, TrainState
 
 
-def abstract_trees(model: ModelConfig, stored: str, config: Config) -> tuple[Policy, TrainState]:
+def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainState]:
+    """Policy and first state of the run that a config describes, from config.json alone: `ShapeDtypeStruct` for arrays,
+    but real q, k and v biases for an FP8 KV cache, where there are weight files; they decide which layers have one.
+
+    Args:
+      config: config of the run.
+      optimizer: as in `init_state`.
+
+    Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
+    """
+    directory = model_path(config.model, weights=False)
+    model, stored = hf_config.model_config(directory), stored_format(directory, config)
+    policy, state = abstract_trees(model, stored, config, optimizer)
+    if config.kv_cache_dtype != "auto" and has_weights(directory):
+        policy = _with_biases(policy, directory)
+    return policy, state
+
+
+def stored_format(directory: Path, config: Config) -> str:
+    """Format of the projections on the device, one of `WEIGHT_FORMATS`."""
+    where = directory / "config.json"
+    scheme = hf_config.quantization_format(hf_config.read_json(where), str(where))
+    return "nvfp4" if scheme else config.weight_format or "bf16"
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether the model directory holds weight files."""
+    return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+
+
+def _with_biases(policy: Policy, directory: Path) -> Policy:
+    """An abstract policy with the real biases; a few KB to read."""
+    biases = load_biases(directory, policy.config, policy.dtype)
+
+    def layer(i: int, frozen: dict[str, Any]) -> dict[str, Any]:
+        attention = frozen["self_attn"]
+        return {**frozen, "self_attn": {**attention, "qkv_proj": {**attention["qkv_proj"], "bias": biases[int(i)]}}}
+
+    layers = {i: layer(i, frozen) for i, frozen in policy.frozen["layers"].items()}
+    return policy.replace(frozen={**policy.frozen, "layers": layers})
+
+
+def abstract_trees(model: ModelConfig, stored: str, config: Config, optimizer: Any = None) -> tuple[Policy, TrainState]:
     """Policy and first state of a run with `ShapeDtypeStruct` for arrays, traced from the code that makes real ones.
+    Packed NVFP4 weights have one global scale for all rows, as this project and llm-compressor write them.
 
     Args:
       model: shapes of the model.
       stored: format of the projections, one of `WEIGHT_FORMATS`.
       config: config of the run.
+      optimizer: as in `init_state`.
     """
     config = config.with_max_steps(config.num_prompts)  # no shape depends on the number of steps
 
     def build() -> tuple[Policy, TrainState]:
         weights = _zero_weights(model, stored, jnp.dtype(config.dtype), config.matmul_kernel)
         policy = build_policy(model, weights, config.lora, config.seed)
-        return policy, init_state(policy, config)
+        return policy, init_state(policy, config, optimizer)
 
     return jax.eval_shape(build)
 
@@ -46,7 +95,9 @@ def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kern
         runs = matmul_kernel == "mosaic_gpu" or (
             matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None
         )
-        return pack(weight) if runs and isinstance(weight, Nvfp4 | Mxfp4) else weight
+        if not runs or not isinstance(weight, Nvfp4 | Mxfp4):
+            return weight
+        return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))
 
     def layer() -> dict[str, Any]:
         return {

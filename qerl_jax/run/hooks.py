@@ -14,6 +14,7 @@ import jax
 from jaxtyping import Array
 
 from qerl_jax import aqn
+from qerl_jax.compilation import Program
 from qerl_jax.config import Config
 from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.types import TrainState
@@ -51,6 +52,10 @@ class Hooks:
         if wanted != given:
             raise ValueError(f"perturb returned norms of the form {given}, expected that of its argument, {wanted}")
         return found
+
+    def programs(self, norms: Any, key: Array) -> list[Program]:
+        """The program behind `noisy`, to be compiled before its first call."""
+        return [Program("noise", _perturb, (norms, 0.0, key))] if self.perturb is None else []
 
     def given(self) -> dict[str, str]:
         """Name of each function that changes the training, by its hook."""

@@ -5,15 +5,13 @@ adapter, plots, report.
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from qerl_jax import keys
-from qerl_jax.compilation import as_committed, compile_programs
+from qerl_jax.compilation import Program, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.io.adapter import export_adapter
@@ -32,7 +30,6 @@ from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
-from qerl_jax.rl.compile import abstract_batch, update_programs
 from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
@@ -61,27 +58,9 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if run.eval_problems and recorder.evaluations.get("before") is None:
         console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …")
         _evaluate(run, recorder, state, "before")
-    if int(state.step) < config.num_rollouts:  # a finished run is resumed for its evaluation, plots and adapter alone
-        compile_ahead(run, state)
+    if run.compile_ahead and int(state.step) < config.num_rollouts:
+        run.compile_ahead.finish(config, run.hooks, run.policy, state, console)
     return recorder, state
-
-
-def compile_ahead(run: Run, state: TrainState) -> None:
-    """Compile the programs of rollouts and updates, several at a time: a step of any lengths then compiles nothing."""
-    config, console, started = run.config, run.console, time.perf_counter()
-    policy = run.policy.replace(norms=state.norms, lora=state.lora)
-    key = keys.for_step(config.seed, keys.Purpose.SAMPLE, 0)
-    sizes = config.num_prompts, config.max_prompt_length
-    programs = list(rollout_programs(policy, *sizes, config.sampling, key, config.engine))
-
-    def placed(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return leaf if path[0].name == "advantages" else as_committed(leaf, policy)  # advantages come from the host
-
-    batch = jax.tree_util.tree_map_with_path(placed, abstract_batch(config))
-    programs += update_programs(state, policy.frozen, batch, run.hooks.token_loss, run.hooks.with_reference)
-    with console.status(f"compiling {len(programs)} programs of rollout and update …") as status:
-        compile_programs(programs, done=lambda name, count: status.update(f"compiled {count}/{len(programs)}: {name}"))
-    console.print(f"compiled {len(programs)} programs of rollout and update in {time.perf_counter() - started:.1f} s")
 
 
 def restore(
@@ -153,10 +132,20 @@ def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
 
 def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
     """Evaluate `state`'s noise-free policy and keep the result as `name`."""
+    if name == "before" and run.compile_ahead:
+        compile_programs(evaluation_programs(run, state))
     with recorder.phases("evaluation"):
         result = evaluate_state(run, state)
         recorder.evaluations.put(name, result)
     recorder.curves.log(int(state.step), result.metrics())
+
+
+def evaluation_programs(run: Run, state: TrainState) -> Iterator[Program]:
+    """The programs of `evaluate_state`'s rollout."""
+    config, policy = run.config, run.policy.replace(norms=state.norms, lora=state.lora)
+    longest = max(len(problem.tokens) for problem in run.eval_problems)
+    key = keys.for_step(config.seed, keys.Purpose.EVALUATE, 0)
+    return rollout_programs(policy, len(run.eval_problems), longest, config.eval_sampling, key, config.eval_engine)
 
 
 def evaluate_state(run: Run, state: TrainState) -> Evaluation:

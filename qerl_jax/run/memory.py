@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.io import hf_config
 from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import load_biases
-from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan, xla_matmuls
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
-from qerl_jax.run.abstract import abstract_trees, tree_bytes, tree_size
+from qerl_jax.run.abstract import abstract_run, has_weights, stored_format, tree_bytes, tree_size
 from qerl_jax.types import Policy, TrainState
 
 
@@ -121,38 +118,19 @@ def memory_report(config: Config) -> MemoryReport:
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
     directory = model_path(config.model, weights=False)
-    model = hf_config.model_config(directory)
-    where = directory / "config.json"
-    scheme = hf_config.quantization_format(hf_config.read_json(where), str(where))
-    stored = "nvfp4" if scheme else config.weight_format or "bf16"
-    policy, state = abstract_trees(model, stored, config)
-    files = _file_bytes(directory)
-    if config.kv_cache_dtype != "auto" and files is not None:
-        policy = _with_biases(policy, directory)
+    policy, state = abstract_run(config)
     return MemoryReport(
-        model,
-        stored,
-        files,
+        policy.config,
+        stored_format(directory, config),
+        _file_bytes(directory),
         parameter_rows(policy, state),
         estimate_memory(policy, state, config),
         cache_note(policy, config.kv_cache_dtype),
     )
 
 
-def _with_biases(policy: Policy, directory: Path) -> Policy:
-    """An abstract policy with the real biases, which decide where keys and values may be FP8; a few KB to read."""
-    biases = load_biases(directory, policy.config, policy.dtype)
-
-    def layer(i: int, frozen: dict[str, Any]) -> dict[str, Any]:
-        attention = frozen["self_attn"]
-        return {**frozen, "self_attn": {**attention, "qkv_proj": {**attention["qkv_proj"], "bias": biases[int(i)]}}}
-
-    layers = {i: layer(i, frozen) for i, frozen in policy.frozen["layers"].items()}
-    return policy.replace(frozen={**policy.frozen, "layers": layers})
-
-
 def _file_bytes(directory: Path) -> int | None:
-    if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+    if not has_weights(directory):
         return None
     tensors = open_checkpoint(directory)
     return sum(path.stat().st_size for path in {tensors.file_of(name) for name in tensors})

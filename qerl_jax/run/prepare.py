@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
-from qerl_jax.compilation import use_compilation_cache
+from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
@@ -23,6 +23,7 @@ from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
+from qerl_jax.run.compile_ahead import CompileAhead
 from qerl_jax.run.devices import make_deterministic, missing_kernels_note
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
@@ -43,6 +44,7 @@ class Run:
       stream: training problems, endless.
       eval_problems: problems of `config.eval_dataset`; empty without one.
       hooks: functions of the user's.
+      compile_ahead: the programs of the run, being compiled; None: each is compiled at its first call.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class Run:
     stream: ProblemStream
     eval_problems: list[EncodedProblem]
     hooks: Hooks = dataclasses.field(default_factory=Hooks)
+    compile_ahead: CompileAhead | None = None
 
     @property
     def resume_command(self) -> str:
@@ -62,8 +65,10 @@ class Run:
         return run_directory.resume_command(self.directory)
 
 
-def prepare(config: Config, console: Console) -> Run:
-    """Check the config and load everything, before anything is written or deleted. Raises what `check` raises."""
+def prepare(config: Config, console: Console, hooks: Hooks) -> Run:
+    """Check the config and load everything, before anything is written or deleted. The run's programs are compiled
+    meanwhile. Raises what `check` raises.
+    """
     directory = Path(config.output_dir)
     check(config)
     if config.deterministic:
@@ -80,14 +85,20 @@ def prepare(config: Config, console: Console) -> Run:
     )
     assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
     refuse_oversized_update(config)
-    policy = load(config, console)
-    lengths = config.max_prompt_length, config.max_completion_length
-    choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
-    if note := cache_note(policy, config.kv_cache_dtype):
-        console.print(note, soft_wrap=True)
-    stream, eval_problems = load_problems(config, policy, console)
+    compile_ahead = CompileAhead(config, hooks)
+    try:
+        loaded = load(config, console)
+        policy = committed(loaded).replace(tokenizer=loaded.tokenizer, source=loaded.source)
+        lengths = config.max_prompt_length, config.max_completion_length
+        choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
+        if note := cache_note(policy, config.kv_cache_dtype):
+            console.print(note, soft_wrap=True)
+        stream, eval_problems = load_problems(config, policy, console)
+    except BaseException:
+        compile_ahead.cancel()
+        raise
     config = config.with_max_steps(len(stream))
-    return Run(config, directory, console, policy, rewards, stream, eval_problems)
+    return Run(config, directory, console, policy, rewards, stream, eval_problems, hooks, compile_ahead)
 
 
 def check(config: Config) -> None:

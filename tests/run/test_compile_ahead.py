@@ -1,0 +1,103 @@
+"""Programs compiled from config.json alone, while the weights are read: those that the run then calls."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+import small
+from command_lines import lines, training
+from rich.console import Console
+
+from qerl_jax import train
+from qerl_jax.command_line.train import parse
+from qerl_jax.compilation import CompilationCounter, Program, committed, compile_programs
+from qerl_jax.rl.state import init_state
+from qerl_jax.run import lifecycle, prepare
+from qerl_jax.run.abstract import abstract_run
+from qerl_jax.run.compile_ahead import CompileAhead, run_programs
+from qerl_jax.run.hooks import Hooks
+
+SETTINGS = {
+    "bf16": [],
+    "nvfp4, trained norms, KL": ["--weight-format", "nvfp4", "--train-norms", "--beta", "0.1"],
+    "one adapter": ["--lora-target-modules", "down_proj"],
+    "fp8 cache": ["--kv-cache-dtype", "fp8_e4m3"],
+}
+
+
+def config_of(place: Path, *more: str):
+    return parse(training(place, *more))
+
+
+@pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
+def test_programs_are_known_before_the_weights(tmp_path, flags):
+    small.bf16(tmp_path / "model")
+    config = config_of(tmp_path, *flags)
+    policy = committed(prepare.load(config))
+    real = run_programs(config, Hooks(), policy, init_state(policy, config))
+    known = run_programs(config, Hooks(), *committed(abstract_run(config)))
+    assert [program.name for program in known] == [program.name for program in real]
+    assert {program.signature() for program in known} == {program.signature() for program in real}
+
+
+def test_what_the_weights_decide_is_compiled_after_them(tmp_path, monkeypatch):
+    """ModelOpt's scales multiply and llm-compressor's divide: config.json does not say which, and every program that
+    reads them is another one.
+    """
+    small.modelopt(tmp_path / "model")
+    config = config_of(tmp_path)
+    policy = committed(prepare.load(config))
+    state = init_state(policy, config)
+    compiled = []
+    monkeypatch.setattr("qerl_jax.run.compile_ahead.compile_programs", lambda programs, **_: compiled.append(programs))
+    CompileAhead(config, Hooks()).finish(config, Hooks(), policy, state, Console(quiet=True))
+    ahead, after = ([program.name for program in programs] for programs in compiled)
+    assert {"layer forward", "layer backward"} < set(after) < set(ahead)
+    assert any(name.startswith("decode") for name in after) and "optimizer" not in after
+
+
+def test_the_slowest_programs_come_first(tmp_path):
+    small.bf16(tmp_path / "model")
+    names = [program.name for program in run_programs(*_abstract(config_of(tmp_path)))]
+    assert names[0].startswith("decode of") and names.index("layer backward") < names.index("embed")
+
+
+def _abstract(config):
+    policy, state = committed(abstract_run(config))
+    return config, Hooks(), policy, state
+
+
+def test_a_cancelled_compilation_begins_no_further_program():
+    calls = [Program(str(i), jax.jit(lambda x, i=i: x + i), (1.0,)) for i in range(3)]
+    cancelled = threading.Event()
+    with CompilationCounter() as counter:
+        told = lambda name, count: cancelled.set()  # noqa: E731
+        assert compile_programs(calls[:1], done=told, cancelled=cancelled) == 1
+        assert compile_programs(calls, cancelled=cancelled) == 0
+        assert len(counter.take()) == 1
+
+
+def test_the_first_evaluation_compiles_nothing(tmp_path, monkeypatch, capfd):
+    small.bf16(tmp_path / "model", shards=1)
+    (tmp_path / "rows.jsonl").write_text(lines([{"question": f"What is {i}?", "answer": str(i)} for i in range(20)]))
+    jax.config.update("jax_disable_most_optimizations", True)
+    evaluated = []
+
+    def counted(run, state, evaluate=lifecycle.evaluate_state):
+        with CompilationCounter() as counter:
+            result = evaluate(run, state)
+            evaluated.append(counter.take())
+        raise RuntimeError(f"{result.problems} problems")
+
+    monkeypatch.setattr(lifecycle, "evaluate_state", counted)
+    monkeypatch.setattr(CompileAhead, "_compile", lambda self, config, hooks: set())
+    config = config_of(tmp_path, "--eval-dataset", str(tmp_path / "rows.jsonl"), "--compilation-cache-dir", "none")
+    try:
+        with pytest.raises(RuntimeError, match="20 problems"):
+            train.train(config, Console(quiet=True))
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert evaluated == [["jit(subtract)"]], "lengths of the completions; nothing of the rollout"
