@@ -45,6 +45,7 @@ from qerl_jax.io.run_files import METRICS_FILE
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run import prepare
+from qerl_jax.run.memory import memory_report
 from qerl_jax.types import Policy
 
 PHASES = ("rollout", "grading", "update")
@@ -78,8 +79,7 @@ def main() -> None:
         lengths = reference_lengths(args.problems, load_tokenizer(model)) if args.problems else None
         started = time.perf_counter()
         rows = run(config, size, model, lengths)
-        seconds = time.perf_counter() - started
-    report(args, config, rows, seconds)
+        report(args, config, rows, time.perf_counter() - started)
 
 
 def model_directory(path: Path, size: str, tokenizer: Path) -> Path:
@@ -167,7 +167,12 @@ def report(args: argparse.Namespace, config: Config, rows: list[dict], seconds: 
     found = {phase: statistics.median(row[f"time/{phase}"] for row in later) for phase in PHASES}
     found["step"] = sum(found.values())
     tokens = statistics.median(row["completions/mean_length"] for row in later) * config.batch_size
-    print(f"median: {found['step']:.2f} s a step, peak {peak_bytes() / 1e9:.2f} GB; whole run {seconds:.1f} s")
+    memory = memory_report(config).memory
+    predicted = max(memory.rollout, memory.update)
+    print(
+        f"median: {found['step']:.2f} s a step, peak {peak_bytes() / 1e9:.2f} GB (--dry-run says "
+        f"{memory.rollout / 1e9:.2f} in the rollout, {memory.update / 1e9:.2f} in the update); whole run {seconds:.1f} s"
+    )
     write_rows(
         args.out / "recipe.json",
         [
@@ -177,6 +182,7 @@ def report(args: argparse.Namespace, config: Config, rows: list[dict], seconds: 
                 "seconds": value,
                 "tokens": tokens,
                 "peak_bytes": peak_bytes(),
+                "predicted_bytes": predicted,
                 "compilations": rows[-1]["compilations"],
                 "first_call_s": rows[0][f"time/{phase}"] if phase in PHASES else None,
                 "gpu": jax.local_devices()[0].device_kind,

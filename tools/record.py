@@ -17,6 +17,7 @@ MEASURED = frozenset(
         "tokens_per_s",
         "decode_ms_per_step",
         "peak_bytes",
+        "predicted_bytes",
         "commit",
         "date",
         "command",
