@@ -171,7 +171,7 @@ def report(args: argparse.Namespace, config: Config, rows: list[dict], seconds: 
     predicted = max(memory.rollout, memory.update)
     print(
         f"median: {found['step']:.2f} s a step, peak {peak_bytes() / 1e9:.2f} GB (--dry-run says "
-        f"{memory.rollout / 1e9:.2f} in the rollout, {memory.update / 1e9:.2f} in the update); whole run {seconds:.1f} s"
+        f"{memory.rollout / 1e9:.2f} in the rollout, {memory.update / 1e9:.2f} in the update); run {seconds:.1f} s"
     )
     write_rows(
         args.out / "recipe.json",
