@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
+from qerl_jax.command_line import flags, process
 from qerl_jax.io.apply_norms import apply_norms
 from qerl_jax.io.assets import model_path
 
@@ -25,19 +29,20 @@ class _Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 2 and a one-line error message for bad input."""
-    import tyro
+    return process.run(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was written")
 
-    arguments = tyro.cli(
-        _Arguments, args=argv, prog="python -m qerl_jax.apply_norms", config=(tyro.conf.PositionalRequiredArgs,)
-    )
-    try:
-        apply_norms(model_path(arguments.base), arguments.adapter, arguments.out, arguments.overwrite)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.apply_norms", inspect.getdoc(_Arguments))
+    apply_norms(model_path(arguments.base), arguments.adapter, arguments.out, arguments.overwrite)
     print(f"wrote {arguments.out}")
     return 0
 
 
+def command() -> NoReturn:
+    """The program."""
+    process.end(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -123,7 +123,8 @@ def compile_programs(
       The number of programs compiled.
     """
     count, running = 0, {}
-    with ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2)) as pool:
+    pool = ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
+    try:
         for program in programs:
             if cancelled is not None and cancelled.is_set():
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -136,6 +137,10 @@ def compile_programs(
             count += 1
             if done is not None:
                 done(running[future], count)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for a compiler
+        raise
+    pool.shutdown()
     return count
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from qerl_jax.command_line.evaluate import main
+from qerl_jax.command_line.evaluate import command, main
 from qerl_jax.evaluation import evaluate
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
 
 # An import binds `qerl_jax.evaluate` to the entry of `sys.modules`. That is the exported function, not this module, so
 # that the command line does not shadow the function; `from qerl_jax.evaluate import main` works as well.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
+from qerl_jax.command_line import flags, process
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.quantize import quantize_checkpoint
 
@@ -23,31 +27,33 @@ class _Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 2 and a one-line error message for bad input."""
-    import tyro
+    return process.run(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was written")
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.quantize", inspect.getdoc(_Arguments))
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    arguments = tyro.cli(
-        _Arguments, args=argv, prog="python -m qerl_jax.quantize", config=(tyro.conf.PositionalRequiredArgs,)
-    )
-    try:
-        src = model_path(arguments.src)  # a download has a progress bar of its own
-        with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-            tasks = {
-                "scan": bar.add_task("scanning layers", total=None),
-                "quantize": bar.add_task("writing tensors", total=None),
-            }
-            quantize_checkpoint(
-                src,
-                arguments.dst,
-                overwrite=arguments.overwrite,
-                progress=lambda stage, done, total: bar.update(tasks[stage], completed=done, total=total),
-            )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    src = model_path(arguments.src)  # a download has a progress bar of its own
+    with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        tasks = {
+            "scan": bar.add_task("scanning layers", total=None),
+            "quantize": bar.add_task("writing tensors", total=None),
+        }
+        quantize_checkpoint(
+            src,
+            arguments.dst,
+            overwrite=arguments.overwrite,
+            progress=lambda stage, done, total: bar.update(tasks[stage], completed=done, total=total),
+        )
     print(f"wrote {arguments.dst}")
     return 0
 
 
+def command() -> NoReturn:
+    """The program."""
+    process.end(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -9,9 +9,8 @@ Axes: B completions = P prompts · G group, row = p · G + g.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtyping import Array
 from rich.console import Console
 
 from qerl_jax import aqn, keys
+from qerl_jax.command_line import process
 from qerl_jax.command_line import train as command_line
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
@@ -75,7 +75,7 @@ def train(
     after the current step, with a checkpoint; so does a closed output pipe.
     """
     hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
-    run = prepare(with_rewards(config), console or RunConsole(highlight=False), hooks)
+    run = prepare(with_rewards(config), console or RunConsole(), hooks)
     with locked(run.directory), run.compile_ahead:
         recorder, state = begin_run(run, init_state(run.policy, run.config, optimizer))
         with run.rewards, recorder:
@@ -172,5 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     return command_line.run(train, argv)
 
 
+def command() -> NoReturn:
+    """The program."""
+    process.end(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

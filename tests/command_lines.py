@@ -45,7 +45,16 @@ def assert_says(said: str, expected: str) -> None:
 
 def training(place: Path, *more: str) -> list[str]:
     paths = {"--model": "model", "--dataset": "rows.jsonl", "--output-dir": "run"}
-    return [*(part for flag, name in paths.items() for part in (flag, str(place / name))), *RUN, *more]
+    return replaced([*(part for flag, name in paths.items() for part in (flag, str(place / name))), *RUN], *more)
+
+
+def replaced(flags: list[str], *more: str) -> list[str]:
+    """A command line with further flags, in the place of its own of the same names."""
+    found: dict[str, list[str]] = {}
+    for line in (flags, more):
+        starts = [i for i, part in enumerate(line) if part.startswith("--")]
+        found |= {line[i]: list(line[i:j]) for i, j in zip(starts, [*starts[1:], len(line)], strict=False)}
+    return [part for group in found.values() for part in group]
 
 
 def evaluation(place: Path) -> list[str]:

@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 import runs
 import small
-from command_lines import ROWS, assert_says, error_of, evaluation, lines, training
+from command_lines import ROWS, assert_says, error_of, evaluation, lines, replaced, training
 from helpers import logits_of
 from qerl_kernels.nvfp4_matmul.reference import dequantize
 
 from qerl_jax import train
 from qerl_jax.command_line.evaluate import main as evaluate
-from qerl_jax.command_line.train import STOPPED
+from qerl_jax.command_line.process import STOPPED
 from qerl_jax.io.checkpoint import Checkpointer, latest_step
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint
@@ -353,7 +353,7 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capf
     said = capfd.readouterr().err
     assert "interrupted; the newest checkpoint is that of step 4, resume from it with" in said
     assert f"--config {run}/config.yaml --resume auto" in said
-    assert train.main([*flags, "--output-dir", str(place / "new")]) == STOPPED
+    assert train.main(replaced(flags, "--output-dir", str(place / "new"))) == STOPPED
     assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to resume from"
 
 

@@ -16,7 +16,7 @@ import runs
 from rich.console import Console
 
 from qerl_jax import train
-from qerl_jax.command_line.train import STOPPED
+from qerl_jax.command_line.process import STOPPED
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.data.problems import ARITHMETIC_TRAIN_SIZE, Problem
 from qerl_jax.evaluation import evaluate

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import typing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
+from qerl_jax.command_line import flags, process
 from qerl_jax.compilation import use_compilation_cache
-from qerl_jax.config import Config, ConfigError, descriptions
+from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.prompts import load_encoded
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.io.assets import model_path
@@ -19,7 +20,7 @@ from qerl_jax.io.files import check_file_writable, write_json
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
-from qerl_jax.rollout.shapes import cache_note
+from qerl_jax.rollout.shapes import cache_note, endless_note
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import missing_kernels_note
 
@@ -67,38 +68,28 @@ class _OwnArguments:
     """Also write the result to this JSON file."""
 
 
-def _arguments_type() -> type:
-    """`_OwnArguments` and the shared fields of Config, with their types, defaults and descriptions."""
-    import tyro
-
-    hints, texts = typing.get_type_hints(Config), descriptions()
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    fields = [
-        (flag, Annotated[hints[name], tyro.conf.arg(help=texts[name])], dataclasses.field(default=defaults[name]))
-        for flag, name in _FIELDS.items()
-    ]
-    return dataclasses.make_dataclass("Arguments", fields, bases=(_OwnArguments,), frozen=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 2 for bad input, with a one-line error message."""
-    import tyro
-
-    arguments = tyro.cli(
-        _arguments_type(),
-        args=argv,
-        prog="python -m qerl_jax.evaluate",
-        description="Evaluate a model, with or without an adapter, on a dataset of problems with answers.",
-        config=(tyro.conf.PositionalRequiredArgs,),
+    return process.run(
+        lambda: _main(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was evaluated"
     )
+
+
+def command() -> NoReturn:
+    """The program."""
+    process.end(main)
+
+
+def _main(argv: Sequence[str]) -> int:
+    description = "Evaluate a model, with or without an adapter, on a dataset of problems with answers."
+    kind = flags.fields_of_config(_FIELDS, (_OwnArguments,))
+    arguments = flags.parse(kind, argv, "python -m qerl_jax.evaluate", description)
+    result = _run(arguments)
     try:
-        result = _run(arguments)
         _show(result)  # before the file: a full disk must not lose hours of work
+    finally:
         if arguments.output is not None:
             write_json(Path(arguments.output), dataclasses.asdict(result))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
@@ -153,8 +144,7 @@ def _run(arguments: Any) -> Evaluation:
         limit=arguments.samples,
         need_answers=True,
     )
-    if note := cache_note(policy, config.kv_cache_dtype):
-        notes.append(note)
+    notes += filter(None, (cache_note(policy, config.kv_cache_dtype), endless_note(policy.config)))
     for note in notes:
         print(note, flush=True)
     name = correctness_reward(arguments.dataset)

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from qerl_jax import config as configuration
+from qerl_jax.command_line import flags, process
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config.foreign import advice
 from qerl_jax.io import assets
@@ -21,7 +22,6 @@ from qerl_jax.run.dry_run import show_dry_run
 from qerl_jax.run.prepare import check
 from qerl_jax.types import TrainState
 
-STOPPED = 130  # exit code
 _DESCRIPTION = (
     "Train a Qwen2.5 policy with GRPO on a quantized base. --config NAME takes a bundled recipe ({recipes}), "
     "--config FILE.yaml a file with the fields below; flags override it. --dry-run shows the resolved config, the "
@@ -34,49 +34,53 @@ def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) ->
     """Parse the command line and call `train`. Exit code 0: finished; 2: bad input or too little memory, with a
     one-line error message; 130: stopped by a signal, to be resumed.
     """
-    errors, config = Console(stderr=True, highlight=False, soft_wrap=True), None
-    try:
-        argv, is_dry_run = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
-        config = parse(argv)
+    config: Config | None = None
+
+    def body() -> int:
+        nonlocal config
+        arguments, is_dry_run = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
+        config = parse(arguments)
         if is_dry_run:
             config = with_rewards(config)
             check(config)
             show_dry_run(config, Console(highlight=False))
             return 0
         state = train(config)
-    except (ValueError, OSError, MemoryError) as error:
-        errors.print(f"error: {str(error) or 'out of memory'}", markup=False)  # Python's own MemoryError says nothing
-        return 2
-    except KeyboardInterrupt:
-        saved = latest_step(Path(config.output_dir)) if config else None
-        if saved is None:
-            errors.print("interrupted; there is no checkpoint to resume from", markup=False)
-        else:
-            errors.print(f"interrupted; the newest checkpoint is that of step {saved}, resume from it with")
-            errors.print(resume_command(Path(config.output_dir)), markup=False)
-        return STOPPED
-    return 0 if int(state.step) == state.config.num_rollouts else STOPPED
+        return 0 if int(state.step) == state.config.num_rollouts else process.STOPPED
+
+    return process.run(body, lambda: interrupted(config))
+
+
+def interrupted(config: Config | None) -> str:
+    """What to say after Ctrl-C."""
+    saved = latest_step(Path(config.output_dir)) if config else None
+    if saved is None:
+        return "interrupted; there is no checkpoint to resume from"
+    command = resume_command(Path(config.output_dir))
+    return f"interrupted; the newest checkpoint is that of step {saved}, resume from it with\n{command}"
 
 
 def parse(argv: list[str]) -> Config:
     """The config of a command line: `--config FILE or NAME`, overridden by flags. Without `--config` and `--model`, the
     bundled `tiny` run.
     """
-    import tyro
-
     argv, path = take_option(argv, "--config")
     argv = take_booleans(argv)
-    flags = {argument.partition("=")[0].replace("_", "-") for argument in argv}
-    names_model = "--model" in flags
+    given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
+    names_model = "--model" in given
     if path is not None:
         default = configuration.load(assets.find_config(path))
     else:
         default = Config() if names_model else configuration.load(assets.find_config("tiny"))
     refuse_foreign(argv)
-    if "--num-train-epochs" in flags and "--max-steps" not in flags:
+    if "--num-train-epochs" in given and "--max-steps" not in given:
         default = dataclasses.replace(default, max_steps=-1)  # the flag counts, not the file's max_steps
     description = _DESCRIPTION.format(recipes=", ".join(assets.recipes()))
-    config = tyro.cli(Config, default=default, args=argv, prog="python -m qerl_jax.train", description=description)
+    names = [field.name for field in dataclasses.fields(Config)]
+    kind = flags.fields_of_config({name: name for name in names})
+    values = kind(**{name: getattr(default, name) for name in names})
+    arguments = flags.parse(kind, argv, "python -m qerl_jax.train", description, values)
+    config = Config(**{name: getattr(arguments, name) for name in names})
     if path is not None:
         refuse_moved(config, Path(path))
     return config
@@ -126,17 +130,19 @@ def take_flag(argv: list[str], name: str) -> tuple[list[str], bool]:
 
 def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
     """Remove `name VALUE` or `name=VALUE` from a command line; returns the rest and the value. Raises ConfigError
-    without a value.
+    without a value, or with two.
     """
-    rest, value = [], None
+    rest, values = [], []
     arguments = iter(argv)
     for argument in arguments:
         if argument == name:
-            value = next(arguments, None)
-            if value is None:
-                raise ConfigError(f"{name} needs a file or the name of a bundled recipe")
+            values.append(next(arguments, ""))
         elif argument.startswith(f"{name}="):
-            value = argument.partition("=")[2]
+            values.append(argument.partition("=")[2])
         else:
             rest.append(argument)
-    return rest, value
+    if len(values) > 1:
+        raise ConfigError(f"{name} is given twice, as {values[0]!r} and as {values[1]!r}")
+    if values == [""]:
+        raise ConfigError(f"{name} needs a file or the name of a bundled recipe")
+    return rest, values[0] if values else None

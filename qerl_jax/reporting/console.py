@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
+from collections.abc import Iterator
+from typing import IO
 
 from rich.console import Console
 
 
 class RunConsole(Console):
-    """A console that falls silent when its reader goes away (`| head`), where rich's would end the program.
+    """A console, by default on standard output, that falls silent when that cannot be written: where its reader goes
+    away (`| head`) rich's would end the program, and where the disk is full raise an error.
 
     Attributes:
       is_closed: whether that happened; a run then stops as after a SIGTERM.
@@ -17,10 +22,45 @@ class RunConsole(Console):
 
     is_closed = False
 
+    def __init__(self, file: IO[str] | None = None) -> None:
+        super().__init__(file=file or _Output(), highlight=False)
+
     def on_broken_pipe(self) -> None:
         """Say no more, and let nothing else fail at the closed pipe."""
         self.is_closed = self.quiet = True
-        if self.file is sys.stdout:
+        if isinstance(self.file, _Output):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())
             os.close(null)
+
+
+class _Output(io.TextIOBase):
+    """`sys.stdout`, all of whose errors are a closed pipe to rich; any but a closed pipe is told on standard error."""
+
+    def write(self, text: str) -> int:
+        with self._told():
+            return sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with self._told():
+            sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            print(f"standard output cannot be written: {error.strerror}; the run stops", file=sys.stderr, flush=True)
+            raise BrokenPipeError from error
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
+
+    def fileno(self) -> int:
+        return sys.stdout.fileno()
+
+    @property
+    def encoding(self) -> str:
+        return sys.stdout.encoding

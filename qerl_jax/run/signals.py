@@ -28,8 +28,10 @@ class StopSignals:
         self._restore()
 
     def _request(self, number: int, _: object) -> None:
+        if self.requested:
+            self._restore()
+            signal.raise_signal(number)
         self.requested = number
-        self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

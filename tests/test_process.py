@@ -1,0 +1,113 @@
+"""How the process of a command line ends: one line and an exit code, whatever stops it."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from qerl_jax.command_line import process
+from qerl_jax.compilation import Program, compile_programs
+
+
+def raising(error: BaseException):
+    def body() -> int:
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("two\nlines"), "error: two lines"),
+        (OSError("gone"), "error: gone"),
+        (MemoryError(), "error: out of memory"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte"),
+            "error: out of memory: JaxRuntimeError: RESOURCE_EXHAUSTED: 1 byte",
+        ),
+    ],
+)
+def test_an_error_is_one_line(error, said, capsys):
+    assert process.run(raising(error)) == process.FAILED
+    assert capsys.readouterr().err == said + "\n"
+
+
+def test_a_bug_is_no_message():
+    for error in (KeyError("bug"), jax.errors.JaxRuntimeError("INTERNAL")):
+        with pytest.raises(type(error)):
+            process.run(raising(error))
+
+
+def test_an_interrupt_says_what_is_left(capsys):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = process.run(lambda: signal.raise_signal(signal.SIGINT), lambda: "interrupted; resume with\n  x")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == process.STOPPED and capsys.readouterr().err == "interrupted; resume with\n  x\n"
+
+
+def test_a_full_disk_behind_standard_output(monkeypatch, capsys):
+    """/dev/full refuses what is flushed: one line, and nothing is left to fail at the interpreter's end."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert process.run(lambda: print("result") or 0) == process.FAILED
+        print("to nowhere", flush=True)
+    assert capsys.readouterr().err == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_a_terminal_that_knows_ascii_alone(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    assert process.run(lambda: print("σ …") or 0) == 0
+    assert written.getvalue() == b"\\u03c3 \\u2026\n"
+
+
+# Ctrl-C while the main thread is inside a call that releases the interpreter's lock and ends in some minutes.
+STUCK = """
+import hashlib, os, signal, threading
+from qerl_jax.command_line import process
+process.PATIENCE = 0.2
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def body():
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+process.end(lambda: process.run(body, lambda: "interrupted; as it was"))
+"""
+
+
+def test_an_interrupt_does_not_wait_for_a_call():
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (process.STOPPED, "interrupted; as it was\n")
+    assert time.monotonic() - began < 45
+
+
+def test_an_interrupt_does_not_wait_for_a_compiler():
+    """The other programs are not compiled, and the one in progress is left to itself."""
+    begun = []
+
+    class Slow(Program):
+        def lower(self):
+            return self
+
+        def compile(self):
+            begun.append(self.name)
+            time.sleep(*self.arguments)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        programs = [Slow("first", None, (0,)), *(Slow("slow", None, (1,)) for _ in range(5))]
+        compile_programs(programs, threads=1, done=interrupted)
+    assert time.monotonic() - began < 0.9 and len(begun) <= 2
