@@ -11,6 +11,7 @@ from qerl_jax.rewards.answers import extract_answer, unbox
 from qerl_jax.rewards.outcomes import RewardError, Unparsed
 
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
+_LONGEST = 1000  # characters of a gold answer; the patterns of `normalize` take quadratic time
 _TAIL = 300  # characters at the end of a completion in which DAPO looks for the answer
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
@@ -76,7 +77,8 @@ def _delimited(text: str) -> str:
 
 def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
     """1 where the last `Answer: …` in the final 300 characters is the gold answer, both normalized as in Minerva,
-    else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0); None without a gold answer.
+    else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0); None without a gold answer. No answer equals a
+    gold one of more than 1000 characters after its last "=".
     """
     return [_score_line(text[-_TAIL:], gold) for text, gold in zip(completions, answer, strict=True)]
 
@@ -85,7 +87,10 @@ def _score_line(text: str, gold: str) -> float | None:
     if not gold:
         return None
     found = _ANSWER_LINE.findall(text)
-    return float(normalize(found[-1]) == normalize(gold)) if found else Unparsed(0.0)
+    if not found:
+        return Unparsed(0.0)
+    gold = gold.rsplit("=", 1)[-1]
+    return float(len(gold) <= _LONGEST and normalize(found[-1]) == normalize(gold))
 
 
 # Minerva's tables (arXiv 2206.14858, appendix D.1, from lm-evaluation-harness). Order and oddities matter: "a " is
