@@ -21,7 +21,7 @@ def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> 
     """Add one line; a value that is not finite is written as null, because JSON has no NaN."""
     row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
     path = directory / METRICS_FILE
-    with naming(path), path.open("a") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())

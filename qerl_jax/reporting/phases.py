@@ -63,7 +63,7 @@ class Phases:
             self.totals[name] += seconds
             self._untaken[name] += seconds
             if self._limit is not None and seconds > self._limit:
-                self._console.print(f"step {self.step}: {name} took {seconds:.1f} s")
+                self._console.print(f"step {self.step}: {name} took {seconds:.1f} s", markup=False)
 
     def beat(self, name: str) -> None:
         """Write the heartbeat: `name` begins now. A failure to write is reported once and does not end the run."""
@@ -101,12 +101,13 @@ class Phases:
     def _dump(self, what: str) -> None:
         self.overdue += 1
         path = self._directory / STACKS_FILE
-        with self._told_once(), naming(path), path.open("a") as file:
+        with self._told_once(), naming(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{_now()} {what} is running longer than watchdog_seconds {self._limit:g}. Every thread:\n\n")
             file.write(_stacks() + "\n")
         self._console.print(
             f"{what} is running longer than watchdog_seconds {self._limit:g}; every thread's stack is in {path}",
             soft_wrap=True,
+            markup=False,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 _PLAIN_LINES = 20  # lines of a whole run where there is no terminal
 
@@ -50,6 +51,7 @@ class TrainingProgress:
                 f"step {step}/{self._total}  {text}  {metrics['step_time']:.2f} s/step",
                 highlight=False,
                 soft_wrap=True,
+                markup=False,
             )
 
 
@@ -60,5 +62,5 @@ def summary_table(console: Console, results: list[tuple[str, str]], files: list[
         table.add_row(name, value)
     table.add_section()
     for name, path in files:
-        table.add_row(name, path)
+        table.add_row(name, Text(path))
     console.print(table)

@@ -94,7 +94,7 @@ class _TensorBoard:
 
 def _known_id(path: Path) -> str:
     try:
-        known = json.loads(path.read_text())["id"]
+        known = json.loads(path.read_text(encoding="utf-8"))["id"]
     except (ValueError, LookupError, TypeError):
         known = None
     if not isinstance(known, str) or not known:

@@ -95,6 +95,15 @@ def _largest(biases: list[Array]) -> Float32[Array, " L"]:
     return jnp.stack([jnp.abs(bias.astype(jnp.float32)).max() for bias in biases])
 
 
+def endless_note(model: ModelConfig) -> str | None:
+    """One sentence where no token ends a completion; None where one does."""
+    if model.eos_token_ids:
+        return None
+    return (
+        "config.json and generation_config.json name no eos_token_id: every completion goes on to max_completion_length"
+    )
+
+
 def cache_note(policy: Policy, kv_cache_dtype: str) -> str | None:
     """One sentence for people about the layers that `kv_cache_dtype` does not apply to; None if it applies to all."""
     dtypes = kv_cache_dtypes(policy, kv_cache_dtype)

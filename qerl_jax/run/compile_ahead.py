@@ -100,6 +100,7 @@ class CompileAhead:
         now = time.perf_counter()
         console.print(
             f"compiled {len(programs)} programs of rollout and update in {now - self._started:.1f} s, "
-            f"{now - waited:.1f} s of them after loading"
+            f"{now - waited:.1f} s of them after loading",
+            markup=False,
         )
         return len(rest)

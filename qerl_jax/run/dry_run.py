@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_jax.config import Config, dump
+from qerl_jax.rollout.shapes import endless_note
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
 
 
@@ -16,12 +17,15 @@ def show_dry_run(config: Config, console: Console) -> None:
     console.print(parameter_table(report))
     console.print(memory_table(report.memory, config))
     if report.cache_note:
-        console.print(report.cache_note, soft_wrap=True)
+        console.print(report.cache_note, soft_wrap=True, markup=False)
+    if note := endless_note(report.model):
+        console.print(note, soft_wrap=True, markup=False)
     files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"
     console.print(
         f"{config.model}: {report.model.parameter_count() / 1e6:,.1f} M parameters, projections in {report.stored}, "
         f"{files}. Dry run: nothing was loaded, run or written.",
         soft_wrap=True,
+        markup=False,
     )
 
 

@@ -54,9 +54,11 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     tokens = cut_back(directory, int(state.step))
     recorder = Recorder(run, checkpoints, int(state.step), tokens)
     parameters = run.policy.config.parameter_count() / 1e6
-    console.print(f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
+    console.print(
+        f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}", markup=False
+    )
     if run.eval_problems and recorder.evaluations.get("before") is None:
-        console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …")
+        console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …", markup=False)
         _evaluate(run, recorder, state, "before")
     if run.compile_ahead and int(state.step) < config.num_rollouts:
         run.compile_ahead.finish(config, run.hooks, run.policy, state, console)
@@ -73,7 +75,7 @@ def restore(
     elsewhere = config.resume != "auto" and Path(config.resume).resolve() != directory.resolve()
     source = Checkpointer(Path(config.resume), keep=None, inputs=inputs) if elsewhere else checkpoints
     for step in source.incomplete_steps():
-        console.print(f"{source.directory / str(step)} is incomplete and ignored: it has no manifest")
+        console.print(f"{source.directory / str(step)} is incomplete and ignored: it has no manifest", markup=False)
     if config.resume == "auto" and source.latest_step() is None:
         console.print(f"no checkpoint to resume in {directory}: starting from the beginning", markup=False)
         return state
@@ -82,7 +84,7 @@ def restore(
     if elsewhere:
         run_directory.copy_from(directory, Path(config.resume))
         checkpoints.save(state)
-    console.print(f"resuming after step {int(state.step)} of {config.num_rollouts}")
+    console.print(f"resuming after step {int(state.step)} of {config.num_rollouts}", markup=False)
     return state
 
 
@@ -92,7 +94,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     recorder.checkpoints.close()
     is_done = last == config.num_rollouts
     if is_done and run.eval_problems and recorder.evaluations.get("after") is None:
-        console.print("evaluating the trained policy on the same problems …")
+        console.print("evaluating the trained policy on the same problems …", markup=False)
         _evaluate(run, recorder, state, "after")
     recorder.curves.close()
     if is_done:
@@ -106,8 +108,11 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     write_report(directory, config, rows, ending)
     phases.beat("stopped" if reason else "finished")
     if reason:
-        console.print(f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")
-        console.print(run.resume_command, soft_wrap=True)
+        console.print(
+            f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with",
+            markup=False,
+        )
+        console.print(run.resume_command, soft_wrap=True, markup=False)
         return
     files = {
         "report": REPORT_FILE,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
@@ -20,7 +20,7 @@ from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
-from qerl_jax.rollout.shapes import cache_note, choose_shapes
+from qerl_jax.rollout.shapes import cache_note, choose_shapes, endless_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.compile_ahead import CompileAhead
@@ -80,7 +80,7 @@ def prepare(config: Config, console: Console, hooks: Hooks) -> Run:
         config.reward_funcs,
         config.reward_workers,
         config.reward_timeout,
-        console.print,
+        functools.partial(console.print, soft_wrap=True, markup=False),
         config.allow_code_execution,
     )
     assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
@@ -91,8 +91,8 @@ def prepare(config: Config, console: Console, hooks: Hooks) -> Run:
         policy = committed(loaded).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         lengths = config.max_prompt_length, config.max_completion_length
         choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
-        if note := cache_note(policy, config.kv_cache_dtype):
-            console.print(note, soft_wrap=True)
+        for note in filter(None, (cache_note(policy, config.kv_cache_dtype), endless_note(policy.config))):
+            console.print(note, soft_wrap=True, markup=False)
         stream, eval_problems = load_problems(config, policy, console)
     except BaseException:
         compile_ahead.cancel()
@@ -130,7 +130,8 @@ def load(config: Config, console: Console | None = None) -> Policy:
     """The policy of a config, its adapters initialized from the seed or imported. On a terminal, `console` shows a bar
     that counts layers.
     """
-    with Progress(console=console, transient=True, disable=console is None or not console.is_terminal) as bar:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=console is None or not console.is_terminal) as bar:
         task = bar.add_task(f"loading {config.model}", total=None)
         return load_policy(
             assets.model_path(config.model),

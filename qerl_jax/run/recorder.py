@@ -161,5 +161,7 @@ class Recorder:
         except OSError as error:  # the step's own error is raised after this and says more
             console.print(f"step {step + 1} failed; {error}", soft_wrap=True, markup=False)
         else:
-            console.print(f"step {step + 1} failed; the state after step {step} is saved, resume from it with")
-            console.print(self._run.resume_command, soft_wrap=True)
+            console.print(
+                f"step {step + 1} failed; the state after step {step} is saved, resume from it with", markup=False
+            )
+            console.print(self._run.resume_command, soft_wrap=True, markup=False)
