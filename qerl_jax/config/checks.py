@@ -31,6 +31,12 @@ _AT_LEAST: dict[str, float] = {
     "epsilon": 0,
     "seed": 0,
 }
+_AT_MOST: dict[str, float] = {
+    "max_refill_rounds": 100,  # a step whose rewards stay equal takes all of them
+    "reward_workers": 1024,  # processes, started at once
+    "reward_timeout": 1e6,  # seconds; the system's calls that wait take little more
+    "watchdog_seconds": 1e6,
+}
 _ABOVE_ZERO = (
     "num_train_epochs",
     "temperature",
@@ -59,6 +65,10 @@ def _check_ranges(config: Config) -> None:
     for name, low in _AT_LEAST.items():
         if getattr(config, name) < low:
             raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")
+    for name, high in _AT_MOST.items():
+        value = getattr(config, name)
+        if value is not None and value > high:
+            raise ConfigError(f"{name} must be at most {high:,.0f}, got {value:g}")
     for name in _ABOVE_ZERO:
         value = getattr(config, name)
         if value is not None and value <= 0:

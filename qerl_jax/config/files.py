@@ -10,6 +10,7 @@ from typing import Any
 from qerl_jax.config.fields import Config, upper_clip
 from qerl_jax.config.foreign import advice
 from qerl_jax.config.values import ConfigError
+from qerl_jax.untrusted import require_regular, shown
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
 # programs that are compiled anew may round differently, so a resumed run may differ in rounding.
@@ -45,9 +46,9 @@ def from_mapping(values: dict[Any, Any], where: str) -> Config:
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}{_suggestion(name, fields)}")
+            raise ConfigError(f"{where}: unknown key {shown(key)}{_suggestion(name, fields)}")
         if name in known:
-            raise ConfigError(f"{where}: {name} is given twice, as {known[name]!r} and as {value!r}")
+            raise ConfigError(f"{where}: {name} is given twice, as {shown(known[name])} and as {shown(value)}")
         known[name] = value
     try:
         return Config(**known)
@@ -68,7 +69,8 @@ def load(path: str | Path) -> Config:
     if not path.exists():
         raise ConfigError(f"config file {path} does not exist")
     try:
-        text = path.read_text()
+        require_regular(path)
+        text = path.read_text(encoding="utf-8")
         _refuse_doubles(yaml.compose(text, yaml.SafeLoader), str(path))
         values = yaml.safe_load(text)
     except ConfigError:

@@ -7,7 +7,9 @@ import types
 import typing
 from typing import Any, Literal
 
-_LARGEST_INT = 2**31 - 1  # counts and seeds are int32 on the device
+from qerl_jax.untrusted import is_unicode, shown
+
+LARGEST_INT = 2**31 - 1  # counts and seeds are int32 on the device
 
 
 class ConfigError(ValueError):
@@ -28,27 +30,29 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         return coerce(name, value, inner)
     if origin is Literal:
         if value not in arguments:
-            raise ConfigError(f"{name} {value!r} is not one of {list(arguments)}")
+            raise ConfigError(f"{name} {shown(value)} is not one of {list(arguments)}")
         return value
     if origin is tuple:
         if isinstance(value, str) and arguments[0] not in (int, float):
             value = (value,)
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name} must be a list, got {value!r}")
+            raise ConfigError(f"{name} must be a list, got {shown(value)}")
         return tuple(coerce(name, item, arguments[0]) for item in value)
     if hint in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
             number = float(value)
         except (ValueError, OverflowError) as error:
-            raise ConfigError(f"{name} must be a number, got {value!r}") from error
+            raise ConfigError(f"{name} must be a number, got {shown(value)}") from error
         if not math.isfinite(number):
-            raise ConfigError(f"{name} must be finite, got {value!r}")
+            raise ConfigError(f"{name} must be finite, got {shown(value)}")
         if hint is float:
             return number
         if number == int(number):
-            if abs(number) > _LARGEST_INT:
-                raise ConfigError(f"{name} must be at most {_LARGEST_INT}, got {value!r}")
+            if abs(number) > LARGEST_INT:
+                raise ConfigError(f"{name} must be at most {LARGEST_INT}, got {shown(value)}")
             return int(number)
+    if hint is str and isinstance(value, str) and not is_unicode(value):
+        raise ConfigError(f"{name} must be valid UTF-8, got {shown(value)}")
     if hint in (bool, str) and isinstance(value, hint):
         return value
-    raise ConfigError(f"{name} must be of type {hint.__name__}, got {value!r}")
+    raise ConfigError(f"{name} must be of type {hint.__name__}, got {shown(value)}")

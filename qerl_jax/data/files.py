@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from qerl_jax.untrusted import parse_json, require_regular
 
 FILE_KINDS = (".jsonl", ".json", ".parquet")
 _ROWS_AT_ONCE = 256  # parquet rows a read: few, because a row of a code dataset can hold a megabyte of tests
@@ -41,6 +43,7 @@ def open_file(path: Path, wanted: Collection[str]) -> Source:
     """
     if path.suffix not in FILE_KINDS:
         raise DataError(f"dataset file {path} does not end in one of {list(FILE_KINDS)}")
+    require_regular(path)
     if path.suffix == ".parquet":
         return _open_parquet(path, wanted)
     records = iter(_json_lines(path) if path.suffix == ".jsonl" else _json_list(path))
@@ -63,6 +66,9 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
     except broken as error:
         raise bad(error) from error
     names = file.schema_arrow.names
+    twice = sorted(name for name, count in collections.Counter(names).items() if count > 1 and name in wanted)
+    if twice:
+        raise DataError(f"{path} has two columns {twice[0]!r}")
 
     def records() -> Iterator[tuple[str, dict[str, Any]]]:
         number = itertools.count(1)
@@ -83,7 +89,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             place = f"line {number}"
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = parse_json(line.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, {place} is not UTF-8 text: {error}") from error
             except (ValueError, RecursionError) as error:
@@ -93,7 +99,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except (ValueError, RecursionError) as error:

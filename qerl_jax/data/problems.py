@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,10 +14,13 @@ from qerl_jax.data import arithmetic
 from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, split_files
 from qerl_jax.data.presets import NUMBER_REWARDS, PRESETS, THINK_SYSTEM_PROMPT, Preset, Unusable, gold_answer
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
+from qerl_jax.untrusted import is_unicode
 
 ARITHMETIC = "arithmetic"
 ARITHMETIC_TRAIN_SIZE = 4_000
 ARITHMETIC_TEST_SIZE = 1_000
+MAX_CHARACTERS = 1_000_000
+"""Longest text of a prompt's message or an answer: some 250,000 tokens, encoded in a second."""
 ROLES = ("system", "user", "assistant")
 _TAKEN = frozenset({"prompts", "completions", "answer", *GIVEN_COLUMNS})  # arguments of every reward
 
@@ -272,15 +276,19 @@ def _text(value: Any, column: str) -> str:
         raise Unusable(f"no {column!r}")
     if not isinstance(value, str | int | float):
         raise Unusable(f"{column!r} is neither text nor a number")
-    return _unicode(str(int(value) if isinstance(value, float) and value.is_integer() else value), column)
+    if isinstance(value, float) and math.isinf(value):  # also 1e400 in JSON
+        raise Unusable(f"{column!r} is not finite")
+    return _legible(str(int(value) if isinstance(value, float) and value.is_integer() else value), column)
 
 
-def _unicode(text: str, column: str) -> str:
-    """The text, unless it holds half of a surrogate pair, which JSON can write and no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise Unusable(f"{column!r} is not valid Unicode") from error
+def _legible(text: str, column: str) -> str:
+    """The text, unless it is longer than any model reads, or holds half of a surrogate pair, which JSON can write and
+    no tokenizer reads.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise Unusable(f"{column!r} over {MAX_CHARACTERS} characters")
+    if not is_unicode(text):
+        raise Unusable(f"{column!r} is not valid Unicode")
     return text
 
 
@@ -293,7 +301,7 @@ def _messages(value: list[Any], columns: _Columns) -> tuple[tuple[str, str], ...
         role, content = message.get("role"), message.get("content")
         if role not in ROLES or not isinstance(content, str) or (role == "system" and messages):
             raise Unusable(f"{column!r} holds a message that is no {{role, content}} of {list(ROLES)}")
-        messages.append((role, _unicode(content, column)))
+        messages.append((role, _legible(content, column)))
     if not messages or messages[-1][0] != "user":
         raise Unusable(f"{column!r} does not end with a user's message")
     own = messages.pop(0)[1] if messages[0][0] == "system" else columns.preset.system_prompt

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.data.files import DataError
-from qerl_jax.data.problems import Dataset, Problem, load_dataset
+from qerl_jax.data.problems import MAX_CHARACTERS, Dataset, Problem, load_dataset
 from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
+from qerl_jax.untrusted import shown, time_limit
 
 OVERLONG = ("drop", "truncate_left", "error")
+TEMPLATE_SECONDS = 10.0  # for a thousand prompts, which take less than one
 _TEXTS_AT_ONCE = 1024
 
 
@@ -119,16 +121,26 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[
         return _token_ids(texts, tokenizer, cut)
     turns = [[{"role": role, "content": content} for role, content in messages] for messages in conversations]
     try:
-        texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        texts = apply_template(tokenizer, turns)
     except Exception as error:  # a template is a program and may raise anything
-        raise DataError(f"the model's chat template fails on {turns[0]!r}: {error!r}") from error
+        raise DataError(f"the model's chat template fails on {shown(turns[0])}: {shown(error)}") from error
     for messages, text in zip(conversations, texts, strict=True):
+        if len(text) > 2 * sum(len(content) for _, content in messages) + MAX_CHARACTERS:
+            raise DataError(f"the model's chat template makes {len(text):,} characters of {shown(messages)}")
         for role, content in messages:
             if role in ("system", "user") and content.strip() not in text:
                 raise DataError(
                     f"the model's chat template drops the {role}'s turn: {content[:60]!r} is not in {text[:200]!r}"
                 )
     return _token_ids(texts, tokenizer, cut, add_special_tokens=False)
+
+
+def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]]) -> list[str]:
+    """The tokenizer's chat template on several conversations. Raises TimeoutError for one that does not end, and
+    whatever the template raises.
+    """
+    with time_limit(TEMPLATE_SECONDS):
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
 Conversation = Sequence[tuple[str, str]]

@@ -51,13 +51,13 @@ def write_text(path: Path, text: str) -> None:
     """
     with naming(path):
         if path.exists() and not path.is_file():
-            with path.open("w") as file:
+            with path.open("w", encoding="utf-8") as file:
                 file.write(text)
             return
         target = path.resolve() if path.is_symlink() else path
         temporary = target.with_name(f".{target.name}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.io.safetensors import CheckpointError, read_json
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats.nvfp4 import NVFP4_BLOCK
+from qerl_jax.untrusted import require_regular, shown
 
+_MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
 _DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
 # What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean NVFP4.
 _NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": NVFP4_BLOCK, "dynamic": False}
@@ -27,6 +30,8 @@ def model_config(directory: Path) -> ModelConfig:
     if not directory.is_dir():
         hint = "; a model of the hub is named ORGANIZATION/NAME" if directory.parent == Path() else ""
         raise FileNotFoundError(f"model directory {directory} does not exist{hint}")
+    for entry in sorted(directory.iterdir()):  # libraries open files of any name
+        require_regular(entry)
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(
@@ -44,8 +49,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
 
     def positive(key: str, default: int | None = None) -> int:
         value = config.get(key) if config.get(key) is not None else default
-        if type(value) is not int or value <= 0:
-            raise CheckpointError(f"{where}: {key} must be a whole number above 0, got {value!r}")
+        highest = _MAX_LAYERS if key == "num_hidden_layers" else LARGEST_INT
+        if type(value) is not int or not 0 < value <= highest:
+            raise CheckpointError(f"{where}: {key} must be a whole number from 1 to {highest:,}, got {shown(value)}")
         return value
 
     heads, hidden = positive("num_attention_heads"), positive("hidden_size")
@@ -75,21 +81,27 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
         "pad_token_id": (*pad, *eos, 0)[0],
     }
     try:
-        return ModelConfig(**fields)
+        model = ModelConfig(**fields)
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
+    if model.parameter_count() > _MAX_PARAMETERS:
+        raise CheckpointError(
+            f"{where}: its sizes make a model of {model.parameter_count():.1e} parameters, at most "
+            f"{_MAX_PARAMETERS:.0e} are supported"
+        )
+    return model
 
 
 def _positive_number(key: str, value: Any, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"{where}: {key} must be a number above 0, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"{where}: {key} must be a number above 0, got {shown(value)}")
     return float(value)
 
 
 def _flag(key: str, config: dict[str, Any], where: str) -> bool:
     value = config.get(key, False)
     if not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {key} must be true or false, got {value!r}")
+        raise CheckpointError(f"{where}: {key} must be true or false, got {shown(value)}")
     return value
 
 
@@ -97,15 +109,15 @@ def _section(key: str, config: dict[str, Any], where: str) -> dict[str, Any]:
     """A nested object; empty if it is absent or null."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{where}: {key} must be an object, got {value!r}")
+        raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
     return value or {}
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     if config.get("model_type") != "qwen2":
-        raise CheckpointError(f"{where}: model_type is {config.get('model_type')!r}, supported is 'qwen2'")
+        raise CheckpointError(f"{where}: model_type is {shown(config.get('model_type'))}, supported is 'qwen2'")
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act is {config['hidden_act']!r}, supported is 'silu'")
+        raise CheckpointError(f"{where}: hidden_act is {shown(config['hidden_act'])}, supported is 'silu'")
     if config.get("use_sliding_window"):
         raise CheckpointError(
             f"{where}: use_sliding_window is {json.dumps(config['use_sliding_window'])}; only full attention is "
@@ -113,12 +125,14 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
         )
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise CheckpointError(f"{where}: layer_types is {layer_types!r}; only 'full_attention' is implemented")
+        raise CheckpointError(f"{where}: layer_types is {shown(layer_types)}; only 'full_attention' is implemented")
     for key in ("rope_scaling", "rope_parameters"):
         section = _section(key, config, where)
         kind = section.get("rope_type", section.get("type", "default"))
         if kind != "default":
-            raise CheckpointError(f"{where}: {key} asks for rotary positions of type {kind!r}, supported is 'default'")
+            raise CheckpointError(
+                f"{where}: {key} asks for rotary positions of type {shown(kind)}, supported is 'default'"
+            )
 
 
 def rope_theta(config: dict[str, Any], where: str) -> float:
@@ -141,7 +155,7 @@ def _token_ids(
             if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
                 file = where if source is config else f"generation_config.json beside {where}"
                 raise CheckpointError(
-                    f"{file}: {key} is {value!r}, but token ids are whole numbers below vocab_size {vocab_size}"
+                    f"{file}: {key} is {shown(value)}, but token ids are whole numbers below vocab_size {vocab_size}"
                 )
             if token is not None and token not in ids:
                 ids.append(token)
@@ -160,22 +174,23 @@ def quantization_format(config: dict[str, Any], where: str) -> str | None:
     if method == "compressed-tensors":
         if section.get("format") != "nvfp4-pack-quantized":
             raise CheckpointError(
-                f"{where}: compressed-tensors format {section.get('format')!r}, supported is 'nvfp4-pack-quantized'"
+                f"{where}: compressed-tensors format {shown(section.get('format'))}, supported is "
+                "'nvfp4-pack-quantized'"
             )
         for name, group in _section("config_groups", section, where).items():
             weights = (group.get("weights") if isinstance(group, dict) else None) or {}
             for key, expected in _NVFP4_WEIGHTS.items():
                 if not isinstance(weights, dict) or weights.get(key, expected) != expected:
                     raise CheckpointError(
-                        f"{where}: config_groups.{name}.weights is {weights!r}, NVFP4 has {key} {expected!r}"
+                        f"{where}: config_groups.{name}.weights is {shown(weights)}, NVFP4 has {key} {expected!r}"
                     )
         return "compressed-tensors"
     if method == "modelopt" or _section("producer", section, where).get("name") == "modelopt":
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(
-                f"{where}: ModelOpt quant_algo {algorithm!r}, supported are 'NVFP4' and 'W4A16_NVFP4'"
+                f"{where}: ModelOpt quant_algo {shown(algorithm)}, supported are 'NVFP4' and 'W4A16_NVFP4'"
             )
         return "modelopt"
     raise CheckpointError(
-        f"{where}: quantization method {method!r}, supported are 'compressed-tensors' and 'modelopt' with NVFP4"
+        f"{where}: quantization method {shown(method)}, supported are 'compressed-tensors' and 'modelopt' with NVFP4"
     )

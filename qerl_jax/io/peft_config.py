@@ -10,6 +10,7 @@ from qerl_jax.io.hf_config import read_json
 from qerl_jax.io.safetensors import CheckpointError
 from qerl_jax.models.config import LAYER_NORMS
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+from qerl_jax.untrusted import shown
 
 CONFIG_FILE = "adapter_config.json"
 _KNOWN = frozenset(  # keys of PEFT's LoraConfig that are read here, or say nothing about a trained LoRA's values
@@ -36,21 +37,23 @@ def adapter_config(directory: Path) -> LoraConfig:
     if config.get("peft_type") == "LN_TUNING":
         return _norms_alone(path, config)
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}, supported are 'LORA' and 'LN_TUNING'")
+        raise CheckpointError(
+            f"{path}: peft_type is {shown(config.get('peft_type'))}, supported are 'LORA' and 'LN_TUNING'"
+        )
     if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{path}: bias is {config['bias']!r}, supported is 'none'")
+        raise CheckpointError(f"{path}: bias is {shown(config['bias'])}, supported is 'none'")
     for key in sorted(config.keys() - _KNOWN):  # DoRA, rank patterns, and what later versions of PEFT bring
         if not _unset(config[key]):
-            raise CheckpointError(f"{path}: {key} is {config[key]!r}, which is not supported")
+            raise CheckpointError(f"{path}: {key} is {shown(config[key])}, which is not supported")
     if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
         raise CheckpointError(
-            f"{path}: init_lora_weights is {config['init_lora_weights']!r}, which changes the base: convert the "
+            f"{path}: init_lora_weights is {shown(config['init_lora_weights'])}, which changes the base: convert the "
             "adapter to a plain LoRA"
         )
     modules, saved = config.get("target_modules") or [], config.get("modules_to_save") or []
     for key, value in (("target_modules", modules), ("modules_to_save", saved)):
         if value != "all-linear" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            raise CheckpointError(f"{path}: {key} is {value!r}, it must be a list of names")
+            raise CheckpointError(f"{path}: {key} is {shown(value)}, it must be a list of names")
     targets = PROJECTIONS if modules == "all-linear" else tuple(p for p in PROJECTIONS if p in modules)
     if modules != "all-linear" and len(targets) != len(modules):
         raise CheckpointError(f"{path}: target_modules {sorted(modules)} go beyond the projections {list(PROJECTIONS)}")
@@ -61,13 +64,13 @@ def adapter_config(directory: Path) -> LoraConfig:
         )
     rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0.0)
     if type(rank) is not int or rank <= 0:
-        raise CheckpointError(f"{path}: r is {rank!r}, it must be a whole number above 0")
+        raise CheckpointError(f"{path}: r is {shown(rank)}, it must be a whole number above 0")
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise CheckpointError(f"{path}: lora_alpha is {alpha!r}, it must be a number above 0")
+        raise CheckpointError(f"{path}: lora_alpha is {shown(alpha)}, it must be a number above 0")
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        raise CheckpointError(f"{path}: lora_dropout is {dropout!r}, it must lie in [0, 1)")
+        raise CheckpointError(f"{path}: lora_dropout is {shown(dropout)}, it must lie in [0, 1)")
     if not isinstance(config.get("use_rslora", False), bool):
-        raise CheckpointError(f"{path}: use_rslora is {config['use_rslora']!r}, it must be true or false")
+        raise CheckpointError(f"{path}: use_rslora is {shown(config['use_rslora'])}, it must be true or false")
     return LoraConfig(
         rank=rank,
         alpha=float(alpha),
@@ -80,11 +83,12 @@ def adapter_config(directory: Path) -> LoraConfig:
 def _norms_alone(path: Path, config: dict[str, Any]) -> LoraConfig:
     for key in sorted(config.keys() - (_KNOWN - {"modules_to_save"})):
         if not _unset(config[key]):
-            raise CheckpointError(f"{path}: {key} is {config[key]!r}, which is not supported with LN_TUNING")
+            raise CheckpointError(f"{path}: {key} is {shown(config[key])}, which is not supported with LN_TUNING")
     modules = config.get("target_modules")
     if not isinstance(modules, list) or not modules or not set(modules) <= set(LAYER_NORMS):
         raise CheckpointError(
-            f"{path}: target_modules is {modules!r}, with LN_TUNING it must list layer norms of {list(LAYER_NORMS)}"
+            f"{path}: target_modules is {shown(modules)}, with LN_TUNING it must list layer norms of "
+            f"{list(LAYER_NORMS)}"
         )
     return LoraConfig(rank=0)
 

@@ -17,6 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from qerl_jax.untrusted import parse_json, require_regular, shown
+
 # In the order in which the library lays tensors out: widest first, and among equals the reverse of its enumeration.
 DTYPES = {
     "I64": np.dtype(np.int64),
@@ -38,6 +40,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_MAX_DIMENSIONS, _MAX_DIMENSION = 32, 2**40  # NumPy holds 64, of 63 bits together
 
 
 class CheckpointError(ValueError):
@@ -45,9 +48,10 @@ class CheckpointError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError, or CheckpointError naming the file."""
+    """A JSON object. Raises OSError, or CheckpointError naming the file."""
     try:
-        value = json.loads(path.read_text())
+        require_regular(path)
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, nested too deep
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -59,6 +63,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
     """Tensor table of a file and the offset of its first byte. Raises CheckpointError for a truncated or malformed
     file, with the path.
     """
+    require_regular(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -68,7 +73,7 @@ def read_header(path: Path) -> tuple[dict[str, dict], int]:
         if length > min(_MAX_HEADER, size - 8):
             raise CheckpointError(f"{path}: the header claims {length} bytes, the file has {size}")
         try:
-            table = json.loads(file.read(length))
+            table = parse_json(file.read(length))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: the header is not JSON ({error})") from error
     if not isinstance(table, dict):
@@ -86,15 +91,20 @@ def _check_entry(path: Path, name: str, entry: object, available: int) -> None:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         sane = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: entry {name!r} is malformed: {entry!r}") from error
+        raise CheckpointError(f"{path}: entry {shown(name)} is malformed: {shown(entry)}") from error
     if not sane:
-        raise CheckpointError(f"{path}: entry {name!r} is malformed: {entry!r}")
+        raise CheckpointError(f"{path}: entry {shown(name)} is malformed: {shown(entry)}")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name!r} has dtype {dtype!r}, known are {sorted(DTYPES)}")
+        raise CheckpointError(f"{path}: {shown(name)} has dtype {shown(dtype)}, known are {sorted(DTYPES)}")
+    if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) > _MAX_DIMENSION:
+        raise CheckpointError(
+            f"{path}: {shown(name)} has the shape {shown(shape)}; at most {_MAX_DIMENSIONS} dimensions of at most "
+            f"{_MAX_DIMENSION:,} are read"
+        )
     expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
         raise CheckpointError(
-            f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its entry spans {end - begin}"
+            f"{path}: {name!r} of {dtype} {shown(shape)} needs {expected} bytes, its entry spans {end - begin}"
         )
     if end > available:
         raise CheckpointError(
@@ -195,8 +205,8 @@ def open_checkpoint(directory: Path) -> Tensors:
 def read_index(path: Path) -> dict[str, str]:
     """tensor name -> shard file name."""
     weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+    if not weight_map or not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{path}: weight_map must map tensor names to file names, got {shown(weight_map)}")
     return weight_map
 
 

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.data.problems import MAX_CHARACTERS
+from qerl_jax.data.prompts import apply_template
 from qerl_jax.io.files import one_line
 from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.untrusted import require_regular, shown
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
@@ -38,24 +41,34 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             f"{path} holds {present} but neither tokenizer.json nor vocab.json with merges.txt: the tokenizer has no "
             "vocabulary"
         )
+    for name in present:
+        require_regular(path / name)
     try:
         with _quiet():
             tokenizer = _auto_tokenizer().from_pretrained(str(path), local_files_only=True)
-        probe = [{"role": "user", "content": _PROBE}]
-        text = _PROBE
-        if tokenizer.chat_template:  # as prompts are made
-            text = tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True)
-        tokenizer(text)
+        tokenizer(_PROBE)
         largest = max(tokenizer.get_vocab().values(), default=-1)
     except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
         raise CheckpointError(f"{path}: the tokenizer files {present} cannot be read: {one_line(error)}") from error
-    if _PROBE not in text:
-        raise CheckpointError(f"{path}: the chat template loses the user's message; of {_PROBE!r} it makes {text!r}")
+    if tokenizer.chat_template:
+        _check_template(path, tokenizer)
     if vocab_size is not None and largest >= vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer's ids reach {largest}, but the embedding has vocab_size {vocab_size} rows"
         )
     return tokenizer
+
+
+def _check_template(path: Path, tokenizer: Any) -> None:
+    try:
+        (text,) = apply_template(tokenizer, [[{"role": "user", "content": _PROBE}]])
+        tokenizer(text[:MAX_CHARACTERS])
+    except Exception as error:  # a template is a program and may raise anything
+        raise CheckpointError(f"{path}: the chat template fails on a user's message: {one_line(error)}") from error
+    if _PROBE not in text:
+        raise CheckpointError(
+            f"{path}: the chat template loses the user's message; of {_PROBE!r} it makes {shown(text)}"
+        )
 
 
 def _auto_tokenizer() -> Any:

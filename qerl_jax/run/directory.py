@@ -45,7 +45,7 @@ def check(directory: Path, config: Config) -> None:
             "run made; name another --output-dir"
         )
     if here and is_incomplete:
-        source = (directory / INCOMPLETE_COPY_FILE).read_text()
+        source = (directory / INCOMPLETE_COPY_FILE).read_text(encoding="utf-8")
         raise ConfigError(
             f"output_dir {directory} holds only a part of what it takes from {source}: --resume {shlex.quote(source)}"
         )
@@ -82,7 +82,7 @@ def _is_config_of_a_run(path: Path) -> bool:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text()) if path.is_file() else None
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (yaml.YAMLError, ValueError, RecursionError):
         return False
     return isinstance(values, dict) and {"model", "dataset", "output_dir", "max_steps"} <= values.keys()

@@ -1,0 +1,264 @@
+"""Input that is wrong on purpose, through the readers themselves: each refusal names the file or field, at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jinja2.sandbox
+import pyarrow
+import pyarrow.parquet
+import pytest
+import small
+
+from qerl_jax.command_line.flags import refuse_doubles
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.config import load as load_config
+from qerl_jax.data import prompts
+from qerl_jax.data.files import DataError, open_file
+from qerl_jax.data.problems import MAX_CHARACTERS, load_dataset
+from qerl_jax.io import tokenizer
+from qerl_jax.io.hf_config import model_config, parse_config
+from qerl_jax.io.safetensors import INDEX_FILE, CheckpointError, read_header, read_index, read_json
+from qerl_jax.rewards.mathematics import dapo
+from qerl_jax.rollout.shapes import endless_note
+from qerl_jax.untrusted import parse_json, require_regular, shown, time_limit
+
+HUGE = 10**401
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is given twice"),
+        ('[{"a": 1, "a": 1}]', "the key 'a' is given twice"),
+        ('{"a": 1', "Expecting"),
+    ],
+)
+def test_json_is_strict(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_json(text)
+    assert parse_json('{"a": [{"a": 1}, {"a": 2}]}') == {"a": [{"a": 1}, {"a": 2}]}
+
+
+def test_long_values_are_cut_in_messages():
+    assert shown("a[/b]") == "'a[/b]'"
+    assert shown(HUGE) == "1" + "0" * 59 + "…" + "0" * 20 + " (402 characters)"
+    assert shown(10**5000) == f"a number of {(10**5000).bit_length()} bits"
+
+
+def test_pipes_and_devices_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    readers = [
+        lambda path: open_file(path, []),
+        read_json,
+        read_header,
+        load_config,
+        require_regular,
+    ]
+    for name, kind in (("pipe.jsonl", "pipe"), ("zero.json", "device")):
+        for read in readers:
+            with pytest.raises(OSError, match=f"{name} is a {kind}, not a regular file"):
+                read(tmp_path / name)
+    require_regular(tmp_path), require_regular(tmp_path / "nothing")
+
+
+def test_a_pipe_in_a_model_directory(tmp_path):
+    """Libraries open what they know by name; a fingerprint opens every JSON file."""
+    os.mkfifo(tmp_path / "added_tokens.json")
+    with pytest.raises(OSError, match=r"added_tokens.json is a pipe"):
+        model_config(tmp_path)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_code_without_an_end_is_ended(in_thread):
+    outcome = []
+
+    def attempt() -> None:
+        try:
+            with time_limit(0.2):
+                while True:
+                    pass
+        except TimeoutError as error:
+            outcome.append(str(error))
+
+    if in_thread:
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+    else:
+        attempt()
+    assert outcome == ["no end after 0.2 s"]
+    with time_limit(0.01):
+        pass
+    time.sleep(0.05)  # the limit is off
+
+
+class Tokenizer:
+    """As much of a tokenizer as a chat template needs."""
+
+    def __init__(self, template: str):
+        self.chat_template = template
+        self.added_tokens_decoder = {}
+
+    def apply_chat_template(self, turns, **_):
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
+        environment.globals["range"] = range
+        template = environment.from_string(self.chat_template)
+        return [template.render(messages=messages) for messages in turns]
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[1] for _ in texts]}
+
+
+LOOP = "{% for i in range(10**9) %}{% endfor %}"
+
+
+def test_a_chat_template_without_an_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.2)
+    with pytest.raises(CheckpointError, match=r"fails on a user's message: TimeoutError: no end after 0.2 s"):
+        tokenizer._check_template(tmp_path, Tokenizer(LOOP))
+    problems = load_dataset("arithmetic", "train", limit=2).problems
+    with pytest.raises(DataError, match=r"chat template fails on .*TimeoutError"):
+        prompts.encode(problems, Tokenizer(LOOP), "")
+    with pytest.raises(DataError, match="chat template makes 3,000,"):
+        prompts.encode(problems, Tokenizer("{{ messages[-1].content }}{{ 'a' * 3000000 }}"), "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, HUGE) for key in ("hidden_size", "vocab_size", "rope_theta", "rms_norm_eps", "eos_token_id")),
+        ("num_hidden_layers", 10**7),
+        ("max_position_embeddings", 2**31),
+        ("rms_norm_eps", math.inf),
+    ],
+)
+def test_sizes_of_a_model(key, value):
+    with pytest.raises(CheckpointError, match=f"^config.json: {key} "):
+        parse_config({**small.CONFIG, key: value}, {}, "config.json")
+
+
+def test_sizes_that_are_too_large_together():
+    with pytest.raises(CheckpointError, match=r"parameters, at most 1e\+13 are supported"):
+        parse_config({**small.CONFIG, "hidden_size": 2**30, "vocab_size": 2**31 - 1, "head_dim": 2}, {}, "config.json")
+
+
+def test_a_model_without_an_end_token_is_told():
+    config = parse_config({**small.CONFIG, "eos_token_id": None}, {}, "config.json")
+    assert "no eos_token_id" in endless_note(config)
+    assert endless_note(parse_config(small.CONFIG, {}, "config.json")) is None
+
+
+def test_indices_and_headers(tmp_path):
+    small.write_json(tmp_path / INDEX_FILE, {"weight_map": {}})
+    with pytest.raises(CheckpointError, match=r"weight_map must map tensor names to file names, got \{\}"):
+        read_index(tmp_path / INDEX_FILE)
+    for shape in ([1] * 100, [0, 2**62]):
+        path = tmp_path / "model.safetensors"
+        count = math.prod(shape)
+        header = json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, count]}}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(count))
+        with pytest.raises(CheckpointError, match=r"model.safetensors: 'x' has the shape \["):
+            read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"seed": 2**63}, "seed must be at most 2147483647, got 9223372036854775808"),
+        ({"seed": HUGE}, "seed must be a number, got 1000"),
+        ({"reward_timeout": 3e6}, r"reward_timeout must be at most 1,000,000, got 3e\+06"),
+        ({"watchdog_seconds": 1e10}, r"watchdog_seconds must be at most 1,000,000, got 1e\+10"),
+        ({"max_refill_rounds": 2**31 - 1}, "max_refill_rounds must be at most 100"),
+        ({"reward_workers": 10**6}, "reward_workers must be at most 1,024"),
+        ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8, got 'run\\udcff'"),
+        ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
+    ],
+)
+def test_values_of_a_config(values, words):
+    with pytest.raises(ConfigError, match=words):
+        Config(model="m", **values)
+
+
+def test_bounds_let_large_values_pass():
+    assert Config(model="m", watchdog_seconds=1e6, reward_timeout=1e6, max_refill_rounds=100).watchdog_seconds == 1e6
+
+
+def test_flags_given_twice():
+    for argv, words in [
+        (["--seed", "1", "--seed", "2"], "--seed is given twice"),
+        (["--batch_size=1", "--batch-size", "2"], "--batch-size is given twice"),
+        (["--train-norms", "--no-train-norms"], "--no-train-norms contradicts --train-norms"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^{words}$"):
+            refuse_doubles(argv)
+    refuse_doubles(["model", "--seed", "1", "--dataset", "a", "a", "--top-p", "1", "--top-k", "1"])
+
+
+ROW = '{"question": "q", "answer": %s}\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("1e400", "'answer' is not finite"),
+        ("-Infinity", "'answer' is not finite"),
+        (f'"{"1" * (MAX_CHARACTERS + 1)}"', "'answer' over 1000000 characters"),
+        ('"\\ud800"', "'answer' is not valid Unicode"),
+    ],
+)
+def test_answers_that_are_none(tmp_path, answer, reason):
+    (tmp_path / "rows.jsonl").write_text(ROW % answer + ROW % HUGE)
+    found = load_dataset(str(tmp_path / "rows.jsonl"), "train")
+    assert [problem.answer for problem in found.problems] == [str(HUGE)]
+    assert f"1 × {reason}" in found.notes[0]
+
+
+def test_prompts_beyond_any_model_are_not_encoded(tmp_path):
+    rows = [{"question": "a" * (MAX_CHARACTERS + 1), "answer": "1"}, {"question": "q", "answer": "1"}]
+    (tmp_path / "rows.jsonl").write_text("".join(map(json.dumps, rows)).replace("}{", "}\n{"))
+    found = load_dataset(str(tmp_path / "rows.jsonl"), "train")
+    assert [problem.id for problem in found.problems] == [1]
+
+
+def test_columns_and_keys_given_twice(tmp_path):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["1"])]
+    table = pyarrow.Table.from_arrays(columns, names=["question", "question", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet has two columns 'question'"):
+        load_dataset(str(tmp_path / "rows.parquet"), "train")
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "question": "b", "answer": "1"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl, line 1 is not JSON: the key 'question' is given twice"):
+        load_dataset(str(tmp_path / "rows.jsonl"), "train")
+
+
+def test_dapo_takes_no_time_for_a_long_gold_answer():
+    """20 KB took 5 s."""
+    gold, began = "\\text{" * 4000, time.perf_counter()
+    assert dapo(completions=["Answer: 1", "Answer: x = 1"], answer=[gold, f"{'y = ' * 9_000}1"]) == [0, 1]
+    assert time.perf_counter() - began < 1
+
+
+def test_messages_and_tables_print_brackets_as_they_are():
+    """Every text that a console prints is given to it as plain: `[/b]` in a path would be markup."""
+    import ast
+
+    package = Path(sys.modules[Config.__module__].__file__).parents[1]
+    printed = 0
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "print"
+            if is_print and "console" in ast.unparse(node.func.value).lower():
+                is_text = any(isinstance(part, ast.JoinedStr | ast.Constant) for part in node.args[:1])
+                plain = any(word.arg == "markup" for word in node.keywords)
+                is_table = not is_text and "table" in ast.unparse(node.args[0])
+                assert plain or is_table, f"{path}, line {node.lineno}"
+                printed += 1
+    assert printed > 20
