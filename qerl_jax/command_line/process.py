@@ -59,14 +59,15 @@ def run(body: Callable[[], int], interrupted: Callable[[], str] = lambda: "inter
 
 
 def end(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and end the process with its exit code: at once where it was stopped, since other threads may be
-    inside a compiler.
+    """Call `main` and end the process with its exit code: at once unless it is 0, because other threads may be inside a
+    compiler. A run of Weights & Biases that failed is first reported by its own hook.
     """
     code = main()
-    if code == STOPPED:
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    is_reported = code == FAILED and getattr(sys.modules.get("wandb"), "run", None) is not None
+    if code == 0 or is_reported:
+        sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def say(text: str) -> None:
