@@ -112,9 +112,11 @@ def masked_attention(
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     precision = FP32_PRECISION if q.dtype == jnp.float32 else None
-    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=precision)
+    # Heads first: else XLA's CPU backend transposes the scores in place of q, k and v.
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    scores = jnp.einsum("bkgth,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=precision)
     scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32, precision=precision)
-    return out.reshape(batch, length, heads, head_dim).astype(q.dtype)
+    out = jnp.einsum("bkgts,bksh->bkgth", weights, v, preferred_element_type=jnp.float32, precision=precision)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim).astype(q.dtype)

@@ -1,7 +1,7 @@
 """Causal attention of packed sequences and its gradient, each sequence apart.
 
 On a GPU in bf16 by cuDNN's flash attention in its packed layout: offsets and lengths of the segments are arrays, so one
-program serves every packing. Elsewhere a row for each segment and plain masked attention.
+program serves every packing. Elsewhere plain masked attention, segment by segment.
 
 The forward and the backward pass are two functions: between them the caller keeps what the backward pass needs.
 
@@ -9,6 +9,8 @@ Axes: T tokens, S segments, N query heads, K key/value heads, H head dim, W long
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,8 @@ def segment_attention(
     if is_flash(q.dtype):
         out, statistics = _cudnn_forward(q, k, v, packed, shape)
     else:
-        out, statistics = _rows(q, k, v, packed), None
+        [out] = _each_segment(lambda _, *heads: (_causal(*heads),), (q, k, v), (q,), packed)
+        statistics = None
     return jnp.where(packed.real[:, None, None], out, 0), statistics
 
 
@@ -54,16 +57,50 @@ def segment_attention_backward(
     if is_flash(q.dtype):
         gradients = _cudnn_backward(q, k, v, out, statistics, d_out, packed, shape)
     else:
-        _, pullback = jax.vjp(lambda q, k, v: _rows(q, k, v, packed), q, k, v)
-        gradients = pullback(d_out)
+
+        def segment(real: Array, q: Array, k: Array, v: Array, d_out: Array) -> tuple[Array, Array, Array]:
+            _, pullback = jax.vjp(_causal, q, k, v)
+            return pullback(jnp.where(real[:, None, None], d_out, 0))
+
+        gradients = _each_segment(segment, (q, k, v, d_out), (q, k, v), packed)
     return tuple(jnp.where(real, gradient, 0) for gradient in gradients)
 
 
-def _rows(q: Array, k: Array, v: Array, packed: Packed) -> Float[Array, "T N H"]:
+def _causal(q: Float[Array, "W N H"], k: Float[Array, "W K H"], v: Float[Array, "W K H"]) -> Float[Array, "W N H"]:
+    order = jnp.arange(q.shape[0])
+    return masked_attention(q[None], k[None], v[None], (order[:, None] >= order)[None])[0]
+
+
+def _each_segment(
+    function: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...], like: tuple[Array, ...], packed: Packed
+) -> tuple[Float[Array, "T ..."], ...]:
+    """`function(real, *arrays of one segment)`, its results in the places of the segment's tokens; on the filler they
+    are arbitrary.
+
+    One segment after the other: the scores of one fit a CPU's cache, and segments without a sequence cost nothing.
+
+    Args:
+      function: takes bool[W], where the segment has tokens, and [W, ...] of each array, past the segment's end its last
+        token; gives [W, ...] for each array of `like`.
+      arrays: [T, ...].
+      like: shapes and dtypes of the results, [T, ...].
+      packed: the micro-batch.
+    """
     width = packed.layout.unpack_index.shape[1]
     order = jnp.arange(width)
-    mask = jnp.broadcast_to(order[:, None] >= order, (packed.rows.shape[0], width, width))
-    return packed.layout.pack(masked_attention(*(packed.layout.unpack(x) for x in (q, k, v)), mask))
+
+    def segment(i: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        index = packed.layout.unpack_index[i]
+        found = function(order < packed.lengths[i], *(array[index] for array in arrays))
+        # Behind a short segment this writes into the places of the next one, which writes later.
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(into, own, packed.starts[i], 0)
+            for into, own in zip(results, found, strict=True)
+        )
+
+    used = jnp.max(jnp.where(packed.lengths > 0, jnp.arange(1, packed.lengths.shape[0] + 1), 0))
+    empty = tuple(jnp.zeros((array.shape[0] + width, *array.shape[1:]), array.dtype) for array in like)
+    return tuple(array[:-width] for array in jax.lax.fori_loop(0, used, segment, empty))
 
 
 def _views(shape: PackShape) -> tuple[int, int]:

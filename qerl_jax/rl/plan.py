@@ -120,7 +120,7 @@ def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -
     if itemsize == 2:
         kept += 4 * pack.segments * model.num_heads * pack.longest  # statistics of the softmax
     else:
-        scores = 8 * model.num_heads * pack.segments * pack.longest**2  # and weights
+        scores = 12 * model.num_heads * pack.longest**2  # one segment: scores, weights, a gradient
     layer = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d) + 8 * t * heads  # the last for cuDNN's sums of dq and dk
     if itemsize != 2:
         layer += scores
