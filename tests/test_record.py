@@ -1,9 +1,13 @@
 """`tools/record.py`: result files say where a commit is known from, and keep what another call measured."""
 
+import argparse
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -69,3 +73,25 @@ def test_rows_of_two_calls(tool, tmp_path, monkeypatch):
     ]
     assert {"date", "command", "driver"} < stored["meta"].keys()
     assert (stored["meta"]["gpu"], stored["meta"]["commit_from"]) == ("another", "--commit")
+
+
+def test_a_wrong_commit_is_refused_before_anything_is_measured(tool, monkeypatch, capsys):
+    record, parser = tool("record"), argparse.ArgumentParser()
+    record.add_commit(parser)
+
+    def contradicts(given):
+        raise SystemExit("--commit says abc, but this checkout is at 123")
+
+    monkeypatch.setattr(record, "commit_of", contradicts)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--commit", "abc"])
+    assert "argument --commit: --commit says abc" in capsys.readouterr().err
+    monkeypatch.setattr(record, "commit_of", lambda given: (given, "--commit"))
+    assert parser.parse_args(["--commit", "abc"]).commit == "abc" and parser.parse_args([]).commit is None
+
+
+def test_every_benchmark_takes_its_commit_from_record():
+    """None has a `--commit` of its own, which would be refused late."""
+    tools = [path for path in (ROOT / "tools").glob("*.py") if path.stem != "record"]
+    assert not [path.name for path in tools if '"--commit"' in path.read_text()]
+    assert len([path for path in tools if "add_commit(parser)" in path.read_text()]) >= 12

@@ -31,7 +31,7 @@ import numpy as np
 from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.api import decode_attention
-from record import write_rows
+from record import add_commit, write_rows
 
 ROTATE_BYTES = 200e6
 LOOP = 10  # rounds in one call, so that what the host does for each array of a call does not count
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--ctas", nargs="*", type=int, default=[], help="also time these numbers of CTAs")
     parser.add_argument("--rivals", nargs="*", default=[], metavar="CASE", help="also time XLA and PyTorch on these")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/attention.json"))
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args = parser.parse_args()
 
     def emit(row: dict) -> None:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
-from record import meta
+from record import add_commit, meta
 from timing import profiled
 
 ROTATE_BYTES = 100e6
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(cases.SHAPES), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     default = pathlib.Path("tools/results/nvidia-h200/decode_prologue.json")
     parser.add_argument("--out", type=pathlib.Path, default=default)
     args = parser.parse_args()

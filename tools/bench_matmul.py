@@ -36,7 +36,7 @@ import numpy as np
 from matmul_programs import DecodeStep, Gemm, build, first_x, rounds_of, weights_of
 from matmul_report import describe, rivals_of, summary
 from qerl_kernels.nvfp4_matmul import cases, packing
-from record import meta
+from record import add_commit, meta
 
 MAX_ERROR = 2.5e-3
 # Independent GEMMs must not run at the same time within a captured graph.
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28, help="layers of a decode step; 0 for no decode steps")
     parser.add_argument("--batch-invariant", action="store_true", help="also time this mode, at 8, 64 and 4096 rows")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
     copied = rival_rows(args.anchors)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from make_checkpoint import SIZES, hf_config
 from random_policy import random_policy
-from record import write_rows
+from record import add_commit, write_rows
 from rich.console import Console
 from timing import peak_bytes
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--problems", type=Path, help="jsonl with question and answer")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args, overrides = parser.parse_known_args()
     size = next(size for size in SIZES if f"-{size.lower()}-" in args.recipe)
     with tempfile.TemporaryDirectory() as folder:

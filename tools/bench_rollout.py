@@ -31,7 +31,7 @@ import numpy as np
 from make_checkpoint import SIZES
 from qerl_kernels.decode_prologue.api import MAX_TOKENS
 from random_policy import random_policy
-from record import write_rows
+from record import add_commit, write_rows
 from timing import peak_bytes, profiled, timed_warm
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rival", type=Path, help="rows of vLLM to compare with")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args = parser.parse_args()
     if len(args.prompt_len) > 2:
         parser.error(f"--prompt-len takes one length or two, not {len(args.prompt_len)}")

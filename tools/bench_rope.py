@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from bench_decode_prologue import kernel_times, timings
 from qerl_kernels.decode_attention.cases import MODELS
 from qerl_kernels.rope_cache.api import rope_and_cache
-from record import meta
+from record import add_commit, meta
 
 LAYERS = 28
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["7b"], choices=list(MODELS))
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--slots", type=int, default=512)
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/rope.json"))
     args = parser.parse_args()
     rows = []

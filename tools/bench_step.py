@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
-from record import write_rows
+from record import add_commit, write_rows
 from timing import peak_bytes, profiled, timed
 
 from qerl_jax import (
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fp32", action="store_true", help="also the distance from the model in fp32")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args = parser.parse_args()
 
     started = time.perf_counter()

@@ -32,7 +32,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from make_checkpoint import SIZES, hf_config
-from record import shell, write_rows
+from record import add_commit, shell, write_rows
 
 from qerl_jax.io import names
 from qerl_jax.io.hf_config import parse_config
@@ -81,10 +81,10 @@ def adapter_directory(size: str, rank: int, folder: Path) -> Path:
     return directory
 
 
-def fill(name: str, values) -> None:
+def fill(name: str, values) -> bool:
     """Random values of one parameter, a torch tensor, in place, in the layout of the checkpoint.
 
-    Raises ValueError for a parameter that is none of a Qwen2.5 checkpoint's.
+    False for a parameter that is none of a Qwen2.5 checkpoint's: it stays as vLLM made it, as with a real checkpoint.
     """
     import torch
 
@@ -100,7 +100,8 @@ def fill(name: str, values) -> None:
     elif leaf in ("weight", "bias") and values.is_floating_point():
         values.normal_(0, STD)
     else:
-        raise ValueError(f"no random values are known for parameter {name}, {values.dtype} {tuple(values.shape)}")
+        return False
+    return True
 
 
 def register_random_weights() -> None:
@@ -113,8 +114,10 @@ def register_random_weights() -> None:
         """Random weights in place of a checkpoint's."""
 
         def load_weights(self, model, model_config) -> None:
-            for name, parameter in model.named_parameters():
-                fill(name, parameter.data)
+            left = {name for name, parameter in model.named_parameters() if not fill(name, parameter.data)}
+            print(
+                "left as vLLM made them:", *sorted({name.rpartition(".")[2] for name in left}) or ["none"], flush=True
+            )
 
 
 def layers_of(model) -> list[str]:
@@ -148,7 +151,7 @@ def engine_options(args: argparse.Namespace, directory: Path) -> dict:
         "kv_cache_memory_bytes": tokens * token_bytes,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "compilation_config": {"cudagraph_capture_sizes": sorted({2, *args.batch})},
+        "compilation_config": {"cudagraph_capture_sizes": sorted(args.batch)},
     }
     adapters = {"enable_lora": True, "max_lora_rank": args.lora_rank, "max_loras": 1}
     return options | (adapters if args.lora_rank else {})
@@ -232,7 +235,7 @@ def main() -> None:
     parser.add_argument("--native-sampler", action="store_true", help="vLLM's own sampler, where FlashInfer is missing")
     parser.add_argument("--hold", action="store_true", help="say READY when compiled, and wait for a line of input")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args = parser.parse_args()
     if args.new_tokens <= SHORT:
         parser.error(f"--new-tokens must be more than {SHORT}")
@@ -256,12 +259,12 @@ def main() -> None:
         about = {"gpu": gpu, "vllm": vllm.__version__, "torch": torch.__version__}
         for batch in args.batch:
             row = measure(engine, args, batch)
-            write_rows(args.out / "vllm.json", [row], args.commit, about)
             print(
                 f"vLLM {args.size} {args.format} batch {batch:4d}: {row['tokens_per_s']:.0f} tokens/s, decode "
                 f"{row['decode_ms_per_step']:.3f} ms a step",
                 flush=True,
             )
+            write_rows(args.out / "vllm.json", [row], args.commit, about)
 
 
 if __name__ == "__main__":

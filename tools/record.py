@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -68,6 +69,20 @@ def commit_of(given: str | None, root: Path = ROOT) -> tuple[str, str]:
         raise SystemExit(f"--commit says {given}, but this checkout is at {found}")
     differs = shell(*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)tools/results")
     return shell(*git, "rev-parse", "--short", "HEAD") + ("-dirty" if differs else ""), "git"
+
+
+def given_commit(given: str) -> str:
+    """The value of `--commit`, refused while the command line is parsed and not after minutes of measuring."""
+    try:
+        commit_of(given)
+    except SystemExit as contradiction:
+        raise argparse.ArgumentTypeError(str(contradiction)) from None
+    return given
+
+
+def add_commit(parser: argparse.ArgumentParser) -> None:
+    """Adds `--commit`."""
+    parser.add_argument("--commit", type=given_commit, help="that of a copy without its .git")
 
 
 def with_jax() -> dict[str, str]:

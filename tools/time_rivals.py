@@ -21,7 +21,7 @@ from collections.abc import Callable
 import bursts
 import torch
 from qerl_kernels.nvfp4_matmul import cases
-from record import meta
+from record import add_commit, meta
 
 LAYERS = 28
 # vLLM's number of a scalar type: 8 bits exponent, 8 mantissa, sign, 32 bias, finite only, kind of NaN
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS))
     parser.add_argument("--version", required=True, help="the library's version of vLLM")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/rivals.json"))
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args = parser.parse_args()
     marlin = Marlin(args.library)
     rows = [one for case in args.cases for one in gemms(marlin, case, args.tokens)]

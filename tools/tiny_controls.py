@@ -28,7 +28,7 @@ from pathlib import Path
 
 import jax
 import yaml
-from record import commit_of, meta
+from record import add_commit, commit_of, meta
 
 from qerl_jax.reporting.comparison import draw, group_runs, mean_interval, read_run
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on two cores each")
     parser.add_argument("--work", type=Path, default=Path("runs/tiny-controls"), help="where the runs are written")
     parser.add_argument("--output", type=Path, default=ROOT / "tools/results/cpu/tiny.json")
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args = parser.parse_args()
 
     commit, _ = commit_of(args.commit)

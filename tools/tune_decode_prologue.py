@@ -23,7 +23,7 @@ import ahead
 import jax
 import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases, config
-from record import meta
+from record import add_commit, meta
 from timing import kernel_medians
 
 CALLS, SKIPPED = 24, 4  # calls of a configuration; the first ones are not counted
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--most", type=int, default=9, help="configurations of a prologue")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     default = pathlib.Path("tools/results/nvidia-h200/decode_prologue_configs.json")
     parser.add_argument("--out", type=pathlib.Path, default=default)
     args = parser.parse_args()

@@ -36,7 +36,7 @@ from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import split_lora_x
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 from qerl_kernels.ops import fp32_matmul
-from record import meta
+from record import add_commit, meta
 from timing import kernel_medians
 
 TABLE = pathlib.Path(tuning.__file__).parent / tuning.TABLE
@@ -158,7 +158,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--untimed", action="store_true", help="no GPU: take the first choice of the model")
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store the rows found")
     args = parser.parse_args()
     stored = json.loads(TABLE.read_text())
