@@ -35,6 +35,12 @@ DATA = Path(__file__).parent / "data"
 TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.append(str(TOOLS))  # tests that compile for an H200 import `h200`
 
+# Files of a minute or more.
+LONGEST = {
+    *("test_bad_runs.py", "test_fuzz.py", "test_kills.py", "test_learning.py", "test_research.py"),
+    *("test_three_steps.py", "test_train.py", "test_update.py"),
+}
+
 # Third-party warnings only, each for one message of one library; everything else is an error (pyproject).
 IGNORED_WARNINGS: tuple[str, ...] = (
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft 0.21 asks transformers 5 by the old name
@@ -44,6 +50,13 @@ IGNORED_WARNINGS: tuple[str, ...] = (
 def pytest_configure(config: pytest.Config) -> None:
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of whole runs first: a worker that began one last would leave the others idle. (A worker runs whole files,
+    so that fixtures are made, and functions traced, once.)
+    """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_unconfigure() -> None:

@@ -40,8 +40,6 @@ from qerl_jax.run import recorder
 
 PRESETS = Path(__file__).parent / "data" / "presets"
 
-pytestmark = pytest.mark.xdist_group("bad runs")  # one worker runs the tests that share `finished`
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:

@@ -20,7 +20,7 @@ from qerl_jax.config import dump
 from qerl_jax.io.checkpoint import MANIFEST_FILE
 from qerl_jax.reporting.metrics import read_metrics
 
-STEPS = 40
+FEW, MANY = 10, 40  # steps of a run: of the quick test, of the slow one
 MISSED = 120  # seconds after which a moment that never came is given up
 TRIES = 8  # for a moment at the end of a run, which ends if it is missed
 
@@ -33,21 +33,21 @@ def config(tmp_path_factory):
         rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(count)]
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets, model = (str(root / "many.jsonl"), str(root / "few.jsonl")), str(small.nvfp4(root / "model"))
-    return lambda directory: runs.config(
+    return lambda directory, steps: runs.config(
         directory,
         **{"model": model, "weight_format": None, "dataset": sets, "dataset_weights": (2, 1)},
-        **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": 2 * STEPS, "max_prompt_length": 120},
+        **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": 2 * steps, "max_prompt_length": 120},
     )
 
 
-@pytest.fixture(scope="module")
-def through(config, tmp_path_factory) -> Path:
-    """The run that nobody killed."""
-    directory = tmp_path_factory.mktemp("through") / "run"
-    file = directory.parent / "config.yaml"
-    file.write_text(dump(config(directory)))
-    runs.finish(runs.start(file))
-    return directory
+def prepared(config, place: Path, steps: int) -> tuple[Path, Path, Path]:
+    """(config file, directory) of a run to kill, and the directory of the same run that nobody killed, finished."""
+    directory, through = place / "run", place / "through" / "run"
+    through.parent.mkdir()
+    for file, output in ((place / "config.yaml", directory), (through.parent / "config.yaml", through)):
+        file.write_text(dump(config(output, steps)))
+    runs.finish(runs.start(through.parent / "config.yaml"))
+    return place / "config.yaml", directory, through
 
 
 def metrics_of(directory: Path) -> int:
@@ -77,7 +77,7 @@ SAVES = {"in a checkpoint's files", "before a checkpoint's manifest"}
 AT_THE_END = {"in the evaluation after the run", "in the export of the adapter"}
 
 
-def kill(file: Path, directory: Path, name: str | None, moment: Callable[[Path, str], bool]) -> bool:
+def kill(file: Path, directory: Path, steps: int, name: str | None, moment: Callable[[Path, str], bool]) -> bool:
     """Start or resume the run and kill it at the first sight of the moment, or a step before its last if that moment,
     which may be a millisecond, went by unseen. Where the run ended first it is tried again: a run that has ended
     evaluates and exports once more when it is resumed. Returns whether the moment was seen; a moment of the end that
@@ -88,11 +88,11 @@ def kill(file: Path, directory: Path, name: str | None, moment: Callable[[Path, 
         output.write_text("")
         process = runs.start(file, "--resume", "auto", output=output)
         deadline = time.monotonic() + MISSED
-        ends, seen = name in AT_THE_END or metrics_of(directory) >= STEPS - 1, False
+        ends, seen = name in AT_THE_END or metrics_of(directory) >= steps - 1, False
         while process.poll() is None and time.monotonic() < deadline:
             if seen := moment(directory, output.read_text()):
                 break
-            if not ends and metrics_of(directory) >= STEPS - 1:
+            if not ends and metrics_of(directory) >= steps - 1:
                 break
             time.sleep(0.001)
         if process.poll() is None:
@@ -124,10 +124,10 @@ def files(directory: Path) -> list[str]:
     return sorted(str(path) for path in paths if "ocdbt" not in str(path) and path.parent.name != "d")
 
 
-def start_moment(directory: Path, rng: random.Random) -> Callable[[Path, str], bool]:
+def start_moment(directory: Path, steps: int, rng: random.Random) -> Callable[[Path, str], bool]:
     """A random moment: some time after the start, or after the next step has been recorded."""
     delay, recorded, begun = rng.uniform(0, 1), metrics_of(directory), time.monotonic()
-    if rng.random() < 0.3 or recorded >= STEPS:  # then no step will come
+    if rng.random() < 0.3 or recorded >= steps:  # then no step will come
         return lambda run, said: time.monotonic() > begun + 12 * delay
     seen: list[float] = []
 
@@ -139,26 +139,24 @@ def start_moment(directory: Path, rng: random.Random) -> Callable[[Path, str], b
     return after_a_step
 
 
-def test_killed_where_it_hurts(config, through, tmp_path):
+def test_killed_where_it_hurts(config, tmp_path):
     """Within an evaluation, within a save, and where a step is half recorded."""
-    directory, file = tmp_path / "run", tmp_path / "config.yaml"
-    file.write_text(dump(config(directory)))
+    file, directory, through = prepared(config, tmp_path, FEW)
     names = ("in the evaluation before the run", "before a checkpoint's manifest", "between metrics and completions")
-    seen = {name for name in names if kill(file, directory, name, MOMENTS[name])}
+    seen = {name for name in names if kill(file, directory, FEW, name, MOMENTS[name])}
     assert "before a checkpoint's manifest" in seen and len(seen) >= 2, seen
     finish_and_compare(file, directory, through)
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(config, through, tmp_path):
+def test_killed_twenty_times(config, tmp_path):
     """Once at each named moment (those of the end come last), and else at random ones."""
     rng = random.Random(0)
-    directory, file = tmp_path / "run", tmp_path / "config.yaml"
-    file.write_text(dump(config(directory)))
+    file, directory, through = prepared(config, tmp_path, MANY)
     named = list(MOMENTS)
     plan, hit = [*named[:5], *[None] * 13, *named[5:]], set()
     for name in [plan[0], *rng.sample(plan[1:-2], len(plan) - 3), *plan[-2:]]:
-        seen = kill(file, directory, name, MOMENTS[name] if name else start_moment(directory, rng))
+        seen = kill(file, directory, MANY, name, MOMENTS[name] if name else start_moment(directory, MANY, rng))
         if name and seen:
             hit.add(name)
         where = f"{name} ({'seen' if seen else 'missed'})" if name else "at random"

@@ -30,8 +30,6 @@ from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Sampling
 
-together = pytest.mark.xdist_group("a finished run")  # one worker runs the tests that share `finished`
-
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiles():
@@ -64,7 +62,6 @@ def finished(tmp_path_factory):
     return directory, config
 
 
-@together
 def test_a_run_leaves_what_it_promises(finished):
     directory, config = finished
     for name in (
@@ -86,7 +83,6 @@ def test_a_run_leaves_what_it_promises(finished):
     assert "passed watchdog_seconds" in (directory / "report.md").read_text()
 
 
-@together
 def test_metrics_of_a_run(finished):
     directory, config = finished
     rows = read_metrics(directory)
@@ -112,7 +108,6 @@ def test_metrics_of_a_run(finished):
     assert [row["num_tokens"] for row in rows] == sorted(row["num_tokens"] for row in rows)
 
 
-@together
 def test_completions_of_a_run_agree_with_its_metrics(finished):
     directory, config = finished
     drawn = []
@@ -134,7 +129,6 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
     assert {True, False} == set(drawn)
 
 
-@together
 def test_resumed_from_a_path_goes_on_in_a_new_directory(finished, tmp_path):
     """From the checkpoint after step 5 of a copy, the last step again, elsewhere: the same end and the same files."""
     through, config = finished
@@ -167,7 +161,6 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
 
 
-@together
 def test_used_directory_and_other_config_are_refused(finished, tmp_path):
     directory, config = finished
     with pytest.raises(ConfigError, match="holds a run already"):
