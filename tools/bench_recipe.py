@@ -140,7 +140,7 @@ def run(config: Config, size: str, model: Path, lengths: np.ndarray | None) -> l
         policy = random_policy(
             size, stored, config.lora, config.matmul_kernel or "mosaic_gpu", dtype=jnp.dtype(config.dtype)
         )
-        return dataclasses.replace(policy, tokenizer=load_tokenizer(model))
+        return dataclasses.replace(policy, tokenizer=load_tokenizer(model), source=str(model))
 
     def limited(policy, prompts, sampling, key, engine=None):
         rows = prompts.lengths.shape[0] * sampling.num_generations

@@ -18,6 +18,7 @@ from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.files import check_file_writable, write_json
 from qerl_jax.io.load import load_policy
+from qerl_jax.io.tokenizer import leave_out_torch
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.shapes import cache_note, endless_note
@@ -124,6 +125,7 @@ def _run(arguments: Any) -> Evaluation:
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)
     if note := missing_kernels_note(config.matmul_kernel):
         print(note, flush=True)
+    leave_out_torch()
     policy = load_policy(
         model_path(config.model),
         config.weight_format,

@@ -16,6 +16,7 @@ from qerl_jax.config import Config, ConfigError
 from qerl_jax.config.foreign import advice
 from qerl_jax.io import assets
 from qerl_jax.io.checkpoint import latest_step
+from qerl_jax.io.tokenizer import leave_out_torch
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.directory import resume_command
 from qerl_jax.run.dry_run import show_dry_run
@@ -45,6 +46,8 @@ def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) ->
             check(config)
             show_dry_run(config, Console(highlight=False))
             return 0
+        if not any(":" in name for name in config.reward_funcs or ()):
+            leave_out_torch()
         state = train(config)
         return 0 if int(state.step) == state.config.num_rollouts else process.STOPPED
 

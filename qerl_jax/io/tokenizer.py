@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json",
 # Modules that warn of Mistral's pattern, in one or another version of transformers.
 _WARNING_LOGGERS = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 _PROBE = "What is 17 times 23?"
+_without_torch = False
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
@@ -71,14 +73,27 @@ def _check_template(path: Path, tokenizer: Any) -> None:
         )
 
 
+def leave_out_torch() -> None:
+    """Have transformers imported as if PyTorch were not installed, for the rest of this process. Nothing here uses it,
+    and importing it takes 3 to 10 s. Only for programs that run no code of the user's.
+    """
+    global _without_torch
+    _without_torch = True
+
+
 def _auto_tokenizer() -> Any:
-    """transformers' AutoTokenizer, imported without its advice to install PyTorch, which nothing here uses."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    """transformers' AutoTokenizer, imported without its advice to install PyTorch."""
+    name, modules = "TRANSFORMERS_NO_ADVISORY_WARNINGS", ("torch", "transformers")
     before = os.environ.get(name)
+    hides_torch = _without_torch and not any(module in sys.modules for module in modules)
     os.environ[name] = "1"
+    if hides_torch:
+        sys.modules["torch"] = None  # what looks for it finds none
     try:
         from transformers import AutoTokenizer
     finally:
+        if hides_torch:
+            del sys.modules["torch"]
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
