@@ -1,0 +1,115 @@
+"""Whole Mosaic GPU kernels on a CPU, by JAX's interpreter of them: private to jax 0.11, and this file alone knows it.
+
+The interpreter runs all warpgroups of all CTAs, each as a thread: loops, copies by TMA, barriers, loads and stores. It
+finds races between them. It has no inline PTX, no `wgmma` whose A lies in registers, no `pl.run_state` with an
+accumulator and no `async_store_smem`. Stand-ins take the place of the first three: the kernel's own instructions on the
+numpy machine where they are written for any machine (`on_numpy`), else the definition.
+
+Not modelled, so that no error in it can show: clusters of several CTAs; the asynchrony of `wgmma`, which has ended
+where it is started; register layouts and swizzles of Mosaic's own loads and stores.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import faulthandler
+import types
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+if jax.__version_info__[:2] != (0, 11):
+    pytest.skip(f"written for the interpreter of jax 0.11, this is {jax.__version__}", allow_module_level=True)
+
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+
+WAIT_S = 120  # where a barrier is never completed the interpreter waits for ever: the process is ended
+# XLA flushes subnormals to zero in the threads that run callbacks, and threads inherit that. The numpy machine needs
+# them: codes of weights are bf16 subnormals. So it runs in a thread that is started here.
+_CLEAN = concurrent.futures.ThreadPoolExecutor(1)
+_CLEAN.submit(int).result()
+
+
+def on_numpy(function: Callable, out: jax.ShapeDtypeStruct | tuple, *arrays: jax.Array):
+    """`function` of numpy arrays within a kernel; `out`: shapes and dtypes of its results."""
+
+    def run(*values):
+        return _CLEAN.submit(function, *map(np.asarray, values)).result()
+
+    return jax.pure_callback(run, out, *arrays)
+
+
+class Namespace(types.SimpleNamespace):
+    """A module with some names replaced."""
+
+    def __init__(self, module: types.ModuleType, **replaced):
+        super().__init__(**replaced)
+        self._module = module
+
+    def __getattr__(self, name: str):
+        return getattr(self._module, name)
+
+
+# `total` plus what a function accumulates upon `plgpu.ACC.init(total)`.
+ACCUMULATING = {
+    "pl": Namespace(
+        pl,
+        run_state=lambda function: (
+            lambda total: (
+                total + pl.run_scoped(lambda acc: (function(acc), acc[...])[1], plgpu.ACC(total.shape, total.dtype))
+            )
+        ),
+    ),
+    "plgpu": Namespace(plgpu, ACC=types.SimpleNamespace(init=lambda total: total)),
+}
+
+
+@contextlib.contextmanager
+def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that are called within run on the CPU, and none that was traced before or is called afterwards."""
+    monkeypatch.setattr(gpu_callbacks, "wgmma", _wgmma)
+    jax.clear_caches()
+    faulthandler.dump_traceback_later(WAIT_S, exit=True)
+    try:
+        with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
+            yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        jax.clear_caches()
+
+
+_WGMMA_OF_REFS = gpu_callbacks.wgmma
+
+
+@gpu_callbacks.fail_on_exception
+def _wgmma(*, a_allocation_key_as_array, **rest):
+    """The interpreter's `wgmma`, also where A is an array, in place of the key of a buffer."""
+    if np.ndim(a_allocation_key_as_array) == 1:
+        return _WGMMA_OF_REFS(a_allocation_key_as_array=a_allocation_key_as_array, **rest)
+    memory = gpu_callbacks._get_shared_memory()
+    where = gpu_callbacks.memory.GPULoggingInfo(rest["mesh_location"], rest["thread"], rest["source_info"])
+
+    def content(name: str):
+        key = gpu_callbacks.HostAllocationKey.from_array(rest[f"{name}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(rest[f"{name}_transforms"])
+        access = memory.access(key, jax.tree.map(int, transforms))
+        return key, access, memory.get_buffer_content(key, access, rest["thread"], logging_info=where)[0]
+
+    *_, b = content("b")
+    key, access, acc = content("acc")
+    total = acc + np.asarray(a_allocation_key_as_array, np.float32) @ np.asarray(b, np.float32)
+    memory.store_buffer_content(key, access, total, rest["thread"], logging_info=where)
+    return rest["token"]
+
+
+def shaped(shape: tuple[int, ...], dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a result of `on_numpy`."""
+    return jax.ShapeDtypeStruct(shape, dtype)

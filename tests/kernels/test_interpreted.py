@@ -1,0 +1,277 @@
+"""The warp-specialized GEMM and decode attention as whole kernels on a CPU (`interpreted`), against sums in fp64: which
+CTA and warpgroup does what, the pipeline and its barriers, masks, accumulators, epilogues, stores. Instructions in
+inline PTX run on the numpy machine for all threads of a warpgroup."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreted import ACCUMULATING, Namespace, interpreting, on_numpy, shaped
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from numpy_machine import Memory, NumpyMachine
+from qerl_kernels.decode_attention import combine, consumer, kv_tiles
+from qerl_kernels.decode_attention import kernel as attention
+from qerl_kernels.decode_attention.config import AttentionConfig
+from qerl_kernels.nvfp4_matmul import cases, dequant, packing
+from qerl_kernels.nvfp4_matmul.gemm import epilogue, kernel, mainloop, operand, producer, reduce_partials, transposed
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig as Config
+from test_decode_attention import exact, inputs
+from test_decode_attention_program import TILE_AT, C, G, machine_with, words
+from test_dequant import GROUP, OUT_AT, SCALES_AT, THREAD, WARP, WORDS_AT, swizzle
+from test_dequant import operand as as_operand
+
+BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
+TILE = shaped((64, 64), BF16)
+
+# ---- the GEMM ----
+
+
+def dequantize(words_of_tile: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`dequant.weight_fragments` of a tile in the registers of a warpgroup."""
+    pairs = [scales[16 * WARP + 2 * GROUP + pair].astype(np.int64) for pair in range(2)]
+    registers = list(words_of_tile.reshape(128, 4).T.astype(np.int64))
+    return as_operand(dequant.weight_fragments(NumpyMachine(128), registers, pairs)).astype(BF16)
+
+
+def load_transposed(words_of_tile: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`transposed.emit_load` from shared memory in which the words are swizzled."""
+    machine = NumpyMachine(128, shared_bytes=1 << 14)
+    machine.shared[WORDS_AT + swizzle(np.arange(2048))] = words_of_tile.reshape(-1).view(np.uint8)
+    machine.shared[SCALES_AT : SCALES_AT + 256] = scales.view(np.uint8)
+    held = transposed.emit_load(machine, np.int64(WORDS_AT), np.int64(SCALES_AT), THREAD)
+    return tuple(np.stack(registers).astype(np.uint32) for registers in held)
+
+
+def dequantize_transposed(words_of_thread: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`transposed.emit_dequantize`."""
+    registers = [list(each.astype(np.int64)) for each in (words_of_thread, scales)]
+    return as_operand(transposed.emit_dequantize(NumpyMachine(128), *registers, THREAD)).astype(BF16)
+
+
+def store_transposed(y: np.ndarray) -> np.ndarray:
+    """`transposed.emit_store` of y [64, tile_m] in `WGMMA_TRANSPOSED`; the tile [tile_m, 64] in shared memory."""
+    bits, rows = y.view(np.uint16).astype(np.uint32), y.shape[1]
+    lane, held = THREAD % 32, []
+    for n8_tile in range(rows // 8):
+        for c in range(2):
+            row, token = 16 * WARP + 8 * c + 2 * (lane >> 3), 8 * n8_tile + 2 * (lane & 3) + (lane >> 2 & 1)
+            held.append(bits[row, token] | bits[row + 1, token] << np.uint32(16))
+    machine = NumpyMachine(128, shared_bytes=OUT_AT + 128 * rows)
+    transposed.emit_store(machine, np.int64(OUT_AT), THREAD, held)
+    return machine.shared[OUT_AT + swizzle(np.arange(128 * rows))].view(BF16).reshape(rows, 64)
+
+
+def reduced(partials: np.ndarray, rows: int) -> np.ndarray:
+    """`reduce_partials.emit` of three warps; the tile [rows, 64] in shared memory."""
+    memory = Memory(partials)
+    machine = NumpyMachine(reduce_partials.THREADS, 128 * rows, memory)
+    source = np.int64(memory.begins[0])
+    reduce_partials.emit(machine, source, np.int64(0), np.arange(96), partials.shape, rows, None)
+    return machine.shared[swizzle(np.arange(128 * rows))].view(BF16).reshape(rows, 64)
+
+
+@pytest.fixture
+def gemms(monkeypatch):
+    """Runs GEMM kernels in the interpreter."""
+
+    def put(module, **names) -> None:
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
+
+    u32 = lambda *shape: shaped(shape, jnp.uint32)  # noqa: E731
+
+    def store(out_s, y):
+        out_s[...] = on_numpy(store_transposed, shaped(out_s.shape, BF16), y)
+
+    warps = []
+
+    def warp_map(body):
+        return plgpu.warp_map(lambda warp: (warps.append(warp), body(warp))[1])
+
+    def reduce(partials_g, lora_x_s, registers):
+        rows = lora_x_s.shape[0]
+
+        @pl.when(warps[-1] == 1)  # which stores what the three store
+        def _():
+            lora_x_s[...] = on_numpy(lambda given: reduced(given, rows), shaped((rows, 64), BF16), partials_g[...])
+
+        plgpu.commit_smem()
+
+    def mma_k_tile(total, a, x_s, k_tile, k_tiles):
+        x = x_s[:, pl.ds(64 * k_tile, 64)]
+        return total + a.astype(jnp.float32) @ x.astype(jnp.float32).T
+
+    put(operand, dequantize=lambda *tile: on_numpy(dequantize, TILE, *tile))
+
+    def wgmma_wait(pending):
+        """Orders the reads of what it waits for before the next copy, for which the interpreter asks for a fence."""
+        plgpu.wgmma_wait(pending)
+        plgpu.commit_smem()
+
+    fenced = Namespace(plgpu, wgmma_wait=wgmma_wait)
+    put(mainloop, plgpu=fenced, mma_k_tile=mma_k_tile, order_reads=plgpu.commit_smem)
+    put(producer, plgpu=Namespace(plgpu, warp_map=warp_map), reduce_partials=reduce)
+    put(epilogue, **ACCUMULATING)
+    put(
+        transposed,
+        load_transposed=lambda *refs: on_numpy(load_transposed, (u32(4, 128), u32(8, 128)), *(r[...] for r in refs)),
+        dequantize_transposed=lambda *held: on_numpy(dequantize_transposed, TILE, *held),
+        store_transposed=store,
+    )
+    with interpreting(monkeypatch):
+        yield
+
+
+def random_packed(n: int, k: int):
+    """A packed weight, and its exact values in fp64; with multipliers that differ between features."""
+    packed = packing.pack(cases.random_weight(jax.random.key(n + k), n, k))
+    packed = dataclasses.replace(packed, multiplier=packed.multiplier * (1 + jnp.arange(packed.multiplier.size) % 5))
+    matrix, row = (np.asarray(part, np.float64) for part in packing.packed_parts(packed))
+    return packed, matrix * row[:, None]
+
+
+@pytest.mark.parametrize(
+    "config, m, n, k, ranks, parts",
+    [
+        (Config(8, warpgroups_n=1, k_tiles=2, stages=2), 5, 128, 320, (), 0),
+        (Config(16, warpgroups_n=2, k_tiles=1, stages=2), 24, 192, 192, (32, 8), 0),
+        (Config(8, warpgroups_n=1, k_tiles=1, stages=3, lookahead=2), 8, 64, 320, (24,), 0),
+        (Config(8, warpgroups_n=1, k_tiles=2, stages=2, lookahead=1), 16, 64, 384, (), 0),
+        (Config(8, warpgroups_n=1, warpgroups_k=2, k_tiles=1, stages=6), 8, 128, 192, (16,), 0),
+        (Config(8, warpgroups_n=1, k_tiles=1, stages=2, mma_sync=True), 8, 64, 192, (), 0),
+        (Config(8, warpgroups_n=1, k_tiles=1, stages=2), 7, 128, 128, (24,), 3),
+    ],
+    ids=lambda value: None if isinstance(value, int) else "",
+)
+def test_gemm(gemms, config, m, n, k, ranks, parts):
+    """Few CTAs do all tiles, one after another; the last tiles reach past the rows and the features."""
+    packed, matrix = random_packed(n, k)
+    rng = np.random.default_rng(m)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), BF16)  # noqa: E731
+    x, bias, scale = draw(m, k), draw(n) * 4, 0.75
+    expected = np.asarray(x, np.float64) @ matrix.T + np.asarray(bias, np.float64)
+    lora_x, b = None, ()
+    if ranks:
+        widths = [n - 64 * (len(ranks) - 1), *[64] * (len(ranks) - 1)]
+        b = tuple(draw(rank, width) for rank, width in zip(ranks, widths, strict=True))
+        t = [draw(m, rank) for rank in ranks]
+        lora_x = t[0] if len(t) == 1 else jnp.concatenate([jnp.pad(p, ((0, 0), (0, 64 - p.shape[1]))) for p in t], 1)
+        if parts:
+            lora_x = jnp.asarray(rng.integers(-999, 999, (parts, m, *ranks)) / 256, jnp.float32)  # exact sums
+            t = [lora_x.sum(0).astype(BF16)]
+        delta = [np.asarray(a, np.float64) @ np.asarray(of_b, np.float64) for a, of_b in zip(t, b, strict=True)]
+        expected += scale * np.concatenate(delta, axis=1)
+    y = kernel.gemm(x, packed, config, bias=bias, lora_x=lora_x, lora_b=b, scale=scale, sms=1)
+    assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2.0**-8 * np.abs(expected) + 1e-4)
+
+
+@pytest.mark.parametrize(
+    "config, m, n, k",
+    [
+        (Config(8, warpgroups_n=2, k_tiles=1, stages=2), 8, 128, 192),
+        (Config(16, warpgroups_n=1, k_tiles=1, stages=2, lookahead=2), 24, 192, 64),
+    ],
+)
+def test_gemm_dx(gemms, config, m, n, k):
+    packed = packing.pack(cases.random_weight(jax.random.key(n), n, k))
+    matrix, row = (np.asarray(part, np.float64) for part in packing.packed_parts(packed))
+    dy = jax.random.normal(jax.random.key(1), (m, n), BF16)
+    expected = np.asarray(dy, np.float64) @ (matrix * row[:, None])
+    dx = np.asarray(transposed.gemm_dx(dy, packed, config, sms=1), np.float64)
+    assert np.all(np.abs(dx - expected) <= 2.0**-8 * np.abs(expected) + 1e-4)
+
+
+# ---- decode attention ----
+
+
+def tile_scores(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """`kv_tiles.load_keys` and `mma`: [4, 16, 8] of a tile's keys and eight queries [8, H]."""
+    width, fp8 = keys.shape[1], keys.dtype == E4M3
+    machine, out = machine_with(keys), np.zeros((64, 8), np.float32)
+    sums = [np.zeros(128, np.float32)] * 4
+    for i, a in enumerate(kv_tiles.load_keys(machine, TILE_AT, width, fp8)):
+        first, second = (4 * C, 4 * C + 2) if fp8 else (2 * C, 2 * C + 8)
+        b = [words(q[G, 16 * i + at], q[G, 16 * i + at + 1]) for at in (first, second)]
+        sums = machine.mma(sums, a, b, "f16" if fp8 else "bf16")
+    for i, found in enumerate(sums):
+        out[16 * WARP + G + 8 * (i // 2), 2 * C + i % 2] = found
+    return out.reshape(4, 16, 8)
+
+
+def with_values(out: np.ndarray, weights: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """out [4, H, 8] and what `kv_tiles.load_values` and `mma` add; weights [4, 16, 8] in the dtype of the `mma`."""
+    width, fp8 = values.shape[1], values.dtype == E4M3
+    machine, total, weights = machine_with(values), out.copy(), weights.reshape(64, 8)
+    held = [weights[16 * WARP + G + at, 2 * C + e] for at in (0, 8) for e in range(2)]
+    b = [machine.movmatrix(words(*held[i : i + 2])) for i in (0, 2)]
+    for i, a in enumerate(kv_tiles.load_values(machine, TILE_AT, width, fp8, machine.every(int(tokens)))):
+        rows = [16 * i + (2 * G + half if fp8 else G + 8 * half) for half in (0, 1)]
+        places = [(WARP, row, 2 * C + e) for row in rows for e in range(2)]
+        for place, new in zip(
+            places, machine.mma([total[p] for p in places], a, b, "f16" if fp8 else "bf16"), strict=True
+        ):
+            total[place] = new
+    return total
+
+
+def store_output(out, out_g, first, skip, group, fp8) -> None:
+    """By its definition; rows are in their order here."""
+    y = out.astype(BF16).T
+    for i in range(group):
+        out_g[pl.ds(first + skip + i, 1)] = lax.dynamic_slice(y, (skip + i, 0), (1, y.shape[1]))
+
+
+def keep(partial: combine.Partial, slot) -> None:
+    """A partial in a slot, in an order of this file."""
+    size = partial.out.size
+    slot[pl.ds(0, size)] = partial.out.reshape(-1)
+    slot[pl.ds(size, 8)], slot[pl.ds(size + 8, 8)] = partial.m, partial.l
+
+
+def receive(slot, width: int) -> combine.Partial:
+    size = 8 * width
+    m, l, out = (slot[pl.ds(at, count)] for at, count in ((size, 8), (size + 8, 8), (0, size)))  # noqa: E741
+    return combine.Partial(m, l, out.reshape(width, 8))
+
+
+@pytest.fixture
+def attentions(monkeypatch):
+    """Runs the attention kernel in the interpreter."""
+
+    def scores(q, keys):
+        return on_numpy(tile_scores, shaped((4, 16, 8)), q, keys[...])
+
+    def add_values(out, weights, values, tokens):
+        weights = weights.astype(jnp.float16 if values.dtype == E4M3 else BF16)
+        return on_numpy(with_values, shaped(out.shape), out, weights, values[...], tokens)
+
+    for name, value in {"scores": scores, "add_values": add_values, "store_output": store_output}.items():
+        monkeypatch.setattr(consumer, name, value)
+    for name, value in {"keep": keep, "receive": receive, "warpgroup_sync": lambda: None}.items():
+        monkeypatch.setattr(combine, name, value)
+    fence = lambda: lambda emit: plgpu.commit_smem  # noqa: E731
+    monkeypatch.setattr(consumer, "plgpu", Namespace(plgpu, inline_mgpu=fence))
+    with interpreting(monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, width, stages, cached, lengths, prompt_lengths",
+    [
+        (14, 2, 64, 2, BF16, (0, 136), (0, 70)),  # a sequence without a token, a tail in each cache
+        (3, 1, 128, 3, BF16, (65, 1), (128, 330)),  # as many queries as fill the eight with those of another row
+        (8, 1, 64, 4, E4M3, (64,), (9,)),
+    ],
+)
+def test_attention(attentions, heads, kv_heads, width, stages, cached, lengths, prompt_lengths):
+    """Caches hold NaN and infinity past the lengths."""
+    rows = len(lengths)
+    args = inputs(rows, rows, 336, 136, heads, kv_heads, width, BF16, lengths=lengths,
+                  prompt_lengths=prompt_lengths, cached=cached)  # fmt: skip
+    found = attention.decode_attention(**args, scale=0.11, config=AttentionConfig(1, stages))
+    expected = exact(**args, scale=0.11)
+    assert np.abs(np.asarray(found, np.float64) - expected).max() <= 2.0**-7 * np.abs(expected).max()
