@@ -1,4 +1,9 @@
-"""Result files of benchmarks: each row carries its commit, date and command, as the program finds them."""
+"""Result files of benchmarks: each row carries its commit, date and command, as the program finds them.
+
+    python tools/record.py FROM.json TO.json
+
+adds the rows that another machine wrote.
+"""
 
 from __future__ import annotations
 
@@ -115,14 +120,27 @@ def write_rows(path: Path, rows: list[dict], given: str | None, about: dict | No
 
     `meta` is that of the last call, so each row has its own commit, date and command. `given`, `about`: as in `meta`.
     """
+    last = meta(given, about)
+    _replace(path, last, [{**row, **{name: last[name] for name in ("commit", "date", "command")}} for row in rows])
 
+
+def merge(source: Path, path: Path) -> None:
+    """Add the rows of a result file from another machine, with its `meta`, as `write_rows` there would have."""
+    found = json.loads(source.read_text())
+    about = {name: found["meta"][name] for name in ("commit", "date")}
+    _replace(path, found["meta"], [{**about, **row} for row in found["rows"]])
+
+
+def _replace(path: Path, last: dict, fresh: list[dict]) -> None:
     def case(row: dict) -> tuple:
         told = {k: v for k, v in row.items() if k not in MEASURED and (k not in DEFAULTS or DEFAULTS[k] != v)}
         return tuple(sorted((k, str(v)) for k, v in told.items()))
 
-    last = meta(given, about)
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    fresh = [{**row, **{name: last[name] for name in ("commit", "date", "command")}} for row in rows]
     kept = [row for row in old if case(row) not in {case(row) for row in fresh}]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"meta": last, "rows": kept + fresh}, indent=1) + "\n")
+
+
+if __name__ == "__main__":  # python tools/record.py FROM.json TO.json
+    merge(*map(Path, sys.argv[1:]))
