@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from oracles import numpy_formats as oracle
+from qerl_kernels.batch_invariant import ROWS
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.models.formats import Dense, Weight, mxfp4, nf4, nvfp4
@@ -194,6 +197,22 @@ def test_bf16_gradient_of_x(name, x):
     # dy is rounded to bf16 once more after the row factor (2^-8 of each of N terms, at random), then the result is
     spread = 2.0**-8 * np.sqrt((dy.astype(np.float64) ** 2) @ (exact**2))
     assert (np.abs(np.asarray(dx, np.float64) - want) <= 4 * spread + 2.0**-8 * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_batch_invariant_products_have_blocks_of_rows(name):
+    """Whatever the number of rows: libraries choose a kernel, and with it the order of its sums, by that number."""
+    weight = make_weight(name)[0]
+
+    def rows_of_products(rows: int, batch_invariant: bool) -> list[int]:
+        call = functools.partial(linear, lora=make_loras(), batch_invariant=batch_invariant)
+        program = jax.jit(call).lower(jnp.zeros((rows, K)), weight).as_text()
+        return [int(count) for count in re.findall(r"dot_general.*-> tensor<(\d+)x", program)]
+
+    assert set(rows_of_products(130, batch_invariant=False)) == {130}
+    for rows in (1, 130):
+        products = rows_of_products(rows, batch_invariant=True)
+        assert len(products) >= 5 and set(products) == {ROWS}  # the weight, A and three B
 
 
 def test_input_features_must_agree():
