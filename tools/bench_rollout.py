@@ -222,11 +222,11 @@ def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[di
         short = case.seconds(args.repeats, SHORT)
         row["decode_ms_per_step"] = 1e3 * (seconds - short) / (new_tokens - SHORT)
         line += f", decode {row['decode_ms_per_step']:.3f} ms a step, {SHORT} tokens {short:.3f} s"
-    same = ("model", "format", "batch", "prompt_len", "lora_rank", "lengths")
+    same = ("model", "batch", "prompt_len", "lora_rank", "lengths")  # in any format: at batch 128 vLLM's bf16 is faster
     for other in rival if args.group == 1 else ():
         if all(other[name] == row[name] for name in same) and "decode_ms_per_step" in row:
             theirs = other["decode_ms_per_step"]
-            line += f" (vLLM {theirs:.2f}: {theirs / row['decode_ms_per_step']:.2f} x"
+            line += f" (vLLM {other['format']} {theirs:.2f}: {theirs / row['decode_ms_per_step']:.2f} x"
             if other["new_tokens"] == row["new_tokens"]:
                 line += f", tokens/s {row['tokens_per_s'] / other['tokens_per_s']:.2f} x"
             line += ")"
