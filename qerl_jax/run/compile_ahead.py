@@ -28,7 +28,7 @@ def run_programs(config: Config, hooks: Hooks, policy: Policy, state: TrainState
     Args:
       config: settings of the run.
       hooks: functions of the user's.
-      policy, state: of the run, real or abstract, committed to a device.
+      policy, state: those the run starts with, real or abstract, committed to a device.
     """
     policy = policy.replace(norms=state.norms, lora=state.lora)
     sample = keys.for_step(config.seed, keys.Purpose.SAMPLE, 0)

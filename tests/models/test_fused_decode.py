@@ -68,7 +68,7 @@ def model_of(targets=ALL, rank=8):
 
 
 def empty_caches(batch):
-    """Of one prompt, and of each row."""
+    """Caches of one prompt, and of each row."""
     shape = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.float32)
     return kv.init_cache(1, 4, *shape), kv.init_cache(batch, 4, *shape)
 
