@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,6 +29,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook("qerl_jax", "typecheck.check")
 
+import jax
 import pytest
 
 DATA = Path(__file__).parent / "data"
@@ -62,6 +63,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     if _OWN_CACHE is not None:
         shutil.rmtree(_OWN_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """Compiles with few optimizations, for tests that cost compile time and not run time; as `runs.start` does, so that
+    they share compiled programs.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled while a run's input is read, for tests of many runs that are refused or stopped there. A run
+    that goes on compiles its programs before its first step.
+    """
+    from qerl_jax.run.compile_ahead import CompileAhead
+
+    monkeypatch.setattr(CompileAhead, "_compile", lambda self, config, hooks: set())
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from qerl_jax.command_line.evaluate import main as evaluate
 from qerl_jax.io import names
 from qerl_jax.quantize import main as quantize
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_ahead")
+
 Q = "model.layers.0.self_attn.q_proj"
 
 

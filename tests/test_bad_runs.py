@@ -40,6 +40,8 @@ from qerl_jax.run import recorder
 
 PRESETS = Path(__file__).parent / "data" / "presets"
 
+pytestmark = pytest.mark.usefixtures("quick_compiles", "nothing_compiled_ahead")
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:

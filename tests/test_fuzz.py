@@ -58,7 +58,7 @@ class Loaded(Exception):
 
 
 @pytest.fixture
-def attempt(monkeypatch, capsys):
+def attempt(monkeypatch, capsys, nothing_compiled_ahead):
     """Run `main` up to where it has read all its input. Returns its error or None, and the config and what `load` and
     `load_problems` gave.
     """

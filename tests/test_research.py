@@ -19,12 +19,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "research.md"
 PROGRAMS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """These programs cost compile time, not run time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture

@@ -30,13 +30,7 @@ from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Sampling
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """These tests cost compile time, not run time; the programs are those of `runs.start`."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +280,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
         assert (answer, hint) == (number, f"{stem}-{number}")
 
 
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, nothing_compiled_ahead):
     short = ["--max-prompt-length", "80", "--max-completion-length", "16"]
     tiny = ["--model", "tiny", "--dataset", "arithmetic", *short]
     fp32 = [*tiny, "--dtype", "float32"]  # what no kernel takes, not even on a Hopper GPU

@@ -25,13 +25,7 @@ from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """These tests cost compile time, not run time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,7 @@ ROWS = 24
 BUDGETS = {"one micro-batch": None, "several": 128}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """These tests cost compile time, not run time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

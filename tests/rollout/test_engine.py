@@ -28,12 +28,7 @@ KEY = jax.random.key(11)
 SMALL = Engine(slots=3, chunk=2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """These tests cost compile time, not run time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def with_eos(policy: Policy, *ids: int) -> Policy:

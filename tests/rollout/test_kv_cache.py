@@ -28,12 +28,7 @@ FP8 = Engine(slots=3, chunk=2, kv_cache_dtype="fp8_e4m3")
 E4M3, F32 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """These tests cost compile time, not run time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")
