@@ -154,6 +154,18 @@ def test_every_array_of_a_7b_run_by_hand(monkeypatch):
     assert same_pack and planned.working - plans["kernels"].working == 2 * (2 * f) * d  # gate and up, in bf16
 
 
+def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
+    """Of whichever takes more: a chunk of logits (fp32, and bf16 beside it) counts once it is the larger, and whole."""
+    vocab, shape = 152064, str(SHAPES / "Qwen2.5-7B")
+    fixed = {"weight_format": "nvfp4", "tokens_per_micro_batch": 8192, "rollout_memory_gb": 2}
+
+    def working(chunk: int) -> int:
+        return memory_report(Config(model=shape, logprob_chunk_size=chunk, **fixed)).memory.working
+
+    assert working(1) == working(256)
+    assert working(4096) - working(2048) == 2048 * vocab * (4 + 2)
+
+
 @pytest.mark.parametrize(("dtype", "missing"), [("float32", 0), ("bfloat16", 0.006)])
 def test_activations_are_the_arrays_that_the_layers_keep(tmp_path, dtype, missing):
     """What the forward pass of the tiny policy returns for the backward one, and every layer's input. In bf16 on this
