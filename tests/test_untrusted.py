@@ -25,6 +25,7 @@ from qerl_jax.data.problems import MAX_CHARACTERS, load_dataset
 from qerl_jax.io import tokenizer
 from qerl_jax.io.hf_config import model_config, parse_config
 from qerl_jax.io.safetensors import INDEX_FILE, CheckpointError, read_header, read_index, read_json
+from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rewards.mathematics import dapo
 from qerl_jax.rollout.shapes import endless_note
 from qerl_jax.untrusted import parse_json, require_regular, shown, time_limit
@@ -53,17 +54,18 @@ def test_long_values_are_cut_in_messages():
 
 
 def test_pipes_and_devices_are_no_files(tmp_path):
-    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.mkfifo(tmp_path / "metrics.jsonl")
     (tmp_path / "zero.json").symlink_to("/dev/zero")
     readers = [
         lambda path: open_file(path, []),
         read_json,
         read_header,
+        lambda path: read_metrics(path.parent),
         load_config,
         require_regular,
     ]
-    for name, kind in (("pipe.jsonl", "pipe"), ("zero.json", "device")):
-        for read in readers:
+    for name, kind in (("metrics.jsonl", "pipe"), ("zero.json", "device")):
+        for read in readers if kind == "pipe" else readers[:3]:
             with pytest.raises(OSError, match=f"{name} is a {kind}, not a regular file"):
                 read(tmp_path / name)
     require_regular(tmp_path), require_regular(tmp_path / "nothing")
@@ -178,6 +180,9 @@ def test_indices_and_headers(tmp_path):
         ({"watchdog_seconds": 1e10}, r"watchdog_seconds must be at most 1,000,000, got 1e\+10"),
         ({"max_refill_rounds": 2**31 - 1}, "max_refill_rounds must be at most 100"),
         ({"reward_workers": 10**6}, "reward_workers must be at most 1,024"),
+        ({"epsilon_high": -1.0}, "epsilon_high must be at least 0"),
+        ({"eval_temperature": -1.0}, "eval_temperature must be at least 0"),
+        ({"eval_top_p": 2.0}, "eval_top_p must lie in"),
         ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8, got 'run\\udcff'"),
         ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
     ],
@@ -210,6 +215,7 @@ ROW = '{"question": "q", "answer": %s}\n'
     [
         ("1e400", "'answer' is not finite"),
         ("-Infinity", "'answer' is not finite"),
+        ("true", "'answer' is neither text nor a number"),
         (f'"{"1" * (MAX_CHARACTERS + 1)}"', "'answer' over 1000000 characters"),
         ('"\\ud800"', "'answer' is not valid Unicode"),
     ],

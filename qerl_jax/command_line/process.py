@@ -21,6 +21,7 @@ import jax
 from qerl_jax.io.files import one_line
 
 FAILED, STOPPED = 2, 130
+_LONGEST = 2000  # characters of a message; a path can have more
 PATIENCE = 2.0
 """Seconds after Ctrl-C in which the main thread may come back from a call before the process ends without it."""
 
@@ -78,7 +79,9 @@ def say(text: str) -> None:
 
 def _text(error: Exception) -> str:
     """An error in one line; Python's own MemoryError says nothing."""
-    return " ".join(str(error).splitlines()) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
+    text = " ".join(str(error).splitlines())
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    return text or ("out of memory" if isinstance(error, MemoryError) else repr(error))
 
 
 def _unwritable_output() -> str:

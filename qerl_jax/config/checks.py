@@ -29,6 +29,7 @@ _AT_LEAST: dict[str, float] = {
     "lora_rank": 0,
     "beta": 0,
     "epsilon": 0,
+    "epsilon_high": 0,
     "seed": 0,
 }
 _AT_MOST: dict[str, float] = {
@@ -63,8 +64,9 @@ def check(config: Config) -> None:
 
 def _check_ranges(config: Config) -> None:
     for name, low in _AT_LEAST.items():
-        if getattr(config, name) < low:
-            raise ConfigError(f"{name} must be at least {low}, got {getattr(config, name)}")
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name} must be at least {low}, got {value}")
     for name, high in _AT_MOST.items():
         value = getattr(config, name)
         if value is not None and value > high:
@@ -120,9 +122,13 @@ def _check_contradictions(config: Config) -> None:
     try:
         aqn.check_schedule(config)
         LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)
-        _ = config.sampling, config.eval_sampling
+        _ = config.sampling
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    try:
+        _ = config.eval_sampling
+    except ValueError as error:
+        raise ConfigError(f"eval_{error}") from error  # it begins with the name of Sampling's field
     assert set(WEIGHT_FORMATS) == set(typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0]))
 
 

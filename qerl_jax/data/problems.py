@@ -274,7 +274,7 @@ def _problem(record: Mapping[str, Any], columns: _Columns, problem_id: int) -> P
 def _text(value: Any, column: str) -> str:
     if value is None or value != value:  # NaN is how pandas writes "none"
         raise Unusable(f"no {column!r}")
-    if not isinstance(value, str | int | float):
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise Unusable(f"{column!r} is neither text nor a number")
     if isinstance(value, float) and math.isinf(value):  # also 1e400 in JSON
         raise Unusable(f"{column!r} is not finite")

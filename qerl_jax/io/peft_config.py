@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.io.hf_config import read_json
 from qerl_jax.io.safetensors import CheckpointError
 from qerl_jax.models.config import LAYER_NORMS
@@ -63,9 +64,9 @@ def adapter_config(directory: Path) -> LoraConfig:
             f"{path}: modules_to_save {sorted(extra)}, supported are the layer norms {list(LAYER_NORMS)}"
         )
     rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0.0)
-    if type(rank) is not int or rank <= 0:
+    if type(rank) is not int or not 0 < rank <= LARGEST_INT:
         raise CheckpointError(f"{path}: r is {shown(rank)}, it must be a whole number above 0")
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+    if type(alpha) not in (int, float) or not 0 < alpha <= sys.float_info.max:
         raise CheckpointError(f"{path}: lora_alpha is {shown(alpha)}, it must be a number above 0")
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise CheckpointError(f"{path}: lora_dropout is {shown(dropout)}, it must lie in [0, 1)")

@@ -64,7 +64,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
 def _check_template(path: Path, tokenizer: Any) -> None:
     try:
         (text,) = apply_template(tokenizer, [[{"role": "user", "content": _PROBE}]])
-        tokenizer(text[:MAX_CHARACTERS])
+        tokenizer(text[:MAX_CHARACTERS], verbose=False)
     except Exception as error:  # a template is a program and may raise anything
         raise CheckpointError(f"{path}: the chat template fails on a user's message: {one_line(error)}") from error
     if _PROBE not in text:
