@@ -1,7 +1,7 @@
 """Trains the bundled policy for a long time, or kills one run a hundred times: does memory grow, is anything lost?
 
     python tools/soak.py memory [--minutes 30] [--record FILE]
-    python tools/soak.py kills [--kills 50] [--terminations 50] [--steps 60] [--record FILE]
+    python tools/soak.py kills [--kills 50] [--terminations 50] [--steps 120] [--record FILE]
 
 `memory` samples the resident memory of the trainer and of each of its workers, once a second. The first fifth is
 warm-up; exit code 1 if the mean of the last fifth exceeds that of the second by more than 2 %. It also prints the slope
@@ -25,9 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +37,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 import runs  # noqa: E402
 import small  # noqa: E402
+from processes import is_running  # noqa: E402
 
+from qerl_jax import train  # noqa: E402
+from qerl_jax.command_line import process  # noqa: E402
 from qerl_jax.config import dump  # noqa: E402
 from qerl_jax.reporting.metrics import read_metrics  # noqa: E402
 
@@ -62,13 +67,13 @@ def children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def ending(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+def ending(run: subprocess.Popen) -> Iterator[subprocess.Popen]:
     """The process, killed at the end of the block if it still runs."""
     try:
-        yield process
+        yield run
     finally:
-        process.kill()
-        process.wait()
+        run.kill()
+        run.wait()
 
 
 def memory(minutes: float, place: Path) -> dict:
@@ -84,15 +89,15 @@ def memory(minutes: float, place: Path) -> dict:
     command = runs.command(place / "config.yaml")
     with (
         (place / "log").open("w") as log,
-        ending(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)) as process,
+        ending(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)) as run,
     ):
-        runs.wait_for_step(place / "run", 1, process)
+        runs.wait_for_step(place / "run", 1, run)
         began = time.monotonic()
         while (elapsed := time.monotonic() - began) < 60 * minutes:
-            if process.poll() is not None:
+            if run.poll() is not None:
                 raise RuntimeError(f"the run ended early: {(place / 'log').read_text()[-2000:]}")
-            workers = [resident_bytes(child) for child in children(process.pid)]
-            samples.append((elapsed, resident_bytes(process.pid), sum(workers)))
+            workers = [resident_bytes(child) for child in children(run.pid)]
+            samples.append((elapsed, resident_bytes(run.pid), sum(workers)))
             time.sleep(1)
     steps = read_metrics(place / "run")[-1]["step"]
     found = {"minutes": minutes, "steps": steps, "samples": len(samples)}
@@ -116,38 +121,91 @@ def kills(by_kill: int, by_termination: int, steps: int, place: Path, seed: int 
     for count, name in ((16, "many.jsonl"), (3, "few.jsonl")):
         rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(count)]
         (place / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sets, model = (str(place / "many.jsonl"), str(place / "few.jsonl")), str(small.nvfp4(place / "model"))
+    sets, model = (
+        (str(place / "many.jsonl"), str(place / "few.jsonl")),
+        str(in_fork(lambda: small.nvfp4(place / "model")) or place / "model"),
+    )
     files = {}
     for name in ("through", "ended"):
         config = runs.config(
             place / name,
             **{"model": model, "weight_format": None, "dataset": sets, "dataset_weights": (2, 1)},
             **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": 2 * steps, "max_prompt_length": 120},
+            **{"compilation_cache_dir": str(place / "programs")},
         )
         files[name] = place / f"{name}.yaml"
         files[name].write_text(dump(config))
-    runs.finish(runs.start(files["through"]))
+    log, began, codes = place / "log", time.monotonic(), Counter()
+    finish(files["through"], log)
     plan = [signal.SIGKILL] * by_kill + [signal.SIGTERM] * by_termination
     rng.shuffle(plan)
-    log, began, codes = place / "log", time.monotonic(), {}
     for i, number in enumerate(plan):
-        with ending(runs.start(files["ended"], "--resume", "auto", output=log)) as process:
-            moment = wait_for_moment(place / "ended", steps * (i + 1) // (len(plan) + 1), process, rng)
-            ended_first = process.poll() is not None
-            process.send_signal(number)
-            code = process.wait(120)
-        if ended_first and code:
+        child = fork(files["ended"], log)
+        moment = wait_for_moment(place / "ended", steps, child, rng)
+        code = ended(child)
+        if code is not None and code:
             raise RuntimeError(f"a run ended by itself with {code}: {log.read_text()[-2000:]}")
-        codes[f"{number.name} {code}"] = codes.get(f"{number.name} {code}", 0) + 1
+        if code is None:
+            os.kill(child, number)
+            while (code := ended(child)) is None:
+                time.sleep(0.01)
+        codes[f"{number.name} {code}"] += 1
         print(
             f"{i + 1}/{len(plan)} {number.name} {moment}: exit code {code}, {last_step(place / 'ended')} steps",
             flush=True,
         )
-    runs.finish(runs.start(files["ended"], "--resume", "auto"))
+    finish(files["ended"], log)
+    traces = log.read_text().count("Traceback (most recent call last)")
     runs.assert_same_run(place / "through", place / "ended")
     assert runs.read_json(place / "through/evaluation.json") == runs.read_json(place / "ended/evaluation.json")
-    traces = log.read_text().count("Traceback (most recent call last)")
-    return {"steps": steps, "seconds": time.monotonic() - began, "traces": traces, "codes": codes, "same": True}
+    return {"steps": steps, "seconds": time.monotonic() - began, "traces": traces, "codes": dict(codes), "same": True}
+
+
+def in_fork(call: Callable[[], object]) -> None:
+    """Call a function that initializes JAX, after which a fork of this process would hang."""
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def fork(config_file: Path, log: Path) -> int:
+    """Process id of a run, begun or resumed in a fork of this process, which has imported everything."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            jax.config.update("jax_disable_most_optimizations", True)  # compiles faster
+            process.end(lambda: train.main(["--config", str(config_file), "--resume", "auto"]))
+        except SystemExit as stop:
+            sys.stdout.flush()
+            os._exit(int(stop.code or 0))
+        finally:
+            os._exit(70)
+    return child
+
+
+def ended(child: int) -> int | None:
+    """Exit code of a process that has ended; None while it runs."""
+    with contextlib.suppress(ChildProcessError):
+        done, status = os.waitpid(child, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if done else None
+    return 0
+
+
+def finish(config_file: Path, log: Path) -> None:
+    """Run to the end."""
+    code, child = None, fork(config_file, log)
+    while (code := ended(child)) is None:
+        time.sleep(0.05)
+    if code:
+        raise RuntimeError(f"the run ended with {code}: {log.read_text()[-2000:]}")
 
 
 def last_step(directory: Path) -> int:
@@ -156,14 +214,14 @@ def last_step(directory: Path) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def wait_for_moment(directory: Path, step: int, process: subprocess.Popen, rng: random.Random) -> str:
-    """Wait for a random moment: one of the start, or soon after a step was recorded that is not beyond `step`."""
-    if rng.random() < 0.3:
-        delay = rng.uniform(0, 12)
+def wait_for_moment(directory: Path, steps: int, child: int, rng: random.Random) -> str:
+    """Wait for a random moment: one of the start, or soon after the next step has been recorded."""
+    recorded, began = last_step(directory), time.monotonic()
+    if rng.random() < 0.3 or recorded >= steps - 1:
+        delay = rng.uniform(0, 5)
         time.sleep(delay)
         return f"{delay:.1f} s after the start"
-    recorded = last_step(directory)
-    while process.poll() is None and last_step(directory) < min(max(step, recorded), recorded + 1):
+    while last_step(directory) <= recorded and is_running(child) and time.monotonic() < began + 120:
         time.sleep(0.005)
     delay = rng.uniform(0, 0.4)
     time.sleep(delay)
@@ -177,7 +235,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--terminations", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--record", type=Path, help="file to which the result is appended as a JSON line")
     args = parser.parse_args()
     ours = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
