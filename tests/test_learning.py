@@ -23,8 +23,6 @@ from qerl_jax.run import prepare
 
 STEPS = 15
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
