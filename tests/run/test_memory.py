@@ -155,7 +155,7 @@ def test_every_array_of_a_7b_run_by_hand(monkeypatch):
 
 
 def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
-    """Of whichever takes more: a chunk of logits (fp32, and bf16 beside it) counts once it is the larger, and whole."""
+    """The larger of the two: a chunk of logits (fp32, and bf16 beside it) counts once it takes more, and whole."""
     vocab, shape = 152064, str(SHAPES / "Qwen2.5-7B")
     fixed = {"weight_format": "nvfp4", "tokens_per_micro_batch": 8192, "rollout_memory_gb": 2}
 
