@@ -147,7 +147,7 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
         cut("tokenizer.json", 1000),
         f"MODEL: the tokenizer files {list(small.TOKENIZER)} cannot be read: JSONDecodeError: …",
     ),
-    "another architecture": (small.nvfp4, config(model_type="llama"), f"{CONFIG}: model_type is 'llama', …'qwen2'"),
+    "another architecture": (small.nvfp4, config(model_type="gpt2"), f"{CONFIG}: model_type is 'gpt2', …'qwen2'…"),
     "no model": (small.nvfp4, shutil.rmtree, "model directory MODEL does not exist"),
 }
 

@@ -92,11 +92,35 @@ def test_other_datasets_of_the_7b_script(name):
     assert with_rewards(recipe(name)).reward_funcs == tuple(PRESETS[dataset].rewards)
 
 
-def test_llama_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert main(["--config", "release-llama3.1-8b-nvfp4", "--model", str(tmp_path), "--output-dir", "run"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(tmp_path / "config.json") in said and "llama" in said
+LLAMA_8B = {  # Llama 3.1, arXiv 2407.21783, table 3, and the published config.json
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "eos_token_id": [128001, 128008, 128009],
+}
+
+
+def test_the_llama_recipe_takes_a_llama(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    flags = ["--model", str(tmp_path), "--output-dir", str(tmp_path / "run"), "--dry-run"]
+    assert main(["--config", "release-llama3.1-8b-nvfp4", *flags]) == 0
+    assert "8,030.3 M parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("size", "stored"), BASELINES)

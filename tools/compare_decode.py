@@ -89,7 +89,7 @@ def trainer_layer(layer: DecoderLayer, x: Array, config: ModelConfig):
         return causal_attention(q, k, v), (k, v)
 
     recorder = Recorder(PLAIN_EXECUTOR)
-    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+    angles = rotary_angles(positions, config)
     x, cache = layer(x, angles, attention, None, recorder)
     return x, cache, recorder.outputs
 
@@ -102,7 +102,7 @@ def decode_layer(layer: DecoderLayer, residual, keys: Array, values: Array, posi
     places = jnp.full(batch, position, jnp.int32)
     attention = cached_attention(none, none, places + 1, places, False)
     recorder = Recorder(executor)
-    angles = rotary_angles(places, config.head_dim, config.rope_theta)
+    angles = rotary_angles(places, config)
     residual, cache = layer(residual, angles, attention, (prompt, prompt, keys, values), recorder)
     return residual, cache, recorder.outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.io.safetensors import CheckpointError, read_json
-from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.config import ModelConfig, RopeScaling
 from qerl_jax.models.formats.nvfp4 import NVFP4_BLOCK
 from qerl_jax.untrusted import require_regular, shown
 
 _MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
+_MODEL_TYPES = ("qwen2", "qwen3", "llama")
+_QWEN3_HEAD_DIM = 128  # transformers' default, whatever the hidden size
 _DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
 # What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean NVFP4.
 _NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": NVFP4_BLOCK, "dynamic": False}
@@ -24,8 +27,9 @@ def model_config(directory: Path) -> ModelConfig:
 
     Raises:
       FileNotFoundError: no such directory, or no config.json in it.
-      CheckpointError: not a Qwen2 model, or a feature that is not implemented (another activation, scaled rotary
-        positions, sliding windows); the message names file, key and value.
+      CheckpointError: not a Qwen2, Qwen3 or Llama model, or a feature that is not implemented (another activation,
+        biases by `attention_bias`, rotary positions scaled otherwise than in Llama 3.1, sliding windows); the message
+        names file, key and value.
     """
     if not directory.is_dir():
         hint = "; a model of the hub is named ORGANIZATION/NAME" if directory.parent == Path() else ""
@@ -59,7 +63,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
         raise CheckpointError(
             f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and no head_dim is given"
         )
-    head_dim = positive("head_dim", default=hidden // heads)
+    head_dim = positive("head_dim", default=_QWEN3_HEAD_DIM if config["model_type"] == "qwen3" else hidden // heads)
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim {head_dim} is odd: rotary positions turn pairs")
     vocab = positive("vocab_size")
@@ -79,6 +83,9 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
         "max_position_embeddings": positive("max_position_embeddings"),
         "eos_token_ids": eos,
         "pad_token_id": (*pad, *eos, 0)[0],
+        "qkv_bias": config["model_type"] == "qwen2",
+        "qk_norm": config["model_type"] == "qwen3",
+        "rope_scaling": _rope_scaling(config, where),
     }
     try:
         model = ModelConfig(**fields)
@@ -114,8 +121,13 @@ def _section(key: str, config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
-    if config.get("model_type") != "qwen2":
-        raise CheckpointError(f"{where}: model_type is {shown(config.get('model_type'))}, supported is 'qwen2'")
+    if config.get("model_type") not in _MODEL_TYPES:
+        raise CheckpointError(
+            f"{where}: model_type is {shown(config.get('model_type'))}, supported are 'qwen2', 'qwen3' and 'llama'"
+        )
+    for key in ("attention_bias", "mlp_bias"):  # Qwen2's biases of q, k and v are not optional, and have no key
+        if config.get(key):
+            raise CheckpointError(f"{where}: {key} is {shown(config[key])}; only models without it are supported")
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act is {shown(config['hidden_act'])}, supported is 'silu'")
     if config.get("use_sliding_window"):
@@ -129,10 +141,29 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         section = _section(key, config, where)
         kind = section.get("rope_type", section.get("type", "default"))
-        if kind != "default":
+        if kind not in ("default", "llama3"):
             raise CheckpointError(
-                f"{where}: {key} asks for rotary positions of type {shown(kind)}, supported is 'default'"
+                f"{where}: {key} asks for rotary positions of type {shown(kind)}, supported are 'default' and 'llama3'"
             )
+
+
+def _rope_scaling(config: dict[str, Any], where: str) -> RopeScaling | None:
+    """Stretched frequencies, from `rope_scaling` or `rope_parameters` (transformers 5)."""
+    for key in ("rope_scaling", "rope_parameters"):
+        section = _section(key, config, where)
+        if section.get("rope_type", section.get("type")) != "llama3":
+            continue
+        factor, low, high, original = (
+            _positive_number(f"{key}.{field.name}", section.get(field.name), where)
+            for field in dataclasses.fields(RopeScaling)
+        )
+        if low >= high or original != int(original):
+            raise CheckpointError(
+                f"{where}: {key} has low_freq_factor {low:g}, high_freq_factor {high:g} and "
+                f"original_max_position_embeddings {original:g}: the first must be below the second, the third whole"
+            )
+        return RopeScaling(factor, low, high, int(original))
+    return None
 
 
 def rope_theta(config: dict[str, Any], where: str) -> float:

@@ -23,7 +23,7 @@ from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.io.weights import WeightReader
-from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
+from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import WEIGHT_FORMATS, Weight
 from qerl_jax.models.lora import LoraConfig, init_lora
 from qerl_jax.models.modules import Adapter, Frozen, Norm
@@ -43,7 +43,7 @@ def load_policy(
     matmul_kernel: str = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Policy:
-    """Load a Qwen2.5 model directory as a policy with fresh or imported adapters.
+    """Load a Qwen2.5, Qwen3 (dense) or Llama 3 directory as a policy with fresh or imported adapters.
 
     Args:
       path: "tiny", the bundled policy, or a Hugging Face directory with config.json and safetensors, bf16 or NVFP4
@@ -176,18 +176,19 @@ def _load_layers(reader: WeightReader, config: ModelConfig, progress: Callable[[
 
 def _read_layer(reader: WeightReader, config: ModelConfig, layer: int) -> dict:
     """A layer's weights as NumPy arrays."""
-    shapes = config.projection_shapes()
+    shapes, head_norms = config.projection_shapes(), HEAD_NORMS if config.qk_norm else ()
 
     def fused(parts: tuple[str, ...]) -> Weight | np.ndarray:
         return reader.projection([(names.projection(layer, part), shapes[part]) for part in parts])
 
     return {
         "qkv_proj": fused(FUSED_PROJECTIONS["qkv_proj"]),
-        "qkv_bias": _biases(reader, config, layer),
+        "qkv_bias": _biases(reader, config, layer) if config.qkv_bias else None,
         "o_proj": fused(("o_proj",)),
         "gate_up_proj": fused(FUSED_PROJECTIONS["gate_up_proj"]),
         "down_proj": fused(("down_proj",)),
         **{norm: reader.vector(names.layer_norm(layer, norm), config.hidden_size, jnp.float32) for norm in LAYER_NORMS},
+        **{norm: reader.vector(names.head_norm(layer, norm), config.head_dim, jnp.float32) for norm in head_norms},
     }
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's parameter names of a Qwen2 checkpoint, as one table."""
+"""Hugging Face's parameter names of a Qwen2, Qwen3 or Llama checkpoint, as one table."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def layer_prefix(layer: int) -> str:
 def projection(layer: int, name: str) -> str:
     """Module path of a projection, without `.weight`."""
     return f"{layer_prefix(layer)}{BLOCK[name]}.{name}"
+
+
+def head_norm(layer: int, name: str) -> str:
+    """Name of the weight of "q_norm" or "k_norm"."""
+    return f"{layer_prefix(layer)}self_attn.{name}.weight"
 
 
 def layer_norm(layer: int, name: str) -> str:

@@ -74,8 +74,10 @@ class WeightReader:
         """An unquantized vector on the host."""
         return self._finite(name, (size,))[0].astype(dtype)
 
-    def to_device(self, value: Weight | np.ndarray) -> Weight | jax.Array:
-        """A vector unchanged; a projection in the form that the matmul kernel reads."""
+    def to_device(self, value: Weight | np.ndarray | None) -> Weight | jax.Array | None:
+        """None and a vector unchanged; a projection in the form that the matmul kernel reads."""
+        if value is None:
+            return None
         weight = jax.tree.map(jnp.asarray, value)
         if isinstance(weight, jax.Array):
             if weight.ndim == 1:

@@ -17,7 +17,7 @@ from qerl_kernels.decode_attention.api import decode_attention
 from qerl_kernels.ops import rotate
 from qerl_kernels.rope_cache.api import rope_and_cache
 
-from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.config import ModelConfig, RopeScaling
 from qerl_jax.models.linear import FP32_PRECISION
 from qerl_jax.models.packed_sequences import PackedLayout
 
@@ -84,10 +84,23 @@ def split_and_rotate(
     return rotate(q, angles), rotate(k, angles), v
 
 
-def rotary_angles(positions: Int[Array, "*B"], head_dim: int, theta: float) -> Float32[Array, "*B {head_dim//2}"]:
-    """`position · theta^(−2i / H)` in fp32, in radians."""
-    frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def rotary_angles(positions: Int[Array, "*B"], config: ModelConfig) -> Float32[Array, "*B {config.head_dim//2}"]:
+    """`position · theta^(−2i / H)` in fp32, in radians, with frequencies stretched as `rope_scaling` says."""
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling is not None:
+        frequencies = _stretched(frequencies, config.rope_scaling)
     return positions[..., None].astype(jnp.float32) * frequencies
+
+
+def _stretched(frequencies: Float32[Array, " A"], scaling: RopeScaling) -> Float32[Array, " A"]:
+    """Llama 3.1's frequencies: `f (1 − s) / factor + f s`, with s rising from 0 to 1 as the original length holds
+    `low_freq_factor` to `high_freq_factor` wavelengths.
+    """
+    wavelengths_held = scaling.original_max_position_embeddings * frequencies / (2 * jnp.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = jnp.clip((wavelengths_held - low) / (high - low), 0.0, 1.0)
+    return (1 - share) * frequencies / scaling.factor + share * frequencies
 
 
 def causal_attention(

@@ -39,6 +39,9 @@ class Executor(Protocol):
     def swiglu_project(self, projection: Projection, gate_up: Float[Array, "*B E"], residual: Residual) -> Residual:
         """The residual stream plus `projection(silu(gate) · up)`."""
 
+    def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`norm(x)`."""
+
     def finish(self, norm: RMSNorm, residual: Residual) -> Float[Array, "*B D"]:
         """`norm` of the residual stream behind the last layer."""
 
@@ -77,6 +80,10 @@ class PlainExecutor:
     ) -> Float32[Array, "*B D"]:
         """`residual + projection(silu(gate) · up)`."""
         return self.project(projection, silu_mul(gate_up), residual)
+
+    def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`norm(x)`."""
+        return norm(x, self.batch_invariant)
 
     def finish(self, norm: RMSNorm, residual: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`norm(residual)`."""

@@ -65,6 +65,10 @@ class FusedDecodeExecutor:
         x, lora_x = silu_mul_prologue(gate_up, a, ranks, lora_form=chosen.lora_form)
         return residual[0], projection(x, route=chosen, lora_x=lora_x)
 
+    def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`norm(x)`."""
+        return norm(x)
+
     def finish(self, norm: RMSNorm, residual: DeferredResidual) -> Float[Array, "B D"]:
         """`norm(x + delta)`."""
         x, delta = residual

@@ -1,7 +1,8 @@
-"""Qwen2.5 in Flax NNX: modules hold the weights, and one forward runs them for training, prefill and decode.
+"""Qwen2.5, Qwen3 (dense) and Llama 3 in Flax NNX: modules hold the weights, and one forward runs them for training,
+prefill and decode. The three differ in biases, norms of heads and rotary frequencies (`ModelConfig`).
 
-Source: Qwen2.5 technical report (arXiv 2412.15115); numerics as in transformers' `modeling_qwen2.py`, in fp32 where
-precision is decided (norms, rotary angles, softmax, residual stream).
+Source: technical reports (arXiv 2412.15115, 2505.09388, 2407.21783); numerics as in transformers' `modeling_qwen2.py`
+and its siblings, in fp32 where precision is decided (norms, rotary angles, softmax, residual stream).
 
 Axes: B sequences, P prompts, T tokens, S cache slots, L layers, D model, F ffn, N query heads, K key/value heads,
 H head dim, V vocab.
@@ -21,7 +22,7 @@ from qerl_kernels.ops import fp32_matmul
 from qerl_jax.models import fused_decode
 from qerl_jax.models.attention import AttentionFn, cached_attention, packed_attention, padded_attention, rotary_angles
 from qerl_jax.models.cache import KVCache
-from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.config import HEAD_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
 from qerl_jax.models.lora import Lora
 from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm
@@ -29,11 +30,32 @@ from qerl_jax.models.packed_sequences import PackedLayout
 
 
 class Attention(nnx.Module):
-    """The projections of grouped-query attention; q, k and v in one GEMM."""
+    """The projections of grouped-query attention, q, k and v in one GEMM, and the norms of their heads."""
 
-    def __init__(self, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Any],
+        adapters: Mapping[str, Mapping[str, Lora]],
+        dtype: jnp.dtype,
+    ):
         self.qkv_proj = Projection(weights["qkv_proj"], weights["qkv_bias"], adapters["qkv_proj"])
         self.o_proj = Projection(weights["o_proj"], None, adapters["o_proj"])
+        self.q_norm, self.k_norm = (
+            RMSNorm(Frozen(weights[name]), config.rms_norm_eps, dtype) if config.qk_norm else None
+            for name in HEAD_NORMS
+        )
+        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+
+    def normalized(self, qkv: Float[Array, "*B M"], executor: Executor = PLAIN_EXECUTOR) -> Float[Array, "*B M"]:
+        """q, k and v side by side, M = (N + 2 K)·H, with the norms of the heads of q and k where the model has them."""
+        if self.q_norm is None:
+            return qkv
+        queries, keys, head_dim = self._heads
+        heads = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
+        q, k, v = jnp.split(heads, (queries, queries + keys), axis=-2)
+        q, k = (executor.normalize(norm, x.astype(jnp.float32)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        return jnp.concatenate([q, k, v], axis=-2).reshape(qkv.shape)
 
 
 class Mlp(nnx.Module):
@@ -56,7 +78,7 @@ class DecoderLayer(nnx.Module):
     ):
         self.input_layernorm = RMSNorm(Norm(weights["input_layernorm"]), config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(Norm(weights["post_attention_layernorm"]), config.rms_norm_eps, dtype)
-        self.self_attn = Attention(weights, adapters)
+        self.self_attn = Attention(config, weights, adapters, dtype)
         self.mlp = Mlp(weights, adapters)
 
     def projections(self) -> tuple[Projection, ...]:
@@ -85,21 +107,22 @@ class DecoderLayer(nnx.Module):
         """
         attn, mlp = self.self_attn, self.mlp
         residual, qkv = executor.norm_project(self.input_layernorm, attn.qkv_proj, residual)
-        attended, cache = attention(qkv, angles, cache)
+        attended, cache = attention(attn.normalized(qkv, executor), angles, cache)
         residual = executor.project(attn.o_proj, attended.reshape(*qkv.shape[:-1], -1), residual)
         residual, gate_up = executor.norm_project(self.post_attention_layernorm, mlp.gate_up_proj, residual)
         return executor.swiglu_project(mlp.down_proj, gate_up, residual), cache
 
 
 class Qwen2(nnx.Module):
-    """Qwen2.5 decoder: tokens in, final hidden states out. `logits` is separate, so that callers choose the positions
+    """Decoder: tokens in, final hidden states out. `logits` is separate, so that callers choose the positions
     that need it.
 
     Args:
       config: the shape.
       weights: `{"embed_tokens": [V, D], "norm": f32[D], "lm_head": [V, D] or None when tied, "layers": [{"qkv_proj":
-        Weight, "qkv_bias": [N], "o_proj": Weight, "gate_up_proj": Weight, "down_proj": Weight, "input_layernorm":
-        f32[D], "post_attention_layernorm": f32[D]}, ...]}`.
+        Weight, "qkv_bias": [N] or None, "o_proj": Weight, "gate_up_proj": Weight, "down_proj": Weight,
+        "input_layernorm": f32[D], "post_attention_layernorm": f32[D], and under `qk_norm` "q_norm": f32[H], "k_norm":
+        f32[H]}, ...]}`.
       adapters: for each layer, `{fused projection: {projection: Lora}}`.
     """
 
@@ -204,7 +227,7 @@ class Qwen2(nnx.Module):
         residual stream is appended to `seen` before each layer and behind the last.
         """
         seen = [] if seen is None else seen
-        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        angles = rotary_angles(positions, self.config)
 
         def run_layer(layer: DecoderLayer, residual: Residual, cache: Any) -> tuple[Residual, Any]:
             return layer(residual, angles, attention, cache, executor)

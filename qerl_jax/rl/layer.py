@@ -82,7 +82,7 @@ def _module(shape: LayerShape, frozen: Any, trained: dict[str, Any]) -> DecoderL
 
 def _qkv(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"]) -> Array:
     layer = _module(shape, frozen, trained)
-    return layer.self_attn.qkv_proj(layer.input_layernorm(x))
+    return layer.self_attn.normalized(layer.self_attn.qkv_proj(layer.input_layernorm(x)))
 
 
 def _attention_out(shape: LayerShape, frozen: Any, trained: Any, attended: Array) -> Array:
@@ -99,7 +99,7 @@ def _down(shape: LayerShape, frozen: Any, trained: Any, gate_up: Array) -> Array
 
 
 def _angles(shape: LayerShape, packed: Packed) -> Float32[Array, "T A"]:
-    return rotary_angles(packed.layout.positions, shape.model.head_dim, shape.model.rope_theta)
+    return rotary_angles(packed.layout.positions, shape.model)
 
 
 def _forward(

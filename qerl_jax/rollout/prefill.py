@@ -143,7 +143,7 @@ def prefill_layer(
     of the prompts.
     """
     layout = packed_layout(lengths, x.shape[0], width)
-    angles = rotary_angles(layout.positions, config.head_dim, config.rope_theta)
+    angles = rotary_angles(layout.positions, config)
     layer = _decoder_layer(weights, config, dtype)
     attention = packed_attention(config, layout)
     x, entry = layer(x, angles, attention, executor=PlainExecutor(batch_invariant))

@@ -73,8 +73,8 @@ def kv_cache_dtypes(policy: Policy, kv_cache_dtype: str) -> tuple[jnp.dtype, ...
     layers = [policy.frozen["layers"][i] for i in range(policy.config.num_layers)]
     if kv_cache_dtype == "auto":
         return (policy.dtype,) * len(layers)
-    biases = [layer["self_attn"]["qkv_proj"]["bias"] for layer in layers]
-    if any(isinstance(bias, jax.ShapeDtypeStruct) for bias in biases):
+    biases = [layer["self_attn"]["qkv_proj"].get("bias") for layer in layers]
+    if not policy.config.qkv_bias or any(isinstance(bias, jax.ShapeDtypeStruct) for bias in biases):
         largest = np.zeros(len(layers))
     else:
         first = policy.config.num_heads * policy.config.head_dim

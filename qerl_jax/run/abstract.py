@@ -18,7 +18,7 @@ from qerl_jax.io import hf_config
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import build_policy, load_biases
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE
-from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
+from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Dense, Nf4, Weight
 from qerl_jax.models.formats.nf4 import NF4_BLOCK
 from qerl_jax.rl.state import init_state
@@ -38,7 +38,7 @@ def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainSt
     directory = model_path(config.model, weights=False)
     model, stored = hf_config.model_config(directory), stored_format(directory, config)
     policy, state = abstract_trees(model, stored, config, optimizer)
-    if config.kv_cache_dtype != "auto" and has_weights(directory):
+    if config.kv_cache_dtype != "auto" and model.qkv_bias and has_weights(directory):
         policy = _with_biases(policy, directory)
     return policy, state
 
@@ -100,13 +100,16 @@ def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kern
         return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))
 
     def layer() -> dict[str, Any]:
+        biases = sum(shapes[part][0] for part in FUSED_PROJECTIONS["qkv_proj"])
+        head_norms = HEAD_NORMS if model.qk_norm else ()
         return {
             "qkv_proj": fused(*FUSED_PROJECTIONS["qkv_proj"]),
-            "qkv_bias": jnp.zeros(sum(shapes[part][0] for part in FUSED_PROJECTIONS["qkv_proj"]), dtype),
+            "qkv_bias": jnp.zeros(biases, dtype) if model.qkv_bias else None,
             "o_proj": fused("o_proj"),
             "gate_up_proj": fused(*FUSED_PROJECTIONS["gate_up_proj"]),
             "down_proj": fused("down_proj"),
             **{norm: jnp.zeros(d, jnp.float32) for norm in LAYER_NORMS},
+            **{norm: jnp.zeros(model.head_dim, jnp.float32) for norm in head_norms},
         }
 
     table = jnp.zeros((model.vocab_size, d), dtype)

@@ -154,8 +154,9 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     name = "embedding (also the head)" if model.tie_word_embeddings else "embedding and head"
     rows.append(ParameterRow(name, tree_size(tables), dense, tree_bytes(tables)))
     rest = tree_bytes(policy.frozen) - sum(row.bytes for row in rows)
-    biases = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
-    rows.append(ParameterRow("biases, final norm", biases, dense, rest))
+    others = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
+    named = [*(["biases"] if model.qkv_bias else []), *(["norms of heads"] if model.qk_norm else []), "final norm"]
+    rows.append(ParameterRow(", ".join(named), others, dense, rest))
     trained = "trained" if state.config.train_norms else "frozen, noise is added"
     rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
     if state.config.lora_rank:

@@ -97,7 +97,7 @@ def test_rope_theta_of_a_config_without_one_is_that_of_transformers():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "llama"}, ("model_type", "llama")),
+        ({"model_type": "gpt2"}, ("model_type", "gpt2")),
         ({"model_type": None}, ("model_type", "None")),
         ({"use_sliding_window": True, "sliding_window": 16}, ("use_sliding_window", "true")),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),

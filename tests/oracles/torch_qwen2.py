@@ -1,4 +1,4 @@
-"""Qwen2 by transformers in fp32, optionally with plain LoRA on its projections."""
+"""Qwen2, Qwen3 and Llama by transformers in fp32, optionally with plain LoRA on their projections."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import transformers
 
 def load(directory: Path) -> torch.nn.Module:
     """The directory's model in fp32 with eager attention."""
-    model = transformers.Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 
-def make(directory: Path, seed: int, scale: float = 0.1, **shape) -> torch.nn.Module:
-    """A small random model with every parameter drawn, biases and norms included, saved to `directory`."""
+def make(directory: Path, seed: int, scale: float = 0.1, kind: str = "Qwen2", **shape) -> torch.nn.Module:
+    """A small random model with every parameter drawn, biases and norms included, saved to `directory`.
+
+    `kind`: "Qwen2", "Qwen3" or "Llama".
+    """
     defaults = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -29,9 +33,9 @@ def make(directory: Path, seed: int, scale: float = 0.1, **shape) -> torch.nn.Mo
         "eos_token_id": 1,
         "pad_token_id": None,
     }
-    config = transformers.Qwen2Config(**{**defaults, **shape}, attn_implementation="eager")
+    config = getattr(transformers, f"{kind}Config")(**{**defaults, **shape}, attn_implementation="eager")
     torch.manual_seed(seed)
-    model = transformers.Qwen2ForCausalLM(config).to(torch.float32).eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0, scale)
