@@ -8,6 +8,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 import runs
+from command_lines import replaced
 from helpers import randomized
 
 from qerl_jax.command_line.evaluate import main
@@ -46,7 +47,7 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
-    assert main(["tiny", *SHORT, *flags]) == 2
+    assert main(["tiny", *replaced(SHORT, *flags)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
 
@@ -73,7 +74,7 @@ def test_the_adapter_is_what_is_evaluated(tmp_path):
     for flags in ([], ["--adapter", str(tmp_path / "adapter")]):
         file = tmp_path / "result.json"
         arithmetic = ["--dataset", "arithmetic", "--samples", "4", "--temperature", "0", "--output", str(file)]
-        assert main(["tiny", *arithmetic, *SHORT, "--max-completion-length", "60", *flags]) == 0
+        assert main(["tiny", *arithmetic, *replaced(SHORT, "--max-completion-length", "60"), *flags]) == 0
         results.append(runs.read_json(file))
     none, changed = results
     assert none["accuracy"] > 0 and none["format"] > 0

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import runs
+from command_lines import replaced
 from rich.console import Console
 
 from qerl_jax import train
@@ -207,7 +208,7 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_loads_anything(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     lengths = [] if "--config" in flags else ["--max-prompt-length", "80", "--max-completion-length", "16"]
-    given = ["--model", "tiny", *lengths, *flags]
+    given = replaced(["--model", "tiny", *lengths], *flags)
     assert train.main([*given, *["--dry-run"] * dry]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
@@ -287,14 +288,14 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, nothing_compile
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
     for flags, words in [
         (["--model", str(tmp_path / "none")], "does not exist"),
-        ([*tiny, "--dataset", "nothing"], "'nothing' is neither"),
-        ([*tiny, "--dataset", "arithmetik"], "did you mean 'arithmetic'?"),
-        ([*tiny, "--dataset", "math", "dapomath"], "different rewards"),
-        ([*tiny, "--dataset", str(tmp_path / "bad.jsonl")], "bad.jsonl, line 2 is not JSON"),
+        (replaced(tiny, "--dataset", "nothing"), "'nothing' is neither"),
+        (replaced(tiny, "--dataset", "arithmetik"), "did you mean 'arithmetic'?"),
+        (replaced(tiny, "--dataset", "math", "dapomath"), "different rewards"),
+        (replaced(tiny, "--dataset", str(tmp_path / "bad.jsonl")), "bad.jsonl, line 2 is not JSON"),
         ([*tiny, "--reward-funcs", "x", "--reward-weights", "1"], "reward 'x' is neither"),
-        ([*tiny, "--max-completion-length", "100000"], "max_position_embeddings"),
+        (replaced(tiny, "--max-completion-length", "100000"), "max_position_embeddings"),
         ([*tiny, "--rollout-memory-gb", "1e-9"], "cannot hold 1 completions of 16 tokens and 1 prompts of 80"),
-        ([*tiny, "--max-prompt-length", "1"], "max_prompt_length 1; the shortest has"),
+        (replaced(tiny, "--max-prompt-length", "1"), "max_prompt_length 1; the shortest has"),
         ([*tiny, "--weight-format", "nf4", "--matmul-kernel", "mosaic_gpu"], "needs NVFP4 or MXFP4 weights"),
         ([*fp32, "--weight-format", "nvfp4", "--matmul-kernel", "mosaic_gpu"], "implementation 'mosaic_gpu' needs"),
     ]:

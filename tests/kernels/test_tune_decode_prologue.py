@@ -64,13 +64,13 @@ def test_a_configurations_time_is_the_median_of_its_own_calls(monkeypatch, tuner
 
     def profiled(run):
         run()
-        kernel = sys.modules["record"].Kernel
+        kernel = sys.modules["timing"].Kernel
         of = lambda p, i: [kernel(0.0, 9e9, "sweep"), kernel(0.0, 1000.0 * p + i, "decode_prologue_plain_lora")]  # noqa: E731
         return [kernel for p in range(3) for i in range(calls) for kernel in of(p, i)]
 
-    monkeypatch.setattr(sys.modules["record"], "profiled", profiled)
+    monkeypatch.setattr(sys.modules["timing"], "profiled", profiled)
     middle = sum(range(tuner.SKIPPED, calls)) / (calls - tuner.SKIPPED)
     assert tuner.durations(trials, 1) == pytest.approx([(1000 * p + middle) * 1e-3 for p in range(3)])
-    monkeypatch.setattr(sys.modules["record"], "profiled", lambda run: profiled(run)[2:])
+    monkeypatch.setattr(sys.modules["timing"], "profiled", lambda run: profiled(run)[2:])
     with pytest.raises(SystemExit, match=f"{3 * calls - 1} kernels, {3 * calls} were called"):
         tuner.durations(trials, 1)
