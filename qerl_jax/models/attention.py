@@ -78,10 +78,17 @@ def cached_attention(
 def split_and_rotate(
     config: ModelConfig, qkv: Float[Array, "*B M"], angles: Float32[Array, "*B A"]
 ) -> tuple[Float[Array, "*B N H"], Float[Array, "*B K H"], Float[Array, "*B K H"]]:
-    """q, k and v by heads, q and k with rotary positions; M = (N + 2 K)·H, A = H / 2."""
-    heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
-    q, k, v = jnp.split(heads, (config.num_heads, config.num_heads + config.num_kv_heads), axis=-2)
+    """`split_heads`, q and k with rotary positions; A = H / 2."""
+    q, k, v = split_heads(config, qkv)
     return rotate(q, angles), rotate(k, angles), v
+
+
+def split_heads(
+    config: ModelConfig, qkv: Float[Array, "*B M"]
+) -> tuple[Float[Array, "*B N H"], Float[Array, "*B K H"], Float[Array, "*B K H"]]:
+    """q, k and v by heads; M = (N + 2 K)·H."""
+    heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
+    return tuple(jnp.split(heads, (config.num_heads, config.num_heads + config.num_kv_heads), axis=-2))
 
 
 def rotary_angles(positions: Int[Array, "*B"], config: ModelConfig) -> Float32[Array, "*B {config.head_dim//2}"]:

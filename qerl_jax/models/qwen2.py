@@ -20,7 +20,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.models import fused_decode
-from qerl_jax.models.attention import AttentionFn, cached_attention, packed_attention, padded_attention, rotary_angles
+from qerl_jax.models.attention import (
+    AttentionFn,
+    cached_attention,
+    packed_attention,
+    padded_attention,
+    rotary_angles,
+    split_heads,
+)
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import HEAD_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
@@ -45,15 +52,13 @@ class Attention(nnx.Module):
             RMSNorm(Frozen(weights[name]), config.rms_norm_eps, dtype) if config.qk_norm else None
             for name in HEAD_NORMS
         )
-        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.config = config
 
     def normalized(self, qkv: Float[Array, "*B M"], executor: Executor = PLAIN_EXECUTOR) -> Float[Array, "*B M"]:
         """q, k and v side by side, M = (N + 2 K)·H, with the norms of the heads of q and k where the model has them."""
         if self.q_norm is None:
             return qkv
-        queries, keys, head_dim = self._heads
-        heads = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
-        q, k, v = jnp.split(heads, (queries, queries + keys), axis=-2)
+        q, k, v = split_heads(self.config, qkv)
         q, k = (executor.normalize(norm, x.astype(jnp.float32)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         return jnp.concatenate([q, k, v], axis=-2).reshape(qkv.shape)
 
