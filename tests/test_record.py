@@ -75,6 +75,25 @@ def test_rows_of_two_calls(tool, tmp_path, monkeypatch):
     assert (stored["meta"]["gpu"], stored["meta"]["commit_from"]) == ("another", "--commit")
 
 
+@pytest.mark.parametrize("places", [["--out", "/x/y", "--commit", "abc"], ["--out=/x/y", "--commit=abc"], []])
+def test_a_command_says_what_was_measured_and_not_where_the_file_went(tool, places):
+    assert tool("record").command_of(["python", "a.py", "7B", *places, "--batch", "8"]) == "python a.py 7B --batch 8"
+
+
+def test_merged_rows_stand_beside_those_of_other_cases(tool, tmp_path):
+    """As if written there: the same case is replaced, and `meta` is that of the other file."""
+    record = tool("record")
+    there, here = tmp_path / "there.json", tmp_path / "here.json"
+    about = {"commit": "new", "date": "2026-01-02", "command": "python a.py --out /x"}
+    there.write_text(json.dumps({"meta": about, "rows": [{"batch": 8, "seconds": 1.0}]}))
+    old = [{"batch": 8, "seconds": 2.0, "commit": "old"}, {"batch": 32, "seconds": 3.0, "commit": "old"}]
+    here.write_text(json.dumps({"meta": {}, "rows": old}))
+    record.merge(there, here)
+    stored = json.loads(here.read_text())
+    assert stored["rows"] == [old[1], {"commit": "new", "date": "2026-01-02", "batch": 8, "seconds": 1.0}]
+    assert stored["meta"] == {**about, "command": "python a.py"}
+
+
 def test_a_wrong_commit_is_refused_before_anything_is_measured(tool, monkeypatch, capsys):
     record, parser = tool("record"), argparse.ArgumentParser()
     record.add_commit(parser)

@@ -97,6 +97,13 @@ def with_jax() -> dict[str, str]:
     return {"gpu": jax.local_devices()[0].device_kind, "jax": jax.__version__}
 
 
+def command_of(words: list[str]) -> str:
+    """A command line without `--out` and `--commit`: where a file went and what `commit` says already."""
+    places = ("--out", "--commit")
+    kept = [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & {*places}]
+    return " ".join(word for word in kept if not word.startswith(tuple(f"{place}=" for place in places)))
+
+
 def meta(given: str | None, about: dict | None = None) -> dict:
     """GPU, date, commit (`commit_of`), command and versions of a measurement.
 
@@ -110,7 +117,7 @@ def meta(given: str | None, about: dict | None = None) -> dict:
         "date": str(date.today()),
         "commit": commit,
         "commit_from": source,
-        "command": "python " + " ".join(sys.argv),
+        "command": command_of(["python", *sys.argv]),
         "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown",
     }
 
@@ -127,8 +134,9 @@ def write_rows(path: Path, rows: list[dict], given: str | None, about: dict | No
 def merge(source: Path, path: Path) -> None:
     """Add the rows of a result file from another machine, with its `meta`, as `write_rows` there would have."""
     found = json.loads(source.read_text())
-    about = {name: found["meta"][name] for name in ("commit", "date")}
-    _replace(path, found["meta"], [{**about, **row} for row in found["rows"]])
+    last = {**found["meta"], "command": command_of(found["meta"]["command"].split())}
+    about = {name: last[name] for name in ("commit", "date")}
+    _replace(path, last, [{**about, **row} for row in found["rows"]])
 
 
 def _replace(path: Path, last: dict, fresh: list[dict]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from qerl_jax.quantize import main as quantize_main
 from qerl_jax.run import prepare
 
 Main = Callable[[list[str]], int]
-CACHE = ["--compilation-cache-dir", os.environ.get("QERL_ATTACK_CACHE", "/tmp/qerl-attack-cache")]
+CACHE = ["--compilation-cache-dir", str(Path(tempfile.gettempdir()) / "qerl-attack-cache")]
 FLAGS = ["--model", "model", "--dataset", "rows.jsonl", "--output-dir", "run", *RUN, *CACHE]
 
 
