@@ -79,7 +79,7 @@ class CompileAhead:
         self.cancel()
 
     def cancel(self) -> None:
-        """Begin no further program. Those that are being compiled finish before the process ends."""
+        """Begin no further program; those that are being compiled go on."""
         self._cancelled.set()
 
     def finish(self, config: Config, hooks: Hooks, policy: Policy, state: TrainState, console: Console) -> int:
