@@ -10,8 +10,9 @@ reference solution), cut at the limits. Medians of `--repeats` after one warm-up
 work that is waited for. Writes rows of update.json into `--out`.
 
 `model_fraction_of_peak` counts useful work alone, (4 N_proj + 4 V D) a real token + 3.5 x causal attention's forward
-pass, over seconds and the TFLOP/s of a bf16 product of 8192^3 in the same process; `fraction_of_peak` counts what was
-executed: all tokens of the micro-batches, layers that ran forward twice, the head on completions alone.
+pass, over seconds and the TFLOP/s of a bf16 product of 8192^3 in the same process; real tokens are those of the
+completions and, once a group, of the prompt. `fraction_of_peak` counts what was executed: all tokens of the
+micro-batches, projections that ran forward twice, the head on completions alone. `tokens_per_s` counts all sequences.
 
 `--update-only` makes up the rollout, so that the peak is the update's own; `--profile` prints the update's GPU kernels.
 `--fp32` also compares both with the same weights computed in fp32: how far bf16 by itself takes either from the exact
@@ -54,9 +55,8 @@ from qerl_jax import (
 from qerl_jax.compilation import compile_programs
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl.compile import compile_update
-from qerl_jax.rl.packing import assign
-from qerl_jax.rl.plan import UpdatePlan
-from qerl_jax.rl.step import plan_of
+from qerl_jax.rl.plan import UpdatePlan, recomputation
+from qerl_jax.rl.step import assigned, plan_of
 from qerl_jax.rollout.programs import rollout_programs
 
 
@@ -117,8 +117,8 @@ def main() -> None:
     (_, metrics), update_seconds = timed(lambda i: grpo_step(state, policy.frozen, batch), args.repeats)
     plan = plan_of(state, policy.frozen, batch)
     lengths, prompt_lengths = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
-    micro_batches = len(assign(lengths, plan.pack))
-    useful, executed = operations(policy.config, lengths, prompt_lengths, plan, micro_batches)
+    micro_batches = len(assigned(plan, batch))
+    useful, executed = operations(policy.config, lengths, prompt_lengths, args.group, plan, micro_batches)
     peak = matrix_peak()
     fractions = {
         "model_fraction_of_peak": args.num_iterations * useful / update_seconds / peak,
@@ -137,6 +137,7 @@ def main() -> None:
         "num_iterations": args.num_iterations,
         "tokens_per_micro_batch": plan.pack.tokens,
         "recomputed_layers": plan.recomputed,
+        "recomputed_gate_up": plan.recomputed_gate_up,
     }
     real_tokens, new_tokens = int(lengths.sum()), int((lengths - prompt_lengths).sum())
     whole = rollout_seconds + update_seconds
@@ -175,10 +176,11 @@ def main() -> None:
         f"rollout {rollout_seconds:.3f} s = {new_tokens / max(rollout_seconds, 1e-9):.0f} tokens/s, "
         f"peak {rollout_peak / 1e9:.2f} GB"
     )
-    filled = real_tokens / micro_batches / plan.pack.tokens
+    packed_tokens = int((lengths - prompt_lengths).sum() + prompt_lengths[:: args.group].sum())
+    filled = packed_tokens / micro_batches / plan.pack.tokens
     print(
         f"update {update_seconds:.3f} s = {real_tokens / update_seconds:.0f} tokens/s, {micro_batches} micro-batches "
-        f"of {plan.pack.tokens} tokens ({filled:.1%} real), {plan.recomputed} layers recomputed"
+        f"of {plan.pack.tokens} tokens ({filled:.1%} real), {recomputation(plan)}"
     )
     print(
         f"{fractions['model_fraction_of_peak']:.3f} of {peak / 1e12:.0f} TFLOP/s, {fractions['fraction_of_peak']:.3f} "
@@ -215,6 +217,7 @@ def roll_out(
         lengths = np.repeat(np.asarray(prompts.lengths), args.group)
         rng, width = np.random.default_rng(1), args.prompt_len + args.completion_len
         tokens = rng.integers(0, policy.config.vocab_size, (args.batch, width)).astype(np.int32)
+        tokens[:, : args.prompt_len] = np.repeat(np.asarray(prompts.tokens), args.group, axis=0)
         flat = [lengths, lengths + limits, np.zeros(args.batch), np.arange(args.batch) // args.group]
         kinds = (np.int32, np.int32, np.int8, np.int32)
         arrays = [array.astype(kind) for array, kind in zip(flat, kinds, strict=True)]
@@ -237,17 +240,23 @@ def roll_out(
 
 
 def operations(
-    model: ModelConfig, lengths: np.ndarray, prompt_lengths: np.ndarray, plan: UpdatePlan, micro_batches: int
+    model: ModelConfig,
+    lengths: np.ndarray,
+    prompt_lengths: np.ndarray,
+    group: int,
+    plan: UpdatePlan,
+    micro_batches: int,
 ) -> tuple[float, float]:
     """(useful, executed) floating-point operations of one update."""
-    projections = sum(n * k for n, k in model.projection_shapes().values())
-    causal = 4 * model.num_heads * model.head_dim * float((lengths * (lengths + 1.0) / 2).sum())
-    head = 4 * model.vocab_size * model.hidden_size
-    useful = (4 * model.num_layers * projections + head) * float(lengths.sum()) + 3.5 * model.num_layers * causal
-    passes = 4 * model.num_layers + 2 * plan.recomputed
-    executed = passes * projections * float(micro_batches * plan.pack.tokens) + head * float(
-        (lengths - prompt_lengths).sum()
-    )
+    shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
+    projections, gate_up = sum(shapes.values()), shapes["gate_proj"] + shapes["up_proj"]
+    completions, prompts = (lengths - prompt_lengths).astype(float), prompt_lengths[::group].astype(float)
+    pairs = (completions * prompt_lengths + completions * (completions + 1) / 2).sum() + (prompts**2 / 2).sum()
+    causal = 4 * model.num_heads * model.head_dim * float(pairs)
+    head, real = 4 * model.vocab_size * model.hidden_size, float(completions.sum() + prompts.sum())
+    useful = (4 * model.num_layers * projections + head) * real + 3.5 * model.num_layers * causal
+    passes = (4 * model.num_layers + 2 * plan.recomputed) * projections + 2 * plan.recomputed_gate_up * gate_up
+    executed = passes * float(micro_batches * plan.pack.tokens) + head * float(completions.sum())
     return useful, executed + (3.5 * model.num_layers + plan.recomputed) * causal
 
 

@@ -41,6 +41,7 @@ MEASURED = frozenset(
         "rollout_seconds",
         "rollout_peak_bytes",
         "recomputed_layers",
+        "recomputed_gate_up",
     }
 )
 

@@ -18,6 +18,7 @@ from qerl_kernels import dispatch
 
 from qerl_jax.config import Config
 from qerl_jax.io.hf_config import parse_config
+from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.run.abstract import abstract_trees, tree_bytes
 from qerl_jax.run.memory import estimate_memory
@@ -49,7 +50,7 @@ def cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace) -> st
     except ValueError:
         return "–"
     plan = memory.update_plan
-    again = f", {plan.recomputed} of {policy.config.num_layers} layers twice" if plan.recomputed else ""
+    again = f", {recomputation(plan)}" if plan.recomputed or plan.recomputed_gate_up else ""
     return f"{plan.pack.tokens} tokens{again}; {slots} decoded"
 
 

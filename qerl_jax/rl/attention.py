@@ -1,11 +1,11 @@
-"""Causal attention of packed sequences and its gradient, each sequence apart.
+"""Causal attention of packed sequences and its gradient, each sequence apart, the prefixes of prompts once.
 
-On a GPU in bf16 by cuDNN's flash attention in its packed layout: offsets and lengths of the segments are arrays, so one
-program serves every packing. Elsewhere plain masked attention, segment by segment.
+A prefix attends to itself; a suffix to itself and to all of its prefix. On a GPU in bf16 both parts are computed by
+cuDNN's flash attention in its packed layout (`rl.flash`), elsewhere by plain masked attention, segment by segment.
 
 The forward and the backward pass are two functions: between them the caller keeps what the backward pass needs.
 
-Axes: T tokens, S segments, N query heads, K key/value heads, H head dim, W longest sequence.
+Axes: T tokens, N query heads, K key/value heads, H head dim, U tokens of a prefix, W of a suffix, at most.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Int
 
 from qerl_jax.models.attention import masked_attention
+from qerl_jax.rl import flash
+from qerl_jax.rl.flash import Statistics
 from qerl_jax.rl.packing import Packed, PackShape
-
-Statistics = Float32[Array, "S N W"] | None
 
 
 def is_flash(dtype: jnp.dtype) -> bool:
@@ -30,14 +30,13 @@ def is_flash(dtype: jnp.dtype) -> bool:
 def segment_attention(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], packed: Packed, shape: PackShape
 ) -> tuple[Float[Array, "T N H"], Statistics]:
-    """`softmax(q kᵀ / sqrt(H)) v` of each segment under a causal mask, 0 on the filler; and the softmax statistics that
-    the backward pass reads (None where it computes the scores again).
+    """`softmax(q kᵀ / sqrt(H)) v` of each sequence under a causal mask, 0 on the filler; and the softmax statistics
+    that the backward pass reads (None where it computes the scores again).
     """
     if is_flash(q.dtype):
-        out, statistics = _cudnn_forward(q, k, v, packed, shape)
+        out, statistics = flash.forward(q, k, v, packed, shape)
     else:
-        [out] = _each_segment(lambda _, *heads: (_causal(*heads),), (q, k, v), (q,), packed)
-        statistics = None
+        out, statistics = _plain_forward(q, k, v, packed, shape), None
     return jnp.where(packed.real[:, None, None], out, 0), statistics
 
 
@@ -55,112 +54,114 @@ def segment_attention_backward(
     real = packed.real[:, None, None]
     d_out = jnp.where(real, d_out, 0)
     if is_flash(q.dtype):
-        gradients = _cudnn_backward(q, k, v, out, statistics, d_out, packed, shape)
+        gradients = flash.backward(q, k, v, out, statistics, d_out, packed, shape)
     else:
-
-        def segment(real: Array, q: Array, k: Array, v: Array, d_out: Array) -> tuple[Array, Array, Array]:
-            _, pullback = jax.vjp(_causal, q, k, v)
-            return pullback(jnp.where(real[:, None, None], d_out, 0))
-
-        gradients = _each_segment(segment, (q, k, v, d_out), (q, k, v), packed)
+        gradients = _plain_backward(q, k, v, d_out, packed, shape)
     return tuple(jnp.where(real, gradient, 0) for gradient in gradients)
 
 
-def _causal(q: Float[Array, "W N H"], k: Float[Array, "W K H"], v: Float[Array, "W K H"]) -> Float[Array, "W N H"]:
+def _of_prefix(q: Float[Array, "U N H"], k: Float[Array, "U K H"], v: Float[Array, "U K H"]) -> Float[Array, "U N H"]:
     order = jnp.arange(q.shape[0])
     return masked_attention(q[None], k[None], v[None], (order[:, None] >= order)[None])[0]
 
 
+def _of_suffix(
+    seen: Bool[Array, " U"],
+    q: Float[Array, "W N H"],
+    k: Float[Array, "W K H"],
+    v: Float[Array, "W K H"],
+    prefix_k: Float[Array, "U K H"],
+    prefix_v: Float[Array, "U K H"],
+) -> Float[Array, "W N H"]:
+    order = jnp.arange(q.shape[0])
+    own = order[:, None] >= order
+    mask = jnp.concatenate([jnp.broadcast_to(seen, (*own.shape[:1], *seen.shape)), own], axis=1)
+    k, v = jnp.concatenate([prefix_k, k]), jnp.concatenate([prefix_v, v])
+    return masked_attention(q[None], k[None], v[None], mask[None])[0]
+
+
+def _plain_forward(q: Array, k: Array, v: Array, packed: Packed, shape: PackShape) -> Float[Array, "T N H"]:
+    def prefix(i: Array, out: Array) -> tuple[Array]:
+        index = _index(packed, i, shape.longest_prefix)
+        return (_write(out, _of_prefix(q[index], k[index], v[index]), packed.starts[i]),)
+
+    def suffix(i: Array, out: Array) -> tuple[Array]:
+        index, before, seen = _indices(packed, i, shape)
+        own = _of_suffix(seen, q[index], k[index], v[index], k[before], v[before])
+        return (_write(out, own, packed.starts[i]),)
+
+    [out] = _each_segment(prefix, suffix, (_room(q, shape),), packed)
+    return out[: q.shape[0]]
+
+
+def _plain_backward(q, k, v, d_out, packed: Packed, shape: PackShape) -> tuple[Array, Array, Array]:
+    def pull(function: Callable[..., Array], index: Array, i: Array, *inputs: Array) -> tuple[Array, ...]:
+        inside = jnp.arange(index.shape[0]) < packed.lengths[i]
+        return jax.vjp(function, *inputs)[1](jnp.where(inside[:, None, None], d_out[index], 0))
+
+    def prefix(i: Array, *into: Array) -> tuple[Array, ...]:
+        index = _index(packed, i, shape.longest_prefix)
+        found = pull(_of_prefix, index, i, q[index], k[index], v[index])
+        return tuple(_write(x, own, packed.starts[i]) for x, own in zip(into, found, strict=True))
+
+    def suffix(i: Array, *into: Array) -> tuple[Array, ...]:
+        index, before, seen = _indices(packed, i, shape)
+
+        def attention(*heads: Array) -> Array:
+            return _of_suffix(seen, *heads)
+
+        d_q, d_k, d_v, *d_prefix = pull(attention, index, i, q[index], k[index], v[index], k[before], v[before])
+        into = [_write(x, own, packed.starts[i]) for x, own in zip(into, (d_q, d_k, d_v), strict=True)]
+        start = packed.starts[packed.prefix_of[i - packed.prefixes]]
+        for place, own in zip((1, 2), d_prefix, strict=True):  # 0 behind the prefix's end
+            so_far = jax.lax.dynamic_slice_in_dim(into[place], start, own.shape[0])
+            into[place] = _write(into[place], so_far + own, start)
+        return tuple(into)
+
+    gradients = _each_segment(prefix, suffix, tuple(_room(x, shape) for x in (q, k, v)), packed)
+    return tuple(gradient[: q.shape[0]] for gradient in gradients)
+
+
 def _each_segment(
-    function: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...], like: tuple[Array, ...], packed: Packed
-) -> tuple[Float[Array, "T ..."], ...]:
-    """`function(real, *arrays of one segment)`, its results in the places of the segment's tokens; on the filler they
-    are arbitrary.
+    prefix: Callable[..., tuple[Array, ...]],
+    suffix: Callable[..., tuple[Array, ...]],
+    results: tuple[Array, ...],
+    packed: Packed,
+) -> tuple[Array, ...]:
+    """`results` after `prefix(i, *results)` for each prefix i and then `suffix(i, *results)` for each suffix i.
 
-    One segment after the other: the scores of one fit a CPU's cache, and segments without a sequence cost nothing.
-
-    Args:
-      function: takes bool[W], where the segment has tokens, and [W, ...] of each array, past the segment's end its last
-        token; gives [W, ...] for each array of `like`.
-      arrays: [T, ...].
-      like: shapes and dtypes of the results, [T, ...].
-      packed: the micro-batch.
+    One segment after the other: the scores of one fit a CPU's cache, and segments without a token cost nothing.
     """
-    width = packed.layout.unpack_index.shape[1]
-    order = jnp.arange(width)
 
-    def segment(i: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        index = packed.layout.unpack_index[i]
-        found = function(order < packed.lengths[i], *(array[index] for array in arrays))
-        # Behind a short segment this writes into the places of the next one, which writes later.
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(into, own, packed.starts[i], 0)
-            for into, own in zip(results, found, strict=True)
-        )
+    def used(some: Int[Array, " X"]) -> Array:
+        return jnp.max(jnp.where(some > 0, jnp.arange(1, some.shape[0] + 1), 0))
 
-    used = jnp.max(jnp.where(packed.lengths > 0, jnp.arange(1, packed.lengths.shape[0] + 1), 0))
-    empty = tuple(jnp.zeros((array.shape[0] + width, *array.shape[1:]), array.dtype) for array in like)
-    return tuple(array[:-width] for array in jax.lax.fori_loop(0, used, segment, empty))
+    def step(function: Callable) -> Callable[[Array, tuple[Array, ...]], tuple[Array, ...]]:
+        return lambda i, results: function(i, *results)
+
+    count = packed.prefixes
+    results = jax.lax.fori_loop(0, used(packed.lengths[:count]), step(prefix), results)
+    return jax.lax.fori_loop(count, count + used(packed.lengths[count:]), step(suffix), results)
 
 
-def _views(shape: PackShape) -> tuple[int, int]:
-    """(rows R that the packed tokens are seen as, segments of a row): cuDNN launches for sequences as long as a
-    row, so rows are as short as the longest sequence allows. A sequence may cross from a row into the next, because
-    offsets count from the first row.
-    """
-    rows = max(1, shape.tokens // shape.longest)
-    while shape.tokens % rows:
-        rows -= 1
-    return rows, max(2, -(-shape.segments // rows))  # with one segment a row, cuDNN does not take offsets at all
+def _index(packed: Packed, i: Array, width: int) -> Int[Array, " X"]:
+    """Tokens of segment i; past its end its last token, because another segment's might be NaN."""
+    last = jnp.maximum(packed.starts[i] + packed.lengths[i] - 1, 0)
+    return jnp.minimum(packed.starts[i] + jnp.arange(max(1, width)), last)
 
 
-def _cudnn_arguments(packed: Packed, shape: PackShape, q: Array, k: Array) -> tuple[dict, tuple[Array, ...]]:
-    """Static parameters, and (lengths, lengths, offsets of q, offsets of k) as cuDNN takes them: lengths of all
-    segments, then zeros; offsets in elements, then the end.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    rows, row_segments = _views(shape)
-    padding = rows * row_segments - shape.segments
-    lengths = jnp.pad(packed.lengths, (0, padding)).reshape(rows, row_segments)
-    starts = jnp.where(packed.lengths > 0, packed.starts, shape.tokens)
-    starts = jnp.pad(starts, (0, padding + rows), constant_values=shape.tokens).reshape(rows, row_segments + 1)
-    parameters = {
-        "scale": q.shape[-1] ** -0.5,
-        "seed": 42,
-        "dropout_rate": 0.0,
-        "variadic_args": (False, False),
-        "mask_type": fused.MaskType.PADDING_CAUSAL,
-        "layout": fused.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
-    }
-    offsets = (starts * (x.shape[1] * x.shape[2]) for x in (q, k))
-    return parameters, (lengths, lengths, *offsets)
+def _indices(packed: Packed, i: Array, shape: PackShape) -> tuple[Array, Array, Bool[Array, " U"]]:
+    """Tokens of suffix i, of its prefix, and which of the latter are there."""
+    prefix = packed.prefix_of[i - packed.prefixes]
+    before = _index(packed, prefix, shape.longest_prefix)
+    return _index(packed, i, shape.longest_suffix), before, jnp.arange(before.shape[0]) < packed.lengths[prefix]
 
 
-def _as_rows(x: Array, shape: PackShape) -> Array:
-    rows, _ = _views(shape)
-    return x.reshape(rows, shape.tokens // rows, *x.shape[1:])
+def _room(like: Float[Array, "T ..."], shape: PackShape) -> Float[Array, "T_and_more ..."]:
+    """Zeros, with room for a segment of the longest behind the last token."""
+    return jnp.zeros((like.shape[0] + max(shape.longest_prefix, shape.longest_suffix), *like.shape[1:]), like.dtype)
 
 
-def _cudnn_forward(q: Array, k: Array, v: Array, packed: Packed, shape: PackShape) -> tuple[Array, Statistics]:
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    parameters, segments = _cudnn_arguments(packed, shape, q, k)
-    none = jnp.zeros(0, q.dtype)  # bias, page tables
-    out, statistics = fused._dot_product_attention_fwd_p.bind(
-        *(_as_rows(x, shape) for x in (q, k, v)), none, *segments, none, none, is_training=True, **parameters
-    )
-    return out.reshape(q.shape), statistics
-
-
-def _cudnn_backward(q, k, v, out, statistics, d_out, packed: Packed, shape: PackShape) -> tuple[Array, ...]:
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    parameters, segments = _cudnn_arguments(packed, shape, q, k)
-    none = jnp.zeros(0, q.dtype)
-    q_rows, k_rows, v_rows, out_rows, d_out_rows = (_as_rows(x, shape) for x in (q, k, v, out, d_out))
-    gradients = fused._dot_product_attention_bwd_p.bind(
-        q_rows, k_rows, v_rows, none, *segments, none, none, statistics, out_rows, d_out_rows, **parameters
-    )
-    return tuple(x.reshape(like.shape) for x, like in zip(gradients[:3], (q, k, v), strict=True))
+def _write(into: Array, own: Array, start: Array) -> Array:
+    """Behind a short segment this writes into the places of the next one, which writes later."""
+    return jax.lax.dynamic_update_slice_in_dim(into, own, start, 0)

@@ -5,6 +5,7 @@ A program compiled here is the one that `grpo_step` runs: it is found in the cac
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from qerl_jax.compilation import Program, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.rl import head, layer, optimizer, step
 from qerl_jax.rl.loss import TokenLoss
+from qerl_jax.rl.packing import Assignment
 from qerl_jax.rl.state import AdamW, at_layer, from_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
 
@@ -85,8 +87,8 @@ def _calls(
     own, trained = frozen["layers"][0], step.layers_of(state.lora, state.norms)[0]
     zeros = _Call("zeros", optimizer.zeros_like, (), ({name: trained[name] for name in step.trained_names(state)},))
     completions = _Call("completions", head.completions_of, (config.loss_type, config.max_completion_length), (batch,))
-    rows = jax.ShapeDtypeStruct((plan.pack.segments,), jnp.int32)
-    embed = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, rows))
+    rows = jax.ShapeDtypeStruct((plan.pack.suffixes,), jnp.int32)
+    embed = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, Assignment(rows, rows)))
     x, packed = embed.outputs()
     found, gradient = completions.outputs(), zeros.outputs()
     keep = _Call("layer forward", layer.forward_and_keep, (shape,), (own, trained, x, packed))
@@ -95,8 +97,12 @@ def _calls(
     def backward(name: str, kept: layer.Kept | None) -> _Call:
         return _Call(name, layer.backward, (shape,), (own, trained, gradient, x, kept, x_after, packed))
 
-    if plan.recomputed < state.model.num_layers:
+    keeping = state.model.num_layers - plan.recomputed
+    if keeping > plan.recomputed_gate_up:
         yield backward("layer backward", kept)
+    if plan.recomputed_gate_up:
+        yield backward("layer backward, gate and up recomputed", dataclasses.replace(kept, gate_up=None))
+    if keeping:
         yield keep
     if plan.recomputed:
         yield backward("layer recomputed and backward", None)

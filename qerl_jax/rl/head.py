@@ -1,6 +1,6 @@
 """The head of the update: loss, metrics and the gradient of the last layer's output, of one micro-batch.
 
-Axes: B sequences of the batch, S segments of the micro-batch, T its tokens, C completion tokens (column c is the token
+Axes: B sequences of the batch, S sequences of the micro-batch, T its tokens, C completion tokens (column c is the token
 at prompt length + c), D model, V vocab.
 """
 
@@ -20,7 +20,7 @@ from qerl_jax.rl.layer import LayerShape
 from qerl_jax.rl.logprobs import logprobs_entropy_and_gradients
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.metrics import Sums, add_sums, empty_sums, token_sums
-from qerl_jax.rl.packing import Packed, pack, packed_tokens, predictors
+from qerl_jax.rl.packing import Assignment, Packed, last_of_prompts, pack, packed_tokens, predictors
 from qerl_jax.types import Batch, Sampling
 
 LossInputs = dict[str, Array]
@@ -76,10 +76,10 @@ def completions_of(loss_type: str, limit: int, batch: Batch) -> LossInputs:
 
 @functools.partial(jax.jit, static_argnames="shape")
 def embed(
-    shape: LayerShape, embedding: Float[Array, "V D"], batch: Batch, rows: Int32[Array, " S"]
+    shape: LayerShape, embedding: Float[Array, "V D"], batch: Batch, assignment: Assignment
 ) -> tuple[Float32[Array, "T D"], Packed]:
-    """The residual stream before the first layer, and the layout, of the sequences `rows` (-1: none)."""
-    packed = pack(rows, batch.lengths, batch.prompt_lengths, shape.pack)
+    """The residual stream before the first layer, and the layout, of the sequences of a micro-batch."""
+    packed = pack(assignment, batch.lengths, batch.prompt_lengths, shape.pack)
     return embedding[packed_tokens(batch.tokens, packed)].astype(jnp.float32), packed
 
 
@@ -176,6 +176,28 @@ def head_loss(
     return pullback(d_values), add_sums(sums, own), into
 
 
+def _to_places(
+    d_states: Float32[Array, "T D"],
+    wanted: Int32[Array, " T"],
+    places: Int32[Array, " T"],
+    mask: Bool[Array, "S C"],
+    packed: Packed,
+) -> Float32[Array, "T D"]:
+    """Gradients of the predicting tokens in the tokens' places. The last token of a prompt predicts the first of all
+    its completions; those are summed in an order of their own, because a scatter's on a GPU is arbitrary.
+    """
+    total = places.shape[0]
+    is_first = wanted % mask.shape[1] == 0
+    d_hidden = jnp.zeros_like(d_states).at[jnp.where(is_first, total, places)].set(d_states, mode="drop")
+    counts = mask.sum(axis=1)
+    firsts = jnp.minimum(jnp.cumsum(counts) - counts, total - 1)  # of each sequence's tokens in `wanted`
+    own = packed.prefix_of == jnp.arange(packed.prefixes)[:, None]
+    d_last = jnp.sum(jnp.where((own & mask[:, 0])[..., None], d_states[firsts], 0), axis=1)
+    last = last_of_prompts(packed)
+    there = packed.lengths[: packed.prefixes] > 0
+    return d_hidden.at[jnp.where(there, last, total)].add(d_last, mode="drop")
+
+
 def _own(array: Array, packed: Packed, empty: Any) -> Array:
     """The rows of a micro-batch's sequences; `empty` for segments without one."""
     return array.at[packed.rows].get(mode="fill", fill_value=empty)
@@ -209,8 +231,8 @@ def _head(shape, frozen, x, packed, completions, mask, of):
             own = jnp.where(jnp.arange(total) < count, d_values[name].reshape(-1)[inside], 0)
             return own[:, None] * gradients[name]
 
-        d_states = sum(map(of_states, of)).astype(hidden.dtype)
-        [d_x] = norm_pullback(jnp.zeros_like(hidden).at[places].set(d_states, mode="drop"))
+        d_states = sum(map(of_states, of))
+        [d_x] = norm_pullback(_to_places(d_states, wanted, places, mask, packed).astype(hidden.dtype))
         return d_x
 
     return spread(logprobs), spread(entropy), pullback

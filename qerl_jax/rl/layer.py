@@ -2,7 +2,8 @@
 
 Layers have one shape, so each function here is one program whatever the depth. Between the passes a layer keeps
 (`Kept`) the results of its matmuls and of attention; norms, SiLU and casts are computed again. No matmul of the frozen
-weights runs twice, unless the layer keeps nothing but its input.
+weights runs twice, unless the layer keeps less: all but gate and up, which are two thirds of it and more, or nothing
+but its input.
 
 Axes: T tokens, N query heads, K key/value heads, H head dim, D model, E = 2 F gate and up, A = H / 2 rotary angles.
 """
@@ -21,7 +22,8 @@ from qerl_kernels.ops import silu_mul
 from qerl_jax.models.attention import rotary_angles, split_and_rotate
 from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.qwen2 import DecoderLayer
-from qerl_jax.rl.attention import Statistics, segment_attention, segment_attention_backward
+from qerl_jax.rl.attention import segment_attention, segment_attention_backward
+from qerl_jax.rl.flash import Statistics
 from qerl_jax.rl.packing import Packed, PackShape
 
 
@@ -39,7 +41,7 @@ class Kept:
       attended: attention's output.
       statistics: statistics of its softmax.
       delta: what attention adds to the residual stream.
-      gate_up: gate and up, side by side.
+      gate_up: gate and up, side by side; None: computed again.
     """
 
     q: Float[Array, "T N H"]
@@ -48,7 +50,7 @@ class Kept:
     attended: Float[Array, "T N H"]
     statistics: Statistics
     delta: Float[Array, "T D"]
-    gate_up: Float[Array, "T E"]
+    gate_up: Float[Array, "T E"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _down(shape: LayerShape, frozen: Any, trained: Any, gate_up: Array) -> Array
 
 
 def _angles(shape: LayerShape, packed: Packed) -> Float32[Array, "T A"]:
-    return rotary_angles(packed.layout.positions, shape.model)
+    return rotary_angles(packed.positions, shape.model)
 
 
 def _forward(
@@ -171,7 +173,8 @@ def backward(
         return d_value
 
     middle = x + kept.delta
-    d_gate_up = pull(_down, kept.gate_up, d_x.astype(kept.gate_up.dtype))
+    gate_up = _gate_up(shape, frozen, trained, middle) if kept.gate_up is None else kept.gate_up
+    d_gate_up = pull(_down, gate_up, d_x.astype(gate_up.dtype))
     d_middle = d_x + pull(_gate_up, middle, d_gate_up)
     d_attended = pull(_attention_out, kept.attended, d_middle.astype(kept.delta.dtype))
     d_heads = segment_attention_backward(

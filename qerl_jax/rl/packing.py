@@ -1,22 +1,27 @@
-"""Sequences of a batch packed end to end into micro-batches of a fixed number of tokens.
+"""Sequences of a batch packed end to end into micro-batches of a fixed number of tokens, each prompt once.
 
-The host assigns sequences to micro-batches (it knows the lengths after the rollout); everything else happens on the
-device, in shapes that depend on the limits alone.
+A sequence is a prefix, its prompt, and a suffix, its completion. A micro-batch holds a prefix once for all its
+sequences with that prompt, as GRPO's groups have it: to the layers the tokens of a prompt are the same in each of them,
+and their gradients add up. First come the prefixes, then the suffixes, those of a prefix side by side.
 
-Axes: B sequences of the batch, M micro-batches, S segments of a micro-batch, T its tokens, C completion tokens.
+The host assigns sequences to micro-batches (it knows tokens and lengths after the rollout); everything else happens on
+the device, in shapes that depend on the limits alone.
+
+Axes: B sequences of the batch, M micro-batches, P prefixes of a micro-batch, S its suffixes, G = P + S segments, T its
+tokens, L tokens of a padded sequence, C completion tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
-
-from qerl_jax.models.packed_sequences import PackedLayout, packed_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,116 +30,213 @@ class PackShape:
 
     Attributes:
       tokens: T, at least `longest`.
-      segments: S, most sequences in it.
+      prefixes: P, most different prompts in it.
+      suffixes: S, most sequences in it.
       longest: most tokens of one sequence.
+      longest_prefix: most tokens of a prefix.
+      longest_suffix: most tokens of a suffix.
     """
 
     tokens: int
-    segments: int
+    prefixes: int
+    suffixes: int
     longest: int
+    longest_prefix: int
+    longest_suffix: int
 
     def __post_init__(self):
         if self.tokens < self.longest:
             raise ValueError(f"a micro-batch of {self.tokens} tokens cannot hold a sequence of {self.longest}")
 
 
-def assign(lengths: Int[np.ndarray, " B"], shape: PackShape) -> Int32[np.ndarray, "M S"]:
-    """Sequences of each micro-batch by first-fit decreasing; -1 where a segment is empty.
+class Assignment(NamedTuple):
+    """The sequences of a micro-batch, or with a leading axis M of all.
+
+    Attributes:
+      rows: the sequence of each suffix, -1 for none; those of one prefix are neighbours.
+      prefix_of: the prefix of each suffix.
+    """
+
+    rows: Int32[np.ndarray, "*M S"]
+    prefix_of: Int32[np.ndarray, "*M S"]
+
+    def micro_batches(self) -> list[Assignment]:
+        """That of each micro-batch."""
+        return [Assignment(*some) for some in zip(*self, strict=True)]
+
+
+def prompts_of(tokens: Int[np.ndarray, "B L"], prompt_lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    """A number for each row's prompt, equal where all tokens of the prompts are."""
+    numbers: dict[bytes, int] = {}
+    prompts = (np.ascontiguousarray(row[:length]).tobytes() for row, length in zip(tokens, prompt_lengths, strict=True))
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], int)
+
+
+def assign(
+    lengths: Int[np.ndarray, " B"],
+    prompt_lengths: Int[np.ndarray, " B"],
+    prompts: Int[np.ndarray, " B"],
+    shape: PackShape,
+) -> Assignment:
+    """Sequences of each micro-batch: groups of one prompt by decreasing size, a group's sequences by decreasing length,
+    each into the first micro-batch that has its prefix and room, else the first with room for both.
 
     Sequences of length 0 are left out. There is at least one micro-batch.
 
     Args:
       lengths: tokens of each sequence.
+      prompt_lengths: tokens of its prompt.
+      prompts: its prompt, as `prompts_of` numbers them.
       shape: shape of every micro-batch.
 
     Raises:
-      ValueError: a sequence is longer than `shape.longest`.
+      ValueError: a sequence, or a part of one, is longer than the shape announces.
     """
-    if lengths.size and lengths.max() > shape.longest:
-        raise ValueError(f"a sequence of {lengths.max()} tokens, at most {shape.longest} were announced")
-    bins: list[list[int]] = [[]]
-    free = [shape.tokens]
-    for row in np.argsort(-lengths, kind="stable"):
+    suffixes = np.maximum(lengths - prompt_lengths, 0)
+    _check(lengths, prompt_lengths, suffixes, shape)
+    totals = np.bincount(prompts, lengths) if lengths.size else lengths
+    bins = [_Bin({}, shape.tokens, shape.suffixes)]
+    for row in np.lexsort((-lengths, prompts, -totals[prompts])):
         if lengths[row] == 0:
-            break
-        for i, some in enumerate(bins):
-            if free[i] >= lengths[row] and len(some) < shape.segments:
-                break
-        else:
-            i = len(bins)
-            bins.append([])
-            free.append(shape.tokens)
-        bins[i].append(int(row))
-        free[i] -= int(lengths[row])
-    return _table(bins, shape.segments)
+            continue
+        prompt, prefix, suffix = int(prompts[row]), int(prompt_lengths[row]), int(suffixes[row])
+        sharing = (some for some in bins if prompt in some.groups and some.fits(suffix))
+        others = (some for some in bins if len(some.groups) < shape.prefixes and some.fits(prefix + suffix))
+        some = next(itertools.chain(sharing, others), None)
+        if some is None:
+            bins.append(some := _Bin({}, shape.tokens, shape.suffixes))
+        some.tokens -= suffix if prompt in some.groups else prefix + suffix
+        some.suffixes -= 1
+        some.groups.setdefault(prompt, []).append(int(row))
+    return _table([list(some.groups.values()) for some in bins], shape)
 
 
-def assign_any(count: int, shape: PackShape) -> Int32[np.ndarray, "M S"]:
-    """Sequences of each micro-batch where no length is known: as many as fit at their longest."""
-    each = max(1, min(shape.segments, shape.tokens // shape.longest))
-    return _table([list(range(start, min(start + each, count))) for start in range(0, count, each)], shape.segments)
+@dataclasses.dataclass
+class _Bin:
+    """A micro-batch: its sequences by prompt, and the tokens and suffixes that still fit."""
+
+    groups: dict[int, list[int]]
+    tokens: int
+    suffixes: int
+
+    def fits(self, tokens: int) -> bool:
+        return self.suffixes > 0 and self.tokens >= tokens
 
 
-def _table(bins: list[list[int]], segments: int) -> Int32[np.ndarray, "M S"]:
-    rows = np.full((len(bins), segments), -1, np.int32)
-    for row, some in zip(rows, bins, strict=True):
-        row[: len(some)] = some
-    return rows
+def _check(lengths: np.ndarray, prefixes: np.ndarray, suffixes: np.ndarray, shape: PackShape) -> None:
+    used = lengths > 0
+    for what, found, most in (
+        ("a sequence", lengths, shape.longest),
+        ("a prompt", prefixes, shape.longest_prefix),
+        ("a completion", suffixes, shape.longest_suffix),
+    ):
+        if used.any() and found[used].max() > most:
+            raise ValueError(f"{what} of {found[used].max()} tokens, at most {most} were announced")
+
+
+def assign_any(count: int, shape: PackShape) -> Assignment:
+    """Sequences of each micro-batch where no length is known: as many as fit at their longest, no prompt in common."""
+    each = max(1, min(shape.prefixes, shape.suffixes, shape.tokens // shape.longest))
+    starts = range(0, count, each)
+    return _table([[[row] for row in range(start, min(start + each, count))] for start in starts], shape)
+
+
+def _table(bins: list[list[list[int]]], shape: PackShape) -> Assignment:
+    """From the sequences of each prefix of each micro-batch."""
+    rows = np.full((len(bins), shape.suffixes), -1, np.int32)
+    prefix_of = np.zeros_like(rows)
+    for i, groups in enumerate(bins):
+        some = [(row, prefix) for prefix, group in enumerate(groups) for row in group]
+        for s, (row, prefix) in enumerate(some):
+            rows[i, s], prefix_of[i, s] = row, prefix
+    return Assignment(rows, prefix_of)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "lengths", "starts", "prompt_lengths", "layout", "real"],
+    data_fields=["rows", "prefix_of", "row_of", "starts", "lengths", "segment_ids", "places", "positions", "real"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Where the sequences of a micro-batch lie.
+    """Where the sequences of a micro-batch lie. Segments are its prefixes, then its suffixes.
 
     Attributes:
-      rows: the sequence of each segment; B for an empty one.
+      rows: the sequence of each suffix; B for an empty one.
+      prefix_of: the prefix of each suffix.
+      row_of: a sequence that each segment's tokens belong to.
+      starts: each segment's first token.
       lengths: its tokens, 0 for an empty one.
-      starts: its first token's place.
-      prompt_lengths: tokens of its prompt.
-      layout: segment and position of each token, and the way to a padded row for each segment and back.
-      real: False on the filler behind the last segment.
+      segment_ids: the segment of each token; P + S on the filler behind the last one.
+      places: each token's place in its segment; distinct values on the filler.
+      positions: its position in its sequence.
+      real: False on the filler.
     """
 
     rows: Int32[Array, " S"]
-    lengths: Int32[Array, " S"]
-    starts: Int32[Array, " S"]
-    prompt_lengths: Int32[Array, " S"]
-    layout: PackedLayout
+    prefix_of: Int32[Array, " S"]
+    row_of: Int32[Array, " G"]
+    starts: Int32[Array, " G"]
+    lengths: Int32[Array, " G"]
+    segment_ids: Int32[Array, " T"]
+    places: Int32[Array, " T"]
+    positions: Int32[Array, " T"]
     real: Bool[Array, " T"]
+
+    @property
+    def prefixes(self) -> int:
+        """P."""
+        return self.starts.shape[0] - self.rows.shape[0]
 
 
 def pack(
-    rows: Int32[Array, " S"], lengths: Int32[Array, " B"], prompt_lengths: Int32[Array, " B"], shape: PackShape
+    assignment: Assignment, lengths: Int32[Array, " B"], prompt_lengths: Int32[Array, " B"], shape: PackShape
 ) -> Packed:
-    """The layout of a micro-batch from the sequences assigned to it (-1: an empty segment)."""
+    """The layout of a micro-batch from the sequences assigned to it."""
+    rows, prefix_of = map(jnp.asarray, assignment)
     used = rows >= 0
-    inside = jnp.maximum(rows, 0)
-    own = jnp.where(used, lengths[inside], 0)
-    layout = packed_layout(own, shape.tokens, shape.longest)
+    row = jnp.maximum(rows, 0)
+    has = used & (prefix_of == jnp.arange(shape.prefixes)[:, None])  # [P, S]
+    first = row[jnp.argmax(has, axis=1)]
+    prefix = jnp.where(has.any(axis=1), prompt_lengths[first], 0)
+    suffix = jnp.where(used, jnp.maximum(lengths[row] - prompt_lengths[row], 0), 0)
+    own = jnp.concatenate([prefix, suffix])
+    ends = jnp.cumsum(own)
+    starts = ends - own
+    order = jnp.arange(shape.tokens)
+    segment_ids = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)
+    inside = jnp.minimum(segment_ids, own.shape[0] - 1)
+    places = order - starts[inside]
+    before = jnp.concatenate([jnp.zeros_like(prefix), prefix[prefix_of]])
     return Packed(
         rows=jnp.where(used, rows, lengths.shape[0]),
+        prefix_of=prefix_of,
+        row_of=jnp.concatenate([first, row]),
+        starts=starts,
         lengths=own,
-        starts=jnp.cumsum(own) - own,
-        prompt_lengths=jnp.where(used, prompt_lengths[inside], 0),
-        layout=layout,
-        real=layout.segment_ids < rows.shape[0],
+        segment_ids=segment_ids,
+        places=places,
+        positions=places + before[inside],
+        real=segment_ids < own.shape[0],
     )
 
 
 def packed_tokens(tokens: Int32[Array, "B L"], packed: Packed) -> Int32[Array, " T"]:
     """Token ids of a micro-batch; 0 on the filler."""
-    segment = jnp.minimum(packed.layout.segment_ids, packed.rows.shape[0] - 1)
-    row = jnp.minimum(packed.rows[segment], tokens.shape[0] - 1)
-    column = jnp.clip(packed.layout.positions, 0, tokens.shape[1] - 1)
+    row = packed.row_of[jnp.minimum(packed.segment_ids, packed.row_of.shape[0] - 1)]
+    column = jnp.clip(packed.positions, 0, tokens.shape[1] - 1)
     return jnp.where(packed.real, tokens[row, column], 0)
 
 
 def predictors(packed: Packed, completion: int) -> Int32[Array, "S C"]:
-    """Place of the token that predicts token c of each completion; meaningless where there is none."""
-    places = (packed.starts + packed.prompt_lengths - 1)[:, None] + jnp.arange(completion)
+    """Place of the token that predicts token c of each completion, for c = 0 the prompt's last one; meaningless where
+    there is none.
+    """
+    within = packed.starts[packed.prefixes :, None] + jnp.arange(completion) - 1
+    places = within.at[:, 0].set(last_of_prompts(packed)[packed.prefix_of])
     return jnp.clip(places, 0, packed.real.shape[0] - 1)
+
+
+def last_of_prompts(packed: Packed) -> Int32[Array, " P"]:
+    """Place of each prefix's last token; before its start where it is empty."""
+    return (packed.starts + packed.lengths - 1)[: packed.prefixes]

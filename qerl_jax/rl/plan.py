@@ -14,11 +14,13 @@ import jax
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
+from qerl_jax.rl import flash
 from qerl_jax.rl.packing import PackShape
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 4096 * 3584  # tokens x hidden size from which the GEMMs of a layer run at full rate on an H200
 _MOST_TOKENS = 8192
+_LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
 
 
@@ -29,6 +31,7 @@ class UpdatePlan:
     Attributes:
       pack: pack of a micro-batch.
       recomputed: layers, the first ones, that keep only their input and run their forward pass again.
+      recomputed_gate_up: layers, the next ones, that keep all but gate and up and run that projection again.
       kept_bytes: activations kept for the backward pass.
       working_bytes: most that one program needs besides: a layer's backward pass or the head.
       lacking_bytes: missing even so; above 0 the update cannot run.
@@ -36,6 +39,7 @@ class UpdatePlan:
 
     pack: PackShape
     recomputed: int
+    recomputed_gate_up: int
     kept_bytes: int
     working_bytes: int
     lacking_bytes: int = 0
@@ -70,15 +74,17 @@ def make_update_plan(
     free_bytes: float | None,
     xla: XlaMatmuls = XlaMatmuls(),  # noqa: B008  # a constant
 ) -> UpdatePlan:
-    """The largest micro-batch whose activations fit, up to the size from which more gains nothing; layers are
-    recomputed only where even the smallest, one sequence of the longest, does not fit.
+    """The micro-batch that is computed fastest in the memory there is, up to the size from which more gains nothing.
+
+    A larger one shares more prompts and runs nearer to the full rate; where its activations do not fit, layers
+    recompute some of them, which may cost more than it gains (`_cost`).
 
     Args:
       model: its shape.
       itemsize: bytes of the compute dtype.
       config: `tokens_per_micro_batch` and `update_memory_gb` take the place of what is chosen and of `free_bytes`.
       rows: sequences of a batch.
-      longest: most tokens of a sequence, prompt and completion.
+      longest: tokens of a batch's rows, prompt and completion.
       free_bytes: for activations; None: no limit.
       xla: memory that the frozen layers need where XLA multiplies.
     """
@@ -86,30 +92,74 @@ def make_update_plan(
         free_bytes = config.update_memory_gb * 1e9
     budget = config.tokens_per_micro_batch
     target = min(_FULL_RATE / model.hidden_size, _MOST_TOKENS) if budget is None else budget
-    most = max(1, min(int(target // longest), rows))
-    candidates = [_pack(longest, sequences, rows) for sequences in range(most, 0, -1)]
+    most = max((n for n in range(1, rows + 1) if _tokens(config, longest, n) <= target), default=1)
+    candidates = [_pack(config, longest, sequences, rows) for sequences in range(most, 0, -1)]
     if budget is not None:
-        candidates = [_pack(longest, 1, rows, budget)]
-    for pack in candidates:
-        kept, inputs, working = _bytes(model, itemsize, pack, config)
-        working += xla.dequantized_bytes
-        if free_bytes is None or model.num_layers * (kept + inputs) + working <= free_bytes:
-            return UpdatePlan(pack, 0, model.num_layers * (kept + inputs), working)
+        candidates = [_pack(config, longest, 1, rows, budget)]
+    plans = [_plan(model, itemsize, config, pack, free_bytes, xla) for pack in candidates]
+    fitting = [plan for plan in plans if not plan.lacking_bytes]
+    return min(fitting, key=lambda plan: _cost(model, config, rows, plan)) if fitting else plans[-1]
+
+
+def _plan(
+    model: ModelConfig, itemsize: int, config: Config, pack: PackShape, free_bytes: float | None, xla: XlaMatmuls
+) -> UpdatePlan:
+    """The plan of a pack that recomputes least. First layers drop gate and up: running that projection again is some
+    0.6 of a forward pass for 0.7 of the bytes.
+    """
+    layers = model.num_layers
+    kept, inputs, working = _bytes(model, itemsize, pack, config)
+    inputs, working = layers * inputs, working + xla.dequantized_bytes
+    if free_bytes is None or layers * kept + inputs + working <= free_bytes:
+        return UpdatePlan(pack, 0, 0, layers * kept + inputs, working)
+    gate_up = itemsize * pack.tokens * 2 * model.intermediate_size
+    if xla.any:
+        working += 8 * pack.tokens * 2 * model.intermediate_size
+    room = free_bytes - working - gate_up - inputs
+    without = layers * (kept - gate_up)
+    if room >= without:
+        keeping = min(layers, int((room - without) // gate_up))
+        return UpdatePlan(pack, 0, layers - keeping, inputs + without + keeping * gate_up, working + gate_up)
     working += kept  # for the layer that is recomputed
     if xla.any:
-        working += 8 * pack.tokens * (2 * model.intermediate_size + model.hidden_size)
-    room = free_bytes - working - model.num_layers * inputs
-    keeping = min(model.num_layers, max(0, int(room // kept)))
-    held = model.num_layers * inputs + keeping * kept
+        working += 8 * pack.tokens * model.hidden_size
+    room = free_bytes - working - inputs
+    keeping = min(layers, max(0, int(room // (kept - gate_up))))
     lacking = 0 if config.update_memory_gb is not None else max(0, round(-room))
-    return UpdatePlan(pack, model.num_layers - keeping, held, working, lacking)
+    return UpdatePlan(pack, layers - keeping, keeping, inputs + keeping * (kept - gate_up), working, lacking)
 
 
-def _pack(longest: int, sequences: int, rows: int, budget: int = 0) -> PackShape:
-    tokens = max(sequences * longest, min(budget, rows * longest))
+def _cost(model: ModelConfig, config: Config, rows: int, plan: UpdatePlan) -> float:
+    """Relative time of an update whose completions are all as long as they may be."""
+    shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
+    share = (shapes["gate_proj"] + shapes["up_proj"]) / sum(shapes.values())
+    passes = 4 + 2 * (plan.recomputed + share * plan.recomputed_gate_up) / model.num_layers
+    longest, tokens = plan.pack.longest, plan.pack.tokens
+    sequences = max(n for n in range(1, rows + 1) if n == 1 or _tokens(config, longest, n) <= tokens)
+    return -(-rows // sequences) * (tokens + _LATENCY) * passes
+
+
+def _parts(config: Config, longest: int) -> tuple[int, int]:
+    """Most tokens of a (prefix, suffix) in rows of `longest` tokens."""
+    prompt = max(config.max_prompt_length, longest - config.max_completion_length)
+    return min(prompt, longest), min(config.max_completion_length, longest)
+
+
+def _tokens(config: Config, longest: int, sequences: int) -> int:
+    """Tokens of so many sequences, whole groups but for the last, at their longest."""
+    prefix, suffix = _parts(config, longest)
+    prompts = -(-sequences // config.num_generations)
+    return min(sequences * longest, prompts * prefix + sequences * suffix)
+
+
+def _pack(config: Config, longest: int, sequences: int, rows: int, budget: int = 0) -> PackShape:
+    tokens = max(_tokens(config, longest, sequences), longest, min(budget, _tokens(config, longest, rows)))
     tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
+    prefix, suffix = _parts(config, longest)
     # Completions are rarely as long as their limit. More segments cost time in attention, empty ones too.
-    return PackShape(tokens, min(rows, -(-2 * tokens // min(longest, 512))), longest)
+    suffixes = min(rows, -(-2 * tokens // min(suffix, 512)))
+    prefixes = min(suffixes, -(-suffixes // config.num_generations) + 1)
+    return PackShape(tokens, prefixes, suffixes, longest, prefix, suffix)
 
 
 def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -> tuple[int, int, int]:
@@ -118,15 +168,25 @@ def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     kept = itemsize * t * (2 * heads + 2 * kv_heads + d + 2 * f)
     if itemsize == 2:
-        kept += 4 * pack.segments * model.num_heads * pack.longest  # statistics of the softmax
+        kept += 4 * t * model.num_heads  # statistics of the softmax
     else:
-        scores = 12 * model.num_heads * pack.longest**2  # one segment: scores, weights, a gradient
+        scores = 12 * model.num_heads * pack.longest_suffix * pack.longest  # one segment: scores, weights, a gradient
     layer = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d) + 8 * t * heads  # the last for cuDNN's sums of dq and dk
-    if itemsize != 2:
+    if itemsize == 2:  # of attention's second part: gradients, and both parts' statistics by segments
+        layer += itemsize * t * (heads + 2 * kv_heads)
+        layer += 4 * model.num_heads * t * (flash.views(pack)[1] + max(2, pack.prefixes))
+    else:
         layer += scores
     chunk = min(config.logprob_chunk_size, t)
     head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
     return kept, 4 * d * t, max(layer, head)
+
+
+def recomputation(plan: UpdatePlan) -> str:
+    """What of a plan's forward pass runs again, in words."""
+    some = [f"{plan.recomputed} layers"] if plan.recomputed else []
+    some += [f"gate and up of {plan.recomputed_gate_up} layers"] if plan.recomputed_gate_up else []
+    return f"{' and '.join(some) or 'nothing'} recomputed"
 
 
 def device_bytes() -> int | None:

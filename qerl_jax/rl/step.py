@@ -4,11 +4,12 @@ A plain function over a few compiled programs, one for each kind of work (embedd
 head, optimizer): what is compiled does not depend on the depth, no weight is stacked or copied, and the number of
 micro-batches is that of the sequences at hand.
 
-Axes: B sequences, S segments of a micro-batch, T its tokens, C completion tokens.
+Axes: B sequences, S sequences of a micro-batch, T its tokens, C completion tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
 from qerl_jax.rl.optimizer import apply_gradients, zeros_like
-from qerl_jax.rl.packing import Packed, assign, assign_any
+from qerl_jax.rl.packing import Assignment, Packed, assign, assign_any, prompts_of
 from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory, xla_matmuls
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import Batch, TrainState
@@ -74,12 +75,12 @@ def grpo_step(
 
 def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
-    rows = _assigned(work.plan, work.batch)
+    micro_batches = assigned(work.plan, work.batch)
     completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
-    reference = _reference(state, work, completions, rows) if work.needs_reference else None
+    reference = _reference(state, work, completions, micro_batches) if work.needs_reference else None
     old, updates = no_logprobs(completions), []
     for iteration in range(config.num_iterations):
-        state, metrics, logprobs = _update(state, work, completions, rows, old, iteration > 0, reference)
+        state, metrics, logprobs = _update(state, work, completions, micro_batches, old, iteration > 0, reference)
         updates.append(metrics)
         old = logprobs if iteration == 0 else old
     return _next_step(state, updates)
@@ -153,12 +154,15 @@ def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
     return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla)
 
 
-def _assigned(plan: UpdatePlan, batch: Batch) -> np.ndarray:
-    """Sequences of each micro-batch, [M, S]."""
+def assigned(plan: UpdatePlan, batch: Batch) -> list[Assignment]:
+    """The sequences of each micro-batch."""
     if isinstance(batch.lengths, jax.core.Tracer) or isinstance(batch.loss_mask, jax.core.Tracer):
-        return assign_any(batch.tokens.shape[0], plan.pack)
-    lengths, mask = jax.device_get((batch.lengths, batch.loss_mask))
-    return assign(np.where(mask.any(axis=1), lengths, 0), plan.pack)
+        return assign_any(batch.tokens.shape[0], plan.pack).micro_batches()
+    tokens, lengths, prompt_lengths, mask = jax.device_get(
+        (batch.tokens, batch.lengths, batch.prompt_lengths, batch.loss_mask)
+    )
+    lengths = np.where(mask.any(axis=1), lengths, 0)
+    return assign(lengths, prompt_lengths, prompts_of(tokens, prompt_lengths), plan.pack).micro_batches()
 
 
 without_adapters = jax.jit(without_adapter)
@@ -182,12 +186,12 @@ def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
     return [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
 
 
-def _reference(state: TrainState, work: Work, completions: head.LossInputs, rows: np.ndarray) -> Array:
+def _reference(state: TrainState, work: Work, completions: head.LossInputs, micro_batches: list[Assignment]) -> Array:
     """Log-probabilities of the model's checkpoint, [B, C]."""
     norms = state.norms if state.reference_norms is None else state.reference_norms
     layers = layers_of(without_adapters(state.lora), norms)
     logprobs = no_logprobs(completions)
-    for some in rows:
+    for some in micro_batches:
         x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
         for i, trained in enumerate(layers):
             x = layer.forward(work.shape, work.frozen["layers"][i], trained, x, packed)
@@ -199,7 +203,7 @@ def _update(
     state: TrainState,
     work: Work,
     completions: head.LossInputs,
-    rows: np.ndarray,
+    micro_batches: list[Assignment],
     old: Array,
     has_old: bool,
     reference: Array | None,
@@ -208,7 +212,7 @@ def _update(
     layers = layers_of(state.lora, state.norms)
     gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
     sums, logprobs = head.no_sums(work.loss, completions, reference), no_logprobs(completions)
-    for some in rows:
+    for some in micro_batches:
         x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
         x, kept = _forward(work, layers, x, packed)
         arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs
@@ -233,6 +237,8 @@ def _forward(
             x = layer.forward(*arguments)
         else:
             x, kept = layer.forward_and_keep(*arguments)
+            if i < work.plan.recomputed + work.plan.recomputed_gate_up:
+                kept = dataclasses.replace(kept, gate_up=None)
         held.append((before, kept))
     return x, held
 

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_jax.config import Config, dump
+from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import endless_note
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
 
@@ -66,8 +67,8 @@ def memory_table(memory: MemoryEstimate, config: Config) -> Table:
     row(f"keys and values of {sequences} at a time", memory.cache, None, memory.eval_cache)
     row("decode step: logits and sampling", memory.logits, None, memory.eval_logits)
     row("gradient", None, memory.gradient)
-    pack, recomputed = memory.update_plan.pack, memory.update_plan.recomputed
-    row(f"activations of {pack.tokens} tokens, {recomputed} layers recomputed", None, memory.activations)
+    plan = memory.update_plan
+    row(f"activations of {plan.pack.tokens} tokens, {recomputation(plan)}", None, memory.activations)
     row("a layer's backward pass, or the head", None, memory.working)
     table.add_section()
     row("peak, about", memory.rollout, memory.update, memory.evaluation)

@@ -1,93 +1,138 @@
-"""Packing of sequences into micro-batches, and attention of what is packed."""
+"""Packing of sequences into micro-batches, prompts once, and attention of what is packed."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import each_sequence
 
-from qerl_jax.models.attention import masked_attention
-from qerl_jax.rl.attention import _views, segment_attention, segment_attention_backward
-from qerl_jax.rl.packing import PackShape, assign, assign_any, pack, packed_tokens, predictors
+from qerl_jax.rl.attention import segment_attention, segment_attention_backward
+from qerl_jax.rl.flash import views
+from qerl_jax.rl.packing import Assignment, PackShape, assign, assign_any, pack, packed_tokens, predictors, prompts_of
 
 
 def members(rows: np.ndarray) -> list[int]:
     return sorted(rows[rows >= 0].tolist())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_sequence_lies_in_one_micro_batch_that_holds_it(seed):
     rng = np.random.default_rng(seed)
-    shape = PackShape(tokens=64, segments=5, longest=40)
-    lengths = rng.integers(0, 41, 30)
-    rows = assign(lengths, shape)
-    assert members(rows) == np.flatnonzero(lengths).tolist()
-    for some in rows:
-        used = some[some >= 0]
-        assert lengths[used].sum() <= shape.tokens and len(used) <= shape.segments
-        assert (some[len(used) :] == -1).all()
-    assert rows.shape == (len(rows), 5)
+    shape = PackShape(64, int(rng.integers(1, 5)), 5, 40, 15, 25)
+    prompts = rng.integers(0, 9, 30)
+    prompt_lengths = rng.integers(1, 16, 9)[prompts]
+    lengths = np.where(rng.random(30) < 0.2, 0, prompt_lengths + rng.integers(0, 25, 30))
+    found = assign(lengths, prompt_lengths, prompts, shape)
+    assert members(found.rows) == np.flatnonzero(lengths).tolist()
+    assert found.rows.shape == found.prefix_of.shape == (len(found.rows), 5)
+    for rows, prefix_of in found.micro_batches():
+        used = rows >= 0
+        assert used.tolist() == sorted(used, reverse=True)
+        rows, prefix_of = rows[used], prefix_of[used]
+        assert prefix_of.tolist() == sorted(prefix_of), "the sequences of a prefix are neighbours"
+        pairs = set(zip(prompts[rows].tolist(), prefix_of.tolist(), strict=True))
+        assert len(pairs) == len({prompt for prompt, _ in pairs}) == len({prefix for _, prefix in pairs})
+        assert len(pairs) <= shape.prefixes and len(rows) <= shape.suffixes
+        first = np.unique(prompts[rows], return_index=True)[1]
+        tokens = (lengths - prompt_lengths)[rows].sum() + prompt_lengths[rows][first].sum()
+        assert tokens <= shape.tokens
 
 
-def test_first_fit_decreasing_by_hand():
-    assert assign(np.array([3, 9, 1, 6, 4]), PackShape(10, 3, 9)).tolist() == [[1, 2, -1], [3, 4, -1], [0, -1, -1]]
-    assert assign(np.array([2, 2, 2, 2]), PackShape(10, 3, 9)).tolist() == [[0, 1, 2], [3, -1, -1]]  # segments are full
-    assert assign(np.zeros(2, int), PackShape(10, 2, 9)).tolist() == [[-1, -1]]  # one micro-batch, without a sequence
-    with pytest.raises(ValueError, match="11 tokens, at most 10"):
-        assign(np.array([11]), PackShape(20, 2, 10))
+def test_assignment_by_hand():
+    """Prompts of 4 tokens: prompt 0 with completions of 2, 5, 1, prompt 1 with 4 and 1."""
+    lengths, prompts = np.array([6, 8, 9, 5, 5]), np.array([0, 1, 0, 0, 1])
+    of_prompts = np.full(5, 4)
+    found = assign(lengths, of_prompts, prompts, PackShape(12, 2, 3, 9, 4, 5))
+    # 4 + 5 + 2 + 1 = 12 tokens, then prompt 1: 4 + 4 + 1.
+    assert found.rows.tolist() == [[2, 0, 3], [1, 4, -1]] and found.prefix_of.tolist() == [[0, 0, 0], [0, 0, 0]]
+    # Of prompt 1 the sequence with 4 + 4 tokens fits beside it in 20, the next 1 no longer.
+    found = assign(lengths, of_prompts, prompts, PackShape(20, 2, 4, 9, 4, 5))
+    assert found.rows.tolist() == [[2, 0, 3, 1], [4, -1, -1, -1]] and found.prefix_of[0].tolist() == [0, 0, 0, 1]
+    nothing = assign(np.zeros(2, int), np.ones(2, int), np.zeros(2, int), PackShape(20, 2, 4, 9, 4, 5))
+    assert nothing.rows.tolist() == [[-1, -1, -1, -1]]
+
+
+def test_prefixes_and_suffixes_that_are_full_open_a_micro_batch():
+    lengths, prompt_lengths = np.full(3, 4), np.full(3, 2)
+    one = assign(lengths, prompt_lengths, np.arange(3), PackShape(99, 1, 3, 9, 3, 6))
+    assert one.rows.tolist() == [[0, -1, -1], [1, -1, -1], [2, -1, -1]]
+    two = assign(lengths, prompt_lengths, np.zeros(3, int), PackShape(99, 1, 2, 9, 3, 6))
+    assert two.rows.tolist() == [[0, 1], [2, -1]]
+
+
+def test_what_is_longer_than_announced_is_refused():
+    shape = PackShape(20, 2, 2, 10, 5, 5)
+    for length, prompt, error in ((11, 5, "a sequence of 11 tokens, at most 10"), (7, 6, "a prompt of 6 .* at most 5")):
+        with pytest.raises(ValueError, match=error):
+            assign(np.array([length]), np.array([prompt]), np.array([0]), shape)
+    with pytest.raises(ValueError, match="a completion of 6 tokens, at most 5"):
+        assign(np.array([9]), np.array([3]), np.array([0]), shape)
     with pytest.raises(ValueError, match=r"8 tokens cannot hold .* 9"):
-        PackShape(8, 2, 9)
+        PackShape(8, 2, 2, 9, 4, 5)
 
 
 def test_without_lengths_every_sequence_may_be_the_longest():
-    assert assign_any(5, PackShape(20, 4, 9)).tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [4, -1, -1, -1]]
+    found = assign_any(5, PackShape(20, 4, 4, 9, 4, 5))
+    assert found.rows.tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [4, -1, -1, -1]]
+    assert found.prefix_of.tolist() == [[0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert len(assign_any(5, PackShape(20, 1, 4, 9, 4, 5)).rows) == 5
+
+
+def test_prompts_are_equal_where_all_their_tokens_are():
+    tokens = np.array([[1, 2, 3], [1, 2, 4], [1, 5, 3], [1, 2, 3], [1, 2, 3]])
+    assert prompts_of(tokens, np.array([2, 2, 2, 3, 2])).tolist() == [0, 0, 1, 2, 0]
 
 
 def test_places_of_tokens_by_hand():
-    tokens = jnp.arange(12).reshape(3, 4) + 100
-    packed = pack(jnp.array([2, 0, -1]), jnp.array([2, 4, 3]), jnp.array([1, 1, 2]), PackShape(8, 3, 4))
-    assert packed.starts.tolist()[:2] == [0, 3] and packed.lengths.tolist() == [3, 2, 0]
-    assert packed.rows.tolist() == [2, 0, 3] and packed.real.tolist() == [True] * 5 + [False] * 3
-    assert packed_tokens(tokens, packed).tolist() == [108, 109, 110, 100, 101, 0, 0, 0]
-    assert packed.layout.positions.tolist()[:5] == [0, 1, 2, 0, 1]
-    assert predictors(packed, 1)[:2, 0].tolist() == [1, 3]  # for the third token of row 2, the second of row 0
+    """Rows 2 and 0 share a prompt of three tokens, row 1 has one of its own token."""
+    tokens = jnp.array([[10, 11, 12, 13, 0], [20, 21, 0, 0, 0], [10, 11, 12, 30, 31]])
+    shape = PackShape(12, 3, 4, 5, 4, 5)
+    rows = Assignment(np.array([2, 0, 1, -1]), np.array([0, 0, 1, 0]))
+    packed = pack(rows, jnp.array([4, 2, 5]), jnp.array([3, 1, 3]), shape)
+    assert packed.lengths.tolist() == [3, 1, 0, 2, 1, 1, 0]
+    assert packed.starts.tolist()[3:6] == [4, 6, 7] and packed.rows.tolist() == [2, 0, 1, 3]
+    assert packed.real.tolist() == [True] * 8 + [False] * 4
+    assert packed_tokens(tokens, packed).tolist() == [10, 11, 12, 20, 30, 31, 13, 21, 0, 0, 0, 0]
+    assert packed.positions.tolist()[:8] == [0, 1, 2, 0, 3, 4, 3, 1]
+    assert predictors(packed, 2)[:3].tolist() == [[2, 4], [2, 6], [3, 7]]
 
 
-@pytest.mark.parametrize("lengths", [[5, 1, 0, 8], [0, 0, 0, 0], [8, 8, 8, 8], [1, 1, 1, 1]])
-def test_attention_and_its_gradient_are_those_of_each_sequence(lengths):
-    """Against each sequence alone; on the filler and of it: zero."""
-    shape, heads, kv_heads, width = PackShape(34, 4, 8), 4, 2, 3
+CASES = {
+    "groups": ([9, 6, 7, 12, 10, 4], [4, 4, 4, 7, 7, 2], [0, 0, 0, 1, 1, 2]),
+    "no common prompt": ([5, 8, 3], [2, 5, 3], [0, 1, 2]),
+    "prompts of a token": ([1, 6, 4], [1, 1, 1], [0, 0, 1]),
+    "empty completions": ([4, 4], [4, 4], [0, 0]),
+    "nothing": ([0, 0], [3, 3], [0, 0]),
+    "full": ([20, 20], [10, 10], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_and_its_gradient_are_those_of_each_sequence(case):
+    """Against each sequence alone, prompt and completion; on the filler and of it: zero. The filler is NaN."""
+    lengths, prompt_lengths, prompts = map(np.array, CASES[case])
+    shape, heads, kv_heads, width = PackShape(36, 3, 6, 20, 10, 10), 4, 2, 3
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
-        jnp.asarray(rng.normal(size=(34, n, width)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
+        jnp.asarray(rng.normal(size=(36, n, width)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
     )
-    packed = pack(jnp.arange(4), jnp.asarray(lengths), jnp.ones(4, int), shape)
-    out, statistics = segment_attention(q, k, v, packed, shape)
-    gradients = segment_attention_backward(q, k, v, out, statistics, d_out, packed, shape)
-    expected = [np.zeros(x.shape, np.float32) for x in (q, q, k, v)]
-    start = 0
-    for length in filter(None, lengths):
-        own = slice(start, start + length)
-        order = jnp.arange(length)
-
-        def alone(q, k, v, mask=(order[:, None] >= order)[None]):
-            return masked_attention(q[None], k[None], v[None], mask)[0]
-
-        value, pullback = jax.vjp(alone, q[own], k[own], v[own])
-        for into, found in zip(expected, (value, *pullback(d_out[own])), strict=True):
-            into[own] = found
-        start += length
-    for found, wanted in zip((out, *gradients), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
+        packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
+        heads_of = [jnp.where(packed.real[:, None, None], x, jnp.nan) for x in (q, k, v)]
+        out, statistics = segment_attention(*heads_of, packed, shape)
+        gradients = segment_attention_backward(*heads_of, out, statistics, d_out, packed, shape)
+        for found, wanted in zip((out, *gradients), each_sequence(q, k, v, d_out, some, packed), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("longest", [1, 7, 128, 512, 1280, 4608])
+@pytest.mark.parametrize("longest", [2, 7, 128, 512, 1280, 4608])
 @pytest.mark.parametrize("sequences", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize("segments", [1, 2, 15, 16, 31])
-def test_cudnn_sees_rows_that_hold_every_segment(longest, sequences, segments):
+@pytest.mark.parametrize("suffixes", [1, 2, 15, 16, 31])
+def test_cudnn_sees_rows_that_hold_every_segment(longest, sequences, suffixes):
     """cuDNN reads offsets only where a row has two segments or more."""
-    shape = PackShape(-(-sequences * longest // 128) * 128, segments, longest)
-    rows, row_segments = _views(shape)
-    assert row_segments >= 2 and rows * row_segments >= segments
-    assert shape.tokens % rows == 0 and shape.tokens // rows >= longest
+    tokens = -(-sequences * longest // 128) * 128
+    shape = PackShape(tokens, suffixes // 2 + 1, suffixes, longest, longest // 2, longest - longest // 2)
+    rows, row_segments = views(shape)
+    assert row_segments >= 2 and rows * row_segments >= shape.prefixes + shape.suffixes
+    assert shape.tokens % rows == 0 and shape.tokens // rows >= max(shape.longest_prefix, shape.longest_suffix)

@@ -17,7 +17,7 @@ from jax.stages import Compiled
 from qerl_jax.compilation import Program
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.rl import attention
+from qerl_jax.rl import attention, flash
 from qerl_jax.rl.compile import abstract_batch, kept_bytes_of_a_layer, update_programs
 from qerl_jax.rl.step import plan_of
 from qerl_jax.run.abstract import abstract_trees
@@ -28,6 +28,7 @@ SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
 CASES = [
     (SMALL, {}),
     (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
+    (SMALL, {"update_memory_gb": 0.017, "max_completion_length": 1984}),
     (SMALL, {"max_completion_length": 192, "tokens_per_micro_batch": 1024}),
     (dataclasses.replace(SMALL, num_layers=6, intermediate_size=1024), {"max_completion_length": 448}),
     (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
@@ -49,30 +50,32 @@ def estimate(policy: Policy, state: TrainState, config: Config) -> int:
 def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> int:
     """Bytes that the layers of a micro-batch keep, and the most that a program reserves beside them."""
     plan = plan_of(state, frozen, batch)
-    layers, working = state.model.num_layers, 0
+    model, layers, working = state.model, state.model.num_layers, 0
     for program in update_programs(state, frozen, batch):
         if not program.name.startswith(("layer", "head")):
             continue
         working = max(working, compiled(program).memory_analysis().temp_size_in_bytes)
     x = 4 * plan.pack.tokens * state.model.hidden_size
     kept = kept_bytes_of_a_layer(state, frozen, batch) if plan.recomputed < layers else 0
-    return layers * x + (layers - plan.recomputed) * kept + working
+    dropped = plan.recomputed_gate_up * frozen["embed_tokens"].dtype.itemsize * plan.pack.tokens
+    return layers * x + (layers - plan.recomputed) * kept - dropped * 2 * model.intermediate_size + working
 
 
 def without_cudnn() -> None:
     """Stand-ins of the same shapes for cuDNN's attention, which this machine lacks."""
 
-    def forward(q, k, v, packed, shape):
-        rows, slots = attention._views(shape)
-        statistics = jnp.zeros((rows * slots, q.shape[1], shape.tokens // rows), jnp.float32)
-        return q * k[0, 0, 0] * v[0, 0, 0], statistics + q[0, 0, 0]
+    def forward(q, k, v, segments, parameters):
+        slots = segments[0].size
+        statistics = jnp.zeros((slots, q.shape[2], q.shape[1]), jnp.float32)
+        return q * k[0, 0, 0, 0] * v[0, 0, 0, 0], statistics + q[0, 0, 0, 0]
 
-    def backward(q, k, v, out, statistics, d_out, packed, shape):
-        kv_heads = k.shape[1]
-        return d_out * statistics.mean().astype(q.dtype), k * d_out[:, :kv_heads], v * (out * q)[:, :kv_heads]
+    def backward(q, k, v, statistics, out, d_out, segments, parameters):
+        kv_heads = k.shape[2]
+        mean = statistics.mean().astype(q.dtype)
+        return [d_out * mean, k * d_out[:, :, :kv_heads], v * (out * q)[:, :, :kv_heads]]
 
     attention.is_flash = lambda dtype: dtype == jnp.bfloat16
-    attention._cudnn_forward, attention._cudnn_backward = forward, backward
+    flash._cudnn_forward, flash._cudnn_backward = forward, backward
 
 
 def for_h200(program: Program) -> Compiled:

@@ -191,9 +191,10 @@ def test_what_is_planned_fits_the_device(tmp_path):
         planned = memory.estimate_memory(policy, state, config, limit)
         used = planned.weights + planned.state + planned.gradient + planned.activations + planned.working
         assert used <= 0.94 * limit + planned.update_plan.lacking_bytes + 1
-        assert used > 0.94 * limit - 6e6 or planned.update_plan.pack.segments == 16
-        plans.append((-planned.update_plan.recomputed, planned.update_plan.pack.tokens))
-    assert plans == sorted(plans) and plans[0][0] < 0 == plans[-1][0] and plans[-1][1] > plans[0][1]
+        assert used > 0.94 * limit - 6e6 or planned.update_plan.pack.suffixes == 16
+        plan = planned.update_plan
+        plans.append((-plan.recomputed, -plan.recomputed_gate_up * (plan.recomputed == 0), plan.pack.tokens))
+    assert plans == sorted(plans) and plans[0][0] < 0 == plans[-1][0] and plans[-1][2] > plans[0][2]
 
 
 def update_bytes(config: Config) -> tuple[int, int]:
