@@ -18,7 +18,7 @@ from qerl_jax.rl import flash
 from qerl_jax.rl.packing import PackShape
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
-_FULL_RATE = 4096 * 3584  # tokens x hidden size from which the GEMMs of a layer run at full rate on an H200
+_FULL_RATE = 5120 * 3584  # tokens x hidden size beyond which a micro-batch gains nothing on an H200
 _MOST_TOKENS = 8192
 _LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
@@ -134,9 +134,22 @@ def _cost(model: ModelConfig, config: Config, rows: int, plan: UpdatePlan) -> fl
     shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
     share = (shapes["gate_proj"] + shapes["up_proj"]) / sum(shapes.values())
     passes = 4 + 2 * (plan.recomputed + share * plan.recomputed_gate_up) / model.num_layers
-    longest, tokens = plan.pack.longest, plan.pack.tokens
-    sequences = max(n for n in range(1, rows + 1) if n == 1 or _tokens(config, longest, n) <= tokens)
-    return -(-rows // sequences) * (tokens + _LATENCY) * passes
+    return _micro_batches(config, rows, plan.pack) * (plan.pack.tokens + _LATENCY) * passes
+
+
+def _micro_batches(config: Config, rows: int, pack: PackShape) -> int:
+    """Micro-batches of groups whose sequences are all as long as they may be; `assign` may need fewer."""
+    group, prefix, suffix = config.num_generations, pack.longest_prefix, pack.longest_suffix
+    groups = -(-rows // group)
+    whole = min(pack.tokens // (prefix + group * suffix), pack.prefixes, pack.suffixes // group)
+    if whole:
+        return -(-groups // whole)
+    together = max(1, min((pack.tokens - prefix) // suffix, pack.suffixes))
+    rest = group % together
+    if not rest:
+        return groups * (group // together)
+    rests = max(1, min(pack.tokens // (prefix + rest * suffix), pack.prefixes, pack.suffixes // rest))
+    return groups * (group // together) - (-groups // rests)
 
 
 def _parts(config: Config, longest: int) -> tuple[int, int]:

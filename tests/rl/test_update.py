@@ -20,7 +20,8 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.rl import step
 from qerl_jax.rl.compile import compile_update, update_programs
-from qerl_jax.rl.plan import _cost, make_update_plan
+from qerl_jax.rl.packing import assign
+from qerl_jax.rl.plan import _cost, _micro_batches, _pack, make_update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step, plan_of
 from qerl_jax.types import Batch, Policy, TrainState
@@ -363,6 +364,21 @@ def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
     assert kinds == {(0, 0), (0, 1), (1, 1), (1, 0)} and found[-1].lacking_bytes
     costs = [_cost(model, config, 64, p) for p in found if not p.lacking_bytes]
     assert costs == sorted(costs), "less memory is never faster"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_micro_batches_of_the_longest_sequences_are_counted(seed):
+    """At least as many as `assign` makes, at most twice as many: it also puts parts of groups beside others."""
+    rng = np.random.default_rng(seed)
+    group, groups, prefix, suffix = (int(rng.integers(low, 9)) for low in (2, 1, 1, 1))
+    rows, longest = group * groups, prefix + suffix
+    sizes = {"batch_size": rows, "max_prompt_length": prefix, "max_completion_length": suffix}
+    config = make_config(num_generations=group, **sizes)
+    for sequences in range(1, rows + 1):
+        pack = _pack(config, longest, sequences, rows)
+        lengths, prompts = np.full(rows, longest), np.repeat(np.arange(groups), group)
+        needed = len(assign(lengths, np.full(rows, prefix), prompts, pack).rows)
+        assert needed <= _micro_batches(config, rows, pack) <= 2 * needed
 
 
 def test_the_plan_of_a_run_does_not_depend_on_its_lengths(micro):
