@@ -1,4 +1,4 @@
-"""Attention of packed sequences one by one: prompt and completion side by side, autodiff through plain attention."""
+"""Attention of packed sequences as one dense attention: its mask lets each token see what its sequences say."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ from qerl_jax.models.attention import masked_attention
 from qerl_jax.rl.packing import Assignment, Packed
 
 
-def each_sequence(q, k, v, d_out, assignment: Assignment, packed: Packed) -> list[np.ndarray]:
-    """(out, d q, d k, d v) over the packed tokens in fp32, zero where no sequence is; the gradients of a prompt are the
-    sums of those in its sequences, of which the first alone has `d_out` there.
-    """
-    out, *gradients = (np.zeros(x.shape, np.float32) for x in (q, q, k, v))
+def visible(assignment: Assignment, packed: Packed) -> np.ndarray:
+    """bool[T, T]: a token sees itself and what comes before it in its sequence, prompt and then completion."""
     starts, lengths = np.asarray(packed.starts), np.asarray(packed.lengths)
-    seen = set()
+    mask = np.zeros((packed.real.shape[0],) * 2, bool)
     for s, (row, prefix) in enumerate(zip(*assignment, strict=True)):
-        suffix = packed.prefixes + s
         if row < 0:
             continue
-        before = starts[prefix] + np.arange(lengths[prefix])
-        own = np.concatenate([before, starts[suffix] + np.arange(lengths[suffix])])
-        cotangent = np.array(d_out[own], np.float32)
-        if prefix in seen:
-            cotangent[: len(before)] = 0
-        seen.add(prefix)
-        order = jnp.arange(len(own))
+        suffix = packed.prefixes + s
+        parts = [starts[part] + np.arange(lengths[part]) for part in (prefix, suffix)]
+        own = np.concatenate(parts)
+        for i, token in enumerate(own):
+            mask[token, own[: i + 1]] = True
+    return mask
 
-        def alone(q, k, v, mask=(order[:, None] >= order)[None]):
-            return masked_attention(q[None], k[None], v[None], mask)[0]
 
-        value, pullback = jax.vjp(alone, q[own], k[own], v[own])
-        out[own] = np.float32(value)
-        for into, found in zip(gradients, pullback(jnp.asarray(cotangent, q.dtype)), strict=True):
-            into[own] += np.float32(found)
-    return [out, *gradients]
+@jax.jit
+def dense(q, k, v, d_out, mask) -> list[jax.Array]:
+    """(out, d q, d k, d v) in fp32, zero where a token sees nothing."""
+    real = mask.any(axis=1)[:, None, None]
+    q, k, v, d_out = (jnp.where(real, x, 0) for x in (q, k, v, d_out))
+    out, pullback = jax.vjp(lambda q, k, v: masked_attention(q[None], k[None], v[None], mask[None])[0], q, k, v)
+    return [jnp.where(real, x, 0).astype(jnp.float32) for x in (out, *pullback(d_out))]

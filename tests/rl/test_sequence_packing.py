@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import each_sequence
+from attention_oracle import dense, visible
 
 from qerl_jax.rl.attention import segment_attention, segment_attention_backward
 from qerl_jax.rl.flash import views
@@ -110,7 +110,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention_and_its_gradient_are_those_of_each_sequence(case):
-    """Against each sequence alone, prompt and completion; on the filler and of it: zero. The filler is NaN."""
+    """On the filler and of it: zero. The filler is NaN."""
     lengths, prompt_lengths, prompts = map(np.array, CASES[case])
     shape, heads, kv_heads, width = PackShape(36, 3, 6, 20, 10, 10), 4, 2, 3
     rng = np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_attention_and_its_gradient_are_those_of_each_sequence(case):
         heads_of = [jnp.where(packed.real[:, None, None], x, jnp.nan) for x in (q, k, v)]
         out, statistics = segment_attention(*heads_of, packed, shape)
         gradients = segment_attention_backward(*heads_of, out, statistics, d_out, packed, shape)
-        for found, wanted in zip((out, *gradients), each_sequence(q, k, v, d_out, some, packed), strict=True):
+        for found, wanted in zip((out, *gradients), dense(q, k, v, d_out, visible(some, packed)), strict=True):
             np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
