@@ -107,22 +107,22 @@ def _plan(
     """The plan of a pack that recomputes least. First layers drop gate and up: running that projection again is some
     0.6 of a forward pass for 0.7 of the bytes.
     """
-    layers = model.num_layers
-    kept, inputs, working = _bytes(model, itemsize, pack, config)
-    inputs, working = layers * inputs, working + xla.dequantized_bytes
-    if free_bytes is None or layers * kept + inputs + working <= free_bytes:
-        return UpdatePlan(pack, 0, 0, layers * kept + inputs, working)
-    gate_up = itemsize * pack.tokens * 2 * model.intermediate_size
+    layers, need = model.num_layers, _bytes(model, itemsize, pack, config)
+    inputs, kept, gate_up = layers * need.inputs, need.kept, need.gate_up
+    mlp, other = (working + xla.dequantized_bytes for working in (need.mlp, need.other))
+    if free_bytes is None or layers * kept + inputs + max(mlp, other) <= free_bytes:
+        return UpdatePlan(pack, 0, 0, layers * kept + inputs, max(mlp, other))
     if xla.any:
-        working += 8 * pack.tokens * 2 * model.intermediate_size
-    room = free_bytes - working - gate_up - inputs
+        mlp += 8 * pack.tokens * 2 * model.intermediate_size
+    working = max(mlp + gate_up, other)
+    room = free_bytes - working - inputs
     without = layers * (kept - gate_up)
     if room >= without:
         keeping = min(layers, int((room - without) // gate_up))
-        return UpdatePlan(pack, 0, layers - keeping, inputs + without + keeping * gate_up, working + gate_up)
-    working += kept  # for the layer that is recomputed
+        return UpdatePlan(pack, 0, layers - keeping, inputs + without + keeping * gate_up, working)
     if xla.any:
-        working += 8 * pack.tokens * model.hidden_size
+        mlp += 8 * pack.tokens * model.hidden_size
+    working = max(mlp, other) + kept  # of the layer that is recomputed
     room = free_bytes - working - inputs
     keeping = min(layers, max(0, int(room // (kept - gate_up))))
     lacking = 0 if config.update_memory_gb is not None else max(0, round(-room))
@@ -175,24 +175,40 @@ def _pack(config: Config, longest: int, sequences: int, rows: int, budget: int =
     return PackShape(tokens, prefixes, suffixes, longest, prefix, suffix)
 
 
-def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -> tuple[int, int, int]:
-    """(kept of a layer besides its input, a layer's input, most that one program needs besides)."""
+class _Bytes(NamedTuple):
+    """Memory of an update.
+
+    Attributes:
+      inputs: of a layer, kept.
+      kept: of a layer besides its input.
+      gate_up: of these, gate and up.
+      mlp: most that the MLP's backward pass needs besides.
+      other: most that attention's backward pass or the head needs.
+    """
+
+    inputs: int
+    kept: int
+    gate_up: int
+    mlp: int
+    other: int
+
+
+def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -> _Bytes:
     d, f, t = model.hidden_size, model.intermediate_size, pack.tokens
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     kept = itemsize * t * (2 * heads + 2 * kv_heads + d + 2 * f)
+    attention = 4 * itemsize * t * heads
     if itemsize == 2:
         kept += 4 * t * model.num_heads  # statistics of the softmax
+        # cuDNN's, for every segment as long as a row: sums of dq in fp32, dk and dv of all query heads in bf16.
+        attention += 8 * t * heads * flash.views(pack)[1]
+        attention += 4 * model.num_heads * t * (flash.views(pack)[1] + max(2, pack.prefixes))  # statistics by segment
     else:
-        scores = 12 * model.num_heads * pack.longest_suffix * pack.longest  # one segment: scores, weights, a gradient
-    layer = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d) + 8 * t * heads  # the last for cuDNN's sums of dq and dk
-    if itemsize == 2:  # of attention's second part: gradients, and both parts' statistics by segments
-        layer += itemsize * t * (heads + 2 * kv_heads)
-        layer += 4 * model.num_heads * t * (flash.views(pack)[1] + max(2, pack.prefixes))
-    else:
-        layer += scores
+        attention += 12 * model.num_heads * pack.longest_suffix * pack.longest  # scores, weights, a gradient
+    mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d)
     chunk = min(config.logprob_chunk_size, t)
     head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
-    return kept, 4 * d * t, max(layer, head)
+    return _Bytes(4 * d * t, kept, 2 * itemsize * t * f, mlp, max(attention, head))
 
 
 def recomputation(plan: UpdatePlan) -> str:

@@ -62,7 +62,10 @@ def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[P
 
 
 def without_cudnn() -> None:
-    """Stand-ins of the same shapes for cuDNN's attention, which this machine lacks."""
+    """Stand-ins for cuDNN's attention, which this machine lacks, of the same shapes and with its memory in the backward
+    pass: 8 bytes for each dim of each query head at each place of each segment, as read from programs compiled on an
+    H100 (14B: 0.57, 4.36 GB of 2304 tokens in 10 segments of 1152 and 4608 in 22 of 4608; 32B: 1.04 of 2304 in 10).
+    """
 
     def forward(q, k, v, segments, parameters):
         slots = segments[0].size
@@ -70,8 +73,9 @@ def without_cudnn() -> None:
         return q * k[0, 0, 0, 0] * v[0, 0, 0, 0], statistics + q[0, 0, 0, 0]
 
     def backward(q, k, v, statistics, out, d_out, segments, parameters):
-        kv_heads = k.shape[2]
-        mean = statistics.mean().astype(q.dtype)
+        kv_heads, (_, width, heads, head_dim) = k.shape[2], q.shape
+        work = jnp.full((segments[0].size, width, heads, head_dim, 2), d_out[0, 0, 0, 0], jnp.float32)
+        mean = (statistics.mean() + jax.lax.optimization_barrier(work).mean()).astype(q.dtype)
         return [d_out * mean, k * d_out[:, :, :kv_heads], v * (out * q)[:, :, :kv_heads]]
 
     attention.is_flash = lambda dtype: dtype == jnp.bfloat16
