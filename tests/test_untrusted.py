@@ -107,7 +107,10 @@ class Tokenizer:
 
     def __init__(self, template: str):
         self.chat_template = template
-        self.added_tokens_decoder = {}
+        self.added_tokens_decoder, self.special_tokens_map = {}, {}
+
+    def get_chat_template(self):
+        return self.chat_template
 
     def apply_chat_template(self, turns, **_):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
@@ -123,7 +126,8 @@ LOOP = "{% for i in range(10**9) %}{% endfor %}"
 
 
 def test_a_chat_template_without_an_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.2)
+    for module in (prompts, tokenizer):
+        monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
     with pytest.raises(CheckpointError, match=r"fails on a user's message: TimeoutError: no end after 0.2 s"):
         tokenizer._check_template(tmp_path, Tokenizer(LOOP))
     problems = load_dataset("arithmetic", "train", limit=2).problems

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.data.problems import MAX_CHARACTERS
-from qerl_jax.data.prompts import apply_template
+from qerl_jax.data.prompts import TEMPLATE_SECONDS, apply_template
 from qerl_jax.io.files import one_line
 from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.io.template_probe import refuse_endless
 from qerl_jax.untrusted import require_regular, shown
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -62,8 +63,12 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
 
 
 def _check_template(path: Path, tokenizer: Any) -> None:
+    user, system, assistant = ({"role": role, "content": _PROBE} for role in ("user", "system", "assistant"))
+    conversations = [user], [system, user], [user, assistant, user]
     try:
-        (text,) = apply_template(tokenizer, [[{"role": "user", "content": _PROBE}]])
+        variables = tokenizer.special_tokens_map
+        refuse_endless(tokenizer.get_chat_template(), conversations, variables, TEMPLATE_SECONDS)
+        (text,) = apply_template(tokenizer, [[user]])
         tokenizer(text[:MAX_CHARACTERS], verbose=False)
     except Exception as error:  # a template is a program and may raise anything
         raise CheckpointError(f"{path}: the chat template fails on a user's message: {one_line(error)}") from error

@@ -313,8 +313,9 @@ def templates() -> Iterator[Case]:
             "{% if '+' in messages[-1].content %}" + LOOP + "{% endif %}" + USER,
             "no end after",
         ),
+        "that raises a power": (USER + "{{ 9 ** (9 ** 9) }}", "chat template fails .*no end after 10 s"),
         "that recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template fails"),
-        "that takes 10 GB": ("{{ 'a' * 10000000000 }}", "chat template fails .*MemoryError"),
+        "that takes 10 GB": ("{{ 'a' * 10000000000 }}", "chat template fails .*MemoryError: it takes more than 1 GB"),
         "that makes 30 MB": (USER + "{{ 'a' * 30000000 }}", "chat template makes 30,"),
         "that drops the user": ("nothing", "loses the user's message"),
         "that is no template": ("{% for %}", "chat template"),
@@ -327,7 +328,7 @@ def templates() -> Iterator[Case]:
         "that divides by zero": ("{{ 1 // 0 }}", "chat template fails"),
         "that reads what is not there": ("{{ nothing.at.all }}", "chat template fails"),
         "that is empty": ("{# #}", "chat template|loses"),
-        "that formats widely": ("{{ '%1000000000d' % 1 }}", "chat template"),
+        "that formats widely": ("{{ '%10000000000d' % messages|length }}", "more than 1 GB"),
     }
     for name, (template, says) in table.items():
         yield Case(
