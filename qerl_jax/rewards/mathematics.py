@@ -80,17 +80,23 @@ def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> l
     else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0); None without a gold answer. No answer equals a
     gold one of more than 1000 characters after its last "=".
     """
-    return [_score_line(text[-_TAIL:], gold) for text, gold in zip(completions, answer, strict=True)]
+    return [_score_line(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
 
-def _score_line(text: str, gold: str) -> float | None:
+def last_answer_line(completion: str) -> str | None:
+    """What the last `Answer: …` in the final 300 characters states; None without one."""
+    found = _ANSWER_LINE.findall(completion[-_TAIL:])
+    return found[-1] if found else None
+
+
+def _score_line(completion: str, gold: str) -> float | None:
     if not gold:
         return None
-    found = _ANSWER_LINE.findall(text)
-    if not found:
+    stated = last_answer_line(completion)
+    if stated is None:
         return Unparsed(0.0)
     gold = gold.rsplit("=", 1)[-1]
-    return float(len(gold) <= _LONGEST and normalize(found[-1]) == normalize(gold))
+    return float(len(gold) <= _LONGEST and normalize(stated) == normalize(gold))
 
 
 # Minerva's tables (arXiv 2206.14858, appendix D.1, from lm-evaluation-harness). Order and oddities matter: "a " is
