@@ -44,6 +44,16 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
         (["--reward-timeout", "0"], "reward_timeout must be above 0, got 0.0"),
         (["--max-completion-length", "0"], "max_completion_length must be at least 1, got 0"),
         (["--output", "."], "output . is a directory: name a file"),
+        (["--records", "."], "records . is a directory: name a file"),
+        (["--output", "a.jsonl", "--records", "./a.jsonl"], "output and records are the same file, a.jsonl"),
+        (["--problems-at-once", "0"], "problems_at_once must be at least 1, got 0"),
+        (["--few-shot", "five"], "few_shot 'five' is neither one of ['minerva', 'wei'] nor a number of examples"),
+        (["--few-shot", "0"], "few_shot '0' is neither one of"),
+        (
+            ["--few-shot", "2", "--dataset", "arithmetic"],
+            "'arithmetic' has no worked solutions, only ['gsm8k', 'math']",
+        ),
+        (["--few-shot", "wei", "--system-prompt", ""], "few_shot has no system prompt: leave out system_prompt"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
@@ -82,10 +92,10 @@ def test_the_adapter_is_what_is_evaluated(tmp_path):
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, capsys):
-    def evaluate(*_, **__):
+    def sampled_items(*_, **__):
         raise ValueError("sampling begins")
 
-    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "evaluate", evaluate)
+    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "sampled_items", sampled_items)
     assert main(["tiny", "--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]) == 2
     printed = capsys.readouterr()
     assert "left out 1 of 5 records" in printed.out and printed.err == "error: sampling begins\n"
@@ -107,7 +117,7 @@ def test_a_flag_for_every_shared_field_of_the_config(capsys):
         main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    own = ["dataset", "split", "samples", "output"]
+    own = ["dataset", "split", "samples", "output", "max-prompt-length", "few-shot", "records", "problems-at-once"]
     for flag in [*own, "adapter", "system-prompt", "top-p", "batch-size", "batch-invariant", "kv-cache-dtype", "seed"]:
         assert f"--{flag}" in text
     assert "--eval" not in text and "(default: 0.6)" in text and "truncate_left" in text
