@@ -60,6 +60,7 @@ def test_examples_are_drawn_from_the_train_split_by_seed(data):
         assert shots.prompt("Why?").startswith(f"Question: {first}\nAnswer: {answer}\n\nQuestion: ")
         assert shots.prompt("Why?").endswith("\n\nQuestion: Why?\nAnswer:")
         assert shots.extract_before_stop(f" {answer}\n\nQuestion: a #### 9") == answer.rpartition("#### ")[2]
+        assert shots.extract_before_stop(" I do not know.\n\nQuestion: a #### 9") is None
     with pytest.raises(DataError, match=r"few_shot 9: the train split of .* has 8 worked solutions"):
         few_shot("9", name, "test", 0)
     with pytest.raises(DataError, match="draws examples from the train split, which is what is evaluated"):
