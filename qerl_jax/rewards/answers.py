@@ -23,7 +23,7 @@ _UNITS = frozenset({"a", "m", "g", "l", "h", "s"})  # other single letters are v
 _ATTACHED = re.compile(r"(?<=\d)(?=(?:[mglhs]|[cmk]m|[mk]g|ml|lb|ft|hr|[ap]m|[a-z]{3,})\b)")  # units, as in 5km
 _SCALES = {"k": 3, "hundred": 2, "thousand": 3, "million": 6, "billion": 9}  # powers of ten
 _SCALED = re.compile(rf"({_NUMBER.pattern})(?:\s*(hundred|thousand|million|billion)\b|([kK])\b)")
-_COMPUTATION = re.compile(r"\A[\d\s.,$()+*/×÷-]*\d[\d\s.,$()+*/×÷-]*=(?=[^=]*\Z)")  # the left side of 2 + 3 = 5
+_COMPUTATION = re.compile(r"\A[\d\s.,$()+*/×÷-]*\d[\d\s.,$()+*/×÷-]*=")  # the left side of 2 + 3 = 5
 _CHANGES = re.compile(  # words that change the value of the number beside them
     "pi|sqrt|root|log|ln|sin|cos|tan|exp|squared|cubed|plus|minus|factorial|negative|not|"
     "hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|halves|halved|twice|thrice|doubled?|tripled?"
