@@ -189,6 +189,10 @@ def test_indices_and_headers(tmp_path):
         ({"eval_top_p": 2.0}, "eval_top_p must lie in"),
         ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8, got 'run\\udcff'"),
         ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
+        ({"dataset": ("a", "b", "a")}, "dataset names 'a' twice: give it more weight by dataset_weights"),
+        ({"reward_columns": ("n", "n")}, "reward_columns names 'n' twice"),
+        ({"report_to": ("tensorboard", "tensorboard")}, "report_to names 'tensorboard' twice"),
+        ({"lora_target_modules": ("q_proj", "k_proj", "q_proj")}, "lora_target_modules names 'q_proj' twice"),
     ],
 )
 def test_values_of_a_config(values, words):
