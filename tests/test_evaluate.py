@@ -62,6 +62,14 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
 
 
+def test_a_model_that_is_missing_is_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name, words in (("nothing", "does not exist"), ("empty", "config.json")):
+        assert main([str(tmp_path / name), "--dataset", "arithmetic"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and str(tmp_path / name) in error and words in error
+
+
 def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
     """A disk that is full at the end."""
 

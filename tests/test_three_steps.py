@@ -190,7 +190,7 @@ def test_both_evaluations(both):
         estimates = result.pop("estimates")
         n, ungraded = result["generations"], result.pop("ungraded")
         assert n > 1 and ungraded == [] and {f"avg@{n}", f"pass@{n}", f"maj@{n}"} <= set(estimates)
-        wilson = [0, 0, pytest.approx(z**2 / (count + z**2))]  # of none among so many problems
+        wilson = [0, 0, pytest.approx(z**2 / (count + z**2))]  # none right among so many problems
         assert all(estimate == wilson for estimate in estimates.values())
     assert {name: pytest.approx(value, rel=1e-6) for name, value in evaluations.items()} == found
 

@@ -24,13 +24,14 @@ from qerl_jax.evaluation.records import Records, open_records
 from qerl_jax.evaluation.summary import Item
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.files import check_file_writable, write_json
+from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.tokenizer import leave_out_torch, load_tokenizer
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.shapes import cache_note, endless_note
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import missing_kernels_note
+from qerl_jax.run.devices import make_deterministic, missing_kernels_note
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
 
 # Fields of Config that are flags here under the same name, and those under another name.
@@ -44,6 +45,7 @@ _SAME = (
     "rollout_memory_gb",
     "kv_cache_dtype",
     "batch_invariant",
+    "deterministic",
     "weight_format",
     "dtype",
     "matmul_kernel",
@@ -136,6 +138,8 @@ def _config(arguments: Any) -> Config:
 def _run(arguments: Any) -> Evaluation:
     config = _config(arguments)
     _check(arguments, config)
+    if config.deterministic:
+        make_deterministic()
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)
     if note := missing_kernels_note(config.matmul_kernel):
         print(note, flush=True)
@@ -147,7 +151,7 @@ def _run(arguments: Any) -> Evaluation:
     problems, _, notes = load_encoded(
         arguments.dataset,
         arguments.split,
-        load_tokenizer(directory),
+        load_tokenizer(directory, model_config(directory).vocab_size),
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
         system_prompt=config.system_prompt,

@@ -113,7 +113,8 @@ def test_one_process_at_a_time(tmp_path):
 
 
 FLAGS = ["--dataset", "arithmetic", "--samples", "12", "--num-generations", "3", "--batch-size", "4",
-         "--dtype", "float32", "--max-completion-length", "48", "--problems-at-once", "2"]  # fmt: skip
+         "--dtype", "float32", "--max-completion-length", "48", "--problems-at-once", "2",
+         "--deterministic"]  # fmt: skip
 
 
 def start(*flags: str) -> subprocess.Popen:
