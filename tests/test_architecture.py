@@ -30,7 +30,7 @@ LAYERS = [
     ("reporting",),
     ("run",),
     ("command_line",),
-    ("train", "evaluate", "quantize", "apply_norms"),
+    ("train", "evaluate", "quantize", "export"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # config reads the shapes of an adapter and a format's name; types only numbers: nothing below them may import config.

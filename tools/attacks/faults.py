@@ -14,9 +14,9 @@ from pathlib import Path
 import small
 from attacks.harness import STOPPED, Case
 from attacks.templates import (
-    applies_norms,
     dry_runs,
     evaluates,
+    exports,
     model_config,
     quantizes,
     trains,
@@ -106,7 +106,7 @@ def cases() -> Iterator[Case]:
         "dry run": (dry_runs(), ()),
         "evaluation": (evaluates(), ()),
         "quantization": (quantizes("plain", "out"), ("out",)),
-        "apply_norms": (applies_norms("model", "adapter", "out"), ("out",)),
+        "export": (exports("adapter", "out", "--as", "merged"), ("out",)),
         "help": (trains_by(["--help"]), ()),
         "quantize's help": (quantizes("--help"), ()),
     }

@@ -15,7 +15,7 @@ import mutations
 import numpy as np
 import small
 from attacks.harness import Case, quoted
-from attacks.templates import applies_norms, both, dry_runs, evaluates, model_config, quantizes, reads, written
+from attacks.templates import both, dry_runs, evaluates, exports, model_config, quantizes, reads, written
 from test_bad_input import MODELS
 
 from qerl_jax.io import safetensors as st
@@ -398,11 +398,11 @@ def adapters() -> Iterator[Case]:
         "gone": Path.unlink,
     }.items():
         yield Case(
-            f"adapter: norms {kind}",
-            applies_norms("model", "adapter", "out"),
-            ("norms.safetensors",),
+            f"adapter: exported, {kind}",
+            exports("adapter", "out", "--as", "merged"),
+            ("adapter_model.safetensors",),
             uses=("adapter",),
-            prepare=lambda place, damage=damage: damage(place / "adapter/vllm/norms.safetensors"),
+            prepare=lambda place, damage=damage: damage(place / "adapter/adapter_model.safetensors"),
         )
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from attacks.harness import Case
 from attacks.templates import (
-    applies_norms,
     configured,
     dry_runs,
     evaluates,
+    exports,
     quantizes,
     trains_by,
     written,
@@ -130,13 +130,13 @@ def flags() -> Iterator[Case]:
         "quantize below a file": (quantizes("model", "rows.jsonl/x"), "rows.jsonl is not a directory"),
         "quantize --overwrite twice": (quantizes("model", "out", "--overwrite", "--overwrite"), "--overwrite is given"),
         "quantize of a zero byte": (quantizes("a\0b", "out"), ""),
-        "apply_norms without norms": (applies_norms("model", "model", "out"), "vllm/norms.safetensors does not exist"),
-        "apply_norms of nothing": (applies_norms("nothing", "adapter", "out"), "nothing does not exist"),
-        "apply_norms onto the base": (applies_norms("model", "adapter", "model"), "model already exists"),
-        "apply_norms over the base": (
-            applies_norms("model", "adapter", "model", "--overwrite"),
-            "is or holds the source",
-        ),
+        "export of nothing": (exports("nothing", "out"), "nothing is no directory"),
+        "export of a model": (exports("model", "out"), "model is neither a run with config.yaml nor an adapter"),
+        "export as another kind": (exports("adapter", "out", "--as", "gguf"), ""),
+        "export in another format": (exports("adapter", "out", "--weight-format", "nf4"), "weight_format 'nf4'"),
+        "export onto the base": (exports("adapter", "model"), "model already exists"),
+        "export over the base": (exports("adapter", "model", "--overwrite"), "is or holds the source"),
+        "export over the dataset": (exports("adapter", "rows.jsonl", "--overwrite"), "rows.jsonl is no model"),
     }
     for name, (run, says) in table.items():
         yield Case(f"flags: {name}", run, (says,), uses=("adapter",))
