@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from qerl_jax import apply_norms, quantize, train
+from qerl_jax import export, quantize, train
 from qerl_jax.command_line.evaluate import main as evaluate
 
 MODEL = 'Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy.'
@@ -40,7 +40,12 @@ LOSSES = "('grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo')"
             ["tiny"],
             "Missing from python -m qerl_jax.quantize: DST Directory to write, in one atomic step. (required)",
         ),
-        (apply_norms.main, ["a", "b", "c", "d"], "unexpected argument 'd'"),
+        (export.main, ["a", "b", "c"], "unexpected argument 'c'"),
+        (
+            export.main,
+            ["a", "b", "--as", "gguf"],
+            "invalid choice 'gguf' for argument '--as'. Expected one of ('peft', 'vllm', 'merged', 'merged-nvfp4').",
+        ),
     ],
 )
 @pytest.mark.parametrize(("width", "encoding"), [("40", "ascii"), ("200", "utf-8")])
