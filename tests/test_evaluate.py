@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -97,6 +99,27 @@ def test_the_adapter_is_what_is_evaluated(tmp_path):
     none, changed = results
     assert none["accuracy"] > 0 and none["format"] > 0
     assert changed["accuracy"] == changed["format"] == 0 and changed["mean_length"] != none["mean_length"]
+
+
+def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path):
+    """Greedy in fp32, by the records: the same completions and verdicts, and others than the base's."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    policy = load_policy(model_path("tiny"), lora=LoraConfig(2), dtype=jnp.float32)
+    export_adapter(randomized(policy, 0, 0.15), tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype="float32")
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(model_path("tiny") / name, tmp_path / "merged")
+    found = []
+    for number, model in enumerate((["tiny"], ["tiny", "--adapter", str(tmp_path / "adapter")], [tmp_path / "merged"])):
+        file = tmp_path / f"{number}.jsonl"
+        flags = ["--dataset", "arithmetic", "--samples", "8", "--temperature", "0", "--records", str(file)]
+        assert main([*map(str, model), *flags, *replaced(SHORT, "--max-completion-length", "60")]) == 0
+        found.append([json.loads(line) for line in file.read_text().splitlines()[1:]])
+    alone, adapted, whole = found
+    assert adapted == whole and {verdict for item in whole for verdict in item["verdicts"]} & {"correct", "wrong"}
+    assert [item["completions"] for item in alone] != [item["completions"] for item in whole]
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, capsys):
