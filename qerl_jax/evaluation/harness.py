@@ -12,7 +12,7 @@ import numpy as np
 from qerl_jax import keys
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_problems, to_prompts
-from qerl_jax.evaluation.grading import Grader, grader_of
+from qerl_jax.evaluation.grading import NO_GOLD, WRONG, Grader, grader_of
 from qerl_jax.evaluation.summary import Evaluation, Item, summarize
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.outcomes import Reward
@@ -77,7 +77,9 @@ def sampled_items(
 
 
 def graded_items(problems: Sequence[Problem], texts: Sequence[str], rollout: Rollout, grader: Grader) -> list[Item]:
-    """The problems with the completions of their rollout, judged."""
+    """The problems with the completions of their rollout, judged. One whose largest logit was not finite is wrong and
+    has no vote, whatever its text says.
+    """
     n = len(texts) // len(problems)
     rows = [problem for problem in problems for _ in range(n)]
     verdicts = grader.verdicts(
@@ -89,6 +91,9 @@ def graded_items(problems: Sequence[Problem], texts: Sequence[str], rollout: Rol
     answers = [grader.extract(text) if grader.extract else None for text in texts]
     lengths = np.asarray(rollout.lengths - rollout.prompt_lengths).tolist()
     finish = [FinishReason(value).name.lower() for value in np.asarray(rollout.finish).tolist()]
+    failed = [reason == FinishReason.FAILED.name.lower() for reason in finish]
+    verdicts = [WRONG if bad and one != NO_GOLD else one for one, bad in zip(verdicts, failed, strict=True)]
+    answers = [None if bad else one for one, bad in zip(answers, failed, strict=True)]
     items = []
     for place, problem in enumerate(problems):
         own = slice(place * n, (place + 1) * n)

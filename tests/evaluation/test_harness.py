@@ -14,6 +14,7 @@ from flax import nnx
 
 from qerl_jax import keys
 from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import encode_problems
 from qerl_jax.evaluation import Evaluation, evaluate, harness
 from qerl_jax.evaluation.statistics import Estimate
 from qerl_jax.io.assets import model_path
@@ -35,6 +36,7 @@ def test_results_survive_the_process(tmp_path):
     assert broken == result.describe()[:-1] + ", 3 completions whose largest logit was not finite)"
 
 
+SAMPLING = Sampling(9, num_generations=3)
 RIGHT = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0]])  # four problems, three completions each
 
 
@@ -87,9 +89,9 @@ def test_several_completions_a_problem(written):
     assert result.format == 9 / 12 and result.truncated == pytest.approx(1 / 12)
     assert result.mean_length == pytest.approx(np.mean(lengths))
     assert result.describe().startswith("avg@3 41.7 %")
-    # Votes: problem 0 has 10, 11, 11, problem 1 has 12 three times, problem 2 its own 12 three times, problem 3 has 10,
-    # 13, 10: one of four is right, without a tie.
-    assert (result.maj_at_k, result.ties, result.unreadable) == (1 / 4, 0, 0.0)
+    # Votes: problem 0 has 10, 11, 11, problem 1 has 12 three times, problem 2 its own 12 three times, problem 3 has 10
+    # and 13 (its last one failed): one of four is right, one is a tie that the first answer wins.
+    assert (result.maj_at_k, result.ties, result.unreadable) == (1 / 4, 1, 0.0)
     assert {name: estimate.value for name, estimate in result.estimates.items()} == {
         "avg@3": pytest.approx(5 / 12),
         "pass@2": pytest.approx((2 / 3 + 0 + 1 + 2 / 3) / 4),  # 1 of 3 right: two of the three pairs hold it
@@ -107,7 +109,7 @@ def test_what_counts_as_correct_is_a_reward_above_zero(written):
 
     def reward(*, prompts, answer, **_):
         seen.extend(zip(prompts, answer, strict=True))
-        return [None, 0.0, 0.2] * 4
+        return [None, 0.2, 0.0] * 4
 
     result = evaluate(policy, problems, Sampling(9, num_generations=3), reward=reward)
     assert (result.accuracy, result.pass_at_k) == (pytest.approx(1 / 3), 1.0)
@@ -127,10 +129,22 @@ def test_a_gold_answer_that_cannot_be_read_counts_in_no_figure(written):
         evaluate(policy, [Problem(i, "What?", "") for i in range(4)], Sampling(9, num_generations=3))
 
 
+def test_a_completion_whose_logits_were_not_finite_is_wrong_whatever_it_says(written):
+    """The last of the twelve, which its reward would pay for; nor does it vote: 10 and 13 are left, a tie."""
+    policy, _ = written
+    problems = [Problem(i, f"What is {i}?", str(10 + i)) for i in range(4)]
+    grader = dataclasses.replace(harness.ANSWER, reward=lambda completions, **_: [1.0] * len(completions))
+    [items] = harness.sampled_items(policy, encode_problems(problems, policy.tokenizer, "", 512)[0], SAMPLING, grader)
+    assert items[3].verdicts == ["correct", "correct", "wrong"] and items[3].answers == ["10", "13", None]
+    result = evaluate(policy, problems, SAMPLING)
+    assert (result.ties, result.failed) == (1, 1)
+
+
 def test_grading_that_failed_is_counted(written):
     policy, _ = written
     values = [1.0, TimedOut(math.nan), Crashed(math.nan), Unparsed(0.0), 0.0, TimedOut(0.5)] * 2
     problems = [Problem(i, f"What is {i}?", "1") for i in range(4)]
     result = evaluate(policy, problems, Sampling(9, num_generations=3), reward=lambda **_: values)
-    assert result.accuracy == pytest.approx(4 / 12)  # a program that met the limit keeps its share of the tests
+    # A program that met the limit keeps its share of the tests; the last completion of all is one that failed.
+    assert result.accuracy == pytest.approx(3 / 12)
     assert (result.ungradable, result.unreadable, result.maj_at_k) == (4, pytest.approx(2 / 12), None)
