@@ -24,10 +24,7 @@ def lines(rows: list) -> str:
 def error_of(main: Callable[[list[str]], int], arguments: list[str], place: Path, capfd) -> str:
     """The one line that a command line ends with, with exit code 2."""
     capfd.readouterr()
-    try:
-        code = main(arguments)
-    except SystemExit as stop:  # the parser of the command line ends the program itself
-        code = stop.code
+    code = main(arguments)
     captured = capfd.readouterr()
     assert code == 2, captured
     assert "Traceback" not in captured.out + captured.err

@@ -25,11 +25,12 @@ LAYERS = [
     ("qerl_kernels",),
     ("types", "keys", "aqn", "models", "rewards", "compilation", "untrusted"),
     ("config", "rollout", "data"),
-    ("io", "rl", "evaluation"),
+    ("io", "rl"),
+    ("evaluation",),
     ("reporting",),
     ("run",),
     ("command_line",),
-    ("train", "evaluate", "quantize", "apply_norms"),
+    ("train", "evaluate", "quantize", "export"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # config reads the shapes of an adapter and a format's name; types only numbers: nothing below them may import config.

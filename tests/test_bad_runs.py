@@ -434,7 +434,9 @@ def test_a_completion_with_a_broken_logit_leaves_the_others_as_they_are(tmp_path
     assert step["reward"] == 0.5
     assert "2 completions whose largest logit was not finite were left out" in (tmp_path / "run/report.md").read_text()
     assert evaluate([*evaluation(tmp_path), "--dtype", "float32"]) == 0
-    assert "2 problems, 1 completions whose largest logit was not finite)" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "2 problems, 1 completion of each" in printed
+    assert "1 completions whose largest logit was not finite count as wrong" in printed
 
 
 # what a reward of one's own does: (its body, message)

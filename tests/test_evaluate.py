@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -44,12 +46,30 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
         (["--reward-timeout", "0"], "reward_timeout must be above 0, got 0.0"),
         (["--max-completion-length", "0"], "max_completion_length must be at least 1, got 0"),
         (["--output", "."], "output . is a directory: name a file"),
+        (["--records", "."], "records . is a directory: name a file"),
+        (["--output", "a.jsonl", "--records", "./a.jsonl"], "output and records are the same file, a.jsonl"),
+        (["--problems-at-once", "0"], "problems_at_once must be at least 1, got 0"),
+        (["--few-shot", "five"], "few_shot 'five' is neither one of ['minerva', 'wei'] nor a number of examples"),
+        (["--few-shot", "0"], "few_shot '0' is neither one of"),
+        (
+            ["--few-shot", "2", "--dataset", "arithmetic"],
+            "'arithmetic' has no worked solutions, only ['gsm8k', 'math']",
+        ),
+        (["--few-shot", "wei", "--system-prompt", ""], "few_shot has no system prompt: leave out system_prompt"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
     assert main(["tiny", *replaced(SHORT, *flags)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+def test_a_model_that_is_missing_is_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name, words in (("nothing", "does not exist"), ("empty", "config.json")):
+        assert main([str(tmp_path / name), "--dataset", "arithmetic"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and str(tmp_path / name) in error and words in error
 
 
 def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
@@ -81,11 +101,32 @@ def test_the_adapter_is_what_is_evaluated(tmp_path):
     assert changed["accuracy"] == changed["format"] == 0 and changed["mean_length"] != none["mean_length"]
 
 
+def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path):
+    """Greedy in fp32, by the records: the same completions and verdicts, and others than the base's."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    policy = load_policy(model_path("tiny"), lora=LoraConfig(2), dtype=jnp.float32)
+    export_adapter(randomized(policy, 0, 0.15), tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype="float32")
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(model_path("tiny") / name, tmp_path / "merged")
+    found = []
+    for number, model in enumerate((["tiny"], ["tiny", "--adapter", str(tmp_path / "adapter")], [tmp_path / "merged"])):
+        file = tmp_path / f"{number}.jsonl"
+        flags = ["--dataset", "arithmetic", "--samples", "8", "--temperature", "0", "--records", str(file)]
+        assert main([*map(str, model), *flags, *replaced(SHORT, "--max-completion-length", "60")]) == 0
+        found.append([json.loads(line) for line in file.read_text().splitlines()[1:]])
+    alone, adapted, whole = found
+    assert adapted == whole and {verdict for item in whole for verdict in item["verdicts"]} & {"correct", "wrong"}
+    assert [item["completions"] for item in alone] != [item["completions"] for item in whole]
+
+
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, capsys):
-    def evaluate(*_, **__):
+    def sampled_items(*_, **__):
         raise ValueError("sampling begins")
 
-    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "evaluate", evaluate)
+    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "sampled_items", sampled_items)
     assert main(["tiny", "--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]) == 2
     printed = capsys.readouterr()
     assert "left out 1 of 5 records" in printed.out and printed.err == "error: sampling begins\n"
@@ -107,7 +148,7 @@ def test_a_flag_for_every_shared_field_of_the_config(capsys):
         main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    own = ["dataset", "split", "samples", "output"]
+    own = ["dataset", "split", "samples", "output", "max-prompt-length", "few-shot", "records", "problems-at-once"]
     for flag in [*own, "adapter", "system-prompt", "top-p", "batch-size", "batch-invariant", "kv-cache-dtype", "seed"]:
         assert f"--{flag}" in text
     assert "--eval" not in text and "(default: 0.6)" in text and "truncate_left" in text

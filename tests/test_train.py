@@ -64,7 +64,7 @@ def test_a_run_leaves_what_it_promises(finished):
         "metrics.jsonl",
         "evaluation.json",
         "adapter/adapter_config.json",
-        "adapter/vllm/norms.safetensors",
+        "adapter/adapter_model.safetensors",
         "report.md",
     ):
         assert (directory / name).stat().st_size > 0, name

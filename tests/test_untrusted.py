@@ -107,7 +107,10 @@ class Tokenizer:
 
     def __init__(self, template: str):
         self.chat_template = template
-        self.added_tokens_decoder = {}
+        self.added_tokens_decoder, self.special_tokens_map = {}, {}
+
+    def get_chat_template(self):
+        return self.chat_template
 
     def apply_chat_template(self, turns, **_):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
@@ -123,7 +126,8 @@ LOOP = "{% for i in range(10**9) %}{% endfor %}"
 
 
 def test_a_chat_template_without_an_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.2)
+    for module in (prompts, tokenizer):
+        monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
     with pytest.raises(CheckpointError, match=r"fails on a user's message: TimeoutError: no end after 0.2 s"):
         tokenizer._check_template(tmp_path, Tokenizer(LOOP))
     problems = load_dataset("arithmetic", "train", limit=2).problems
@@ -185,6 +189,10 @@ def test_indices_and_headers(tmp_path):
         ({"eval_top_p": 2.0}, "eval_top_p must lie in"),
         ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8, got 'run\\udcff'"),
         ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
+        ({"dataset": ("a", "b", "a")}, "dataset names 'a' twice: give it more weight by dataset_weights"),
+        ({"reward_columns": ("n", "n")}, "reward_columns names 'n' twice"),
+        ({"report_to": ("tensorboard", "tensorboard")}, "report_to names 'tensorboard' twice"),
+        ({"lora_target_modules": ("q_proj", "k_proj", "q_proj")}, "lora_target_modules names 'q_proj' twice"),
     ],
 )
 def test_values_of_a_config(values, words):

@@ -1,29 +1,38 @@
-"""`python -m qerl_jax.evaluate MODEL [--adapter DIR] --dataset …`: pass@1 or avg@k of a policy, with an interval."""
+"""`python -m qerl_jax.evaluate MODEL [--adapter DIR] --dataset …`: pass@1, avg@n, pass@k and maj@n with intervals."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 
 from qerl_jax.command_line import flags, process
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.data.prompts import load_encoded
-from qerl_jax.evaluation import Evaluation, evaluate
+from qerl_jax.data.few_shot import FewShot, few_shot
+from qerl_jax.data.prompts import EncodedProblem, load_encoded
+from qerl_jax.evaluation import Evaluation, sampled_items, summarize
+from qerl_jax.evaluation.grading import Grader, grader_of
+from qerl_jax.evaluation.records import Records, open_records
+from qerl_jax.evaluation.summary import Item
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.files import check_file_writable, write_json
+from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
-from qerl_jax.io.tokenizer import leave_out_torch
+from qerl_jax.io.tokenizer import leave_out_torch, load_tokenizer
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.shapes import cache_note, endless_note
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import missing_kernels_note
+from qerl_jax.run.devices import make_deterministic, missing_kernels_note
+from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
 
 # Fields of Config that are flags here under the same name, and those under another name.
 _SAME = (
@@ -31,12 +40,12 @@ _SAME = (
     "prompt_column",
     "answer_column",
     "system_prompt",
-    "max_prompt_length",
     "overlong_prompts",
     "max_completion_length",
     "rollout_memory_gb",
     "kv_cache_dtype",
     "batch_invariant",
+    "deterministic",
     "weight_format",
     "dtype",
     "matmul_kernel",
@@ -52,6 +61,9 @@ _RENAMED = {
     "batch_size": "eval_batch_size",
 }
 _FIELDS = _RENAMED | {name: name for name in _SAME}
+_NOT_SETTINGS = ("output", "records", "compilation_cache_dir", "reward_workers")  # no item depends on these
+
+_BATCHES = 8  # batches of completions sampled together: slots idle only while the last of them end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +71,33 @@ class _OwnArguments:
     model: str
     """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
     dataset: str = "gsm8k"
-    """gsm8k, math, math500 (from the hub), PRESET:PATH (a local copy of one), arithmetic (generated), or a .jsonl,
-    .json or .parquet file or a directory of them."""
+    """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic
+    (generated), or a .jsonl, .json or .parquet file or a directory of them."""
     split: str = "test"
     """Split of a named dataset."""
     samples: int | None = None
     """Only the first so many problems."""
+    max_prompt_length: int = 4096
+    """Most tokens of a prompt; `overlong_prompts` says what happens to longer ones."""
+    few_shot: str | None = None
+    """Few-shot prompts as plain text, without chat template and system prompt. wei: the 8 examples of Wei et al. 2022
+    (GSM8K); minerva: the 4 of Lewkowycz et al. 2022 (MATH); a number: so many worked solutions of the train split,
+    drawn by seed (gsm8k, math). None: the question alone, through the chat template."""
     output: str | None = None
     """Also write the result to this JSON file."""
+    records: str | None = None
+    """Also write every problem with its completions and verdicts to this .jsonl file, as they come. If it exists, the
+    evaluation goes on where it was killed; a file of other settings is refused."""
+    problems_at_once: int | None = None
+    """Problems sampled together and then written to `records`; what a kill can lose. None: as many as make 8 batches
+    of completions."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 2 for bad input, with a one-line error message."""
     return process.run(
-        lambda: _main(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was evaluated"
+        lambda: _main(sys.argv[1:] if argv is None else argv),
+        lambda: "interrupted; the same command goes on with --records, and begins anew without",
     )
 
 
@@ -95,20 +120,14 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _show(result: Evaluation) -> None:
-    print(result.describe())
-    if result.generations > 1:
-        print(f"pass@{result.generations} {100 * result.pass_at_k:.1f} %")
-    print(
-        f"format {100 * result.format:.1f} %, truncated {100 * result.truncated:.1f} %, "
-        f"mean length {result.mean_length:.1f} tokens",
-        flush=True,
-    )
+    print("\n".join(result.table()), flush=True)
 
 
 def _config(arguments: Any) -> Config:
     """The arguments as a Config, which checks them; errors name the flag."""
     try:
-        return Config(model=arguments.model, **{name: getattr(arguments, flag) for flag, name in _FIELDS.items()})
+        given = {name: getattr(arguments, flag) for flag, name in _FIELDS.items()}
+        return Config(model=arguments.model, max_prompt_length=arguments.max_prompt_length, **given)
     except ConfigError as error:
         message = str(error)
         for flag, name in _RENAMED.items():
@@ -118,26 +137,21 @@ def _config(arguments: Any) -> Config:
 
 def _run(arguments: Any) -> Evaluation:
     config = _config(arguments)
-    if arguments.samples is not None and arguments.samples < 1:
-        raise ValueError(f"samples must be at least 1, got {arguments.samples}")
-    if arguments.output is not None:
-        check_file_writable(Path(arguments.output), "output")
+    _check(arguments, config)
+    if config.deterministic:
+        make_deterministic()
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)
     if note := missing_kernels_note(config.matmul_kernel):
         print(note, flush=True)
     leave_out_torch()
-    policy = load_policy(
-        model_path(config.model),
-        config.weight_format,
-        lora=LoraConfig(rank=0) if config.adapter is None else None,
-        dtype=jnp.dtype(config.dtype),
-        adapter=config.adapter,
-        matmul_kernel=config.matmul_kernel,
-    )
+    directory = model_path(config.model)
+    shots = None
+    if arguments.few_shot is not None:
+        shots = few_shot(arguments.few_shot, arguments.dataset, arguments.split, config.seed)
     problems, _, notes = load_encoded(
         arguments.dataset,
         arguments.split,
-        policy.tokenizer,
+        load_tokenizer(directory, model_config(directory).vocab_size),
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
         system_prompt=config.system_prompt,
@@ -145,12 +159,84 @@ def _run(arguments: Any) -> Evaluation:
         overlong_prompts=config.overlong_prompts,
         limit=arguments.samples,
         need_answers=True,
+        shots=shots,
     )
-    notes += filter(None, (cache_note(policy, config.kv_cache_dtype), endless_note(policy.config)))
     for note in notes:
         print(note, flush=True)
-    name = correctness_reward(arguments.dataset)
-    with load_rewards((name,), config.reward_workers, config.reward_timeout) as rewards:
-        return evaluate(
-            policy, problems, config.eval_sampling, config.seed, engine=config.eval_engine, reward=rewards[name]
-        )
+    at_once = arguments.problems_at_once or math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations)
+    with contextlib.ExitStack() as stack:
+        records = None
+        if arguments.records is not None:
+            settings = _settings(arguments, directory, problems, at_once)
+            ids = [item.problem.id for item in problems]
+            records = stack.enter_context(open_records(Path(arguments.records), settings, ids, at_once))
+        name = correctness_reward(arguments.dataset)
+        rewards = stack.enter_context(load_rewards((name,), config.reward_workers, config.reward_timeout))
+        grader = grader_of(name, rewards[name], shots and shots.extract_before_stop)
+        items = _items(config, directory, problems, grader, shots, at_once, records)
+        return summarize(items, votes=grader.extract is not None)
+
+
+def _check(arguments: Any, config: Config) -> None:
+    """Raise ValueError or OSError for flags that cannot be used, before anything is read."""
+    for name in ("samples", "problems_at_once"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if arguments.few_shot is not None and config.system_prompt is not None:
+        raise ValueError("few_shot has no system prompt: leave out system_prompt")
+    for name in ("output", "records"):
+        if getattr(arguments, name) is not None:
+            check_file_writable(Path(getattr(arguments, name)), name)
+    files = [Path(name).resolve() for name in (arguments.output, arguments.records) if name is not None]
+    if len(set(files)) < len(files):
+        raise ValueError(f"output and records are the same file, {arguments.output}")
+
+
+def _settings(arguments: Any, directory: Path, problems: Sequence[EncodedProblem], at_once: int) -> dict[str, Any]:
+    """All that the items of an evaluation depend on, as JSON: the flags, the files behind them, and the machine, whose
+    arithmetic decides between samples that are all but equal.
+    """
+    found = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in _NOT_SETTINGS}
+    found |= {"problems_at_once": at_once, "model_files": model_fingerprint(directory)}
+    if arguments.adapter is not None and Path(arguments.adapter).is_dir():
+        found["adapter_files"] = model_fingerprint(Path(arguments.adapter))
+    found["prompts_and_answers"] = problems_fingerprint(problems)
+    return found | {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+
+
+def _items(
+    config: Config,
+    directory: Path,
+    problems: Sequence[EncodedProblem],
+    grader: Grader,
+    shots: FewShot | None,
+    at_once: int,
+    records: Records | None,
+) -> list[Item]:
+    """The items of all problems, those in the records among them; the model is loaded where any is missing."""
+    items = list(records.items) if records else []
+    if items:
+        print(f"{len(items)} of {len(problems)} problems are in the records", flush=True)
+    if len(items) == len(problems):
+        return items
+    policy = load_policy(
+        directory,
+        config.weight_format,
+        lora=LoraConfig(rank=0) if config.adapter is None else None,
+        dtype=jnp.dtype(config.dtype),
+        adapter=config.adapter,
+        matmul_kernel=config.matmul_kernel,
+    )
+    for note in filter(None, (cache_note(policy, config.kv_cache_dtype), endless_note(policy.config))):
+        print(note, flush=True)
+    sampling = config.eval_sampling.replace(stop=(shots.stop,) if shots else ())
+    for part in sampled_items(
+        policy, problems, sampling, grader, config.seed, config.eval_engine, at_once, start=len(items)
+    ):
+        if records:
+            records.append(part)
+        items += part
+        if len(problems) > at_once:
+            print(f"{len(items)} of {len(problems)} problems", flush=True)
+    return items

@@ -82,7 +82,8 @@ def parse(argv: list[str]) -> Config:
     names = [field.name for field in dataclasses.fields(Config)]
     kind = flags.fields_of_config({name: name for name in names})
     values = kind(**{name: getattr(default, name) for name in names})
-    arguments = flags.parse(kind, argv, "python -m qerl_jax.train", description, values)
+    own = ("--config", "--dry-run")
+    arguments = flags.parse(kind, argv, "python -m qerl_jax.train", description, values, own)
     config = Config(**{name: getattr(arguments, name) for name in names})
     if path is not None:
         refuse_moved(config, Path(path))

@@ -88,6 +88,7 @@ def _check_contradictions(config: Config) -> None:
             raise ConfigError(f"{part} {getattr(config, part)} does not divide {whole} {getattr(config, whole)}")
 
     divides("num_generations", "batch_size")
+    _check_doubles(config)
     _check_datasets(config)
     _check_rewards(config)
     if not config.output_dir:
@@ -132,11 +133,17 @@ def _check_contradictions(config: Config) -> None:
     assert set(WEIGHT_FORMATS) == set(typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0]))
 
 
+def _check_doubles(config: Config) -> None:
+    for field in ("dataset", "reward_columns", "report_to", "lora_target_modules"):
+        names = getattr(config, field)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            instead = ": give it more weight by dataset_weights" if field == "dataset" else ""
+            raise ConfigError(f"{field} names {twice[0]!r} twice{instead}")
+
+
 def _check_datasets(config: Config) -> None:
     if not config.dataset:
         raise ConfigError("dataset is empty: name at least one")
-    if twice := sorted({name for name in config.dataset if config.dataset.count(name) > 1}):
-        raise ConfigError(f"dataset names {twice[0]!r} twice: give it more weight by dataset_weights")
     if config.dataset_weights is None:
         return
     if len(config.dataset_weights) != len(config.dataset):

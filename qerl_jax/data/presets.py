@@ -1,8 +1,9 @@
 """Published datasets as data: location, columns, filters, system prompt, rewards.
 
 The first six are the sets of QeRL's `utils/data.py` and `qerl.py`, from the same places, with the same columns, filters
-and rewards; the system prompts ask for the same formats in our own words. Departures: GSM8K gets the system prompt that
-its reward needs (QeRL's is commented out), and gold answers keep their commas, which the reward understands.
+and rewards; the system prompts ask for the same formats in our own words. The others are sets of mathematics for
+training (`math`) and evaluation. Departures: GSM8K gets the system prompt that its reward needs (QeRL's is commented
+out), and gold answers keep their commas, which the reward understands.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Preset:
       rewards: names of reward functions and their weights.
       max_prompt_characters: longer prompts are skipped.
       extra: further columns passed to the rewards.
+      solution_column: a worked solution that ends in the answer, for few-shot examples; None without one.
     """
 
     hub_id: str
@@ -83,12 +85,27 @@ class Preset:
     rewards: Mapping[str, float]
     max_prompt_characters: int | None = None
     extra: tuple[str, ...] = ()
+    solution_column: str | None = None
 
 
 NUMBER_REWARDS = MappingProxyType({"answer": 2.0, "soft_format": 0.2})
 """Rewards of GSM8K, the generated problems and plain files."""
 _FORMULA_REWARDS = MappingProxyType({"math_verify": 1.0, "soft_format": 0.2})
 _ANSWER_LINE_REWARDS = MappingProxyType({"dapo": 1.0})
+
+
+def _contest(name: str, prompt_column: str = "problem") -> Preset:
+    """A contest whose answers are integers, as math-ai publishes it: AIME24 boxes them in `solution`."""
+    return Preset(
+        hub_id=f"math-ai/{name}",
+        subset=None,
+        splits=("test",),
+        prompt_column=prompt_column,
+        answers=(("answer", whole_answer), ("solution", boxed_answer)),
+        system_prompt=THINK_SYSTEM_PROMPT,
+        rewards=_FORMULA_REWARDS,
+    )
+
 
 _BIGMATH = Preset(
     hub_id="open-r1/Big-Math-RL-Verified-Processed",
@@ -111,6 +128,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             answers=(("answer", hash_answer),),
             system_prompt=THINK_SYSTEM_PROMPT,
             rewards=NUMBER_REWARDS,
+            solution_column="answer",
         ),
         "bigmath": _BIGMATH,
         "bigmath_hard": dataclasses.replace(_BIGMATH, subset="level_4_5"),
@@ -152,6 +170,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             answers=(("answer", whole_answer), ("solution", boxed_answer)),
             system_prompt=THINK_SYSTEM_PROMPT,
             rewards=_FORMULA_REWARDS,
+            solution_column="solution",
         ),
         "math500": Preset(
             hub_id="HuggingFaceH4/MATH-500",
@@ -162,5 +181,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             system_prompt=THINK_SYSTEM_PROMPT,
             rewards=_FORMULA_REWARDS,
         ),
+        "aime24": _contest("aime24"),
+        "aime25": _contest("aime25"),
+        "amc23": _contest("amc23", "question"),
     }
 )

@@ -12,7 +12,15 @@ from typing import Any
 
 from qerl_jax.data import arithmetic
 from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, split_files
-from qerl_jax.data.presets import NUMBER_REWARDS, PRESETS, THINK_SYSTEM_PROMPT, Preset, Unusable, gold_answer
+from qerl_jax.data.presets import (
+    NUMBER_REWARDS,
+    PRESETS,
+    THINK_SYSTEM_PROMPT,
+    Preset,
+    Unusable,
+    gold_answer,
+    whole_answer,
+)
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
 from qerl_jax.untrusted import is_unicode
 
@@ -112,9 +120,22 @@ def load_dataset(
         if reward_columns:
             raise DataError(f"dataset {ARITHMETIC!r} has no columns for the rewards, got {list(reward_columns)}")
         return _arithmetic(split, seed, system_prompt or "", limit, first_id)
+    preset = preset_of(name) or _plain(prompt_column, answer_column)
+    return _load(name, split, preset, reward_columns, system_prompt, limit, first_id)
+
+
+def _load(
+    name: str,
+    split: str,
+    preset: Preset,
+    reward_columns: Sequence[str] = (),
+    system_prompt: str | None = None,
+    limit: int | None = None,
+    first_id: int = 0,
+) -> Dataset:
+    """`load_dataset` with the columns of `preset`."""
     check_dataset(name, split)
     preset_name, path = _parse(name)
-    preset = PRESETS[preset_name] if preset_name else _plain(prompt_column, answer_column)
     extra = tuple(dict.fromkeys((*preset.extra, *reward_columns)))
     if taken := sorted(_TAKEN & set(extra)):
         raise DataError(f"reward_columns {taken} are arguments that every reward has already")
@@ -155,6 +176,17 @@ def preset_of(name: str) -> Preset | None:
     """The preset of a dataset; None for generated problems and plain files. Raises DataError for an unknown name."""
     preset_name = None if name == ARITHMETIC else _parse(name)[0]
     return PRESETS[preset_name] if preset_name else None
+
+
+def load_solutions(name: str, split: str) -> Dataset:
+    """The problems of a preset (by name or PRESET:PATH) with their worked solutions in place of their answers. Raises
+    DataError as `load_dataset` does, and for a dataset that has none.
+    """
+    preset = preset_of(name)
+    if preset is None or preset.solution_column is None:
+        known = sorted(key for key, value in PRESETS.items() if value.solution_column)
+        raise DataError(f"dataset {name!r} has no worked solutions, only {known} have")
+    return _load(name, split, dataclasses.replace(preset, answers=((preset.solution_column, whole_answer),)))
 
 
 def _parse(name: str) -> tuple[str | None, Path | None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from qerl_jax.data.few_shot import FewShot, with_examples
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import MAX_CHARACTERS, Dataset, Problem, load_dataset
 from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
@@ -42,9 +43,10 @@ def load_encoded(
     limit: int | None = None,
     first_id: int = 0,
     need_answers: bool = False,
+    shots: FewShot | None = None,
 ) -> tuple[list[EncodedProblem], Dataset, list[str]]:
     """Problems of a dataset as token ids (see `load_dataset`, `encode_problems`), the dataset, and one note for each
-    kind of record that was left out or cut.
+    kind of record that was left out or cut. `shots`: few-shot prompts, without system prompt and chat template.
 
     Raises DataError.
     """
@@ -60,8 +62,9 @@ def load_encoded(
     )
     if need_answers and not dataset.problems[0].answer:
         raise DataError(f"dataset {name!r} has no answers to evaluate by")
+    problems = with_examples(dataset.problems, shots) if shots else dataset.problems
     items, overlong = encode_problems(
-        dataset.problems, tokenizer, dataset.system_prompt, max_prompt_length, overlong_prompts
+        problems, tokenizer, dataset.system_prompt, max_prompt_length, overlong_prompts, use_template=shots is None
     )
     notes = list(dataset.notes)
     if overlong:
@@ -73,7 +76,12 @@ def load_encoded(
 
 
 def encode_problems(
-    problems: list[Problem], tokenizer: Any, system_prompt: str, max_prompt_length: int, overlong: str = "drop"
+    problems: list[Problem],
+    tokenizer: Any,
+    system_prompt: str,
+    max_prompt_length: int,
+    overlong: str = "drop",
+    use_template: bool = True,
 ) -> tuple[list[EncodedProblem], int]:
     """Encode every problem; those longer than `max_prompt_length` tokens are left out ("drop"), cut to their last
     `max_prompt_length` tokens ("truncate_left") or refused ("error"). Also returns the number of overlong prompts.
@@ -88,7 +96,7 @@ def encode_problems(
     lengths = []
     for start in range(0, len(problems), _TEXTS_AT_ONCE):
         part = problems[start : start + _TEXTS_AT_ONCE]
-        for problem, ids in zip(part, encode(part, tokenizer, system_prompt), strict=True):
+        for problem, ids in zip(part, encode(part, tokenizer, system_prompt, use_template), strict=True):
             lengths.append(len(ids))
             if len(ids) > max_prompt_length and overlong == "error":
                 raise DataError(
@@ -105,10 +113,10 @@ def encode_problems(
     return kept, sum(length > max_prompt_length for length in lengths)
 
 
-def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[list[int]]:
+def encode(problems: list[Problem], tokenizer: Any, system_prompt: str, use_template: bool = True) -> list[list[int]]:
     """Token ids of each prompt, ready for the assistant's turn. A conversation brings its own system message or none.
-    Without a chat template: all messages with a blank line between them. The text of a control token inside a message,
-    such as `<|im_end|>`, is encoded as text: only the template makes turns.
+    Without a chat template, or without `use_template`: all messages with a blank line between them. The text of a
+    control token inside a message, such as `<|im_end|>`, is encoded as text: only the template makes turns.
 
     Raises DataError where the chat template fails, or drops a message of the user or the system.
     """
@@ -116,7 +124,7 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[
     # The tokenizer is called without `verbose`: prompts that are too long are counted elsewhere.
     conversations = [problem.messages or (*system, ("user", problem.prompt)) for problem in problems]
     conversations, cut = _cut_controls(conversations, tokenizer)
-    if not tokenizer.chat_template:
+    if not (tokenizer.chat_template and use_template):
         texts = ["\n\n".join(content for _, content in messages) for messages in conversations]
         return _token_ids(texts, tokenizer, cut)
     turns = [[{"role": role, "content": content} for role, content in messages] for messages in conversations]

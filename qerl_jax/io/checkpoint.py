@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from qerl_jax.config import ConfigError, differences, to_mapping
@@ -44,14 +45,14 @@ class Checkpointer:
     def __init__(self, directory: str | Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
         self.inputs = dict(inputs)
         self.directory = (Path(directory) / CHECKPOINTS_DIR).absolute()
-        options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=False,
-            cleanup_tmp_directories=keep is not None,
-            create=keep is not None,
-            read_only=keep is None,
-        )
         self._keep = keep  # not orbax's max_to_keep: that deletes the old one before the new one has its manifest
-        with _quiet():
+        with _quiet():  # absl warns of a setting that read_only implies
+            options = ocp.CheckpointManagerOptions(
+                enable_async_checkpointing=False,
+                cleanup_tmp_directories=keep is not None,
+                create=keep is not None,
+                read_only=keep is None,
+            )
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def latest_step(self) -> int | None:
@@ -111,16 +112,8 @@ class Checkpointer:
         if step is None:
             raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
         path, target = self.directory / str(step), _flatten(state)
-        remedy = self._remedy(step)
-        try:
-            manifest = read_json(path / MANIFEST_FILE)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {remedy}") from error
-        config, files, arrays = (manifest.get(name) for name in ("config", "files", "arrays"))
-        if not all(isinstance(part, dict) for part in (config, files, arrays)):
-            raise CheckpointError(
-                f"{path / MANIFEST_FILE} holds {sorted(manifest)}, expected config, files and arrays; {remedy}"
-            )
+        manifest = self._read_manifest(step)
+        config, files, arrays = (manifest[name] for name in ("config", "files", "arrays"))
         different = differences(state.config, config)
         if different:
             raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
@@ -132,7 +125,7 @@ class Checkpointer:
             state = state.replace(reference_norms=None)
             target = _flatten(state)
         self._check_files(step, files)
-        _check_arrays(path, arrays, _shapes(target), remedy)
+        _check_arrays(path, arrays, _shapes(target), self._remedy(step))
         arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
@@ -140,6 +133,25 @@ class Checkpointer:
             raise CheckpointError(f"{path} cannot be restored: {one_line(error)}") from error
         leaves, treedef = jax.tree.flatten(state)
         return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])
+
+    def read(self, step: int, prefixes: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`; the files of all of them are
+        checked. Raises CheckpointError as `restore` does.
+        """
+        path, manifest = self.directory / str(step), self._read_manifest(step)
+        self._check_files(step, manifest["files"])
+        wanted = {
+            name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+            for name, (dtype, shape) in manifest["arrays"].items()
+            if name.startswith(prefixes)
+        }
+        types = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
+        arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=types, partial_restore=True)
+        try:
+            with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                return reader.restore(path / "state", args=arguments) if wanted else {}
+        except Exception as error:  # the file is sound: another version of orbax, or memory
+            raise CheckpointError(f"{path} cannot be restored: {one_line(error)}") from error
 
     def close(self) -> None:
         """Finish pending writes, and deletions that a kill interrupted."""
@@ -169,6 +181,18 @@ class Checkpointer:
 
     def _complete(self) -> list[int]:
         return [step for step in self._manager.all_steps() if (self.directory / str(step) / MANIFEST_FILE).exists()]
+
+    def _read_manifest(self, step: int) -> dict[str, Any]:
+        path = self.directory / str(step) / MANIFEST_FILE
+        try:
+            manifest = read_json(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self._remedy(step)}") from error
+        if not all(isinstance(manifest.get(name), dict) for name in ("config", "files", "arrays")):
+            raise CheckpointError(
+                f"{path} holds {sorted(manifest)}, expected config, files and arrays; {self._remedy(step)}"
+            )
+        return manifest
 
     def _remedy(self, step: int) -> str:
         earlier = [other for other in self._complete() if other < step]

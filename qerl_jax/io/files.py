@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.untrusted import shown
+
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
@@ -78,11 +80,14 @@ def check_writable(directory: Path, name: str) -> None:
     that asked for it.
     """
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            directory.lstat()  # raises for a name that none can have: too long, or with a zero byte
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
         trouble = "is not a directory" if not there.is_dir() else "may not be written by this user"
         writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    except ValueError as error:  # a zero byte in the name
-        raise OSError(f"{name} {str(directory)!r} cannot be written: {error}") from error
+    except (ValueError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"{name} {shown(str(directory))} cannot be written: {reason}") from error
     if not writable:
         raise OSError(f"{name} {directory} cannot be written: {there} {trouble}")
 

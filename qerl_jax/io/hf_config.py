@@ -193,6 +193,12 @@ def _token_ids(
     return tuple(ids)
 
 
+def stored_format(directory: Path) -> str | None:
+    """`quantization_format` of a model directory."""
+    path = directory / "config.json"
+    return quantization_format(read_json(path), str(path))
+
+
 def quantization_format(config: dict[str, Any], where: str) -> str | None:
     """`"compressed-tensors"`, `"modelopt"` or None, from `quantization_config`.
 

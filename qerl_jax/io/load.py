@@ -138,15 +138,7 @@ def load_weights(
     host holds no more layers than these; they are copied to the device one by one. Arguments and errors as for
     `load_policy`.
     """
-    if weight_format is not None and weight_format not in WEIGHT_FORMATS:
-        raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
-    json_config = hf_config.read_json(path / "config.json")
-    scheme = hf_config.quantization_format(json_config, str(path / "config.json"))
-    if scheme is not None and weight_format not in (None, "nvfp4"):
-        raise ValueError(
-            f"{path} holds NVFP4 weights ({scheme}); weight_format {weight_format!r} would need the unquantized "
-            "checkpoint"
-        )
+    scheme = stored_scheme(path, weight_format)
     reader = WeightReader(open_checkpoint(path), scheme, weight_format or "bf16", dtype, matmul_kernel)
     d = config.hidden_size
     weights = {
@@ -161,21 +153,36 @@ def load_weights(
     return weights
 
 
+def stored_scheme(path: Path, weight_format: str | None) -> str | None:
+    """`hf_config.stored_format`. Raises ValueError for a `weight_format` that is none, or that the checkpoint cannot be
+    brought into.
+    """
+    if weight_format is not None and weight_format not in WEIGHT_FORMATS:
+        raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
+    scheme = hf_config.stored_format(path)
+    if scheme is not None and weight_format not in (None, "nvfp4"):
+        raise ValueError(
+            f"{path} holds NVFP4 weights ({scheme}); weight_format {weight_format!r} would need the unquantized "
+            "checkpoint"
+        )
+    return scheme
+
+
 def _load_layers(reader: WeightReader, config: ModelConfig, progress: Callable[[int, int], None]) -> list[dict]:
     count, layers = config.num_layers, []
     with ThreadPoolExecutor(_THREADS) as pool:
-        pending = deque(pool.submit(_read_layer, reader, config, layer) for layer in range(min(_THREADS, count)))
+        pending = deque(pool.submit(read_layer, reader, config, layer) for layer in range(min(_THREADS, count)))
         while pending:
             host = pending.popleft().result()
             if (following := len(layers) + 1 + len(pending)) < count:
-                pending.append(pool.submit(_read_layer, reader, config, following))
+                pending.append(pool.submit(read_layer, reader, config, following))
             layers.append({name: reader.to_device(value) for name, value in host.items()})
             progress(len(layers), count)
     return layers
 
 
-def _read_layer(reader: WeightReader, config: ModelConfig, layer: int) -> dict:
-    """A layer's weights as NumPy arrays."""
+def read_layer(reader: WeightReader, config: ModelConfig, layer: int) -> dict:
+    """A layer's weights as `Qwen2` describes them, but as NumPy arrays."""
     shapes, head_norms = config.projection_shapes(), HEAD_NORMS if config.qk_norm else ()
 
     def fused(parts: tuple[str, ...]) -> Weight | np.ndarray:

@@ -4,14 +4,16 @@ projection, whatever the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from qerl_jax.io import hf_config, names
-from qerl_jax.io.rewrite import check_output, rewrite_checkpoint
-from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, Tensors, open_checkpoint
+from qerl_jax.io.files import atomic_directory
+from qerl_jax.io.rewrite import check_output, write_checkpoint
+from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, TensorSource, open_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import nvfp4
 
@@ -85,7 +87,7 @@ def quantize_checkpoint(
         raise ValueError(
             f"weight_format {weight_format!r} has no checkpoint layout; quantize_checkpoint writes 'nvfp4'"
         )
-    check_output(src, dst, overwrite)
+    check_output([src], dst, overwrite)
     config = hf_config.model_config(src)
     where = src / "config.json"
     raw_config = hf_config.read_json(where)
@@ -94,18 +96,43 @@ def quantize_checkpoint(
             f"{where}: the checkpoint is quantized already ({raw_config['quantization_config'].get('quant_method')})"
         )
     tensors = open_checkpoint(src)
-    divisors = _global_scales(tensors, config.num_layers, progress)
-    rewrite_checkpoint(
+    with atomic_directory(dst) as directory:
+        write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
+
+
+def write_quantized(
+    src: Path,
+    directory: Path,
+    tensors: TensorSource,
+    raw_config: dict[str, Any],
+    num_layers: int,
+    progress: Callable[[str, int, int], None],
+    leave_out: Container[str] = (),
+) -> None:
+    """Quantize into an empty directory.
+
+    Args:
+      src: directory of the other files.
+      directory: where to write.
+      tensors: an unquantized checkpoint.
+      raw_config: its config.json.
+      num_layers: L.
+      progress: as for `quantize_checkpoint`.
+      leave_out: names of files of `src` that are not copied.
+    """
+    divisors = _global_scales(tensors, num_layers, progress)
+    write_checkpoint(
         src,
-        dst,
+        directory,
         tensors,
         lambda members: _ShardWriter(tensors, members, divisors),
         {**raw_config, "quantization_config": QUANTIZATION_CONFIG},
         lambda done: progress("quantize", done, len(tensors)),
+        leave_out,
     )
 
 
-def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[str, np.float32]:
+def _global_scales(tensors: TensorSource, layers: int, progress: Callable) -> dict[str, np.float32]:
     """Global scale of each module, by name; modules that are fused at run time share one."""
     groups = [*FUSED_PROJECTIONS.values(), ("o_proj",), ("down_proj",)]
     divisors = {}
@@ -120,7 +147,7 @@ def _global_scales(tensors: Tensors, layers: int, progress: Callable) -> dict[st
     return divisors
 
 
-def _projection_magnitude(tensors: Tensors, name: str) -> float:
+def _projection_magnitude(tensors: TensorSource, name: str) -> float:
     tensors.require(name)
     array = tensors[name]
     if array.ndim != 2 or array.dtype.name not in FLOATS:
@@ -131,7 +158,7 @@ def _projection_magnitude(tensors: Tensors, name: str) -> float:
     return max_magnitude(tensors, name, array)
 
 
-def max_magnitude(tensors: Tensors, name: str, array: np.ndarray) -> float:
+def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
     """Largest |value| of a tensor. Raises CheckpointError naming file and tensor if a value is not finite."""
     try:
         return nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
@@ -142,7 +169,7 @@ def max_magnitude(tensors: Tensors, name: str, array: np.ndarray) -> float:
 class _ShardWriter:
     """Makes the tensors of one output shard on request; keeps only the projection that was quantized last."""
 
-    def __init__(self, tensors: Tensors, members: list[str], divisors: dict[str, np.float32]):
+    def __init__(self, tensors: TensorSource, members: list[str], divisors: dict[str, np.float32]):
         self._tensors, self._divisors = tensors, divisors
         self._module, self._weight = "", None
         self.specs: dict[str, Spec] = {}

@@ -1,19 +1,26 @@
-"""A checkpoint written anew beside its source, shard by shard: some tensors changed, all other files copied."""
+"""A checkpoint written anew, shard by shard: some tensors changed, all other files copied."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from qerl_jax.io.files import atomic_directory, check_writable, write_json
-from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, Spec, Tensors, write_file
+from qerl_jax.io.files import check_writable, write_json
+from qerl_jax.io.peft_config import CONFIG_FILE as ADAPTER_CONFIG
+from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, Spec, TensorSource, write_file
+
+CARD_FILE = "README.md"
+BASE_PART, ADAPTER_PART = "base", "adapter"
+"""Directories of an export that serves an adapter beside the base it belongs to."""
 
 
+@runtime_checkable
 class ShardWriter(Protocol):
     """The tensors of one output shard: their dtypes and shapes, and each tensor on request, in that order."""
 
@@ -24,80 +31,121 @@ class ShardWriter(Protocol):
         ...
 
 
-def check_output(src: Path, dst: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if `dst` exists (without `overwrite`), is or holds the source, or is no model directory;
-    OSError if it cannot be written.
+class CopyWriter:
+    """A shard with the tensors as their source gives them."""
+
+    def __init__(self, tensors: TensorSource, members: list[str]):
+        self.specs: Mapping[str, Spec] = {name: tensors.spec(name) for name in members}
+        self._tensors = tensors
+
+    def tensor(self, name: str) -> np.ndarray:
+        """The source's tensor."""
+        return self._tensors[name]
+
+
+def check_output(sources: Iterable[Path], dst: Path, overwrite: bool, adapters: bool = False) -> None:
+    """Raise FileExistsError if `dst` exists (without `overwrite`), is or holds a source, or is no model directory (with
+    `adapters`: nor an adapter, nor a directory of both as `io.export` writes it); OSError if it cannot be written.
     """
     if os.path.lexists(dst):
         if not overwrite:
             raise FileExistsError(f"{dst} already exists; --overwrite replaces it")
-        _refuse_to_replace(src, dst)
+        _refuse_sources(sources, dst)
+        _refuse_others(dst, adapters)
     check_writable(dst.parent, "the directory of the output")
 
 
-def rewrite_checkpoint(
+def write_checkpoint(
     src: Path,
-    dst: Path,
-    tensors: Tensors,
+    directory: Path,
+    tensors: TensorSource,
     writer_of: Callable[[list[str]], ShardWriter],
     config: dict[str, Any],
     progress: Callable[[int], None] = lambda done: None,
+    leave_out: Container[str] = (),
 ) -> None:
-    """Write `dst` in one atomic step; memory holds what the writers hold.
+    """Write a checkpoint into an empty directory; memory holds what the writers hold.
 
     Args:
       src: directory of the source.
-      dst: directory to write; replaced if it exists.
+      directory: where to write.
       tensors: the source's tensors.
       writer_of: writer of the output shard that takes the place of the source's tensors of these names.
       config: the output's config.json.
       progress: called with the number of the source's tensors done.
+      leave_out: names of files that are not copied.
     """
     shards: dict[str, list[str]] = {}
     for name in tensors:
         shards.setdefault(tensors.file_of(name).name, []).append(name)
-    with atomic_directory(dst) as directory:
-        weight_map, size, done = {}, 0, 0
-        for shard, members in sorted(shards.items()):
-            writer = writer_of(members)
-            write_file(directory / shard, writer.specs, writer.tensor)
-            weight_map |= dict.fromkeys(writer.specs, shard)
-            size += sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in writer.specs.values())
-            done += len(members)
-            progress(done)
-        if set(shards) != {SINGLE_FILE}:
-            write_json(
-                directory / INDEX_FILE,
-                {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
-            )
-        _copy_rest(src, directory)
-        write_json(directory / "config.json", config)
+    weight_map, size, done = {}, 0, 0
+    for shard, members in sorted(shards.items()):
+        writer = writer_of(members)
+        share = len(members) / len(writer.specs)  # a quantized tensor becomes several
+        write_file(directory / shard, writer.specs, _counted(writer, done, share, progress))
+        weight_map |= dict.fromkeys(writer.specs, shard)
+        size += sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in writer.specs.values())
+        done += len(members)
+        progress(done)
+    if set(shards) != {SINGLE_FILE}:
+        write_json(
+            directory / INDEX_FILE,
+            {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
+        )
+    _copy_rest(src, directory, leave_out)
+    write_json(directory / "config.json", config)
 
 
-def _refuse_to_replace(src: Path, dst: Path) -> None:
-    """Raise FileExistsError if replacing `dst` would delete the source, or anything but a model's files."""
+def _counted(
+    writer: ShardWriter, before: int, share: float, progress: Callable[[int], None]
+) -> Callable[[str], np.ndarray]:
+    """The writer's `tensor`, which reports that so many tensors, and `share` for each call, are done."""
+    calls = itertools.count()
+
+    def tensor(name: str) -> np.ndarray:
+        progress(before + int(share * next(calls)))
+        return writer.tensor(name)
+
+    return tensor
+
+
+def _refuse_sources(sources: Iterable[Path], dst: Path) -> None:
+    """Raise FileExistsError if replacing `dst` would delete a source."""
     real = dst.resolve()
-    sources = [src.resolve(), *(file.resolve() for file in (src.iterdir() if src.is_dir() else ()))]
-    inside = [path for path in sources if path.is_relative_to(real)]
-    if inside:
-        raise FileExistsError(f"{dst} is or holds the source {inside[0]}: name another directory")
-    names = {path.name for path in dst.iterdir()} if dst.is_dir() else set()
-    if "config.json" not in names or not names & {SINGLE_FILE, INDEX_FILE}:
+    for src in sources:
+        files = src.iterdir() if src.is_dir() else ()
+        for path in (src.resolve(), *(file.resolve() for file in files)):
+            if path.is_relative_to(real):
+                raise FileExistsError(f"{dst} is or holds the source {path}: name another directory")
+
+
+def _refuse_others(dst: Path, adapters: bool) -> None:
+    """Raise FileExistsError if replacing `dst` would delete anything but a model's (or an adapter's) files."""
+    entries = {path.name for path in dst.iterdir()} if dst.is_dir() else set()
+    parts = entries & {BASE_PART, ADAPTER_PART}
+    if adapters and parts and entries <= {BASE_PART, ADAPTER_PART, CARD_FILE}:
+        for part in parts:
+            _refuse_others(dst / part, adapters)
+        return
+    is_model = "config.json" in entries and entries & {SINGLE_FILE, INDEX_FILE}
+    if not is_model and not (adapters and ADAPTER_CONFIG in entries):
+        instead = f" and no adapter with {ADAPTER_CONFIG}" if adapters else ""
         raise FileExistsError(
-            f"{dst} is no model directory with config.json and {SINGLE_FILE} or {INDEX_FILE}: --overwrite does not "
-            "replace it"
+            f"{dst} is no model directory with config.json and {SINGLE_FILE} or {INDEX_FILE}{instead}: --overwrite "
+            "does not replace it"
         )
     folders = sorted(path.name for path in dst.iterdir() if path.is_dir())
     if folders:
         raise FileExistsError(f"{dst} also holds the directory {folders[0]!r}: --overwrite does not delete it")
 
 
-def _copy_rest(src: Path, directory: Path) -> None:
+def _copy_rest(src: Path, directory: Path, leave_out: Container[str]) -> None:
     """Copy tokenizer, generation config and licence: every file without weights."""
     for file in src.iterdir():
         if (
             file.is_file()
             and file.suffix not in (".safetensors", ".bin", ".npz", ".pt", ".pth")
             and file.name not in ("config.json", INDEX_FILE)
+            and file.name not in leave_out
         ):
             shutil.copyfile(file, directory / file.name)

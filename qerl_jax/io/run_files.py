@@ -40,4 +40,4 @@ OWNED: dict[str, tuple[str, ...]] = {
     INCOMPLETE_COPY_FILE: (),
 }
 """What `--overwrite` deletes, in this order: files, and in directories the entries of these patterns. The two files by
-which a run is known come last, so that they survive a kill."""
+which a run is known come last, so that they survive a kill. `adapter/vllm` is an earlier version's."""

@@ -6,6 +6,7 @@ raw little-endian bytes (huggingface/safetensors, README "Format"), so it is rea
 
 from __future__ import annotations
 
+import abc
 import json
 import math
 import os
@@ -131,7 +132,31 @@ def _check_cover(path: Path, table: dict[str, dict], available: int) -> None:
         )
 
 
-class Tensors(Mapping[str, np.ndarray]):
+Spec = tuple[np.dtype, tuple[int, ...]]
+
+
+class TensorSource(Mapping[str, np.ndarray]):
+    """The tensors of a checkpoint by name: those of files (`Tensors`), or values computed when they are asked for."""
+
+    @abc.abstractmethod
+    def spec(self, name: str) -> Spec:
+        """dtype and shape without touching the data."""
+
+    @abc.abstractmethod
+    def file_of(self, name: str) -> Path:
+        """The file a tensor stands in, or is computed from."""
+
+    @abc.abstractmethod
+    def where(self) -> str:
+        """The files, for errors."""
+
+    def require(self, name: str, hint: str = "") -> None:
+        """Raise CheckpointError naming the files if there is no such tensor."""
+        if name not in self:
+            raise CheckpointError(f"{self.where()}: tensor {name!r} is missing from the checkpoint{hint}")
+
+
+class Tensors(TensorSource):
     """Read-only view of one or several safetensors files; arrays are memory-mapped and read on first use."""
 
     def __init__(self, files: Iterable[Path]):
@@ -154,23 +179,24 @@ class Tensors(Mapping[str, np.ndarray]):
         raw = np.memmap(path, np.uint8, "r", offset=start + begin, shape=(end - begin,))
         return raw.view(dtype).reshape(shape)
 
+    def __contains__(self, name: object) -> bool:  # Mapping's own would map the tensor
+        return name in self._entries
+
     def __iter__(self):
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def require(self, name: str, hint: str = "") -> None:
-        """Raise CheckpointError naming the files if there is no such tensor."""
-        if name not in self._entries:
-            where = self._files[0] if len(self._files) == 1 else f"{self._files[0].parent} ({len(self._files)} files)"
-            raise CheckpointError(f"{where}: tensor {name!r} is missing from the checkpoint{hint}")
+    def where(self) -> str:
+        """The file, or the directory and the number of its files."""
+        return str(self._files[0]) if len(self._files) == 1 else f"{self._files[0].parent} ({len(self._files)} files)"
 
     def file_of(self, name: str) -> Path:
         """The file a tensor stands in."""
         return self._entries[name][0]
 
-    def spec(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    def spec(self, name: str) -> Spec:
         """dtype and shape without touching the data."""
         entry = self._entries[name][1]
         return DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -208,9 +234,6 @@ def read_index(path: Path) -> dict[str, str]:
     if not weight_map or not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{path}: weight_map must map tensor names to file names, got {shown(weight_map)}")
     return weight_map
-
-
-Spec = tuple[np.dtype, tuple[int, ...]]
 
 
 def write_file(path: Path, specs: Mapping[str, Spec], tensor: Callable[[str], np.ndarray]) -> None:

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.data.problems import MAX_CHARACTERS
-from qerl_jax.data.prompts import apply_template
+from qerl_jax.data.prompts import TEMPLATE_SECONDS, apply_template
 from qerl_jax.io.files import one_line
 from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.io.template_probe import refuse_endless
 from qerl_jax.untrusted import require_regular, shown
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja"),
+)
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
 
 # Modules that warn of Mistral's pattern, in one or another version of transformers.
@@ -62,8 +67,12 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
 
 
 def _check_template(path: Path, tokenizer: Any) -> None:
+    user, system, assistant = ({"role": role, "content": _PROBE} for role in ("user", "system", "assistant"))
+    conversations = [user], [system, user], [user, assistant, user]
     try:
-        (text,) = apply_template(tokenizer, [[{"role": "user", "content": _PROBE}]])
+        variables = tokenizer.special_tokens_map
+        refuse_endless(tokenizer.get_chat_template(), conversations, variables, TEMPLATE_SECONDS)
+        (text,) = apply_template(tokenizer, [[user]])
         tokenizer(text[:MAX_CHARACTERS], verbose=False)
     except Exception as error:  # a template is a program and may raise anything
         raise CheckpointError(f"{path}: the chat template fails on a user's message: {one_line(error)}") from error
@@ -71,6 +80,30 @@ def _check_template(path: Path, tokenizer: Any) -> None:
         raise CheckpointError(
             f"{path}: the chat template loses the user's message; of {_PROBE!r} it makes {shown(text)}"
         )
+
+
+def refuse_other_tokenizer(base: Path, adapter: Path) -> None:
+    """Raise CheckpointError naming both directories if an adapter's directory has a tokenizer and it is not the base's:
+    it would be one of two which the policy was trained with. Another padding token is none that a policy sees.
+    """
+    theirs = load_tokenizer(adapter)
+    if theirs is None:
+        return
+    ours = load_tokenizer(base)
+    if ours is None:
+        raise CheckpointError(f"{adapter} has a tokenizer, {base} has none: put the policy's into the base's directory")
+    ids = ours.get_vocab(), theirs.get_vocab()
+    other = sorted(token for token in ids[0].keys() | ids[1].keys() if ids[0].get(token) != ids[1].get(token))
+    compared = {f"the id of {token!r}": tuple(vocabulary.get(token) for vocabulary in ids) for token in other[:1]}
+    for name in ("chat_template", "bos_token", "eos_token"):
+        compared[name] = tuple(getattr(tokenizer, name) for tokenizer in (ours, theirs))
+    compared[f"the encoding of {_PROBE!r}"] = tuple(tokenizer(_PROBE)["input_ids"] for tokenizer in (ours, theirs))
+    for name, (here, there) in compared.items():
+        if here != there:
+            raise CheckpointError(
+                f"{adapter}: the tokenizer is not the base's: {name} is {shown(there)}, in {base} it is "
+                f"{shown(here)}; remove the one that the policy was not trained with"
+            )
 
 
 def leave_out_torch() -> None:

@@ -15,7 +15,7 @@ from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
 
 from qerl_jax.io import names
 from qerl_jax.io.quantize import max_magnitude
-from qerl_jax.io.safetensors import FLOATS, CheckpointError, Tensors
+from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource
 from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, Weight, mxfp4, nf4, nvfp4
 
 _BLOCK = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK, "nf4": nf4.NF4_BLOCK, "bf16": 1}
@@ -38,7 +38,9 @@ class WeightReader:
     All methods raise CheckpointError for a missing, misshapen or non-finite tensor, with its file and name.
     """
 
-    def __init__(self, tensors: Tensors, scheme: str | None, weight_format: str, dtype: DTypeLike, matmul_kernel: str):
+    def __init__(
+        self, tensors: TensorSource, scheme: str | None, weight_format: str, dtype: DTypeLike, matmul_kernel: str
+    ):
         self.tensors, self.scheme, self.weight_format = tensors, scheme, weight_format
         self.dtype, self.matmul_kernel = dtype, matmul_kernel
         self.used: set[str] = set()

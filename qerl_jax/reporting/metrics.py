@@ -107,8 +107,8 @@ class EvaluationResults:
         self._values: dict[str, Evaluation] = {}
         try:
             for name, fields in (read_json(self._path) if self._path.exists() else {}).items():
-                self._values[name] = Evaluation(**fields)
-        except TypeError as error:
+                self._values[name] = Evaluation.from_json(fields)
+        except (AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{self._path}: {name!r} is not the result of an evaluation ({error}); delete the file to evaluate anew"
             ) from error

@@ -77,22 +77,24 @@ def render(name: str, config: Config, metrics: list[dict[str, Any]], ending: End
         "",
     ]
     if ending.evaluations:
-        lines += _table(("evaluation", "result"), [(key, e.describe()) for key, e in ending.evaluations.items()])
+        lines += table(("evaluation", "result"), [(key, e.describe()) for key, e in ending.evaluations.items()])
     if metrics:
         tenth = max(1, len(metrics) // 10)
         first, last = (f"first {tenth} steps", f"last {tenth} steps") if tenth > 1 else ("first step", "last step")
-        lines += _table(("in training, mean of", first, last), _progress(metrics, tenth))
+        lines += table(("in training, mean of", first, last), _progress(metrics, tenth))
         lines += _notes(metrics, ending)
     lines += [f"![{Path(plot).stem}]({PLOTS_DIR}/{plot})" for plot in plots] + [""]
     lines += ["## Settings that differ from the defaults", ""]
-    lines += _table(("field", "value", "default"), _differences(config))
+    lines += table(("field", "value", "default"), differences(config))
     lines += ["## Time", ""]
-    lines += _table(("phase", "seconds", "share"), _timing(metrics, ending.phase_seconds))
+    lines += table(("phase", "seconds", "share"), _timing(metrics, ending.phase_seconds))
     lines += ["## Versions", ""]
-    return "\n".join(lines + _table(("what", "version"), _versions()))
+    return "\n".join(lines + table(("what", "version"), _versions()))
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a Markdown table."""
+
     def row(cells: tuple[str, ...]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -129,7 +131,8 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
     return [*notes, ""] if notes else []
 
 
-def _differences(config: Config) -> list[tuple[str, ...]]:
+def differences(config: Config) -> list[tuple[str, ...]]:
+    """Field, value and default of each setting that is not the default."""
     ours, defaults = to_mapping(config), to_mapping(Config())
     return [(f"`{key}`", f"{value}", f"{defaults[key]}") for key, value in ours.items() if value != defaults[key]]
 

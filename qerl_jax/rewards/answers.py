@@ -18,11 +18,15 @@ _REMOVED = re.compile(r"\\[()\[\],!;$]|\$|^[#\s]+")
 # Allowed beside a number: words, a variable it is assigned to, currencies, punctuation. No operators.
 _WORD = re.compile(r"(?:[^\W\d_]['’-]?)+")
 _ASSIGNED = re.compile(r"(?<!\S)[^\W\d_]\s*=\s*$|=\s*$")
-_PUNCTUATION = re.compile(r"[\s.,;:?()~≈%°€£¥₹¢\"“”]|\\%|/(?=[hs]\b|\s*[^\W\d_]{2})")
+_PUNCTUATION = re.compile(r"[\s.,;:?()~≈%°€£¥₹¢\"“”`']|\\%|/(?=[hs]\b|\s*[^\W\d_]{2})")
 _UNITS = frozenset({"a", "m", "g", "l", "h", "s"})  # other single letters are variables or labels
+_ATTACHED = re.compile(r"(?<=\d)(?=(?:[mglhs]|[cmk]m|[mk]g|ml|lb|ft|hr|[ap]m|[a-z]{3,})\b)")  # units, as in 5km
+_SCALES = {"k": 3, "hundred": 2, "thousand": 3, "million": 6, "billion": 9}  # powers of ten
+_SCALED = re.compile(rf"({_NUMBER.pattern})(?:\s*(hundred|thousand|million|billion)\b|([kK])\b)")
+_COMPUTATION = re.compile(r"\A[\d\s.,$()+*/×÷-]*\d[\d\s.,$()+*/×÷-]*=")  # the left side of 2 + 3 = 5
 _CHANGES = re.compile(  # words that change the value of the number beside them
     "pi|sqrt|root|log|ln|sin|cos|tan|exp|squared|cubed|plus|minus|factorial|negative|not|"
-    "hundred|thousand|million|billion|trillion|dozens?|half|halves|halved|twice|thrice|doubled?|tripled?"
+    "hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|halves|halved|twice|thrice|doubled?|tripled?"
 )
 _BOUNDS = re.compile(  # phrases that make it a bound or a part
     r"\b(?:(?:less|more|fewer|greater|larger|smaller|bigger|higher|lower) than|at (?:least|most)|up to|below zero|"
@@ -30,7 +34,7 @@ _BOUNDS = re.compile(  # phrases that make it a bound or a part
 )
 _BOUND_BEFORE = re.compile(r"\b(?:under|over|below|above|exceeds|exceeding)\s*$")
 _ANNOUNCE = re.compile(
-    "about|answer|approximately|are|equals|exactly|hence|is|it's|just|only|so|sum|therefore|thus|total"
+    "about|answer|approximately|are|equals|exactly|hence|is|it's|just|only|so|sum|therefore|thus|total|usd"
 )
 
 
@@ -50,16 +54,18 @@ def extract_answer(completion: str) -> str | None:
 def parse_number(text: str) -> Fraction | None:
     """The number stated by an answer, exactly; None if it states none or several different ones.
 
-    Understands thousands commas, `$`, `%` and other units, an announcing phrase (`x = 12`, `the answer is 12`), a sign,
-    decimals, fractions (`3/4`, `\\frac{3}{4}`) and `\\boxed{…}`. A number inside an expression does not count: one that
-    touches a letter (`B3`, `2x`), is next to an operator, a variable or a word that changes its value (`x^2`,
-    `2\\sqrt{x}`, `2 million`, `half of 4`) or makes it a bound (`less than 5`), or belongs to a label (`Room 3`). A
-    text of more than 1000 characters states no number.
+    Understands thousands commas, `$`, `%` and other units, an announcing phrase (`x = 12`, `the answer is 12`), the
+    computation of a number (`5 + 7 = 12`), a sign, decimals, a scale (`1.45 million`, `276K`), fractions (`3/4`,
+    `\\frac{3}{4}`) and `\\boxed{…}`. A number inside an expression does not count: one that touches a letter (`B3`,
+    `2x`), is next to an operator, a variable or a word that changes its value (`x^2`, `2\\sqrt{x}`, `2 dozen`,
+    `half of 4`) or makes it a bound (`less than 5`), or belongs to a label (`Room 3`). A text of more than 1000
+    characters states no number.
     """
     if len(text) > _LONGEST:
         return None
     text = _REMOVED.sub("", unbox(text).replace("−", "-").strip())
     text = _DEGREES.sub("°", _WRAPPED.sub(lambda match: match[1] or match[2] or "", text)).strip()
+    text = _SCALED.sub(_plain, _ATTACHED.sub(" ", _COMPUTATION.sub("", text))).strip()
     fraction = _FRACTION.search(text)
     if fraction and not _DIGIT.search(text[: fraction.start()] + text[fraction.end() :]):
         sign = text[: fraction.start()].rstrip().endswith("-")
@@ -110,6 +116,15 @@ def unbox(text: str) -> str:
         if depth == 0:
             return text[begin:i]
     return text[begin:]
+
+
+def _plain(match: re.Match) -> str:
+    """A number with its scale in digits: 1450000 for "1.45 million". The text itself where it states none."""
+    try:
+        value = Decimal("".join(match[1].replace(",", "").split()))
+    except InvalidOperation:
+        return match[0]
+    return f"{value.scaleb(_SCALES[(match[2] or match[3]).lower()]):f}" if abs(value.adjusted()) < 1000 else match[0]
 
 
 def _decimal(text: str) -> Fraction | None:

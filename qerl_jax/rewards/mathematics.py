@@ -10,6 +10,10 @@ from typing import Any
 from qerl_jax.rewards.answers import extract_answer, unbox
 from qerl_jax.rewards.outcomes import RewardError, Unparsed
 
+_BASE = re.compile(r"\d_\{?(\d+)\}?")  # the 8 of 52_8
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}|[$.]")
+_ARTICLE = re.compile(r"^(?:an?|the)\s+")
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
 _LONGEST = 1000  # characters of a gold answer; the patterns of `normalize` take quadratic time
 _TAIL = 300  # characters at the end of a completion in which DAPO looks for the answer
@@ -36,6 +40,9 @@ def math_verify(*, completions: Sequence[str], answer: Sequence[str], **_: objec
 
     math-verify implements time limits by signals, which outside the main thread silently turn every score into 0. They
     are off; a worker that takes too long is killed instead (`pool`).
+
+    Two departures from math-verify, which ignores the base of `52_8` and reads words as products of letters: numbers
+    with different bases differ, and words equal the gold answer's words up to case and an article.
     """
     return [_verify(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
@@ -49,6 +56,10 @@ def _verify(completion: str, gold: str) -> float | None:
         return None
     stated = extract_answer(completion)
     stated = unbox(completion) if stated is None and "\\boxed{" in completion else stated
+    if stated is not None and (words := _words(gold)) is not None and words == _words(stated):
+        return 1.0
+    if stated is not None and (base := _BASE.findall(gold)) and _BASE.findall(stated) not in ([], base):
+        return 0.0
     given = _parse(completion, bare=False) if stated is None else _parse(_delimited(unbox(stated)), bare=True)
     if not given:
         return Unparsed(0.0)
@@ -56,6 +67,13 @@ def _verify(completion: str, gold: str) -> float | None:
         return float(verify(expected, given, timeout_seconds=None))
     except Exception:  # SymPy raises what it meets in an expression that no author foresaw
         return Unparsed(0.0)
+
+
+def _words(answer: str) -> str | None:
+    """The words of an answer that has no number or formula, in lower case without an article; None for others."""
+    text = " ".join(_TEXT.sub(lambda match: match[1] or "", unbox(answer)[:_LONGEST]).split()).lower()
+    text = _ARTICLE.sub("", text)
+    return text if _WORDS.fullmatch(text) else None
 
 
 def _parse(text: str, bare: bool) -> list[Any]:
@@ -80,17 +98,23 @@ def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> l
     else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0); None without a gold answer. No answer equals a
     gold one of more than 1000 characters after its last "=".
     """
-    return [_score_line(text[-_TAIL:], gold) for text, gold in zip(completions, answer, strict=True)]
+    return [_score_line(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
 
-def _score_line(text: str, gold: str) -> float | None:
+def last_answer_line(completion: str) -> str | None:
+    """What the last `Answer: …` in the final 300 characters states; None without one."""
+    found = _ANSWER_LINE.findall(completion[-_TAIL:])
+    return found[-1] if found else None
+
+
+def _score_line(completion: str, gold: str) -> float | None:
     if not gold:
         return None
-    found = _ANSWER_LINE.findall(text)
-    if not found:
+    stated = last_answer_line(completion)
+    if stated is None:
         return Unparsed(0.0)
     gold = gold.rsplit("=", 1)[-1]
-    return float(len(gold) <= _LONGEST and normalize(found[-1]) == normalize(gold))
+    return float(len(gold) <= _LONGEST and normalize(stated) == normalize(gold))
 
 
 # Minerva's tables (arXiv 2206.14858, appendix D.1, from lm-evaluation-harness). Order and oddities matter: "a " is

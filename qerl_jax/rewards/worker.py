@@ -60,6 +60,8 @@ def serve(descriptor: int, names: list[str], parent: int) -> None:
                 values = call(name, rewards[name], rows)
             except RewardError as error:
                 reply(task, "error", str(error))
+            except KeyboardInterrupt as error:  # the reward's own: SIGINT is ignored here
+                reply(task, "error", f"reward {name!r} raised {error!r}")
             else:
                 reply(task, "values", [to_json(value) for value in values])
 

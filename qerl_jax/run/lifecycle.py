@@ -14,6 +14,7 @@ from qerl_jax import keys
 from qerl_jax.compilation import Program, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation, evaluate
+from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import Checkpointer
 from qerl_jax.io.hub import is_hub_id
@@ -165,5 +166,5 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
             config.eval_sampling,
             config.seed,
             engine=config.eval_engine,
-            reward=rewards[reward],
+            reward=grader_of(reward, rewards[reward]),
         )

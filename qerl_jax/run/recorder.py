@@ -100,12 +100,15 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self, state: TrainState) -> Iterator[None]:
-        """Run a block as the step after `state`. If it raises, `state` is saved: no finished step is lost."""
-        rescue.check(self._run, self.checkpoints.inputs, self._rows, state)
+        """Run a block as the step after `state`. If it raises, `state` is saved: no finished step is lost. Raises
+        OSError where the output directory is gone, before the block or after an error of it.
+        """
+        self._check_directory(state)
         self.phases.step = int(state.step) + 1
         try:
             yield
         except Exception:
+            self._check_directory(state)
             if int(state.step) > self._first:
                 self._save_after_error(state)
             raise
@@ -143,7 +146,7 @@ class Recorder:
         output directory is gone.
         """
         config, step = self._run.config, int(state.step)
-        rescue.check(self._run, self.checkpoints.inputs, self._rows, state)
+        self._check_directory(state)
         self._skips.check(step == config.num_rollouts)
         self._progress.update(step, self._metrics)
         self.stopped = self._signals.requested  # read once: a later signal counts for the next step
@@ -151,8 +154,16 @@ class Recorder:
             self.stopped = signal.SIGPIPE
         if checkpoint_is_due(step, config) or self.stopped:
             with self.phases("checkpoint"):
-                self.checkpoints.save(state)
+                try:
+                    self.checkpoints.save(state)
+                except OSError:
+                    self._check_directory(state)
+                    raise
         return self.stopped != 0
+
+    def _check_directory(self, state: TrainState) -> None:
+        """Raise OSError if the output directory is gone, with `state` saved beside it."""
+        rescue.check(self._run, self.checkpoints.inputs, self._rows, state)
 
     def _save_after_error(self, state: TrainState) -> None:
         step, console = int(state.step), self._run.console

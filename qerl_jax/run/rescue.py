@@ -26,7 +26,7 @@ def check(run: Run, inputs: Mapping[str, str], rows: Sequence[Mapping[str, Any]]
     Args:
       run: the run.
       inputs: fingerprints, for the checkpoint.
-      rows: metrics of all steps so far.
+      rows: metrics of the steps so far; those after `state` are left out.
       state: the newest state.
     """
     if (run.directory / CONFIG_FILE).exists():
@@ -52,7 +52,7 @@ def save(
     checkpoints = Checkpointer(place, run.config.save_total_limit, inputs)
     with contextlib.closing(checkpoints):
         checkpoints.save(state)
-    for row in rows:
+    for row in (row for row in rows if row["step"] <= int(state.step)):
         metrics = {name: math.nan if value is None else value for name, value in row.items() if name != "step"}
         append_metrics(place, row["step"], metrics)
     run_directory.write_config(place, dataclasses.replace(run.config, output_dir=str(place)))

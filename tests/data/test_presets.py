@@ -52,6 +52,9 @@ SCHEMAS = {
     ],
     "math": texts("problem", "level", "solution", "type"),
     "math500": [*texts("problem", "solution", "answer", "subject", "unique_id"), ("level", pa.int64())],
+    "aime24": [("id", pa.int64()), *texts("problem", "solution", "url")],
+    "aime25": texts("problem", "answer", "id"),
+    "amc23": [("id", pa.int64()), *texts("question"), ("answer", pa.float64()), *texts("url")],
 }
 SCHEMAS["bigmath_hard"] = SCHEMAS["bigmath"]
 
@@ -83,6 +86,9 @@ EXPECTED = {
         r"no \boxed{…}",
     ),
     "math500": ("test", "test", [0, 1, 2, 3, 4], ["9", "25", "49", "121", "169"], None),
+    "aime24": ("test", "data/test-00000-of-00001", [0, 1, 3, 4], ["042", "7", "900", "11"], r"no \boxed{…}"),
+    "aime25": ("test", "test", [0, 1, 2, 4], ["70", "16", "082", "5"], "empty answer"),
+    "amc23": ("test", "data/test-00000-of-00001", [0, 1, 2, 3], ["27", "-1", "3159", "0.5"], "no 'answer'"),
 }
 
 

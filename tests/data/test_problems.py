@@ -226,7 +226,7 @@ def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
         ("arithmetics", "did you mean 'arithmetic'"),
         ("bigmth:/some/where", "did you mean 'bigmath:/some/where'"),
         ("openai/gsm8k", "does not exist; did you mean 'gsm8k'"),
-        ("nothing", r"'nothing' is neither one of \['arithmetic', 'bigmath', .* '.parquet'\]$"),
+        ("nothing", r"'nothing' is neither one of \['aime24', 'aime25', 'amc23', 'arithmetic', .* '.parquet'\]$"),
         ("none.jsonl", r"'none\.jsonl' does not exist$"),
         ("math:none", r"directory 'none' does not exist$"),
         ("math:", r"directory '' does not exist$"),

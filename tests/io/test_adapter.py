@@ -12,23 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
-import small
 import torch
 from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with_norm_offsets
 from oracles import torch_qwen2
 
-from qerl_jax.apply_norms import main as apply_norms_command
 from qerl_jax.config import Config
 from qerl_jax.io import safetensors as st
 from qerl_jax.io.adapter import export_adapter, import_adapter
-from qerl_jax.io.apply_norms import apply_norms
 from qerl_jax.io.load import build_policy, load_policy
 from qerl_jax.io.peft_config import adapter_config
-from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.io.safetensors import CheckpointError
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense
-from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy
 
@@ -70,57 +66,6 @@ def test_export_loads_in_peft_and_gives_the_same_logits(micro_dir, tmp_path, lor
     assert np.abs(theirs - torch_qwen2.logits(torch_qwen2.load(micro_dir), TOKENS)).max() > 0.05
 
 
-def test_vllm_part_of_an_export(micro_dir, tmp_path):
-    """LoRA alone, and the norms, which `apply_norms` lays over the base: by transformers and peft they give the
-    policy. All else of the base is copied, tokenizer and generation config included.
-    """
-    policy = trained(micro_dir, CONFIGS[0])
-    export_adapter(policy, tmp_path / "out")
-    folder = tmp_path / "out/vllm"
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert not config["modules_to_save"] and sorted(config["target_modules"]) == sorted(PROJECTIONS)
-    assert all(re.search(r"\.lora_[AB]\.weight$", name) for name in st.Tensors([folder / "adapter_model.safetensors"]))
-    assert apply_norms_command([str(micro_dir), str(tmp_path / "out"), str(tmp_path / "base")]) == 0
-    model = peft.PeftModel.from_pretrained(torch_qwen2.load(tmp_path / "base"), folder).eval()
-    np.testing.assert_allclose(np.asarray(logits_of(policy, TOKENS)), torch_qwen2.logits(model, TOKENS), atol=1e-4)
-    back = load_policy(tmp_path / "base", dtype=jnp.float32, adapter=folder)
-    assert_trees_equal((back.lora, back.norms, back.frozen), (policy.lora, policy.norms, policy.frozen))
-    copied = "generation_config.json"
-    assert (tmp_path / "base" / copied).read_bytes() == (micro_dir / copied).read_bytes()
-
-
-def test_norms_over_a_sharded_quantized_base(tmp_path):
-    """Codes, scales and every other tensor stay bit for bit, in their shards; the norms are fp32."""
-    sharded = small.bf16(tmp_path / "bf16", shards=2)
-    quantize_checkpoint(sharded, tmp_path / "nvfp4")
-    policy = with_norm_offsets(load_policy(tmp_path / "nvfp4", lora=LoraConfig(0)), 2)
-    export_adapter(policy, tmp_path / "adapter")
-    apply_norms(tmp_path / "nvfp4", tmp_path / "adapter", tmp_path / "out")
-    before, after = (st.open_checkpoint(tmp_path / folder) for folder in ("nvfp4", "out"))
-    assert set(before) == set(after) and len({after.file_of(name) for name in after}) == 2
-    for name in before:
-        assert after.file_of(name).name == before.file_of(name).name
-        if "layernorm" in name:
-            assert after[name].dtype == np.float32
-        else:
-            np.testing.assert_array_equal(after[name].view(np.uint8), before[name].view(np.uint8), err_msg=name)
-    assert_trees_equal(load_policy(tmp_path / "out", lora=LoraConfig(0)).norms, policy.norms)
-
-
-def test_norms_that_do_not_fit_are_refused(micro_dir, tmp_path, capsys):
-    policy = trained(micro_dir, CONFIGS[2])
-    export_adapter(policy, tmp_path / "lora", norms=False)
-    arguments = [str(micro_dir), str(tmp_path / "lora"), str(tmp_path / "base")]
-    assert apply_norms_command(arguments) == 2
-    assert "norms.safetensors does not exist" in capsys.readouterr().err
-    export_adapter(policy, tmp_path / "lora")
-    assert apply_norms_command([*arguments[:2], str(tmp_path / "lora")]) == 2
-    assert "already exists" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=r"input_layernorm.*\[32\].*\[16\]"):
-        apply_norms(small.bf16(tmp_path / "other"), tmp_path / "lora", tmp_path / "base")
-    assert not (tmp_path / "base").exists()
-
-
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")  # peft knows no RMSNorm's shape, and needs none
 def test_norms_alone_load_in_peft_and_here(micro_dir, tmp_path):
     """A policy without LoRA (`lora_rank` 0 with `train_norms`) is PEFT's LN_TUNING."""
@@ -133,8 +78,6 @@ def test_norms_alone_load_in_peft_and_here(micro_dir, tmp_path):
     back = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "out")
     assert_trees_equal((back.lora, back.norms), (policy.lora, policy.norms))
     assert_trees_equal(back.base_norms, load_policy(micro_dir, dtype=jnp.float32).norms)
-    apply_norms(micro_dir, tmp_path / "out", tmp_path / "base")
-    np.testing.assert_allclose(ours, torch_qwen2.logits(torch_qwen2.load(tmp_path / "base"), TOKENS), atol=1e-4)
     with pytest.raises(ValueError, match=r"adapter_config\.json.*rank=0.*rank=2"):
         load_policy(micro_dir, dtype=jnp.float32, lora=LoraConfig(2), adapter=tmp_path / "out")
     config = tmp_path / "out/adapter_config.json"
@@ -160,9 +103,8 @@ def test_an_export_names_its_base_model(micro_dir, tmp_path):
     policy = trained(micro_dir, CONFIGS[2])
     for given, expected in ((None, str(micro_dir)), ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B")):
         export_adapter(policy, tmp_path / "out", base_model=given)
-        for folder in ("out", "out/vllm"):
-            config = json.loads((tmp_path / folder / "adapter_config.json").read_text())
-            assert config["base_model_name_or_path"] == expected
+        config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == expected
     with pytest.raises(ValueError, match="base_model"):
         export_adapter(policy.replace(source=None), tmp_path / "other")
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from qerl_jax.io import files
-from qerl_jax.io.files import atomic_directory, check_file_writable, write_json, write_text
+from qerl_jax.io.files import atomic_directory, check_file_writable, check_writable, write_json, write_text
 
 
 def test_a_device_and_a_pipe_are_written_to(tmp_path):
@@ -34,6 +34,17 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real" / "file")
     write_text(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("a\0b", "embedded null byte"), ("a" * 5000, "File name too long"), ("a" * 300, "File name too long")],
+)
+def test_a_directory_that_no_system_can_name(tmp_path, name, reason):
+    """It was taken for one that is not there yet, and the error came later, without the option's name."""
+    with pytest.raises(OSError, match=rf"^output_dir '/.* cannot be written: {reason}$"):
+        check_writable(tmp_path / name, "output_dir")
+    check_writable(tmp_path / "new" / "directory", "output_dir")
 
 
 class Killed(BaseException):

@@ -123,7 +123,10 @@ class PlainRun:
             "mean_length": float(np.mean([len(row["new"]) for row in rows])),
             "problems": len(self.evaluated),
             "generations": s["eval_num_generations"],
-        } | dict.fromkeys(("accuracy", "low", "high", "pass_at_k", "format", "failed"), 0)
+            "unreadable": 1.0,
+        } | dict.fromkeys(
+            ("accuracy", "low", "high", "pass_at_k", "format", "failed", "maj_at_k", "ties", "ungradable"), 0
+        )
 
     def _step(self, step: int) -> None:
         s, group = self.s, self.s["num_generations"]

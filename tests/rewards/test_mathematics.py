@@ -54,6 +54,12 @@ def test_dapo_scores_as_the_release(completion, gold, value):
         ("<answer>" + _COLUMN + "</answer>", _COLUMN, 1),
         ("<answer>thus \\boxed{4}</answer>", "4", 1),
         ("<answer>\\text{Evelyn}</answer>", "Evelyn", 1),
+        ("<answer>an ellipse.</answer>", "\\text{ellipse}", 1),
+        ("<answer>a circle</answer>", "\\text{ellipse}", 0),
+        ("<answer>Sam and the dog</answer>", "\\text{Sam and the dog}", 1),
+        ("<answer>52_{8}</answer>", "52_8", 1),  # math-verify itself takes any base, see the next two
+        ("<answer>52_9</answer>", "52_8", 0),
+        ("<answer>52</answer>", "52_8", 1),
         ("first \\boxed{3}, no: \\boxed{4}", "4", 1),
         ("first \\boxed{4}, no: \\boxed{3}", "4", 0),
         ("The final answer is $4$.", "4", 1),

@@ -36,6 +36,8 @@ def act(prompts, completions, answer, **columns):
             re.match("(a+)+$", "a" * 60 + "b")
         if text == "exit":
             os._exit(3)
+        if text == "interrupt":
+            raise KeyboardInterrupt
         if text == "quit":
             sys.exit("bye")
         if text == "segfault":
@@ -126,6 +128,13 @@ def test_a_reward_that_exits_or_returns_no_list_is_an_error_at_once(mine, worker
     for function, words in cases.items():
         with load_rewards((f"{mine}:{function}",), workers, 30.0) as rewards, pytest.raises(RewardError, match=words):
             rewards[f"{mine}:{function}"](**rows(["quit"]))
+
+
+def test_an_interrupt_that_a_reward_raises_is_its_error(mine):
+    """It ended the worker with a trace, and the message said only that the process died."""
+    words = r"mine.py:act' raised KeyboardInterrupt\(\)"
+    with load_rewards((f"{mine}:act",), 1, 30.0) as rewards, pytest.raises(RewardError, match=words):
+        rewards[f"{mine}:act"](**rows(["interrupt"]))
 
 
 def test_a_file_that_exits_is_an_error(tmp_path):

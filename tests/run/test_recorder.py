@@ -70,6 +70,34 @@ def test_a_deleted_output_directory_ends_the_run_with_its_state_saved_beside(run
     assert str(caught.value).endswith(f"--config {place}/config.yaml --resume auto")
 
 
+@pytest.mark.parametrize("moment", ["before the metrics", "after the metrics", "at the checkpoint"])
+def test_an_output_directory_that_is_deleted_within_a_step(running, monkeypatch, moment):
+    """The step fails at the first file that it cannot write: its error says nothing of the state, which must be that
+    before the step, with the metrics before it."""
+    run, recorder, state = running
+    with pytest.raises(OSError, match="was deleted during the run; the state after step 2 is saved"):
+        if moment == "at the checkpoint":
+
+            def save(self, state):
+                shutil.rmtree(run.directory)
+                monkeypatch.undo()
+                self.save(state)
+
+            monkeypatch.setattr(Checkpointer, "save", save)
+            monkeypatch.setattr("qerl_jax.run.recorder.checkpoint_is_due", lambda *_: True)
+            with recorder:
+                monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
+                recorder.end_step(state)
+        else:
+            with recorder.step(state):
+                if moment == "after the metrics":
+                    recorder._rows.append({"step": 3, "num_tokens": 3, "kl": None})
+                shutil.rmtree(run.directory)
+                raise FileNotFoundError("completions/step_000003.parquet cannot be written")
+    (place,) = run.directory.parent.glob("run-rescued-*")
+    saved(place, state)
+
+
 def test_a_state_that_can_be_saved_nowhere_is_said_lost(running, monkeypatch):
     run, recorder, state = running
     shutil.rmtree(run.directory.parent)

@@ -162,4 +162,6 @@ def kinds() -> Iterator[Case]:
         "a" * 5000,
         "x\ny",
     ):
-        yield Case(f"dataset: named {name[:20]!r}", reads("--dataset", name), ("dataset|split|holds",))
+        yield Case(
+            f"dataset: named {name[:20]!r}", reads("--dataset", name), ("dataset|split|holds|File name too long: 'aaa",)
+        )

@@ -14,9 +14,9 @@ from pathlib import Path
 import small
 from attacks.harness import STOPPED, Case
 from attacks.templates import (
-    applies_norms,
     dry_runs,
     evaluates,
+    exports,
     model_config,
     quantizes,
     trains,
@@ -106,7 +106,7 @@ def cases() -> Iterator[Case]:
         "dry run": (dry_runs(), ()),
         "evaluation": (evaluates(), ()),
         "quantization": (quantizes("plain", "out"), ("out",)),
-        "apply_norms": (applies_norms("model", "adapter", "out"), ("out",)),
+        "export": (exports("adapter", "out", "--as", "merged"), ("out",)),
         "help": (trains_by(["--help"]), ()),
         "quantize's help": (quantizes("--help"), ()),
     }
@@ -261,7 +261,7 @@ def cases() -> Iterator[Case]:
         "return 10**401": "returned a int|not iterable",
         "return [10**401] * len(completions)": "expected a finite number",
         "import ctypes; ctypes.string_at(0)": "the process died",
-        "raise KeyboardInterrupt": "the process died|raised KeyboardInterrupt",
+        "raise KeyboardInterrupt": r"raised KeyboardInterrupt\(\)",
         "import os, signal; os.kill(os.getppid(), signal.SIGTERM); return [0.0] * len(completions)": "",
     }.items():
         code = (0, 2, STOPPED, -signal.SIGTERM) if "SIGTERM" in body else 2

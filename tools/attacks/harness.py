@@ -172,7 +172,7 @@ def _verdict(case: Case, code: int | None, output: str, errors: str) -> str:
     if code not in expected:
         kind = "wrong success" if code == 0 else "exit code"
         return f"{kind}: ended with {code}, expected {case.code}; it said {told[-300:]!r}"
-    if code == REFUSED and "╭" not in told:  # tyro's own refusals of a command line are boxes
+    if code == REFUSED:
         lines = errors.strip().splitlines()
         if len(lines) != 1 or not lines[0].startswith("error: ") or len(lines[0]) > 3000:
             return f"words: not one line that begins with 'error: ': {errors[-600:]!r}"

@@ -15,7 +15,7 @@ import mutations
 import numpy as np
 import small
 from attacks.harness import Case, quoted
-from attacks.templates import applies_norms, both, dry_runs, evaluates, model_config, quantizes, reads, written
+from attacks.templates import both, dry_runs, evaluates, exports, model_config, quantizes, reads, written
 from test_bad_input import MODELS
 
 from qerl_jax.io import safetensors as st
@@ -313,8 +313,9 @@ def templates() -> Iterator[Case]:
             "{% if '+' in messages[-1].content %}" + LOOP + "{% endif %}" + USER,
             "no end after",
         ),
+        "that raises a power": (USER + "{{ 9 ** (9 ** 9) }}", "chat template fails .*no end after 10 s"),
         "that recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template fails"),
-        "that takes 10 GB": ("{{ 'a' * 10000000000 }}", "chat template fails .*MemoryError"),
+        "that takes 10 GB": ("{{ 'a' * 10000000000 }}", "chat template fails .*MemoryError: it takes more than 1 GB"),
         "that makes 30 MB": (USER + "{{ 'a' * 30000000 }}", "chat template makes 30,"),
         "that drops the user": ("nothing", "loses the user's message"),
         "that is no template": ("{% for %}", "chat template"),
@@ -327,7 +328,7 @@ def templates() -> Iterator[Case]:
         "that divides by zero": ("{{ 1 // 0 }}", "chat template fails"),
         "that reads what is not there": ("{{ nothing.at.all }}", "chat template fails"),
         "that is empty": ("{# #}", "chat template|loses"),
-        "that formats widely": ("{{ '%1000000000d' % 1 }}", "chat template"),
+        "that formats widely": ("{{ '%10000000000d' % messages|length }}", "more than 1 GB"),
     }
     for name, (template, says) in table.items():
         yield Case(
@@ -397,11 +398,11 @@ def adapters() -> Iterator[Case]:
         "gone": Path.unlink,
     }.items():
         yield Case(
-            f"adapter: norms {kind}",
-            applies_norms("model", "adapter", "out"),
-            ("norms.safetensors",),
+            f"adapter: exported, {kind}",
+            exports("adapter", "out", "--as", "merged"),
+            ("adapter_model.safetensors",),
             uses=("adapter",),
-            prepare=lambda place, damage=damage: damage(place / "adapter/vllm/norms.safetensors"),
+            prepare=lambda place, damage=damage: damage(place / "adapter/adapter_model.safetensors"),
         )
 
 

@@ -95,10 +95,10 @@ def cases() -> Iterator[Case]:
         "another rank": (["--resume", "auto", "--lora-rank", "32"], r"lora_rank: 64 -> 32"),
         "another seed": (["--resume", "auto", "--seed", "9"], r"seed: 0 -> 9"),
         "another model": (["--resume", "auto", "--weight-format", "nf4"], "weight_format"),
-        "of a file": (["--resume", "rows.jsonl"], "resume 'rows.jsonl' is neither"),
-        "of the dataset's directory": (["--resume", "."], "resume '.' is neither"),
+        "of a file": (["--resume", "rows.jsonl"], "resume 'rows.jsonl' would begin another"),
+        "of the dataset's directory": (["--resume", "."], "resume '.' would begin another"),
         "with --overwrite": (["--resume", "auto", "--overwrite"], "overwrite deletes the run"),
-        "of nothing": (["--resume", "nothing"], "resume 'nothing' is neither"),
+        "of nothing": (["--resume", "nothing"], "resume 'nothing' would begin another"),
     }
     for name, (flags, says) in refused.items():
         yield Case(

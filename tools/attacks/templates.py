@@ -14,9 +14,9 @@ import yaml
 from command_lines import ROWS, RUN, SHORT, lines, replaced
 
 from qerl_jax import train
-from qerl_jax.apply_norms import main as apply_norms_main
 from qerl_jax.command_line import process
 from qerl_jax.command_line.evaluate import main as evaluate_main
+from qerl_jax.export import main as export_main
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
@@ -46,7 +46,7 @@ def make_run(place: Path) -> int:
 
 def exit_code(main: Main, flags: Sequence[str]) -> int:
     """Exit code as the process would have it."""
-    if main is train.main or main is evaluate_main or main is quantize_main or main is apply_norms_main:
+    if main is train.main or main is evaluate_main or main is quantize_main or main is export_main:
         process.end(lambda: main(list(flags)))
     return main(list(flags))
 
@@ -92,9 +92,9 @@ def quantizes(*argv: str) -> Callable[[Path], int]:
     return lambda place: exit_code(quantize_main, argv)
 
 
-def applies_norms(*argv: str) -> Callable[[Path], int]:
-    """Norms applied to a base."""
-    return lambda place: exit_code(apply_norms_main, argv)
+def exports(*argv: str) -> Callable[[Path], int]:
+    """An export of the adapter."""
+    return lambda place: exit_code(export_main, [*argv, "--base", "model"])
 
 
 def written(name: str, content: str | bytes) -> Callable[[Path], object]:

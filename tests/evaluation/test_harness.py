@@ -1,8 +1,9 @@
-"""Intervals of an accuracy against published values, and the description people read."""
+"""The figures of an evaluation over completions written here, and the description people read."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 
 import jax
@@ -11,39 +12,31 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qerl_jax import evaluation, keys
+from qerl_jax import keys
 from qerl_jax.data.problems import Problem
-from qerl_jax.evaluation import Evaluation, evaluate, interval
+from qerl_jax.data.prompts import encode_problems
+from qerl_jax.evaluation import Evaluation, evaluate, harness
+from qerl_jax.evaluation.statistics import Estimate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults
+from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed
 from qerl_jax.types import Engine, FinishReason, Policy, Rollout, Sampling
 
 
-def test_wilson_interval():
-    # Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, and 0 of 20.
-    low, high = interval(np.repeat([1.0, 0.0], [81, 182])[:, None])
-    assert (low, high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    low, high = interval(np.zeros((20, 1)))
-    assert (low, high) == pytest.approx((0.0, 0.1611), abs=5e-5)
-
-
-def test_interval_over_problems_treats_completions_as_dependent():
-    correct = np.repeat([[1.0], [0.0], [1.0], [1.0]], 100, axis=1)
-    mean, half = 0.75, 1.959964 * np.std([1, 0, 1, 1], ddof=1) / 2
-    assert interval(correct) == pytest.approx((mean - half, min(1, mean + half)), abs=1e-6)
-
-
 def test_results_survive_the_process(tmp_path):
-    result = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1)
+    estimates = {"pass@1": Estimate(0.5, 0.4, 0.6)}
+    result = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1, ungraded=(3, 4), estimates=estimates)
     EvaluationResults(tmp_path).put("before", result)
     assert EvaluationResults(tmp_path).get("before") == result and EvaluationResults(tmp_path).get("after") is None
+    result = dataclasses.replace(result, ungraded=())
     assert result.describe() == "pass@1 50.0 % (95 % interval 40.0–60.0, 200 problems)"
     broken = dataclasses.replace(result, failed=3).describe()
     assert broken == result.describe()[:-1] + ", 3 completions whose largest logit was not finite)"
 
 
+SAMPLING = Sampling(9, num_generations=3)
 RIGHT = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0]])  # four problems, three completions each
 
 
@@ -75,7 +68,7 @@ def written(monkeypatch):
         finish = jnp.asarray(finish, jnp.int8)
         return Rollout(jnp.asarray(tokens), logprobs, prompts.lengths[index], lengths, finish, index)
 
-    monkeypatch.setattr(evaluation, "generate", generate)
+    monkeypatch.setattr(harness, "generate", generate)
     return policy, calls
 
 
@@ -96,6 +89,16 @@ def test_several_completions_a_problem(written):
     assert result.format == 9 / 12 and result.truncated == pytest.approx(1 / 12)
     assert result.mean_length == pytest.approx(np.mean(lengths))
     assert result.describe().startswith("avg@3 41.7 %")
+    # Votes: problem 0 has 10, 11, 11, problem 1 has 12 three times, problem 2 its own 12 three times, problem 3 has 10
+    # and 13 (its last one failed): one of four is right, one is a tie that the first answer wins.
+    assert (result.maj_at_k, result.ties, result.unreadable) == (1 / 4, 1, 0.0)
+    assert {name: estimate.value for name, estimate in result.estimates.items()} == {
+        "avg@3": pytest.approx(5 / 12),
+        "pass@2": pytest.approx((2 / 3 + 0 + 1 + 2 / 3) / 4),  # 1 of 3 right: two of the three pairs hold it
+        "pass@3": 3 / 4,
+        "maj@3": 1 / 4,
+    }
+    assert result.metrics()["eval/maj_at_k"] == 1 / 4
 
 
 def test_what_counts_as_correct_is_a_reward_above_zero(written):
@@ -106,8 +109,42 @@ def test_what_counts_as_correct_is_a_reward_above_zero(written):
 
     def reward(*, prompts, answer, **_):
         seen.extend(zip(prompts, answer, strict=True))
-        return [None, 0.0, 0.2] * 4
+        return [None, 0.2, 0.0] * 4
 
     result = evaluate(policy, problems, Sampling(9, num_generations=3), reward=reward)
     assert (result.accuracy, result.pass_at_k) == (pytest.approx(1 / 3), 1.0)
     assert seen == [(f"What is {p}?", str(10 + p)) for p in range(4) for _ in range(3)]
+
+
+def test_a_gold_answer_that_cannot_be_read_counts_in_no_figure(written):
+    """Problem 2, the only one with three correct completions: left out and listed, not wrong."""
+    policy, _ = written
+    problems = [Problem(7 + i, f"What is {i}?", "" if i == 2 else str(10 + i)) for i in range(4)]
+    result = evaluate(policy, problems, Sampling(9, num_generations=3))
+    assert (result.ungraded, result.problems) == ((9,), 3)
+    assert result.accuracy == pytest.approx(2 / 9) and result.pass_at_k == pytest.approx(2 / 3)
+    assert "1 problems are left out: their gold answers cannot be read (ids 9)" in result.table()
+    assert "1 more have an unreadable gold answer" in result.describe()
+    with pytest.raises(ValueError, match="none of 4 gold answers can be read; the first is ''"):
+        evaluate(policy, [Problem(i, "What?", "") for i in range(4)], Sampling(9, num_generations=3))
+
+
+def test_a_completion_whose_logits_were_not_finite_is_wrong_whatever_it_says(written):
+    """The last of the twelve, which its reward would pay for; nor does it vote: 10 and 13 are left, a tie."""
+    policy, _ = written
+    problems = [Problem(i, f"What is {i}?", str(10 + i)) for i in range(4)]
+    grader = dataclasses.replace(harness.ANSWER, reward=lambda completions, **_: [1.0] * len(completions))
+    [items] = harness.sampled_items(policy, encode_problems(problems, policy.tokenizer, "", 512)[0], SAMPLING, grader)
+    assert items[3].verdicts == ["correct", "correct", "wrong"] and items[3].answers == ["10", "13", None]
+    result = evaluate(policy, problems, SAMPLING)
+    assert (result.ties, result.failed) == (1, 1)
+
+
+def test_grading_that_failed_is_counted(written):
+    policy, _ = written
+    values = [1.0, TimedOut(math.nan), Crashed(math.nan), Unparsed(0.0), 0.0, TimedOut(0.5)] * 2
+    problems = [Problem(i, f"What is {i}?", "1") for i in range(4)]
+    result = evaluate(policy, problems, Sampling(9, num_generations=3), reward=lambda **_: values)
+    # A program that met the limit keeps its share of the tests; the last completion of all is one that failed.
+    assert result.accuracy == pytest.approx(3 / 12)
+    assert (result.ungradable, result.unreadable, result.maj_at_k) == (4, pytest.approx(2 / 12), None)

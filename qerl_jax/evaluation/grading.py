@@ -1,0 +1,112 @@
+"""Verdicts on completions, and votes among them.
+
+Axes: P problems, n completions of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from qerl_jax.rewards.outcomes import FLAGS, Reward
+from qerl_jax.rewards.statements import STATEMENTS, Extract
+
+CORRECT, WRONG, NO_GOLD = "correct", "wrong", "no gold"
+_VERDICT_OF = {"parse_failure": "unreadable", "timeout": "timeout", "crash": "crash"}
+UNREADABLE, TIMEOUT, CRASH = _VERDICT_OF.values()
+
+
+@dataclasses.dataclass(frozen=True)
+class Grader:
+    """How completions are judged.
+
+    Attributes:
+      reward: gives a correct completion more than 0, and None where it cannot read the gold answer.
+      extract: the answer that a completion states, as a text, or None. Without it nothing is extracted and no vote is
+        taken.
+      form: a completion that states the answer "{}", as the reward reads one.
+      reads_extracted: the reward judges `form` with the extracted answer in place of the completion, whose form it does
+        not know; no extracted answer is unreadable.
+    """
+
+    reward: Reward
+    extract: Extract | None = None
+    form: str = "{}"
+    reads_extracted: bool = False
+
+    def verdicts(
+        self, prompts: Sequence[str], golds: Sequence[str], completions: Sequence[str], prompt_index: Sequence[int]
+    ) -> list[str]:
+        """One verdict for each completion: "correct", "wrong", "unreadable" (it states no answer), "timeout" or "crash"
+        of its grading, or "no gold" (the gold answer cannot be read).
+        """
+        if self.reads_extracted:
+            stated = [self.extract(text) for text in completions]
+            completions = ["" if text is None else self.stating(text) for text in stated]
+        values = self.reward(
+            prompts=list(prompts), completions=list(completions), answer=list(golds), prompt_index=list(prompt_index)
+        )
+        return [_verdict(value) for value in values]
+
+    def stating(self, answer: str) -> str:
+        """A completion that states an answer."""
+        return self.form.replace("{}", answer)
+
+    def majority(self, answers: Sequence[str | None]) -> tuple[int | None, bool]:
+        """Index of the first completion with the answer that most of them give, and whether others have as many votes;
+        None without any answer. Equivalent answers vote together; among answers with as many votes the one given first
+        wins.
+
+        A text joins the first group whose first text it equals by the reward, in the order of the completions.
+        """
+        group_of: dict[str, int] = {}
+        firsts: list[int] = []  # index of each group's first completion
+        votes: list[int] = []
+        for index, text in enumerate(answers):
+            if text is None:
+                continue
+            if text not in group_of:
+                group_of[text] = self._group(text, [answers[first] for first in firsts])
+                if group_of[text] == len(firsts):
+                    firsts.append(index)
+                    votes.append(0)
+            votes[group_of[text]] += 1
+        if not votes:
+            return None, False
+        return firsts[votes.index(max(votes))], votes.count(max(votes)) > 1
+
+    def _group(self, text: str, representatives: list[str]) -> int:
+        """The first group that a text belongs to; their number where it begins a new one."""
+        if not representatives:
+            return 0
+        count = len(representatives)
+        values = self.reward(
+            prompts=[""] * count,
+            completions=[self.stating(text)] * count,
+            answer=representatives,
+            prompt_index=list(range(count)),
+        )
+        return next((i for i, value in enumerate(values) if _verdict(value) == CORRECT), count)
+
+
+def grader_of(name: str, reward: Reward, extract: Extract | None = None) -> Grader:
+    """The grader of a reward by its name in `rewards.functions.BUILT_IN`; `extract`: the form in which the completions
+    state their answers, where it is not that of the reward.
+
+    Raises ValueError for such a form with a reward that compares no texts.
+    """
+    if name in STATEMENTS:
+        own, form = STATEMENTS[name]
+        return Grader(reward, extract or own, form, reads_extracted=extract is not None)
+    if extract is not None:
+        raise ValueError(f"reward {name!r} cannot judge an extracted answer, only one of {sorted(STATEMENTS)} can")
+    return Grader(reward)
+
+
+def _verdict(value: float | None) -> str:
+    if value is None:
+        return NO_GOLD
+    for flag, kind in FLAGS.items():
+        if isinstance(value, kind) and not value > 0:
+            return _VERDICT_OF[flag]
+    return CORRECT if value > 0 else WRONG

@@ -1,0 +1,83 @@
+"""Estimates over problems and their 95 % intervals.
+
+Axes: P problems, n completions of each, M estimates, R resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+_Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
+RESAMPLES = 10_000
+_AT_ONCE = 4_000_000  # weights of resamples held at a time, 8 bytes each
+
+
+class Estimate(NamedTuple):
+    """A mean over problems with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k completions is correct, from n of which `correct` are:
+    `1 − C(n − c, k) / C(n, k)` (Chen et al. 2021, arXiv 2107.03374, equation 1). Computed in integers.
+    """
+    if not (0 <= correct <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {correct} correct among {n} completions: needs 0 <= correct <= n, 1 <= k <= n")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def ks(n: int) -> list[int]:
+    """The k of pass@k that n completions are reported with: powers of two up to n, and n."""
+    return sorted({2**i for i in range(n.bit_length())} | {n})
+
+
+def bootstrap(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES) -> dict[str, Estimate]:
+    """Mean of each list of P values, one a problem, with its percentile bootstrap interval over problems (Efron &
+    Tibshirani 1993, chapter 13): all lists are resampled together, from one fixed seed.
+
+    Where all problems have the same value 0 or 1, resampling knows no spread: the interval is Wilson's.
+    """
+    columns = {name: np.array(column, np.float64) for name, column in values.items()}
+    count = len(next(iter(columns.values())))
+    random = np.random.default_rng(0)
+    means: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+    for start in range(0, resamples, step := max(1, _AT_ONCE // count)):
+        weights = random.multinomial(count, np.full(count, 1 / count), size=min(step, resamples - start))
+        for name, column in columns.items():
+            means[name].append(weights @ column / count)
+    found = {}
+    for name, column in columns.items():
+        low, high = np.quantile(np.concatenate(means[name]), (0.025, 0.975))
+        if (column == column[0]).all() and column[0] in (0.0, 1.0):
+            low, high = wilson(float(column[0]), count)
+        found[name] = Estimate(float(column.mean()), float(low), float(high))
+    return found
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share of `count` independent trials."""
+    centre = (mean + _Z95**2 / (2 * count)) / (1 + _Z95**2 / count)
+    half = _Z95 / (1 + _Z95**2 / count) * math.sqrt(mean * (1 - mean) / count + _Z95**2 / (4 * count**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def interval(correct: Float64[np.ndarray, "P n"]) -> tuple[float, float]:
+    """95 % interval of the mean in closed form.
+
+    n = 1: Wilson's score interval. n > 1: normal approximation over the problems' means, because completions of one
+    problem are not independent.
+    """
+    count, n = correct.shape
+    mean = float(correct.mean())
+    if n == 1:
+        return wilson(mean, count)
+    half = _Z95 * float(correct.mean(axis=1).std(ddof=1)) / math.sqrt(count) if count > 1 else 1.0
+    return max(0.0, mean - half), min(1.0, mean + half)

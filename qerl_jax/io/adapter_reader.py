@@ -1,0 +1,109 @@
+"""A PEFT adapter's tensors by layer and module, checked against the model they are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from qerl_jax.io import names, safetensors
+from qerl_jax.io.hf_config import read_json
+from qerl_jax.io.peft_config import CONFIG_FILE, adapter_config
+from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.models.config import LAYER_NORMS, ModelConfig
+
+_PREFIX = "base_model.model."
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def lora_key(layer: int, part: str, matrix: str) -> str:
+    """PEFT's name of the "A" or "B" of a projection."""
+    return f"{_PREFIX}{names.projection(layer, part)}.lora_{matrix}.weight"
+
+
+def norm_key(name: str, alone: bool) -> str:
+    """PEFT's name of a norm that is `name` in the base checkpoint: beside a LoRA, or alone (LN_TUNING)."""
+    key = _PREFIX + name
+    return f"{key.removesuffix('weight')}ln_tuning_layers.weight" if alone else key
+
+
+class AdapterReader:
+    """The adapter of a directory for a model of the shape `model`; tensors are memory-mapped until they are asked for.
+
+    Raises:
+      FileNotFoundError: no adapter there.
+      CheckpointError: an adapter of another kind (`adapter_config`), or a tensor that is missing, unknown, or of a
+        shape that this model does not have. Later: a value that is not finite.
+    """
+
+    def __init__(self, directory: Path, model: ModelConfig):
+        self.directory, self.path = directory, directory / WEIGHTS_FILE
+        self.config = adapter_config(directory)
+        self._model = model
+        if not self.path.exists():
+            raise FileNotFoundError(
+                f"{self.path} does not exist: an adapter directory holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+            )
+        self._tensors = safetensors.Tensors([self.path])
+        raw = read_json(directory / CONFIG_FILE)
+        named = raw.get("modules_to_save" if self.config.rank else "target_modules") or []
+        self._norms = {
+            (layer, name): key
+            for layer in range(model.num_layers)
+            for name in LAYER_NORMS
+            if (key := norm_key(names.layer_norm(layer, name), alone=self.config.rank == 0)) in self._tensors
+            or name in named
+        }
+        self._check_shapes()
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether it carries layer norms."""
+        return bool(self._norms)
+
+    def has_norm(self, layer: int, name: str) -> bool:
+        """Whether it carries this one."""
+        return (layer, name) in self._norms
+
+    def lora(self, layer: int, part: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """A f32[R, K] and B f32[N, R] of a projection, as PEFT stores them; None where it has no adapter."""
+        if not self.config.rank or part not in self.config.target_modules:
+            return None
+        a, b = (self._read(lora_key(layer, part, matrix)) for matrix in "AB")
+        return a, b
+
+    def norm(self, layer: int, name: str) -> np.ndarray | None:
+        """f32[D]: a layer norm; None where the adapter leaves it alone."""
+        key = self._norms.get((layer, name))
+        return None if key is None else self._read(key)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self._norms.values(), (self._model.hidden_size,))
+        rank, targets = self.config.rank, self.config.target_modules if self.config.rank else ()
+        for layer in range(self._model.num_layers):
+            for part, (n, k) in self._model.projection_shapes().items():
+                if part in targets:
+                    shapes |= {lora_key(layer, part, "A"): (rank, k), lora_key(layer, part, "B"): (n, rank)}
+        return shapes
+
+    def _check_shapes(self) -> None:
+        wanted = self._shapes()
+        for name, shape in wanted.items():
+            if name not in self._tensors:
+                raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
+            found = self._tensors.spec(name)[1]
+            if found != shape:
+                raise CheckpointError(
+                    f"{self.path}: {name!r} has shape {list(found)}, the model asks for {list(shape)}"
+                )
+        unknown = sorted(set(self._tensors) - set(wanted))
+        if unknown:
+            raise CheckpointError(
+                f"{self.path}: {len(unknown)} tensors have no place in the policy, first {unknown[0]!r}"
+            )
+
+    def _read(self, name: str) -> np.ndarray:
+        array = self._tensors[name].astype(np.float32)
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{self.path}: {name!r} holds a value that is not finite")
+        return array

@@ -1,0 +1,183 @@
+"""Checkpoints computed from others, tensor by tensor: a base without quantization, with an adapter merged into it, or
+with other layer norms. Memory holds the tensor that is asked for, not the model.
+
+Axes: N output features, K input features, R rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+from qerl_kernels.nvfp4_matmul import reference as fp4
+from qerl_kernels.ops import fp32_matmul
+
+from qerl_jax.io import hf_config, names
+from qerl_jax.io.adapter_reader import AdapterReader
+from qerl_jax.io.safetensors import Spec, TensorSource, open_checkpoint
+from qerl_jax.io.tensor_names import check_names, is_frequencies
+from qerl_jax.io.weights import WeightReader
+from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS
+from qerl_jax.models.formats import Nf4, Weight, nf4
+
+_FUSED_WITH = {part: parts for parts in FUSED_PROJECTIONS.values() for part in parts}
+
+
+class DenseTensors(TensorSource):
+    """A policy as an unquantized checkpoint without an adapter: each projection is W, or `W + scale · B A` under an
+    adapter, computed in fp32 and rounded once to `dtype`; the adapter's norms stand in the place of the base's.
+
+    Args:
+      base: model directory.
+      weight_format: format into which an unquantized base was quantized while loading; W is then the quantized value.
+      adapter: None: the base alone.
+      dtype: dtype of every tensor, bfloat16 or float32.
+
+    Raises CheckpointError for a base whose tensors are not those of its config (`check_names`).
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        weight_format: str | None = None,
+        adapter: AdapterReader | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+    ):
+        self.config, self.dtype, self._adapter = hf_config.model_config(base), np.dtype(dtype), adapter
+        self.scheme = hf_config.stored_format(base)
+        self._stored = open_checkpoint(base)
+        check_names(self._stored, self.config, self.scheme)
+        self._quantizes = self.scheme is None and weight_format not in (None, "bf16")
+        self._reader = WeightReader(self._stored, self.scheme, weight_format or "bf16", jnp.float32, "xla")
+        layers = range(self.config.num_layers)
+        self._modules = {
+            names.projection(layer, part): (layer, part) for layer in layers for part in self.config.projection_shapes()
+        }
+        self._norms = {names.layer_norm(layer, name): (layer, name) for layer in layers for name in LAYER_NORMS}
+        self._stored_names = {dense: name for name in self._stored if (dense := self._dense_name(name)) is not None}
+        self._weight = functools.lru_cache(maxsize=2)(self._read_weight)  # o_proj comes between k_proj and q_proj
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if (place := self._modules.get(name.removesuffix(".weight"))) is not None:
+            return self._projection(*place)
+        norm = self._adapter_norm(name)
+        return (self._stored[self._stored_names[name]] if norm is None else norm).astype(self.dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored_names
+
+    def __iter__(self):
+        return iter(self._stored_names)
+
+    def __len__(self) -> int:
+        return len(self._stored_names)
+
+    def where(self) -> str:
+        """The files of the base."""
+        return self._stored.where()
+
+    def file_of(self, name: str) -> Path:
+        """The base's file from which the tensor is computed."""
+        return self._stored.file_of(self._stored_names[name])
+
+    def spec(self, name: str) -> Spec:
+        """dtype and shape."""
+        place = self._modules.get(name.removesuffix(".weight"))
+        shape = self._stored.spec(self._stored_names[name])[1]
+        return self.dtype, shape if place is None else self.config.projection_shapes()[place[1]]
+
+    def is_copy(self, name: str) -> bool:
+        """Whether the tensor is one of the base's, in its dtype."""
+        place = self._modules.get(name.removesuffix(".weight"))
+        if place is not None and (self.scheme or self._quantizes or self._lora(*place) is not None):
+            return False
+        return self._adapter_norm(name) is None and self._stored.spec(self._stored_names[name])[0] == self.dtype
+
+    def _dense_name(self, stored: str) -> str | None:
+        """Name of a stored tensor here; None for scales, and for buffers that every library computes itself."""
+        module, _, suffix = stored.rpartition(".")
+        if self.scheme is None or module not in self._modules or suffix == "bias":
+            return None if is_frequencies(stored) else stored
+        return f"{module}.weight" if suffix == names.QUANTIZED[self.scheme][0] else None
+
+    def _lora(self, layer: int, part: str) -> tuple[np.ndarray, np.ndarray] | None:
+        return None if self._adapter is None else self._adapter.lora(layer, part)
+
+    def _adapter_norm(self, name: str) -> np.ndarray | None:
+        place = self._norms.get(name)
+        return None if self._adapter is None or place is None else self._adapter.norm(*place)
+
+    def _projection(self, layer: int, part: str) -> np.ndarray:
+        # Quantizing takes the parts of a fused projection together, because they share a global scale.
+        parts = _FUSED_WITH.get(part, (part,)) if self._quantizes else (part,)
+        shapes = self.config.projection_shapes()
+        start = sum(shapes[other][0] for other in parts[: parts.index(part)])
+        weight = jax.tree.map(lambda rows: rows[start : start + shapes[part][0]], self._weight(layer, parts))
+        lora = self._lora(layer, part)
+        a, b = (None, None) if lora is None else lora
+        scale = self._adapter.config.scale if self._adapter is not None and lora is not None else 0.0
+        return np.asarray(_merge(weight, a, b, scale, self.dtype.name))
+
+    def _read_weight(self, layer: int, parts: tuple[str, ...]) -> Weight | np.ndarray:
+        shapes = self.config.projection_shapes()
+        return self._reader.projection([(names.projection(layer, part), shapes[part]) for part in parts])
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _merge(
+    weight: Weight | ArrayLike,
+    a: Float[ArrayLike, "R K"] | None,
+    b: Float[ArrayLike, "N R"] | None,
+    scale: float,
+    dtype: str,
+) -> Float[Array, "N K"]:
+    """`W + scale · B A` in fp32, rounded once to `dtype`; W where there is no adapter."""
+    values = dense_values(weight)
+    return (values if a is None else values + scale * fp32_matmul(jnp.asarray(b), jnp.asarray(a))).astype(dtype)
+
+
+def dense_values(weight: Weight | ArrayLike) -> Float[Array, "N K"]:
+    """The values of a projection on the host, dense or 4-bit in its canonical form, in fp32."""
+    if isinstance(weight, Nf4):
+        return nf4.dequantize(weight)
+    return jnp.asarray(weight, jnp.float32) if isinstance(weight, jax.Array | np.ndarray) else fp4.dequantize(weight)
+
+
+class Overlaid(TensorSource):
+    """A checkpoint with the layer norms of an adapter in place of its own, in fp32 as they were trained."""
+
+    def __init__(self, tensors: TensorSource, adapter: AdapterReader, num_layers: int):
+        self._tensors, self._adapter = tensors, adapter
+        places = [(layer, name) for layer in range(num_layers) for name in LAYER_NORMS]
+        self._norms = {names.layer_norm(*place): place for place in places if adapter.has_norm(*place)}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        place = self._norms.get(name)
+        return self._tensors[name] if place is None else self._adapter.norm(*place)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def where(self) -> str:
+        """The files of the checkpoint."""
+        return self._tensors.where()
+
+    def file_of(self, name: str) -> Path:
+        """The file of the checkpoint's own tensor."""
+        return self._tensors.file_of(name)
+
+    def spec(self, name: str) -> Spec:
+        """dtype and shape."""
+        dtype, shape = self._tensors.spec(name)
+        return (np.dtype(np.float32) if name in self._norms else dtype), shape

@@ -1,0 +1,92 @@
+"""Logits of a model directory computed while it is read, layer by layer: memory holds one layer, or the embedding.
+
+Axes: B sequences, T tokens, V vocab.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+from qerl_kernels.ops import fp32_matmul, rms_norm
+
+from qerl_jax.io import names
+from qerl_jax.io.adapter_reader import AdapterReader
+from qerl_jax.io.load import read_layer
+from qerl_jax.io.safetensors import TensorSource
+from qerl_jax.io.weights import WeightReader
+from qerl_jax.models.attention import padded_attention, rotary_angles
+from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
+from qerl_jax.models.lora import Lora
+from qerl_jax.models.qwen2 import DecoderLayer
+
+
+def streamed_logits(
+    tensors: TensorSource,
+    model: ModelConfig,
+    tokens: Int32[np.ndarray, "B T"],
+    scheme: str | None = None,
+    weight_format: str | None = None,
+    adapter: AdapterReader | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Float32[np.ndarray, "B T V"]:
+    """fp32 logits of whole sequences in fp32 arithmetic, as `policy_logits` of `load_policy(…, dtype=jnp.float32)`.
+
+    Args:
+      tensors: the checkpoint.
+      model: its shape.
+      tokens: ids without padding.
+      scheme: layout of its quantized weights (`hf_config.stored_format`).
+      weight_format, adapter: as for `load_policy`.
+      progress: called with the number of layers done and of all layers.
+
+    Raises CheckpointError as `load_policy` does.
+    """
+    reader = WeightReader(tensors, scheme, weight_format or "bf16", jnp.float32, "xla")
+    vocabulary = (model.vocab_size, model.hidden_size)
+    embedding = reader.dense(names.EMBED, vocabulary)
+    x = embedding[jnp.asarray(tokens)]
+    if not model.tie_word_embeddings:
+        del embedding  # memory for a layer
+    for layer in range(model.num_layers):
+        weights = {name: reader.to_device(value) for name, value in read_layer(reader, model, layer).items()}
+        adapters = _adapters(adapter, model, layer)
+        if adapter is not None:
+            norms = {name: adapter.norm(layer, name) for name in LAYER_NORMS}
+            weights |= {name: jnp.asarray(value) for name, value in norms.items() if value is not None}
+        x = _run_layer(model, DecoderLayer(model, weights, adapters, jnp.dtype(jnp.float32)), x)
+        progress(layer + 1, model.num_layers)
+    norm = jnp.asarray(reader.vector(names.FINAL_NORM, model.hidden_size, jnp.float32))
+    head = embedding if model.tie_word_embeddings else reader.dense(names.LM_HEAD, vocabulary)
+    logits = np.asarray(fp32_matmul(rms_norm(x, norm, model.rms_norm_eps, jnp.float32), head.T))
+    if model.tie_word_embeddings and names.LM_HEAD in tensors:
+        reader.refuse_other_head(vocabulary)
+    reader.refuse_unknown()
+    return logits
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(model: ModelConfig, layer: DecoderLayer, x: Float32[Array, "B T D"]) -> Float32[Array, "B T D"]:
+    batch, length = x.shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    attention = padded_attention(model, jnp.ones((batch, length), bool))
+    return layer(x, rotary_angles(positions, model), attention)[0]
+
+
+def _adapters(adapter: AdapterReader | None, model: ModelConfig, layer: int) -> dict[str, dict[str, Lora]]:
+    """A layer's adapters as `Qwen2` describes them."""
+    shapes = model.projection_shapes()
+    found: dict[str, dict[str, Lora]] = {}
+    for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+        offset, found[fused] = 0, {}
+        for part in parts:
+            lora = None if adapter is None else adapter.lora(layer, part)
+            if lora is not None:
+                a, b = (jnp.asarray(value).T for value in lora)
+                found[fused][part] = Lora(a, b, adapter.config.scale, offset)
+            offset += shapes[part][0]
+    return found

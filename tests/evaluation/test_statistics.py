@@ -1,0 +1,80 @@
+"""Estimates and intervals: against published values, enumeration, and what the bootstrap is known to converge to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from qerl_jax.evaluation.statistics import bootstrap, interval, ks, pass_at_k, wilson
+
+
+def test_wilson_interval():
+    # Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, and 0 of 20.
+    low, high = interval(np.repeat([1.0, 0.0], [81, 182])[:, None])
+    assert (low, high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    low, high = interval(np.zeros((20, 1)))
+    assert (low, high) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+def test_interval_over_problems_treats_completions_as_dependent():
+    correct = np.repeat([[1.0], [0.0], [1.0], [1.0]], 100, axis=1)
+    mean, half = 0.75, 1.959964 * np.std([1, 0, 1, 1], ddof=1) / 2
+    assert interval(correct) == pytest.approx((mean - half, min(1, mean + half)), abs=1e-6)
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_mean_over_all_choices(n):
+    """All ways to choose k of n completions; the estimator's product form, Chen et al. 2021, figure 3."""
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        right = [i < correct for i in range(n)]
+        chosen = [any(right[i] for i in choice) for choice in itertools.combinations(range(n), k)]
+        assert pass_at_k(n, correct, k) == pytest.approx(np.mean(chosen), abs=1e-15)
+        if n - correct >= k:
+            product = 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1))
+            assert pass_at_k(n, correct, k) == pytest.approx(product, abs=1e-12)
+
+
+def test_pass_at_k_of_many_completions_and_bad_input():
+    assert pass_at_k(1000, 1, 1) == pytest.approx(1e-3) and pass_at_k(1000, 0, 1000) == 0
+    assert pass_at_k(1000, 1, 999) == pytest.approx(0.999)
+    for n, correct, k in ((4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)):
+        with pytest.raises(ValueError, match=f"pass@{k} of {correct} correct among {n}"):
+            pass_at_k(n, correct, k)
+    assert [ks(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_bootstrap_has_the_width_of_the_normal_approximation():
+    """For many problems the percentile interval is mean ± 1.96 s / √P. Of 10,000 resamples a 2.5 % quantile has the
+    standard error √(0.025 · 0.975 / 10,000) / φ(1.96) = 0.027 standard deviations of the mean; 0.1 are allowed.
+    """
+    random = np.random.default_rng(7)
+    values = {"a": random.random(500).round(2).tolist(), "b": (random.random(500) < 0.3).astype(float).tolist()}
+    for name, estimate in bootstrap(values).items():
+        mean, deviation = np.mean(values[name]), np.std(values[name]) / math.sqrt(500)
+        assert estimate.value == pytest.approx(mean)
+        assert estimate.low == pytest.approx(mean - 1.96 * deviation, abs=0.1 * deviation)
+        assert estimate.high == pytest.approx(mean + 1.96 * deviation, abs=0.1 * deviation)
+
+
+def test_bootstrap_of_three_problems_is_the_exact_distribution():
+    """27 resamples of (0, 0, 1): the mean is 0 with probability 8/27, 1 with 1/27, which is over 2.5 %."""
+    estimate = bootstrap({"a": [0.0, 0.0, 1.0]})["a"]
+    assert estimate == (pytest.approx(1 / 3), 0.0, 1.0)
+    estimate = bootstrap({"a": [0.0, 0.0, 0.0, 1.0]})["a"]  # 1 with 1/256: below it
+    assert estimate == (0.25, 0.0, 0.75)
+
+
+def test_bootstrap_repeats_and_does_not_depend_on_the_other_estimates():
+    random = np.random.default_rng(1)
+    a, b = random.random(40).tolist(), random.random(40).tolist()
+    assert bootstrap({"a": a})["a"] == bootstrap({"b": b, "a": a})["a"]
+
+
+def test_where_all_problems_agree_the_interval_is_wilsons():
+    """30 wrong of 30: no resample has another mean, but the accuracy may well be 0.1."""
+    estimates = bootstrap({"none": [0.0] * 30, "all": [1.0] * 30, "half": [0.5] * 30})
+    assert estimates["none"] == (0.0, *wilson(0.0, 30)) and estimates["none"].high == pytest.approx(0.1135, abs=5e-5)
+    assert estimates["all"] == (1.0, *wilson(1.0, 30)) and estimates["half"] == (0.5, 0.5, 0.5)

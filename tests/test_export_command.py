@@ -1,0 +1,283 @@
+"""`python -m qerl_jax.export`: runs, interrupted or not, adapters, the model card; and bad input, which ends in one
+line that names file, key and both values, and leaves nothing behind.
+
+`OUT`, `MODEL` and `ADAPTER` in a message stand for the directories of the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+import small
+import yaml
+from command_lines import assert_says, error_of
+from helpers import randomized, with_norm_offsets
+
+from qerl_jax.config import Config
+from qerl_jax.evaluation import Evaluation
+from qerl_jax.export import main
+from qerl_jax.io import safetensors as st
+from qerl_jax.io.adapter import export_adapter
+from qerl_jax.io.checkpoint import Checkpointer
+from qerl_jax.io.load import load_policy
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.reporting.metrics import EvaluationResults
+from qerl_jax.rl.state import init_state
+from qerl_jax.run import directory as run_directory
+from qerl_jax.run.lifecycle import export_trained
+
+LORA = LoraConfig(4)
+AFTER = Evaluation(0.75, 0.7, 0.8, 0.9, 1.0, 0.0, 20.0, problems=50, generations=2)
+
+
+def make_run(place: Path, **changes: object) -> tuple[Path, Config]:
+    """A run with two checkpoints, an evaluation and no adapter yet, and beside it the adapter that it would write."""
+    model, run = small.bf16(place / "model", shards=1), place / "run"
+    options = {"model": str(model), "eval_dataset": "arithmetic", "dtype": "float32", "train_norms": True, **changes}
+    config = runs.config(run, **options)
+    policy = load_policy(model, config.weight_format, config.lora, jnp.float32)
+    run_directory.write_config(run, config)
+    EvaluationResults(run).put("after", AFTER)
+    checkpoints = Checkpointer(run, 2)
+    for step in (1, 2):
+        moved = with_norm_offsets(randomized(policy, step), step) if config.train_norms else randomized(policy, step)
+        state = init_state(moved, config)
+        checkpoints.save(state.replace(step=jnp.int32(step)))
+    checkpoints.close()
+    export_trained(moved, state, place / "exported")
+    return run, config
+
+
+@pytest.mark.parametrize("train_norms", [True, False])
+def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, capsys, train_norms):
+    """The same bytes as the adapter that the run writes at its end, and it says where they come from."""
+    beta = {} if train_norms else {"beta": 0.0}
+    run, _ = make_run(tmp_path, train_norms=train_norms, **beta)
+    assert main([str(run), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"{run} has no adapter/ yet: exporting its newest checkpoint, of step 2" in said
+    assert "differ from the policy's by at most 0 (mean 0)" in said
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
+    assert "checkpoint of step 2" in (tmp_path / "out/README.md").read_text()
+    shutil.move(tmp_path / "exported", run / "adapter")
+    assert main([str(run), str(tmp_path / "whole")]) == 0
+    assert "checkpoint" not in capsys.readouterr().out
+    assert "checkpoint of step" not in (tmp_path / "whole/README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["peft", "vllm", "merged", "merged-nvfp4"])
+def test_card(tmp_path, capsys, kind):
+    """The hub's own reader of model cards, and the run's settings and scores."""
+    run, _ = make_run(tmp_path, learning_rate=3e-4)
+    assert main([str(run), str(tmp_path / "out"), "--as", kind]) == 0
+    said = capsys.readouterr().out
+    text = (tmp_path / "out/README.md").read_text()
+    card = huggingface_hub.ModelCard(text)
+    assert card.data.base_model == str(tmp_path / "model")
+    assert card.data.library_name == ("transformers" if "merged" in kind else "peft")
+    assert {"qerl", "grpo", "lora"} <= set(card.data.tags) and ("nvfp4" in card.data.tags) == (kind == "merged-nvfp4")
+    assert card.data.license is None and "license" not in yaml.safe_load(text.split("---")[1])
+    assert "nvfp4, quantized while loading" in text and f"| after | {AFTER.describe()} |" in text
+    assert "| `learning_rate` | 0.0003 | 1e-05 |" in text and "output_dir" not in text
+    findings = [line.removeprefix("- ") for line in text.splitlines() if line.startswith("- Logits on")]
+    assert len(findings) == 1 and findings[0] in said
+    (use,) = [line.strip() for line in said.splitlines() if line.startswith("  ")]
+    assert use in text and str(tmp_path / "out") in use
+
+
+def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):
+    run, _ = make_run(tmp_path)
+    shutil.copytree(tmp_path / "exported", run / "adapter")
+    out, papers = tmp_path / "out", tmp_path / "papers"
+    papers.mkdir()
+    (papers / "thesis").write_text("x")
+    for kind in ("peft", "vllm", "merged", "peft"):
+        assert main([str(run), str(out), "--as", kind, "--overwrite"]) == 0
+    (out / "notes").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for dst, said in (
+        (tmp_path / "model", "is or holds the source"),
+        (run, "is or holds the source"),
+        (run / "adapter", "is or holds the source"),
+        (tmp_path, "is or holds the source"),
+        (papers, "is no model directory"),
+        (papers / "thesis", "is no model directory"),
+        (out, "also holds the directory 'notes'"),
+    ):
+        assert main([str(run), str(dst), "--overwrite"]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert main([str(run), str(papers)]) == 2
+    assert f"{papers} already exists; --overwrite replaces it" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A quantized model and an adapter of it."""
+    model = small.nvfp4(tmp_path / "model")
+    policy = with_norm_offsets(randomized(load_policy(model, lora=LORA, dtype=jnp.float32), 1), 2)
+    export_adapter(policy, tmp_path / "adapter")
+    return tmp_path
+
+
+def adapter_config(**changes: object) -> Callable[[Path], None]:
+    return lambda place: small.change_json(place / "adapter/adapter_config.json", **changes)
+
+
+def other_base(**shape: int) -> Callable[[Path], None]:
+    def replace(place: Path) -> None:
+        shutil.rmtree(place / "model")
+        small.bf16(place / "model", shards=1, **shape)
+
+    return replace
+
+
+def half_quantized(place: Path) -> None:
+    plain = st.open_checkpoint(place / "model-bf16")[f"{Q}.weight"]
+
+    def change(tensors: dict) -> None:
+        for suffix in ("weight_packed", "weight_scale", "weight_global_scale"):
+            del tensors[f"{Q}.{suffix}"]
+        tensors[f"{Q}.weight"] = np.array(plain)
+
+    small.change_tensors(place / "model", change)
+
+
+def other_tokenizer(change: Callable[[dict], None], name: str = "tokenizer.json") -> Callable[[Path], None]:
+    def copy(place: Path) -> None:
+        for file in small.TOKENIZER:
+            shutil.copyfile(place / "model" / file, place / "adapter" / file)
+        path = place / "adapter" / name
+        value = json.loads(path.read_text()) if name.endswith(".json") else {"text": path.read_text()}
+        change(value)
+        path.write_text(json.dumps(value) if name.endswith(".json") else value["text"])
+
+    return copy
+
+
+def swap_ids(tokenizer: dict) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = sorted(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+
+
+Q = "model.layers.1.self_attn.q_proj"
+FILE, CONFIG = "MODEL/model.safetensors", "ADAPTER/adapter_config.json"
+TENSORS, A = "ADAPTER/adapter_model.safetensors", "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+SEVEN = "['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']"
+NORMS = "['input_layernorm', 'post_attention_layernorm']"
+# what is wrong: (damage, message)
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an adapter for a wider base": (
+        other_base(intermediate_size=64),
+        f"{TENSORS}: '{A.replace('down', 'gate').replace('_A', '_B')}' has shape [32, 4], the model asks for [64, 4]",
+    ),
+    "an adapter for a deeper base": (
+        other_base(num_hidden_layers=1),
+        f"{TENSORS}: 16 tensors have no place in the policy, first 'base_model.model.model.layers.1.…'",
+    ),
+    "an adapter for a shallower base": (
+        other_base(num_hidden_layers=3),
+        f"{TENSORS}: tensor 'base_model.model.model.layers.2.…' is missing",
+    ),
+    "unknown target modules": (
+        adapter_config(target_modules=["q_proj", "lm_head"]),
+        f"{CONFIG}: target_modules ['lm_head', 'q_proj'] go beyond the projections {SEVEN}",
+    ),
+    "unknown modules_to_save": (
+        adapter_config(modules_to_save=["embed_tokens"]),
+        f"{CONFIG}: modules_to_save ['embed_tokens'], supported are the layer norms {NORMS}",
+    ),
+    "another vocabulary": (
+        other_tokenizer(swap_ids),
+        "ADAPTER: the tokenizer is not the base's: the id of '…' is …, in MODEL it is …; remove the one that the "
+        "policy was not trained with",
+    ),
+    "another chat template": (
+        other_tokenizer(lambda value: value.update(text="Q: " + value["text"]), "chat_template.jinja"),
+        "ADAPTER: the tokenizer is not the base's: chat_template is …, in MODEL it is …",
+    ),
+    "half-quantized base": (
+        half_quantized,
+        f"{FILE}: '{Q}' is not quantized (weight is bfloat16), but config.json says NVFP4",
+    ),
+    "quantized base without a quantization_config": (
+        lambda place: small.change_json(place / "model/config.json", quantization_config=None),
+        f"{FILE}: '{Q.replace('.1.', '.0.')}.weight_scale' quantizes '{Q.replace('.1.', '.0.')}', but config.json has "
+        "no quantization_config",
+    ),
+    "an adapter that is not finite": (
+        lambda place: change_adapter(place, A, np.nan),
+        f"{TENSORS}: '{A}' holds a value that is not finite",
+    ),
+}
+
+
+def change_adapter(place: Path, name: str, value: float) -> None:
+    path = place / "adapter/adapter_model.safetensors"
+    tensors = {key: np.array(array) for key, array in st.Tensors([path]).items()}
+    tensors[name][0, 0] = value
+    st.save(path, tensors)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, place, capfd):
+    damage, message = BAD[case]
+    damage(place)
+    before = sorted(path.name for path in place.iterdir())
+    for kind in ("peft", "merged"):
+        arguments = [str(place / "adapter"), str(place / "out"), "--base", str(place / "model"), "--as", kind]
+        said = error_of(main, arguments, place, capfd).replace(str(place / "adapter"), "ADAPTER")
+        assert_says(said, message)
+    assert sorted(path.name for path in place.iterdir()) == before
+
+
+def test_an_adapter_with_the_bases_own_tokenizer_is_exported(place):
+    other_tokenizer(lambda value: None)(place)
+    assert main([str(place / "adapter"), str(place / "out"), "--base", str(place / "model")]) == 0
+
+
+def test_nothing_to_export(place, capfd):
+    run, config = make_run(place / "of-a-run")
+    shutil.copytree(run, place / "run")
+
+    def said(*arguments: str) -> str:
+        return error_of(main, [*arguments], place, capfd).replace(str(place), "HERE")
+
+    out = str(place / "out")
+    assert_says(
+        said(str(place / "adapter"), out),
+        "HERE/adapter is an adapter: name its base with --base (its adapter_config.json has 'MODEL')",
+    )
+    assert_says(
+        said(str(place / "model"), out),
+        "MODEL is neither a run with config.yaml nor an adapter with adapter_config.json",
+    )
+    assert_says(said(str(place / "nothing"), out), "HERE/nothing is no directory: name a run or an adapter")
+    assert_says(
+        said(str(place / "adapter"), out, "--base", str(place / "model"), "--weight-format", "nf4"),
+        "MODEL holds NVFP4 weights (compressed-tensors); weight_format 'nf4' would need the unquantized checkpoint",
+    )
+    contradiction = (
+        "--weight-format 'nf4' is not what the run was trained with: OUT/config.yaml has weight_format 'nvfp4'"
+    )
+    assert_says(said(str(place / "run"), out, "--weight-format", "nf4"), contradiction)
+    shutil.rmtree(place / "run/checkpoints")
+    nothing = "OUT holds neither adapter/ nor a complete checkpoint: nothing to export yet"
+    assert_says(said(str(place / "run"), out), nothing)
+    moved = dataclasses.replace(config, model="moved/away/model")
+    run_directory.write_config(place / "run", moved)
+    shutil.copytree(place / "of-a-run/exported", place / "run/adapter")
+    assert "model directory moved/away/model does not exist" in said(str(place / "run"), out)
+    assert main([str(place / "run"), out, "--base", config.model]) == 0

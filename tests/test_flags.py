@@ -1,0 +1,77 @@
+"""The parser's refusals of a command line: one line each, with the nearest known flag."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from qerl_jax import export, quantize, train
+from qerl_jax.command_line.evaluate import main as evaluate
+
+MODEL = 'Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy.'
+LOSSES = "('grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo')"
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "said"),
+    [
+        (train.main, ["--learnin-rate", "3"], "unknown flag --learnin-rate (did you mean --learning-rate?)"),
+        (train.main, ["--learnin_rate=3"], "unknown flag --learnin_rate (did you mean --learning-rate?)"),
+        (train.main, ["--no-trainnorms"], "unknown flag --no-trainnorms (did you mean --no-train-norms?)"),
+        (train.main, ["--confg", "tiny"], "unknown flag --confg (did you mean --config?)"),
+        (train.main, ["--dryrun"], "unknown flag --dryrun (did you mean --dry-run?)"),
+        (
+            train.main,
+            ["--qqqq", "1", "--sed", "2", "--seed", "1"],
+            "unknown flag --qqqq; unknown flag --sed (did you mean --seed?)",
+        ),
+        (train.main, ["stray", "--seed", "1"], "unexpected argument 'stray'"),
+        (train.main, ["--seed", "1", "2"], "unexpected argument '2'"),
+        (train.main, ["--learning-rate", "a b"], "--learning-rate: could not convert string to float: 'a b'"),
+        (train.main, ["--learning-rate"], "Missing value for argument '--learning-rate'. Expected 1 values."),
+        (train.main, ["--loss-type", "x"], f"invalid choice 'x' for argument '--loss-type'. Expected one of {LOSSES}."),
+        (evaluate, ["tiny", "--bach-size", "1"], "unknown flag --bach-size (did you mean --batch-size?)"),
+        (evaluate, ["tiny", "--config", "tiny"], "unknown flag --config"),
+        (evaluate, [], f"Missing from python -m qerl_jax.evaluate: MODEL {MODEL} (required)"),
+        (
+            quantize.main,
+            ["tiny"],
+            "Missing from python -m qerl_jax.quantize: DST Directory to write, in one atomic step. (required)",
+        ),
+        (export.main, ["a", "b", "c"], "unexpected argument 'c'"),
+        (
+            export.main,
+            ["a", "b", "--as", "gguf"],
+            "invalid choice 'gguf' for argument '--as'. Expected one of ('peft', 'vllm', 'merged', 'merged-nvfp4').",
+        ),
+    ],
+)
+@pytest.mark.parametrize(("width", "encoding"), [("40", "ascii"), ("200", "utf-8")])
+def test_a_refusal_is_one_line(main, argv, said, width, encoding, monkeypatch, capsys):
+    """Whatever the terminal, for which the parser draws a box of its width in its encoding."""
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_a_refusal_on_a_terminal_of_colours(monkeypatch, capsys):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal(io.BytesIO(), "utf-8"))
+    assert train.main(["--loss-type", "x"]) == 2
+    expected = f"error: invalid choice 'x' for argument '--loss-type'. Expected one of {LOSSES}.\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_help_names_positional_arguments(capsys):
+    with pytest.raises(SystemExit) as stop:
+        quantize.main(["--help"])
+    captured = capsys.readouterr()
+    assert stop.value.code == 0 and not captured.err
+    assert "SRC DST" in captured.out and "Directory to write" in captured.out
