@@ -45,6 +45,7 @@ from qerl_jax.io.run_files import METRICS_FILE
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run import prepare
+from qerl_jax.run.devices import use_device_memory
 from qerl_jax.run.memory import memory_report
 from qerl_jax.types import Policy
 
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     add_commit(parser)
     args, overrides = parser.parse_known_args()
+    use_device_memory()
     size = next(size for size in SIZES if f"-{size.lower()}-" in args.recipe)
     with tempfile.TemporaryDirectory() as folder:
         model = model_directory(Path(folder) / size, size, args.tokenizer)

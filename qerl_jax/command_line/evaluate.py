@@ -31,7 +31,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.shapes import cache_note, endless_note
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import make_deterministic, missing_kernels_note
+from qerl_jax.run.devices import make_deterministic, missing_kernels_note, use_device_memory
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
 
 # Fields of Config that are flags here under the same name, and those under another name.
@@ -138,6 +138,7 @@ def _config(arguments: Any) -> Config:
 def _run(arguments: Any) -> Evaluation:
     config = _config(arguments)
     _check(arguments, config)
+    use_device_memory()
     if config.deterministic:
         make_deterministic()
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)

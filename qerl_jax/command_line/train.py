@@ -18,6 +18,7 @@ from qerl_jax.io import assets
 from qerl_jax.io.checkpoint import latest_step
 from qerl_jax.io.tokenizer import leave_out_torch
 from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.devices import use_device_memory
 from qerl_jax.run.directory import resume_command
 from qerl_jax.run.dry_run import show_dry_run
 from qerl_jax.run.prepare import check
@@ -39,6 +40,7 @@ def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) ->
 
     def body() -> int:
         nonlocal config
+        use_device_memory()
         arguments, is_dry_run = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
         config = parse(arguments)
         if is_dry_run:

@@ -19,7 +19,7 @@ import inspect
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from qerl_jax.rl.packing import Packed, PackShape
 
@@ -38,7 +38,8 @@ class _Part(NamedTuple):
       q_starts, q_lengths, k_starts, k_lengths: [R · segments], empty ones of length 0.
       segment_of: of each token as a query.
       place_of: its place there.
-      reads: whether it is one.
+      reads: whether a token is a query of a segment that has keys.
+      is_read: whether it is a key of one that has queries.
     """
 
     causal: bool
@@ -50,7 +51,8 @@ class _Part(NamedTuple):
     k_lengths: Int[Array, " G"]
     segment_of: Int[Array, " T"]
     place_of: Int[Array, " T"]
-    reads: Array
+    reads: Bool[Array, " T"]
+    is_read: Bool[Array, " T"]
 
 
 def forward(
@@ -78,8 +80,7 @@ def backward(
     itself, of_prefix = _parts(packed, shape)
     first = _call_backward(q, k, v, out, statistics, d_out, itself, shape)
     second = _call_backward(q, k, v, out, statistics, d_out, of_prefix, shape)
-    is_prefix = packed.segment_ids < packed.prefixes
-    written = of_prefix.reads, is_prefix, is_prefix
+    written = of_prefix.reads, of_prefix.is_read, of_prefix.is_read
     return tuple(
         (a.astype(jnp.float32) + jnp.where(some[:, None, None], b, 0)).astype(a.dtype)
         for a, b, some in zip(first, second, written, strict=True)
@@ -100,7 +101,17 @@ def _parts(packed: Packed, shape: PackShape) -> tuple[_Part, _Part]:
     count = packed.prefixes
     starts, lengths = (_padded(x, rows * segments) for x in (packed.starts, packed.lengths))
     itself = _Part(
-        True, rows, segments, starts, lengths, starts, lengths, packed.segment_ids, packed.places, packed.real
+        True,
+        rows,
+        segments,
+        starts,
+        lengths,
+        starts,
+        lengths,
+        packed.segment_ids,
+        packed.places,
+        packed.real,
+        packed.real,
     )
     # The suffixes of a prefix: the first one's start, all their tokens.
     own = packed.prefix_of == jnp.arange(count)[:, None]
@@ -110,10 +121,11 @@ def _parts(packed: Packed, shape: PackShape) -> tuple[_Part, _Part]:
     suffix = jnp.clip(packed.segment_ids - count, 0, packed.prefix_of.shape[0] - 1)
     prefix = packed.prefix_of[suffix]
     reads = packed.real & (packed.segment_ids >= count) & (packed.lengths[prefix] > 0)
+    is_read = (packed.segment_ids < count) & (q_lengths[jnp.minimum(packed.segment_ids, count - 1)] > 0)
     place = jnp.arange(shape.tokens) - q_starts[prefix]
     width = max(2, count)
     arrays = (_padded(x, width) for x in (q_starts, q_lengths, packed.starts[:count], packed.lengths[:count]))
-    return itself, _Part(False, 1, width, *arrays, prefix, jnp.where(reads, place, 0), reads)
+    return itself, _Part(False, 1, width, *arrays, prefix, jnp.where(reads, place, 0), reads, is_read)
 
 
 def _padded(x: Int[Array, " X"], count: int) -> Int[Array, " G"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from qerl_jax.run.devices import DETERMINISTIC_FLAGS, make_deterministic, missing_kernels_note
+from qerl_jax.run.devices import (
+    DETERMINISTIC_FLAGS,
+    MEMORY,
+    make_deterministic,
+    missing_kernels_note,
+    use_device_memory,
+)
 
 PROGRAM = """
 import os
@@ -79,3 +86,35 @@ def test_too_late_is_an_error(monkeypatch):
         make_deterministic()
     monkeypatch.setenv("XLA_FLAGS", " ".join(DETERMINISTIC_FLAGS))
     make_deterministic()
+
+
+OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, {MEMORY: "0.94"}), ({MEMORY: "0.5"}, {MEMORY: "0.5"}), ({OLD_NAME: "0.3"}, {OLD_NAME: "0.3"})],
+)
+def test_jax_takes_most_of_the_memory_unless_told(monkeypatch, before, after):
+    monkeypatch.setattr(os, "environ", dict(before))
+    use_device_memory()
+    assert os.environ == after
+
+
+@pytest.mark.parametrize("program", ["train", "evaluate"])
+def test_the_programs_ask_before_a_device_starts(program):
+    """With a reader of the environment in the place of what starts the device."""
+    code = f"""
+import os, sys
+import qerl_jax.{program}, jax
+from qerl_jax.run import devices
+def started(*_):
+    raise ValueError(os.environ["{MEMORY}"])
+from qerl_jax.command_line import {program}
+jax.devices = jax.local_devices = {program}.leave_out_torch = started
+sys.argv[1:] = {["--model", "nowhere"] if program == "train" else ["nowhere", "--dataset", "arithmetic"]}
+sys.exit(qerl_jax.{program}.main())
+"""
+    environment = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.stderr.strip().endswith("error: 0.94"), run.stderr

@@ -212,6 +212,23 @@ def test_update_of_the_tiny_policy_on_the_cpu(tmp_path, change):
     assert estimate == pytest.approx(real, rel=0.3)
 
 
+@pytest.mark.parametrize(
+    ("size", "sizes", "gigabytes"),
+    [
+        ("14B", {"batch_size": 8, "max_prompt_length": 256, "max_completion_length": 1024}, 0.565),
+        ("14B", {"batch_size": 128, "max_prompt_length": 512, "max_completion_length": 4096}, 4.364),
+        ("32B", {"batch_size": 8, "max_prompt_length": 256, "max_completion_length": 2048}, 1.041),
+    ],
+)
+def test_the_workspace_of_attention_is_that_of_compiled_programs(monkeypatch, size, sizes, gigabytes):
+    """Temporary memory of a layer's backward pass, as XLA reports it for programs compiled on an H100 with cuDNN, which
+    a machine without a GPU cannot compile (0d76d6f).
+    """
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
+    config = Config(model=str(SHAPES / f"Qwen2.5-{size}"), weight_format="nvfp4", rollout_memory_gb=2, **sizes)
+    assert memory_report(config).memory.working / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_update_compiled_for_a_gpu():
     """With and without recomputation, several sequences at a time, a long one, a large vocabulary: within 15 %."""
