@@ -75,6 +75,25 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def each_template_tried_once() -> Iterator[None]:
+    """A chat template that ended in its process is not tried there again: a tenth of a second for each model that is
+    loaded, and most tests load one with the same template.
+    """
+    from qerl_jax.io import tokenizer
+
+    refuse_endless, ended = tokenizer.refuse_endless, set()
+
+    def remember(template: str, *others: object) -> None:
+        if template not in ended:
+            refuse_endless(template, *others)
+            ended.add(template)
+
+    tokenizer.refuse_endless = remember
+    yield
+    tokenizer.refuse_endless = refuse_endless
+
+
 @pytest.fixture
 def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled while a run's input is read, for tests of many runs that are refused or stopped there. A run

@@ -184,6 +184,8 @@ def test_indices_and_headers(tmp_path):
         ({"watchdog_seconds": 1e10}, r"watchdog_seconds must be at most 1,000,000, got 1e\+10"),
         ({"max_refill_rounds": 2**31 - 1}, "max_refill_rounds must be at most 100"),
         ({"reward_workers": 10**6}, "reward_workers must be at most 1,024"),
+        ({"batch_size": 2**30, "num_generations": 2**29}, r"batch_size must be at most 1,000,000, got 1.07374e\+09"),
+        ({"eval_batch_size": 10**6 + 1}, "eval_batch_size must be at most 1,000,000"),
         ({"epsilon_high": -1.0}, "epsilon_high must be at least 0"),
         ({"eval_temperature": -1.0}, "eval_temperature must be at least 0"),
         ({"eval_top_p": 2.0}, "eval_top_p must lie in"),
@@ -201,7 +203,8 @@ def test_values_of_a_config(values, words):
 
 
 def test_bounds_let_large_values_pass():
-    assert Config(model="m", watchdog_seconds=1e6, reward_timeout=1e6, max_refill_rounds=100).watchdog_seconds == 1e6
+    largest = {"watchdog_seconds": 1e6, "reward_timeout": 1e6, "max_refill_rounds": 100, "batch_size": 10**6}
+    assert Config(model="m", **largest).batch_size == 10**6
 
 
 def test_flags_given_twice():

@@ -33,6 +33,8 @@ _AT_LEAST: dict[str, float] = {
     "seed": 0,
 }
 _AT_MOST: dict[str, float] = {
+    "batch_size": 1e6,  # completions, whose tokens are held at once; compilers take minutes and more beyond
+    "eval_batch_size": 1e6,
     "max_refill_rounds": 100,  # a step whose rewards stay equal takes all of them
     "reward_workers": 1024,  # processes, started at once
     "reward_timeout": 1e6,  # seconds; the system's calls that wait take little more

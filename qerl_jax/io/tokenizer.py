@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json",
 _WARNING_LOGGERS = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 _PROBE = "What is 17 times 23?"
 _without_torch = False
+_importing = threading.Lock()
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
@@ -115,7 +117,14 @@ def leave_out_torch() -> None:
 
 
 def _auto_tokenizer() -> Any:
-    """transformers' AutoTokenizer, imported without its advice to install PyTorch."""
+    """transformers' AutoTokenizer, imported without its advice to install PyTorch: by one thread at a time, because a
+    second one would find a half of it.
+    """
+    with _importing:
+        return _import_auto_tokenizer()
+
+
+def _import_auto_tokenizer() -> Any:
     name, modules = "TRANSFORMERS_NO_ADVISORY_WARNINGS", ("torch", "transformers")
     before = os.environ.get(name)
     hides_torch = _without_torch and not any(module in sys.modules for module in modules)

@@ -244,8 +244,10 @@ def compare(
         return lines, []
     training = Distance.between(wanted, logits("base", dataclasses.replace(policy, adapter=None)))
     lines.append(f"Training had moved them by at most {training}.")
-    if distance.mean > training.mean:
-        lines.append("Rounding moves them further than training did: an adapter (--as peft, --as vllm) keeps it.")
+    if 2 * distance.mean > training.mean:
+        lines.append(
+            "Rounding moves them by more than half of that: an adapter (--as peft, --as vllm) keeps the policy."
+        )
     if not is_requantized:
         return lines, []
     merged = DenseTensors(policy.base, policy.weight_format, policy.reader())

@@ -27,7 +27,7 @@ def item(number: int) -> Item:
 def write(path, ids, settings=SETTINGS, at_once=2, expected=IDS) -> list[int]:
     """Append items of problems; returns the ids that were there before."""
     with open_records(path, settings, expected, at_once) as records:
-        before = [item.id for item in records.items]
+        before = [one.id for one in records.items]
         records.append([item(number) for number in ids])
     return before
 

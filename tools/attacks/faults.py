@@ -242,8 +242,7 @@ def cases() -> Iterator[Case]:
     yield Case(
         "fault: a batch beyond all memory",
         trains("--batch-size", str(2**30), "--num-generations", str(2**29)),
-        ("memory|hold|exceed|large",),
-        limit=60,
+        ("batch_size must be at most",),
     )
     yield Case(
         "fault: completions beyond all memory",
