@@ -204,13 +204,13 @@ class Config:
 
     tokens_per_micro_batch: int | None = None
     """Tokens per micro-batch of the update; the gradient is that of the whole batch. A smaller value is raised to
-    max_prompt_length + max_completion_length. None: as many as fit, up to where more gains nothing. May change on
-    resume; the order of sums, and so the rounding, changes with it."""
+    max_prompt_length + max_completion_length. None: the number that is fastest by estimate in the memory there is. May
+    change on resume; the order of sums, and so the rounding, changes with it."""
     update_memory_gb: float | None = None
     """Memory for activations of the update, in GB (1e9 bytes): micro-batches shrink to it (unless
-    tokens_per_micro_batch is set), then layers are recomputed. None: the memory that the device has free. When an
-    update runs out of memory lower this first, then tokens_per_micro_batch, then logprob_chunk_size. May change on
-    resume, like tokens_per_micro_batch."""
+    tokens_per_micro_batch is set), and layers recompute gate and up, or all of their forward pass. None: what the
+    device has free. When an update runs out of memory lower this first, then tokens_per_micro_batch, then
+    logprob_chunk_size. May change on resume, like tokens_per_micro_batch."""
     logprob_chunk_size: int = 512
     """Tokens whose logits exist at one time in the update. May change on resume, like tokens_per_micro_batch."""
 

@@ -34,10 +34,10 @@ class _Part(NamedTuple):
       causal: whether segments are masked causally; else every query sees every key.
       rows: R, the packed tokens are seen as so many rows of T / R: cuDNN launches for sequences as long as a row. A
         sequence may cross from a row into the next, because offsets count from the first row.
-      segments: of the queries, of a row.
+      segments: number of segments of a row.
       q_starts, q_lengths, k_starts, k_lengths: [R · segments], empty ones of length 0.
-      segment_of: of each token as a query.
-      place_of: its place there.
+      segment_of: segment in which each token is a query.
+      place_of: place of each token in that segment.
       reads: whether a token is a query of a segment that has keys.
       is_read: whether it is a key of one that has queries.
     """

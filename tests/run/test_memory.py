@@ -158,6 +158,7 @@ def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
     """The larger of the two: a chunk of logits (fp32, and bf16 beside it) counts once it takes more, and whole."""
     vocab, shape = 152064, str(SHAPES / "Qwen2.5-7B")
     fixed = {"weight_format": "nvfp4", "tokens_per_micro_batch": 8192, "rollout_memory_gb": 2}
+    fixed |= {"batch_size": 64, "max_prompt_length": 256, "max_completion_length": 256}
 
     def working(chunk: int) -> int:
         return memory_report(Config(model=shape, logprob_chunk_size=chunk, **fixed)).memory.working
