@@ -190,7 +190,7 @@ def _to_places(
     is_first = wanted % mask.shape[1] == 0
     d_hidden = jnp.zeros_like(d_states).at[jnp.where(is_first, total, places)].set(d_states, mode="drop")
     counts = mask.sum(axis=1)
-    firsts = jnp.minimum(jnp.cumsum(counts) - counts, total - 1)  # of each sequence's tokens in `wanted`
+    firsts = jnp.minimum(jnp.cumsum(counts) - counts, total - 1)  # a sequence's first token in `wanted`
     own = packed.prefix_of == jnp.arange(packed.prefixes)[:, None]
     d_last = jnp.sum(jnp.where((own & mask[:, 0])[..., None], d_states[firsts], 0), axis=1)
     last = last_of_prompts(packed)

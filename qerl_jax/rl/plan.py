@@ -122,7 +122,7 @@ def _plan(
         return UpdatePlan(pack, 0, layers - keeping, inputs + without + keeping * gate_up, working)
     if xla.any:
         mlp += 8 * pack.tokens * model.hidden_size
-    working = max(mlp, other) + kept  # of the layer that is recomputed
+    working = max(mlp, other) + kept  # the layer that is recomputed keeps all meanwhile
     room = free_bytes - working - inputs
     keeping = min(layers, max(0, int(room // (kept - gate_up))))
     lacking = 0 if config.update_memory_gb is not None else max(0, round(-room))
@@ -179,9 +179,9 @@ class _Bytes(NamedTuple):
     """Memory of an update.
 
     Attributes:
-      inputs: of a layer, kept.
-      kept: of a layer besides its input.
-      gate_up: of these, gate and up.
+      inputs: input of a layer, kept.
+      kept: what a layer keeps besides its input.
+      gate_up: part of `kept` that gate and up take.
       mlp: most that the MLP's backward pass needs besides.
       other: most that attention's backward pass or the head needs.
     """

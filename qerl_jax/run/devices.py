@@ -18,7 +18,7 @@ DETERMINISTIC_FLAGS = (
 
 
 MEMORY = "XLA_CLIENT_MEM_FRACTION"
-_SHARE = "0.94"  # of the device's memory; JAX takes 0.75 by itself. The rest is for libraries and loaded programs
+_SHARE = "0.94"  # JAX takes 0.75 of the memory by itself; the rest is for libraries and loaded programs
 
 
 def use_device_memory() -> None:

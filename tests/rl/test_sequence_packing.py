@@ -46,7 +46,7 @@ def test_assignment_by_hand():
     found = assign(lengths, of_prompts, prompts, PackShape(12, 2, 3, 9, 4, 5))
     # 4 + 5 + 2 + 1 = 12 tokens, then prompt 1: 4 + 4 + 1.
     assert found.rows.tolist() == [[2, 0, 3], [1, 4, -1]] and found.prefix_of.tolist() == [[0, 0, 0], [0, 0, 0]]
-    # Of prompt 1 the sequence with 4 + 4 tokens fits beside it in 20, the next 1 no longer.
+    # The sequence of prompt 1 with 4 + 4 tokens fits beside it in 20, the next 1 no longer.
     found = assign(lengths, of_prompts, prompts, PackShape(20, 2, 4, 9, 4, 5))
     assert found.rows.tolist() == [[2, 0, 3, 1], [4, -1, -1, -1]] and found.prefix_of[0].tolist() == [0, 0, 0, 1]
     nothing = assign(np.zeros(2, int), np.ones(2, int), np.zeros(2, int), PackShape(20, 2, 4, 9, 4, 5))
