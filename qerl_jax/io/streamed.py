@@ -1,4 +1,4 @@
-"""Logits of a model directory computed while it is read, layer by layer: memory holds one layer, or the embedding.
+"""Logits of a model directory computed while it is read, layer by layer: memory holds one layer.
 
 Axes: B sequences, T tokens, V vocab.
 """
@@ -24,6 +24,8 @@ from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.lora import Lora
 from qerl_jax.models.qwen2 import DecoderLayer
 
+_ROWS = 8192  # rows of the head multiplied together
+
 
 def streamed_logits(
     tensors: TensorSource,
@@ -48,10 +50,8 @@ def streamed_logits(
     """
     reader = WeightReader(tensors, scheme, weight_format or "bf16", jnp.float32, "xla")
     vocabulary = (model.vocab_size, model.hidden_size)
-    embedding = reader.dense(names.EMBED, vocabulary)
-    x = embedding[jnp.asarray(tokens)]
-    if not model.tie_word_embeddings:
-        del embedding  # memory for a layer
+    embedding = reader.on_host(names.EMBED, vocabulary)
+    x = jnp.asarray(embedding[tokens], jnp.float32)
     for layer in range(model.num_layers):
         weights = {name: reader.to_device(value) for name, value in read_layer(reader, model, layer).items()}
         adapters = _adapters(adapter, model, layer)
@@ -61,8 +61,12 @@ def streamed_logits(
         x = _run_layer(model, DecoderLayer(model, weights, adapters, jnp.dtype(jnp.float32)), x)
         progress(layer + 1, model.num_layers)
     norm = jnp.asarray(reader.vector(names.FINAL_NORM, model.hidden_size, jnp.float32))
-    head = embedding if model.tie_word_embeddings else reader.dense(names.LM_HEAD, vocabulary)
-    logits = np.asarray(fp32_matmul(rms_norm(x, norm, model.rms_norm_eps, jnp.float32), head.T))
+    head = embedding if model.tie_word_embeddings else reader.on_host(names.LM_HEAD, vocabulary)
+    hidden = rms_norm(x, norm, model.rms_norm_eps, jnp.float32)
+    logits = np.empty((*tokens.shape, model.vocab_size), np.float32)
+    for start in range(0, model.vocab_size, _ROWS):
+        rows = jnp.asarray(head[start : start + _ROWS], jnp.float32)
+        logits[..., start : start + _ROWS] = fp32_matmul(hidden, rows.T)
     if model.tie_word_embeddings and names.LM_HEAD in tensors:
         reader.refuse_other_head(vocabulary)
     reader.refuse_unknown()

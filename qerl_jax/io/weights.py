@@ -68,6 +68,10 @@ class WeightReader:
             )
         return array, largest
 
+    def on_host(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """An unquantized tensor as it is stored, memory-mapped."""
+        return self._finite(name, shape)[0]
+
     def dense(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         """An unquantized tensor on the device, in the compute dtype."""
         return jnp.asarray(self._finite(name, shape)[0]).astype(self.dtype)
