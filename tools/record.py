@@ -42,6 +42,14 @@ MEASURED = frozenset(
         "rollout_peak_bytes",
         "recomputed_layers",
         "recomputed_gate_up",
+        "bits_per_weight",
+        "weight_error_mean",
+        "weight_error_worst",
+        "worst_projection",
+        "mean_abs_dlogit",
+        "top1_agreement",
+        "compared_tokens",
+        "kl_standard_error",
     }
 )
 
