@@ -48,7 +48,8 @@ def micro(micro_dir) -> Policy:
 
 def awkward_batch(seed: int = 0) -> Batch:
     """24 sequences: prompts and completions of one token, completions that end at the limit, an empty one, one whose
-    tokens are all masked, one of the longest prompt and completion; three groups of a common prompt.
+    tokens are all masked, one whose first token is, one of the longest prompt and completion; three groups of a common
+    prompt.
     """
     batch = make_batch(64, seed, ROWS)
     tokens, prompts, lengths = np.array(batch.tokens), np.array(batch.prompt_lengths), np.array(batch.lengths)
@@ -62,9 +63,11 @@ def awkward_batch(seed: int = 0) -> Batch:
     lengths[2] = prompts[2]
     prompts[3], lengths[3] = PROMPT, LENGTH
     lengths[4] = prompts[4] + 1
+    lengths[9] = prompts[9] + COMPLETION
     columns = np.arange(LENGTH)
     mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
     mask[5] = False
+    mask[9, prompts[9]] = False
     logprobs = np.where(mask, np.minimum(batch.logprobs, -0.1), 0)
     return batch.replace(
         tokens=jnp.asarray(tokens),
