@@ -38,7 +38,7 @@ sys.path.append(str(TOOLS))  # tests that compile for an H200 import `h200`
 
 # Files of a minute or more.
 LONGEST = {
-    *("test_bad_runs.py", "test_fuzz.py", "test_kills.py", "test_learning.py", "test_research.py"),
+    *("test_bad_runs.py", "test_compare.py", "test_fuzz.py", "test_kills.py", "test_learning.py", "test_research.py"),
     *("test_three_steps.py", "test_train.py", "test_update.py"),
 }
 

@@ -1,0 +1,245 @@
+"""`python -m qerl_jax.compare MODEL [--adapter DIR]`: a model here and in transformers, layer by layer.
+
+Both compute the same prompts, transformers in fp32 on the CPU with eager attention; peft loads the adapter, norms
+included. Compared are the residual stream behind every layer (transformers' `output_hidden_states`, whose normalized
+last entry is replaced by the input of the final norm), the logits, and the log-probabilities of the prompts' tokens.
+
+The relative deviation of a state is the largest over the tokens of `‖ours − reference‖ / s`, s the largest norm of the
+reference's residual stream up to this layer: what an earlier, larger state was rounded by stays in the sum. Logits
+count relative to their norm times `s / ‖last state‖`, log-probabilities relative to their own magnitude plus the rms of
+the token's logits times the same factor.
+
+The bound in fp32, behind layer l = 1, 2, …: `4 √(13 l) (1 + √K) 2^-24`. Each of 13 operations in a row (norm,
+projections, rotary embedding, scores, softmax, … residual addition) rounds once, and sums up to K terms, K the longest
+sum of the model; a sum that is rounded after every addition is off by about √K roundings, and errors of independent
+sign add up as a square root; with 4 in front, such a sum exceeds the bound with probability 2 exp(-4²/2) = 7e-4 (Higham
+and Mary, 2019, https://doi.org/10.1137/18M1226312). The embedding is the same numbers: 0. The head counts as one more
+layer. A log-probability is a logit minus a mean of logits: twice the bound. Libraries sum in blocks and are off by
+less: a random model of 0.5B shapes stays 45 to 110 times below the bound.
+
+The policy runs on JAX's default device. transformers reads NVFP4 through compressed-tensors where that is installed and
+the file has its layout. Since it rounds the weights to bf16, those that agree with our loader's up to that rounding are
+replaced by the unrounded ones. Other quantized weights are dequantized by our loader alone, and the comparison then
+says nothing of them.
+
+Under `--dtype stored` bf16 rounds by 2^-8, and by how much attention magnifies that depends on the model. So the bound
+is twice the deviation of transformers in that dtype from transformers in fp32.
+
+Memory holds one of the models at a time, and the logits of all prompts.
+
+Axes: D features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from rich.console import Console
+
+from qerl_jax.command_line import flags, process
+from qerl_jax.config import ConfigError
+from qerl_jax.io import hf_config
+from qerl_jax.io.adapter_reader import AdapterReader
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.load import load_policy, stored_scheme
+from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
+from qerl_jax.io.torch_reference import Outputs, missing_packages, reference_outputs
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
+from qerl_jax.run.export import prompt_tokens
+from qerl_jax.types import Policy
+from qerl_jax.untrusted import require_regular
+
+_OPERATIONS, _CONFIDENCE, _FP32_UNIT = 13, 4.0, 2.0**-24
+_STORED_MARGIN = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """Compare a model, with or without an adapter, with transformers on the CPU, layer by layer. Exit code 1 if a
+    deviation is beyond the bound that follows from rounding.
+    """
+
+    model: str
+    """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
+    adapter: str | None = None
+    """PEFT directory, norms included."""
+    weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4"] | None = None
+    """Format into which an unquantized model is quantized while loading. None: the stored one."""
+    dtype: Literal["float32", "stored"] = "float32"
+    """Arithmetic here: float32, or the dtype that the model's config.json names. The reference is always float32."""
+    prompts: str | None = None
+    """Text file with one prompt a line. None: four built-in texts; random tokens where the model has no tokenizer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """How far one state, the logits or the log-probabilities are from the reference over all prompts.
+
+    Attributes:
+      name: "embedding", "layer 0", …, "logits", "log-probabilities".
+      largest: maximum of the absolute differences.
+      mean: their mean.
+      relative: as the module defines it; what is bounded.
+    """
+
+    name: str
+    largest: float
+    mean: float
+    relative: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line. Exit code 1 beyond the bound, 2 with a one-line error message for bad input."""
+    return process.run(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def command() -> NoReturn:
+    """The program."""
+    process.end(main)
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.compare", inspect.getdoc(_Arguments))
+    if missing := missing_packages(arguments.adapter is not None):
+        raise ConfigError(f"the comparison needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    console = Console(stderr=True)
+    path, adapter = model_path(arguments.model), None if arguments.adapter is None else Path(arguments.adapter)
+    config, dtype = hf_config.model_config(path), _dtype(path, arguments.dtype)
+    stored_scheme(path, arguments.weight_format)
+    if adapter is not None:  # before hours of work
+        AdapterReader(adapter, config)
+        refuse_other_tokenizer(path, adapter)
+    prompts = _prompts(path, config, arguments.prompts)
+    with console.status("computing here"):
+        lora = LoraConfig(0) if adapter is None else None
+        found = our_outputs(load_policy(path, arguments.weight_format, lora, dtype, adapter), prompts)
+    with console.status("computing in PyTorch"):
+        wanted, reference = reference_outputs(path, adapter, arguments.weight_format, "float32", prompts)
+    if dtype == jnp.float32:
+        bounds = rounding_bounds(config, max(map(len, prompts)))
+    else:
+        with console.status(f"computing in PyTorch, in {dtype.__name__}"):
+            rounded, _ = reference_outputs(path, adapter, arguments.weight_format, dtype.__name__, prompts)
+        bounds = [_STORED_MARGIN * deviation.relative for deviation in deviations(rounded, wanted)]
+    print(f"{arguments.model} in {dtype.__name__}, {len(prompts)} prompts; reference: {reference}")
+    return _show(deviations(found, wanted), bounds)
+
+
+def _dtype(path: Path, wanted: str) -> Any:
+    """The dtype of our arithmetic."""
+    if wanted == "float32":
+        return jnp.float32
+    raw = hf_config.read_json(path / "config.json")
+    stored = raw.get("dtype", raw.get("torch_dtype"))
+    if stored not in ("bfloat16", "float32"):
+        raise ConfigError(f"{path / 'config.json'} has dtype {stored!r}; computed here is in bfloat16 or float32")
+    return getattr(jnp, stored)
+
+
+def _prompts(path: Path, config: ModelConfig, file: str | None) -> list[list[int]]:
+    """Token ids of each prompt, at least two."""
+    if file is None:
+        return prompt_tokens(path, config).tolist()
+    require_regular(Path(file))
+    tokenizer = load_tokenizer(path, config.vocab_size)
+    if tokenizer is None:
+        raise ConfigError(f"{path} has no tokenizer, which --prompts {file} needs")
+    try:
+        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
+    prompts = [tokenizer(line, verbose=False)["input_ids"] for line in lines]
+    if not prompts:
+        raise ConfigError(f"{file} holds no prompt")
+    for line, ids in zip(lines, prompts, strict=True):
+        if not 2 <= len(ids) <= config.max_position_embeddings:
+            raise ConfigError(
+                f"{file}: {line[:40]!r} has {len(ids)} tokens; a prompt has 2 to {config.max_position_embeddings}"
+            )
+    return prompts
+
+
+def our_outputs(policy: Policy, prompts: Sequence[Sequence[int]]) -> list[Outputs]:
+    """The policy on each prompt, padded on the right to one length so that everything is compiled once."""
+    length, found = max(map(len, prompts)), []
+    for ids in prompts:
+        count = len(ids)
+        tokens = np.array([[*ids, *[0] * (length - count)]], np.int32)
+        mask = np.arange(length)[None] < count
+        states, logits, logprobs = (
+            np.asarray(function(policy, tokens, mask)) for function in (hidden_states, policy_logits, token_logprobs)
+        )
+        found.append(Outputs(states[:, 0, :count], logits[0, :count], logprobs[0, : count - 1]))
+    return found
+
+
+def deviations(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> list[Deviation]:
+    """The deviation of every state, the logits and the log-probabilities, the prompts taken together."""
+    layers = len(wanted[0].states) - 1
+    labels = ["embedding", *(f"layer {layer}" for layer in range(layers)), "logits", "log-probabilities"]
+    columns = zip(*(_differences(*pair) for pair in zip(found, wanted, strict=True)), strict=True)
+    rows = []
+    for label, parts in zip(labels, columns, strict=True):
+        difference, relative = (np.concatenate([part[i].ravel() for part in parts]) for i in range(2))
+        rows.append(Deviation(label, float(difference.max()), float(difference.mean()), float(relative.max())))
+    return rows
+
+
+def _differences(found: Outputs, wanted: Outputs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Absolute differences and each token's relative deviation, for every row of the table."""
+
+    def norms(values: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B"]:
+        return np.linalg.norm(values.astype(np.float64), axis=-1)
+
+    lengths = np.maximum(norms(wanted.states), np.finfo(np.float64).tiny)  # a token's embedding may be all zeros
+    largest = np.maximum.accumulate(lengths)
+    for ours, theirs, scale in zip(found.states, wanted.states, largest, strict=True):
+        yield np.abs(ours - theirs), norms(ours - theirs) / scale
+    size = norms(wanted.logits) * largest[-1] / lengths[-1]
+    yield np.abs(found.logits - wanted.logits), norms(found.logits - wanted.logits) / size
+    difference = np.abs(found.logprobs - wanted.logprobs)
+    rms = size[:-1] / math.sqrt(wanted.logits.shape[1])
+    yield difference, difference / (rms + np.abs(wanted.logprobs))
+
+
+def rounding_bounds(config: ModelConfig, length: int) -> list[float]:
+    """The bound of each row in fp32, as derived above, for prompts of at most `length` tokens."""
+    widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, length)
+    unit = _CONFIDENCE * (1 + math.sqrt(max(widths))) * _FP32_UNIT
+    bounds = [unit * math.sqrt(_OPERATIONS * layer) for layer in range(config.num_layers + 2)]
+    return [*bounds, 2 * bounds[-1]]
+
+
+def _show(rows: Sequence[Deviation], bounds: Sequence[float]) -> int:
+    """Print the table; 1 if a deviation is beyond its bound, or is no number."""
+    from rich.table import Table
+
+    table = Table("", "max", "mean", "relative", "bound")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    beyond = []
+    for row, bound in zip(rows, bounds, strict=True):
+        is_within = row.relative <= bound
+        figures = [f"{figure:.3g}" for figure in (row.largest, row.mean, row.relative, bound)]
+        table.add_row(row.name, *figures, style=None if is_within else "bold red")
+        if not is_within:
+            beyond.append(f"{row.name}: {figures[2]}, bound {figures[3]}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"first beyond the bound: {beyond[0]}" if beyond else "all within the bound", soft_wrap=True)
+    return 1 if beyond else 0
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,303 @@
+"""`python -m qerl_jax.compare`: models that agree with transformers, planted errors that it must find where they are,
+and bad input.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+import torch
+from command_lines import assert_says, error_of
+from helpers import fp32_policy, randomized, with_norm_offsets
+from oracles import torch_qwen2
+
+from qerl_jax import compare
+from qerl_jax.compare import Deviation, deviations, main, rounding_bounds
+from qerl_jax.io import safetensors as st
+from qerl_jax.io import torch_reference
+from qerl_jax.io.adapter import export_adapter
+from qerl_jax.io.hf_config import model_config
+from qerl_jax.io.load import load_policy
+from qerl_jax.io.tokenizer import load_tokenizer
+from qerl_jax.io.torch_reference import Outputs
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+PARTS = ("q_proj", "v_proj", "down_proj")
+
+
+def rows(said: str) -> dict[str, list[float]]:
+    """The table: name -> max, mean, relative, bound."""
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
+    return {name: [float(figure) for figure in figures] for name, *figures in cells}
+
+
+def bf16_model(place: Path) -> Path:
+    """Three layers in bf16, and config.json says so."""
+    model = small.bf16(place / "model", shards=1, num_hidden_layers=3)
+    small.change_json(model / "config.json", dtype="bfloat16")
+    return model
+
+
+def adapter_of(model: Path, rank: int = 4) -> Path:
+    """An adapter with trained norms; rank 0: of norms alone."""
+    adapter = model.with_name(f"adapter-{rank}")
+    export_adapter(with_norm_offsets(randomized(fp32_policy(model, rank), seed=1), seed=1), adapter)
+    return adapter
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """As if these were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in packages else find(name, *rest)
+    )
+
+
+def changed(source: Path, name: str, change: Callable[[np.ndarray], None], file: str = st.SINGLE_FILE) -> Path:
+    """A copy of a model or adapter with one tensor changed in place."""
+    copy = shutil.copytree(source, source.with_name(source.name + "-changed"))
+    tensors = {key: np.array(array) for key, array in st.Tensors([copy / file]).items()}
+    change(tensors[name])
+    st.save(copy / file, tensors)
+    return copy
+
+
+def test_the_bundled_policy(capsys):
+    assert main(["tiny"]) == 0
+    said = capsys.readouterr().out
+    version = re.escape(torch_reference._version("transformers"))
+    assert re.match(rf"tiny in float32, 4 prompts; reference: transformers {version} in float32\n", said)
+    assert said.endswith("all within the bound\n")
+    table = rows(said)
+    assert list(table) == ["embedding", *(f"layer {i}" for i in range(4)), "logits", "log-probabilities"]
+    assert table["embedding"] == [0, 0, 0, 0]
+    assert all(0 < mean <= largest for largest, mean, *_ in list(table.values())[1:])
+    assert all(relative < bound / 4 for *_, relative, bound in list(table.values())[1:])  # no bound is near by luck
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+        ("Llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}),
+        ("Qwen2", {"num_hidden_layers": 12, "hidden_size": 64}),
+    ],
+)
+def test_every_family_agrees(tmp_path, capsys, kind, shape):
+    torch_qwen2.make(tmp_path, seed=1, kind=kind, scale=0.2, **shape)
+    assert main([str(tmp_path)]) == 0, capsys.readouterr().out
+
+
+def test_stated_figures_are_those_of_the_arrays(tmp_path, capsys, monkeypatch):
+    """Prompts of several lengths, padded here and not there. Another head: the deviation is known without this code."""
+    model = bf16_model(tmp_path)
+
+    def double(array: np.ndarray) -> None:
+        array *= array.dtype.type(2)
+
+    other = changed(model, "lm_head.weight", double)
+    monkeypatch.setattr(compare, "load_policy", lambda path, *rest: load_policy(other, *rest))
+    texts = ["What is 17 times 23?", "Two", "A longer prompt than the others, with more words in it."]
+    (tmp_path / "prompts.txt").write_text("\n\n".join(texts) + "\n")
+    assert main([str(model), "--prompts", str(tmp_path / "prompts.txt")]) == 1
+    said = capsys.readouterr().out
+    assert "3 prompts" in said
+    tokenizer, reference = load_tokenizer(model), torch_qwen2.load(model)
+    logits, logprobs = [], []
+    for text in texts:
+        ids = np.array([tokenizer(text)["input_ids"]])
+        wanted = torch.tensor(torch_qwen2.logits(reference, ids))
+        one, two = (torch.log_softmax(scale * wanted, -1)[0, :-1].numpy() for scale in (1, 2))
+        logits.append(np.abs(wanted.numpy()).ravel())
+        logprobs.append(np.abs(np.take_along_axis(one - two, ids[0, 1:, None], 1)).ravel())
+    for name, differences in {"logits": np.concatenate(logits), "log-probabilities": np.concatenate(logprobs)}.items():
+        largest, mean, *_ = rows(said)[name]
+        assert (largest, mean) == pytest.approx((differences.max(), differences.mean()), rel=6e-3)  # three digits
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize("dtype", ["float32", "stored"])
+def test_an_adapter_with_trained_norms(tmp_path, capsys, monkeypatch, rank, dtype):
+    """It agrees, and a norm or a LoRA B that only one side has does not."""
+    model = bf16_model(tmp_path)
+    adapter = adapter_of(model, rank)
+    command = [str(model), "--adapter", str(adapter), "--dtype", dtype]
+    assert main(command) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{'bfloat16' if dtype == 'stored' else dtype}, 4 prompts" in said and ", adapter by peft " in said
+    suffix = "" if rank else "ln_tuning_layers."
+    names = [f"base_model.model.model.layers.1.input_layernorm.{suffix}weight"]
+    names += ["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"] if rank else []
+
+    def shift(array: np.ndarray) -> None:
+        array += 0.5
+
+    for name in names:
+        other = changed(adapter, name, shift, "adapter_model.safetensors")
+        monkeypatch.setattr(compare, "load_policy", lambda *args, other=other: load_policy(*args[:-1], other))
+        assert main(command) == 1
+        assert "\nfirst beyond the bound: layer 1: " in capsys.readouterr().out
+        shutil.rmtree(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        *(
+            (f"model.layers.1.{'mlp' if part == 'down_proj' else 'self_attn'}.{part}.weight", "layer 1")
+            for part in PARTS
+        ),
+        ("model.layers.1.self_attn.k_proj.bias", "layer 1"),
+        ("model.layers.2.post_attention_layernorm.weight", "layer 2"),
+        ("model.norm.weight", "logits"),
+        ("lm_head.weight", "logits"),
+    ],
+)
+def test_a_wrong_weight_is_named(tmp_path, capsys, monkeypatch, name, first):
+    """One column, or for a vector one half, of one tensor is 5 % too large in the policy."""
+    model = bf16_model(tmp_path)
+
+    def enlarge(array: np.ndarray) -> None:
+        array[..., : max(1, array.shape[-1] // 2)] *= array.dtype.type(1.05)
+
+    other = changed(model, name, enlarge)
+    monkeypatch.setattr(compare, "load_policy", lambda path, *rest: load_policy(other, *rest))
+    assert main([str(model)]) == 1
+    said = capsys.readouterr().out
+    assert f"\nfirst beyond the bound: {first}: " in said
+    table = rows(said)
+    before = list(table)[: list(table).index(first)]
+    assert all(table[row][2] <= table[row][3] for row in before)
+
+
+def test_a_number_that_is_none_is_beyond_the_bound(capsys):
+    good, bad = Deviation("layer 0", 1e-6, 1e-7, 1e-6), Deviation("layer 1", math.nan, math.nan, math.nan)
+    assert compare._show([good, bad], [1e-5, 1e-5]) == 1
+    assert "first beyond the bound: layer 1: nan, bound 1e-05" in capsys.readouterr().out
+
+
+def test_deviations_by_hand():
+    """Two states of two tokens; the second token's state shrinks, so that its deviation counts by the first's norm."""
+    wanted = np.array([[[3.0, 4.0], [0.0, 50.0]], [[6.0, 8.0], [0.0, 5.0]]], np.float32)
+    found = wanted.copy()
+    found[1, :, 0] += np.array([0.5, 1.0], np.float32)
+    logits = np.array([[1.0, 0, 0, 0], [0, 2.0, 0, 0]], np.float32)
+    moved = logits + np.array([[0.25, 0, 0, 0], [0, 0, 0.5, 0]], np.float32)
+    logp = np.array([-1.5], np.float32)
+    rows = deviations([Outputs(found, moved, logp + np.float32(0.5))], [Outputs(wanted, logits, logp)])
+    assert rows == [
+        Deviation("embedding", 0, 0, 0),
+        Deviation("layer 0", 1.0, 0.375, 0.05),  # 0.5 / 10 and 1 / 50
+        Deviation("logits", 0.5, 0.09375, 0.25),  # 0.25 / 1 and 0.5 / (2 * 50 / 5)
+        Deviation("log-probabilities", 0.5, 0.5, 0.25),  # 0.5 / (1 / sqrt(4) + 1.5)
+    ]
+
+
+def test_bounds_by_hand(tiny_dir):
+    """Three layers; F = 352 is the longest sum of short prompts, T = 1024 that of long ones."""
+    config = model_config(tiny_dir)
+    assert config.num_layers == 3 and config.intermediate_size == 352
+    for length, root in ((8, math.sqrt(352)), (1024, 32)):
+        layers = [4 * (1 + root) * 2**-24 * math.sqrt(13 * layer) for layer in range(5)]
+        assert rounding_bounds(config, length) == pytest.approx([*layers, 2 * layers[-1]])
+
+
+@pytest.mark.parametrize(
+    ("layout", "with_adapter", "dtype"),
+    [("nvfp4", False, "float32"), ("modelopt", False, "float32"), ("nvfp4", True, "stored")],
+)
+def test_nvfp4_by_our_loader(tmp_path, capsys, monkeypatch, layout, with_adapter, dtype):
+    hide(monkeypatch, "compressed_tensors")
+    model = getattr(small, layout)(tmp_path / "model")
+    small.change_json(model / "config.json", dtype="bfloat16")
+    adapter = ["--adapter", str(adapter_of(model))] if with_adapter else []
+    assert main([str(model), *adapter, "--dtype", dtype]) == 0
+    said = capsys.readouterr().out
+    why = " (compressed-tensors is not installed)" if layout == "nvfp4" else ""
+    assert f" in float32, weights dequantized by our loader{why}" in said
+
+
+def test_nvfp4_by_compressed_tensors(tmp_path, capsys):
+    pytest.importorskip("compressed_tensors")
+    model = small.nvfp4(tmp_path / "model")
+    assert main([str(model)]) == 0
+    said = capsys.readouterr().out
+    assert ", weights dequantized by compressed-tensors " in said and "our loader" not in said
+
+
+def test_a_format_chosen_while_loading(capsys):
+    assert main(["tiny", "--weight-format", "nf4"]) == 0
+    assert "weights dequantized by our loader" in capsys.readouterr().out
+
+
+def test_weights_are_replaced_only_where_they_are_rounded(tmp_path):
+    """As from compressed-tensors: rounded to bf16 in one layer, and one weight in 64 wrong in the other."""
+    exact = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+    with torch.no_grad():
+        for layer, values in zip(model, exact, strict=True):
+            layer.weight.copy_(torch.tensor(values).bfloat16().float())
+        model[1].weight[3, 4] *= 1.01
+    kept = model[1].weight.detach().clone()
+    st.save(tmp_path / "exact.safetensors", {f"{i}.weight": exact[i] for i in range(2)})
+    torch_reference._fill(model, st.Tensors([tmp_path / "exact.safetensors"]), where_close=True)
+    np.testing.assert_array_equal(model[0].weight.detach(), exact[0])
+    np.testing.assert_array_equal(model[1].weight.detach(), kept)
+
+
+@pytest.mark.parametrize(
+    ("missing", "more", "names"),
+    [(["torch"], [], "torch"), (["peft"], ["--adapter", "A"], "peft"), (["torch", "peft"], ["--adapter", "A"], "both")],
+)
+def test_a_missing_package_is_named(tmp_path, capfd, monkeypatch, missing, more, names):
+    hide(monkeypatch, *missing)
+    said = error_of(main, ["tiny", *more], tmp_path, capfd)
+    named, command = ("torch and peft", "torch peft") if names == "both" else (names, names)
+    assert_says(said, f"the comparison needs {named}: pip install {command}")
+
+
+def test_without_an_adapter_peft_is_not_asked_for(monkeypatch):
+    hide(monkeypatch, "peft")
+    assert torch_reference.missing_packages(adapter=False) == []
+
+
+def test_what_does_not_fit_is_refused(tmp_path, capfd):
+    model = bf16_model(tmp_path)
+    adapter, wider = adapter_of(model), small.bf16(tmp_path / "wider", shards=1, hidden_size=32)
+    file = "adapter_model.safetensors"
+    said = error_of(main, [str(wider), "--adapter", str(adapter)], tmp_path, capfd)
+    assert_says(said, f"{adapter / file}: 'base_model.model.model.layers.0.…' has shape […], the model asks for […]")
+    small.change_json(shutil.copyfile(model / "tokenizer.json", adapter / "tokenizer.json"), version="1.0")
+    shutil.copyfile(model / "tokenizer_config.json", adapter / "tokenizer_config.json")
+    said = error_of(main, [str(model), "--adapter", str(adapter)], tmp_path, capfd)
+    assert_says(said, f"{adapter}: the tokenizer is not the base's: chat_template is …")
+    narrow = small.bf16(tmp_path / "narrow", shards=1, vocab_size=128)
+    said = error_of(main, [str(narrow)], tmp_path, capfd)
+    assert_says(said, f"{narrow}: the tokenizer's ids reach …, but the embedding has vocab_size 128 rows")
+
+
+def test_bad_prompts_and_dtypes(tmp_path, capfd, stories_dir):
+    model, file = bf16_model(tmp_path), tmp_path / "prompts.txt"
+    command = [str(model), "--prompts", str(file)]
+    for text, message in {
+        b" \n\n": f"{file} holds no prompt",
+        b"\xff\xfe": f"{file} is not UTF-8: invalid start byte at byte 0",
+        b"a": f"{file}: 'a' has 1 tokens; a prompt has 2 to 256",
+        b"a b c " * 200: f"{file}: 'a b c …' has … tokens; a prompt has 2 to 256",
+    }.items():
+        file.write_bytes(text)
+        assert_says(error_of(main, command, tmp_path, capfd), message)
+    said = error_of(main, [str(stories_dir), "--prompts", str(file)], tmp_path, capfd)
+    assert_says(said, f"{stories_dir} has no tokenizer, which --prompts {file} needs")
+    small.change_json(model / "config.json", dtype="float16")
+    said = error_of(main, [str(model), "--dtype", "stored"], tmp_path, capfd)
+    assert_says(said, "MODEL/config.json has dtype 'float16'; computed here is in bfloat16 or float32")
