@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import assert_trees_equal, fp32_policy, logits_of
+from oracles import mxfp4_goldens
 from oracles import numpy_formats as oracle
 from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul import reference
@@ -16,7 +17,7 @@ from safetensors import safe_open
 
 from qerl_jax.io.names import QUANTIZED
 from qerl_jax.io.quantize import quantize_checkpoint
-from qerl_jax.io.safetensors import open_checkpoint
+from qerl_jax.io.safetensors import Tensors, open_checkpoint
 from qerl_jax.models.formats import mxfp4, nf4, nvfp4
 
 BF16 = ml_dtypes.bfloat16
@@ -157,17 +158,45 @@ def test_mxfp4_against_the_slow_one(seed):
 
 
 def test_mxfp4_by_hand():
-    """amax 7 = 1.75 · 2²: exponent 0, and 7 saturates to 6. amax 0.5: exponent -3, so 0.5 is code 6 (4 · 2^-3), and
-    0.03125 a tie that goes to zero.
+    """amax 7 = 1.75 · 2²: exponent 1, where 3.5 is a tie that goes to 4, and 2.5 one that goes to 2. amax 6.9: exponent
+    0, saturated to 6. amax 0.5: exponent -3, so 0.5 is code 6 (4 · 2^-3), and 0.03125 a tie that goes to zero.
     """
-    weight = np.zeros((1, 64), np.float32)
+    weight = np.zeros((1, 96), np.float32)
     weight[0, :4] = [7.0, -5.0, 0.25, 0.75]
     weight[0, 32:35] = [0.5, -0.1875, 0.03125]
+    weight[0, 64] = -6.9
     ours = mxfp4.quantize(weight)
-    assert ours.exponents.tolist() == [[127, 124]]
+    assert ours.exponents.tolist() == [[128, 124, 127]]
     value = np.asarray(reference.dequantize(ours))[0]
-    assert value[:4].tolist() == [6.0, -4.0, 0.0, 1.0]
+    assert value[:4].tolist() == [8.0, -4.0, 0.0, 1.0]
     assert value[32:35].tolist() == [0.5, -0.1875, 0.0]
+    assert value[64] == -6.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mxfp4_bytes_equal_compressed_tensors(dtype):
+    golden, weight = Tensors([mxfp4_goldens.GOLDEN]), mxfp4_goldens.weights()[dtype]
+    ours = mxfp4.quantize(weight)
+    np.testing.assert_array_equal(ours.exponents, golden[f"{dtype}.weight_scale"])
+    np.testing.assert_array_equal(ours.codes, golden[f"{dtype}.weight_packed"])
+
+
+def test_mxfp4_exponents_against_the_rule_of_ocp():
+    """OCP §6.3, the largest power of two in the block over the largest in E2M1, 4, is one less exactly where amax is
+    1.75 times that power of two or more. Ours has the smaller error of weights.
+    """
+    weight = np.random.default_rng(8).normal(size=(64, 2048)).astype(np.float32)
+    ours = mxfp4.quantize(weight)
+    blocks = weight.astype(np.float64).reshape(64, -1, 32)
+    amax = np.abs(blocks).max(-1)
+    power = 2.0 ** np.floor(np.log2(amax))
+    ocp = np.log2(power / 4) + 127
+    np.testing.assert_array_equal(ours.exponents - ocp, amax / power >= 1.75)
+    assert 0.1 < (ours.exponents != ocp).mean() < 0.3
+    step = (power / 4)[..., None]
+    by_ocp = np.clip(blocks / step, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * step
+    error = np.linalg.norm(oracle.mxfp4(ours.codes, ours.exponents) - weight)
+    assert error < 0.99 * np.linalg.norm(by_ocp - blocks)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -69,16 +69,14 @@ def quantize_nvfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float
 
 
 def quantize_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, exponent bytes), one block at a time, by the OCP text: the largest power of two in the block over that
-    in E2M1 (4).
-    """
+    """(codes, exponent bytes), one block at a time: the smallest scale with which every value is below 7."""
     n, k = weight.shape
     codes, exponents = np.empty((n, k), np.uint8), np.empty((n, k // 32), np.uint8)
     for row in range(n):
         for block in range(k // 32):
             values = weight[row, block * 32 : block * 32 + 32].astype(np.float64)
             largest, e = np.abs(values).max(), -127
-            while largest > 0 and 2.0 ** (e + 2 + 1) <= largest:
+            while largest >= 7 * 2.0**e:
                 e += 1
             exponents[row, block] = e + 127
             scaled = np.clip(values / 2.0**e, -6, 6).astype(ml_dtypes.float4_e2m1fn)
