@@ -101,17 +101,17 @@ def _parts(packed: Packed, shape: PackShape) -> tuple[_Part, _Part]:
     count = packed.prefixes
     starts, lengths = (_padded(x, rows * segments) for x in (packed.starts, packed.lengths))
     itself = _Part(
-        True,
-        rows,
-        segments,
-        starts,
-        lengths,
-        starts,
-        lengths,
-        packed.segment_ids,
-        packed.places,
-        packed.real,
-        packed.real,
+        causal=True,
+        rows=rows,
+        segments=segments,
+        q_starts=starts,
+        q_lengths=lengths,
+        k_starts=starts,
+        k_lengths=lengths,
+        segment_of=packed.segment_ids,
+        place_of=packed.places,
+        reads=packed.real,
+        is_read=packed.real,
     )
     # The suffixes of a prefix: the first one's start, all their tokens.
     own = packed.prefix_of == jnp.arange(count)[:, None]
