@@ -237,7 +237,8 @@ def _show(rows: Sequence[Deviation], bounds: Sequence[float]) -> int:
             beyond.append(f"{row.name}: {figures[2]}, bound {figures[3]}")
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"first beyond the bound: {beyond[0]}" if beyond else "all within the bound", soft_wrap=True)
+    verdict = f"first beyond the bound: {beyond[0]}" if beyond else "all within the bound"
+    console.print(verdict, soft_wrap=True, markup=False)
     return 1 if beyond else 0
 
 
