@@ -219,7 +219,8 @@ def _update(
         d_x, sums, logprobs = head.head_loss(work.head_shape, work.loss, work.head, *arrays)
         del x, arrays
         d_x = _backward(work, layers, gradients, kept, d_x, packed)
-        _wait(d_x)
+        if not isinstance(d_x, jax.core.Tracer):
+            jax.block_until_ready(d_x)  # a host that ran ahead would hold the activations of several micro-batches
     state, metrics = apply_gradients(state, gradients, sums)
     return state, metrics, logprobs
 
@@ -238,7 +239,6 @@ def _forward(
             x, kept = layer.forward_and_keep(*arguments)
             if i < work.plan.recomputed + work.plan.recomputed_gate_up:
                 kept = dataclasses.replace(kept, gate_up=None)
-                _wait(before)  # what is dropped is freed once it is computed
         held.append((before, kept))
     return x, held
 
@@ -252,16 +252,7 @@ def _backward(
         gradients[i], d_x = layer.backward(
             work.shape, work.frozen["layers"][i], layers[i], gradients[i], x, kept, d_x, packed
         )
-        _wait(gradients[i + 1 : i + 2])
     return d_x
-
-
-def _wait(tree: Any) -> None:
-    """Waits for arrays, under `jit` for nothing. The device still has what was dispatched after them, but a host that
-    ran ahead would hold the memory of many programs.
-    """
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
-        jax.block_until_ready(tree)
 
 
 @jax.jit
