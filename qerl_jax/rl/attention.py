@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from qerl_jax.models.attention import masked_attention
+from qerl_jax.models.attention import causal_attention, masked_attention
 from qerl_jax.rl import flash
 from qerl_jax.rl.flash import Statistics
 from qerl_jax.rl.packing import Packed, PackShape
@@ -61,8 +61,7 @@ def segment_attention_backward(
 
 
 def _of_prefix(q: Float[Array, "U N H"], k: Float[Array, "U K H"], v: Float[Array, "U K H"]) -> Float[Array, "U N H"]:
-    order = jnp.arange(q.shape[0])
-    return masked_attention(q[None], k[None], v[None], (order[:, None] >= order)[None])[0]
+    return causal_attention(q[None], k[None], v[None])[0]
 
 
 def _of_suffix(
