@@ -42,21 +42,19 @@ from qerl_jax.types import Policy
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
 ALL = LoraConfig(3, 6.0)
 RANK_STABILIZED = LoraConfig(4, 10.0, use_rslora=True, target_modules=("q_proj", "v_proj", "down_proj"))
-LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 # kind, shape, adapters, whether norms were trained, dtype of the stored base
 CASES = {
     "qwen2, untied": ("Qwen2", {"tie_word_embeddings": False}, ALL, True, torch.bfloat16),
     "qwen2, tied, rsLoRA": ("Qwen2", {"tie_word_embeddings": True}, RANK_STABILIZED, False, torch.bfloat16),
     "qwen2, fp32": ("Qwen2", {"tie_word_embeddings": True}, ALL, True, torch.float32),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, RANK_STABILIZED, True, torch.bfloat16),
-    "llama": ("Llama", {"rope_parameters": LLAMA_ROPE, "tie_word_embeddings": False}, ALL, False, torch.bfloat16),
+    "llama": (
+        "Llama",
+        {"rope_parameters": torch_qwen2.LLAMA_ROPE, "tie_word_embeddings": False},
+        ALL,
+        False,
+        torch.bfloat16,
+    ),
 }
 
 

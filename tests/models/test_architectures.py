@@ -17,22 +17,17 @@ from qerl_jax.io.hf_config import model_config, parse_config
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.io.safetensors import CheckpointError
 
-LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 SHAPES = {
     "llama, plain rotary": ("Llama", {"rms_norm_eps": 1e-5}),
-    "llama 3.1": ("Llama", {"rope_parameters": LLAMA_ROPE, "tie_word_embeddings": False}),
-    "llama 3.2, tied": ("Llama", {"rope_parameters": {**LLAMA_ROPE, "factor": 32.0}, "tie_word_embeddings": True}),
+    "llama 3.1": ("Llama", {"rope_parameters": torch_qwen2.LLAMA_ROPE, "tie_word_embeddings": False}),
+    "llama 3.2, tied": (
+        "Llama",
+        {"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "factor": 32.0}, "tie_word_embeddings": True},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3, untied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False, "num_key_value_heads": 1}),
 }
-KINDS = [("Llama", {"rope_parameters": LLAMA_ROPE}), ("Qwen3", {"head_dim": 12})]
+KINDS = [("Llama", {"rope_parameters": torch_qwen2.LLAMA_ROPE}), ("Qwen3", {"head_dim": 12})]
 
 
 @pytest.mark.parametrize(("kind", "shape"), SHAPES.values(), ids=SHAPES)
@@ -109,9 +104,12 @@ def test_a_quantized_checkpoint_is_what_loading_quantizes(tmp_path, kind, shape)
         ({"attention_bias": True}, ("attention_bias", "True")),
         ({"mlp_bias": True}, ("mlp_bias", "True")),
         ({"model_type": "mistral"}, ("model_type", "mistral", "llama")),
-        ({"rope_parameters": {**LLAMA_ROPE, "rope_type": "yarn"}}, ("rope_parameters", "yarn", "llama3")),
-        ({"rope_parameters": {**LLAMA_ROPE, "factor": -1}}, ("rope_parameters.factor", "-1")),
-        ({"rope_parameters": {**LLAMA_ROPE, "high_freq_factor": 1.0}}, ("low_freq_factor 1", "high_freq_factor 1")),
+        ({"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "rope_type": "yarn"}}, ("rope_parameters", "yarn", "llama3")),
+        ({"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "factor": -1}}, ("rope_parameters.factor", "-1")),
+        (
+            {"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "high_freq_factor": 1.0}},
+            ("low_freq_factor 1", "high_freq_factor 1"),
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, change, words):
