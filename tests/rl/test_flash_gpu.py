@@ -13,7 +13,7 @@ from qerl_jax.rl.packing import PackShape, assign, pack
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not is_flash(jnp.dtype(jnp.bfloat16)), reason="needs a GPU"),
+    pytest.mark.skipif(not is_flash(jnp.dtype(jnp.bfloat16)), reason="needs a GPU, and JAX_PLATFORMS=cuda"),
 ]
 LENGTHS = {
     "groups": ([300, 300, 300, 500, 500, 90], [120, 120, 120, 33, 33, 60], [0, 0, 0, 1, 1, 2]),
