@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,25 +122,47 @@ def compile_programs(
     Returns:
       The number of programs compiled.
     """
-    count, running = 0, {}
-    pool = ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
+    pool = compilers(threads)
     try:
-        for program in programs:
-            if cancelled is not None and cancelled.is_set():
-                pool.shutdown(wait=False, cancel_futures=True)
-                break
-            running[pool.submit(program.lower().compile)] = program.name
-        for future in as_completed(running):
-            if future.cancelled():
-                continue
-            future.result()
-            count += 1
-            if done is not None:
-                done(running[future], count)
+        count = wait_for(start_compiling(programs, pool, cancelled), done)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for a compiler
         raise
-    pool.shutdown()
+    pool.shutdown(wait=cancelled is None or not cancelled.is_set(), cancel_futures=True)
+    return count
+
+
+def compilers(threads: int | None = None) -> ThreadPoolExecutor:
+    """Threads that compile, `threads` of them or one for each core, at least 2."""
+    return ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
+
+
+def start_compiling(
+    programs: Iterable[Program], pool: ThreadPoolExecutor, cancelled: threading.Event | None = None
+) -> dict[Future, Program]:
+    """Trace and lower programs in turn; each is then compiled in `pool`. Arguments as in `compile_programs`."""
+    running: dict[Future, Program] = {}
+    for program in programs:
+        if cancelled is not None and cancelled.is_set():
+            for future in running:
+                future.cancel()
+            break
+        running[pool.submit(program.lower().compile)] = program
+    return running
+
+
+def wait_for(running: dict[Future, Program], done: Callable[[str, int], None] | None = None) -> int:
+    """Wait for the programs of `start_compiling`, but for those cancelled; returns their number. Raises what the
+    compiler raises. `done` is as in `compile_programs`.
+    """
+    count = 0
+    for future in as_completed(running):
+        if future.cancelled():
+            continue
+        future.result()
+        count += 1
+        if done is not None:
+            done(running[future].name, count)
     return count
 
 

@@ -107,6 +107,7 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     batch = make_batch(experience.rollout, advantages, rewards, config.mask_truncated_completions)
 
     state = state.replace(cursor=state.cursor + experience.drawn)
+    run.wait_for_programs("update", state)
     with recorder.phases("update"):
         updated = grpo_step(state, run.policy.frozen, batch, hooks.token_loss, hooks.with_reference)
         state, update_metrics = jax.block_until_ready(updated)

@@ -101,7 +101,11 @@ def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from qerl_jax.run.compile_ahead import CompileAhead
 
-    monkeypatch.setattr(CompileAhead, "_compile", lambda self, config, hooks: set())
+    def compile_nothing(self: CompileAhead, config: object, hooks: object) -> None:
+        for part in self._parts.values():
+            part.set_result({})
+
+    monkeypatch.setattr(CompileAhead, "_compile", compile_nothing)
 
 
 @pytest.fixture

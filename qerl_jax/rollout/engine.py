@@ -180,7 +180,7 @@ class _Run:
         self.first_samples = group * occurrences(self.ids)  # a prompt that comes again continues its samples
         self.limits = limits
         self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
-        self.prefill_shapes = prefill_shapes(count, width, separate=engine.batch_invariant)
+        self.prefill_shapes = prefill_shapes(count, width, engine.batch_invariant, self.shapes.holds(count * group))
         self.chunk = chunk_steps(most, engine)
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request

@@ -46,7 +46,7 @@ def rollout_programs(
     for slots, (_, state) in states.items():
         arguments = ready, prompt_cache, state, bare, steps, batch_invariant
         yield Program(f"decode of {slots} slots", decode.decode_chunk, arguments)
-    for shape in prefill_shapes(prompts, prompt_length, separate=batch_invariant):
+    for shape in prefill_shapes(prompts, prompt_length, batch_invariant, shapes.holds(sequences)):
         yield from prefill_programs(ready, prompt_cache, shape, batch_invariant)
     yield from (cast, _allocation(ready, shapes, sequences, key))
     for slots, (_, state) in states.items():

@@ -45,6 +45,10 @@ class RolloutShapes:
     cache_bytes: int
     kv_dtypes: tuple[jnp.dtype, ...]
 
+    def holds(self, sequences: int) -> bool:
+        """Whether so many sequences, all of a rollout, are decoded at once, so that every prefill comes first."""
+        return self.slots >= sequences
+
     def slot_counts(self) -> list[int]:
         """Numbers of slots that the rollout decodes with, largest first: all, then those that survivors move into."""
         counts = [self.slots]

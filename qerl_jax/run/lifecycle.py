@@ -61,8 +61,8 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if run.eval_problems and recorder.evaluations.get("before") is None:
         console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …", markup=False)
         _evaluate(run, recorder, state, "before")
-    if run.compile_ahead and int(state.step) < config.num_rollouts:
-        run.compile_ahead.finish(config, run.hooks, run.policy, state, console)
+    if int(state.step) < config.num_rollouts:
+        run.wait_for_programs("rollout", state)
     return recorder, state
 
 

@@ -28,7 +28,7 @@ from qerl_jax.run.devices import make_deterministic, missing_kernels_note
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.memory import refuse_oversized_update
-from qerl_jax.types import Policy
+from qerl_jax.types import Policy, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Run:
         if given := ", ".join(self.hooks.given()):
             return f"  train(config, …) with resume='auto' and the same functions: {given}"
         return run_directory.resume_command(self.directory)
+
+    def wait_for_programs(self, part: str, state: TrainState) -> None:
+        """Wait until the programs of a part of the step, "rollout" or "update", are compiled."""
+        if self.compile_ahead is not None:
+            self.compile_ahead.finish(part, self.config, self.hooks, self.policy, state, self.console)
 
 
 def prepare(config: Config, console: Console, hooks: Hooks) -> Run:

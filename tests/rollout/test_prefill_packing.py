@@ -28,11 +28,14 @@ def streams(count: int, seed: int = 0):
         yield [round(low * (high / low) ** rng.random()) for _ in range(rng.randint(1, 150))]
 
 
-def packed(lengths: list[int], width: int | None = None, separate: bool = False) -> list[PrefillBatch]:
+def packed(
+    lengths: list[int], width: int | None = None, separate: bool = False, at_once: bool = False
+) -> list[PrefillBatch]:
     """The batches of a rollout with these prompts in arrays of `width` tokens (None: the longest)."""
     if not lengths:
         return []
-    return pack_prompts(lengths, prefill_shapes(len(lengths), max(lengths) if width is None else width, separate))
+    width = max(lengths) if width is None else width
+    return pack_prompts(lengths, prefill_shapes(len(lengths), width, separate, at_once))
 
 
 def test_prompts_of_one_length_fill_their_batches():
@@ -104,9 +107,21 @@ def test_few_shapes():
     """Each shape is a compilation. The list depends on the number of prompts and their limit, not on their lengths."""
     assert prefill_shapes(64, 256) == tuple(PrefillShape(size, size // 64, 256) for size in (512, 2048, 8192))
     for prompts in (1, 2, 16, 128):
-        for width, most in ((256, 3), (512, 5), (1024, 5), (4096, 7), (BOUND, 9), (2 * BOUND, 13)):
+        for width, most in ((256, 3), (512, 3), (1024, 5), (4096, 7), (BOUND, 9), (2 * BOUND, 13)):
             assert len(prefill_shapes(prompts, width)) <= most
+            assert set(prefill_shapes(prompts, width, at_once=True)) <= set(prefill_shapes(prompts, width)) | {
+                PrefillShape(2048, 4 * 2048 // small, small) for small in (256, 1024)
+            }
     assert len(prefill_shapes(16, 512, separate=True)) == 16
+
+
+def test_prompts_that_all_come_first_have_fewer_shapes():
+    """8 prompts of up to 256 tokens: one shape. 16 of up to 512, 1,920 tokens of GSM8K: 2048 of 8192."""
+    assert prefill_shapes(8, 256, at_once=True) == (PrefillShape(2048, 32, 256),)
+    assert prefill_shapes(16, 512, at_once=True) == (PrefillShape(2048, 16, 512), PrefillShape(8192, 64, 512))
+    assert packed([120] * 16, 512, at_once=True) == [PrefillBatch(16, PrefillShape(2048, 16, 512))]
+    for lengths in streams(50, seed=7):
+        assert sum(batch.prompts for batch in packed(lengths, at_once=True)) == len(lengths)
 
 
 def test_separate_prompts_shape_depends_on_nothing_else():
@@ -126,6 +141,7 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(prefill_packing, "_MIN_TOKENS", 8)
     monkeypatch.setattr(prefill_packing, "_SIZE_RATIO", 2)
     monkeypatch.setattr(prefill_packing, "_WIDTHS", (2, 8))
+    monkeypatch.setattr(prefill_packing, "_SEVERAL_WIDTHS", 16)
     monkeypatch.setattr(prefill_packing, "_CALL_COST", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     yield

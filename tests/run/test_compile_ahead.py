@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from qerl_jax.compilation import CompilationCounter, Program, committed, compile
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle, prepare
 from qerl_jax.run.abstract import abstract_run
-from qerl_jax.run.compile_ahead import CompileAhead, run_programs
+from qerl_jax.run.compile_ahead import ROLLOUT, UPDATE, CompileAhead, run_programs
 from qerl_jax.run.hooks import Hooks
 
 SETTINGS = {
@@ -32,13 +33,14 @@ def config_of(place: Path, *more: str):
     return parse(training(place, *more))
 
 
+@pytest.mark.parametrize("part", [ROLLOUT, UPDATE])
 @pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
-def test_programs_are_known_before_the_weights(tmp_path, flags):
+def test_programs_are_known_before_the_weights(tmp_path, flags, part):
     small.bf16(tmp_path / "model")
     config = config_of(tmp_path, *flags)
     policy = committed(prepare.load(config))
-    real = run_programs(config, Hooks(), policy, init_state(policy, config))
-    known = run_programs(config, Hooks(), *committed(abstract_run(config)))
+    real = run_programs(part, config, Hooks(), policy, init_state(policy, config))
+    known = run_programs(part, config, Hooks(), *committed(abstract_run(config)))
     assert [program.name for program in known] == [program.name for program in real]
     assert {program.signature() for program in known} == {program.signature() for program in real}
 
@@ -51,23 +53,72 @@ def test_what_the_weights_decide_is_compiled_after_them(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     policy = committed(prepare.load(config))
     state = init_state(policy, config)
-    compiled = []
-    monkeypatch.setattr("qerl_jax.run.compile_ahead.compile_programs", lambda programs, **_: compiled.append(programs))
-    CompileAhead(config, Hooks()).finish(config, Hooks(), policy, state, Console(quiet=True))
-    ahead, after = ([program.name for program in programs] for programs in compiled)
-    assert {"layer forward", "layer backward"} < set(after) < set(ahead)
-    assert any(name.startswith("decode") for name in after) and "optimizer" not in after
+    ahead, after = {}, {}
+
+    def start(programs, pool, cancelled):
+        running = {Future(): program for program in programs}
+        for future in running:
+            future.set_result(None)
+        ahead[len(ahead)] = {program.name for program in running.values()}
+        return running
+
+    monkeypatch.setattr("qerl_jax.run.compile_ahead.start_compiling", start)
+    monkeypatch.setattr(
+        "qerl_jax.run.compile_ahead.compile_programs",
+        lambda programs: after.setdefault(len(after), {program.name for program in programs}),
+    )
+    ahead_of_run = CompileAhead(config, Hooks())
+    for part in (ROLLOUT, UPDATE):
+        count = ahead_of_run.finish(part, config, Hooks(), policy, state, Console(quiet=True))
+        assert count == len(after[len(after) - 1]) > 0
+        assert ahead_of_run.finish(part, config, Hooks(), policy, state, Console(quiet=True)) == 0
+    assert {"layer forward", "layer backward"} <= after[1] < ahead[1] and "optimizer" not in after[1]
+    assert any(name.startswith("decode") for name in after[0]) and after[0] < ahead[0]
 
 
 def test_the_slowest_programs_come_first(tmp_path):
     small.bf16(tmp_path / "model")
-    names = [program.name for program in run_programs(*_abstract(config_of(tmp_path)))]
-    assert names[0].startswith("decode of") and names.index("layer backward") < names.index("embed")
-
-
-def _abstract(config):
+    config = config_of(tmp_path)
     policy, state = committed(abstract_run(config))
-    return config, Hooks(), policy, state
+    names = {
+        part: [program.name for program in run_programs(part, config, Hooks(), policy, state)]
+        for part in (ROLLOUT, UPDATE)
+    }
+    assert names[ROLLOUT][0].startswith("decode of")
+    assert names[UPDATE].index("layer backward") < names[UPDATE].index("embed")
+
+
+def test_the_first_rollout_does_not_wait_for_the_update(tmp_path, monkeypatch, capsys):
+    """The update's programs begin when the rollout's are lowered, and only the update waits for them."""
+    small.bf16(tmp_path / "model")
+    config, update_may_begin = config_of(tmp_path), threading.Event()
+
+    def programs_of(part, *arguments, original=run_programs):
+        if part == UPDATE and threading.current_thread() is not threading.main_thread():
+            assert update_may_begin.wait(60)
+        return original(part, *arguments)
+
+    monkeypatch.setattr("qerl_jax.run.compile_ahead.run_programs", programs_of)
+    policy = committed(prepare.load(config))
+    ahead, state = CompileAhead(config, Hooks()), init_state(policy, config)
+    assert ahead.finish(ROLLOUT, config, Hooks(), policy, state, Console()) == 0
+    update_may_begin.set()
+    with CompilationCounter() as counter:
+        assert ahead.finish(UPDATE, config, Hooks(), policy, state, Console()) == 0
+        assert counter.take()
+    rollout, update = capsys.readouterr().out.splitlines()
+    assert "programs of the rollout in" in rollout and "after loading" in rollout
+    assert "programs of the update in" in update and "after the rollout" in update
+
+
+def test_an_update_whose_programs_fail_ahead_compiles_them_itself(tmp_path, monkeypatch):
+    small.bf16(tmp_path / "model")
+    config = config_of(tmp_path)
+    monkeypatch.setattr("qerl_jax.run.compile_ahead.abstract_run", lambda *_: 1 / 0)
+    policy = committed(prepare.load(config))
+    ahead, state = CompileAhead(config, Hooks()), init_state(policy, config)
+    programs = run_programs(UPDATE, config, Hooks(), policy, state)
+    assert ahead.finish(UPDATE, config, Hooks(), policy, state, Console(quiet=True)) == len(programs)
 
 
 def test_a_cancelled_compilation_begins_no_further_program():
@@ -80,7 +131,7 @@ def test_a_cancelled_compilation_begins_no_further_program():
         assert len(counter.take()) == 1
 
 
-def test_the_first_evaluation_compiles_nothing(tmp_path, monkeypatch, capfd):
+def test_the_first_evaluation_compiles_nothing(tmp_path, monkeypatch, capfd, nothing_compiled_ahead):
     small.bf16(tmp_path / "model", shards=1)
     (tmp_path / "rows.jsonl").write_text(lines([{"question": f"What is {i}?", "answer": str(i)} for i in range(20)]))
     jax.config.update("jax_disable_most_optimizations", True)
@@ -93,7 +144,6 @@ def test_the_first_evaluation_compiles_nothing(tmp_path, monkeypatch, capfd):
         raise RuntimeError(f"{result.problems} problems")
 
     monkeypatch.setattr(lifecycle, "evaluate_state", counted)
-    monkeypatch.setattr(CompileAhead, "_compile", lambda self, config, hooks: set())
     config = config_of(tmp_path, "--eval-dataset", str(tmp_path / "rows.jsonl"), "--compilation-cache-dir", "none")
     try:
         with pytest.raises(RuntimeError, match="20 problems"):
