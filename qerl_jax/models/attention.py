@@ -110,11 +110,16 @@ def _stretched(frequencies: Float32[Array, " A"], scaling: RopeScaling) -> Float
     return (1 - share) * frequencies / scaling.factor + share * frequencies
 
 
+def is_flash(dtype: jnp.dtype) -> bool:
+    """Whether cuDNN's flash attention computes queries of that dtype: bf16 on a GPU."""
+    return dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+
+
 def causal_attention(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
 ) -> Float[Array, "B T N H"]:
-    """Causal softmax attention. On a GPU in bf16 by cuDNN's flash attention, else by `masked_attention`."""
-    if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+    """Causal softmax attention: by cuDNN's flash attention where `is_flash`, else by `masked_attention`."""
+    if is_flash(q.dtype):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     order = jnp.arange(q.shape[1])
     mask = jnp.broadcast_to(order[:, None] >= order, (q.shape[0], *order.shape, *order.shape))

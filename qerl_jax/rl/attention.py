@@ -16,15 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from qerl_jax.models.attention import causal_attention, masked_attention
+from qerl_jax.models.attention import causal_attention, is_flash, masked_attention
 from qerl_jax.rl import flash
 from qerl_jax.rl.flash import Statistics
 from qerl_jax.rl.packing import Packed, PackShape
-
-
-def is_flash(dtype: jnp.dtype) -> bool:
-    """Whether cuDNN's flash attention computes it."""
-    return dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
 
 
 def segment_attention(

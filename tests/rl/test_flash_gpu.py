@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from attention_oracle import dense, visible
 
-from qerl_jax.rl.attention import is_flash, segment_attention, segment_attention_backward
+from qerl_jax.models.attention import is_flash
+from qerl_jax.rl.attention import segment_attention, segment_attention_backward
 from qerl_jax.rl.packing import PackShape, assign, pack
 
 pytestmark = [
