@@ -170,7 +170,8 @@ def _run(arguments: Any) -> Evaluation:
         if arguments.records is not None:
             settings = _settings(arguments, directory, problems, at_once)
             ids = [item.problem.id for item in problems]
-            records = stack.enter_context(open_records(Path(arguments.records), settings, ids, at_once))
+            opened = open_records(Path(arguments.records), settings, ids, at_once, config.eval_num_generations)
+            records = stack.enter_context(opened)
         name = correctness_reward(arguments.dataset)
         rewards = stack.enter_context(load_rewards((name,), config.reward_workers, config.reward_timeout))
         grader = grader_of(name, rewards[name], shots and shots.extract_before_stop)
