@@ -13,10 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small
+import test_export_command
 from command_lines import ROWS, assert_says, error_of, evaluation, lines, training
 
 from qerl_jax import train
 from qerl_jax.command_line.evaluate import main as evaluate
+from qerl_jax.compare import main as compare
 from qerl_jax.io import names
 from qerl_jax.quantize import main as quantize
 
@@ -200,4 +202,24 @@ def test_datasets(case, place, capfd):
     (place / "rows.jsonl").write_text(content)
     assert_says(error_of(train.main, training(place), place, capfd), message)
     assert_says(error_of(evaluate, evaluation(place), place, capfd), message)
+    assert not (place / "run").exists()
+
+
+LOADED = {  # where the loader of a policy has other words than `export`, which reads tensor by tensor
+    "half-quantized base": f"{FILE}: '{Q.replace('.0.', '.1.')}' is not quantized, but config.json says NVFP4",
+    "quantized base without a quantization_config": MODELS["quantized twice over"][2],
+}
+
+
+@pytest.mark.parametrize("case", test_export_command.BAD)
+def test_adapters(case, place, capfd):
+    """What `export` refuses about an adapter and its base, the other command lines refuse."""
+    damage, message = test_export_command.BAD[case]
+    test_export_command.put_model_and_adapter(place)
+    damage(place)
+    adapter, rank = place / "adapter", ("--lora-rank", "4")
+    calls = (train.main, training(place, *rank)), (evaluate, evaluation(place)), (compare, [str(place / "model")])
+    for main, arguments in calls:
+        said = error_of(main, [*arguments, "--adapter", str(adapter)], place, capfd).replace(str(adapter), "ADAPTER")
+        assert_says(said, LOADED.get(case, message))
     assert not (place / "run").exists()

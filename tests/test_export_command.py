@@ -122,12 +122,16 @@ def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def put_model_and_adapter(place: Path) -> None:
+    """A quantized model and an adapter of it."""
+    model = small.nvfp4(place / "model")
+    policy = with_norm_offsets(randomized(load_policy(model, lora=LORA, dtype=jnp.float32), 1), 2)
+    export_adapter(policy, place / "adapter")
+
+
 @pytest.fixture
 def place(tmp_path) -> Path:
-    """A quantized model and an adapter of it."""
-    model = small.nvfp4(tmp_path / "model")
-    policy = with_norm_offsets(randomized(load_policy(model, lora=LORA, dtype=jnp.float32), 1), 2)
-    export_adapter(policy, tmp_path / "adapter")
+    put_model_and_adapter(tmp_path)
     return tmp_path
 
 

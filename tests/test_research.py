@@ -12,6 +12,7 @@ import pytest
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import ConfigError
+from qerl_jax.data import generated
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.train import train
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 def run(tmp_path, monkeypatch):
     """Runs the program below a heading in an empty directory, with few problems; returns its names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qerl_jax.data.problems.ARITHMETIC_TRAIN_SIZE", 40)
+    monkeypatch.setitem(generated.SIZES["arithmetic"], "train", 40)
 
     def execute(heading: str) -> dict:
         names: dict = {"__name__": "research"}

@@ -25,9 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), str(ROOT 
 os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
-TABLES = ("values", "models", "datasets", "stored_runs", "faults", "programs")
+TABLES = ("values", "models", "datasets", "stored_runs", "faults", "programs", "exchange")
 LIBRARIES = ("jax.numpy", "flax.nnx", "optax", "orbax.checkpoint", "transformers", "datasets", "pyarrow.parquet",
-             "rich.console", "matplotlib.pyplot", "tyro", "yaml", "math_verify", "qerl_jax.train")  # fmt: skip
+             "rich.console", "matplotlib.pyplot", "tyro", "yaml", "math_verify", "torch", "peft",
+             "qerl_jax.train")  # fmt: skip
 
 
 def load() -> list:
@@ -40,17 +41,17 @@ def load() -> list:
 
 
 def prepare(folder: Path) -> Path:
-    """The directory that cases copy: model, dataset, adapter, and a finished run in `used`."""
+    """The directory that cases copy: model, dataset, adapter, records, and a finished run in `used`."""
     from attacks import templates
 
     template = folder / "template"
-    for make in (lambda: templates.make(template), lambda: templates.make_run(template)):
+    for make in (templates.make, templates.make_records, templates.make_run):
         child = os.fork()
         if child == 0:
             code = 1
             try:
                 with open(os.devnull, "w") as sys.stdout:
-                    code = make() or 0
+                    code = make(template) or 0
             finally:
                 os._exit(code)
         if os.waitpid(child, 0)[1]:

@@ -35,29 +35,12 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from pretraining.tokenizer import END_OF_TEXT, IM_END, SPECIAL, make_tokenizer, prompt_text
 from qerl_kernels.nvfp4_matmul import reference
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from qerl_jax.data.arithmetic import Step, WordProblem, arithmetic_problem
 from qerl_jax.models.formats import nvfp4
 
-END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL = (END_OF_TEXT, IM_START, IM_END, "<think>", "</think>", "<answer>", "</answer>")
-# Qwen2.5's own pattern: every digit is a token of its own.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CHAT_TEMPLATE = """{%- if messages[0]['role'] != 'system' %}
-    {{- '<|im_start|>system\\n<think>steps</think><answer>number</answer><|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 VOCABULARY = 512
 LENGTH = 144
 """Tokens of a training document, padding included."""
@@ -130,58 +113,6 @@ def _with_error(steps: list[Step], author: str, rng: random.Random) -> list[tupl
 
 def _slip(value: int, rng: random.Random) -> int:
     return max(0, value + rng.choice((-10, -2, -1, 1, 2, 10)))
-
-
-def make_tokenizer(out: Path) -> transformers.PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer of the generated text, digits one by one as in Qwen2.5; any text encodes."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    chat_words = ["system\nuser\nassistant\nsteps<number"] * 500
-    questions = [arithmetic_problem("train", 0, index).question for index in range(5000)]
-    tokenizer.train_from_iterator(questions + chat_words, trainer)
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=IM_END,
-        pad_token=END_OF_TEXT,
-        additional_special_tokens=[IM_START],
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(out)
-    # The tags are single tokens but not special ones, as in Qwen3: decoding without special tokens keeps them.
-    for name, change in (("tokenizer.json", _tags_are_text), ("tokenizer_config.json", _portable_class)):
-        content = json.loads((out / name).read_text())
-        change(content)
-        (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    return transformers.AutoTokenizer.from_pretrained(out)
-
-
-def _tags_are_text(tokenizer: dict) -> None:
-    for token in tokenizer["added_tokens"]:
-        token["special"] = token["content"] in (END_OF_TEXT, IM_START, IM_END)
-
-
-def _portable_class(config: dict) -> None:
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-
-
-def prompt_text(question: str) -> str:
-    """The chat template applied to a question, because rendering jinja a million times takes longer than training."""
-    system = f"{IM_START}system\n<think>steps</think><answer>number</answer>{IM_END}\n"
-    return f"{system}{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
 
 
 def _documents(job: tuple[str, int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -286,7 +217,8 @@ def quantized(model) -> transformers.Qwen2ForCausalLM:
             (mlp.down_proj,),
         ):
             arrays = [part.weight.detach().cpu().numpy().astype(ml_dtypes.bfloat16) for part in fused]
-            divisor = nvfp4.global_scale(max(nvfp4.max_magnitude(array) for array in arrays))
+            amax = max(nvfp4.max_magnitude(array) for array in arrays)
+            divisor = nvfp4.global_scale(amax, arrays[0].dtype)
             for part, array in zip(fused, arrays, strict=True):
                 value = np.array(reference.dequantize(nvfp4.quantize(array, divisor)), np.float32)
                 part.weight.data.copy_(torch.from_numpy(value))
@@ -389,7 +321,8 @@ def main() -> None:
     began = time.perf_counter()
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(args.out)
+    questions = [arithmetic_problem("train", 0, index).question for index in range(5000)]
+    tokenizer = make_tokenizer(args.out, questions, VOCABULARY, 512)
     corpus = make_corpus(args.out / "tokenizer.json", args.seed, args.problems)
     print(
         f"corpus of {args.problems} documents, longest {corpus[0].shape[1]} tokens, {time.perf_counter() - began:.0f} s"

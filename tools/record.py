@@ -50,6 +50,10 @@ MEASURED = frozenset(
         "top1_agreement",
         "compared_tokens",
         "kl_standard_error",
+        "loss",
+        "heldout",
+        "weights",
+        "sha256",
     }
 )
 

@@ -71,8 +71,8 @@ class _OwnArguments:
     model: str
     """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
     dataset: str = "gsm8k"
-    """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic
-    (generated), or a .jsonl, .json or .parquet file or a directory of them."""
+    """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic,
+    word_problems or word_problems:LOW-HIGH (generated), or a .jsonl, .json or .parquet file or a directory of them."""
     split: str = "test"
     """Split of a named dataset."""
     samples: int | None = None
@@ -170,7 +170,8 @@ def _run(arguments: Any) -> Evaluation:
         if arguments.records is not None:
             settings = _settings(arguments, directory, problems, at_once)
             ids = [item.problem.id for item in problems]
-            records = stack.enter_context(open_records(Path(arguments.records), settings, ids, at_once))
+            opened = open_records(Path(arguments.records), settings, ids, at_once, config.eval_num_generations)
+            records = stack.enter_context(opened)
         name = correctness_reward(arguments.dataset)
         rewards = stack.enter_context(load_rewards((name,), config.reward_workers, config.reward_timeout))
         grader = grader_of(name, rewards[name], shots and shots.extract_before_stop)

@@ -14,6 +14,7 @@ from qerl_jax.rewards.statements import STATEMENTS, Extract
 CORRECT, WRONG, NO_GOLD = "correct", "wrong", "no gold"
 _VERDICT_OF = {"parse_failure": "unreadable", "timeout": "timeout", "crash": "crash"}
 UNREADABLE, TIMEOUT, CRASH = _VERDICT_OF.values()
+VERDICTS = (CORRECT, WRONG, NO_GOLD, UNREADABLE, TIMEOUT, CRASH)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,9 @@ class Records:
 
 
 @contextlib.contextmanager
-def open_records(path: Path, settings: Mapping[str, Any], ids: Sequence[int], at_once: int) -> Iterator[Records]:
+def open_records(
+    path: Path, settings: Mapping[str, Any], ids: Sequence[int], at_once: int, generations: int
+) -> Iterator[Records]:
     """The records of an evaluation, new or continued, locked for the length of a block.
 
     Args:
@@ -50,6 +52,7 @@ def open_records(path: Path, settings: Mapping[str, Any], ids: Sequence[int], at
       settings: all that the items depend on, as JSON values.
       ids: the problems', in order.
       at_once: problems of a part, which are sampled together.
+      generations: completions of each problem.
 
     Raises RecordsError for a file of other settings, naming the first that differs and both values, one that holds
     something else, or one that another process writes; OSError if it cannot be written.
@@ -70,7 +73,7 @@ def open_records(path: Path, settings: Mapping[str, Any], ids: Sequence[int], at
             yield Records(path, file, [])
             return
         _compare(path, first, json.loads(header))
-        items, ends = _read(path, file, ids)
+        items, ends = _read(path, file, ids, generations)
         kept = len(items) if len(items) == len(ids) else len(items) // at_once * at_once
         os.ftruncate(file.fileno(), ends[kept])
         yield Records(path, file, items[:kept])
@@ -92,7 +95,7 @@ def _compare(path: Path, first: bytes, ours: dict[str, Any]) -> None:
             )
 
 
-def _read(path: Path, file: BinaryIO, ids: Sequence[int]) -> tuple[list[Item], list[int]]:
+def _read(path: Path, file: BinaryIO, ids: Sequence[int], generations: int) -> tuple[list[Item], list[int]]:
     """The items after the header, and where each of them begins and the last one ends."""
     items: list[Item] = []
     ends = [file.tell()]
@@ -101,7 +104,7 @@ def _read(path: Path, file: BinaryIO, ids: Sequence[int]) -> tuple[list[Item], l
             break  # a kill cut it off
         where = f"records {path}, line {len(items) + 2}"
         try:
-            item = Item(**parse_json(line))
+            item = Item.from_json(parse_json(line), generations)
         except (ValueError, RecursionError, TypeError) as error:
             raise RecordsError(f"{where} is no item of an evaluation: {error}") from error
         if len(items) == len(ids) or item.id != ids[len(items)]:

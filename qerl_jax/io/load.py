@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from qerl_jax.io import assets, hf_config, hub, names
 from qerl_jax.io.adapter import import_adapter
 from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import open_checkpoint
-from qerl_jax.io.tokenizer import load_tokenizer
+from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.io.weights import WeightReader
 from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import WEIGHT_FORMATS, Weight
@@ -61,7 +62,7 @@ def load_policy(
     Raises:
       FileNotFoundError: no such directory, config or weights.
       CheckpointError (a ValueError): missing, unknown, misshapen or non-finite tensors, naming file, key and both
-      values.
+        values; an adapter directory with another tokenizer than the model's.
       ValueError: an unknown format, or one that the checkpoint cannot be brought into.
     """
     name, path = str(path), assets.model_path(str(path))
@@ -72,7 +73,7 @@ def load_policy(
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
     # In a thread: transformers takes seconds to import, 13 where it imports PyTorch too.
     pool = ThreadPoolExecutor(1)
-    loading = pool.submit(load_tokenizer, path, config.vocab_size)
+    loading = pool.submit(_load_tokenizer, path, config.vocab_size, adapter)
     pool.shutdown(wait=False)
 
     def report(done: int, total: int) -> None:
@@ -85,6 +86,13 @@ def load_policy(
     source = name if hub.is_hub_id(name) else str(path)
     policy = build_policy(config, weights, lora, seed).replace(tokenizer=tokenizer, source=source)
     return policy if adapter is None else import_adapter(policy, Path(adapter))
+
+
+def _load_tokenizer(path: Path, vocab_size: int, adapter: str | Path | None) -> Any:
+    """The model's tokenizer. Raises CheckpointError for an adapter that has another."""
+    if adapter is not None:
+        refuse_other_tokenizer(path, Path(adapter))
+    return load_tokenizer(path, vocab_size)
 
 
 def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int) -> Policy:

@@ -26,7 +26,7 @@ def item(number: int) -> Item:
 
 def write(path, ids, settings=SETTINGS, at_once=2, expected=IDS) -> list[int]:
     """Append items of problems; returns the ids that were there before."""
-    with open_records(path, settings, expected, at_once) as records:
+    with open_records(path, settings, expected, at_once, 2) as records:
         before = [one.id for one in records.items]
         records.append([item(number) for number in ids])
     return before
@@ -35,7 +35,7 @@ def write(path, ids, settings=SETTINGS, at_once=2, expected=IDS) -> list[int]:
 def test_items_come_back(tmp_path):
     path = tmp_path / "new" / "records.jsonl"
     assert write(path, IDS[:2]) == []
-    with open_records(path, SETTINGS, IDS, 2) as records:
+    with open_records(path, SETTINGS, IDS, 2, 2) as records:
         assert records.items == [item(3), item(5)]
     header, *lines = path.read_text().split("\n")
     assert json.loads(header) == {"version": 1, "settings": SETTINGS} and len(lines) == 3 and lines[-1] == ""
@@ -88,10 +88,19 @@ def test_lines_that_are_no_items_are_named(tmp_path):
     path = tmp_path / "records.jsonl"
     write(path, IDS[:2])
     good = path.read_text()
+    sound = json.loads(good.split("\n")[1])
     for line, words in (
-        ("{}", "line 4 is no item"),
+        ("{}", "line 4 is no item of an evaluation: {} has other fields than"),
+        ("[1]", r"line 4 is no item of an evaluation: \[1\] has other"),
         ("[", "line 4 is no item"),
-        (good.split("\n")[1], "problem 3 where"),
+        (json.dumps(sound), "problem 3 where"),
+        (json.dumps(sound | {"verdicts": ["correct"]}), r"verdicts is \['correct'\] in an item of 2 completions"),
+        (json.dumps(sound | {"verdicts": ["correct", "good"]}), r"verdicts is \['correct', 'good'\]"),
+        (json.dumps(sound | {"lengths": [7, None]}), r"lengths is \[7, None\]"),
+        (json.dumps(sound | {"answers": "½"}), "answers is '½'"),
+        (json.dumps(sound | {"finish": ["eos", 0]}), "finish is"),
+        (json.dumps(sound | {"majority": 2}), "majority is 2 in an item of 2"),
+        (json.dumps(sound | {"prompt": None}), "prompt is None"),
     ):
         path.write_text(good + line + "\n")
         with pytest.raises(RecordsError, match=words):
@@ -105,9 +114,9 @@ def test_lines_that_are_no_items_are_named(tmp_path):
 def test_one_process_at_a_time(tmp_path):
     path = tmp_path / "records.jsonl"
     with (
-        open_records(path, SETTINGS, IDS, 2),
+        open_records(path, SETTINGS, IDS, 2, 2),
         pytest.raises(RecordsError, match="are being written by another process"),
-        open_records(path, SETTINGS, IDS, 2),
+        open_records(path, SETTINGS, IDS, 2, 2),
     ):
         pass
 

@@ -39,7 +39,8 @@ class Case:
       during: called with directory and process id of the fork while it runs.
       check: called with the directory after it; returns what is wrong, or "".
       writes: names in the directory that may change; everything else must be as `prepare` left it.
-      uses: what it needs beside model and dataset: "adapter", or "used", a finished run.
+      uses: what it needs beside model and dataset: "adapter"; "used", a finished run; "records.jsonl", of a finished
+        evaluation; "pair", the base and adapter of `tests/test_export_command.py`.
       stdout: a device to write standard output to in place of a file, or "|", a pipe that nobody reads.
       encoding: encoding of standard output and error.
     """
@@ -74,8 +75,8 @@ def quoted(text: str) -> str:
 
 def attempt(case: Case, template: Path, place: Path) -> Outcome:
     """Run a case in a copy of `template` at `place`, which is deleted afterwards."""
-    unused = [name for name in ("adapter", "used") if name not in case.uses]
-    shutil.copytree(template, place, symlinks=True, ignore=shutil.ignore_patterns(*unused))
+    unused = [name for name in ("adapter", "used", "pair", "records.jsonl") if name not in case.uses]
+    shutil.copytree(template, place, symlinks=True, ignore=lambda here, _: unused if Path(here) == template else [])
     try:
         case.prepare(place)
         before = contents(place, case.writes)

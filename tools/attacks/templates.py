@@ -12,10 +12,12 @@ from pathlib import Path
 import small
 import yaml
 from command_lines import ROWS, RUN, SHORT, lines, replaced
+from test_export_command import put_model_and_adapter
 
 from qerl_jax import train
 from qerl_jax.command_line import process
 from qerl_jax.command_line.evaluate import main as evaluate_main
+from qerl_jax.compare import main as compare_main
 from qerl_jax.export import main as export_main
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.load import load_policy
@@ -25,6 +27,8 @@ from qerl_jax.run import prepare
 
 Main = Callable[[list[str]], int]
 CACHE = ["--compilation-cache-dir", str(Path(tempfile.gettempdir()) / "qerl-attack-cache")]
+_EVALUATION = ["--dataset", "rows.jsonl", *SHORT, *CACHE]
+RECORDS = ["--records", "records.jsonl", "--samples", "4", "--num-generations", "2", "--problems-at-once", "2"]
 FLAGS = ["--model", "model", "--dataset", "rows.jsonl", "--output-dir", "run", *RUN, *CACHE]
 
 
@@ -36,6 +40,8 @@ def make(place: Path) -> None:
     shutil.rmtree(place / "model-bf16")
     policy = load_policy(place / "model", lora=LoraConfig(rank=64))
     export_adapter(policy, place / "adapter", norms=True, base_model="model")
+    (place / "pair").mkdir()
+    put_model_and_adapter(place / "pair")
 
 
 def make_run(place: Path) -> int:
@@ -44,9 +50,15 @@ def make_run(place: Path) -> int:
     return train.main(list(FLAGS))
 
 
+def make_records(place: Path) -> int:
+    """Finished records of an evaluation in the template."""
+    os.chdir(place)
+    return evaluate_main(["model", *_EVALUATION, *RECORDS])
+
+
 def exit_code(main: Main, flags: Sequence[str]) -> int:
     """Exit code as the process would have it."""
-    if main is train.main or main is evaluate_main or main is quantize_main or main is export_main:
+    if main in (train.main, evaluate_main, quantize_main, export_main, compare_main):
         process.end(lambda: main(list(flags)))
     return main(list(flags))
 
@@ -83,7 +95,7 @@ def dry_runs(*more: str) -> Callable[[Path], int]:
 
 def evaluates(*more: str) -> Callable[[Path], int]:
     """An evaluation."""
-    flags = replaced(["--dataset", "rows.jsonl", *SHORT, *CACHE], *more)
+    flags = replaced(_EVALUATION, *more)
     return lambda place: exit_code(evaluate_main, ["model", *flags])
 
 
@@ -95,6 +107,11 @@ def quantizes(*argv: str) -> Callable[[Path], int]:
 def exports(*argv: str) -> Callable[[Path], int]:
     """An export of the adapter."""
     return lambda place: exit_code(export_main, [*argv, "--base", "model"])
+
+
+def compares(*argv: str) -> Callable[[Path], int]:
+    """A comparison with transformers."""
+    return lambda place: exit_code(compare_main, argv)
 
 
 def written(name: str, content: str | bytes) -> Callable[[Path], object]:
