@@ -109,8 +109,7 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     state = state.replace(cursor=state.cursor + experience.drawn)
     run.wait_for_programs("update", state)
     with recorder.phases("update"):
-        updated = grpo_step(state, run.policy.frozen, batch, hooks.token_loss, hooks.with_reference)
-        state, update_metrics = jax.block_until_ready(updated)
+        state, update_metrics = grpo_step(state, run.policy.frozen, batch, hooks.token_loss, hooks.with_reference)
     metrics = recorder.record(state, experience, batch, update_metrics, sigma, perturbed)
     if hooks.on_step is not None:
         hooks.on_step(metrics, state)

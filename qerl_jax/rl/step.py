@@ -44,8 +44,8 @@ def grpo_step(
     that follow, so no extra forward pass is made. An update whose loss or gradient is not finite changes nothing and
     is counted.
 
-    Called on arrays, it packs the sequences by their lengths, for which it waits; sequences without a token in the loss
-    are left out. Under `jit` lengths are unknown, and micro-batches hold as many sequences as fit at their longest.
+    Called on arrays, it packs the sequences by their lengths and waits for the result; sequences without a token in the
+    loss are left out. Under `jit` lengths are unknown, and micro-batches hold as many sequences as fit at their longest.
 
     Args:
       state: from `init_state` or the last step.
@@ -66,7 +66,7 @@ def grpo_step(
     state, frozen, batch = settled((state, frozen, checked(batch, state.config)))
     work = work_of(state, frozen, batch, token_loss, with_reference)
     try:
-        return _step(state, work)
+        return jax.block_until_ready(_step(state, work))  # a lack of memory may come to light only when its results do
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
