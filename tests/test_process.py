@@ -91,6 +91,44 @@ def test_an_interrupt_does_not_wait_for_a_call():
     assert time.monotonic() - began < 45
 
 
+# Ctrl-C while two threads are inside XLA's compiler, each with a program that takes it seconds.
+COMPILING = """
+import os, signal, threading, time, types
+import jax, jax.numpy as jnp
+from qerl_jax.command_line import process
+from qerl_jax.compilation import Program, compile_programs
+jax.config.update("jax_enable_compilation_cache", False)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+begun = threading.Event()
+def long(number):
+    def f(x):
+        for i in range(1500):
+            x = jnp.sin(x @ x + number * i)
+        return x
+    return jax.jit(f)
+programs = [long(n).lower(jnp.ones((8, 8))) for n in range(3)]
+class Lowered(Program):
+    def lower(self):
+        compile = programs[self.function].compile
+        return types.SimpleNamespace(compile=lambda: (begun.set(), compile(), os.write(2, b"waited")))
+def body():
+    def interrupt():
+        begun.wait()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    compile_programs([Lowered(str(n), n, ()) for n in range(3)], threads=2)
+    print("compiled")
+process.end(lambda: process.run(body, lambda: "interrupted; as it was"))
+"""
+
+
+def test_an_interrupt_among_real_compilations_crashes_nothing():
+    """Threads that are inside a compiler while the interpreter shuts down may end in SIGSEGV: it does not shut down."""
+    done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (process.STOPPED, "", "interrupted; as it was\n")
+
+
 def test_an_interrupt_does_not_wait_for_a_compiler():
     """The other programs are not compiled, and the one in progress is left to itself."""
     begun = []

@@ -90,10 +90,14 @@ def load(folder: Path = MUTATIONS, root: Path = ROOT) -> list[Mutation]:
 
 @contextlib.contextmanager
 def checkout() -> Iterator[Path]:
-    """A temporary copy of the files that git tracks or would track."""
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
+    """A temporary copy of the files that git tracks or would track, or without a repository of all but hidden ones."""
+    try:
+        names = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        paths = [path.relative_to(ROOT) for path in ROOT.rglob("*")]
+        names = [str(path) for path in paths if not any(part.startswith(".") for part in path.parts)]
     with tempfile.TemporaryDirectory(prefix="qerl-mutate-") as folder:
         for name in names:
             if (ROOT / name).is_file():
@@ -219,6 +223,8 @@ def report(rows: Sequence[dict]) -> str:
 def run(mutations: Sequence[Mutation], record: Path | None, gpu: bool = False) -> list[dict]:
     """Plant each bug and run its tests; `gpu`: those on a GPU."""
     os.environ |= {"JAX_PLATFORMS": "cuda,cpu" if gpu else "cpu"}
+    if gpu:  # trying out XLA's own GEMMs would take most of the time
+        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a cached file may have the time and size of the changed one
     sys.dont_write_bytecode = True

@@ -70,6 +70,20 @@ def test_every_config_of_the_table(tmp_path):
     check(cases, compiled(cases, tmp_path))
 
 
+def test_a_stage_is_freed_after_its_wgmma(tmp_path):
+    """In the PTX of the plain mainloop: all `wgmma` are waited for before the arrival that frees their stage."""
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+
+    found = [(128, 1024, 4096, GemmConfig(128, 2, 1, 1, k_tiles, 2), False, 0) for k_tiles in (1, 2)]
+    kernels = compiled(found, tmp_path)
+    check(found, kernels)
+    for (*_, config, _, _), (kernel, _) in zip(found, kernels, strict=True):
+        order = re.findall(r"wgmma\.mma_async|wgmma\.wait_group\.sync\.aligned 0|mbarrier\.arrive\.release", kernel)
+        products = ["wgmma.mma_async"] * 4 * config.k_tiles  # k-steps of 16
+        assert order[: len(products)] == products
+        assert order[len(products) :][:2] == ["wgmma.wait_group.sync.aligned 0", "mbarrier.arrive.release"]
+
+
 def test_configs_with_lookahead(tmp_path):
     """One `wgmma` follows another without the assembler waiting in between; two k-tiles share a stage or do not."""
     from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig

@@ -266,6 +266,24 @@ def test_pipelines_of_every_depth_end(warpgroups_n, warpgroups_k, cluster):
             check(gemm(x, packed, config), x64 @ w.T, x64, w, k)
 
 
+@pytest.mark.parametrize("k_tiles", [1, 2])
+def test_wide_tiles_of_two_stages_give_the_same_bits_again(k_tiles):
+    """Tensor cores that are behind the dequantization, and stages that are filled as soon as they are free: a stage
+    that is freed while `wgmma` reads it is torn."""
+    from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+    from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
+
+    weight, config = weight_of(1024, 4096), GemmConfig(128, 2, 1, 1, k_tiles, 2)
+    assert config.fits()
+    packed, x = packing.pack(weight), activations(128, 4096)
+    call = jax.jit(functools.partial(gemm, config=config))
+    y = call(x, packed)
+    x64, w = exact(x, weight)
+    check(y, x64 @ w.T, x64, w, 4096)
+    differing = [jnp.any(call(x, packed) != y) for _ in range(200)]
+    assert not jnp.stack(differing).any()
+
+
 @pytest.mark.parametrize("lookahead", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_lookahead(lookahead, transposed):

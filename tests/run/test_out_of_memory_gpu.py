@@ -1,0 +1,91 @@
+"""A GPU whose memory really ends within an update: one line with the numbers, and the newest state on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import runs
+import small
+from command_lines import ROWS, error_of, lines, replaced, training
+
+from qerl_jax import train
+from qerl_jax.io.checkpoint import latest_step
+from qerl_jax.reporting.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU's memory"),
+]
+
+LINE = (
+    r"error: the update ran out of memory: micro-batches of \d+ tokens were planned with [\d.]+ GB of activations and "
+    r"[\d.]+ GB for one program, of the device's [\d.]+ GB; lower update_memory_gb below [\d.]+ \(layers are then "
+    r"recomputed\), tokens_per_micro_batch or logprob_chunk_size"
+)
+SIZES = ["--batch-size", "128", "--num-generations", "8", "--max-completion-length", "100", "--dtype", "bfloat16"]
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """0.12 G parameters, whose update keeps some 0.2 MB a token, and a dataset."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8}
+    small.bf16(tmp_path / "model", 1, **shape, num_key_value_heads=2, head_dim=128)
+    (tmp_path / "rows.jsonl").write_text(lines(ROWS * 4))
+    return tmp_path
+
+
+def test_memory_that_another_takes_before_the_second_update(place, monkeypatch, capfd):
+    """All but 100 MB is taken after the second rollout. The state of step 1, which was not due, is saved, and the run
+    goes on once the memory is free again.
+    """
+    make_batch, calls, taken = train.make_batch, [], []
+
+    def take_all(*arguments: object) -> object:
+        calls.append(1)
+        batch = jax.block_until_ready(make_batch(*arguments))
+        if len(calls) == 2:
+            for size in (1 << 30, 1 << 28, 1 << 26):
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    while True:
+                        taken.append(jax.block_until_ready(jnp.zeros(size, jnp.uint8)))
+            del taken[-2:]
+        return batch
+
+    flags = training(place, *SIZES, "--save-steps", "50")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "make_batch", take_all)
+        said = error_of(train.main, flags, place, capfd)
+    taken.clear()
+    with capfd.disabled():
+        print(said)
+    assert re.fullmatch(LINE, said)
+    assert latest_step(place / "run") == 1 and [row["step"] for row in read_metrics(place / "run")] == [1]
+    assert train.main([*flags, "--resume", "auto"]) == 0
+    assert [row["step"] for row in read_metrics(place / "run")] == [1, 2]
+
+
+def test_settings_that_ask_for_more_than_there_is(place, capfd):
+    """In a hundredth of the memory a run goes on with micro-batches of all tokens, which it was told would fit."""
+    flags = replaced(training(place, *SIZES), "--max-steps", "1000")
+    command = [sys.executable, "-m", "qerl_jax.train", *flags]
+    environment = os.environ | {"XLA_CLIENT_MEM_FRACTION": "0.01"}
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    runs.wait_for_step(place / "run", 1, first)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=240) == 130, first.stdout.read()
+    saved = latest_step(place / "run")
+    beyond = ["--resume", "auto", "--update-memory-gb", "1000", "--tokens-per-micro-batch", "20000"]
+    done = subprocess.run([*command, *beyond], env=environment, capture_output=True, text=True, timeout=400)
+    with capfd.disabled():
+        print(done.stderr)
+    assert done.returncode == 2 and re.fullmatch(LINE, done.stderr.strip())
+    assert saved >= 1 and latest_step(place / "run") == saved
