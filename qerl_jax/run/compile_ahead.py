@@ -35,9 +35,10 @@ def run_programs(config: Config, hooks: Hooks, policy: Policy, state: TrainState
     policy = policy.replace(norms=state.norms, lora=state.lora)
     sample = keys.for_step(config.seed, keys.Purpose.SAMPLE, 0)
     sizes = config.num_prompts, config.max_prompt_length
+    own = config.rollout_backend == "jax"
     batch = as_committed(abstract_batch(config), policy)
     programs = [
-        *rollout_programs(policy, *sizes, config.sampling, sample, config.engine),
+        *(rollout_programs(policy, *sizes, config.sampling, sample, config.engine) if own else ()),
         *update_programs(state, policy.frozen, batch, hooks.token_loss, hooks.with_reference),
         *hooks.programs(state.norms, keys.for_step(config.seed, keys.Purpose.AQN, 0)),
     ]

@@ -13,7 +13,7 @@ from qerl_jax.command_line.evaluate import main as evaluate
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
-from qerl_jax.train import train
+from qerl_jax.train import main, train
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 EVALUATE = ["--dataset", "arithmetic", "--samples", "4", "--max-completion-length", "12", "--batch-size", "8"]
@@ -92,3 +92,13 @@ def test_the_importance_weight_sees_what_vllm_sampled(settings, stand_in, tmp_pa
     train(runs.config(tmp_path / "run", **settings | {"eval_dataset": None, "sigma_start": 1.0}))
     clean, noisy = (row["sampling/sampling_logp_difference/mean"] for row in read_metrics(tmp_path / "run"))
     assert 0 < clean < 0.02 < 0.1 < noisy
+
+
+def test_a_dry_run_counts_no_cache_and_tells_the_share(stand_in, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.94")
+    flags = ["--model", "tiny", "--dataset", "arithmetic", "--output-dir", str(tmp_path / "run"), "--dry-run"]
+    own = ["--rollout-backend", "vllm", "--vllm-gpu-memory-utilization", "0.25", "--max-completion-length", "64"]
+    assert main([*flags, *own, "--max-prompt-length", "96"]) == 0
+    said = capfd.readouterr().out
+    assert "keys and values of 0 sequences" in said
+    assert "vLLM takes 0.25 of the GPU's memory besides" in said
