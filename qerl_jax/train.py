@@ -9,6 +9,7 @@ Axes: B completions = P prompts · G group, row = p · G + g.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -76,7 +77,7 @@ def train(
     """
     hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
     run = prepare(with_rewards(config), console or RunConsole(), hooks)
-    with locked(run.directory), run.compile_ahead:
+    with locked(run.directory), run.compile_ahead, run.vllm or contextlib.nullcontext():
         recorder, state = begin_run(run, init_state(run.policy, run.config, optimizer))
         with run.rewards, recorder:
             for _ in range(int(state.step), run.config.num_rollouts):
@@ -124,13 +125,14 @@ def collect_experience(run: Run, phases: Phases, actor: Policy, state: TrainStat
     tokens of equal groups count in the loss's denominator (metric `frac_reward_zero_std`).
     """
     config, experience = run.config, None
+    sample = run.vllm.generate if run.vllm else generate
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     for resampling_round in range(1 + config.resampling_rounds):
         problems = run.stream.at(int(state.cursor) + resampling_round * config.num_prompts, config.num_prompts)
         prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)
         key = keys.for_round(step_key, resampling_round)
         with phases("rollout"):
-            rollout = jax.block_until_ready(generate(actor, prompts, config.sampling, key, config.engine))
+            rollout = jax.block_until_ready(sample(actor, prompts, config.sampling, key, config.engine))
         with phases("grading"):
             fresh = grade(run, problems, rollout)
         experience = replace_equal_groups(experience, fresh, config.num_generations) if experience else fresh

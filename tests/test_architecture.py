@@ -26,7 +26,7 @@ LAYERS = [
     ("types", "keys", "aqn", "models", "rewards", "compilation", "untrusted"),
     ("config", "rollout", "data"),
     ("io", "rl"),
-    ("evaluation",),
+    ("evaluation", "backends"),
     ("reporting",),
     ("run",),
     ("command_line",),

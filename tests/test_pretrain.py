@@ -118,7 +118,7 @@ def test_packing_keeps_every_document(tools):
         tools["corpus"].pack([([1] * 500, [1] * 13)], 0)
 
 
-def test_processes_do_not_change_the_corpus(tools, run, monkeypatch):
+def test_processes_do_not_change_the_corpus(tools, run):
     corpus = tools["corpus"]
     one, two = (
         list(itertools.islice(corpus.batches(str(run / "tokenizer.json"), corpus.Recipe(), 300, count), 4))

@@ -12,7 +12,11 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from qerl_jax.backends.vllm_engine import VllmEngine, Weights
+from qerl_jax.backends.vllm_settings import VERSION, engine_options
+from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.command_line import flags, process
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError
@@ -20,6 +24,7 @@ from qerl_jax.data.few_shot import FewShot, few_shot
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.evaluation import Evaluation, sampled_items, summarize
 from qerl_jax.evaluation.grading import Grader, grader_of
+from qerl_jax.evaluation.harness import Generate
 from qerl_jax.evaluation.records import Records, open_records
 from qerl_jax.evaluation.summary import Item
 from qerl_jax.io.assets import model_path
@@ -29,10 +34,12 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.io.tokenizer import leave_out_torch, load_tokenizer
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rollout.engine import check_positions
 from qerl_jax.rollout.shapes import cache_note, endless_note
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import make_deterministic, missing_kernels_note, use_device_memory
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
+from qerl_jax.types import Policy
 
 # Fields of Config that are flags here under the same name, and those under another name.
 _SAME = (
@@ -52,16 +59,21 @@ _SAME = (
     "compilation_cache_dir",
     "reward_workers",
     "reward_timeout",
+    "vllm_gpu_memory_utilization",
     "seed",
 )
 _RENAMED = {
+    "backend": "rollout_backend",
     "num_generations": "eval_num_generations",
     "temperature": "eval_temperature",
     "top_p": "eval_top_p",
     "batch_size": "eval_batch_size",
 }
 _FIELDS = _RENAMED | {name: name for name in _SAME}
-_NOT_SETTINGS = ("output", "records", "compilation_cache_dir", "reward_workers")  # no item depends on these
+_NOT_SETTINGS = (  # no item depends on these
+    *("output", "records", "compilation_cache_dir", "reward_workers", "vllm_gpu_memory_utilization"),
+)
+_VLLM_SHARE = 0.85  # share of the GPU's memory; JAX needs little here
 
 _BATCHES = 8  # batches of completions sampled together: slots idle only while the last of them end
 
@@ -127,6 +139,8 @@ def _config(arguments: Any) -> Config:
     """The arguments as a Config, which checks them; errors name the flag."""
     try:
         given = {name: getattr(arguments, flag) for flag, name in _FIELDS.items()}
+        if given["rollout_backend"] == "vllm" and given["vllm_gpu_memory_utilization"] is None:
+            given["vllm_gpu_memory_utilization"] = _VLLM_SHARE
         return Config(model=arguments.model, max_prompt_length=arguments.max_prompt_length, **given)
     except ConfigError as error:
         message = str(error)
@@ -138,14 +152,16 @@ def _config(arguments: Any) -> Config:
 def _run(arguments: Any) -> Evaluation:
     config = _config(arguments)
     _check(arguments, config)
-    use_device_memory()
+    use_device_memory(config.vllm_share)
     if config.deterministic:
         make_deterministic()
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)
-    if note := missing_kernels_note(config.matmul_kernel):
+    if config.rollout_backend == "jax" and (note := missing_kernels_note(config.matmul_kernel)):
         print(note, flush=True)
     leave_out_torch()
     directory = model_path(config.model)
+    if config.rollout_backend == "vllm":
+        check_vllm(config, directory, "backend")
     shots = None
     if arguments.few_shot is not None:
         shots = few_shot(arguments.few_shot, arguments.dataset, arguments.split, config.seed)
@@ -185,6 +201,10 @@ def _check(arguments: Any, config: Config) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if config.rollout_backend == "vllm" and config.matmul_kernel != "auto":
+        raise ValueError(
+            f"matmul_kernel {config.matmul_kernel!r} contradicts backend 'vllm': it has kernels of its own"
+        )
     if arguments.few_shot is not None and config.system_prompt is not None:
         raise ValueError("few_shot has no system prompt: leave out system_prompt")
     for name in ("output", "records"):
@@ -200,6 +220,8 @@ def _settings(arguments: Any, directory: Path, problems: Sequence[EncodedProblem
     arithmetic decides between samples that are all but equal.
     """
     found = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in _NOT_SETTINGS}
+    if found.pop("backend") == "vllm":
+        found["vllm"] = VERSION
     found |= {"problems_at_once": at_once, "model_files": model_fingerprint(directory)}
     if arguments.adapter is not None and Path(arguments.adapter).is_dir():
         found["adapter_files"] = model_fingerprint(Path(arguments.adapter))
@@ -222,23 +244,46 @@ def _items(
         print(f"{len(items)} of {len(problems)} problems are in the records", flush=True)
     if len(items) == len(problems):
         return items
-    policy = load_policy(
-        directory,
-        config.weight_format,
-        lora=LoraConfig(rank=0) if config.adapter is None else None,
-        dtype=jnp.dtype(config.dtype),
-        adapter=config.adapter,
-        matmul_kernel=config.matmul_kernel,
-    )
-    for note in filter(None, (cache_note(policy, config.kv_cache_dtype), endless_note(policy.config))):
-        print(note, flush=True)
-    sampling = config.eval_sampling.replace(stop=(shots.stop,) if shots else ())
-    for part in sampled_items(
-        policy, problems, sampling, grader, config.seed, config.eval_engine, at_once, start=len(items)
-    ):
-        if records:
-            records.append(part)
-        items += part
-        if len(problems) > at_once:
-            print(f"{len(items)} of {len(problems)} problems", flush=True)
+    with contextlib.ExitStack() as stack:
+        policy, sample = _policy(config, directory, max(len(item.tokens) for item in problems), stack)
+        if note := endless_note(policy.config):
+            print(note, flush=True)
+        sampling = config.eval_sampling.replace(stop=(shots.stop,) if shots else ())
+        for part in sampled_items(
+            policy, problems, sampling, grader, config.seed, config.eval_engine, at_once, len(items), sample
+        ):
+            if records:
+                records.append(part)
+            items += part
+            if len(problems) > at_once:
+                print(f"{len(items)} of {len(problems)} problems", flush=True)
     return items
+
+
+def _policy(
+    config: Config, directory: Path, longest_prompt: int, stack: contextlib.ExitStack
+) -> tuple[Policy, Generate | None]:
+    """What is evaluated, and what samples it: None for the policy itself. A policy that vLLM samples has no weights."""
+    if config.rollout_backend == "jax":
+        policy = load_policy(
+            directory,
+            config.weight_format,
+            lora=LoraConfig(rank=0) if config.adapter is None else None,
+            dtype=jnp.dtype(config.dtype),
+            adapter=config.adapter,
+            matmul_kernel=config.matmul_kernel,
+        )
+        if note := cache_note(policy, config.kv_cache_dtype):
+            print(note, flush=True)
+        return policy, None
+    model = model_config(directory)
+    weights = Weights.of_files(directory, None if config.adapter is None else Path(config.adapter))
+    width, rank = longest_prompt + config.max_completion_length, weights.config.rank
+    check_positions(model, longest_prompt, config.max_completion_length)
+    options = engine_options(config, directory, width, config.eval_batch_size, rank, config.vllm_share)
+    print(f"starting vLLM {VERSION}", flush=True)
+    engine = stack.enter_context(VllmEngine(options, model))
+    engine.set_weights(weights)
+    print(f"vLLM {engine.version}: {len(weights.norms)} layer norms and {len(weights.lora)} matrices set", flush=True)
+    tokenizer = load_tokenizer(directory, model.vocab_size)
+    return Policy({}, {}, {}, nnx.graphdef({}), model, weights.config, tokenizer=tokenizer), engine.sample

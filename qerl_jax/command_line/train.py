@@ -40,9 +40,9 @@ def run(train: Callable[[Config], TrainState], argv: list[str] | None = None) ->
 
     def body() -> int:
         nonlocal config
-        use_device_memory()
         arguments, is_dry_run = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
         config = parse(arguments)
+        use_device_memory(config.vllm_share)
         if is_dry_run:
             config = with_rewards(config)
             check(config)

@@ -93,6 +93,7 @@ def _check_contradictions(config: Config) -> None:
     _check_doubles(config)
     _check_datasets(config)
     _check_rewards(config)
+    _check_vllm(config)
     if not config.output_dir:
         raise ConfigError("output_dir is empty: name the directory that the run writes to")
     if config.lora_rank and not config.lora_target_modules:
@@ -141,6 +142,38 @@ def _check_doubles(config: Config) -> None:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             instead = ": give it more weight by dataset_weights" if field == "dataset" else ""
             raise ConfigError(f"{field} names {twice[0]!r} twice{instead}")
+
+
+def _check_vllm(config: Config) -> None:
+    """What vLLM cannot do, or does in another way."""
+    share = config.vllm_gpu_memory_utilization
+    if config.rollout_backend != "vllm":
+        if share is not None:
+            raise ConfigError(
+                f"vllm_gpu_memory_utilization {share} has no meaning for rollout_backend {config.rollout_backend!r}"
+            )
+        return
+    if share is not None and not 0 < share <= 0.9:
+        raise ConfigError(f"vllm_gpu_memory_utilization must lie in (0, 0.9], got {share}")
+    reasons = {
+        "dtype": ("bfloat16", "vLLM's attention computes in 16 bits"),
+        "kv_cache_dtype": ("auto", "its FP8 cache has scales of its own"),
+        "batch_invariant": (False, "its completions depend on their batch"),
+        "deterministic": (False, "its kernels do not repeat bit for bit"),
+    }
+    for name, (value, reason) in reasons.items():
+        if getattr(config, name) != value:
+            raise ConfigError(f"{name} {getattr(config, name)!r} contradicts rollout_backend 'vllm': {reason}")
+    if config.min_p > 0 and config.top_p < 1:
+        raise ConfigError(
+            f"min_p {config.min_p} with top_p {config.top_p} contradicts rollout_backend 'vllm': it applies min_p "
+            "first, and the trainer top_p"
+        )
+    for name in ("temperature", "eval_temperature"):
+        if 0 < getattr(config, name) < 0.01:
+            raise ConfigError(
+                f"{name} {getattr(config, name)} contradicts rollout_backend 'vllm', which samples at 0.01 or above"
+            )
 
 
 def _check_datasets(config: Config) -> None:

@@ -178,6 +178,13 @@ class Config:
     """Sample from the smallest set of tokens of this total probability; 1: all. The trainer renormalizes likewise."""
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the most likely; 0: none. The trainer renormalizes likewise."""
+    rollout_backend: Literal["jax", "vllm"] = "jax"
+    """Engine of rollouts and evaluations. jax: the trainer's own, which reads the trainer's weights. vllm: vLLM 0.22.1
+    (extra `vllm`) with a copy of the base, in a process of its own; adapter and layer norms, noise included, are
+    written into it before each rollout (docs/vllm.md)."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory that vLLM takes; JAX then takes 0.94 less this. None: 0.4, and 0.85 where JAX only
+    evaluates. May change on resume."""
     rollout_memory_gb: float | None = None
     """Limit of the KV cache in 1e9 bytes; completions beyond it wait for a free slot. None: all are decoded together,
     or an error if they do not fit. The field to lower first when a rollout runs out of memory. May change on resume;
@@ -305,6 +312,13 @@ class Config:
     def eval_engine(self) -> Engine:
         """Execution settings of evaluations: those of training rollouts, with `eval_batch_size` slots."""
         return dataclasses.replace(self.engine, slots=self.eval_batch_size)
+
+    @property
+    def vllm_share(self) -> float:
+        """Share of the GPU's memory that vLLM takes beside training; 0 without it."""
+        if self.rollout_backend == "jax":
+            return 0.0
+        return 0.4 if self.vllm_gpu_memory_utilization is None else self.vllm_gpu_memory_utilization
 
     @property
     def overlong_tokens(self) -> int:

@@ -26,6 +26,7 @@ FREE_ON_RESUME = frozenset(
         "watchdog_seconds",
         "compilation_cache_dir",
         "rollout_memory_gb",
+        "vllm_gpu_memory_utilization",
         "tokens_per_micro_batch",
         "update_memory_gb",
         "logprob_chunk_size",

@@ -123,10 +123,11 @@ FOREIGN: dict[str, Foreign] = {
     ),
     "cache_implementation": Foreign("TRL", ("kv_cache_dtype",), "one cache, sized before the first rollout"),
     "float8_kv_cache": Foreign("Unsloth", ("kv_cache_dtype",), "fp8_e4m3"),
-    "gpu_memory_utilization": Foreign("Unsloth, QeRL", ("rollout_memory_gb",), "GB of the KV cache, not a share"),
-    "vllm_gpu_memory_utilization": Foreign("TRL, QeRL", ("rollout_memory_gb",), "GB of the KV cache, not a share"),
+    "gpu_memory_utilization": Foreign(
+        "Unsloth, QeRL", ("vllm_gpu_memory_utilization",), "or rollout_memory_gb, GB of the KV cache"
+    ),
     "fast_inference": Foreign("Unsloth, QeRL", (), _ENGINE),
-    "use_vllm": Foreign("TRL, QeRL", (), _ENGINE),
+    "use_vllm": Foreign("TRL, QeRL", ("rollout_backend",), "vllm"),
     **{
         f"vllm_{name}": Foreign(origin, (), _ENGINE)
         for origin, names in {

@@ -5,9 +5,10 @@ Axes: P problems, n completions of each, B = P · n.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Array
 
 from qerl_jax import keys
 from qerl_jax.data.problems import Problem
@@ -17,7 +18,10 @@ from qerl_jax.evaluation.summary import Evaluation, Item, summarize
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.outcomes import Reward
 from qerl_jax.rollout.engine import generate
-from qerl_jax.types import Engine, FinishReason, Policy, Rollout, Sampling
+from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling
+
+Generate = Callable[[Policy, Prompts, Sampling, Array, Engine | None], Rollout]
+"""A function of the contract of `rollout.engine.generate`."""
 
 ANSWER = grader_of("answer", functions.answer)
 """A completion is correct if the text of its `<answer>` states the gold number."""
@@ -32,6 +36,7 @@ def evaluate(
     max_prompt_length: int = 512,
     engine: Engine | None = None,
     reward: Reward | Grader = ANSWER,
+    sample: Generate | None = None,
 ) -> Evaluation:
     """Sample completions of every problem with the policy's own (noise-free) norms and count the correct ones.
 
@@ -43,11 +48,12 @@ def evaluate(
       system_prompt, max_prompt_length: settings of the encoding; longer prompts are left out.
       engine: how to roll out; None: 64 completions at a time.
       reward: what is correct: a completion to which it gives more than 0. A `Grader` also extracts answers, for maj@n.
+      sample: what samples completions; None: `generate`.
     """
     if not isinstance(problems[0], EncodedProblem):
         problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
     grader = reward if isinstance(reward, Grader) else Grader(reward)
-    [items] = sampled_items(policy, problems, sampling, grader, seed, engine)
+    [items] = sampled_items(policy, problems, sampling, grader, seed, engine, sample=sample)
     return summarize(items, votes=grader.extract is not None)
 
 
@@ -60,6 +66,7 @@ def sampled_items(
     engine: Engine | None = None,
     at_once: int | None = None,
     start: int = 0,
+    sample: Generate | None = None,
 ) -> Iterator[list[Item]]:
     """Items of `at_once` problems after the other (None: of all), from number `start` on, a multiple of it.
 
@@ -71,7 +78,7 @@ def sampled_items(
     for first in range(start, len(problems), at_once or len(problems)):
         part = list(problems[first : first + (at_once or len(problems))])
         prompts = to_prompts(part, width, policy.config.pad_token_id)
-        rollout = generate(policy, prompts, sampling, key, engine or Engine(slots=64))
+        rollout = (sample or generate)(policy, prompts, sampling, key, engine or Engine(slots=64))
         texts = completion_texts(rollout, policy.tokenizer)
         yield graded_items([item.problem for item in part], texts, rollout, grader)
 

@@ -77,6 +77,19 @@ class AdapterReader:
         key = self._norms.get((layer, name))
         return None if key is None else self._read(key)
 
+    def lora_tensors(self) -> dict[str, np.ndarray]:
+        """PEFT name -> f32 array of every A and B."""
+        tensors = {}
+        for layer in range(self._model.num_layers):
+            for part in self._model.projection_shapes():
+                if (lora := self.lora(layer, part)) is not None:
+                    tensors |= {lora_key(layer, part, matrix): value for matrix, value in zip("AB", lora, strict=True)}
+        return tensors
+
+    def norm_tensors(self) -> dict[str, np.ndarray]:
+        """Name in the base checkpoint -> f32[D] of every layer norm that it carries."""
+        return {names.layer_norm(*place): self._read(key) for place, key in self._norms.items()}
+
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self._norms.values(), (self._model.hidden_size,))
         rank, targets = self.config.rank, self.config.target_modules if self.config.rank else ()

@@ -13,16 +13,16 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from qerl_jax.io import hf_config, names
+from qerl_jax.io import hf_config
 from qerl_jax.io.adapter import write_adapter
-from qerl_jax.io.adapter_reader import AdapterReader, lora_key
+from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.policy_tensors import DenseTensors, Overlaid
 from qerl_jax.io.quantize import write_quantized
 from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, CARD_FILE, CopyWriter, write_checkpoint
 from qerl_jax.io.safetensors import TensorSource, open_checkpoint
 from qerl_jax.io.streamed import streamed_logits
 from qerl_jax.io.tokenizer import TOKENIZER_FILES
-from qerl_jax.models.config import LAYER_NORMS, ModelConfig
+from qerl_jax.models.config import ModelConfig
 
 Kind = Literal["peft", "vllm", "merged", "merged-nvfp4"]
 Progress = Callable[[str, int, int], None]
@@ -118,7 +118,7 @@ def write(
 
 def _write_peft(policy: StoredPolicy, directory: Path, base_model: str) -> Written:
     reader = policy.reader()
-    write_adapter(directory, reader.config, _lora(reader, policy.config), _norms(reader, policy.config), base_model)
+    write_adapter(directory, reader.config, reader.lora_tensors(), reader.norm_tensors(), base_model)
     for name in TOKENIZER_FILES:
         if (policy.base / name).is_file():
             shutil.copyfile(policy.base / name, directory / name)
@@ -134,7 +134,7 @@ def _write_vllm(policy: StoredPolicy, directory: Path, final: Path, base_model: 
         rounded = _write_base(policy, reader, directory / BASE_PART, progress)
     if reader.config.rank:
         (directory / ADAPTER_PART).mkdir()
-        write_adapter(directory / ADAPTER_PART, reader.config, _lora(reader, policy.config), {}, base_model)
+        write_adapter(directory / ADAPTER_PART, reader.config, reader.lora_tensors(), {}, base_model)
         written = dataclasses.replace(written, adapter=directory / ADAPTER_PART)
     return Written(written, rounded)
 
@@ -198,17 +198,3 @@ def _unquantized(base: Path) -> dict[str, Any]:
     raw.pop("quantization_config", None)
     keys = [key for key in ("dtype", "torch_dtype") if key in raw] or ["dtype"]
     return {**raw, **dict.fromkeys(keys, "bfloat16")}
-
-
-def _lora(reader: AdapterReader, model: ModelConfig) -> dict[str, np.ndarray]:
-    tensors = {}
-    for layer in range(model.num_layers):
-        for part in model.projection_shapes():
-            if (lora := reader.lora(layer, part)) is not None:
-                tensors |= {lora_key(layer, part, matrix): value for matrix, value in zip("AB", lora, strict=True)}
-    return tensors
-
-
-def _norms(reader: AdapterReader, model: ModelConfig) -> dict[str, np.ndarray]:
-    places = [(layer, name) for layer in range(model.num_layers) for name in LAYER_NORMS]
-    return {names.layer_norm(*place): reader.norm(*place) for place in places if reader.has_norm(*place)}

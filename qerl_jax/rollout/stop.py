@@ -42,9 +42,10 @@ class StopStrings:
 def truncate_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pad: int) -> Rollout:
     """Cut each completion behind the token that completes its first stop string. Runs on the host."""
     prompt_lengths = np.asarray(rollout.prompt_lengths)
-    tokens, logprobs, entropies, lengths, finish = (
-        np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.entropies, rollout.lengths, rollout.finish)
+    tokens, logprobs, lengths, finish = (
+        np.array(x) for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finish)
     )
+    entropies = None if rollout.entropies is None else np.array(rollout.entropies)
     for row, ids in enumerate(completion_ids(rollout)):
         if not any(string in tokenizer.decode(ids) for string in stop):
             continue
@@ -54,11 +55,13 @@ def truncate_at_stop(rollout: Rollout, stop: tuple[str, ...], tokenizer: Any, pa
         )
         lengths[row] = int(prompt_lengths[row]) + kept
         tokens[row, lengths[row] :], finish[row] = pad, FinishReason.STOP
-        logprobs[row, lengths[row] :] = entropies[row, lengths[row] :] = 0
+        logprobs[row, lengths[row] :] = 0
+        if entropies is not None:
+            entropies[row, lengths[row] :] = 0
     return rollout.replace(
         tokens=jax.device_put(tokens),
         logprobs=jax.device_put(logprobs),
-        entropies=jax.device_put(entropies),
+        entropies=None if entropies is None else jax.device_put(entropies),
         lengths=jax.device_put(lengths),
         finish=jax.device_put(finish),
     )

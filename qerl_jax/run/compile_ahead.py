@@ -41,8 +41,10 @@ def run_programs(part: str, config: Config, hooks: Hooks, policy: Policy, state:
     if part == ROLLOUT:
         policy = policy.replace(norms=state.norms, lora=state.lora)
         sizes, key = (config.num_prompts, config.max_prompt_length), keys.for_step(config.seed, keys.Purpose.SAMPLE, 0)
+        own = config.rollout_backend == "jax"
+        sampled = rollout_programs(policy, *sizes, config.sampling, key, config.engine) if own else ()
         noise = hooks.programs(state.norms, keys.for_step(config.seed, keys.Purpose.AQN, 0))
-        programs = [*rollout_programs(policy, *sizes, config.sampling, key, config.engine), *noise]
+        programs = [*sampled, *noise]
     else:
         batch = as_committed(abstract_batch(config), policy)
         programs = update_programs(state, policy.frozen, batch, hooks.token_loss, hooks.with_reference)

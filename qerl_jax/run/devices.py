@@ -18,15 +18,15 @@ DETERMINISTIC_FLAGS = (
 
 
 MEMORY = "XLA_CLIENT_MEM_FRACTION"
-_SHARE = "0.94"  # JAX takes 0.75 of the memory by itself; the rest is for libraries and loaded programs
+_SHARE = 0.94  # JAX takes 0.75 of the memory by itself; the rest is for libraries and loaded programs
 
 
-def use_device_memory() -> None:
-    """Have JAX take 94 % of a GPU's memory when it starts one, unless the environment says how much
-    (`XLA_CLIENT_MEM_FRACTION`, or its old name `XLA_PYTHON_CLIENT_MEM_FRACTION`).
+def use_device_memory(vllm_share: float = 0.0) -> None:
+    """Have JAX take 94 % of a GPU's memory when it starts one, less the share that vLLM takes, unless the environment
+    says how much (`XLA_CLIENT_MEM_FRACTION`, or its old name `XLA_PYTHON_CLIENT_MEM_FRACTION`).
     """
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both
-        os.environ.setdefault(MEMORY, _SHARE)
+        os.environ.setdefault(MEMORY, f"{_SHARE - vllm_share:.2f}")
 
 
 def missing_kernels_note(matmul_kernel: str) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
+from qerl_jax.backends.vllm_settings import RANKS
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.evaluation import Evaluation
@@ -46,7 +47,6 @@ _PROMPTS = (
     "The capital of France is Paris, and the river that flows through it is called the Seine. In winter it rises.",
 )
 _TOKENS = 32  # most tokens of a prompt
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what its --max-lora-rank admits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ def commands(
     served = f"{model}/{BASE_PART}" if written.policy.base != policy.base else shlex.quote(base_model)
     if not reader.config.rank:
         return [f"vllm serve {served}"]
-    rank = next((rank for rank in _VLLM_RANKS if rank >= reader.config.rank), reader.config.rank)
+    rank = next((rank for rank in RANKS if rank >= reader.config.rank), reader.config.rank)
     return [f"vllm serve {served} --enable-lora --max-lora-rank {rank} --lora-modules trained={model}/{ADAPTER_PART}"]
 
 

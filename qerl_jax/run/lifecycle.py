@@ -138,7 +138,7 @@ def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
 
 def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
     """Evaluate `state`'s noise-free policy and keep the result as `name`."""
-    if name == "before" and run.compile_ahead:
+    if name == "before" and run.compile_ahead and run.vllm is None:
         compile_programs(evaluation_programs(run, state))
     with recorder.phases("evaluation"):
         result = evaluate_state(run, state)
@@ -167,4 +167,5 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
             config.seed,
             engine=config.eval_engine,
             reward=grader_of(reward, rewards[reward]),
+            sample=run.vllm and run.vllm.generate,
         )

@@ -211,9 +211,11 @@ def estimate_memory(
     e = policy.dtype.itemsize
     width = config.max_prompt_length + config.max_completion_length
     lengths = config.max_prompt_length, config.max_completion_length
-    rollout = choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
-    evaluation = None
-    if config.eval_dataset:
+    own = config.rollout_backend == "jax"  # else the KV cache is vLLM's
+    rollout = evaluation = None
+    if own:
+        rollout = choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
+    if own and config.eval_dataset:
         evaluation = choose_shapes(
             policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine
         )
@@ -224,12 +226,12 @@ def estimate_memory(
     return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),
-        sequences=rollout.slots,
-        cache=rollout.cache_bytes,
+        sequences=rollout.slots if rollout else 0,
+        cache=rollout.cache_bytes if rollout else 0,
         eval_sequences=evaluation.slots if evaluation else 0,
         eval_cache=evaluation.cache_bytes if evaluation else 0,
         eval_logits=12 * model.vocab_size * evaluation.slots if evaluation else 0,
-        logits=12 * model.vocab_size * rollout.slots,
+        logits=12 * model.vocab_size * rollout.slots if rollout else 0,
         gradient=trained,
         update_state=2 * trained + tree_bytes(state.opt_state),
         update_plan=update,

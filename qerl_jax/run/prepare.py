@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qerl_jax.backends.vllm_engine import VllmEngine
+from qerl_jax.backends.vllm_settings import check as check_vllm
+from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
@@ -45,6 +48,7 @@ class Run:
       eval_problems: problems of `config.eval_dataset`; empty without one.
       hooks: functions of the user's.
       compile_ahead: the programs of the run, being compiled; None: each is compiled at its first call.
+      vllm: what samples completions under `rollout_backend` vllm, else None.
     """
 
     config: Config
@@ -56,6 +60,7 @@ class Run:
     eval_problems: list[EncodedProblem]
     hooks: Hooks = dataclasses.field(default_factory=Hooks)
     compile_ahead: CompileAhead | None = None
+    vllm: VllmEngine | None = None
 
     @property
     def resume_command(self) -> str:
@@ -95,15 +100,32 @@ def prepare(config: Config, console: Console, hooks: Hooks) -> Run:
         loaded = load(config, console)
         policy = committed(loaded).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         lengths = config.max_prompt_length, config.max_completion_length
-        choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
+        if config.rollout_backend == "jax":
+            choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
         for note in filter(None, (cache_note(policy, config.kv_cache_dtype), endless_note(policy.config))):
             console.print(note, soft_wrap=True, markup=False)
         stream, eval_problems = load_problems(config, policy, console)
+        config = config.with_max_steps(len(stream))
+        vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None
     except BaseException:
         compile_ahead.cancel()
         raise
-    config = config.with_max_steps(len(stream))
-    return Run(config, directory, console, policy, rewards, stream, eval_problems, hooks, compile_ahead)
+    return Run(config, directory, console, policy, rewards, stream, eval_problems, hooks, compile_ahead, vllm)
+
+
+def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
+    """vLLM with the base of a run, once JAX has its share of the memory. Raises VllmError if it does not start."""
+    base, width = assets.model_path(config.model), config.max_prompt_length + config.max_completion_length
+    sequences = max(config.batch_size, config.eval_batch_size if config.eval_dataset else 0)
+    options = engine_options(config, base, width, sequences, config.lora_rank, config.vllm_share)
+    with console.status("starting vLLM …"):
+        engine = VllmEngine(options, policy.config)
+    console.print(
+        f"vLLM {engine.version} samples with {config.vllm_share:g} of the GPU's memory; its log: {engine.log}",
+        soft_wrap=True,
+        markup=False,
+    )
+    return engine
 
 
 def check(config: Config) -> None:
@@ -129,6 +151,8 @@ def check(config: Config) -> None:
             f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
             f"exceed max_position_embeddings {positions} of {directory / 'config.json'}"
         )
+    if config.rollout_backend == "vllm":
+        check_vllm(config, directory)
 
 
 def load(config: Config, console: Console | None = None) -> Policy:

@@ -101,6 +101,12 @@ def test_jax_takes_most_of_the_memory_unless_told(monkeypatch, before, after):
     assert os.environ == after
 
 
+def test_jax_leaves_vllm_its_share(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    use_device_memory(0.4)
+    assert os.environ == {MEMORY: "0.54"}
+
+
 @pytest.mark.parametrize("program", ["train", "evaluate"])
 def test_the_programs_ask_before_a_device_starts(program):
     """With a reader of the environment in the place of what starts the device."""

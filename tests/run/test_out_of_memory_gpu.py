@@ -34,6 +34,12 @@ LINE = (
 SIZES = ["--batch-size", "128", "--num-generations", "8", "--max-completion-length", "100", "--dtype", "bfloat16"]
 
 
+def of_ours(stderr: str) -> str:
+    """Without what XLA's allocator and compiler print by themselves."""
+    theirs = r"[WE]\d{4} |If this is caused by memory fragmentation|Current allocation summary"
+    return "\n".join(line for line in stderr.strip().splitlines() if not re.match(theirs, line))
+
+
 @pytest.fixture
 def place(tmp_path) -> Path:
     """0.12 G parameters, whose update keeps some 0.2 MB a token, and a dataset."""
@@ -67,7 +73,7 @@ def test_memory_that_another_takes_before_the_second_update(place, monkeypatch, 
     taken.clear()
     with capfd.disabled():
         print(said)
-    assert re.fullmatch(LINE, said)
+    assert re.fullmatch(LINE, of_ours(said))
     assert latest_step(place / "run") == 1 and [row["step"] for row in read_metrics(place / "run")] == [1]
     assert train.main([*flags, "--resume", "auto"]) == 0
     assert [row["step"] for row in read_metrics(place / "run")] == [1, 2]
@@ -87,5 +93,5 @@ def test_settings_that_ask_for_more_than_there_is(place, capfd):
     done = subprocess.run([*command, *beyond], env=environment, capture_output=True, text=True, timeout=400)
     with capfd.disabled():
         print(done.stderr)
-    assert done.returncode == 2 and re.fullmatch(LINE, done.stderr.strip())
+    assert done.returncode == 2 and re.fullmatch(LINE, of_ours(done.stderr))
     assert saved >= 1 and latest_step(place / "run") == saved

@@ -1,0 +1,227 @@
+"""vLLM as the engine of rollouts and evaluations, in a process of its own (`vllm_worker`) beside the trainer.
+
+Everything but the forward pass and the sampler stays as it is: prompts are token ids made here, completions end at the
+model's EOS ids or their limit, and come back as a `Rollout`. vLLM holds a copy of the base; `set_weights` brings it the
+adapter and the layer norms (the noisy ones in a training rollout), and checks that they arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from jaxtyping import Array
+
+from qerl_jax.backends.vllm_rollout import Completion, VllmError, assemble, row_seeds, sampling_arguments
+from qerl_jax.backends.vllm_settings import VERSION, refuse_version
+from qerl_jax.io import hf_config, names
+from qerl_jax.io.adapter import adapter_tensors, norm_tensors, write_adapter
+from qerl_jax.io.adapter_reader import AdapterReader
+from qerl_jax.io.safetensors import open_checkpoint
+from qerl_jax.io.tokenizer import refuse_other_tokenizer
+from qerl_jax.models.config import LAYER_NORMS, ModelConfig
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.rollout.engine import check_positions, occurrences
+from qerl_jax.rollout.stop import truncate_at_stop
+from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
+
+LOG_FILE = "vllm.log"
+_WORKER = Path(__file__).with_name("vllm_worker.py")
+_LINES = 20  # lines of the log in an error
+_FIRST_ADAPTER = 1001  # vLLM warms up with adapters of its own, from 1 on
+
+_SETTINGS = {  # environment variables that vLLM reads
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in the worker itself, whose model can then be written
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose sampler gives the log-probabilities described below
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_NETWORK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # unless set
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What vLLM computes with besides the base.
+
+    Attributes:
+      config: shape of the adapter.
+      lora: PEFT name -> f32 array (`io.adapter.adapter_tensors`); empty: no adapter.
+      norms: name in the base checkpoint -> f32[D], the 2 L layer norms.
+    """
+
+    config: LoraConfig
+    lora: dict[str, np.ndarray]
+    norms: dict[str, np.ndarray]
+
+    @classmethod
+    def of_policy(cls, policy: Policy) -> Self:
+        """Those of a policy."""
+        return cls(policy.lora_config, adapter_tensors(policy), norm_tensors(policy))
+
+    @classmethod
+    def of_files(cls, base: Path, adapter: Path | None) -> Self:
+        """Those of a base, or of a PEFT adapter on it, whose layer norms replace the base's.
+
+        Raises CheckpointError for an adapter of another model, or with another tokenizer.
+        """
+        model, tensors = hf_config.model_config(base), open_checkpoint(base)
+        places = [(layer, name) for layer in range(model.num_layers) for name in LAYER_NORMS]
+        norms = {names.layer_norm(*place): tensors[names.layer_norm(*place)].astype(np.float32) for place in places}
+        if adapter is None:
+            return cls(LoraConfig(rank=0), {}, norms)
+        refuse_other_tokenizer(base, adapter)
+        reader = AdapterReader(adapter, model)
+        return cls(reader.config, reader.lora_tensors(), norms | reader.norm_tensors())
+
+
+class VllmEngine:
+    """vLLM with one base model. As a context it ends with `close`.
+
+    Args:
+      options: from `engine_options`.
+      model: the model's config.
+
+    Raises VllmError, with the end of its log, if it does not start.
+    """
+
+    def __init__(self, options: Mapping[str, Any], model: ModelConfig) -> None:
+        self._model, self._base, self._weights, self._number = model, str(options["model"]), None, _FIRST_ADAPTER - 1
+        self.directory = Path(tempfile.mkdtemp(prefix="qerl-jax-vllm-"))
+        self._connection, theirs = Pipe()
+        environment = _NETWORK | dict(os.environ) | _SETTINGS
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                # -P: no folder of this package before the installed vLLM
+                [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is the trainer's
+            )
+        theirs.close()
+        try:
+            self.version = self._ask((dict(options), VERSION), "start")
+            refuse_version(self.version, "this backend")
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(keep_log=kind is not None and issubclass(kind, VllmError))
+
+    @property
+    def log(self) -> Path:
+        """What vLLM says; kept only if it fails."""
+        return self.directory / LOG_FILE
+
+    def close(self, keep_log: bool = False) -> None:
+        """End vLLM and free its memory."""
+        self._stop()
+        if not keep_log:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _stop(self) -> None:
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _ask(self, message: Any, what: str) -> Any:
+        try:
+            self._connection.send(message)
+            error, result = self._connection.recv()
+        except (EOFError, OSError):
+            error, result = f"its process ended with {self._process.wait()}", None
+        if error is None:
+            return result
+        end = self.log.read_text(errors="replace").splitlines()[-_LINES:]
+        raise VllmError("\n".join([f"vLLM failed ({what}): {error}; the end of {self.log}:", *end]))
+
+    def set_weights(self, weights: Weights) -> None:
+        """Have vLLM compute with these; what it has already is not sent again.
+
+        Raises VllmError unless the norms read back from its model are these, bit for bit, and the adapter is the only
+        one that it has.
+        """
+        old = self._weights
+        self._weights = None  # unknown, should this fail
+        if old is None or not _equal(old.norms, weights.norms):
+            self._set_norms(weights.norms, None if old is None else old.norms)
+        if (old is None and weights.lora) or (old is not None and not _equal(old.lora, weights.lora)):
+            self._set_adapter(weights)
+        self._weights = weights
+
+    def _set_norms(self, norms: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray] | None) -> None:
+        wanted = 2 * self._model.num_layers
+        if len(norms) != wanted:
+            raise VllmError(f"{len(norms)} layer norms to write, the model has {wanted}")
+        changed, found = self._ask(("set_layer_norms", (dict(norms),)), "layer norms")
+        wrong = [name for name, value in norms.items() if not np.array_equal(found.get(name), value)]
+        if wrong or len(found) != wanted:
+            raise VllmError(f"{len(wrong)} of {wanted} layer norms in vLLM are not those written, first {wrong[:1]}")
+        if before is not None:
+            expected = sum(not np.array_equal(before[name], value) for name, value in norms.items())
+            if changed != expected:
+                raise VllmError(f"vLLM changed {changed} layer norms, {expected} were to change")
+
+    def _set_adapter(self, weights: Weights) -> None:
+        last, directory = self.directory / f"adapter-{self._number}", None
+        if weights.lora:
+            self._number += 1
+            directory = self.directory / f"adapter-{self._number}"
+            directory.mkdir()
+            write_adapter(directory, weights.config, weights.lora, {}, self._base)
+        found = self._ask(("set_adapter", (self._number, directory and str(directory))), "adapter")
+        if found != ([self._number] if directory else []):
+            raise VllmError(f"vLLM has the adapters {found}, not {self._number if directory else 'none'}")
+        if last != directory:
+            shutil.rmtree(last, ignore_errors=True)
+
+    def complete(self, prompts: list[list[int]], sampling: Sequence[Mapping[str, Any]]) -> list[Completion]:
+        """Complete token ids, each with its own arguments of `vllm.SamplingParams`."""
+        return self._ask(("complete", (prompts, [dict(values) for values in sampling])), "rollout")
+
+    def generate(
+        self, policy: Policy, prompts: Prompts, sampling: Sampling, key: Array, engine: Engine | None = None
+    ) -> Rollout:
+        """`rollout.engine.generate` by vLLM: the same contract, other samples. `engine` is not used."""
+        self.set_weights(Weights.of_policy(policy))
+        return self.sample(policy, prompts, sampling, key)
+
+    def sample(
+        self, policy: Policy, prompts: Prompts, sampling: Sampling, key: Array, engine: Engine | None = None
+    ) -> Rollout:
+        """`generate` with the weights that were set last; of the policy, config and tokenizer are read."""
+        tokens, lengths, ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
+        check_positions(self._model, tokens.shape[1], sampling.max_new_tokens)
+        group = sampling.num_generations
+        rows = np.repeat(np.arange(len(lengths)), group)
+        numbers = np.repeat(group * occurrences(ids), group) + np.tile(np.arange(group), len(lengths))
+        shared = sampling_arguments(sampling, self._model.eos_token_ids)
+        arguments = [shared | {"seed": seed} for seed in row_seeds(key, ids[rows], numbers)]
+        completions = self.complete([tokens[p, : lengths[p]].tolist() for p in rows], arguments)
+        rollout = assemble(prompts, rows, completions, sampling, self._model)
+        if sampling.stop:
+            rollout = truncate_at_stop(rollout, sampling.stop, policy.tokenizer, self._model.pad_token_id)
+        return rollout
+
+
+def _equal(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(value, b[name]) for name, value in a.items())

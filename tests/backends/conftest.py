@@ -1,0 +1,27 @@
+"""A stand-in for vLLM, found by this process and by the worker."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+STAND_IN = Path(__file__).parent / "stand_in"
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """Puts the stand-in before all packages; returns a function that reads what it was asked."""
+    log = tmp_path / "stand-in.jsonl"
+    log.touch()
+    monkeypatch.syspath_prepend(str(STAND_IN))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # read by the worker
+    monkeypatch.delenv("STAND_IN_FAULT", raising=False)
+
+    def asked(event=None):
+        entries = [json.loads(line) for line in log.read_text().splitlines()]
+        return [entry for entry in entries if event in (None, entry["event"])]
+
+    return asked

@@ -1,0 +1,104 @@
+"""The command lines with vLLM, against the stand-in."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+import runs
+
+from qerl_jax import aqn, keys, load_policy
+from qerl_jax.command_line.evaluate import main as evaluate
+from qerl_jax.io.adapter import export_adapter
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.train import main, train
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+EVALUATE = ["--dataset", "arithmetic", "--samples", "4", "--max-completion-length", "12", "--batch-size", "8"]
+
+
+def records(path):
+    """The lines of problems."""
+    return [json.loads(line) for line in path.read_text().splitlines()][1:]
+
+
+def test_a_greedy_evaluation_is_that_of_the_trainers_engine(stand_in, tmp_path, capsys):
+    """Base, adapter and trained norms; prompts, stop rule and grader are the same, and so are the records."""
+    policy = load_policy("tiny", lora=LoraConfig(rank=4), dtype=jnp.float32)
+    noisy = policy.replace(norms=aqn.perturb(policy.norms, 0.1, keys.for_step(0, keys.Purpose.AQN, 0)))
+    export_adapter(noisy, tmp_path / "adapter", base_model="tiny")
+    flags = ["tiny", *EVALUATE, "--adapter", str(tmp_path / "adapter"), "--temperature", "0"]
+    for backend, dtype in (("jax", "float32"), ("vllm", "bfloat16")):
+        own = ["--backend", backend, "--dtype", dtype, "--records", str(tmp_path / f"{backend}.jsonl")]
+        assert evaluate([*flags, *own]) == 0
+    said = capsys.readouterr().out
+    assert f"vLLM 0.22.1: {2 * policy.config.num_layers} layer norms and" in said
+    assert len({line for line in said.splitlines() if line.startswith("pass@1")}) <= 1
+    assert records(tmp_path / "vllm.jsonl") == records(tmp_path / "jax.jsonl")
+    (begun,) = stand_in("start")
+    assert begun["gpu_memory_utilization"] == 0.85 and begun["max_num_seqs"] == 8
+    assert len(stand_in("generate")) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dtype", "float32"], "dtype 'float32' contradicts backend 'vllm'"),
+        (["--matmul-kernel", "xla"], "matmul_kernel 'xla' contradicts backend 'vllm'"),
+        (["--weight-format", "nvfp4"], "backend 'vllm' cannot run weight_format 'nvfp4', quantized while loading"),
+    ],
+)
+def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
+    assert evaluate(["tiny", *EVALUATE, "--backend", "vllm", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+def test_records_of_the_other_backend_are_refused(stand_in, tmp_path, capsys):
+    path = ["--records", str(tmp_path / "records.jsonl")]
+    assert evaluate(["tiny", *EVALUATE, *path]) == 0
+    assert evaluate(["tiny", *EVALUATE, *path, "--backend", "vllm"]) == 2
+    assert "vllm" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def settings():
+    """Two rollouts of two updates, the second with noise; evaluated before and after."""
+    fields = {"dtype": "bfloat16", "weight_format": None, "max_steps": 4, "num_stages": 2, "noise_formula": "paper"}
+    fields |= {"dynamic_sampling": False, "sigma_start": 0.05, "rollout_backend": "vllm", "eval_samples": 4}
+    return fields | {"eval_dataset": "arithmetic", "eval_batch_size": 8, "tokens_per_micro_batch": 1024}
+
+
+def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, tmp_path, nothing_compiled_ahead):
+    train(runs.config(tmp_path / "run", **settings))
+    rows = read_metrics(tmp_path / "run")
+    assert [row["aqn/norms"] for row in rows] == [0, 8]  # 2 L, in the second step
+    assert [load["id"] for load in stand_in("add_lora")] == [1001, 1002, 1003]  # first policy, after each step
+    asked = stand_in("generate")
+    assert [entry["lora"] for entry in asked] == [1001, 1001, 1002, 1003]  # evaluation, two rollouts, evaluation
+    seeds = [{own["seed"] for own in entry["sampling"]} for entry in asked[1:3]]
+    assert len(seeds[0]) == len(seeds[1]) == 8 and not seeds[0] & seeds[1]
+    assert all(own["temperature"] == 1.0 and own["max_tokens"] == 24 for own in asked[1]["sampling"])
+    (begun,) = stand_in("start")
+    assert begun["gpu_memory_utilization"] == 0.4 and begun["max_model_len"] == 96 + 24
+    assert set(runs.read_json(tmp_path / "run" / "evaluation.json")) == {"before", "after"}
+    assert (tmp_path / "run" / "adapter").is_dir()
+
+
+def test_the_importance_weight_sees_what_vllm_sampled(settings, stand_in, tmp_path, nothing_compiled_ahead):
+    """Without noise vLLM and trainer differ by the rounding of bf16; noise shows in the mismatch of its step alone."""
+    train(runs.config(tmp_path / "run", **settings | {"eval_dataset": None, "sigma_start": 1.0}))
+    clean, noisy = (row["sampling/sampling_logp_difference/mean"] for row in read_metrics(tmp_path / "run"))
+    assert 0 < clean < 0.02 < 0.1 < noisy
+
+
+def test_a_dry_run_counts_no_cache_and_tells_the_share(stand_in, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.94")
+    flags = ["--model", "tiny", "--dataset", "arithmetic", "--output-dir", str(tmp_path / "run"), "--dry-run"]
+    own = ["--rollout-backend", "vllm", "--vllm-gpu-memory-utilization", "0.25", "--max-completion-length", "64"]
+    assert main([*flags, *own, "--max-prompt-length", "96"]) == 0
+    said = capfd.readouterr().out
+    assert "keys and values of 0 sequences" in said
+    assert "vLLM takes 0.25 of the GPU's memory besides" in said

@@ -1,0 +1,281 @@
+"""`tools/reproduce.py`: statistics by hand, by simulation and by scipy; an experiment with stand-ins for the runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from qerl_jax.config import Config, load
+from qerl_jax.io.assets import model_path
+
+SMALL = ["--set", "max_steps=30", "batch_size=8", "num_generations=4"]
+
+
+@pytest.fixture(scope="module")
+def tools():
+    """The program and its modules."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+    import reproduce
+    from reproduction import analysis, metrics, plan, report, runs
+
+    yield SimpleNamespace(reproduce=reproduce, analysis=analysis, metrics=metrics, plan=plan, report=report, runs=runs)
+    sys.path.pop(0)
+
+
+def stand_in(directory: Path, config: dict, accuracy: float, entropy: float = 0.5, steps: int | None = None) -> None:
+    """A finished run: accuracy rises linearly from 0 to `accuracy`, which the evaluation finds too."""
+    count = config["max_steps"] if steps is None else steps
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "step": i + 1,
+            "num_tokens": i,
+            "accuracy": accuracy * i / (count - 1),
+            "sampling/entropy": entropy,
+            "entropy": entropy + 1,
+        }
+        for i in range(count)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = json.loads(TEMPLATE) | {"accuracy": accuracy, "pass_at_k": min(1.0, 2 * accuracy)}
+    if steps is None:
+        (directory / "evaluation.json").write_text(json.dumps({"after": evaluation}))
+
+
+TEMPLATE = json.dumps(
+    {
+        "accuracy": 0, "low": 0, "high": 1, "pass_at_k": 0, "format": 1, "truncated": 0, "mean_length": 9,
+        "problems": 4, "generations": 8, "failed": 0, "maj_at_k": None, "ties": 0, "unreadable": 0, "ungradable": 0,
+        "ungraded": [], "estimates": {},
+    }
+)  # fmt: skip
+
+
+@pytest.fixture
+def trainer(tools, monkeypatch):
+    """Replaces the training program by stand-ins: AQN is better by 0.1, seeds differ by 0.01; returns the calls."""
+    calls = []
+
+    def run(command, stdout, stderr, env, check):
+        config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
+        load(command[command.index("--config") + 1])  # raises what the program would refuse
+        calls.append((config, env, command))
+        noisy = config["sigma_start"] > 0
+        wiggle = 0.001 * ((7 * config["seed"]) % 3 - 1) * noisy
+        stand_in(Path(config["output_dir"]), config, 0.3 + 0.1 * noisy + 0.01 * config["seed"] + wiggle)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=run))
+    return calls
+
+
+def test_the_plan_names_existing_cells_metrics_and_settings(tools):
+    plan = tools.plan
+    for comparison in plan.COMPARISONS:
+        assert {comparison.treatment, comparison.baseline} <= set(
+            plan.CELLS
+        ) and comparison.metric in tools.metrics.METRICS
+        assert comparison.margin > 0 and comparison.treatment != comparison.baseline
+    assert len(set(plan.COMPARISONS)) == len(plan.COMPARISONS)
+    assert set(plan.cells_of(list(plan.COMPARISONS))) == set(plan.CELLS)
+    for cell in plan.CELLS:
+        Config(**plan.config_of(cell, plan.COMMON), model="tiny")  # raises for an unknown or contradictory setting
+    assert plan.config_of("aqn-rate3", {**plan.COMMON, "learning_rate": 2e-5})["learning_rate"] == pytest.approx(6e-5)
+    assert plan.config_of("aqn", plan.COMMON)["learning_rate"] == plan.COMMON["learning_rate"]
+
+
+def test_the_page_states_the_plan(tools):
+    """Every comparison stands in the table of docs/claims.md, with its margin and family."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "claims.md").read_text()
+    page = " ".join(page.split())
+    for c in tools.plan.COMPARISONS:
+        sign = {1: "> 0", -1: "< 0", 0: "≈ 0"}[c.direction]
+        star = "*" if c.primary else ""
+        assert f"| {c.claim}{star} | {c.metric} | `{c.treatment}` − `{c.baseline}` | {sign} | {c.margin:g} |" in page
+    assert page.count("` − `") == len(tools.plan.COMPARISONS)
+    for name, value in tools.plan.COMMON.items():
+        assert f"`{name}: {value!r}`".replace("'", "") in page
+
+
+def test_interval_covers_the_mean(tools):
+    """500 samples of 8 normal values: the mean lies in the 95 % interval in 95 % of them, within 3 standard errors."""
+    samples = np.random.default_rng(0).normal(3, 2, (500, 8))
+    found = [tools.analysis.interval(sample) for sample in samples]
+    covered = np.mean([low <= 3 <= high for low, high in found])
+    assert abs(covered - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 500)
+    exact = [stats.t.interval(0.95, 7, sample.mean(), stats.sem(sample)) for sample in samples]
+    assert np.mean([b - a for a, b in found]) == pytest.approx(np.mean([b - a for a, b in exact]), rel=0.1)
+    assert tools.analysis.interval(np.array([1.0])) == (-math.inf, math.inf)
+
+
+def comparison(tools, direction: int, margin: float = 0.1, primary: bool = False):
+    return tools.plan.Comparison(4, "aqn", "bf16", tools.plan.FINAL, direction, margin, primary)
+
+
+def test_p_values(tools):
+    """Against formulas of the t distribution, written out."""
+    values = np.array([0.3, 0.1, 0.25, 0.2])
+    t = values.mean() / (values.std(ddof=1) / 2)
+    assert tools.analysis.p_value(values, comparison(tools, 1)) == pytest.approx(2 * stats.t.sf(t, 3))
+    assert tools.analysis.p_value(-values, comparison(tools, 1)) == pytest.approx(2 * stats.t.sf(t, 3))
+    small = np.array([0.02, -0.01, 0.0, 0.01])
+    t = (0.1 - small.mean()) / (small.std(ddof=1) / 2)  # the upper margin is the nearer one
+    assert tools.analysis.p_value(small, comparison(tools, 0)) == pytest.approx(stats.t.sf(t, 3))
+    same = np.full(4, 0.05)
+    assert [tools.analysis.p_value(same, comparison(tools, d)) for d in (1, 0)] == [0.0, 0.0]
+    assert [tools.analysis.p_value(np.zeros(4), comparison(tools, d)) for d in (1, 0)] == [1.0, 0.0]
+    assert tools.analysis.p_value(np.full(4, 0.2), comparison(tools, 0)) == 1.0
+
+
+def test_holm_by_hand(tools):
+    assert tools.analysis.holm([0.01, 0.04, 0.03], 3) == pytest.approx([0.03, 0.06, 0.06])
+    assert tools.analysis.holm([0.01, 0.04], 5) == pytest.approx([0.05, 0.16])
+    assert tools.analysis.holm([0.5, 0.9], 3) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("direction", "mean", "low", "high", "p", "expected"),
+    [
+        (1, 0.2, 0.1, 0.3, 0.01, "supported"),
+        (1, 0.2, 0.1, 0.3, 0.06, "undecided"),  # not after correction
+        (1, 0.05, 0.02, 0.08, 0.01, "not supported"),  # real, but smaller than what matters
+        (1, 0.05, 0.01, 0.2, 0.01, "undecided"),
+        (1, -0.2, -0.3, -0.1, 0.01, "reversed"),
+        (1, -0.2, -0.3, -0.1, 0.06, "not supported"),
+        (1, 0.0, -0.05, 0.05, 0.9, "not supported"),
+        (1, 0.0, -0.5, 0.5, 0.9, "undecided"),
+        (-1, -0.2, -0.3, -0.1, 0.01, "supported"),
+        (-1, 0.2, 0.1, 0.3, 0.01, "reversed"),
+        (0, 0.0, -0.05, 0.05, 0.01, "supported"),
+        (0, 0.0, -0.05, 0.05, 0.06, "undecided"),
+        (0, 0.2, 0.12, 0.3, 1.0, "not supported"),
+        (0, 0.1, 0.05, 0.3, 1.0, "undecided"),
+    ],
+)  # fmt: skip
+def test_verdicts(tools, direction, mean, low, high, p, expected):
+    assert tools.analysis.verdict(comparison(tools, direction), mean, low, high, p) == expected
+
+
+def run_of(tools, tmp_path, name, accuracy, **changes):
+    stand_in(tmp_path / name, {"max_steps": 30}, accuracy, **changes)
+    return tools.metrics.read_finished(tmp_path / name, 30)
+
+
+def test_metrics_by_hand(tools, tmp_path):
+    plan, values = tools.plan, tools.metrics.METRICS
+    slow, fast = run_of(tools, tmp_path, "slow", 0.29, entropy=0.25), run_of(tools, tmp_path, "fast", 0.58)
+    assert values[plan.FINAL](slow, slow) == 0.29 and values[plan.PASS_AT_K](slow, slow) == 0.58
+    assert values[plan.MEAN_ACCURACY](slow, slow) == pytest.approx(0.145)
+    assert values[plan.FIRST_ENTROPY](slow, slow) == values[plan.MEAN_ENTROPY](slow, slow) == 0.25
+    assert values[plan.TRAINER_ENTROPY](slow, slow) == 1.25
+    # slow: step s has accuracy 0.01 (s - 1); the middle of its first and last tenth of steps is 0.145, the mean of
+    # steps s - 9 to s is 0.01 (s - 5.5): reached at s = 20. fast has twice that: 0.02 (s - 5.5) >= 0.145 at s = 13.
+    assert values[plan.STEPS](slow, slow) == 20 and values[plan.STEPS](fast, slow) == 13
+    assert values[plan.STEPS](slow, run_of(tools, tmp_path, "far", 2.9)) == 31
+
+
+def test_an_unfinished_run_is_none(tools, tmp_path):
+    assert run_of(tools, tmp_path, "short", 0.3, steps=12) is None
+    assert tools.metrics.read_finished(tmp_path / "nowhere", 30) is None
+
+
+def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
+    """Claim 8 has two cells, both with noise: no difference. Of claim 4 AQN is better by 0.1, the formats are equal."""
+    flags = ["8", "4", "--model", "tiny", "--dataset", "arithmetic", "--out", str(tmp_path), "--seeds", "4", *SMALL]
+    assert tools.reproduce.main([*flags, "--at-once", "2"]) == 0
+    assert len(trainer) == 4 * 6  # aqn, aqn-uncorrected, bf16, nf4, mxfp4, nvfp4
+    config, environment, command = trainer[0]
+    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.470" and command[-2:] == ["--resume", "auto"]
+    assert {
+        "model": "tiny",
+        "dataset": "arithmetic",
+        "eval_dataset": "arithmetic",
+        "max_steps": 30,
+    }.items() <= config.items()
+    found = json.loads((tmp_path / "claims.json").read_text())
+    assert found["meta"]["changes"] == {"max_steps": 30, "batch_size": 8, "num_generations": 4}
+    rows = {(row["treatment"], row["baseline"], row["metric"]): row for row in found["rows"]}
+    better, same = rows["aqn", "bf16", "final pass@1"], rows["aqn", "aqn-uncorrected", "final pass@1"]
+    assert better["differences"] == pytest.approx([0.099, 0.1, 0.101, 0.099]) and better["seeds"] == 4
+    assert better["verdict"] == "supported" and better["mean"] == pytest.approx(0.09975) and better["effect"] > 50
+    assert same["verdict"] == "not supported" and same["mean"] == 0 and same["effect"] is None
+    primary = sum(c.primary for c in tools.plan.COMPARISONS)
+    assert better["adjusted"] == pytest.approx(primary * better["p"])
+    assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 4* | final pass@1: aqn − bf16 |" in capsys.readouterr().out
+
+    trainer.clear()  # the same command again: nothing is left to run, and the result is the same
+    assert tools.reproduce.main(flags) == 0 and trainer == []
+    assert json.loads((tmp_path / "claims.json").read_text())["rows"] == found["rows"]
+    flags[flags.index("--seeds") + 1] = "5"
+    assert tools.reproduce.main(flags) == 0 and {call[0]["seed"] for call in trainer} == {4}  # one more seed
+
+
+def test_failed_runs_leave_their_comparisons_open(tools, trainer, tmp_path, monkeypatch, capsys):
+    whole = tools.runs.subprocess.run
+
+    def fails(command, **options):
+        return SimpleNamespace(returncode=3) if "aqn-uncorrected-1" in str(command) else whole(command, **options)
+
+    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=fails))
+    flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "3", *SMALL]
+    assert tools.reproduce.main(flags) == 1
+    out = capsys.readouterr().out
+    assert "aqn-uncorrected-1 ended with 3" in out and "without a verdict: final pass@1: aqn − aqn-uncorrected" in out
+    assert json.loads((tmp_path / "claims.json").read_text())["rows"] == []
+
+
+def test_an_experiment_keeps_its_settings(tools, trainer, tmp_path, capsys):
+    flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2"]
+    assert tools.reproduce.main([*flags, *SMALL]) == 0
+    assert tools.reproduce.main([*flags, *SMALL, "learning_rate=2e-4"]) == 2
+    assert "begun with learning_rate 0.0001, now it is 0.0002" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["sigma_start=1", "seed=3", "weight-format=bf16", "max_steps"])
+def test_what_the_plan_sets_cannot_be_set(tools, tmp_path, flag, capsys):
+    with pytest.raises(SystemExit):
+        tools.reproduce.main(["8", "--model", "tiny", "--out", str(tmp_path), "--set", flag])
+    assert flag.partition("=")[0].replace("-", "_") in capsys.readouterr().err
+
+
+def test_the_pilot_chooses_the_learning_rate_of_bf16(tools, trainer, tmp_path, monkeypatch, capsys):
+    whole = tools.runs.subprocess.run
+
+    def best_at_3e4(command, **options):
+        done = whole(command, **options)
+        config = trainer[-1][0]
+        stand_in(Path(config["output_dir"]), config, 0.5 - abs(config["learning_rate"] - 3e-4))
+        return done
+
+    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=best_at_3e4))
+    assert tools.reproduce.main(["--pilot", "--model", "tiny", "--out", str(tmp_path), *SMALL]) == 0
+    assert capsys.readouterr().out.endswith("--set learning_rate=0.0003\n")
+    assert {call[0]["seed"] for call in trainer} == {100} and {call[0]["weight_format"] for call in trainer} == {"bf16"}
+    assert sorted(call[0]["learning_rate"] for call in trainer) == [3e-5, 1e-4, 3e-4, 1e-3]
+
+
+def test_list_runs_nothing(tools, trainer, tmp_path, capsys):
+    assert tools.reproduce.main(["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--list"]) == 0
+    assert capsys.readouterr().out.split("\n")[0] == f"{tmp_path / 'aqn-0'} to do" and not trainer
+
+
+@pytest.mark.slow
+def test_with_real_runs(tools, tmp_path):
+    """Four runs of one step on the bundled policy, and once more, when nothing is left to do."""
+    settings = "max_steps=2 batch_size=8 num_generations=4 max_prompt_length=80 max_completion_length=24 lora_rank=4"
+    settings += " eval_samples=4 eval_num_generations=2 dtype=float32"
+    flags = ["8", "--model", str(model_path("tiny")), "--dataset", "arithmetic", "--out", str(tmp_path), "--seeds", "2"]
+    for _ in range(2):
+        assert tools.reproduce.main([*flags, "--at-once", "2", "--set", *settings.split()]) == 0
+    (row,) = json.loads((tmp_path / "claims.json").read_text())["rows"]
+    assert len(row["differences"]) == 2
+    assert Config(**yaml.safe_load((tmp_path / "aqn-0" / "config.yaml").read_text())).lora_rank == 4

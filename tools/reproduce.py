@@ -1,0 +1,129 @@
+"""Run the paper's claims as experiments with seeds, intervals and verdicts, after the plan of `docs/claims.md`.
+
+    python tools/reproduce.py --pilot --model policy-30m --out runs/claims      # prints the learning rate to --set
+    python tools/reproduce.py 1 4 --model policy-30m --out runs/claims          # two claims
+    python tools/reproduce.py --model policy-30m --out runs/claims --at-once 4  # all, four runs at a time on a GPU
+    python tools/reproduce.py --model Qwen/Qwen2.5-3B-Instruct --dataset gsm8k --out runs/gsm8k \\
+        --set max_prompt_length=512 max_completion_length=4096 batch_size=128 num_generations=8 learning_rate=1e-5
+
+Every cell of the plan is run with every seed (`tools/reproduction/plan.py`); a finished run is not repeated and an
+interrupted one goes on, so that the same command continues an experiment. Writes OUT/claims.json, OUT/claims.png and a
+table: mean paired difference, bootstrap interval, effect size, corrected p-value, and a verdict, supported, not
+supported, reversed or undecided. Comparisons whose runs are not all there get none. Exit code 1: some run failed.
+`--set` changes a setting of all runs; a deviation from the plan is a deviation, and is stored with the results.
+`--list` prints the runs and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from record import add_commit, meta
+from reproduction import plan, report
+from reproduction.analysis import analyse
+from reproduction.runs import Job, jobs_of, pilot_jobs, run_all
+
+CLAIMS = sorted({comparison.claim for comparison in plan.COMPARISONS})
+
+
+def claim(text: str) -> int:
+    """The number of a claim."""
+    if text not in map(str, CLAIMS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {CLAIMS}")
+    return int(text)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as in YAML."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    name = name.replace("-", "_")
+    if name in {"seed", "output_dir", *(key for own in plan.CELLS.values() for key in own)} - {
+        "learning_rate",
+        "lora_rank",
+    }:
+        raise argparse.ArgumentTypeError(f"{name} is set by the plan's cells")
+    found = yaml.safe_load(value)
+    with contextlib.suppress(TypeError, ValueError):  # YAML takes 1e-4 for a text
+        found = float(found) if isinstance(found, str) else found
+    return name, found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("claims", type=claim, nargs="*", metavar="CLAIM", help="1 to 8; none: all")
+    parser.add_argument("--model", required=True, help="as in qerl_jax.train")
+    parser.add_argument("--dataset", default="word_problems", help="trained and evaluated on (splits train and test)")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the runs and results")
+    parser.add_argument("--seeds", type=int, default=plan.SEEDS, help=f"seeds 0 to N − 1 (default {plan.SEEDS})")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
+    parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
+    parser.add_argument("--pilot", action="store_true", help="choose the learning rate of all runs, by BF16 runs alone")
+    parser.add_argument("--list", action="store_true", help="print the runs and end")
+    add_commit(parser)
+    args = parser.parse_args(argv)
+    if args.seeds < 2 or args.at_once < 1:
+        parser.error(f"--seeds {args.seeds} and --at-once {args.at_once}: at least 2 and 1")
+
+    try:
+        return experiment(args)
+    except ValueError as error:  # settings or files of runs that do not fit
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def experiment(args: argparse.Namespace) -> int:
+    """Run, analyse and report; returns the exit code."""
+    common = {
+        **plan.COMMON,
+        "model": args.model,
+        "dataset": args.dataset,
+        "eval_dataset": args.dataset,
+        **dict(args.set),
+    }
+    comparisons = [one for one in plan.COMPARISONS if not args.claims or one.claim in args.claims]
+    seeds = range(args.seeds)
+    cells = plan.cells_of(comparisons)
+    jobs = pilot_jobs(common, args.out) if args.pilot else jobs_of(cells, seeds, common, args.out)
+    if args.list:
+        print("\n".join(f"{job.directory} {'finished' if job.finished() else 'to do'}" for job in jobs))
+        return 0
+    failed = run_all(jobs, args.at_once)
+    if args.pilot:
+        return pilot_result(jobs)
+    runs = {(job.cell, job.seed): run for job in jobs if (run := job.finished())}
+    results = analyse(runs, comparisons, seeds)
+    about = {"model": Path(args.model).name, "dataset": args.dataset, "seeds": args.seeds}
+    report.write(results, meta(args.commit) | {"changes": dict(args.set)}, about, args.out / "claims.json")
+    if results:
+        report.draw(results, args.out / "claims.png")
+        print(report.table(results))
+    for line in filter(
+        None, [report.incomplete(comparisons, results), *(f"failed: {job.directory}" for job in failed)]
+    ):
+        print(line)
+    return 1 if failed else 0
+
+
+def pilot_result(jobs: Sequence[Job]) -> int:
+    """Print final pass@1 of each learning rate and the best; returns the exit code."""
+    runs = {job.config["learning_rate"]: job.finished() for job in jobs}
+    if not all(runs.values()):
+        print("the pilot is not complete: run it again")
+        return 1
+    for rate, run in runs.items():
+        print(f"learning_rate {rate:g}: pass@1 {100 * run.after.accuracy:.1f} %")
+    print(f"--set learning_rate={max(runs, key=lambda rate: runs[rate].after.accuracy):g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""An experiment's results as JSON, a figure and a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reproduction.analysis import NOT_SUPPORTED, REVERSED, SUPPORTED, UNDECIDED, Result
+from reproduction.plan import Comparison
+
+COLOURS = {SUPPORTED: "tab:green", NOT_SUPPORTED: "tab:orange", REVERSED: "tab:red", UNDECIDED: "tab:gray"}
+
+
+def rows(results: Sequence[Result], about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One flat object a comparison; `about` is added to each."""
+    found = []
+    for result in results:
+        row = dataclasses.asdict(result)
+        found.append({**about, **row.pop("comparison"), **row})
+    return found
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """A forest plot: mean difference and interval in units of the margin, coloured by verdict, a band for ±1 margin."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.34 * len(results)), layout="constrained")
+    axes.axvspan(-1, 1, color="0.92")
+    axes.axvline(0, color="0.5", linewidth=0.8)
+    for height, result in enumerate(reversed(results)):
+        scale = 1 / result.comparison.margin
+        colour = COLOURS[result.verdict]
+        axes.plot([result.low * scale, result.high * scale], [height, height], color=colour)
+        axes.plot(result.mean * scale, height, "o", color=colour)
+    labels = [f"{r.comparison.claim}: {r.comparison}{' *' if r.comparison.primary else ''}" for r in reversed(results)]
+    axes.set_yticks(range(len(results)), labels, fontsize=8)
+    axes.set_xlabel("difference over the smallest that matters, with its 95 % interval; * primary")
+    handles = [plt.Line2D([], [], color=colour, marker="o", label=name) for name, colour in COLOURS.items()]
+    axes.legend(handles=handles, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def table(results: Sequence[Result]) -> str:
+    """The comparisons as Markdown."""
+    lines = [
+        "| claim | comparison | means | difference (95 %) | effect | p, corrected | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        means = f"{r.treatment_mean:.4g}, {r.baseline_mean:.4g}"
+        difference = f"{r.mean:+.4g} ({r.low:+.4g} to {r.high:+.4g})"
+        effect = "–" if r.effect is None else f"{r.effect:+.2f}"
+        star = "*" if r.comparison.primary else ""
+        cells = [f"{r.comparison.claim}{star}", str(r.comparison), means, difference, effect]
+        lines.append(f"| {' | '.join(cells)} | {r.p:.2g}, {r.adjusted:.2g} | {r.verdict} |")
+    return "\n".join(lines)
+
+
+def incomplete(comparisons: Sequence[Comparison], results: Sequence[Result]) -> str:
+    """A line that names the comparisons without a result; empty where all have one."""
+    done = {result.comparison for result in results}
+    left = [str(comparison) for comparison in comparisons if comparison not in done]
+    return f"without all their runs, and so without a verdict: {'; '.join(left)}" if left else ""
+
+
+def write(results: Sequence[Result], meta: Mapping[str, Any], about: Mapping[str, Any], path: Path) -> None:
+    """`{"meta": …, "rows": […]}`."""
+    path.write_text(json.dumps({"meta": meta, "rows": rows(results, about)}, indent=1) + "\n")
