@@ -45,7 +45,7 @@ def grpo_step(
     is counted.
 
     Called on arrays, it packs the sequences by their lengths and waits for the result; sequences without a token in the
-    loss are left out. Under `jit` lengths are unknown, and micro-batches hold as many sequences as fit at their longest.
+    loss are left out. Under `jit` lengths are unknown, and micro-batches hold as many as fit at their longest.
 
     Args:
       state: from `init_state` or the last step.
