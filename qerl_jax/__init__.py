@@ -21,6 +21,7 @@ from qerl_jax.rl.loss import TokenLoss, built_in_loss
 from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate, stream
+from qerl_jax.run.calibrate import calibrate_checkpoint
 from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout, Sampling, TrainState
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "TrainState",
     "aqn",
     "built_in_loss",
+    "calibrate_checkpoint",
     "completion_texts",
     "encode_problems",
     "evaluate",

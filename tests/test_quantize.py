@@ -97,14 +97,14 @@ from pathlib import Path
 import numpy as np
 from qerl_jax.io.safetensors import Tensors, write_file
 from qerl_jax.models.formats import nvfp4
-from qerl_jax.io.quantize import _ShardWriter
+from qerl_jax.io.quantize import RoundToNearest, _ShardWriter
 src, dst = map(Path, sys.argv[1:])
 tensors = Tensors([src])
 divisors = {
     name.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(weight), weight.dtype)
     for name, weight in tensors.items()
 }
-writer = _ShardWriter(tensors, list(tensors), divisors)
+writer = _ShardWriter(tensors, list(tensors), RoundToNearest(divisors))
 write_file(dst, writer.specs, writer.tensor)
 # of this program alone: ru_maxrss would start at the peak of the process that started it
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)

@@ -73,7 +73,10 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("evaluate", "token_logprobs", "policy_logits", "hidden_states"),
     ),
     "Train": ("The command line's run, with functions of your own.", ("train", "Checkpointer")),
-    "Quantize": ("A checkpoint in NVFP4, in the bytes of llm-compressor.", ("quantize_checkpoint",)),
+    "Quantize": (
+        "A checkpoint in NVFP4, in the bytes of llm-compressor or with scales chosen on texts.",
+        ("quantize_checkpoint", "calibrate_checkpoint"),
+    ),
     "Export": ("A PEFT adapter that transformers, peft and vLLM load.", ("export_adapter",)),
 }
 COMMAND_LINE = [

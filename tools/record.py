@@ -54,6 +54,16 @@ MEASURED = frozenset(
         "heldout",
         "weights",
         "sha256",
+        "compared_texts",
+        "kl_rounded",
+        "kl_calibrated",
+        "mean_abs_dlogit_rounded",
+        "mean_abs_dlogit_calibrated",
+        "top1_agreement_rounded",
+        "top1_agreement_calibrated",
+        "kl_reduction",
+        "kl_reduction_low",
+        "kl_reduction_high",
     }
 )
 

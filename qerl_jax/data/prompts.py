@@ -143,12 +143,12 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str, use_temp
     return _token_ids(texts, tokenizer, cut, add_special_tokens=False)
 
 
-def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]]) -> list[str]:
-    """The tokenizer's chat template on several conversations. Raises TimeoutError for one that does not end, and
-    whatever the template raises.
+def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]], add_generation_prompt: bool = True) -> list[str]:
+    """The tokenizer's chat template on several conversations, by default up to the start of the assistant's turn.
+    Raises TimeoutError for one that does not end, and whatever the template raises.
     """
     with time_limit(TEMPLATE_SECONDS):
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 Conversation = Sequence[tuple[str, str]]

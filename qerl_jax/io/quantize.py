@@ -1,12 +1,13 @@
 """Quantize a checkpoint to NVFP4, byte for byte as llm-compressor does, one tensor at a time: memory holds one
-projection, whatever the model's size.
+projection, and the block scales of a file, whatever the model's size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import dataclasses
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from qerl_jax.io import hf_config, names
 from qerl_jax.io.files import atomic_directory
 from qerl_jax.io.rewrite import check_output, write_checkpoint
 from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, TensorSource, open_checkpoint
-from qerl_jax.models.config import FUSED_PROJECTIONS
+from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig
 from qerl_jax.models.formats import nvfp4
 
 _PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
@@ -54,6 +55,34 @@ QUANTIZATION_CONFIG = {
 }
 
 
+@runtime_checkable
+class Quantizer(Protocol):
+    """How the scales of NVFP4 weights are found. `divisors`: the global scale of each module that is quantized."""
+
+    divisors: Mapping[str, np.float32]
+
+    def block_scales(self, module: str, weight: np.ndarray) -> np.ndarray:
+        """The E4M3 scales [n, k/16] of a module's weight [n, k]."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundToNearest:
+    """llm-compressor's scales, from the largest magnitudes of tensors and blocks."""
+
+    divisors: Mapping[str, np.float32]
+
+    def block_scales(self, module: str, weight: np.ndarray) -> np.ndarray:
+        """`nvfp4.block_scales`, in slices of rows."""
+        slices = nvfp4.row_slices(*weight.shape)
+        return np.concatenate([nvfp4.block_scales(np.asarray(weight[a:b]), self.divisors[module]) for a, b in slices])
+
+
+def quantized(quantizer: Quantizer, module: str, weight: np.ndarray) -> nvfp4.Nvfp4:
+    """A module's weight [n, k] in NVFP4."""
+    return nvfp4.quantize(weight, quantizer.divisors[module], quantizer.block_scales(module, weight))
+
+
 def quantize_checkpoint(
     src: str | Path,
     dst: str | Path,
@@ -88,16 +117,21 @@ def quantize_checkpoint(
             f"weight_format {weight_format!r} has no checkpoint layout; quantize_checkpoint writes 'nvfp4'"
         )
     check_output([src], dst, overwrite)
-    config = hf_config.model_config(src)
+    config, raw_config = read_unquantized(src)
+    tensors = open_checkpoint(src)
+    with atomic_directory(dst) as directory:
+        write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
+
+
+def read_unquantized(src: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Shape and config.json of a model that is to be quantized. Raises CheckpointError for one that is already."""
     where = src / "config.json"
-    raw_config = hf_config.read_json(where)
+    config, raw_config = hf_config.model_config(src), hf_config.read_json(where)
     if hf_config.quantization_format(raw_config, str(where)):
         raise CheckpointError(
             f"{where}: the checkpoint is quantized already ({raw_config['quantization_config'].get('quant_method')})"
         )
-    tensors = open_checkpoint(src)
-    with atomic_directory(dst) as directory:
-        write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
+    return config, raw_config
 
 
 def write_quantized(
@@ -120,30 +154,42 @@ def write_quantized(
       progress: as for `quantize_checkpoint`.
       leave_out: names of files of `src` that are not copied.
     """
-    divisors = _global_scales(tensors, num_layers, progress)
+    divisors: dict[str, np.float32] = {}
+    for layer in range(num_layers):
+        divisors |= global_scales(tensors, layer)
+        progress("scan", layer + 1, num_layers)
+    write_nvfp4(src, directory, tensors, raw_config, RoundToNearest(divisors), progress, leave_out)
+
+
+def write_nvfp4(
+    src: Path,
+    directory: Path,
+    tensors: TensorSource,
+    raw_config: dict[str, Any],
+    quantizer: Quantizer,
+    progress: Callable[[str, int, int], None],
+    leave_out: Container[str] = (),
+) -> None:
+    """`write_quantized` with the scales of `quantizer`."""
     write_checkpoint(
         src,
         directory,
         tensors,
-        lambda members: _ShardWriter(tensors, members, divisors),
+        lambda members: _ShardWriter(tensors, members, quantizer),
         {**raw_config, "quantization_config": QUANTIZATION_CONFIG},
         lambda done: progress("quantize", done, len(tensors)),
         leave_out,
     )
 
 
-def _global_scales(tensors: TensorSource, layers: int, progress: Callable) -> dict[str, np.float32]:
-    """Global scale of each module, by name; modules that are fused at run time share one."""
-    groups = [*FUSED_PROJECTIONS.values(), ("o_proj",), ("down_proj",)]
+def global_scales(tensors: TensorSource, layer: int) -> dict[str, np.float32]:
+    """Global scale of each module of a layer, by name; modules that are fused at run time share one."""
     divisors = {}
-    for layer in range(layers):
-        for group in groups:
-            modules = [names.projection(layer, part) for part in group]
-            magnitude = max(_projection_magnitude(tensors, f"{module}.weight") for module in modules)
-            dtype = nvfp4.common_dtype(tensors.spec(f"{module}.weight")[0] for module in modules)
-            divisor = nvfp4.global_scale(magnitude, dtype)
-            divisors |= dict.fromkeys(modules, divisor)
-        progress("scan", layer + 1, layers)
+    for group in (*FUSED_PROJECTIONS.values(), ("o_proj",), ("down_proj",)):
+        modules = [names.projection(layer, part) for part in group]
+        magnitude = max(_projection_magnitude(tensors, f"{module}.weight") for module in modules)
+        dtype = nvfp4.common_dtype(tensors.spec(f"{module}.weight")[0] for module in modules)
+        divisors |= dict.fromkeys(modules, nvfp4.global_scale(magnitude, dtype))
     return divisors
 
 
@@ -167,32 +213,33 @@ def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
 
 
 class _ShardWriter:
-    """Makes the tensors of one output shard on request; keeps only the projection that was quantized last."""
+    """Makes the tensors of one output shard on request; keeps the block scales until the codes are asked for."""
 
-    def __init__(self, tensors: TensorSource, members: list[str], divisors: dict[str, np.float32]):
-        self._tensors, self._divisors = tensors, divisors
-        self._module, self._weight = "", None
+    def __init__(self, tensors: TensorSource, members: list[str], quantizer: Quantizer):
+        self._tensors, self._quantizer = tensors, quantizer
+        self._scales: dict[str, np.ndarray] = {}
         self.specs: dict[str, Spec] = {}
         for name in members:
             dtype, shape = tensors.spec(name)
             module = name.removesuffix(".weight")
-            if module not in divisors:
+            if module not in quantizer.divisors:
                 self.specs[name] = (dtype, shape)
                 continue
             n, k = shape
+            nvfp4.check_input_features(n, k)
             self.specs[f"{module}.{_PACKED}"] = (DTYPES["U8"], (n, k // 2))
             self.specs[f"{module}.{_SCALE}"] = (DTYPES["F8_E4M3"], (n, k // nvfp4.NVFP4_BLOCK))
             self.specs[f"{module}.{_GLOBAL}"] = (DTYPES["F32"], (1,))
 
     def tensor(self, name: str) -> np.ndarray:
-        if name in self._tensors and name.removesuffix(".weight") not in self._divisors:
+        if name in self._tensors and name.removesuffix(".weight") not in self._quantizer.divisors:
             return self._tensors[name]
         module, suffix = name.rsplit(".", 1)
+        divisor = self._quantizer.divisors[module]
         if suffix == _GLOBAL:
-            return self._divisors[module].reshape(1)
-        if module != self._module:  # codes and scales follow each other in the file
-            self._module, self._weight = (
-                module,
-                nvfp4.quantize(self._tensors[f"{module}.weight"], self._divisors[module]),
-            )
-        return self._weight.codes if suffix == _PACKED else self._weight.scales
+            return divisor.reshape(1)
+        weight = self._tensors[f"{module}.weight"]
+        if suffix == _SCALE:  # in a file all scales come before the codes
+            self._scales[module] = self._quantizer.block_scales(module, weight)
+            return self._scales[module]
+        return nvfp4.quantize(weight, divisor, self._scales.pop(module)).codes

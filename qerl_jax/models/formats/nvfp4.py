@@ -69,36 +69,44 @@ def block_scales(weight: np.ndarray, divisor: np.float32) -> np.ndarray:
     return np.where(scales == 0, ml_dtypes.float8_e4m3fn(ZERO_SCALE), scales)
 
 
-def quantize(weight: np.ndarray, divisor: np.float32 | None = None) -> Nvfp4:
+def quantize(weight: np.ndarray, divisor: np.float32 | None = None, scales: np.ndarray | None = None) -> Nvfp4:
     """Quantize a weight [n, k] to NVFP4, in slices of rows so that no whole fp32 copy exists.
 
     Args:
       weight: bf16, fp16 or fp32; may be memory-mapped.
       divisor: the global scale; None computes it from this tensor alone.
+      scales: E4M3 block scales above 0 [n, k/16]; None: `block_scales`.
 
     Raises:
       ValueError: k is not a multiple of 16, or the weight is not finite.
     """
     n, k = weight.shape
-    if k % NVFP4_BLOCK:
-        raise ValueError(f"NVFP4 needs input features divisible by {NVFP4_BLOCK}, got a weight of {n} x {k}")
+    check_input_features(n, k)
     divisor = global_scale(max_magnitude(weight), weight.dtype) if divisor is None else divisor
     codes = np.empty((n, k // 2), np.uint8)
-    scales = np.empty((n, k // NVFP4_BLOCK), ml_dtypes.float8_e4m3fn)
-    for start, stop in _row_slices(n, k):
+    derives = scales is None
+    scales = np.empty((n, k // NVFP4_BLOCK), ml_dtypes.float8_e4m3fn) if derives else scales
+    for start, stop in row_slices(n, k):
         rows = np.asarray(weight[start:stop])
-        scales[start:stop] = block_scales(rows, divisor)
+        if derives:
+            scales[start:stop] = block_scales(rows, divisor)
         step = scales[start:stop].astype(np.float32) / divisor
         blocks = rows.astype(np.float32).reshape(stop - start, k // NVFP4_BLOCK, NVFP4_BLOCK)
         codes[start:stop] = pack_codes(encode_e2m1(blocks / step[..., None]).reshape(stop - start, k))
     return Nvfp4(codes, scales, np.full(n, divisor, np.float32), divides=True)
 
 
+def check_input_features(n: int, k: int) -> None:
+    """Raise ValueError if the input features of a weight [n, k] are no whole blocks."""
+    if k % NVFP4_BLOCK:
+        raise ValueError(f"NVFP4 needs input features divisible by {NVFP4_BLOCK}, got a weight of {n} x {k}")
+
+
 def max_magnitude(weight: np.ndarray) -> float:
     """Largest |w|, in slices of rows. Raises ValueError if a value is NaN or infinite."""
     n, k = weight.shape
     amax = 0.0
-    for start, stop in _row_slices(n, k):
+    for start, stop in row_slices(n, k):
         largest = float(_magnitudes(np.asarray(weight[start:stop])).max(keepdims=True).view(weight.dtype).item())
         if not np.isfinite(largest):
             raise ValueError(f"rows {start} to {stop - 1} hold a value that is not finite")
@@ -114,6 +122,7 @@ def _magnitudes(values: np.ndarray) -> np.ndarray:
     return values.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
 
 
-def _row_slices(n: int, k: int) -> list[tuple[int, int]]:
+def row_slices(n: int, k: int) -> list[tuple[int, int]]:
+    """Ranges of rows that hold some four million weights each."""
     rows = max(1, _ROWS_AT_ONCE // k)
     return [(start, min(n, start + rows)) for start in range(0, n, rows)]
