@@ -503,7 +503,7 @@ def test_skinny_that_computes_x_a(config, k, widths, ranks):
     for m, dtype in ((config.tile_m, jnp.bfloat16), (config.tile_m - 5, jnp.float32)):
         x, bias = activations(m, k), jnp.asarray(rng.normal(size=640) * 100, dtype)
         x64, w = exact(x, weight)
-        t = np.config(x64 @ np.asarray(a, np.float64), np.cumsum(ranks)[:-1], axis=1)
+        t = np.split(x64 @ np.asarray(a, np.float64), np.cumsum(ranks)[:-1], axis=1)
         delta = [p @ np.asarray(q, np.float64) for p, q in zip(t, b, strict=True)]
         expected = x64 @ w.T + np.asarray(bias, np.float64) + 0.75 * np.concatenate(delta, axis=1)
         call = functools.partial(skinny_matmul, weight=packed, bias=bias, lora_b=tuple(b), scale=0.75)
