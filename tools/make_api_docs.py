@@ -60,6 +60,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
                 "group_advantages",
                 "make_batch",
                 "init_state",
+                "current_policy",
                 "learning_rate",
                 "grpo_step",
                 "TokenLoss",

@@ -45,7 +45,7 @@ def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainSt
 
 def stored_format(directory: Path, config: Config) -> str:
     """Format of the projections on the device, one of `WEIGHT_FORMATS`."""
-    return "nvfp4" if hf_config.stored_format(directory) else config.weight_format or "bf16"
+    return "nvfp4" if hf_config.stored_format(directory) else config.loaded_format or "bf16"
 
 
 def has_weights(directory: Path) -> bool:

@@ -16,6 +16,7 @@ from qerl_jax import keys
 from qerl_jax.compilation import Program, as_committed, committed, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.rl.compile import abstract_batch, update_programs
+from qerl_jax.rl.state import compute_copy
 from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.run.abstract import abstract_run
 from qerl_jax.run.hooks import Hooks
@@ -42,6 +43,8 @@ def run_programs(config: Config, hooks: Hooks, policy: Policy, state: TrainState
         *update_programs(state, policy.frozen, batch, hooks.token_loss, hooks.with_reference),
         *hooks.programs(state.norms, keys.for_step(config.seed, keys.Purpose.AQN, 0)),
     ]
+    if state.weights is not None:
+        programs.append(Program("weights in the compute dtype", compute_copy, (state.weights, policy.frozen)))
 
     def rank(program: Program) -> int:
         name = program.function.__name__
