@@ -18,7 +18,7 @@ from qerl_jax.backends.vllm_settings import RANKS
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.evaluation import Evaluation
-from qerl_jax.io import assets, hf_config
+from qerl_jax.io import assets, hf_config, names
 from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.checkpoint import latest_step
 from qerl_jax.io.export import Kind, Progress, StoredPolicy, Written, write
@@ -193,7 +193,7 @@ def _evaluations(source: Source) -> dict[str, Evaluation]:
 def _trained_on(policy: StoredPolicy) -> str:
     scheme = hf_config.stored_format(policy.base)
     if scheme is not None:
-        return f"NVFP4, as stored ({scheme})"
+        return f"{names.STORED_FORMAT[scheme].upper()}, as stored ({scheme})"
     return f"{policy.weight_format}, quantized while loading" if policy.quantizes else "unquantized"
 
 
