@@ -18,7 +18,7 @@ from qerl_jax.rewards.functions import load_reward, score
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.rl.loss import TokenLoss, built_in_loss
-from qerl_jax.rl.state import init_state, learning_rate
+from qerl_jax.rl.state import current_policy, init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate, stream
 from qerl_jax.run.calibrate import calibrate_checkpoint
@@ -45,6 +45,7 @@ __all__ = [
     "built_in_loss",
     "calibrate_checkpoint",
     "completion_texts",
+    "current_policy",
     "encode_problems",
     "evaluate",
     "export_adapter",

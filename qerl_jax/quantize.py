@@ -14,14 +14,15 @@ from rich.console import Console
 from qerl_jax.command_line import flags, process
 from qerl_jax.config import ConfigError
 from qerl_jax.io.assets import model_path
-from qerl_jax.io.quantize import quantize_checkpoint
+from qerl_jax.io.quantize import FORMATS, quantize_checkpoint
 from qerl_jax.reporting.calibration import Calibration
 from qerl_jax.run.calibrate import SEQUENCES, TOKENS, calibrate_checkpoint
+from qerl_jax.untrusted import shown
 
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
-    """Quantize a bf16 checkpoint to NVFP4 (compressed-tensors layout): by round-to-nearest, byte for byte as
+    """Quantize a bf16 checkpoint to NVFP4 or MXFP4 (compressed-tensors layout): by round-to-nearest, byte for byte as
     llm-compressor, or with --calibration by AWQ and a search of scales, which loses less.
     """
 
@@ -29,6 +30,8 @@ class _Arguments:
     """Hugging Face directory to read, or ORGANIZATION/NAME on the hub."""
     dst: str
     """Directory to write, in one atomic step."""
+    format: str = "nvfp4"
+    """nvfp4, or mxfp4 by round-to-nearest (compressed-tensors, mxfp4-pack-quantized)."""
     calibration: str | None = None
     """File of texts (.jsonl, .json, .parquet; columns text, messages, or prompt and completion) on which scales are
     chosen. Every fourth text is held out for the errors in the table and in DST/calibration.json."""
@@ -47,6 +50,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.quantize", inspect.getdoc(_Arguments))
+    if arguments.format not in FORMATS:
+        raise ConfigError(f"--format {shown(arguments.format)} is not one of {list(FORMATS)}")
+    if arguments.calibration is not None and arguments.format != "nvfp4":
+        raise ConfigError(f"--calibration {arguments.calibration} is for --format nvfp4, not {arguments.format}")
     if arguments.calibration is None:
         for field in ("calibration_sequences", "calibration_tokens"):
             if getattr(arguments, field) != getattr(_Arguments, field):
@@ -73,7 +80,7 @@ def _run(argv: Sequence[str]) -> int:
 def _quantize(arguments: _Arguments, src: Path, progress: Callable[[str, int, int], None]) -> Calibration | None:
     dst, overwrite = arguments.dst, arguments.overwrite
     if arguments.calibration is None:
-        quantize_checkpoint(src, dst, overwrite=overwrite, progress=progress)
+        quantize_checkpoint(src, dst, arguments.format, overwrite, progress)
         return None
     return calibrate_checkpoint(
         src,

@@ -31,7 +31,7 @@ from qerl_jax.rewards.functions import score
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.experience import Experience, equal_groups, replace_equal_groups
 from qerl_jax.rl.loss import TokenLoss
-from qerl_jax.rl.state import init_state
+from qerl_jax.rl.state import current_policy, init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run.choose_rewards import with_rewards
@@ -100,9 +100,10 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     sigma = hooks.sigma_at(config, step)
     noisy_norms = hooks.noisy(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
     perturbed = aqn.count_perturbed(state.norms, noisy_norms)
-    actor = run.policy.replace(norms=noisy_norms, lora=state.lora)
+    actor = current_policy(run.policy, state).replace(norms=noisy_norms)
 
     experience = collect_experience(run, recorder.phases, actor, state)
+    del actor  # the update needs the memory of full fine-tuning's copy of the weights
     rewards = jnp.asarray(experience.rewards)
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(experience.rollout, advantages, rewards, config.mask_truncated_completions)

@@ -47,7 +47,8 @@ class Policy(_Replace):
     """A language model split for training: frozen weights, layer norms, adapters.
 
     Attributes:
-      frozen: weights that are never trained: projections, biases, embedding, head, final norm.
+      frozen: weights besides the layer norms, in the compute dtype: projections, biases, embedding, head, final norm.
+        No update changes them; full fine-tuning trains a copy, `TrainState.weights`.
       norms: the 2 L layer norms, fp32: `{"layers": {i: {"input_layernorm": {"weight"}, "post_attention_layernorm":
         {"weight"}}}}`.
       lora: adapters, fp32 master weights.
@@ -90,7 +91,7 @@ def merge_model(graphdef: nnx.GraphDef, frozen: Any, norms: Any, lora: Any) -> n
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms"],
+    data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms", "weights"],
     meta_fields=["graphdef", "model", "config", "optimizer"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ class TrainState(_Replace):
     Attributes:
       step: i32[], rollouts completed.
       cursor: i32[], position in the data stream: problems drawn so far.
-      norms, lora: the trees being trained (norms only under `train_norms`).
+      norms, lora: the trees being trained (norms only under `train_norms` or full fine-tuning).
       opt_state: optax state of the trained trees.
       reference_norms: the checkpoint's norms, for the KL term, where `norms` were imported with an adapter or are
         trained; else None.
@@ -108,6 +109,8 @@ class TrainState(_Replace):
       model: `qerl_jax.models.config.ModelConfig`.
       config: `qerl_jax.config.Config`.
       optimizer: an optax transformation, or the config's AdamW (`rl.state.AdamW`).
+      weights: under full fine-tuning the trained weights besides the layer norms, fp32, in the form of `Policy.frozen`;
+        else None.
     """
 
     step: Int32[Array, ""]
@@ -120,6 +123,7 @@ class TrainState(_Replace):
     model: Any
     config: Any
     optimizer: Any
+    weights: Any = None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "lengths", "ids"], meta_fields=[])

@@ -38,8 +38,9 @@ sys.path.append(str(TOOLS))  # tests that compile for an H200 import `h200`
 
 # Files of a minute or more.
 LONGEST = {
-    *("test_bad_runs.py", "test_compare.py", "test_fuzz.py", "test_kills.py", "test_learning.py", "test_research.py"),
-    *("test_three_steps.py", "test_train.py", "test_update.py", "test_vllm_commands.py", "test_vllm_engine.py"),
+    *("test_bad_runs.py", "test_compare.py", "test_full_run.py", "test_fuzz.py", "test_kills.py", "test_learning.py"),
+    *("test_research.py", "test_three_steps.py", "test_train.py", "test_update.py", "test_vllm_commands.py"),
+    "test_vllm_engine.py",
 }
 
 # Third-party warnings only, each for one message of one library; everything else is an error (pyproject).

@@ -121,12 +121,14 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
     "unknown quantization method": (
         small.bf16,
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        f"{CONFIG}: quantization method 'gptq', supported are 'compressed-tensors' and 'modelopt' with NVFP4",
+        f"{CONFIG}: quantization method 'gptq', supported are 'compressed-tensors' with NVFP4 or MXFP4, and 'modelopt' "
+        "with NVFP4",
     ),
     "unknown quantization format": (
         small.nvfp4,
         config(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
-        f"{CONFIG}: compressed-tensors format 'pack-quantized', supported is 'nvfp4-pack-quantized'",
+        f"{CONFIG}: compressed-tensors format 'pack-quantized', supported are 'nvfp4-pack-quantized' and "
+        "'mxfp4-pack-quantized'",
     ),
     "quantized twice over": (
         small.nvfp4,

@@ -56,6 +56,7 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
             "'arithmetic' has no worked solutions, only ['gsm8k', 'math']",
         ),
         (["--few-shot", "wei", "--system-prompt", ""], "few_shot has no system prompt: leave out system_prompt"),
+        (["--weight-format", "full"], "weight_format 'full' is a way to train: evaluate the model that"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ import runs
 import small
 import yaml
 from command_lines import assert_says, error_of
-from helpers import randomized, with_norm_offsets
+from helpers import assert_trees_equal, randomized, with_norm_offsets
+from oracles import torch_qwen2
 
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation
@@ -29,6 +31,7 @@ from qerl_jax.io import safetensors as st
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.checkpoint import Checkpointer
 from qerl_jax.io.load import load_policy
+from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.rl.state import init_state
@@ -93,6 +96,72 @@ def test_card(tmp_path, capsys, kind):
     assert len(findings) == 1 and findings[0] in said
     (use,) = [line.strip() for line in said.splitlines() if line.startswith("  ")]
     assert use in text and str(tmp_path / "out") in use
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", ["shards", "tied", "norms of heads"])
+def test_full_fine_tuning_is_exported_from_its_newest_checkpoint(tmp_path, capsys, dtype, shape):
+    """`merged` is the checkpoint of masters, each rounded to bf16 once, and loads as the policy that the run computed
+    with (in bf16, but for norms); requantized it is what `quantize` makes of that. There is no adapter.
+    """
+    model, tied = tmp_path / "model", shape != "shards"
+    if shape == "norms of heads":
+        torch_qwen2.make(model, 0, kind="Qwen3", head_dim=16, tie_word_embeddings=True).bfloat16().save_pretrained(
+            model
+        )
+    else:
+        small.bf16(model, shards=1 if tied else 2, tie_word_embeddings=tied)
+    if shape == "tied":  # the fixture stores a head of its own
+        small.change_tensors(model, lambda tensors: tensors.pop("lm_head.weight"))
+    config = runs.config(tmp_path / "run", model=str(model), weight_format="full", lora_rank=0, dtype=dtype)
+    policy = load_policy(model, lora=config.lora, dtype=jnp.dtype(dtype))
+    state = init_state(policy, config)
+    rng = np.random.default_rng(0)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        return leaf + jnp.asarray(rng.normal(scale=0.05, size=leaf.shape), jnp.float32)
+
+    state = state.replace(
+        step=jnp.int32(1), **{n: jax.tree.map(moved, getattr(state, n)) for n in ("weights", "norms")}
+    )
+    run_directory.write_config(tmp_path / "run", config)
+    checkpoints = Checkpointer(tmp_path / "run", 2)
+    checkpoints.save(state)
+    checkpoints.close()
+    for kind in ("peft", "vllm"):
+        assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", kind]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"--as '{kind}' writes an adapter" in said and "weight_format 'full'" in said
+    assert not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", "merged"]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "Trained: all weights." in text and "checkpoint of step 1" in text and "adapter" not in text
+    tensors = st.open_checkpoint(tmp_path / "out")
+    assert {array.dtype.name for array in tensors.values()} == {"bfloat16"}
+    assert ("lm_head.weight" in tensors) != tied
+    exported = load_policy(tmp_path / "out", lora=config.lora, dtype=jnp.bfloat16)
+    trained = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), (state.weights, state.norms))
+    found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (exported.frozen, exported.norms))
+    assert_trees_equal(found, trained)
+    assert main([str(tmp_path / "run"), str(tmp_path / "nvfp4"), "--as", "merged-nvfp4"]) == 0
+    quantize_checkpoint(tmp_path / "out", tmp_path / "wanted")
+    one, other = (st.open_checkpoint(tmp_path / name) for name in ("nvfp4", "wanted"))
+    assert set(one) == set(other) and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path, capsys):
+    model = small.bf16(tmp_path / "model")
+    config = runs.config(tmp_path / "run", model=str(model), weight_format="full", lora_rank=0)
+    run_directory.write_config(tmp_path / "run", config)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", "merged"]) == 2
+    assert "holds no complete checkpoint: nothing to export yet" in " ".join(capsys.readouterr().err.split())
+    checkpoints = Checkpointer(tmp_path / "run", 2)
+    checkpoints.save(init_state(load_policy(model, lora=config.lora, dtype=jnp.float32), config))
+    checkpoints.close()
+    wider = small.bf16(tmp_path / "wider", intermediate_size=48)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", "merged", "--base", str(wider)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "'model.layers.0.mlp.down_proj.weight' has shape (16, 48)" in said and "(16, 32) in the run's check" in said
 
 
 def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small
-from oracles import llm_compressor
+from helpers import assert_trees_equal, fp32_policy
+from oracles import llm_compressor, mxfp4_goldens, numpy_formats
 
-from qerl_jax import quantize
+from qerl_jax import load_policy, quantize
+from qerl_jax.config import Config
 from qerl_jax.io.hf_config import quantization_format
+from qerl_jax.io.policy_tensors import DenseTensors
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.io.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save, write_file
+from qerl_jax.run.abstract import stored_format
 
 DATA = Path(__file__).parent / "data"
 SOURCE = DATA / "tiny-random-qwen2-hf"
@@ -164,3 +169,76 @@ def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     quantize_checkpoint(source, tmp_path / "out")
     assert quantize.main([str(source), str(tmp_path / "out"), "--overwrite"]) == 0
+
+
+@pytest.fixture(scope="module")
+def mxfp4_dir(tmp_path_factory):
+    out = tmp_path_factory.mktemp("quantized") / "mxfp4"
+    assert quantize.main([str(SOURCE), str(out), "--format", "mxfp4"]) == 0
+    return out
+
+
+def test_mxfp4_is_written_as_compressed_tensors_stores_it(mxfp4_dir):
+    """Names, dtypes, config; bytes by the slow quantizer, which the library's goldens confirm; the rest is copied."""
+    ours, source = open_checkpoint(mxfp4_dir), open_checkpoint(SOURCE)
+    weights = {name.removesuffix(".weight") for name in source if name.endswith("_proj.weight")}
+    expected = {f"{module}.{suffix}" for module in weights for suffix in ("weight_packed", "weight_scale")}
+    assert set(ours) == expected | {name for name in source if not name.endswith("_proj.weight")}
+    goldens = Tensors([mxfp4_goldens.GOLDEN])
+    for module in sorted(weights)[:4]:
+        for suffix in ("weight_packed", "weight_scale"):
+            assert ours.spec(f"{module}.{suffix}")[0] == goldens.spec(f"bfloat16.{suffix}")[0]
+        codes, exponents = numpy_formats.quantize_mxfp4(np.asarray(source[f"{module}.weight"]))
+        np.testing.assert_array_equal(numpy_formats.nibbles(ours[f"{module}.weight_packed"]), codes)
+        np.testing.assert_array_equal(ours[f"{module}.weight_scale"], exponents)
+    for name in set(source) & set(ours):
+        np.testing.assert_array_equal(ours[name].view(np.uint8), source[name].view(np.uint8), err_msg=name)
+    config = json.loads((mxfp4_dir / "config.json").read_text())
+    assert config["quantization_config"] == json.loads(mxfp4_goldens.CONFIG.read_text())
+
+
+def test_a_stored_mxfp4_model_is_the_one_quantized_while_loading(mxfp4_dir, tmp_path):
+    """Weights bit for bit; as a dense checkpoint too; scales may be stored as E8M0."""
+    loaded = fp32_policy(SOURCE, weight_format="mxfp4")
+    for weight_format in (None, "mxfp4"):
+        assert_trees_equal(fp32_policy(mxfp4_dir, weight_format=weight_format).frozen, loaded.frozen)
+    dense = DenseTensors(mxfp4_dir, dtype=np.float32)
+    for name, values in DenseTensors(SOURCE, "mxfp4", dtype=np.float32).items():
+        np.testing.assert_array_equal(dense[name], values, err_msg=name)
+    tensors = {name: np.array(array) for name, array in open_checkpoint(mxfp4_dir).items()}
+    shutil.copytree(mxfp4_dir, tmp_path / "e8m0", ignore=shutil.ignore_patterns("*.safetensors*"))
+    scales = {name: array.view(DTYPES["F8_E8M0"]) for name, array in tensors.items() if name.endswith("_scale")}
+    save(tmp_path / "e8m0" / "model.safetensors", {**tensors, **scales})
+    assert_trees_equal(fp32_policy(tmp_path / "e8m0").frozen, loaded.frozen)
+
+
+def test_what_contradicts_an_mxfp4_checkpoint(mxfp4_dir, tmp_path, capsys):
+    """Another weight_format, a scale that is no number, an unquantized projection, a second quantization, a format that
+    cannot be written or calibrated; and a run's dry run takes the stored one.
+    """
+    for name in ("bf16", "nvfp4", "nf4"):
+        with pytest.raises(ValueError, match=f"holds MXFP4 weights .*'{name}'"):
+            load_policy(mxfp4_dir, name)
+    tensors = {name: np.array(array) for name, array in open_checkpoint(mxfp4_dir).items()}
+    module = "model.layers.1.mlp.up_proj"
+    for folder in ("nan", "half"):
+        shutil.copytree(mxfp4_dir, tmp_path / folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    scales = tensors[f"{module}.weight_scale"].copy()
+    scales[3, 1] = 255
+    save(tmp_path / "nan" / "model.safetensors", {**tensors, f"{module}.weight_scale": scales})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale'\[3, 1\] is 255"):
+        fp32_policy(tmp_path / "nan")
+    half = {name: array for name, array in tensors.items() if not name.startswith(f"{module}.")}
+    half[f"{module}.weight"] = np.array(open_checkpoint(SOURCE)[f"{module}.weight"])
+    save(tmp_path / "half" / "model.safetensors", half)
+    with pytest.raises(CheckpointError, match=r"up_proj' is not quantized.*MXFP4"):
+        fp32_policy(tmp_path / "half")
+    out = str(tmp_path / "out")
+    for arguments, said in (
+        ([str(mxfp4_dir), out], "quantized already (compressed-tensors)"),
+        ([str(SOURCE), out, "--format", "nf4"], "--format 'nf4' is not one of ['nvfp4', 'mxfp4']"),
+        ([str(SOURCE), out, "--format", "mxfp4", "--calibration", "x.jsonl"], "is for --format nvfp4, not mxfp4"),
+    ):
+        assert quantize.main(arguments) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert stored_format(mxfp4_dir, Config(model=str(mxfp4_dir))) == "mxfp4"

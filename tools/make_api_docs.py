@@ -60,6 +60,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
                 "group_advantages",
                 "make_batch",
                 "init_state",
+                "current_policy",
                 "learning_rate",
                 "grpo_step",
                 "TokenLoss",
@@ -74,7 +75,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Train": ("The command line's run, with functions of your own.", ("train", "Checkpointer")),
     "Quantize": (
-        "A checkpoint in NVFP4, in the bytes of llm-compressor or with scales chosen on texts.",
+        "A checkpoint in NVFP4 or MXFP4, or in NVFP4 with scales chosen on texts.",
         ("quantize_checkpoint", "calibrate_checkpoint"),
     ),
     "Export": ("A PEFT adapter that transformers, peft and vLLM load.", ("export_adapter",)),

@@ -1,72 +1,30 @@
 """Record how the released QeRL behaves: `python tools/make_release_goldens.py CHECKOUT`, CHECKOUT of NVlabs/QeRL.
 
-Writes `tests/golden/release_*.json`, inputs beside outcomes. The release pins versions of TRL, vLLM and transformers
-that do not install together with ours, so its functions are cut from their files by name and run on stand-ins; what
-they call of transformers and PEFT is the installed one. Recorded at e8c6e79 with the versions in each file.
+Writes `tests/golden/release_*.json`, inputs beside outcomes, by the functions of `release.py`. Recorded at e8c6e79 with
+the versions in each file.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import collections
 import functools
 import itertools
 import json
-import subprocess
-import textwrap
 import types
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy
+import release
 import torch
+from release import Release
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 FIXTURE = GOLDEN.parent / "data" / "tiny-random-qwen2-hf"
 
 
-class Release:
-    """A checkout of the release."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    @property
-    def commit(self) -> str:
-        command = ["git", "-C", str(self.path), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    def functions(self, file: str, *names: str, **namespace: Any) -> dict[str, Any]:
-        """Functions and methods of a file by name, undecorated, with `namespace` as their globals."""
-        source = (self.path / file).read_text()
-        found = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
-        for name in names:
-            node = found[name]
-            node.decorator_list, node.returns = [], None
-            for argument in node.args.args:
-                argument.annotation = None
-            exec(compile(ast.Module([node], []), file, "exec"), namespace)
-        return namespace
-
-    def lines(self, file: str, first: str, after: str) -> str:
-        """The text of a file from the line with `first` up to the one with `after`."""
-        text = (self.path / file).read_text()
-        assert text.count(first) == text.count(after) == 1, (first, after)
-        start = text.rindex("\n", 0, text.index(first)) + 1
-        return textwrap.dedent(text[start : text.rindex("\n", 0, text.index(after)) + 1])
-
-
-class _Accelerator:
-    def gather(self, x):
-        return x
-
-
-def losses(release: Release) -> dict[str, Any]:
+def losses(checkout: Release) -> dict[str, Any]:
     """`_compute_loss` and its gradient on eight rows, of which two are truncated and masked."""
-    trainer = "trl_trainer/grpo_trainer.py"
-    code = release.functions(trainer, "nanmin", "nanmax", "_compute_loss", torch=torch)
     eos, length = 9, 6
     ids = torch.tensor(
         [
@@ -80,12 +38,7 @@ def losses(release: Release) -> dict[str, Any]:
             [3, 1, 4, 1, 9, 0],
         ]
     )
-    masking = types.SimpleNamespace(eos_token_id=eos, mask_truncated_completions=True)
-    scope = {"torch": torch, "self": masking, "completion_ids": ids, "device": "cpu"}
-    marks = "# Mask everything after the first EOS token", "# Concatenate prompt_mask with completion_mask for logit"
-    exec(release.lines(trainer, *marks), scope)
-    mask = scope["completion_mask"]
-
+    mask = release.completion_mask(checkout, ids, eos, mask_truncated=True)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float) -> torch.Tensor:
@@ -94,54 +47,16 @@ def losses(release: Release) -> dict[str, Any]:
     inputs = {"logp": draw(*ids.shape, scale=1.0).abs().neg(), "advantages": draw(len(ids), scale=1.0)}
     inputs["old"] = inputs["logp"] + draw(*ids.shape, scale=0.5) + draw(len(ids), 1, scale=0.4)
     inputs["reference"] = inputs["logp"] + draw(*ids.shape, scale=0.5)
+    limits = {"max_completion_length": length, "epsilon": 0.2, "epsilon_high": 0.28}
     results = []
     for loss_type, level, (delta, beta) in itertools.product(
         ("grpo", "bnpo", "dr_grpo"), ("token", "sequence"), ((None, 0.0), (1.4, 0.3))
     ):
-        logp = inputs["logp"].clone().requires_grad_(True)
-        metrics = collections.defaultdict(list)
-        trainer = types.SimpleNamespace(
-            _get_per_token_logps_and_entropies=lambda *_, logp=logp, **__: (logp, torch.zeros_like(logp)),
-            top_entropy_quantile=1.0,
-            importance_sampling_level=level,
-            beta=beta,
-            loss_type=loss_type,
-            epsilon_low=0.2,
-            epsilon_high=0.28,
-            args=types.SimpleNamespace(delta=delta),
-            max_completion_length=length,
-            model=types.SimpleNamespace(training=True),
-            accelerator=_Accelerator(),
-            _metrics={"train": metrics},
-        )
-        loss = code["_compute_loss"](
-            trainer,
-            None,
-            {
-                "prompt_ids": ids[:, :1],
-                "prompt_mask": ids[:, :1],
-                "completion_ids": ids,
-                "completion_mask": mask,
-                "advantages": inputs["advantages"],
-                "old_per_token_logps": inputs["old"],
-                "ref_per_token_logps": inputs["reference"],
-            },
-        )
-        loss.backward()
         settings = {"loss_type": loss_type, "importance_sampling_level": level, "delta": delta, "beta": beta}
-        results.append(
-            {
-                "settings": settings,
-                "loss": loss.item(),
-                "gradient": logp.grad.tolist(),
-                "metrics": {name: values[0] for name, values in metrics.items()},
-            }
-        )
+        results.append({"settings": settings, **release.loss(checkout, inputs | limits, mask, settings)})
     return {
         "eos": eos,
-        "max_completion_length": length,
-        "epsilon": 0.2,
-        "epsilon_high": 0.28,
+        **limits,
         "completion_ids": ids.tolist(),
         "mask_truncated_completions": mask.tolist(),
         **{name: value.tolist() for name, value in inputs.items()},
@@ -149,22 +64,8 @@ def losses(release: Release) -> dict[str, Any]:
     }
 
 
-def noise(release: Release) -> dict[str, Any]:
-    """σ of every rollout: the trainer's loop over batches, its rule when to generate, and its schedule."""
-    loop = release.lines(
-        "replacement/trainer.py", "self.update_step = steps_skipped", "# Store the number of batches for current"
-    )
-    loop += "    for inputs in batch_samples:\n        self._prepare_inputs(self, inputs)\n"
-    trainer = "trl_trainer/grpo_trainer.py"
-    trend = release.lines(trainer, "sigma_decay_schedule_np =", "print(sigma_trend, self.update_step")
-    stages = release.functions("trl_trainer/noise_scheduler.py", "get_sigma_by_step")["get_sigma_by_step"]
-    plain = {"split_pixel_values_by_grid", "shuffle_sequence_dict", "unsplit_pixel_values_by_grid"}
-    prepare = release.functions(
-        trainer,
-        "_prepare_inputs",
-        split_tensor_dict=lambda batch, parts: [batch] * parts,
-        **dict.fromkeys(plain, lambda batch: batch),
-    )["_prepare_inputs"]
+def noise(checkout: Release) -> dict[str, Any]:
+    """σ of every rollout of several runs."""
     runs = []
     for rollouts, iterations, accumulation, num_stages, end in (
         (20, 1, 1, 10, 5e-4),
@@ -175,45 +76,18 @@ def noise(release: Release) -> dict[str, Any]:
         (12, 2, 1, 4, 1e-3),
         (1, 1, 1, 5, 5e-4),
     ):
-        sigmas: list[float] = []
-
-        def generate(batch, trainer, sigmas=sigmas):
-            scope = {"self": trainer, "np": numpy}
-            exec(trend, scope)
-            sigmas.append(stages(trainer.update_step, trainer.total_steps, scope["sigma_trend"])[1])
-            return batch
-
-        batches = rollouts * iterations * accumulation
-        state = types.SimpleNamespace(
-            sigma_start=1e-2,
-            sigma_end=end,
-            num_stages=num_stages,
-            num_iterations=iterations,
-            total_steps=rollouts * iterations,
-            model=types.SimpleNamespace(training=True),
-            args=types.SimpleNamespace(steps_per_generation=accumulation, gradient_accumulation_steps=accumulation),
-            get_batch_samples=lambda iterator, count, device: (list(itertools.islice(iterator, count)), None),
-            _prepare_inputs=prepare,
-            _buffered_inputs=None,
-            _step=0,
-        )
-        state._generate_and_score_completions = functools.partial(generate, trainer=state)
-        args = types.SimpleNamespace(gradient_accumulation_steps=accumulation, device="cpu")
-        scope = {"self": state, "args": args, "steps_skipped": 0, "epoch_dataloader": range(batches)}
-        exec(loop, scope | {"steps_in_epoch": batches, "print": lambda *_: None})
-        assert len(sigmas) == rollouts
         settings = {"num_iterations": iterations, "num_stages": num_stages, "sigma_start": 1e-2, "sigma_end": end}
-        runs.append({"settings": settings, "sigmas": sigmas})
+        runs.append({"settings": settings, "sigmas": release.sigmas(checkout, settings, rollouts, accumulation)})
     return {"runs": runs}
 
 
-def optimizer(release: Release) -> dict[str, Any]:
+def optimizer(checkout: Release) -> dict[str, Any]:
     """The parameters that decay, shown by one update without a gradient, and the learning rate of every update."""
     from torch import nn
     from transformers import TrainingArguments, get_scheduler
     from transformers.trainer_pt_utils import get_parameter_names
 
-    code = release.functions(
+    code = checkout.functions(
         "replacement/trainer.py",
         *("get_decay_parameter_names", "create_optimizer", "create_scheduler"),
         **{"nn": nn, "get_parameter_names": get_parameter_names, "get_scheduler": get_scheduler},
@@ -272,12 +146,12 @@ def _adapted() -> Any:
     return get_peft_model(model, lora)
 
 
-def reference(release: Release) -> dict[str, Any]:
+def reference(checkout: Release) -> dict[str, Any]:
     """Log-probabilities of the KL term's reference for an adapter with norms, which is saved beside the values."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     file = "trl_trainer/grpo_trainer.py"
-    method = release.functions(
+    method = checkout.functions(
         file,
         "_get_per_token_logps_and_entropies",
         **{"torch": torch, "selective_log_softmax": selective_log_softmax, "entropy_from_logits": entropy_from_logits},
@@ -308,14 +182,14 @@ def reference(release: Release) -> dict[str, Any]:
     scope |= {"batch_size": 2, "prompt_inputs": {}}
     marks = "# Compute the per-token log probabilities for the reference model", "# Decode the generated completions"
     with torch.no_grad():
-        exec(release.lines(file, *marks), scope)
+        exec(checkout.lines(file, *marks), scope)
         own, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 9)
     return {"tokens": ids.tolist(), "logp": own.tolist(), "reference": scope["ref_per_token_logps"].tolist()}
 
 
-def xml_count(release: Release) -> dict[str, Any]:
+def xml_count(checkout: Release) -> dict[str, Any]:
     """`xmlcount_reward_func` of texts with tags that are missing, repeated, overlapping or followed by a tail."""
-    code = release.functions("utils/rewards.py", "count_xml", "xmlcount_reward_func")
+    code = checkout.functions("utils/rewards.py", "count_xml", "xmlcount_reward_func")
     full = "<think>\na\n</think>\n<answer>\n5\n</answer>"
     texts = [
         *(full, full + "\n", full + "\ntail", full * 2, "", "x\n<answer>\n5", "<think>a</think><answer>5</answer>"),
@@ -345,11 +219,11 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="checkout of NVlabs/QeRL")
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; default: all")
     arguments = parser.parse_args()
-    release = Release(arguments.checkout)
-    made = {"release": release.commit, **{name: version(name) for name in ("torch", "transformers", "peft")}}
+    checkout = Release(arguments.checkout)
+    made = {"release": checkout.commit, **{name: version(name) for name in ("torch", "transformers", "peft")}}
     GOLDEN.mkdir(exist_ok=True)
     for part in arguments.parts:
-        values = {"made_with": made, **_rounded(PARTS[part](release))}
+        values = {"made_with": made, **_rounded(PARTS[part](checkout))}
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
         (GOLDEN / f"release_{part}.json").write_text("{\n" + lines + "\n}\n")
 

@@ -205,6 +205,11 @@ def _check(arguments: Any, config: Config) -> None:
         raise ValueError(
             f"matmul_kernel {config.matmul_kernel!r} contradicts backend 'vllm': it has kernels of its own"
         )
+    if config.is_full:
+        raise ConfigError(
+            "weight_format 'full' is a way to train: evaluate the model that `python -m qerl_jax.export RUN OUT --as "
+            "merged` writes, without it"
+        )
     if arguments.few_shot is not None and config.system_prompt is not None:
         raise ValueError("few_shot has no system prompt: leave out system_prompt")
     for name in ("output", "records"):

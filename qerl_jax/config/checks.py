@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 
 from qerl_jax import aqn
@@ -91,6 +92,7 @@ def _check_contradictions(config: Config) -> None:
 
     divides("num_generations", "batch_size")
     _check_doubles(config)
+    _check_full(config)
     _check_datasets(config)
     _check_rewards(config)
     _check_vllm(config)
@@ -100,7 +102,7 @@ def _check_contradictions(config: Config) -> None:
         raise ConfigError(
             f"lora_rank {config.lora_rank}, but lora_target_modules is empty: name at least one projection"
         )
-    if config.lora_rank == 0 and not config.train_norms:
+    if config.lora_rank == 0 and not config.trains_norms:
         raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
     if config.overwrite and config.resume != "never":
         raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would resume")
@@ -133,7 +135,28 @@ def _check_contradictions(config: Config) -> None:
         _ = config.eval_sampling
     except ValueError as error:
         raise ConfigError(f"eval_{error}") from error  # it begins with the name of Sampling's field
-    assert set(WEIGHT_FORMATS) == set(typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0]))
+    formats = typing.get_args(typing.get_type_hints(Config)["weight_format"].__args__[0])
+    assert {*WEIGHT_FORMATS, "full"} == set(formats)
+
+
+def _check_full(config: Config) -> None:
+    """Settings of adapters, which full fine-tuning would leave without effect, and vLLM, which takes adapters only."""
+    if not config.is_full:
+        return
+    if config.rollout_backend == "vllm":
+        raise ConfigError(
+            "rollout_backend 'vllm' contradicts weight_format 'full': it loads the checkpoint once and then takes "
+            "adapters only"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    for name in ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules"):
+        value = getattr(config, name)
+        if value != defaults[name] and (name, value) != ("lora_rank", 0):
+            value = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(
+                f"{name} {value!r} contradicts weight_format 'full', which trains all weights and has no adapters: "
+                f"leave {name} out"
+            )
 
 
 def _check_doubles(config: Config) -> None:

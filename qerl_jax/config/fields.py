@@ -23,12 +23,14 @@ class Config:
     """All settings of a training run."""
 
     model: str = ""
-    """Hugging Face directory (config.json, bf16 or NVFP4 safetensors, tokenizer), a model of the hub as
+    """Hugging Face directory (config.json, bf16, NVFP4 or MXFP4 safetensors, tokenizer), a model of the hub as
     ORGANIZATION/NAME, which is downloaded, or "tiny", the bundled policy."""
     adapter: str | None = None
     """PEFT adapter directory to start from; its rank and targets must be those asked for here."""
-    weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4"] | None = None
-    """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored."""
+    weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4", "full"] | None = None
+    """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored. "full": no adapters;
+    all weights are trained, in fp32, and computed with in `dtype`. No adapter is exported then: `python -m
+    qerl_jax.export RUN OUT --as merged` writes the model."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
     matmul_kernel: Literal["auto", "xla", "mosaic_gpu"] = "auto"
@@ -95,7 +97,7 @@ class Config:
     warmup_ratio: float = 0.1
     """Fraction of all updates, rounded up, over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of AdamW on the adapters; norms do not decay."""
+    """Decoupled weight decay of AdamW on the trained matrices; norms and biases do not decay."""
     adam_beta1: float = 0.9
     """Decay rate of AdamW's first moment."""
     adam_beta2: float = 0.99
@@ -107,7 +109,8 @@ class Config:
 
     lora_rank: int = 32
     """LoRA rank. 0: no adapters; train_norms is then required, and the trained norms are in the checkpoints only, as
-    no adapter is exported."""
+    no adapter is exported. The four LoRA fields have no meaning with weight_format "full", which refuses other values
+    than their defaults (and rank 0)."""
     lora_alpha: float | None = None
     """LoRA alpha: the scale is alpha / rank. None: alpha = rank, a scale of 1."""
     use_rslora: bool = False
@@ -115,7 +118,8 @@ class Config:
     lora_target_modules: tuple[str, ...] = PROJECTIONS
     """Projections with an adapter."""
     train_norms: bool = False
-    """Also train the 2 L layer norms, as QeRL's scripts do (--ln True); the paper and the recipes do not."""
+    """Also train the 2 L layer norms, as QeRL's scripts do (--ln True); the paper and the recipes do not. With
+    weight_format "full" they are always trained."""
 
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
     """Loss aggregation: grpo: mean of per-sequence means; bnpo, dapo: token mean; dr_grpo: sum divided
@@ -280,8 +284,25 @@ class Config:
         return self.max_refill_rounds if self.dynamic_sampling else 0
 
     @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.weight_format == "full"
+
+    @property
+    def trains_norms(self) -> bool:
+        """Whether the layer norms are trained."""
+        return self.train_norms or self.is_full
+
+    @property
+    def loaded_format(self) -> str | None:
+        """The format in which weights are loaded: `weight_format`, or unquantized where all weights are trained."""
+        return "bf16" if self.is_full else self.weight_format
+
+    @property
     def lora(self) -> LoraConfig:
-        """Shape of the adapters."""
+        """Shape of the adapters; of rank 0 where all weights are trained."""
+        if self.is_full:
+            return LoraConfig(rank=0)
         return LoraConfig(self.lora_rank, self.lora_alpha, self.use_rslora, self.lora_target_modules)
 
     @property

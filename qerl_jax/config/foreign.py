@@ -56,9 +56,9 @@ FOREIGN: dict[str, Foreign] = {
     "router_aux_loss_coef": Foreign("TRL", (), "no mixture of experts is implemented"),
     "disable_dropout": Foreign("TRL", (), "nothing here has dropout; an adapter with dropout is refused"),
     "cast_lm_head_to_fp32": Foreign("TRL", (), _PRECISION),
-    "full_finetuning": Foreign("Unsloth, QeRL", (), "the base is frozen: adapters and layer norms are trained"),
+    "full_finetuning": Foreign("Unsloth, QeRL", ("weight_format",), '"full" trains all weights'),
     # adapters
-    "use_peft": Foreign("TRL", ("lora_rank",), "adapters are always on; 0 turns them off"),
+    "use_peft": Foreign("TRL", ("weight_format",), 'adapters are on unless it is "full", which trains all weights'),
     "lora_r": Foreign("TRL", ("lora_rank",)),
     "r": Foreign("PEFT, Unsloth", ("lora_rank",)),
     "max_lora_rank": Foreign("Unsloth", ("lora_rank",)),

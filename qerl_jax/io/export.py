@@ -1,5 +1,5 @@
 """The forms in which a trained policy leaves: a PEFT adapter, an adapter with a base for vLLM, one model without an
-adapter in bf16, and that model quantized again. All are written tensor by tensor.
+adapter in bf16 (the only one after full fine-tuning), and that model quantized again. All are written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from qerl_jax.io import hf_config
+from qerl_jax.io import hf_config, names
 from qerl_jax.io.adapter import write_adapter
 from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.policy_tensors import DenseTensors, Overlaid
@@ -22,6 +22,7 @@ from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, CARD_FILE, CopyWriter, 
 from qerl_jax.io.safetensors import TensorSource, open_checkpoint
 from qerl_jax.io.streamed import streamed_logits
 from qerl_jax.io.tokenizer import TOKENIZER_FILES
+from qerl_jax.io.trained import TrainedWeights
 from qerl_jax.models.config import ModelConfig
 
 Kind = Literal["peft", "vllm", "merged", "merged-nvfp4"]
@@ -39,11 +40,13 @@ class StoredPolicy:
       base: model directory.
       weight_format: format into which an unquantized base is quantized while loading; None: as stored.
       adapter: PEFT directory; None: the base alone.
+      weights: the weights that full fine-tuning trained; the base then gives the other files, and the shards.
     """
 
     base: Path
     weight_format: str | None = None
     adapter: Path | None = None
+    weights: TrainedWeights | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -63,6 +66,8 @@ class StoredPolicy:
         self, tokens: Int32[np.ndarray, "B T"], progress: Callable[[int, int], None]
     ) -> Float32[np.ndarray, "B T V"]:
         """`streamed_logits`."""
+        if self.weights is not None:
+            return streamed_logits(self.weights, self.config, tokens, progress=progress)
         return streamed_logits(
             open_checkpoint(self.base),
             self.config,
@@ -72,6 +77,19 @@ class StoredPolicy:
             self.reader(),
             progress,
         )
+
+    def dense(self) -> DenseTensors | TrainedWeights:
+        """The policy as one bf16 model without an adapter."""
+        if self.weights is not None:
+            return self.weights.in_bf16()
+        return DenseTensors(self.base, self.weight_format, self.reader())
+
+    def rounded(self) -> frozenset[str]:
+        """Names of the tensors that `dense` rounds to bf16."""
+        dense = self.dense()
+        if self.weights is not None:
+            return frozenset(name for name in dense if self.weights.spec(name)[0] != dense.spec(name)[0])
+        return frozenset(name for name in dense if not dense.is_copy(name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +113,7 @@ def write(
 
     Args:
       kind: the form.
-      policy: with an adapter.
+      policy: with an adapter; of full fine-tuning only for "merged" and "merged-nvfp4".
       directory: where to write.
       final: the directory's name later.
       base_model: name of the base, written into an adapter's config.
@@ -108,12 +126,15 @@ def write(
             return _write_peft(policy, directory, base_model)
         case "vllm":
             return _write_vllm(policy, directory, final, base_model, progress)
-    merged = DenseTensors(policy.base, policy.weight_format, policy.reader())
+    merged, rounded = policy.dense(), policy.rounded()
     if kind == "merged":
         _write_dense(policy, directory, merged, progress)
     else:
         _write_quantized(policy, directory, merged, _unquantized(policy.base), progress)
-    return Written(StoredPolicy(directory), frozenset(name for name in merged if not merged.is_copy(name)))
+        parts = policy.config.projection_shapes()
+        layers = range(policy.config.num_layers)
+        rounded |= {f"{names.projection(layer, part)}.weight" for layer in layers for part in parts}
+    return Written(StoredPolicy(directory), rounded)
 
 
 def _write_peft(policy: StoredPolicy, directory: Path, base_model: str) -> Written:

@@ -8,18 +8,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
+
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.io.safetensors import CheckpointError, read_json
 from qerl_jax.models.config import ModelConfig, RopeScaling
-from qerl_jax.models.formats.nvfp4 import NVFP4_BLOCK
 from qerl_jax.untrusted import require_regular, shown
 
 _MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
 _MODEL_TYPES = ("qwen2", "qwen3", "llama")
 _QWEN3_HEAD_DIM = 128  # transformers' default, whatever the hidden size
 _DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
-# What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean NVFP4.
-_NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": NVFP4_BLOCK, "dynamic": False}
+# What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean NVFP4 or MXFP4.
+_FP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+_COMPRESSED = {  # layout, and its weights, by the format that compressed-tensors names
+    "nvfp4-pack-quantized": ("compressed-tensors", {**_FP4_WEIGHTS, "group_size": NVFP4_BLOCK}),
+    "mxfp4-pack-quantized": ("compressed-tensors, MXFP4", {**_FP4_WEIGHTS, "group_size": MXFP4_BLOCK}),
+}
 
 
 def model_config(directory: Path) -> ModelConfig:
@@ -200,28 +205,29 @@ def stored_format(directory: Path) -> str | None:
 
 
 def quantization_format(config: dict[str, Any], where: str) -> str | None:
-    """`"compressed-tensors"`, `"modelopt"` or None, from `quantization_config`.
+    """Layout of the quantized weights, a key of `names.QUANTIZED`, or None, from `quantization_config`.
 
-    Raises CheckpointError for a scheme that is not weight-only NVFP4.
+    Raises CheckpointError for a scheme that is neither NVFP4 nor MXFP4.
     """
     if config.get("quantization_config") is None:
         return None
     section = _section("quantization_config", config, where)
     method, algorithm = section.get("quant_method"), section.get("quant_algo")
     if method == "compressed-tensors":
-        if section.get("format") != "nvfp4-pack-quantized":
-            raise CheckpointError(
-                f"{where}: compressed-tensors format {shown(section.get('format'))}, supported is "
-                "'nvfp4-pack-quantized'"
-            )
+        packed = section.get("format")
+        if not isinstance(packed, str) or packed not in _COMPRESSED:
+            supported = " and ".join(map(repr, _COMPRESSED))
+            raise CheckpointError(f"{where}: compressed-tensors format {shown(packed)}, supported are {supported}")
+        layout, needed = _COMPRESSED[packed]
         for name, group in _section("config_groups", section, where).items():
             weights = (group.get("weights") if isinstance(group, dict) else None) or {}
-            for key, expected in _NVFP4_WEIGHTS.items():
+            for key, expected in needed.items():
                 if not isinstance(weights, dict) or weights.get(key, expected) != expected:
                     raise CheckpointError(
-                        f"{where}: config_groups.{name}.weights is {shown(weights)}, NVFP4 has {key} {expected!r}"
+                        f"{where}: config_groups.{name}.weights is {shown(weights)}, {packed[:5].upper()} has {key} "
+                        f"{expected!r}"
                     )
-        return "compressed-tensors"
+        return layout
     if method == "modelopt" or _section("producer", section, where).get("name") == "modelopt":
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(
@@ -229,5 +235,6 @@ def quantization_format(config: dict[str, Any], where: str) -> str | None:
             )
         return "modelopt"
     raise CheckpointError(
-        f"{where}: quantization method {shown(method)}, supported are 'compressed-tensors' and 'modelopt' with NVFP4"
+        f"{where}: quantization method {shown(method)}, supported are 'compressed-tensors' with NVFP4 or MXFP4, and "
+        "'modelopt' with NVFP4"
     )

@@ -1,4 +1,4 @@
-"""Load a Hugging Face directory as a `Policy`: bf16 or NVFP4, single or sharded, memory-mapped, layer by layer."""
+"""Load a Hugging Face directory as a `Policy`: bf16, NVFP4 or MXFP4, memory-mapped, layer by layer."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def load_policy(
     """Load a Qwen2.5, Qwen3 (dense) or Llama 3 directory as a policy with fresh or imported adapters.
 
     Args:
-      path: "tiny", the bundled policy, or a Hugging Face directory with config.json and safetensors, bf16 or NVFP4
-        (compressed-tensors or ModelOpt). A directory without a tokenizer is legal.
+      path: "tiny", the bundled policy, or a Hugging Face directory with config.json and safetensors, bf16, NVFP4
+        (compressed-tensors or ModelOpt) or MXFP4 (compressed-tensors). A directory without a tokenizer is legal.
       weight_format: "bf16", "nvfp4", "mxfp4" or "nf4" to quantize an unquantized checkpoint while loading; None keeps
         the stored format.
       lora: shape of the adapters; None is `LoraConfig(rank=32)`, or the adapter's own shape where `adapter` is given.
@@ -168,10 +168,11 @@ def stored_scheme(path: Path, weight_format: str | None) -> str | None:
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
     scheme = hf_config.stored_format(path)
-    if scheme is not None and weight_format not in (None, "nvfp4"):
+    stored = names.STORED_FORMAT.get(scheme)
+    if scheme is not None and weight_format not in (None, stored):
         raise ValueError(
-            f"{path} holds NVFP4 weights ({scheme}); weight_format {weight_format!r} would need the unquantized "
-            "checkpoint"
+            f"{path} holds {stored.upper()} weights ({scheme}); weight_format {weight_format!r} would need the "
+            "unquantized checkpoint"
         )
     return scheme
 

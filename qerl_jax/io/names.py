@@ -11,11 +11,14 @@ FINAL_NORM = "model.norm.weight"
 BIASED = ("q_proj", "k_proj", "v_proj")
 
 # Suffixes of a quantized projection's tensors, in the order (codes, block scales, global scale, ignored activation
-# scale).
+# scale); MXFP4 has no global scale.
 QUANTIZED = {
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+    "compressed-tensors, MXFP4": ("weight_packed", "weight_scale", None, "input_global_scale"),
 }
+STORED_FORMAT = {"compressed-tensors": "nvfp4", "modelopt": "nvfp4", "compressed-tensors, MXFP4": "mxfp4"}
+"""The weight format, one of `WEIGHT_FORMATS`, of each layout in `QUANTIZED`."""
 
 # The block of a decoder layer that a projection stands in.
 BLOCK = {p: ("self_attn" if p in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp") for p in PROJECTIONS}

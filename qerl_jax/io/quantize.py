@@ -13,11 +13,14 @@ import numpy as np
 
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.files import atomic_directory
+from qerl_jax.io.quantize_mxfp4 import write_mxfp4
 from qerl_jax.io.rewrite import check_output, write_checkpoint
 from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, TensorSource, open_checkpoint
+from qerl_jax.io.tensor_names import check_names
 from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig
 from qerl_jax.models.formats import nvfp4
 
+FORMATS = ("nvfp4", "mxfp4")
 _PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
 
 QUANTIZATION_CONFIG = {
@@ -100,7 +103,7 @@ def quantize_checkpoint(
     Args:
       src: Hugging Face directory, bf16, fp16 or fp32, single or sharded.
       dst: directory to write, in one atomic step.
-      weight_format: "nvfp4", the only format with an interchange layout here.
+      weight_format: "nvfp4"; or "mxfp4", in the bytes of compressed-tensors 0.20.0 (`mxfp4-pack-quantized`).
       overwrite: replace an existing `dst`.
       progress: called with "scan" and the numbers of layers done and of all layers, then with "quantize" and those of
         tensors.
@@ -109,18 +112,20 @@ def quantize_checkpoint(
       FileExistsError: `dst` exists, without `overwrite`; or it is or holds the source, or is no model directory.
       OSError: `dst` cannot be written.
       CheckpointError: the checkpoint is quantized already, incomplete or not finite.
-      ValueError: `weight_format` is not "nvfp4", or the input features are not a multiple of 16.
+      ValueError: another `weight_format`, or input features that are no whole blocks of it (16, MXFP4 32).
     """
     src, dst = Path(src), Path(dst)
-    if weight_format != "nvfp4":
-        raise ValueError(
-            f"weight_format {weight_format!r} has no checkpoint layout; quantize_checkpoint writes 'nvfp4'"
-        )
+    if weight_format not in FORMATS:
+        raise ValueError(f"weight_format {weight_format!r} is not one of {list(FORMATS)}, which can be written")
     check_output([src], dst, overwrite)
     config, raw_config = read_unquantized(src)
     tensors = open_checkpoint(src)
     with atomic_directory(dst) as directory:
-        write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
+        if weight_format == "mxfp4":
+            check_names(tensors, config, None)
+            write_mxfp4(src, directory, tensors, raw_config, config, progress)
+        else:
+            write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
 
 
 def read_unquantized(src: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qerl_kernels.formats import NVFP4_BLOCK
+from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
 
 from qerl_jax.io import names
 from qerl_jax.io.safetensors import CheckpointError, TensorSource
@@ -69,6 +69,8 @@ def _projection_shapes(module: str, shape: tuple[int, int], scheme: str | None) 
         return {f"{module}.weight": shape}
     n, k = shape
     codes, scales, global_scale, _ = (f"{module}.{suffix}" for suffix in names.QUANTIZED[scheme])
+    if names.STORED_FORMAT[scheme] == "mxfp4":
+        return {codes: (n, k // 2), scales: (n, k // MXFP4_BLOCK)}
     is_vector = scheme == "compressed-tensors"
     return {codes: (n, k // 2), scales: (n, k // NVFP4_BLOCK), global_scale: (1,) if is_vector else ()}
 
@@ -89,5 +91,5 @@ def _refuse_other_form(tensors: TensorSource, module: str, scheme: str | None) -
     if stored in tensors and tensors.spec(stored)[0].name != "uint8":
         raise CheckpointError(
             f"{tensors.file_of(stored)}: {module!r} is not quantized ({stored.rpartition('.')[2]} is "
-            f"{tensors.spec(stored)[0].name}), but config.json says NVFP4"
+            f"{tensors.spec(stored)[0].name}), but config.json says {names.STORED_FORMAT[scheme].upper()}"
         )

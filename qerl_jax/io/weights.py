@@ -19,7 +19,7 @@ from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource
 from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, Weight, mxfp4, nf4, nvfp4
 
 _BLOCK = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK, "nf4": nf4.NF4_BLOCK, "bf16": 1}
-_E4M3_LARGEST = 0x7E
+_E4M3_LARGEST, _E8M0_NAN = 0x7E, 0xFF
 # Bounds of a global scale as a multiplier: normal in fp32, and code · scale · multiplier at most its largest number.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max) / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)
@@ -94,7 +94,8 @@ class WeightReader:
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight | np.ndarray:
         """A fused projection on the host, dense or quantized; parts (module name, shape) are concatenated by rows."""
         if self.scheme is not None:
-            return _concatenate([self._stored_nvfp4(module, shape) for module, shape in parts])
+            read = self._stored_mxfp4 if names.STORED_FORMAT[self.scheme] == "mxfp4" else self._stored_nvfp4
+            return _concatenate([read(module, shape) for module, shape in parts])
         arrays, largest = zip(*(self._finite(f"{module}.weight", shape) for module, shape in parts), strict=True)
         if self.weight_format == "bf16":
             return np.concatenate(arrays).astype(self.dtype, copy=False)
@@ -107,21 +108,34 @@ class WeightReader:
         quantize = _quantizer(self.weight_format, max(largest), dtype)
         return _concatenate([quantize(array) for array in arrays])
 
-    def _stored_nvfp4(self, module: str, shape: tuple[int, int]) -> Nvfp4:
+    def _codes(self, module: str, shape: tuple[int, int]) -> np.ndarray:
+        """Two codes a byte. The activation scale for W4A4 inference beside them is unused by weight-only arithmetic."""
         n, k = shape
-        codes_name, scale_name, global_name, activation = (
-            f"{module}.{suffix}" for suffix in names.QUANTIZED[self.scheme]
-        )
+        codes_name, _, _, activation = (f"{module}.{suffix}" for suffix in names.QUANTIZED[self.scheme])
         if codes_name not in self.tensors and f"{module}.weight" in self.tensors:
+            where, stored = self.tensors.file_of(f"{module}.weight"), names.STORED_FORMAT[self.scheme].upper()
+            raise CheckpointError(f"{where}: {module!r} is not quantized, but config.json says {stored}")
+        if activation in self.tensors:
+            self.used.add(activation)
+        return self._read(codes_name, (n, k // 2), ("uint8",))
+
+    def _stored_mxfp4(self, module: str, shape: tuple[int, int]) -> Mxfp4:
+        codes, (n, k) = self._codes(module, shape), shape
+        scale_name = f"{module}.{names.QUANTIZED[self.scheme][1]}"
+        exponents = self._read(scale_name, (n, k // MXFP4_BLOCK), ("uint8", "float8_e8m0fnu")).view(np.uint8)
+        if exponents.max() == _E8M0_NAN:
+            row, column = np.argwhere(exponents == _E8M0_NAN)[0]
             raise CheckpointError(
-                f"{self.tensors.file_of(f'{module}.weight')}: {module!r} is not quantized, but config.json says NVFP4"
+                f"{self.tensors.file_of(scale_name)}: {scale_name!r}[{row}, {column}] is 255, which is no number"
             )
-        codes = self._read(codes_name, (n, k // 2), ("uint8",))
+        return Mxfp4(codes, exponents)
+
+    def _stored_nvfp4(self, module: str, shape: tuple[int, int]) -> Nvfp4:
+        codes, (n, k) = self._codes(module, shape), shape
+        _, scale_name, global_name, _ = (f"{module}.{suffix}" for suffix in names.QUANTIZED[self.scheme])
         scales = self._read(scale_name, (n, k // NVFP4_BLOCK), ("float8_e4m3fn",))
         divides = self.scheme == "compressed-tensors"
         value = self._read(global_name, (1,) if divides else (), ("float32",)).reshape(-1)
-        if activation in self.tensors:
-            self.used.add(activation)  # activation scale for W4A4 inference, unused by weight-only arithmetic
         where = self.tensors.file_of(scale_name)
         if not (np.isfinite(value[0]) and value[0] > 0):
             raise CheckpointError(

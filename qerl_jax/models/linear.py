@@ -1,4 +1,4 @@
-"""`linear`: a frozen weight of any format, bias and LoRA adapters. Every projection of the model calls it.
+"""`linear`: a weight of any format, bias and LoRA adapters. Every projection of the model calls it.
 
 Axes: M rows, K input features, N output features, R rank.
 """
@@ -18,7 +18,7 @@ from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import fp32_matmul
 
-from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4
+from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4, rounded
 from qerl_jax.models.lora import Lora
 
 # GEMMs of an fp32 model must be fp32 too: a GPU's default would be tf32, three digits.
@@ -38,12 +38,13 @@ def linear(
     """`y = x Wᵀ + bias + Σ_adapters scale · (x A) B`, summed in fp32 and rounded once to x's dtype; `x A` is rounded to
     x's dtype, too.
 
-    Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient, and the backward pass
-    dequantizes it again instead of keeping a copy.
+    Differentiable in x, bias, the adapters and a dense weight, whose gradient is accumulated in fp32 and then has the
+    weight's own dtype. A quantized weight is frozen and gets no gradient, and the backward pass dequantizes it again
+    instead of keeping a copy.
 
     Args:
       x: activations, bf16 or fp32.
-      weight: [N, K], in any of the formats.
+      weight: [N, K], in any of the formats; an fp32 `Dense` is rounded to x's dtype.
       bias: in any float dtype; added in fp32.
       lora: the adapter, or the adapters of a fused projection with their output offsets.
       batch_invariant: a row's bits do not depend on the number of rows or on the other rows; slower.
@@ -63,7 +64,7 @@ def linear(
         raise ValueError(f"linear: route and lora_x go with a packed weight, this is {type(weight).__name__}")
 
     def matmul(rows: Array) -> Array:
-        y = _frozen_matmul(rows, weight)
+        y = _matmul(rows, weight)
         if bias is not None:
             y = y + bias.astype(jnp.float32)
         if adapters:
@@ -93,7 +94,7 @@ def _lora_delta(rows: Float[Array, "M K"], adapters: list[Lora], n: int) -> Floa
 
 
 @jax.custom_vjp
-def _frozen_matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, "M N"]:
+def _matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, "M N"]:
     matrix, row_scale = _factors(weight, rows.dtype)
     y = fp32_matmul(rows, matrix.T)
     return y if row_scale is None else y * row_scale
@@ -106,7 +107,8 @@ def _factors(weight: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
     are rounded to bf16, as in QLoRA.
     """
     if isinstance(weight, Dense):
-        return weight.values.astype(dtype), None
+        values = rounded(weight.values, dtype) if weight.values.dtype == jnp.float32 else weight.values
+        return values.astype(dtype), None
     if isinstance(weight, Nf4):
         return nf4.dequantize(weight).astype(dtype), None
     if dtype == jnp.bfloat16:
@@ -114,15 +116,19 @@ def _factors(weight: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
     return fp4.dequantize(weight).astype(dtype), None
 
 
-def _frozen_matmul_fwd(rows, weight):
-    return _frozen_matmul(rows, weight), (weight, jnp.zeros((0,), rows.dtype))
+def _matmul_fwd(rows, weight):
+    kept = rows if isinstance(weight, Dense) else jnp.zeros((0,), rows.dtype)
+    return _matmul(rows, weight), (weight, kept)
 
 
-def _frozen_matmul_bwd(residual, dy):
-    weight, like = residual
-    matrix, row_scale = _factors(weight, like.dtype)
-    dy = (dy if row_scale is None else dy * row_scale).astype(like.dtype)
-    return fp32_matmul(dy, matrix).astype(like.dtype), jax.tree.map(fp4.no_gradient, weight)
+def _matmul_bwd(residual, dy):
+    weight, rows = residual
+    matrix, row_scale = _factors(weight, rows.dtype)
+    dy = (dy if row_scale is None else dy * row_scale).astype(rows.dtype)
+    d_rows = fp32_matmul(dy, matrix).astype(rows.dtype)
+    if not isinstance(weight, Dense):
+        return d_rows, jax.tree.map(fp4.no_gradient, weight)
+    return d_rows, Dense(fp32_matmul(dy.T, rows).astype(weight.values.dtype))
 
 
-_frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)

@@ -13,6 +13,10 @@ from qerl_jax.reporting.report import differences, table
 
 _PLACES = ("`output_dir`", "`compilation_cache_dir`")  # settings of the machine, not of the run
 _RELATION = {"peft": "adapter", "vllm": "adapter", "merged": "finetune", "merged-nvfp4": "quantized"}
+_FULL = {
+    "merged": "A bf16 model: fine-tuned from",
+    "merged-nvfp4": "An NVFP4 model (compressed-tensors, weights only): fine-tuned from",
+}
 _KIND = {
     "peft": "A PEFT adapter for",
     "vllm": "An adapter for vLLM, with the base that it belongs to where that is not the original one, trained on",
@@ -97,8 +101,11 @@ def _front_matter(card: Card) -> list[str]:
 def _introduction(card: Card) -> list[str]:
     trained = [f"LoRA of rank {card.lora.rank} on {', '.join(card.lora.target_modules)}"] if card.lora.rank else []
     trained += ["the two norms of every layer"] if card.has_norms else []
+    is_full = card.config is not None and card.config.is_full
+    trained = ["all weights"] if is_full else trained
+    kind = (_FULL if is_full else _KIND)[card.kind]
     lines = [
-        f"{_KIND[card.kind]} `{card.base_model}`, trained by reinforcement learning (GRPO) with QeRL-JAX.",
+        f"{kind} `{card.base_model}`, trained by reinforcement learning (GRPO) with QeRL-JAX.",
         "",
         f"- Trained: {' and '.join(trained)}.",
         f"- Projections of the base in training: {card.trained_on}.",

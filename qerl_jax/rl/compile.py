@@ -18,7 +18,7 @@ from qerl_jax.config import Config
 from qerl_jax.rl import head, layer, optimizer, step
 from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.rl.packing import Assignment
-from qerl_jax.rl.state import AdamW, at_layer, from_layers, trained_trees
+from qerl_jax.rl.state import AdamW, at_layer, from_layers, outside_layers
 from qerl_jax.types import Batch, TrainState
 
 
@@ -84,11 +84,12 @@ def _calls(
     state, frozen, batch = step.settled((state, frozen, batch))
     work = step.work_of(state, frozen, batch, token_loss, with_reference)
     plan, shape = work.plan, work.shape
-    own, trained = frozen["layers"][0], step.layers_of(state.lora, state.norms)[0]
+    weights = frozen if state.weights is None else state.weights
+    own, trained = frozen["layers"][0], step.layers_of(state.lora, state.norms, state.weights)[0]
     zeros = _Call("zeros", optimizer.zeros_like, (), ({name: trained[name] for name in step.trained_names(state)},))
     completions = _Call("completions", head.completions_of, (config.loss_type, config.max_completion_length), (batch,))
     rows = jax.ShapeDtypeStruct((plan.pack.suffixes,), jnp.int32)
-    embed = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, Assignment(rows, rows)))
+    embed = _Call("embed", head.embed, (shape,), (weights["embed_tokens"], batch, Assignment(rows, rows)))
     x, packed = embed.outputs()
     found, gradient = completions.outputs(), zeros.outputs()
     keep = _Call("layer forward", layer.forward_and_keep, (shape,), (own, trained, x, packed))
@@ -113,38 +114,48 @@ def _calls(
     reference = logprobs if work.needs_reference else None
     sums = _Call("no sums", head.no_sums, (work.loss,), (found, reference))
     has_old = jax.ShapeDtypeStruct((), jnp.bool_)
+    outside = None if state.weights is None else outside_layers(state.weights)
     loss = _Call(
         "head",
         head.head_loss,
         (work.head_shape, work.loss),
-        (work.head, x, packed, found, logprobs, has_old, reference, sums.outputs(), logprobs),
+        (step.head_of(weights), x, packed, found, logprobs, has_old, reference, sums.outputs(), logprobs, outside),
     )
     yield loss
     if reference is not None:
-        arguments = work.head, x, packed, found, logprobs
+        arguments = step.head_of(frozen), x, packed, found, logprobs
         yield _Call("head of the reference", head.head_logprobs, (work.head_shape,), arguments)
         yield _Call("reference", step.without_adapters, (), (state.lora,))
+        if outside is not None:  # it reads the frozen weights, the policy the trained ones
+            without = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, Assignment(rows, rows)))
+            frozen_layer = step.layers_of(state.lora, state.norms)[0]
+            yield without
+            yield _Call("layer of the reference", layer.forward, (shape,), (own, frozen_layer, x, packed))
     yield from (embed, completions, zeros, none, sums)
-    yield from _optimizer_programs(state, gradient, loss.outputs()[1])
+    if outside is not None:
+        yield _Call("embed backward", head.embed_backward, (), (outside, x_after, batch, packed))
+        yield _Call("zeros outside of layers", optimizer.zeros_like, (), (outside,))
+    yield from _optimizer_programs(state, gradient, outside, loss.outputs()[1])
 
 
-def _optimizer_programs(state: TrainState, gradient: Any, sums: Any) -> Iterator[_Call]:
+def _optimizer_programs(state: TrainState, gradient: Any, outside: Any, sums: Any) -> Iterator[_Call]:
+    parts = [optimizer.as_tree(gradient)]
+    parts += [] if outside is None else [optimizer.as_outside_tree(outside)]
     zero = _Call("zero", optimizer.zeros_like, (), (sums["loss"],))
-    squares = _Call("squares", optimizer.add_squares, (), (gradient, zero.outputs()))
-    finish = _Call("metrics", optimizer.finish, (state.config.max_grad_norm,), (sums, squares.outputs()))
+    squares = [_Call("squares", optimizer.add_squares, (), (part, zero.outputs())) for part in parts]
+    finish = _Call("metrics", optimizer.finish, (state.config.max_grad_norm,), (sums, squares[0].outputs()))
     metrics, factor, finite = finish.outputs()
-    before = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
-    part = optimizer.as_tree(gradient)
+    whole = optimizer.whole_of(state)
     if isinstance(state.optimizer, AdamW):
-        before = at_layer(before, 0)
+        before = [at_layer(whole, 0), outside_layers(whole)]
     else:
-        part = from_layers([part] * state.model.num_layers)
-    apply = _Call("optimizer", optimizer.apply, (state.optimizer,), (before, part, factor, finite))
-    after, _ = apply.outputs()
+        before, parts = [whole], [from_layers([parts[0]] * state.model.num_layers + parts[1:])]
+    for old, part in zip(before, parts, strict=False):
+        apply = _Call("optimizer", optimizer.apply, (state.optimizer,), (old, part, factor, finite))
+        yield from (apply, _Call("optimizer's result", optimizer.keep, (), (apply.outputs()[0], old, finite)))
     skipped = _Call("skipped", optimizer.skipped, (), (finite,))
     metrics = metrics | {"skipped": skipped.outputs()}
-    yield from (apply, _Call("optimizer's result", optimizer.keep, (), (after, before, finite)))
-    yield from (zero, squares, finish, skipped)
+    yield from (zero, *squares, finish, skipped)
     yield _Call("metrics of all updates", step.next_count, (), (state.step, [metrics] * state.config.num_iterations))
 
 

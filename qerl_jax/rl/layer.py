@@ -1,7 +1,7 @@
 """One decoder layer of the update, forward and backward, on packed sequences.
 
 Layers have one shape, so each function here is one program whatever the depth. Between the passes a layer keeps
-(`Kept`) the results of its matmuls and of attention; norms, SiLU and casts are computed again. No matmul of the frozen
+(`Kept`) the results of its matmuls and of attention; norms, SiLU and casts are computed again. No matmul of the
 weights runs twice, unless the layer keeps less: all but gate and up, which are two thirds of it and more, or nothing
 but its input.
 
@@ -21,6 +21,7 @@ from qerl_kernels.ops import silu_mul
 
 from qerl_jax.models.attention import rotary_angles, split_and_rotate
 from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
+from qerl_jax.models.formats import rounded
 from qerl_jax.models.qwen2 import DecoderLayer
 from qerl_jax.rl.attention import segment_attention, segment_attention_backward
 from qerl_jax.rl.flash import Statistics
@@ -69,7 +70,10 @@ class LayerShape:
 
 
 def _module(shape: LayerShape, frozen: Any, trained: dict[str, Any]) -> DecoderLayer:
-    """The layer over its weights, its fp32 adapters as one copy in the compute dtype."""
+    """The layer over its weights, its fp32 adapters as one copy in the compute dtype. Trained weights stand in the
+    place of the frozen ones.
+    """
+    frozen = trained.get("weights", frozen)
     weights = {name: trained["norms"][name]["weight"] for name in LAYER_NORMS}
     adapters = {}
     for block in ("self_attn", "mlp"):
@@ -77,7 +81,8 @@ def _module(shape: LayerShape, frozen: Any, trained: dict[str, Any]) -> DecoderL
             weights[name] = projection["weight"]
             lora = trained["lora"].get(block, {}).get(name, {}).get("lora", {})
             adapters[name] = jax.tree.map(lambda leaf: leaf.astype(shape.dtype), lora)
-    weights["qkv_bias"] = frozen["self_attn"]["qkv_proj"].get("bias")
+    bias = frozen["self_attn"]["qkv_proj"].get("bias")
+    weights["qkv_bias"] = rounded(bias, jnp.dtype(shape.dtype)) if "weights" in trained and bias is not None else bias
     assert set(FUSED_PROJECTIONS) <= set(adapters)
     return DecoderLayer(shape.model, weights, adapters, jnp.dtype(shape.dtype))
 
@@ -122,7 +127,7 @@ def forward(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D
     Args:
       shape: static.
       frozen: the layer's frozen weights.
-      trained: {"lora", "norms"} of the layer.
+      trained: {"lora", "norms"} of the layer; under full fine-tuning "weights" too, in the form of `frozen`.
       x: the residual stream.
       packed: the micro-batch.
     """

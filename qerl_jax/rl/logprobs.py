@@ -161,14 +161,9 @@ def logprobs_entropy_and_gradients(
         scaled = _scaled(fp32_matmul(states, head.T), wanted, sampling)
         logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
         is_target = jnp.arange(head.shape[0]) == wanted[:, None]
-        entropy = _entropy(logprobs)
-        d_scaled = {
-            "logprobs": lambda: is_target - jnp.exp(logprobs),
-            "entropy": lambda: -jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs + entropy[:, None], 0),
-        }
-        found = {"logprobs": jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1), "entropy": entropy}
+        found = {"logprobs": jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1), "entropy": _entropy(logprobs)}
         for name in of:
-            d_logits = (d_scaled[name]() / sampling.temperature).astype(hidden.dtype)
+            d_logits = (_d_scaled(name, logprobs, is_target) / sampling.temperature).astype(hidden.dtype)
             found[f"d_{name}"] = fp32_matmul(d_logits, head)
         within = (start + jnp.arange(chunk) < count)[:, None]
         return {
@@ -183,3 +178,47 @@ def logprobs_entropy_and_gradients(
     empty |= {f"d_{name}": jnp.zeros((rows, width)) for name in of}
     found = jax.lax.fori_loop(0, (count + chunk - 1) // chunk, one, empty)
     return found["logprobs"][:total], found["entropy"][:total], {name: found[f"d_{name}"][:total] for name in of}
+
+
+def _d_scaled(name: str, logprobs: Float32[Array, "C V"], is_target: Bool[Array, "C V"]) -> Float32[Array, "C V"]:
+    """Gradient of "logprobs" or "entropy" to the scaled logits, as in `logprobs_entropy_and_gradients`."""
+    if name == "logprobs":
+        return is_target - jnp.exp(logprobs)
+    entropy = _entropy(logprobs)[:, None]
+    return -jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs + entropy, 0)
+
+
+def add_head_gradient(
+    total: Float32[Array, "V D"],
+    head: Float[Array, "V D"],
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, " T"],
+    count: Int[Array, ""],
+    d_values: dict[str, Float32[Array, " T"]],
+    sampling: Sampling,
+    chunk: int = CHUNK,
+) -> Float32[Array, "V D"]:
+    """The total with the gradient of the output embedding added: a second pass over the vocabulary, once the loss is
+    known. Holds the logits of `chunk` tokens at a time.
+
+    Args:
+      total: gradient so far.
+      head, hidden, targets, count, sampling, chunk: as in `logprobs_entropy_and_gradients`.
+      d_values: gradient of the loss to "logprobs" and "entropy", either or both; 0 beyond `count`.
+    """
+    chunk = min(chunk, hidden.shape[0])
+    padding = -hidden.shape[0] % chunk
+    hidden, targets, d_values = jax.tree.map(
+        lambda rows: jnp.pad(rows, ((0, padding), *[(0, 0)] * (rows.ndim - 1))), (hidden, targets, d_values)
+    )
+
+    def one(i: Array, total: Array) -> Array:
+        rows = (hidden, targets, d_values)
+        states, wanted, weights = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk), rows)
+        scaled = _scaled(fp32_matmul(states, head.T), wanted, sampling)
+        logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
+        is_target = jnp.arange(head.shape[0]) == wanted[:, None]
+        d_scaled = sum(weight[:, None] * _d_scaled(name, logprobs, is_target) for name, weight in weights.items())
+        return total + fp32_matmul((d_scaled / sampling.temperature).astype(hidden.dtype).T, states)
+
+    return jax.lax.fori_loop(0, (count + chunk - 1) // chunk, one, total)

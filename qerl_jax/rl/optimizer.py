@@ -11,11 +11,13 @@ import optax
 from jaxtyping import Array, Bool, Float32
 
 from qerl_jax.rl.metrics import Sums, mean_metrics
-from qerl_jax.rl.state import AdamW, at_layer, from_layers, trained_trees
+from qerl_jax.rl.state import AdamW, at_layer, from_layers, outside_layers, trained_trees
 from qerl_jax.types import TrainState
 
 
-def apply_gradients(state: TrainState, gradients: list[Any], sums: Sums) -> tuple[TrainState, dict[str, Array]]:
+def apply_gradients(
+    state: TrainState, gradients: list[Any], sums: Sums, outside: Any = None
+) -> tuple[TrainState, dict[str, Array]]:
     """The state after the optimizer's step, if loss, gradient and the state itself are finite, else that before it, and
     the update's metrics.
 
@@ -26,15 +28,18 @@ def apply_gradients(state: TrainState, gradients: list[Any], sums: Sums) -> tupl
       state: before the update.
       gradients: the gradient of each layer's trained trees.
       sums: sums over the update's tokens.
+      outside: the gradient of the trained weights that are in no layer; None: there are none.
     """
-    squares = zeros_like(sums["loss"])
-    for gradient in gradients:
-        squares = add_squares(gradient, squares)
-    metrics, factor, finite = finish(state.config.max_grad_norm, sums, squares)
-    whole = {"opt_state": state.opt_state, **trained_trees(state.lora, state.norms, state.config)}
     parts = [as_tree(gradient) for gradient in gradients]
+    parts += [] if outside is None else [as_outside_tree(outside)]
+    squares = zeros_like(sums["loss"])
+    for part in parts:
+        squares = add_squares(part, squares)
+    metrics, factor, finite = finish(state.config.max_grad_norm, sums, squares)
+    whole = whole_of(state)
     if isinstance(state.optimizer, AdamW):
-        before, join = [at_layer(whole, i) for i in range(len(parts))], from_layers
+        before, join = [at_layer(whole, i) for i in range(len(gradients))], from_layers
+        before += [] if outside is None else [outside_layers(whole)]
     else:
         before, join, parts = [whole], lambda trees: trees[0], [from_layers(parts)]
     after = []
@@ -43,6 +48,12 @@ def apply_gradients(state: TrainState, gradients: list[Any], sums: Sums) -> tupl
         after.append(new)
     kept = [keep(new, old, finite) for new, old in zip(after, before, strict=True)]
     return state.replace(**join(kept)), metrics | {"skipped": skipped(finite)}
+
+
+def whole_of(state: TrainState) -> dict[str, Any]:
+    """The optimizer's state and the trained trees."""
+    trained = trained_trees(state.lora, state.norms, state.weights, state.config)
+    return {"opt_state": state.opt_state, **trained}
 
 
 @functools.partial(jax.jit, keep_unused=True)
@@ -56,9 +67,14 @@ def as_tree(gradient: dict[str, Any]) -> dict[str, Any]:
     return {name: {"layers": {0: own}} if own else {} for name, own in gradient.items()}
 
 
+def as_outside_tree(gradient: dict[str, Any]) -> dict[str, Any]:
+    """The gradient of the weights that are in no layer, in the form of `outside_layers`."""
+    return {"norms": {"layers": {}}, "weights": gradient}
+
+
 @jax.jit
 def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
-    """The total with the sum of squares of a layer's gradient."""
+    """The total with the sum of squares of a part of the gradient."""
     return total + sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))
 
 
@@ -80,7 +96,7 @@ def apply(
 
     Args:
       optimizer: static.
-      before: "opt_state" and the trained trees, of one layer or all.
+      before: "opt_state" and the trained trees, of one layer, of none or of all.
       gradient: gradient of the trained trees. Donated.
       factor: from `finish`.
       finite: whether everything before is finite.

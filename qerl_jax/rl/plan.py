@@ -208,6 +208,8 @@ def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -
     mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d)
     chunk = min(config.logprob_chunk_size, t)
     head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
+    if config.is_full and itemsize < 4:
+        head += itemsize * model.vocab_size * d  # the head in the compute dtype
     return _Bytes(4 * d * t, kept, 2 * itemsize * t * f, mlp, max(attention, head))
 
 

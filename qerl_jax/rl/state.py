@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
 
 from qerl_jax.config import Config
+from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.types import Policy, TrainState
 
@@ -72,8 +73,9 @@ def learning_rate_at(optimizer: AdamW, updates: Int32[ArrayLike, ""]) -> Float32
 
 
 def make_optimizer(config: Config | AdamW) -> optax.GradientTransformation:
-    """AdamW in fp32, after the update has clipped the global norm. Norms do not decay, as in transformers' `Trainer`
-    (`get_decay_parameter_names`). (QeRL: 8-bit AdamW; on adapters alone the saving is small, so fp32 here.)
+    """AdamW in fp32, after the update has clipped the global norm. Norms and biases, the only vectors, do not decay, as
+    in transformers' `Trainer` (`get_decay_parameter_names`). (QeRL: 8-bit AdamW; on adapters alone the saving is small,
+    so fp32 here.)
     """
     return optax.adamw(
         learning_rate(config),
@@ -81,7 +83,7 @@ def make_optimizer(config: Config | AdamW) -> optax.GradientTransformation:
         config.adam_beta2,
         config.adam_epsilon,
         weight_decay=config.weight_decay,
-        mask=lambda trees: {name: name != "norms" for name in trees},
+        mask=lambda trees: jax.tree.map(lambda leaf: leaf.ndim > 1, trees),
     )
 
 
@@ -94,37 +96,81 @@ def init_state(
       policy: with the adapters that `config` describes.
       config: settings of the updates.
       optimizer: any optax transformation in place of the config's AdamW and its learning rate (`learning_rate` makes
-        that schedule). It sees one tree over all layers, `{"lora": …}`, with `"norms"` under `train_norms`, fp32, and
-        gradients that are clipped to `max_grad_norm` already. Make it once: programs are compiled for it, and again for
-        another, even of equal settings.
+        that schedule). It sees one tree over all layers, `{"lora": …}`, with `"norms"` under `train_norms`, and
+        `{"norms": …, "weights": …}` under full fine-tuning, fp32, and gradients that are clipped to `max_grad_norm`
+        already. Make it once: programs are compiled for it, and again for another, even of equal settings.
 
-    Raises ValueError where the adapters of policy and config differ, naming both values, and for an imported adapter
-    with dropout: rollout and trainer would no longer be the same policy, and the importance ratio would measure the
-    dropout mask.
+    Raises ValueError where the adapters of policy and config differ, naming both values; for an imported adapter with
+    dropout: rollout and trainer would no longer be the same policy, and the importance ratio would measure the dropout
+    mask; and for full fine-tuning of quantized weights.
     """
-    _check_adapters(policy.lora_config, config.lora)
+    _check_adapters(policy.lora_config, config)
+    weights = None
+    if config.is_full:
+        _refuse_quantized(policy.frozen)
+        weights = _masters(policy.frozen)
     optimizer = AdamW.of(config) if optimizer is None else optimizer
     base = policy.norms if policy.base_norms is None else policy.base_norms
-    keep_reference = config.train_norms or policy.base_norms is not None
+    keep_reference = config.trains_norms or policy.base_norms is not None
     return TrainState(
         step=jnp.int32(0),
         cursor=jnp.int32(0),
         norms=policy.norms,
         lora=policy.lora,
-        opt_state=optimizer.init(trained_trees(policy.lora, policy.norms, config)),
+        opt_state=optimizer.init(trained_trees(policy.lora, policy.norms, weights, config)),
         reference_norms=base if keep_reference else None,
         graphdef=policy.graphdef,
         model=policy.config,
         config=config,
         optimizer=optimizer,
+        weights=weights,
     )
 
 
-def _check_adapters(found: LoraConfig, wanted: LoraConfig) -> None:
+@jax.jit
+def _masters(frozen: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), frozen)
+
+
+@jax.jit
+def compute_copy(weights: Any, frozen: Any) -> Any:
+    """The trained weights of full fine-tuning as the model computes with them: in the dtypes of `frozen`, the policy's
+    own, whose values are not read.
+    """
+    return jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), weights, frozen)
+
+
+def current_policy(policy: Policy, state: TrainState) -> Policy:
+    """The policy in a run's `state`, noise-free and in the compute dtype, to sample from or to evaluate.
+
+    Args:
+      policy: the policy with which the run began.
+      state: state of the run.
+    """
+    frozen = policy.frozen if state.weights is None else compute_copy(state.weights, policy.frozen)
+    return policy.replace(frozen=frozen, norms=state.norms, lora=state.lora)
+
+
+def _refuse_quantized(frozen: Any) -> None:
+    for weight in jax.tree.leaves(frozen, is_leaf=lambda node: isinstance(node, Weight)):
+        if isinstance(weight, Weight) and not isinstance(weight, Dense):
+            raise ValueError(
+                f"weight_format 'full' trains unquantized weights, the policy's are {type(weight).__name__}: load it "
+                "with weight_format 'bf16'"
+            )
+
+
+def _check_adapters(found: LoraConfig, config: Config) -> None:
+    wanted = config.lora
     if found.dropout > 0:
         raise ValueError(
             f"the adapter has lora_dropout {found.dropout}: with dropout the trainer's policy differs from the one "
             "that sampled, so the ratio would measure the dropout mask; set lora_dropout to 0 in adapter_config.json"
+        )
+    if config.is_full and found.rank:
+        raise ValueError(
+            f"weight_format 'full' trains all weights and no adapters, the policy's have rank {found.rank}: load it "
+            "with LoraConfig(rank=0)"
         )
     if found.rank != wanted.rank:
         raise ValueError(f"the policy's adapters have rank {found.rank}, the config has lora_rank {wanted.rank}")
@@ -142,14 +188,16 @@ def _check_adapters(found: LoraConfig, wanted: LoraConfig) -> None:
         )
 
 
-def trained_trees(lora: Any, norms: Any, config: Config) -> dict[str, Any]:
-    """What the optimizer changes: the adapters, and the layer norms under `train_norms`."""
+def trained_trees(lora: Any, norms: Any, weights: Any, config: Config) -> dict[str, Any]:
+    """What the optimizer changes: the adapters, and the layer norms under `train_norms`; or all weights."""
+    if config.is_full:
+        return {"norms": norms, "weights": weights}
     return {"lora": lora, "norms": norms} if config.train_norms else {"lora": lora}
 
 
 def at_layer(tree: Any, layer: int) -> Any:
-    """One layer's part of a tree of parameters, gradients or optimizer state: each `{"layers": {i: …}}` in it becomes
-    `{"layers": {0: …}}` with this layer's entry, so that the parts of all layers have the same structure.
+    """One layer's part of a tree of parameters, gradients or optimizer state: each `{"layers": {i: …}, …}` in it
+    becomes `{"layers": {0: …}}` with this layer's entry, so that the parts of all layers have the same structure.
     """
 
     def one(node: Any) -> Any:
@@ -158,13 +206,22 @@ def at_layer(tree: Any, layer: int) -> Any:
     return jax.tree.map(one, tree, is_leaf=_has_layers)
 
 
-def from_layers(trees: Sequence[Any]) -> Any:
-    """The inverse of `at_layer` over all layers; what no layer owns comes from the first."""
+def outside_layers(tree: Any) -> Any:
+    """The part of such a tree that belongs to no layer: each `{"layers": {i: …}, …}` in it without the layers."""
+    return jax.tree.map(lambda node: node | {"layers": {}} if _has_layers(node) else node, tree, is_leaf=_has_layers)
 
-    def join(first: Any, *others: Any) -> Any:
-        if not _has_layers(first):
-            return first
-        return {"layers": {i: node["layers"][0] for i, node in enumerate((first, *others))}}
+
+def from_layers(trees: Sequence[Any]) -> Any:
+    """The inverse of `at_layer` over all layers, in their order, followed by `outside_layers` where it holds anything;
+    what is the same in every part comes from the first.
+    """
+
+    def join(*nodes: Any) -> Any:
+        if not _has_layers(nodes[0]):
+            return nodes[0]
+        layers = [node["layers"][0] for node in nodes if node["layers"]]
+        outside = {name: value for node in nodes for name, value in node.items() if name != "layers"}
+        return {"layers": dict(enumerate(layers)), **outside}
 
     return jax.tree.map(join, *trees, is_leaf=_has_layers)
 

@@ -27,7 +27,7 @@ from qerl_jax.rl.metrics import over_updates
 from qerl_jax.rl.optimizer import apply_gradients, zeros_like
 from qerl_jax.rl.packing import Assignment, Packed, assign, assign_any, prompts_of
 from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory, xla_matmuls
-from qerl_jax.rl.state import trained_trees
+from qerl_jax.rl.state import outside_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
 
 
@@ -49,7 +49,8 @@ def grpo_step(
 
     Args:
       state: from `init_state` or the last step.
-      frozen: `policy.frozen`; never donated, never copied.
+      frozen: `policy.frozen`; never donated, never copied. Under full fine-tuning only the reference reads it; the
+        weights of the policy are in the state.
       batch: `batch_size` rows.
       token_loss: a loss of your own (`TokenLoss`); None: that of `loss_type` (`built_in_loss`). Make it once, outside
         of the loop: programs are compiled for it, and again for another, unless the two compare as equal.
@@ -107,11 +108,6 @@ class Work(NamedTuple):
     frozen: Any
     batch: Batch
 
-    @property
-    def head(self) -> dict[str, Any]:
-        """The frozen weights behind the last layer."""
-        return {"norm": self.frozen["norm"]["weight"], "head": self.frozen.get("lm_head", self.frozen["embed_tokens"])}
-
 
 def work_of(state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None, with_reference: bool) -> Work:
     """The work of a step with these arguments, abstract or not."""
@@ -146,7 +142,7 @@ def settled(tree: Any) -> Any:
 
 def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
     """The shape of an update, equal for all batches of one width and all steps of a run; takes abstract arrays."""
-    trained = trained_trees(state.lora, state.norms, state.config)
+    trained = trained_trees(state.lora, state.norms, state.weights, state.config)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((frozen, state, batch, trained)))
     itemsize = frozen["embed_tokens"].dtype.itemsize
     longest, count = batch.tokens.shape[1], batch.tokens.shape[0]
@@ -176,14 +172,28 @@ def no_logprobs(completions: head.LossInputs) -> Float32[Array, "B C"]:
 
 
 def trained_names(state: TrainState) -> list[str]:
-    """Which of a layer's trees train: "lora", and "norms" under `train_norms`."""
-    return list(trained_trees(state.lora, state.norms, state.config))
+    """Which of a layer's trees train: "lora", and "norms" under `train_norms`; or "norms" and "weights"."""
+    return list(trained_trees(state.lora, state.norms, state.weights, state.config))
 
 
-def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
-    """The trained trees of each layer."""
+def layers_of(lora: Any, norms: Any, weights: Any = None) -> list[dict[str, Any]]:
+    """The trained trees of each layer, with "weights" where they are trained."""
     adapters = lora.get("layers", {})
-    return [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
+    layers = [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
+    if weights is None:
+        return layers
+    return [layer | {"weights": weights["layers"][i]} for i, layer in enumerate(layers)]
+
+
+def head_of(weights: Any) -> dict[str, Any]:
+    """The weights behind the last layer, of `Policy.frozen` or of trees in its form."""
+    return {"norm": weights["norm"]["weight"], "head": weights.get("lm_head", weights["embed_tokens"])}
+
+
+def zero_gradients(state: TrainState, layers: list[dict[str, Any]]) -> tuple[list[Any], Any]:
+    """Gradients of zero: of each layer's trained trees, and of the trained weights in no layer (None without any)."""
+    gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
+    return gradients, None if state.weights is None else zeros_like(outside_layers(state.weights))
 
 
 def _reference(state: TrainState, work: Work, completions: head.LossInputs, micro_batches: list[Assignment]) -> Array:
@@ -195,7 +205,8 @@ def _reference(state: TrainState, work: Work, completions: head.LossInputs, micr
         x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
         for i, trained in enumerate(layers):
             x = layer.forward(work.shape, work.frozen["layers"][i], trained, x, packed)
-        logprobs = head.head_logprobs(work.head_shape, work.head, x, packed, completions, logprobs)
+        arguments = head_of(work.frozen), x, packed, completions, logprobs
+        logprobs = head.head_logprobs(work.head_shape, *arguments)
     return logprobs
 
 
@@ -209,19 +220,22 @@ def _update(
     reference: Array | None,
 ) -> tuple[TrainState, dict[str, Array], Array]:
     """One optimizer update; also returns the log-probabilities before it, [B, C]."""
-    layers = layers_of(state.lora, state.norms)
-    gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
+    weights = work.frozen if state.weights is None else state.weights
+    layers = layers_of(state.lora, state.norms, state.weights)
+    gradients, outside = zero_gradients(state, layers)
     sums, logprobs = head.no_sums(work.loss, completions, reference), no_logprobs(completions)
     for some in micro_batches:
-        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
+        x, packed = head.embed(work.shape, weights["embed_tokens"], work.batch, some)
         x, kept = _forward(work, layers, x, packed)
-        arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs
-        d_x, sums, logprobs = head.head_loss(work.head_shape, work.loss, work.head, *arrays)
+        arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs, outside
+        d_x, sums, logprobs, outside = head.head_loss(work.head_shape, work.loss, head_of(weights), *arrays)
         del x, arrays
         d_x = _backward(work, layers, gradients, kept, d_x, packed)
+        if outside is not None:
+            outside = head.embed_backward(outside, d_x, work.batch, packed)
         if not isinstance(d_x, jax.core.Tracer):
             jax.block_until_ready(d_x)  # a host that ran ahead would hold the activations of several micro-batches
-    state, metrics = apply_gradients(state, gradients, sums)
+    state, metrics = apply_gradients(state, gradients, sums, outside)
     return state, metrics, logprobs
 
 

@@ -14,7 +14,7 @@ from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.config import Config
-from qerl_jax.io import hf_config
+from qerl_jax.io import hf_config, names
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import build_policy, load_biases
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE
@@ -45,7 +45,8 @@ def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainSt
 
 def stored_format(directory: Path, config: Config) -> str:
     """Format of the projections on the device, one of `WEIGHT_FORMATS`."""
-    return "nvfp4" if hf_config.stored_format(directory) else config.weight_format or "bf16"
+    scheme = hf_config.stored_format(directory)
+    return config.loaded_format or "bf16" if scheme is None else names.STORED_FORMAT[scheme]
 
 
 def has_weights(directory: Path) -> bool:

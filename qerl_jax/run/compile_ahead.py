@@ -17,6 +17,7 @@ from qerl_jax import keys
 from qerl_jax.compilation import Program, as_committed, committed, compile_programs, compilers, start_compiling
 from qerl_jax.config import Config
 from qerl_jax.rl.compile import abstract_batch, update_programs
+from qerl_jax.rl.state import compute_copy
 from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.run.abstract import abstract_run
 from qerl_jax.run.hooks import Hooks
@@ -45,6 +46,8 @@ def run_programs(part: str, config: Config, hooks: Hooks, policy: Policy, state:
         sampled = rollout_programs(policy, *sizes, config.sampling, key, config.engine) if own else ()
         noise = hooks.programs(state.norms, keys.for_step(config.seed, keys.Purpose.AQN, 0))
         programs = [*sampled, *noise]
+        if state.weights is not None:
+            programs.append(Program("weights in the compute dtype", compute_copy, (state.weights, policy.frozen)))
     else:
         batch = as_committed(abstract_batch(config), policy)
         programs = update_programs(state, policy.frozen, batch, hooks.token_loss, hooks.with_reference)

@@ -66,6 +66,8 @@ def memory_table(memory: MemoryEstimate, config: Config) -> Table:
 
     held = memory.weights + memory.state
     row("weights, adapters, norms, optimizer state", held, held, held)
+    if memory.copy:
+        row("copy of the trained weights", memory.copy, None, memory.copy)
     row(f"keys and values of {sequences} at a time", memory.cache, None, memory.eval_cache)
     row("decode step: logits and sampling", memory.logits, None, memory.eval_logits)
     row("gradient", None, memory.gradient)

@@ -18,7 +18,7 @@ from qerl_jax.backends.vllm_settings import RANKS
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.evaluation import Evaluation
-from qerl_jax.io import assets, hf_config
+from qerl_jax.io import assets, hf_config, names
 from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.checkpoint import latest_step
 from qerl_jax.io.export import Kind, Progress, StoredPolicy, Written, write
@@ -26,7 +26,6 @@ from qerl_jax.io.files import atomic_directory, write_text
 from qerl_jax.io.hub import is_hub_id
 from qerl_jax.io.load import stored_scheme
 from qerl_jax.io.peft_config import CONFIG_FILE as ADAPTER_CONFIG
-from qerl_jax.io.policy_tensors import DenseTensors
 from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, CARD_FILE, check_output
 from qerl_jax.io.rounding import Distance, Perturbed, kl_divergence, weight_errors
 from qerl_jax.io.run_files import ADAPTER_DIR, CONFIG_FILE
@@ -34,8 +33,9 @@ from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.io.streamed import streamed_logits
 from qerl_jax.io.tensor_names import check_names
 from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
-from qerl_jax.io.trained import adapter_from_checkpoint
+from qerl_jax.io.trained import adapter_from_checkpoint, weights_from_checkpoint
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.card import Card, render_card
 from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.untrusted import shown
@@ -55,10 +55,10 @@ class Source:
 
     Attributes:
       directory: run or adapter.
-      policy: its base and adapter; the adapter None where only a checkpoint holds it.
+      policy: its base and adapter; the adapter None where only a checkpoint holds it, or all weights were trained.
       base_model: name of the base: hub id, or absolute path.
       config: the run's; None for an adapter.
-      step: step of the newest checkpoint, where the run has no adapter yet.
+      step: step of the newest checkpoint, where the run has no adapter, or has not ended.
     """
 
     directory: Path
@@ -94,12 +94,13 @@ def find_source(directory: Path, base: str | None, weight_format: str | None) ->
             f"{config.weight_format!r}"
         )
     base = base or config.model
-    policy = StoredPolicy(assets.model_path(base), config.weight_format, directory / ADAPTER_DIR)
-    if (directory / ADAPTER_DIR).is_dir():
+    policy = StoredPolicy(assets.model_path(base), config.loaded_format, directory / ADAPTER_DIR)
+    if not config.is_full and (directory / ADAPTER_DIR).is_dir():
         return Source(directory, policy, _name(base), config)
     step = latest_step(directory)
     if step is None:
-        raise ConfigError(f"{directory} holds neither {ADAPTER_DIR}/ nor a complete checkpoint: nothing to export yet")
+        nothing = "no complete checkpoint" if config.is_full else f"neither {ADAPTER_DIR}/ nor a complete checkpoint"
+        raise ConfigError(f"{directory} holds {nothing}: nothing to export yet")
     return Source(directory, dataclasses.replace(policy, adapter=None), _name(base), config, step)
 
 
@@ -132,23 +133,35 @@ def export(
     Returns the commands that use it.
 
     Raises:
-      ConfigError: nothing to export there (`find_source`).
+      ConfigError: nothing to export there (`find_source`), or an adapter is asked for where all weights were trained.
       FileExistsError: `out` exists, without `overwrite`; or it is or holds a source, or is no export.
       CheckpointError: an adapter or tokenizer that is not the base's, or a damaged file.
       ValueError: the logits differ by more than the bound of `io.rounding`; nothing is written.
     """
     source = find_source(directory, base, weight_format)
-    policy = source.policy
+    policy, is_full = source.policy, source.config is not None and source.config.is_full
+    if is_full and kind in ("peft", "vllm"):
+        raise ConfigError(
+            f"--as {kind!r} writes an adapter, and {directory} was trained with weight_format 'full', which has none: "
+            "use --as merged or --as merged-nvfp4"
+        )
     check_output([policy.base, directory, directory / ADAPTER_DIR], out, overwrite, adapters=True)
     with tempfile.TemporaryDirectory() as temporary:
-        if policy.adapter is None:
+        if is_full:
+            weights, step = weights_from_checkpoint(directory, source.config, policy.base)
+            say(f"exporting the weights of the newest checkpoint of {directory}, of step {step}")
+            policy = dataclasses.replace(policy, weights=weights)
+            ended = step == source.config.num_rollouts
+            source = dataclasses.replace(source, step=None if ended else step)
+        elif policy.adapter is None:
             step = adapter_from_checkpoint(directory, source.config, Path(temporary), source.base_model)
             say(f"{directory} has no {ADAPTER_DIR}/ yet: exporting its newest checkpoint, of step {step}")
             policy = dataclasses.replace(policy, adapter=Path(temporary))
         reader = policy.reader()
         scheme = stored_scheme(policy.base, policy.weight_format)
         check_names(open_checkpoint(policy.base), policy.config, scheme)
-        refuse_other_tokenizer(policy.base, policy.adapter)
+        if policy.adapter is not None:
+            refuse_other_tokenizer(policy.base, policy.adapter)
         with atomic_directory(out) as building:
             written = write(kind, policy, building, out, source.base_model, progress)
             findings, errors = compare(policy, written, out, kind == "merged-nvfp4", progress)
@@ -159,8 +172,8 @@ def export(
                 name=out.resolve().name,
                 kind=kind,
                 base_model=source.base_model,
-                lora=reader.config,
-                has_norms=reader.has_norms,
+                lora=LoraConfig(rank=0) if reader is None else reader.config,
+                has_norms=reader is not None and reader.has_norms,
                 trained_on=_trained_on(policy),
                 use=use,
                 findings=findings,
@@ -180,14 +193,14 @@ def _evaluations(source: Source) -> dict[str, Evaluation]:
 def _trained_on(policy: StoredPolicy) -> str:
     scheme = hf_config.stored_format(policy.base)
     if scheme is not None:
-        return f"NVFP4, as stored ({scheme})"
+        return f"{names.STORED_FORMAT[scheme].upper()}, as stored ({scheme})"
     return f"{policy.weight_format}, quantized while loading" if policy.quantizes else "unquantized"
 
 
 def commands(
-    kind: Kind, policy: StoredPolicy, written: Written, base_model: str, reader: AdapterReader, out: Path
+    kind: Kind, policy: StoredPolicy, written: Written, base_model: str, reader: AdapterReader | None, out: Path
 ) -> list[str]:
-    """Commands that use an export, for a shell."""
+    """Commands that use an export, for a shell. `reader`: the adapter's; None where all weights were trained."""
     model = shlex.quote(str(out))
     if kind == "peft":
         chosen = f" --weight-format {policy.weight_format}" if policy.quantizes else ""
@@ -242,15 +255,14 @@ def compare(
     lines = [f"Logits on {prompts} differ from the policy's by at most {distance}; bound {bound}."]
     if not written.rounded:
         return lines, []
-    training = Distance.between(wanted, logits("base", dataclasses.replace(policy, adapter=None)))
+    training = Distance.between(wanted, logits("base", dataclasses.replace(policy, adapter=None, weights=None)))
     lines.append(f"Training had moved them by at most {training}.")
     if 2 * distance.mean > training.mean:
-        lines.append(
-            "Rounding moves them by more than half of that: an adapter (--as peft, --as vllm) keeps the policy."
-        )
+        keeps = ": an adapter (--as peft, --as vllm) keeps the policy" if policy.weights is None else ""
+        lines.append(f"Rounding moves them by more than half of that{keeps}.")
     if not is_requantized:
         return lines, []
-    merged = DenseTensors(policy.base, policy.weight_format, policy.reader())
+    merged = policy.dense()
     unquantized = streamed_logits(merged, model, tokens, progress=lambda done, total: progress("merged", done, total))
     kl, errors = kl_divergence(unquantized, found), weight_errors(merged, written.policy.base, model)
     lines.append(

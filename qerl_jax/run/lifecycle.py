@@ -4,6 +4,7 @@ adapter, plots, report.
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rl.state import current_policy
 from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
@@ -90,7 +92,9 @@ def restore(
 
 
 def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
-    """Write plots and report; after the last step also evaluate, export the adapter and print the summary."""
+    """Write plots and report; after the last step also evaluate, export the adapter (where there is one) and
+    print the summary.
+    """
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
     recorder.checkpoints.close()
     is_done = last == config.num_rollouts
@@ -98,7 +102,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         console.print("evaluating the trained policy on the same problems …", markup=False)
         _evaluate(run, recorder, state, "after")
     recorder.curves.close()
-    if is_done:
+    if is_done and not config.is_full:
         export_trained(run.policy, state, directory / ADAPTER_DIR)
     rows = read_metrics(directory)
     write_plots(directory, rows)
@@ -123,6 +127,13 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         "plots": PLOTS_DIR,
         "adapter": ADAPTER_DIR,
     }
+    if config.is_full:
+        del files["adapter"]
+        console.print(
+            f"the trained model: python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged",
+            soft_wrap=True,
+            markup=False,
+        )
     summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
     summary_table(console, summary, [(name, str(directory / path)) for name, path in files.items()])
 
@@ -148,7 +159,7 @@ def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> Non
 
 def evaluation_programs(run: Run, state: TrainState) -> Iterator[Program]:
     """The programs of `evaluate_state`'s rollout."""
-    config, policy = run.config, run.policy.replace(norms=state.norms, lora=state.lora)
+    config, policy = run.config, current_policy(run.policy, state)
     longest = max(len(problem.tokens) for problem in run.eval_problems)
     key = keys.for_step(config.seed, keys.Purpose.EVALUATE, 0)
     return rollout_programs(policy, len(run.eval_problems), longest, config.eval_sampling, key, config.eval_engine)
@@ -161,7 +172,7 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
         (reward,), config.reward_workers, config.reward_timeout, allow_code_execution=config.allow_code_execution
     ) as rewards:
         return evaluate(
-            run.policy.replace(norms=state.norms, lora=state.lora),
+            current_policy(run.policy, state),
             run.eval_problems,
             config.eval_sampling,
             config.seed,

@@ -15,6 +15,7 @@ from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan, xla_matmuls
+from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run.abstract import abstract_run, has_weights, stored_format, tree_bytes, tree_size
 from qerl_jax.types import Policy, TrainState
@@ -42,8 +43,9 @@ class MemoryEstimate:
     """Bytes on the device, as `estimate_memory` computes them; `sequences` and `eval_sequences` are counts.
 
     Attributes:
-      weights: the frozen base.
-      state: adapters, norms, optimizer state.
+      weights: the frozen base, or the checkpoint where all weights are trained.
+      state: adapters, norms, optimizer state; all trained weights.
+      copy: the trained weights in the compute dtype, beside the rollout or evaluation that reads them; 0 with adapters.
       sequences: number of sequences decoded together in a rollout.
       cache: KV cache of a rollout.
       eval_sequences: number of sequences decoded together in an evaluation; 0 without an evaluation.
@@ -59,6 +61,7 @@ class MemoryEstimate:
 
     weights: int
     state: int
+    copy: int
     sequences: int
     cache: int
     eval_sequences: int
@@ -74,12 +77,13 @@ class MemoryEstimate:
     @property
     def rollout(self) -> int:
         """Peak during the rollout."""
-        return self.weights + self.state + self.cache + self.logits
+        return self.weights + self.state + self.copy + self.cache + self.logits
 
     @property
     def evaluation(self) -> int:
         """Peak during an evaluation; 0 without one."""
-        return self.weights + self.state + self.eval_cache + self.eval_logits if self.eval_sequences else 0
+        held = self.weights + self.state + self.copy
+        return held + self.eval_cache + self.eval_logits if self.eval_sequences else 0
 
     @property
     def update(self) -> int:
@@ -157,10 +161,12 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     others = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
     named = [*(["biases"] if model.qkv_bias else []), *(["norms of heads"] if model.qk_norm else []), "final norm"]
     rows.append(ParameterRow(", ".join(named), others, dense, rest))
-    trained = "trained" if state.config.train_norms else "frozen, noise is added"
+    trained = "trained" if state.config.trains_norms else "frozen, noise is added"
     rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
-    if state.config.lora_rank:
-        rank = state.config.lora_rank
+    if state.weights is not None:
+        size, held = tree_size(state.weights), tree_bytes(state.weights)
+        rows.append(ParameterRow("all but layer norms (trained)", size, "float32", held))
+    if rank := state.config.lora.rank:
         rows.append(
             ParameterRow(f"adapters, rank {rank} (trained)", tree_size(policy.lora), "float32", tree_bytes(policy.lora))
         )
@@ -174,6 +180,14 @@ def refuse_oversized_update(config: Config) -> None:
         return
     memory = memory_report(config).memory
     update = memory.update_plan
+    if memory.weights + memory.state + memory.update_state > device_bytes():
+        held, more, limit = memory.weights + memory.state, memory.update_state, device_bytes()
+        held, more, limit = (f"{count / 1e9:.1f} GB" for count in (held, more, limit))
+        remedy = "; train adapters, with another weight_format than 'full'" if config.is_full else ""
+        raise ConfigError(
+            f"the update does not fit: beside {held} of weights and state, gradient and next state take {more}, more "
+            f"than is left of {limit}{remedy}"
+        )
     if update.lacking_bytes:
         held, activations = memory.weights + memory.state + memory.gradient, memory.activations + memory.working
         held, activations, lacking, limit = (
@@ -193,7 +207,8 @@ def estimate_memory(
 
     With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
 
-    - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
+    - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient. With all
+      weights trained a rollout reads a copy of them in the compute dtype.
     - cache: `2 L K H e` (1 for e in layers whose keys and values are FP8) for each token of the prompts and completions
       that the rollout holds at one time (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the
       `eval_batch_size` of an evaluation.
@@ -219,13 +234,14 @@ def estimate_memory(
         evaluation = choose_shapes(
             policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine
         )
-    trained = tree_bytes(state.lora) + (tree_bytes(state.norms) if config.train_norms else 0)
+    trained = tree_bytes(trained_trees(state.lora, state.norms, state.weights, config))
     held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
     free, xla = free_for_activations(held, device_limit), xla_matmuls(policy.frozen["layers"], e)
     update = make_update_plan(model, e, config, config.batch_size, width, free, xla)
     return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),
+        copy=tree_bytes(policy.frozen) if config.is_full else 0,
         sequences=rollout.slots if rollout else 0,
         cache=rollout.cache_bytes if rollout else 0,
         eval_sequences=evaluation.slots if evaluation else 0,

@@ -19,7 +19,7 @@ from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.io import assets
-from qerl_jax.io.hf_config import model_config
+from qerl_jax.io.hf_config import model_config, stored_format
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
@@ -145,6 +145,10 @@ def check(config: Config) -> None:
     for name in config.dataset:
         check_dataset(name, "train")
     directory = assets.model_path(config.model, weights=False)
+    if config.is_full and (stored := stored_format(directory)):
+        raise ConfigError(
+            f"weight_format 'full' trains the unquantized weights, but {directory} holds NVFP4 weights ({stored})"
+        )
     positions = model_config(directory).max_position_embeddings
     if config.max_prompt_length + config.max_completion_length > positions:
         raise ConfigError(
@@ -164,7 +168,7 @@ def load(config: Config, console: Console | None = None) -> Policy:
         task = bar.add_task(f"loading {config.model}", total=None)
         return load_policy(
             assets.model_path(config.model),
-            config.weight_format,
+            config.loaded_format,
             config.lora,
             jnp.dtype(config.dtype),
             config.adapter,

@@ -12,8 +12,10 @@ import time
 import pytest
 import runs
 
+from qerl_jax.command_line.evaluate import main
 from qerl_jax.evaluation.records import RecordsError, open_records
 from qerl_jax.evaluation.summary import Item
+from qerl_jax.run.devices import DETERMINISTIC_FLAGS
 
 SETTINGS = {"temperature": 0.6, "dataset": "arithmetic", "samples": None}
 IDS = [3, 5, 8, 9, 11]
@@ -138,13 +140,13 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-def test_a_killed_evaluation_ends_as_if_nobody_had_killed_it(tmp_path):
+def test_a_killed_evaluation_ends_as_if_nobody_had_killed_it(tmp_path, monkeypatch, capsys, quick_compiles):
     """SIGKILL after some parts, in the next one; then the same records and the same result, byte for byte. Other
     settings are refused, and the finished records need no model.
     """
     through, killed = tmp_path / "through.jsonl", tmp_path / "killed.jsonl"
-    flags = ["--output", str(tmp_path / "through.json")]
-    finish(start("--records", str(through), *flags))
+    monkeypatch.setenv("XLA_FLAGS", " ".join(DETERMINISTIC_FLAGS))  # in this process JAX has started already
+    assert main(["tiny", *FLAGS, "--records", str(through), "--output", str(tmp_path / "through.json")]) == 0
     process = start("--records", str(killed))
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
@@ -164,5 +166,5 @@ def test_a_killed_evaluation_ends_as_if_nobody_had_killed_it(tmp_path):
     assert (tmp_path / "killed.json").read_bytes() == (tmp_path / "through.json").read_bytes()
     result = runs.read_json(tmp_path / "through.json")
     assert result["problems"] == 12 and set(result["estimates"]) == {"avg@3", "pass@2", "pass@3", "maj@3"}
-    other = start("--records", str(killed), "--temperature", "0.5")
-    assert "with temperature 0.6, this call has 0.5" in other.communicate(timeout=300)[0] and other.returncode == 2
+    assert main(["tiny", *FLAGS, "--records", str(killed), "--temperature", "0.5"]) == 2
+    assert "with temperature 0.6, this call has 0.5" in capsys.readouterr().err

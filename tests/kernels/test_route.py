@@ -20,6 +20,8 @@ from qerl_kernels.nvfp4_matmul.route import Problem, route, route_problem
 from qerl_kernels.nvfp4_matmul.skinny import kernel as skinny_kernel
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")  # hundreds of programs of one operation each
+
 N, K = 512, 640
 SKINNY = SkinnyConfig(8, m16_tiles=2, warps=4, cluster=2, stages=1, computes_lora_x=True)
 CONFIG = GemmConfig(tile_m=64, warpgroups_n=1, k_tiles=1, stages=4)
@@ -231,7 +233,7 @@ def all_near(got, expected):
 
 
 @pytest.mark.parametrize(("widths", "ranks"), [((512,), (32,)), ((256, 64, 192), (8, 64, 16)), ((240, 272), (16, 16))])
-@pytest.mark.parametrize("rows", [1, 8, 64, 127, 128, 129])
+@pytest.mark.parametrize("rows", [1, 8, 64, 128, 129])
 def test_up_to_128_rows_the_prologue_kernel_computes_lora_x(calls, rows, widths, ranks):
     product, arguments = draw_for_gradients(rows, widths, ranks)
     got = value_and_gradients(product, arguments)

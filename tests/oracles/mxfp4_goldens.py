@@ -1,17 +1,20 @@
-"""MXFP4 weights quantized by compressed-tensors, and the program that made them.
+"""MXFP4 weights quantized by compressed-tensors, its config of them, and the program that made both.
 
 `python tests/oracles/mxfp4_goldens.py` rewrites `tests/data/mxfp4/compressed-tensors.safetensors`, with packed
-codes and scales of `weights()`. It needs `pip install compressed-tensors==0.20.0 torch`; the tests need neither.
+codes and scales of `weights()`, and `quantization_config.json` beside it. It needs `pip install
+compressed-tensors==0.20.0 torch`; the tests need neither.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data/mxfp4/compressed-tensors.safetensors"
+CONFIG = GOLDEN.with_name("quantization_config.json")
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -33,7 +36,7 @@ def main() -> None:
     """Write the goldens."""
     import torch
     from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
-    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
     from safetensors.torch import save_file
 
@@ -48,6 +51,12 @@ def main() -> None:
             tensors[f"{name}.{suffix}"] = made[suffix].contiguous()
     GOLDEN.parent.mkdir(exist_ok=True)
     save_file(tensors, GOLDEN)
+    scheme.format = "mxfp4-pack-quantized"
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], format=scheme.format, quantization_status="compressed"
+    ).model_dump(mode="json")
+    del config["moe_sparsity_config"]  # None, and new in that release
+    CONFIG.write_text(json.dumps(config, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,12 +32,20 @@ CASES = [
     (SMALL, {"max_completion_length": 192, "tokens_per_micro_batch": 1024}),
     (dataclasses.replace(SMALL, num_layers=6, intermediate_size=1024), {"max_completion_length": 448}),
     (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
+    (
+        dataclasses.replace(SMALL, vocab_size=64000),
+        {"logprob_chunk_size": 512, "weight_format": "full", "lora_rank": 0},
+    ),
+    (
+        dataclasses.replace(SMALL, hidden_size=1024, intermediate_size=4096),
+        {"max_completion_length": 192, "weight_format": "full", "lora_rank": 0},
+    ),
 ]
 
 
 def abstract_update(config: Config, model: ModelConfig) -> tuple[Policy, TrainState, Batch]:
     """Arguments of `grpo_step` as shapes."""
-    policy, state = abstract_trees(model, config.weight_format, config)
+    policy, state = abstract_trees(model, config.loaded_format, config)
     return policy, state, abstract_batch(config)
 
 

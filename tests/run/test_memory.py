@@ -31,23 +31,54 @@ from qerl_jax.types import Engine
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
 
-@pytest.mark.parametrize("stored", ["bf16", "nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("stored", ["bf16", "nvfp4", "mxfp4", "nf4", "full"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
     """Shape, dtype and place of every array of the tiny policy as it is really loaded; so all their bytes are exact."""
-    config = runs.config(tmp_path, weight_format=stored, dtype=dtype)
+    config = runs.config(tmp_path, weight_format=stored, dtype=dtype, lora_rank=0 if stored == "full" else 4)
     policy = load(config)
     state = init_state(policy, config)
-    abstract = abstract_trees(policy.config, stored, config)
+    abstract = abstract_trees(policy.config, config.loaded_format, config)
     real = [jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (policy, state)]
     planned = [jax.tree_util.tree_flatten_with_path(tree)[0] for tree in abstract]
     for ours, theirs in zip(planned, real, strict=True):
         for (path, leaf), (other_path, other) in zip(ours, theirs, strict=True):
             assert (path, leaf.shape, leaf.dtype) == (other_path, other.shape, other.dtype)
     parts = memory_report(config).parameters
-    assert sum(part.bytes for part in parts) == tree_bytes((policy.frozen, state.norms, state.lora, state.opt_state))
-    frozen = [part for part in parts if "adapters" not in part.name and "moments" not in part.name]
+    trained = state.weights, state.norms, state.lora, state.opt_state
+    assert sum(part.bytes for part in parts) == tree_bytes((policy.frozen, *trained))
+    frozen = [part for part in parts if not any(word in part.name for word in ("adapters", "moments", "all but"))]
     assert sum(part.parameters for part in frozen) == policy.config.parameter_count()
+
+
+def test_memory_of_full_fine_tuning_by_hand():
+    """Qwen2.5-1.5B: 1.54 G weights, of them 28 * 2 * 1536 in layer norms. The checkpoint in bf16 (norms fp32), a copy
+    of it in rollouts; masters, two moments, gradient and next state in fp32.
+    """
+    count, norms, vectors = 1_543_714_304, 28 * 2 * 1536, 1536
+    config = Config(model=str(SHAPES / "Qwen2.5-1.5B"), weight_format="full", rollout_memory_gb=2, eval_dataset="gsm8k")
+    planned = memory_report(config).memory
+    checkpoint = 2 * (count - norms) + 2 * vectors
+    assert planned.weights == planned.copy == checkpoint
+    assert planned.state == 12 * count + 4 * norms + 16  # the layer norms before training; counters
+    assert planned.gradient == 4 * count and planned.update_state == 16 * count + 8
+    assert planned.rollout == checkpoint + planned.state + checkpoint + planned.cache + planned.logits
+    assert planned.evaluation == checkpoint + planned.state + checkpoint + planned.eval_cache + planned.eval_logits
+    assert planned.update == checkpoint + planned.state + planned.update_state
+
+
+def test_full_fine_tuning_that_does_not_fit_is_refused(monkeypatch):
+    """7B: 30 bytes a weight on an H200. 1.5B goes there."""
+    monkeypatch.setattr(memory, "device_bytes", lambda: 141e9)
+    monkeypatch.setattr(memory, "free_for_activations", lambda held, limit: 0.94 * 141e9 - held)
+    memory.refuse_oversized_update(
+        Config(model=str(SHAPES / "Qwen2.5-1.5B"), weight_format="full", rollout_memory_gb=2)
+    )
+    config = Config(model=str(SHAPES / "Qwen2.5-7B"), weight_format="full", rollout_memory_gb=2)
+    with pytest.raises(
+        ConfigError, match=r"106\.6 GB of weights and state, .* take 121\.8 GB, .* of 141\.0 GB; train ad"
+    ):
+        memory.refuse_oversized_update(config)
 
 
 def test_cache_is_the_real_one(tmp_path):
@@ -205,7 +236,11 @@ def update_bytes(config: Config) -> tuple[int, int]:
     return real, memory_for_h200.estimate(policy, state, config)
 
 
-@pytest.mark.parametrize("change", [{}, {"batch_size": 32, "max_completion_length": 150}])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"batch_size": 32, "max_completion_length": 150}, {"weight_format": "full", "lora_rank": 0}],
+    ids=["short", "long", "full"],
+)
 def test_update_of_the_tiny_policy_on_the_cpu(tmp_path, change):
     """As the bundled run has it, fp32 without recomputation: within 30 %."""
     fixed = {"tokens_per_micro_batch": 2048, "num_iterations": 1, "beta": 0.0}

@@ -1,4 +1,4 @@
-"""An unquantized weight in the model's compute dtype."""
+"""An unquantized weight, frozen in the model's compute dtype or trained in fp32."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import dataclasses
 import functools
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Weight matrix `values` in the compute dtype: bf16, or fp32 in an fp32 model."""
+    """Weight matrix `values` in the compute dtype: bf16, or fp32 in an fp32 model; a trained one always in fp32."""
 
     values: Float[Array, "n k"]
 
@@ -20,3 +22,16 @@ class Dense:
     def shape(self) -> tuple[int, int]:
         """(n, k)."""
         return self.values.shape[-2], self.values.shape[-1]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rounded(values: Float32[Array, "*S"], dtype: DTypeLike) -> Float32[Array, "*S"]:
+    """Trained values as the model computes with them: rounded to the compute dtype, here still in fp32. The gradient
+    passes unchanged. A cast to bf16 and back will not do, because XLA may leave both out.
+    """
+    return jax.lax.reduce_precision(values, 8, 7) if dtype == jnp.bfloat16 else values
+
+
+@rounded.defjvp
+def _rounded_jvp(dtype, primals, tangents):
+    return rounded(*primals, dtype), tangents[0]

@@ -25,8 +25,7 @@ def quantize(weight: np.ndarray) -> Mxfp4:
     Raises ValueError if k is not a multiple of 32, or for a value that is not finite.
     """
     n, k = weight.shape
-    if k % MXFP4_BLOCK:
-        raise ValueError(f"MXFP4 needs input features divisible by {MXFP4_BLOCK}, got a weight of {n} x {k}")
+    check_input_features(n, k)
     max_magnitude(weight)
     blocks = np.asarray(weight, np.float32).reshape(n, k // MXFP4_BLOCK, MXFP4_BLOCK)
     amax = np.abs(blocks).max(-1)
@@ -35,3 +34,9 @@ def quantize(weight: np.ndarray) -> Mxfp4:
     exponent = np.where(amax > 0, np.clip(exponent, -127, 127), -127)
     scaled = np.ldexp(blocks, -exponent[..., None])
     return Mxfp4(pack_codes(encode_e2m1(scaled).reshape(n, k)), (exponent + 127).astype(np.uint8))
+
+
+def check_input_features(n: int, k: int) -> None:
+    """Raise ValueError if the input features of a weight [n, k] are no whole blocks."""
+    if k % MXFP4_BLOCK:
+        raise ValueError(f"MXFP4 needs input features divisible by {MXFP4_BLOCK}, got a weight of {n} x {k}")
