@@ -278,7 +278,7 @@ def test_bad_rows_are_named(tmp_path, row, said):
         load_texts(tmp_path / "texts.jsonl", load_tokenizer(assets.model_path("tiny"), 512), 4, 8)
 
 
-def test_refusals_of_the_command(tmp_path, capsys):
+def test_refusals_of_the_command(stories_dir, tmp_path, capsys):
     """One line, and nothing is written."""
     few = write_texts(tmp_path / "few.jsonl", "train", 3)
     bare = tmp_path / "bare"
@@ -291,6 +291,7 @@ def test_refusals_of_the_command(tmp_path, capsys):
         ("tiny", ["--calibration", str(few), "--calibration-sequences", "2"], "got 2 of 256"),
         ("tiny", ["--calibration", str(tmp_path / "none.jsonl")], "none.jsonl is no file"),
         (str(bare), ["--calibration", str(few)], "has no tokenizer"),
+        (str(stories_dir), ["--calibration", str(few)], "divisible by 16, got a weight of 64 x 172"),
     ):
         assert quantize.main([model, str(tmp_path / "out"), *flags]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -89,7 +89,7 @@ def test_it_resumes_bit_for_bit(learnt, tmp_path):
 def test_quantized_checkpoints_are_refused_before_anything_is_loaded(tmp_path):
     stored = small.nvfp4(tmp_path / "model")
     config = runs.config(tmp_path / "run", model=str(stored), weight_format="full", lora_rank=0)
-    with pytest.raises(ConfigError, match=r"'full' trains the unquantized weights, but .*model holds NVFP4 weights"):
+    with pytest.raises(ConfigError, match=r"'full' trains the unquantized weights, but .*model holds quantized ones"):
         prepare.check(with_rewards(config))
 
 

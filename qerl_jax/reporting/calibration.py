@@ -72,7 +72,11 @@ class Calibration:
         for number, layer in enumerate(self.layers):
             errors = [source[kind] for source in (layer.weights, layer.outputs) for kind in KINDS]
             table.add_row(str(number), *(f"{100 * error:.2f} %" for error in errors))
-        means = [np.mean([getattr(layer, of)[kind] for layer in self.layers]) for of in _OF for kind in KINDS]
+        means = [
+            np.mean([getattr(layer, of)[kind] for layer in self.layers])
+            for of in ("weights", "outputs")
+            for kind in KINDS
+        ]
         table.add_section()
         table.add_row("mean", *(f"{100 * error:.2f} %" for error in means))
         return table
@@ -86,6 +90,3 @@ class Calibration:
             f"tokens): {calibrated:.3g} nats a token, {rounded:.3g} by round-to-nearest: {100 * gain.value:.0f} % less "
             f"(95 % interval {100 * gain.low:.0f} to {100 * gain.high:.0f} %)."
         )
-
-
-_OF = ("weights", "outputs")

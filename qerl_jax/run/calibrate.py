@@ -91,6 +91,8 @@ def calibrate_checkpoint(
     model, raw_config = read_unquantized(src)
     tensors = open_checkpoint(src)
     check_names(tensors, model, None)
+    for n, k in model.projection_shapes().values():
+        nvfp4.check_input_features(n, k)
     if sequences < _HELD_OUT_EVERY or tokens < 2:
         raise DataError(f"calibration needs {_HELD_OUT_EVERY} sequences of 2 tokens, got {sequences} of {tokens}")
     longest = min(tokens, model.max_position_embeddings)

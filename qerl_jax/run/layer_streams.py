@@ -32,7 +32,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """Parts of each (fused) projection, in the order of their use."""
 
-_BATCH, _PAD = 8, 32  # sequences of a batch; its length is a multiple of this, so that few programs are compiled
+_BATCH, _PAD = 4, 32  # sequences of a batch; its length is a multiple of this, so that few programs are compiled
 _SAMPLES = 512  # tokens on which outputs are compared
 
 

@@ -147,7 +147,7 @@ def check(config: Config) -> None:
     directory = assets.model_path(config.model, weights=False)
     if config.is_full and (stored := stored_format(directory)):
         raise ConfigError(
-            f"weight_format 'full' trains the unquantized weights, but {directory} holds NVFP4 weights ({stored})"
+            f"weight_format 'full' trains the unquantized weights, but {directory} holds quantized ones ({stored})"
         )
     positions = model_config(directory).max_position_embeddings
     if config.max_prompt_length + config.max_completion_length > positions:
