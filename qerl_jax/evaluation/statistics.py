@@ -6,11 +6,11 @@ Axes: P problems, n completions of each, M estimates, R resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int
 
 _Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
 RESAMPLES = 10_000
@@ -47,10 +47,8 @@ def bootstrap(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES)
     """
     columns = {name: np.array(column, np.float64) for name, column in values.items()}
     count = len(next(iter(columns.values())))
-    random = np.random.default_rng(0)
     means: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-    for start in range(0, resamples, step := max(1, _AT_ONCE // count)):
-        weights = random.multinomial(count, np.full(count, 1 / count), size=min(step, resamples - start))
+    for weights in _weights(count, resamples):
         for name, column in columns.items():
             means[name].append(weights @ column / count)
     found = {}
@@ -67,18 +65,20 @@ def reduction(before: Sequence[float], after: Sequence[float], resamples: int = 
     where nothing is to be reduced.
     """
     sums = np.array([before, after], np.float64)
-    count, random = sums.shape[1], np.random.default_rng(0)
 
     def share(totals: np.ndarray) -> np.ndarray:
         return np.divide(totals[0] - totals[1], totals[0], out=np.zeros_like(totals[0]), where=totals[0] != 0)
 
-    drawn = [
-        share(sums @ random.multinomial(count, np.full(count, 1 / count), size=min(step, resamples - start)).T)
-        for step in (max(1, _AT_ONCE // count),)
-        for start in range(0, resamples, step)
-    ]
+    drawn = [share(sums @ weights.T) for weights in _weights(sums.shape[1], resamples)]
     low, high = np.quantile(np.concatenate(drawn), (0.025, 0.975))
     return Estimate(float(share(sums.sum(1))), float(low), float(high))
+
+
+def _weights(count: int, resamples: int) -> Iterator[Int[np.ndarray, "R P"]]:
+    """How often each of `count` problems is in each resample, some of the resamples at a time, from one fixed seed."""
+    random, step = np.random.default_rng(0), max(1, _AT_ONCE // count)
+    for start in range(0, resamples, step):
+        yield random.multinomial(count, np.full(count, 1 / count), size=min(step, resamples - start))
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:
