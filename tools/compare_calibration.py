@@ -1,10 +1,10 @@
 """How much of round-to-nearest's error calibration takes away: NVFP4 by both, made from the same weights.
 
-    python tools/compare_calibration.py [MODEL] [--calibration FILE --heldout FILE]
+    python tools/compare_calibration.py [MODEL] [--calibration FILE --heldout FILE] [--dataset word_problems]
 
 MODEL: an unquantized directory, or "tiny" (default). FILE: texts as `python -m qerl_jax.quantize --calibration` reads
-them. Without them, texts are MODEL's own completions (temperature 1) of generated word problems: of the train split for
-calibration, of the test split, whose numbers and templates the other lacks, as held-out texts.
+them. Without them, texts are MODEL's own completions (temperature 1) of a generated dataset: of its train split for
+calibration, of its test split as held-out texts.
 
 MODEL is quantized twice into a temporary directory, and all three models read the held-out texts in fp32 arithmetic on
 the device at hand. KL(unquantized ‖ quantized) of the next token is averaged over all tokens; its reduction has a
@@ -33,7 +33,9 @@ from qerl_jax.io.assets import model_path
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.run.calibrate import SEQUENCES, TOKENS, calibrate_checkpoint
 
-TRAIN_TEXTS, TEST_TEXTS, NEW_TOKENS = 128, 512, 64
+TRAIN_TEXTS, TEST_TEXTS = 128, 512
+NEW_TOKENS = {"arithmetic": 64, "word_problems": 288}
+"""Longest completion of each generated dataset."""
 BATCH, PAD = 16, 64  # texts read together; their length is a multiple of this, so that few programs are compiled
 
 
@@ -42,10 +44,10 @@ def load(path: Path) -> Policy:
     return load_policy(path, None, LoraConfig(rank=0), jnp.float32, matmul_kernel="xla")
 
 
-def write_completions(policy: Policy, split: str, count: int, path: Path) -> Path:
+def write_completions(policy: Policy, dataset: str, split: str, count: int, path: Path) -> Path:
     """Prompts with the policy's completions, as texts."""
-    prompts = encode(load_dataset("arithmetic", split, limit=count).problems, policy.tokenizer, "")
-    sampling, key = Sampling(NEW_TOKENS, temperature=1.0), keys.for_step(0, keys.Purpose.SAMPLE, 0)
+    prompts = encode(load_dataset(dataset, split, limit=count).problems, policy.tokenizer, "")
+    sampling, key = Sampling(NEW_TOKENS[dataset], temperature=1.0), keys.for_step(0, keys.Purpose.SAMPLE, 0)
     rollout = generate(policy, prompts, sampling, key)
     tokens, real = np.asarray(rollout.tokens), np.asarray(rollout.attention_mask)
     texts = [policy.tokenizer.decode(row[mask]) for row, mask in zip(tokens, real, strict=True)]
@@ -76,15 +78,21 @@ def text_errors(exact: Policy, policies: dict[str, Policy], texts: list[np.ndarr
 
 
 def compare(
-    model: Path, calibration: Path | None, heldout: Path | None, sequences: int, tokens: int, longest: int
+    model: Path,
+    calibration: Path | None,
+    heldout: Path | None,
+    sequences: int,
+    tokens: int,
+    longest: int,
+    dataset: str = "arithmetic",
 ) -> dict:
     """The row of a model."""
     exact = load(model)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        names = [path.name if path else "own completions" for path in (calibration, heldout)]
-        calibration = calibration or write_completions(exact, "train", TRAIN_TEXTS, place / "train.jsonl")
-        heldout = heldout or write_completions(exact, "test", TEST_TEXTS, place / "test.jsonl")
+        names = [path.name if path else f"own completions, {dataset}" for path in (calibration, heldout)]
+        calibration = calibration or write_completions(exact, dataset, "train", TRAIN_TEXTS, place / "train.jsonl")
+        heldout = heldout or write_completions(exact, dataset, "test", TEST_TEXTS, place / "test.jsonl")
         quantize_checkpoint(model, place / "rounded")
         started = time.perf_counter()
         calibrate_checkpoint(model, place / "calibrated", calibration, sequences, tokens)
@@ -129,6 +137,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="tiny", help='model directory, or "tiny"')
     parser.add_argument("--calibration", type=Path, help="file of texts")
     parser.add_argument("--heldout", type=Path, help="file of texts that calibration does not see")
+    parser.add_argument("--dataset", choices=NEW_TOKENS, default="arithmetic", help="whose problems are completed")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="most calibration texts")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens after which a calibration text is cut")
     parser.add_argument("--longest", type=int, default=512, help="tokens after which a held-out text is cut")
@@ -137,7 +146,8 @@ def main() -> None:
     )
     add_commit(parser)
     args = parser.parse_args()
-    row = compare(model_path(args.model), args.calibration, args.heldout, args.sequences, args.tokens, args.longest)
+    sizes = args.sequences, args.tokens, args.longest
+    row = compare(model_path(args.model), args.calibration, args.heldout, *sizes, args.dataset)
     print(sentences(row))
     write_rows(args.out / "calibration.json", [row], args.commit)
 
