@@ -36,6 +36,8 @@ DATA = Path(__file__).parent / "data"
 TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.append(str(TOOLS))  # tests that compile for an H200 import `h200`
 
+MOST_MAPPINGS = 20_000
+
 # Files of a minute or more.
 LONGEST = {
     *("test_bad_runs.py", "test_compare.py", "test_full_run.py", "test_fuzz.py", "test_kills.py", "test_learning.py"),
@@ -93,6 +95,17 @@ def each_template_tried_once() -> Iterator[None]:
     tokenizer.refuse_endless = remember
     yield
     tokenizer.refuse_endless = refuse_endless
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings() -> Iterator[None]:
+    """Frees the programs of a worker before their mapped memory reaches Linux's limit (vm.max_map_count, 65530), beyond
+    which XLA ends in a segmentation fault.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture

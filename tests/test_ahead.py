@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from conftest import TOOLS
+TOOLS = Path(__file__).parent.parent / "tools"
 
 
 def test_the_importer_finds_the_kernels_runtime():
