@@ -26,6 +26,8 @@ import tarfile
 import time
 from pathlib import Path
 
+from record import add_commit
+
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 STAGES = ("tiny", "0.5B", "7B", "train", "serve")
@@ -185,7 +187,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--adapter", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--commit", help="that of a copy without its .git")
+    add_commit(parser)
     args = parser.parse_args()
     if args.answer is not None:
         answer(args.answer, args.adapter)

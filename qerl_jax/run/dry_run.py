@@ -18,7 +18,11 @@ def show_dry_run(config: Config, console: Console) -> None:
     console.print(parameter_table(report))
     console.print(memory_table(report.memory, config))
     if config.rollout_backend == "vllm":
-        console.print(f"vLLM takes {config.vllm_share:g} of the GPU's memory besides, for its base and KV cache.")
+        console.print(
+            f"vLLM takes {config.vllm_share:g} of the GPU's memory besides, for its base and KV cache.",
+            soft_wrap=True,
+            markup=False,
+        )
     if report.cache_note:
         console.print(report.cache_note, soft_wrap=True, markup=False)
     if note := endless_note(report.model):
