@@ -74,6 +74,8 @@ def trainer(tools, monkeypatch):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=run))
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):  # a run within this process sets one
+        monkeypatch.delenv(name, raising=False)
     return calls
 
 

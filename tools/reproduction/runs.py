@@ -112,7 +112,8 @@ def run_all(jobs: Sequence[Job], at_once: int) -> list[Job]:
 def _train(job: Job, at_once: int) -> int:
     """Exit code of the run. Runs that share a GPU get equal parts of its memory."""
     environment = dict(os.environ)
-    environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{MEMORY / at_once:.3f}")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX refuses both
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{MEMORY / at_once:.3f}")
     command = [sys.executable, "-m", "qerl_jax.train", "--config", str(job.config_file), "--resume", "auto"]
     with open(f"{job.directory}.log", "a") as log:
         return subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
