@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from jaxtyping import Float, Float32
 from qerl_jax.io import names
 from qerl_jax.io.policy_tensors import dense_values
 from qerl_jax.io.quantize import Quantizer, quantized
-from qerl_jax.io.safetensors import Spec, TensorSource
+from qerl_jax.io.safetensors import Overlay, Spec, TensorSource
 from qerl_jax.models.awq import values_rows
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats.nvfp4 import row_slices
@@ -73,35 +72,7 @@ def exact(vector: Float[np.ndarray, " K"], scales: Float32[np.ndarray, " K"]) ->
     return np.where(wide == 0, scales, wide / np.where(found == 0, 1, found)).astype(np.float32)
 
 
-class _Overlay(TensorSource):
-    """The names, files and shapes of another checkpoint."""
-
-    def __init__(self, tensors: TensorSource):
-        self._tensors = tensors
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self):
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def where(self) -> str:
-        """The files of the checkpoint."""
-        return self._tensors.where()
-
-    def file_of(self, name: str) -> Path:
-        """The file of the checkpoint's own tensor."""
-        return self._tensors.file_of(name)
-
-    def spec(self, name: str) -> Spec:
-        """dtype and shape."""
-        return self._tensors.spec(name)
-
-
-class RoundedTensors(_Overlay):
+class RoundedTensors(Overlay):
     """A checkpoint whose projections have the fp32 values that they would have in NVFP4.
 
     Args:
@@ -129,7 +100,7 @@ class RoundedTensors(_Overlay):
         return (np.dtype(np.float32) if name.removesuffix(".weight") in self._quantizer.divisors else dtype), shape
 
 
-class FoldedTensors(_Overlay):
+class FoldedTensors(Overlay):
     """A checkpoint whose projections are multiplied by factors of their inputs, in fp32, and whose layer norms, rows of
     v and up, and bias of v are divided by them, in their own dtype.
 

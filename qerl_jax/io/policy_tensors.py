@@ -19,7 +19,7 @@ from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.adapter_reader import AdapterReader
-from qerl_jax.io.safetensors import Spec, TensorSource, open_checkpoint
+from qerl_jax.io.safetensors import Overlay, Spec, TensorSource, open_checkpoint
 from qerl_jax.io.tensor_names import check_names, is_frequencies
 from qerl_jax.io.weights import WeightReader
 from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS
@@ -148,11 +148,12 @@ def dense_values(weight: Weight | ArrayLike) -> Float[Array, "N K"]:
     return jnp.asarray(weight, jnp.float32) if isinstance(weight, jax.Array | np.ndarray) else fp4.dequantize(weight)
 
 
-class Overlaid(TensorSource):
+class Overlaid(Overlay):
     """A checkpoint with the layer norms of an adapter in place of its own, in fp32 as they were trained."""
 
     def __init__(self, tensors: TensorSource, adapter: AdapterReader, num_layers: int):
-        self._tensors, self._adapter = tensors, adapter
+        super().__init__(tensors)
+        self._adapter = adapter
         places = [(layer, name) for layer in range(num_layers) for name in LAYER_NORMS]
         self._norms = {names.layer_norm(*place): place for place in places if adapter.has_norm(*place)}
 
@@ -160,24 +161,7 @@ class Overlaid(TensorSource):
         place = self._norms.get(name)
         return self._tensors[name] if place is None else self._adapter.norm(*place)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self):
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def where(self) -> str:
-        """The files of the checkpoint."""
-        return self._tensors.where()
-
-    def file_of(self, name: str) -> Path:
-        """The file of the checkpoint's own tensor."""
-        return self._tensors.file_of(name)
-
     def spec(self, name: str) -> Spec:
         """dtype and shape."""
-        dtype, shape = self._tensors.spec(name)
+        dtype, shape = super().spec(name)
         return (np.dtype(np.float32) if name in self._norms else dtype), shape

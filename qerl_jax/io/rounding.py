@@ -19,7 +19,7 @@ from jaxtyping import Float32, Float64
 
 from qerl_jax.io import names
 from qerl_jax.io.policy_tensors import DenseTensors
-from qerl_jax.io.safetensors import Spec, TensorSource, open_checkpoint
+from qerl_jax.io.safetensors import Overlay, TensorSource, open_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import nvfp4
 
@@ -57,7 +57,7 @@ class Distance:
         return f"{self.largest:.3g} (mean {self.mean:.3g})"
 
 
-class Perturbed(TensorSource):
+class Perturbed(Overlay):
     """An export with an error of the largest size and random sign on each rounded weight, unquantized in fp32.
 
     Args:
@@ -66,35 +66,14 @@ class Perturbed(TensorSource):
     """
 
     def __init__(self, directory: Path, rounded: frozenset[str]):
-        self._values = DenseTensors(directory, dtype=np.float32)
+        super().__init__(DenseTensors(directory, dtype=np.float32))
         self._stored, self._rounded = open_checkpoint(directory), rounded
 
     def __getitem__(self, name: str) -> np.ndarray:
-        values = self._values[name]
+        values = self._tensors[name]
         if name not in self._rounded:
             return values
         return values + _random_signs(name, values.shape) * self._errors(name, values)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def __iter__(self):
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def where(self) -> str:
-        """The files of the export."""
-        return self._values.where()
-
-    def file_of(self, name: str) -> Path:
-        """The file of a tensor."""
-        return self._values.file_of(name)
-
-    def spec(self, name: str) -> Spec:
-        """dtype and shape."""
-        return self._values.spec(name)
 
     def _errors(self, name: str, values: np.ndarray) -> np.ndarray:
         errors = _UNIT * np.abs(values)
