@@ -64,6 +64,26 @@ def config(directory: Path, **changes: object) -> Config:
     return Config(**(SMALL | {"output_dir": str(directory)} | changes))
 
 
+def learning(directory: Path, **changes: object) -> Config:
+    """A run of the bundled policy into `directory`, of 32 completions a step, that learns within some steps."""
+    settings = {
+        "batch_size": 32,
+        "num_generations": 8,
+        "num_iterations": 1,
+        "tokens_per_micro_batch": 2048,
+        "max_completion_length": 52,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "train_norms": False,
+        "beta": 0.0,
+        "dynamic_sampling": False,
+        "eval_dataset": "arithmetic",
+        "eval_samples": 48,
+        "eval_temperature": 0.0,
+    }
+    return config(directory, **(settings | changes))
+
+
 def command(config_file: Path, *flags: str) -> list[str]:
     """Command line of a run."""
     return [sys.executable, "-m", "qerl_jax.train", "--config", str(config_file), *flags]

@@ -29,27 +29,14 @@ def learnt(tmp_path_factory):
     `weight_format`, and the learning rate.
     """
     directory = tmp_path_factory.mktemp("full") / "run"
-    config = runs.config(
+    config = runs.learning(
         directory,
         weight_format="full",
-        max_steps=6,
-        batch_size=32,
-        num_generations=8,
-        num_iterations=1,
-        tokens_per_micro_batch=2048,
-        max_completion_length=52,
-        learning_rate=3e-4,
-        lr_scheduler_type="constant",
-        warmup_ratio=0.0,
         lora_rank=0,
-        train_norms=False,
-        beta=0.0,
+        learning_rate=3e-4,
         sigma_start=1e-3,
-        dynamic_sampling=False,
+        max_steps=6,
         save_steps=3,
-        eval_dataset="arithmetic",
-        eval_samples=48,
-        eval_temperature=0.0,
     )
     train.train(config, Console(quiet=True))
     return directory, config

@@ -28,27 +28,14 @@ STEPS = 15
 def learnt(tmp_path_factory):
     """Directory and config of the run: no noise, 32 completions a step."""
     directory = tmp_path_factory.mktemp("learning") / "run"
-    config = runs.config(
+    config = runs.learning(
         directory,
-        max_steps=STEPS,
-        batch_size=32,
-        num_generations=8,
-        num_iterations=1,
-        tokens_per_micro_batch=2048,
-        max_completion_length=52,
-        learning_rate=4e-3,
-        lr_scheduler_type="constant",
-        warmup_ratio=0.0,
         lora_rank=8,
-        train_norms=False,
-        beta=0.0,
+        learning_rate=4e-3,
         sigma_start=0.0,
         sigma_end=0.0,
-        dynamic_sampling=False,
+        max_steps=STEPS,
         save_steps=STEPS,
-        eval_dataset="arithmetic",
-        eval_samples=48,
-        eval_temperature=0.0,
     )
     train.train(config, Console(quiet=True))
     return directory, config

@@ -19,10 +19,9 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rl import optimizer
-from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.state import init_state, learning_rate
-from qerl_jax.types import FinishReason, Policy, Rollout
+from qerl_jax.types import Policy
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -32,23 +31,7 @@ def recorded(part: str) -> dict[str, Any]:
     return json.loads((GOLDEN / f"release_{part}.json").read_text())
 
 
-def masked_rollout(golden: dict[str, Any]) -> Rollout:
-    """The recorded completions as a rollout behind prompts of one token."""
-    ids = np.array(golden["completion_ids"], np.int32)
-    ends = (ids == golden["eos"]).any(axis=1)
-    lengths = np.where(ends, (ids == golden["eos"]).argmax(axis=1) + 1, ids.shape[1])
-    tokens = np.concatenate([np.ones((len(ids), 1), np.int32), ids], axis=1)
-    return Rollout(
-        tokens=jnp.asarray(tokens),
-        logprobs=jnp.zeros(tokens.shape, jnp.float32),
-        prompt_lengths=jnp.ones(len(ids), jnp.int32),
-        lengths=jnp.asarray(1 + lengths, jnp.int32),
-        finish=jnp.asarray(np.where(ends, FinishReason.EOS, FinishReason.LENGTH), jnp.int8),
-        prompt_index=jnp.arange(len(ids), dtype=jnp.int32),
-    )
-
-
-def test_losses_with_truncated_rows_are_the_releases():
+def test_losses_with_truncated_rows_are_the_releases(tool):
     """Loss, gradient and metrics of each loss; two of eight rows are truncated and masked, as the release masks them.
     Its `grpo` and `dr_grpo` divide by all eight.
     """
@@ -56,7 +39,7 @@ def test_losses_with_truncated_rows_are_the_releases():
     logp, old, reference, advantages = (
         jnp.asarray(golden[name], jnp.float32) for name in ("logp", "old", "reference", "advantages")
     )
-    mask = make_batch(masked_rollout(golden), advantages, mask_truncated_completions=True).loss_mask[:, 1:]
+    mask = jnp.asarray(tool("compare_qerl").our_mask(np.array(golden["completion_ids"]), golden["eos"]))
     np.testing.assert_array_equal(mask, np.array(golden["mask_truncated_completions"], bool))
     assert mask.any(axis=1).sum() == 6
     for result in golden["results"]:

@@ -11,7 +11,8 @@ import optax
 import pytest
 import torch
 from helpers import assert_trees_equal, fp32_policy, with_norm_offsets
-from oracles import torch_grpo, torch_qwen2
+from oracles import torch_qwen2
+from oracles.torch_updates import TorchUpdates
 from updates import ROWS, make_batch, make_config
 
 from qerl_jax.compilation import CompilationCounter
@@ -21,7 +22,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.compile import compile_update
 from qerl_jax.rl.state import current_policy, init_state, make_optimizer
 from qerl_jax.rl.step import grpo_step
-from qerl_jax.types import Batch, TrainState
+from qerl_jax.types import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -81,8 +82,8 @@ def tensors_of(state: TrainState) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in found.items()}
 
 
-class TorchTrainer:
-    """The same updates of every parameter in float64 PyTorch; matrices decay, vectors do not."""
+class TorchTrainer(TorchUpdates):
+    """The updates of every parameter in float64 PyTorch; matrices decay, vectors do not."""
 
     def __init__(self, directory, config: Config):
         self.config, self.base = config, torch_qwen2.load(directory).double()
@@ -94,36 +95,6 @@ class TorchTrainer:
         ]
         betas = config.adam_beta1, config.adam_beta2
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
-
-    def logprobs(self, model, batch: Batch) -> torch.Tensor:
-        tokens = torch.tensor(np.asarray(batch.tokens)).long()
-        mask = torch.tensor(np.asarray(batch.attention_mask)).long()
-        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1]
-        if self.config.top_k:
-            least = logits.topk(self.config.top_k).values[..., -1:]
-            is_target = torch.nn.functional.one_hot(tokens[:, 1:], logits.shape[-1]).bool()
-            logits = logits.masked_fill((logits < least) & ~is_target, -torch.inf)
-        logits = logits / self.config.temperature
-        return torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
-
-    def step(self, batch: Batch) -> tuple[float, float]:
-        """`num_iterations` updates; mean loss and mean norm of the gradient."""
-        mask = torch.tensor(np.asarray(batch.loss_mask))[:, 1:]
-        behaviour = torch.tensor(np.asarray(batch.logprobs)).double()[:, 1:]
-        advantages = torch.tensor(np.asarray(batch.advantages)).double()
-        with torch.no_grad():
-            reference = self.logprobs(self.base, batch)
-        old, seen = None, []
-        for _ in range(self.config.num_iterations):
-            logp = self.logprobs(self.model, batch)
-            old = logp.detach() if old is None else old
-            loss = torch_grpo.loss(logp, old, behaviour, reference, advantages, mask, self.config)
-            self.optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-            self.optimizer.step()
-            seen.append((loss.item(), norm.item()))
-        return tuple(np.mean(seen, axis=0))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,10 +109,10 @@ def test_three_steps_of_all_weights_equal_pytorch(directories, case):
     for name, theirs in trainer.parameters.items():
         np.testing.assert_array_equal(before[name], theirs.detach().numpy(), err_msg=name)
     for step in range(3):
-        loss, norm = trainer.step(make_batch(64, seed=step))
+        losses, norms = trainer.step(make_batch(64, seed=step))
         state, metrics = grpo_step(state, policy.frozen, make_batch(64, seed=step))
-        assert float(metrics["loss"]) == pytest.approx(loss, abs=2e-5)
-        assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
+        assert float(metrics["loss"]) == pytest.approx(np.mean(losses), abs=2e-5)
+        assert float(metrics["grad_norm"]) == pytest.approx(np.mean(norms), rel=1e-4)
         assert float(metrics["skipped"]) == 0
     for name, ours in tensors_of(state).items():
         theirs = trainer.parameters[name].detach().numpy()

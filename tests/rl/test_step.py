@@ -14,7 +14,8 @@ import optax
 import pytest
 import torch
 from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
-from oracles import torch_grpo, torch_qwen2
+from oracles import torch_qwen2
+from oracles.torch_updates import TorchUpdates
 from updates import ROWS, make_batch, make_config
 
 from qerl_jax.config import Config
@@ -46,8 +47,8 @@ def batch() -> Batch:
     return make_batch(64)
 
 
-class TorchTrainer:
-    """The same update in float64 PyTorch."""
+class TorchTrainer(TorchUpdates):
+    """The update of adapters, and of layer norms, in float64 PyTorch."""
 
     def __init__(self, directory, policy: Policy, config: Config):
         self.config, self.scale = config, policy.lora_config.scale
@@ -88,31 +89,6 @@ class TorchTrainer:
             return weight
 
         map_norms(put, policy.norms)
-
-    def logprobs(self, model, batch: Batch) -> torch.Tensor:
-        tokens = torch.tensor(np.asarray(batch.tokens)).long()
-        mask = torch.tensor(np.asarray(batch.attention_mask)).long()
-        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1] / self.config.temperature
-        return torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
-
-    def step(self, batch: Batch) -> list[float]:
-        """num_iterations updates; the losses."""
-        mask = torch.tensor(np.asarray(batch.loss_mask))[:, 1:]
-        behaviour = torch.tensor(np.asarray(batch.logprobs)).double()[:, 1:]
-        advantages = torch.tensor(np.asarray(batch.advantages)).double()
-        with torch.no_grad():
-            reference = self.logprobs(self.base, batch)
-        old, losses = None, []
-        for _ in range(self.config.num_iterations):
-            logp = self.logprobs(self.model, batch)
-            old = logp.detach() if old is None else old
-            loss = torch_grpo.loss(logp, old, behaviour, reference, advantages, mask, self.config)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm).item()
-            self.optimizer.step()
-            losses.append(loss.item())
-        return losses
 
 
 def parameters(state: TrainState, config: Config) -> dict:
@@ -167,11 +143,11 @@ def test_two_steps_equal_pytorch(micro_dir, micro, case):
     state = init_state(policy, config)
     for step in range(2):
         scored = make_batch(64, seed=step)
-        losses = torch_trainer.step(scored)
+        losses, norms = torch_trainer.step(scored)
         state, metrics = grpo_step(state, policy.frozen, scored)
         assert float(metrics["loss"]) == pytest.approx(np.mean(losses), abs=1e-5)
         if config.num_iterations == 1:
-            assert float(metrics["grad_norm"]) == pytest.approx(torch_trainer.norm, rel=1e-4)
+            assert float(metrics["grad_norm"]) == pytest.approx(norms[0], rel=1e-4)
         assert int(state.step) == step + 1 and float(metrics["skipped"]) == 0
     ours, before = parameters(state, config), parameters(init_state(policy, config), config)
     assert set(ours) == set(torch_trainer.parameters)
@@ -189,7 +165,7 @@ def test_one_step_of_the_tiny_fixture_equals_pytorch(tiny_dir):
     policy = randomized(fp32_policy(tiny_dir), 4, 0.05)
     scored = make_batch(1024, seed=3)
     torch_trainer = TorchTrainer(tiny_dir, policy, config)
-    (loss,) = torch_trainer.step(scored)
+    (loss,), _ = torch_trainer.step(scored)
     state, metrics = grpo_step(init_state(policy, config), policy.frozen, scored)
     assert float(metrics["loss"]) == pytest.approx(loss, abs=1e-5)
     ours = parameters(state, config)
