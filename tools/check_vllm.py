@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -183,7 +184,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-archive", type=Path, help="vLLM's packages; without it they are installed")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--work", type=Path, default=Path("/tmp/check-vllm"), help="folder of checkpoints")
+    folder = Path(tempfile.gettempdir()) / "check-vllm"
+    parser.add_argument("--work", type=Path, default=folder, help="folder of checkpoints")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--adapter", type=Path, help=argparse.SUPPRESS)
