@@ -150,10 +150,10 @@ class TensorSource(Mapping[str, np.ndarray]):
     def where(self) -> str:
         """The files, for errors."""
 
-    def require(self, name: str, hint: str = "") -> None:
+    def require(self, name: str) -> None:
         """Raise CheckpointError naming the files if there is no such tensor."""
         if name not in self:
-            raise CheckpointError(f"{self.where()}: tensor {name!r} is missing from the checkpoint{hint}")
+            raise CheckpointError(f"{self.where()}: tensor {name!r} is missing from the checkpoint")
 
 
 class Overlay(TensorSource):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
 
 from qerl_jax.io import names
-from qerl_jax.io.safetensors import CheckpointError, TensorSource
+from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource
 from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
 
 
@@ -22,7 +22,7 @@ def check_names(tensors: TensorSource, config: ModelConfig, scheme: str | None) 
     for layer in range(config.num_layers):
         for part, shape in config.projection_shapes().items():
             module = names.projection(layer, part)
-            _refuse_other_form(tensors, module, scheme)
+            refuse_other_form(tensors, module, scheme)
             expected |= _projection_shapes(module, shape, scheme)
     for name, shape in expected.items():
         tensors.require(name)
@@ -75,8 +75,10 @@ def _projection_shapes(module: str, shape: tuple[int, int], scheme: str | None) 
     return {codes: (n, k // 2), scales: (n, k // NVFP4_BLOCK), global_scale: (1,) if is_vector else ()}
 
 
-def _refuse_other_form(tensors: TensorSource, module: str, scheme: str | None) -> None:
-    """Refuse a projection that is quantized where config.json says it is not, or the other way round."""
+def refuse_other_form(tensors: TensorSource, module: str, scheme: str | None) -> None:
+    """Raise CheckpointError for a projection that is quantized where config.json says it is not, or the other way
+    round. `scheme`: as for `check_names`.
+    """
     plain = f"{module}.weight"
     if scheme is None:
         for suffixes in names.QUANTIZED.values():
@@ -88,7 +90,7 @@ def _refuse_other_form(tensors: TensorSource, module: str, scheme: str | None) -
         return
     codes = f"{module}.{names.QUANTIZED[scheme][0]}"
     stored = codes if codes in tensors else plain
-    if stored in tensors and tensors.spec(stored)[0].name != "uint8":
+    if stored in tensors and tensors.spec(stored)[0].name in FLOATS:
         raise CheckpointError(
             f"{tensors.file_of(stored)}: {module!r} is not quantized ({stored.rpartition('.')[2]} is "
             f"{tensors.spec(stored)[0].name}), but config.json says {names.STORED_FORMAT[scheme].upper()}"

@@ -16,6 +16,7 @@ from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
 from qerl_jax.io import names
 from qerl_jax.io.quantize import max_magnitude
 from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource
+from qerl_jax.io.tensor_names import refuse_other_form
 from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, Weight, mxfp4, nf4, nvfp4
 
 _BLOCK = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK, "nf4": nf4.NF4_BLOCK, "bf16": 1}
@@ -46,9 +47,7 @@ class WeightReader:
         self.used: set[str] = set()
 
     def _read(self, name: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> np.ndarray:
-        quantized = self.scheme is None and f"{name}_packed" in self.tensors
-        hint = "; it is stored quantized, but config.json has no quantization_config" if quantized else ""
-        self.tensors.require(name, hint)
+        self.tensors.require(name)
         self.used.add(name)
         array, where = self.tensors[name], self.tensors.file_of(name)
         if array.shape != shape:
@@ -93,6 +92,8 @@ class WeightReader:
 
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight | np.ndarray:
         """A fused projection on the host, dense or quantized; parts (module name, shape) are concatenated by rows."""
+        for module, _ in parts:
+            refuse_other_form(self.tensors, module, self.scheme)
         if self.scheme is not None:
             read = self._stored_mxfp4 if names.STORED_FORMAT[self.scheme] == "mxfp4" else self._stored_nvfp4
             return _concatenate([read(module, shape) for module, shape in parts])
@@ -112,9 +113,6 @@ class WeightReader:
         """Two codes a byte. The activation scale for W4A4 inference beside them is unused by weight-only arithmetic."""
         n, k = shape
         codes_name, _, _, activation = (f"{module}.{suffix}" for suffix in names.QUANTIZED[self.scheme])
-        if codes_name not in self.tensors and f"{module}.weight" in self.tensors:
-            where, stored = self.tensors.file_of(f"{module}.weight"), names.STORED_FORMAT[self.scheme].upper()
-            raise CheckpointError(f"{where}: {module!r} is not quantized, but config.json says {stored}")
         if activation in self.tensors:
             self.used.add(activation)
         return self._read(codes_name, (n, k // 2), ("uint8",))

@@ -251,11 +251,11 @@ def test_activation_scales_of_w4a4_are_legal_and_unused(nvfp4_dir, tmp_path):
 
 def test_config_and_weights_that_contradict(nvfp4_dir, tiny_dir, tmp_path):
     folder = with_config(rewritten(nvfp4_dir, tmp_path / "a"), quantization_config=None)
-    with pytest.raises(CheckpointError, match=r"stored quantized, but config\.json has no quantization_config"):
+    with pytest.raises(CheckpointError, match=r"quantizes .*, but config\.json has no quantization_config"):
         fp32_policy(folder)
     section = json.loads((nvfp4_dir / "config.json").read_text())["quantization_config"]
     folder = with_config(rewritten(tiny_dir, tmp_path / "b"), quantization_config=section)
-    with pytest.raises(CheckpointError, match=r"is not quantized, but config\.json says NVFP4"):
+    with pytest.raises(CheckpointError, match=r"is not quantized \(weight is bfloat16\), but config\.json says NVFP4"):
         fp32_policy(folder)
     for name in ("bf16", "nf4"):
         with pytest.raises(ValueError, match=f"holds NVFP4 weights .*'{name}'"):
