@@ -22,8 +22,9 @@ from qerl_jax.untrusted import shown
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
-    """Quantize a bf16 checkpoint to NVFP4 or MXFP4 (compressed-tensors layout): by round-to-nearest, byte for byte as
-    llm-compressor, or with --calibration by AWQ and a search of scales, which loses less.
+    """Quantize a bf16 checkpoint to NVFP4 or MXFP4 (compressed-tensors layout) or NF4 (bitsandbytes layout): by
+    round-to-nearest, byte for byte as the usual tools, or NVFP4 with --calibration by AWQ and a search of scales, which
+    loses less.
     """
 
     src: str
@@ -31,7 +32,8 @@ class _Arguments:
     dst: str
     """Directory to write, in one atomic step."""
     format: str = "nvfp4"
-    """nvfp4, or mxfp4 by round-to-nearest (compressed-tensors, mxfp4-pack-quantized)."""
+    """nvfp4 (as llm-compressor), mxfp4 (as compressed-tensors, mxfp4-pack-quantized) or nf4 (as transformers with
+    bitsandbytes, without double quantization)."""
     calibration: str | None = None
     """File of texts (.jsonl, .json, .parquet; columns text, messages, or prompt and completion) on which scales are
     chosen. Every fourth text is held out for the errors in the table and in DST/calibration.json."""

@@ -90,6 +90,14 @@ def modelopt(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
+def nf4(directory: Path, seed: int = 0) -> Path:
+    """A wider one in the layout of bitsandbytes, whose blocks are of 64."""
+    widths = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    source = bf16(directory.with_name(directory.name + "-bf16"), 1, seed, **widths)
+    quantize_checkpoint(source, directory, "nf4")
+    return directory
+
+
 def write_json(path: Path, value: object) -> None:
     """A JSON file."""
     path.write_text(json.dumps(value, indent=1))

@@ -121,8 +121,8 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
     "unknown quantization method": (
         small.bf16,
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        f"{CONFIG}: quantization method 'gptq', supported are 'compressed-tensors' with NVFP4 or MXFP4, and 'modelopt' "
-        "with NVFP4",
+        f"{CONFIG}: quantization method 'gptq', supported are 'compressed-tensors' with NVFP4 or MXFP4, 'modelopt' "
+        "with NVFP4, and 'bitsandbytes' with NF4",
     ),
     "unknown quantization format": (
         small.nvfp4,

@@ -213,9 +213,9 @@ def test_bounds_by_hand(tiny_dir):
 
 @pytest.mark.parametrize(
     ("layout", "with_adapter", "dtype"),
-    [("nvfp4", False, "float32"), ("modelopt", False, "float32"), ("nvfp4", True, "stored")],
+    [("nvfp4", False, "float32"), ("modelopt", False, "float32"), ("nvfp4", True, "stored"), ("nf4", True, "float32")],
 )
-def test_nvfp4_by_our_loader(tmp_path, capsys, monkeypatch, layout, with_adapter, dtype):
+def test_quantized_models_by_our_loader(tmp_path, capsys, monkeypatch, layout, with_adapter, dtype):
     hide(monkeypatch, "compressed_tensors")
     model = getattr(small, layout)(tmp_path / "model")
     small.change_json(model / "config.json", dtype="bfloat16")

@@ -10,6 +10,7 @@ another finite weight, another legal text or number cannot be told from the real
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -99,9 +100,9 @@ def attempt(monkeypatch, capsys, nothing_compiled_ahead):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[Path]:
-    """One model in three layouts: two bf16 shards with an index, compressed-tensors, ModelOpt."""
+    """Models in four layouts: two bf16 shards with an index, compressed-tensors, ModelOpt, bitsandbytes."""
     root = tmp_path_factory.mktemp("models")
-    return [layout(root / layout.__name__) for layout in (small.bf16, small.nvfp4, small.modelopt)]
+    return [layout(root / layout.__name__) for layout in (small.bf16, small.nvfp4, small.modelopt, small.nf4)]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def flags(model: Path, dataset: Path, directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("block", range(6))
 def test_a_damaged_model_is_refused_or_loaded_as_stored(models, dataset, attempt, tmp_path, block):
-    """40 mutations a block, over the three layouts."""
+    """40 mutations a block, over the four layouts."""
     refused = 0
     for case in range(40 * block, 40 * block + 40):
         rng, source = np.random.default_rng([1, case]), models[case % len(models)]
@@ -192,8 +193,12 @@ def assert_loaded_as_stored(policy: Policy, model: Path, original: Path) -> None
     assert stored.keys() >= loaded.keys()
     for name, data in loaded.items():
         assert bytes(stored[name]["data"]) == data, name
-    assert stored.keys() - loaded.keys() <= {names.LM_HEAD}
-    if stored.keys() != loaded.keys():  # a tied head stored once more
+    states = {name: json.loads(bytes(stored[name]["data"])) for name in stored if name.endswith("bitsandbytes__nf4")}
+    assert stored.keys() - loaded.keys() - states.keys() <= {names.LM_HEAD}
+    for name, state in states.items():
+        assert (state["quant_type"], state["blocksize"]) == ("nf4", 64), name
+        assert math.prod(state["shape"]) == 2 * len(stored[name.partition(".quant_state")[0]]["data"])
+    if names.LM_HEAD in stored.keys() - loaded.keys():  # a tied head stored once more
         assert bytes(stored[names.LM_HEAD]["data"]) == loaded[names.EMBED]
     config = json.loads((model / "config.json").read_text())
     for key, field in FIELDS.items():

@@ -100,16 +100,20 @@ SHARD_PROBE = """
 import re, sys
 from pathlib import Path
 import numpy as np
+from qerl_jax.io import quantize, quantize_nf4
 from qerl_jax.io.safetensors import Tensors, write_file
 from qerl_jax.models.formats import nvfp4
-from qerl_jax.io.quantize import RoundToNearest, _ShardWriter
-src, dst = map(Path, sys.argv[1:])
+src, dst = map(Path, sys.argv[1:3])
 tensors = Tensors([src])
-divisors = {
-    name.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(weight), weight.dtype)
-    for name, weight in tensors.items()
-}
-writer = _ShardWriter(tensors, list(tensors), RoundToNearest(divisors))
+if sys.argv[3] == "nf4":
+    modules = [name.removesuffix(".weight") for name in tensors]
+    writer = quantize_nf4._ShardWriter(tensors, list(tensors), modules)
+else:
+    divisors = {
+        name.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(weight), weight.dtype)
+        for name, weight in tensors.items()
+    }
+    writer = quantize._ShardWriter(tensors, list(tensors), quantize.RoundToNearest(divisors))
 write_file(dst, writer.specs, writer.tensor)
 # of this program alone: ru_maxrss would start at the peak of the process that started it
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
@@ -134,11 +138,13 @@ def test_memory_of_a_shard_with_the_shapes_of_32b(tmp_path):
         return np.resize(row, shape).view(dtype)
 
     write_file(tmp_path / "model.safetensors", specs, tensor)
-    probe = [sys.executable, "-c", SHARD_PROBE, str(tmp_path / "model.safetensors"), str(tmp_path / "out.safetensors")]
-    peak = int(subprocess.run(probe, capture_output=True, text=True, check=True).stdout)
-    assert peak < 2.5e9, f"{peak / 1e9:.2f} GB"
-    expected = sum(n * k // 2 + n * k // 16 + 4 for n, k in shapes.values())
-    assert (tmp_path / "out.safetensors").stat().st_size == pytest.approx(expected, abs=20_000)
+    files = [str(tmp_path / "model.safetensors"), str(tmp_path / "out.safetensors")]
+    for weight_format, most in (("nvfp4", 2.5e9), ("nf4", 1.5e9)):
+        probe = [sys.executable, "-c", SHARD_PROBE, *files, weight_format]
+        peak = int(subprocess.run(probe, capture_output=True, text=True, check=True).stdout)
+        assert peak < most, f"{weight_format}: {peak / 1e9:.2f} GB"
+        expected = sum(n * k // 2 + n * k // 16 for n, k in shapes.values())
+        assert (tmp_path / "out.safetensors").stat().st_size == pytest.approx(expected, abs=20_000)
 
 
 def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
@@ -236,7 +242,7 @@ def test_what_contradicts_an_mxfp4_checkpoint(mxfp4_dir, tmp_path, capsys):
     out = str(tmp_path / "out")
     for arguments, said in (
         ([str(mxfp4_dir), out], "quantized already (compressed-tensors)"),
-        ([str(SOURCE), out, "--format", "nf4"], "--format 'nf4' is not one of ['nvfp4', 'mxfp4']"),
+        ([str(SOURCE), out, "--format", "int4"], "--format 'int4' is not one of ['nvfp4', 'mxfp4', 'nf4']"),
         ([str(SOURCE), out, "--format", "mxfp4", "--calibration", "x.jsonl"], "is for --format nvfp4, not mxfp4"),
     ):
         assert quantize.main(arguments) == 2

@@ -75,7 +75,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Train": ("The command line's run, with functions of your own.", ("train", "Checkpointer")),
     "Quantize": (
-        "A checkpoint in NVFP4 or MXFP4, or in NVFP4 with scales chosen on texts.",
+        "A checkpoint in NVFP4, MXFP4 or NF4, or in NVFP4 with scales chosen on texts.",
         ("quantize_checkpoint", "calibrate_checkpoint"),
     ),
     "Export": ("A PEFT adapter that transformers, peft and vLLM load.", ("export_adapter",)),

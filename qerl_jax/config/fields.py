@@ -23,7 +23,7 @@ class Config:
     """All settings of a training run."""
 
     model: str = ""
-    """Hugging Face directory (config.json, bf16, NVFP4 or MXFP4 safetensors, tokenizer), a model of the hub as
+    """Hugging Face directory (config.json, bf16, NVFP4, MXFP4 or NF4 safetensors, tokenizer), a model of the hub as
     ORGANIZATION/NAME, which is downloaded, or "tiny", the bundled policy."""
     adapter: str | None = None
     """PEFT adapter directory to start from; its rank and targets must be those asked for here."""

@@ -50,7 +50,7 @@ FOREIGN: dict[str, Foreign] = {
     "load_in_4bit": Foreign("TRL, Unsloth, QeRL", ("weight_format",), "nf4 is that of bitsandbytes; also nvfp4, mxfp4"),
     "load_in_8bit": Foreign("TRL, Unsloth, QeRL", (), "no 8-bit format is implemented"),
     "bnb_4bit_quant_type": Foreign("TRL", ("weight_format",)),
-    "use_bnb_nested_quant": Foreign("TRL", (), "NF4's block maxima are kept in fp32"),
+    "use_bnb_nested_quant": Foreign("TRL", (), "a double-quantized checkpoint loads; block maxima are fp32 in memory"),
     "use_quantization": Foreign("QeRL", ("weight_format",)),
     "attn_implementation": Foreign("TRL", ("matmul_kernel",), "attention is this package's own on every device"),
     "router_aux_loss_coef": Foreign("TRL", (), "no mixture of experts is implemented"),

@@ -166,7 +166,7 @@ def _write_base(policy: StoredPolicy, reader: AdapterReader, directory: Path, pr
     """
     directory.mkdir()
     layers = policy.config.num_layers
-    if policy.quantizes and policy.weight_format != "nvfp4":  # formats without a layout: their values, in bf16
+    if policy.quantizes and policy.weight_format != "nvfp4":  # other formats: their values, in bf16
         dense = DenseTensors(policy.base, policy.weight_format)
         _write_dense(policy, directory, Overlaid(dense, reader, layers), progress)
         return frozenset(name for name in dense if not dense.is_copy(name))

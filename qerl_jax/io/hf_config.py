@@ -25,6 +25,9 @@ _COMPRESSED = {  # layout, and its weights, by the format that compressed-tensor
     "nvfp4-pack-quantized": ("compressed-tensors", {**_FP4_WEIGHTS, "group_size": NVFP4_BLOCK}),
     "mxfp4-pack-quantized": ("compressed-tensors, MXFP4", {**_FP4_WEIGHTS, "group_size": MXFP4_BLOCK}),
 }
+# What bitsandbytes must say for its bytes to mean NF4; an older config does not say how the codes are stored.
+_NF4_WEIGHTS = {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_NF4_STORAGE = {"bnb_4bit_quant_storage": "uint8"}
 
 
 def model_config(directory: Path) -> ModelConfig:
@@ -207,7 +210,7 @@ def stored_format(directory: Path) -> str | None:
 def quantization_format(config: dict[str, Any], where: str) -> str | None:
     """Layout of the quantized weights, a key of `names.QUANTIZED`, or None, from `quantization_config`.
 
-    Raises CheckpointError for a scheme that is neither NVFP4 nor MXFP4.
+    Raises CheckpointError for a scheme that is neither NVFP4, MXFP4 nor NF4.
     """
     if config.get("quantization_config") is None:
         return None
@@ -234,7 +237,13 @@ def quantization_format(config: dict[str, Any], where: str) -> str | None:
                 f"{where}: ModelOpt quant_algo {shown(algorithm)}, supported are 'NVFP4' and 'W4A16_NVFP4'"
             )
         return "modelopt"
+    if method == "bitsandbytes":
+        for key, expected in {**_NF4_WEIGHTS, **_NF4_STORAGE}.items():
+            value = section.get(key, _NF4_STORAGE.get(key, False))
+            if value != expected:
+                raise CheckpointError(f"{where}: quantization_config has {key} {shown(value)}, NF4 has {expected!r}")
+        return "bitsandbytes"
     raise CheckpointError(
-        f"{where}: quantization method {shown(method)}, supported are 'compressed-tensors' with NVFP4 or MXFP4, and "
-        "'modelopt' with NVFP4"
+        f"{where}: quantization method {shown(method)}, supported are 'compressed-tensors' with NVFP4 or MXFP4, "
+        "'modelopt' with NVFP4, and 'bitsandbytes' with NF4"
     )

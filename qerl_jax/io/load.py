@@ -1,4 +1,4 @@
-"""Load a Hugging Face directory as a `Policy`: bf16, NVFP4 or MXFP4, memory-mapped, layer by layer."""
+"""Load a Hugging Face directory as a `Policy`: bf16, NVFP4, MXFP4 or NF4, memory-mapped, layer by layer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def load_policy(
 
     Args:
       path: "tiny", the bundled policy, or a Hugging Face directory with config.json and safetensors, bf16, NVFP4
-        (compressed-tensors or ModelOpt) or MXFP4 (compressed-tensors). A directory without a tokenizer is legal.
+        (compressed-tensors or ModelOpt), MXFP4 (compressed-tensors) or NF4 (bitsandbytes). A directory without a
+        tokenizer is legal.
       weight_format: "bf16", "nvfp4", "mxfp4" or "nf4" to quantize an unquantized checkpoint while loading; None keeps
         the stored format.
       lora: shape of the adapters; None is `LoraConfig(rank=32)`, or the adapter's own shape where `adapter` is given.

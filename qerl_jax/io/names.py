@@ -11,13 +11,19 @@ FINAL_NORM = "model.norm.weight"
 BIASED = ("q_proj", "k_proj", "v_proj")
 
 # Suffixes of a quantized projection's tensors, in the order (codes, block scales, global scale, ignored activation
-# scale); MXFP4 has no global scale.
+# scale); MXFP4 has no global scale. `io.bitsandbytes` names the further tensors of its NF4.
 QUANTIZED = {
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
     "compressed-tensors, MXFP4": ("weight_packed", "weight_scale", None, "input_global_scale"),
+    "bitsandbytes": ("weight", "weight.absmax", None, None),
 }
-STORED_FORMAT = {"compressed-tensors": "nvfp4", "modelopt": "nvfp4", "compressed-tensors, MXFP4": "mxfp4"}
+STORED_FORMAT = {
+    "compressed-tensors": "nvfp4",
+    "modelopt": "nvfp4",
+    "compressed-tensors, MXFP4": "mxfp4",
+    "bitsandbytes": "nf4",
+}
 """The weight format, one of `WEIGHT_FORMATS`, of each layout in `QUANTIZED`."""
 
 # The block of a decoder layer that a projection stands in.
@@ -32,6 +38,14 @@ def layer_prefix(layer: int) -> str:
 def projection(layer: int, name: str) -> str:
     """Module path of a projection, without `.weight`."""
     return f"{layer_prefix(layer)}{BLOCK[name]}.{name}"
+
+
+def split_projection(name: str) -> tuple[str, str]:
+    """Module path and suffix of a projection's tensor; the suffix of a quantized one may have dots. ("", name) for any
+    other tensor.
+    """
+    path, found, suffix = name.partition("_proj.")
+    return (f"{path}_proj", suffix) if found else ("", name)
 
 
 def head_norm(layer: int, name: str) -> str:

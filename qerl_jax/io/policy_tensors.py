@@ -100,7 +100,7 @@ class DenseTensors(TensorSource):
 
     def _dense_name(self, stored: str) -> str | None:
         """Name of a stored tensor here; None for scales, and for buffers that every library computes itself."""
-        module, _, suffix = stored.rpartition(".")
+        module, suffix = names.split_projection(stored)
         if self.scheme is None or module not in self._modules or suffix == "bias":
             return None if is_frequencies(stored) else stored
         return f"{module}.weight" if suffix == names.QUANTIZED[self.scheme][0] else None

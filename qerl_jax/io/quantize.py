@@ -1,4 +1,4 @@
-"""Quantize a checkpoint to NVFP4, byte for byte as llm-compressor does, one tensor at a time: memory holds one
+"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does, one tensor at a time: memory holds one
 projection, and the block scales of a file, whatever the model's size.
 """
 
@@ -14,13 +14,14 @@ import numpy as np
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.files import atomic_directory
 from qerl_jax.io.quantize_mxfp4 import write_mxfp4
+from qerl_jax.io.quantize_nf4 import write_nf4
 from qerl_jax.io.rewrite import check_output, write_checkpoint
 from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, TensorSource, open_checkpoint
 from qerl_jax.io.tensor_names import check_names
 from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig
 from qerl_jax.models.formats import nvfp4
 
-FORMATS = ("nvfp4", "mxfp4")
+FORMATS = ("nvfp4", "mxfp4", "nf4")
 _PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
 
 QUANTIZATION_CONFIG = {
@@ -95,15 +96,16 @@ def quantize_checkpoint(
 ) -> None:
     """Quantize the seven projections of every layer; all other tensors are copied unchanged, shard by shard.
 
-    The bytes and `quantization_config` are those of llm-compressor 0.14.0.1 (`oneshot` with `QuantizationModifier(
-    targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])`, compressed-tensors 0.19.0) on the same bf16 or fp32
-    checkpoint, stored in the dtype that its config.json names. q, k and v share one global scale, and so do gate and
-    up: fused kernels need a single one.
+    The bytes and `quantization_config` of NVFP4 are those of llm-compressor 0.14.0.1 (`oneshot` with
+    `QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])`, compressed-tensors 0.19.0) on the
+    same bf16 or fp32 checkpoint, stored in the dtype that its config.json names. q, k and v share one global scale, and
+    so do gate and up: fused kernels need a single one.
 
     Args:
       src: Hugging Face directory, bf16, fp16 or fp32, single or sharded.
       dst: directory to write, in one atomic step.
-      weight_format: "nvfp4"; or "mxfp4", in the bytes of compressed-tensors 0.20.0 (`mxfp4-pack-quantized`).
+      weight_format: "nvfp4"; "mxfp4", in the bytes of compressed-tensors 0.20.0 (`mxfp4-pack-quantized`); or "nf4", in
+        those of transformers with bitsandbytes 0.50.2 on a CPU, without double quantization.
       overwrite: replace an existing `dst`.
       progress: called with "scan" and the numbers of layers done and of all layers, then with "quantize" and those of
         tensors.
@@ -112,7 +114,7 @@ def quantize_checkpoint(
       FileExistsError: `dst` exists, without `overwrite`; or it is or holds the source, or is no model directory.
       OSError: `dst` cannot be written.
       CheckpointError: the checkpoint is quantized already, incomplete or not finite.
-      ValueError: another `weight_format`, or input features that are no whole blocks of it (16, MXFP4 32).
+      ValueError: another `weight_format`, or input features that are no whole blocks of it (16, MXFP4 32, NF4 64).
     """
     src, dst = Path(src), Path(dst)
     if weight_format not in FORMATS:
@@ -121,11 +123,12 @@ def quantize_checkpoint(
     config, raw_config = read_unquantized(src)
     tensors = open_checkpoint(src)
     with atomic_directory(dst) as directory:
-        if weight_format == "mxfp4":
-            check_names(tensors, config, None)
-            write_mxfp4(src, directory, tensors, raw_config, config, progress)
-        else:
+        if weight_format == "nvfp4":
             write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
+            return
+        check_names(tensors, config, None)
+        write = write_mxfp4 if weight_format == "mxfp4" else write_nf4
+        write(src, directory, tensors, raw_config, config, progress)
 
 
 def read_unquantized(src: Path) -> tuple[ModelConfig, dict[str, Any]]:

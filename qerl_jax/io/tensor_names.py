@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
 
-from qerl_jax.io import names
+from qerl_jax.io import bitsandbytes, names
 from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource
 from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
 
@@ -23,7 +23,7 @@ def check_names(tensors: TensorSource, config: ModelConfig, scheme: str | None) 
         for part, shape in config.projection_shapes().items():
             module = names.projection(layer, part)
             refuse_other_form(tensors, module, scheme)
-            expected |= _projection_shapes(module, shape, scheme)
+            expected |= _projection_shapes(tensors, module, shape, scheme)
     for name, shape in expected.items():
         tensors.require(name)
         found = tensors.spec(name)[1]
@@ -64,9 +64,13 @@ def _unquantized_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _projection_shapes(module: str, shape: tuple[int, int], scheme: str | None) -> dict[str, tuple[int, ...]]:
+def _projection_shapes(
+    tensors: TensorSource, module: str, shape: tuple[int, int], scheme: str | None
+) -> dict[str, tuple[int, ...]]:
     if scheme is None:
         return {f"{module}.weight": shape}
+    if names.STORED_FORMAT[scheme] == "nf4":
+        return bitsandbytes.stored_shapes(tensors, module, shape)
     n, k = shape
     codes, scales, global_scale, _ = (f"{module}.{suffix}" for suffix in names.QUANTIZED[scheme])
     if names.STORED_FORMAT[scheme] == "mxfp4":

@@ -13,7 +13,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
 from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
 
-from qerl_jax.io import names
+from qerl_jax.io import bitsandbytes, names
 from qerl_jax.io.quantize import max_magnitude
 from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource
 from qerl_jax.io.tensor_names import refuse_other_form
@@ -95,7 +95,8 @@ class WeightReader:
         for module, _ in parts:
             refuse_other_form(self.tensors, module, self.scheme)
         if self.scheme is not None:
-            read = self._stored_mxfp4 if names.STORED_FORMAT[self.scheme] == "mxfp4" else self._stored_nvfp4
+            readers = {"nvfp4": self._stored_nvfp4, "mxfp4": self._stored_mxfp4, "nf4": self._stored_nf4}
+            read = readers[names.STORED_FORMAT[self.scheme]]
             return _concatenate([read(module, shape) for module, shape in parts])
         arrays, largest = zip(*(self._finite(f"{module}.weight", shape) for module, shape in parts), strict=True)
         if self.weight_format == "bf16":
@@ -127,6 +128,9 @@ class WeightReader:
                 f"{self.tensors.file_of(scale_name)}: {scale_name!r}[{row}, {column}] is 255, which is no number"
             )
         return Mxfp4(codes, exponents)
+
+    def _stored_nf4(self, module: str, shape: tuple[int, int]) -> Nf4:
+        return bitsandbytes.read_nf4(self.tensors, self._read, module, shape)
 
     def _stored_nvfp4(self, module: str, shape: tuple[int, int]) -> Nvfp4:
         codes, (n, k) = self._codes(module, shape), shape

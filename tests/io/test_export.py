@@ -164,7 +164,7 @@ def test_merged_from_an_nvfp4_base(tmp_path, scheme):
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4"])
 def test_merged_from_a_base_quantized_while_loading(tmp_path, weight_format):
-    """The oracle dequantizes the weights of the loaded policy."""
+    """The oracle dequantizes the weights of the loaded policy; the quantized base on disk makes the same model."""
     base = make(tmp_path / "base", hidden_size=64, intermediate_size=128)
     policy = trained(base, ALL, weight_format=weight_format)
     out = tmp_path / "out"
@@ -185,7 +185,12 @@ def test_merged_from_a_base_quantized_while_loading(tmp_path, weight_format):
                 n = shapes[part][0]
                 values[f"model.layers.{layer}.{block}.{part}.weight"] = whole[row : row + n]
                 row += n
-    assert_rounded_once(st.open_checkpoint(out), exact(policy, values))
+    merged = st.open_checkpoint(out)
+    assert_rounded_once(merged, exact(policy, values))
+    quantize_checkpoint(base, tmp_path / "quantized", weight_format)
+    export(tmp_path / "adapter", tmp_path / "again", "merged", str(tmp_path / "quantized"))
+    again = st.open_checkpoint(tmp_path / "again")
+    assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in merged.items()}
 
 
 def test_training_that_bf16_cannot_hold_is_said(tmp_path):

@@ -6,27 +6,10 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from oracles import nf4_goldens
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
-NF4 = np.array(  # bitsandbytes/functional.py, create_normal_map
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ]
-)
+NF4 = np.asarray(nf4_goldens.NF4)
 
 
 def nibbles(codes: np.ndarray) -> np.ndarray:
@@ -34,6 +17,11 @@ def nibbles(codes: np.ndarray) -> np.ndarray:
     out = np.empty((codes.shape[0], codes.shape[1] * 2), np.int64)
     out[:, 0::2], out[:, 1::2] = np.asarray(codes) % 16, np.asarray(codes) // 16
     return out
+
+
+def nf4_codes(codes: np.ndarray) -> np.ndarray:
+    """u8[n, k/2] -> codes [n, k], even column in the high nibble."""
+    return np.stack([np.asarray(codes) // 16, np.asarray(codes) % 16], -1).reshape(len(codes), -1)
 
 
 def nvfp4(codes, scales, global_scale, divides: bool) -> np.ndarray:
@@ -50,7 +38,7 @@ def mxfp4(codes, exponents) -> np.ndarray:
 
 def nf4(codes, absmax) -> np.ndarray:
     """`table[code] · absmax` in float64."""
-    return NF4[nibbles(codes)] * np.repeat(np.asarray(absmax, np.float64), 64, axis=1)
+    return NF4[nf4_codes(codes)] * np.repeat(np.asarray(absmax, np.float64), 64, axis=1)
 
 
 def quantize_nvfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from qerl_kernels.nvfp4_matmul.packing import unpack
 
+from oracles import nf4_goldens
 from qerl_jax.io import names
 from qerl_jax.models.config import FUSED_PROJECTIONS
-from qerl_jax.models.formats import PackedNvfp4, Weight
+from qerl_jax.models.formats import Nf4, PackedNvfp4, Weight
 from qerl_jax.types import Policy
 
 
@@ -37,9 +38,16 @@ def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
 
 
 def weight_bytes(module: str, weight: Weight, rows: slice) -> Iterator[tuple[str, bytes]]:
-    """One part of a fused projection; of a packed one all but the codes of blocks whose scale is zero."""
+    """One part of a fused projection; of a packed one all but the codes of blocks whose scale is zero, of NF4 all but
+    the text beside it.
+    """
     if hasattr(weight, "values"):
         yield f"{module}.weight", np.asarray(weight.values[rows]).tobytes()
+        return
+    if isinstance(weight, Nf4):
+        yield f"{module}.weight", np.asarray(weight.codes[rows]).tobytes()
+        yield f"{module}.weight.absmax", np.asarray(weight.absmax[rows]).tobytes()
+        yield f"{module}.weight.quant_map", np.asarray(nf4_goldens.NF4, np.float32).tobytes()
         return
     if isinstance(weight, PackedNvfp4):  # on a Hopper GPU
         weight = unpack(weight)

@@ -1,0 +1,137 @@
+"""NF4 as bitsandbytes lays it out and transformers saves it: names, metadata and reading. The library is not needed.
+
+A projection X of [n, k] is `X.weight` u8 [n·k/2, 1]; `X.weight.absmax` [n·k/64], in fp32, or with double quantization
+as 8-bit codes; `X.weight.quant_map`, the table of the 16 values; and JSON text in `X.weight.quant_state.…`
+(bitsandbytes' `QuantState.as_dict(packed=True)`). With double quantization an absmax is
+`nested_quant_map[code] · nested_absmax + nested_offset`, one nested absmax for 256 codes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from qerl_jax.io.safetensors import CheckpointError, TensorSource
+from qerl_jax.models.formats.nf4 import NF4_BLOCK, NF4_VALUES, Nf4
+from qerl_jax.untrusted import parse_json, shown
+
+WEIGHT, ABSMAX, QUANT_MAP = "weight", "weight.absmax", "weight.quant_map"
+STATE, _FP4_STATE = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"
+_NESTED_ABSMAX, _NESTED_MAP, _NESTED_BLOCK = "weight.nested_absmax", "weight.nested_quant_map", 256
+_LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # an absmax that bf16 can hold
+Read = Callable[[str, tuple[int, ...], tuple[str, ...]], np.ndarray]
+"""Reads a tensor by name and checks its shape and dtype."""
+
+
+def quantization_config(dtype: str) -> dict[str, Any]:
+    """`quantization_config` as transformers 5.23 saves it; `dtype`: what transformers computes in."""
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": None,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }
+
+
+def quant_state(shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """The JSON text beside a weight, as bytes; `dtype`: what bitsandbytes rounds its values to."""
+    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype, "shape": list(shape)}
+    return np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+
+def stored_shapes(tensors: TensorSource, module: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a projection's tensors by name; the text may have any length. The double quantization is the stored
+    one: transformers does not look at `bnb_4bit_use_double_quant` either. Raises CheckpointError for FP4, and for
+    blocks that cross rows.
+    """
+    n, k = shape
+    fp4, state = f"{module}.{_FP4_STATE}", f"{module}.{STATE}"
+    if fp4 in tensors:
+        raise CheckpointError(f"{tensors.file_of(fp4)}: {fp4!r}: {module!r} is stored as 'fp4', supported is 'nf4'")
+    if k % NF4_BLOCK:
+        raise CheckpointError(
+            f"{tensors.where()}: {module!r} has {k} input features, but NF4 needs whole blocks of {NF4_BLOCK}"
+        )
+    blocks = n * k // NF4_BLOCK
+    shapes = {
+        f"{module}.{WEIGHT}": (n * k // 2, 1),
+        f"{module}.{ABSMAX}": (blocks,),
+        f"{module}.{QUANT_MAP}": (len(NF4_VALUES),),
+        state: tensors.spec(state)[1] if state in tensors else (0,),
+    }
+    if f"{module}.{_NESTED_ABSMAX}" in tensors:
+        shapes |= {f"{module}.{_NESTED_ABSMAX}": (-(-blocks // _NESTED_BLOCK),), f"{module}.{_NESTED_MAP}": (256,)}
+    return shapes
+
+
+def read_nf4(tensors: TensorSource, read: Read, module: str, shape: tuple[int, int]) -> Nf4:
+    """A projection of [n, k], on the host. Raises CheckpointError, naming file, tensor and both values, for a tensor or
+    a key that is missing or is not that of NF4.
+    """
+    (n, k), shapes = shape, stored_shapes(tensors, module, shape)
+
+    def stored(suffix: str, dtype: str) -> np.ndarray:
+        name = f"{module}.{suffix}"
+        return read(name, shapes[name], (dtype,))
+
+    tensors.require(f"{module}.{STATE}")  # before its shape is asked for
+    nested = f"{module}.{_NESTED_ABSMAX}" in tensors
+    state = _parse_state(stored(STATE, "uint8"), shape, nested, _where(tensors, module, STATE))
+    table, expected = stored(QUANT_MAP, "float32"), np.asarray(NF4_VALUES, np.float32)
+    if not np.array_equal(table, expected):
+        at = int(np.argmax(table != expected))
+        raise CheckpointError(f"{_where(tensors, module, QUANT_MAP)}[{at}] is {table[at]}, NF4 has {expected[at]}")
+    absmax = _nested_absmax(stored, state["nested_offset"]) if nested else np.asarray(stored(ABSMAX, "float32"))
+    lowest = -_LARGEST if nested else 0.0  # double quantization may take an absmax near 0 below it
+    is_sound = (absmax >= lowest) & (absmax <= _LARGEST)
+    if not is_sound.all():
+        at = int(np.argmin(is_sound))
+        raise CheckpointError(
+            f"{_where(tensors, module, ABSMAX)}[{at}] is {absmax[at]}, must lie between {lowest:.3g} and {_LARGEST:.3g}"
+        )
+    return Nf4(stored(WEIGHT, "uint8").reshape(n, k // 2), absmax.reshape(n, k // NF4_BLOCK))
+
+
+def _nested_absmax(stored: Callable[[str, str], np.ndarray], offset: float) -> np.ndarray:
+    """The fp32 absmax that bitsandbytes computes from a double-quantized one."""
+    codes, table = stored(ABSMAX, "uint8"), stored(_NESTED_MAP, "float32")
+    scales = np.repeat(stored(_NESTED_ABSMAX, "float32"), _NESTED_BLOCK)[: len(codes)]
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged ones; the caller looks at the result
+        return table[codes] * scales + np.float32(offset)
+
+
+def _where(tensors: TensorSource, module: str, suffix: str) -> str:
+    name = f"{module}.{suffix}"
+    return f"{tensors.file_of(name)}: {name!r}"
+
+
+def _parse_state(text: np.ndarray, shape: tuple[int, int], nested: bool, where: str) -> dict[str, Any]:
+    """The JSON object beside a weight, checked for everything that gives its tensors their meaning."""
+    try:
+        state = parse_json(text.tobytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{where} holds {shown(state)}, not an object")
+    needed = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
+    needed["nested_blocksize"] = _NESTED_BLOCK if nested else None
+    for key, value in needed.items():
+        if state.get(key) != value:
+            raise CheckpointError(f"{where} has {key} {shown(state.get(key))}, expected is {value!r}")
+    offset = state.get("nested_offset")
+    if nested and (isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _LARGEST):
+        raise CheckpointError(f"{where} has nested_offset {shown(offset)}, which must be a finite number")
+    return state
