@@ -211,7 +211,8 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
     assert same["verdict"] == "not supported" and same["mean"] == 0 and same["effect"] is None
     primary = sum(c.primary for c in tools.plan.COMPARISONS)
     assert better["adjusted"] == pytest.approx(primary * better["p"])
-    assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("claims.png", "curves.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "| 4* | final pass@1: aqn − bf16 |" in capsys.readouterr().out
 
     trainer.clear()  # the same command again: nothing is left to run, and the result is the same
@@ -268,6 +269,35 @@ def test_the_pilot_chooses_the_learning_rate_of_bf16(tools, trainer, tmp_path, m
 def test_list_runs_nothing(tools, trainer, tmp_path, capsys):
     assert tools.reproduce.main(["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--list"]) == 0
     assert capsys.readouterr().out.split("\n")[0] == f"{tmp_path / 'aqn-0'} to do" and not trainer
+
+
+def test_report_analyses_what_was_run_elsewhere(tools, trainer, tmp_path, capsys):
+    """Same rows from a moved directory and another path of the model, nothing run, and `meta` still of the runs."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    common = ["8", "--seeds", "2", *SMALL]
+    assert tools.reproduce.main([*common, "--model", "elsewhere/tiny", "--out", str(here)]) == 0
+    found = json.loads((here / "claims.json").read_text())
+    found["meta"]["commit"] = "of the runs"
+    (here / "claims.json").write_text(json.dumps(found))
+    here.rename(there)
+    trainer.clear()
+    flags = [*common, "--model", "tiny", "--out", str(there), "--report"]
+    assert tools.reproduce.main(flags) == 0 and trainer == []
+    again = json.loads((there / "claims.json").read_text())
+    assert [row | {"model": "tiny"} for row in found["rows"]] == again["rows"]
+    assert again["meta"]["commit"] == "of the runs" and again["meta"]["report_commit"] not in ("", "of the runs")
+
+    assert tools.reproduce.main([*flags, *SMALL, "learning_rate=2e-4"]) == 2
+    assert "begun with learning_rate 0.0001, now it is 0.0002" in capsys.readouterr().err
+    (there / "aqn-0.yaml").unlink()
+    assert tools.reproduce.main(flags) == 2
+    assert "aqn-0.yaml, the settings of a finished run, is missing" in capsys.readouterr().err
+
+
+def test_report_leaves_out_what_was_not_run(tools, trainer, tmp_path, capsys):
+    flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--report", *SMALL]
+    assert tools.reproduce.main(flags) == 0 and trainer == []
+    assert "without a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
 
 
 @pytest.mark.slow

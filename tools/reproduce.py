@@ -7,17 +7,19 @@
         --set max_prompt_length=512 max_completion_length=4096 batch_size=128 num_generations=8 learning_rate=1e-5
 
 Every cell of the plan is run with every seed (`tools/reproduction/plan.py`); a finished run is not repeated and an
-interrupted one goes on, so that the same command continues an experiment. Writes OUT/claims.json, OUT/claims.png and a
-table: mean paired difference, bootstrap interval, effect size, corrected p-value, and a verdict, supported, not
+interrupted one goes on, so that the same command continues an experiment. Writes OUT/claims.json, OUT/claims.png,
+OUT/curves.png and a table: mean paired difference, bootstrap interval, effect size, corrected p-value, and a verdict, supported, not
 supported, reversed or undecided. Comparisons whose runs are not all there get none. Exit code 1: some run failed.
 `--set` changes a setting of all runs; a deviation from the plan is a deviation, and is stored with the results.
-`--list` prints the runs and ends.
+`--list` prints the runs and ends; `--report` runs nothing and analyses the finished runs in OUT, also where they were
+made elsewhere: their settings must be the plan's but for the paths.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ import yaml
 from record import add_commit, meta
 from reproduction import plan, report
 from reproduction.analysis import analyse
-from reproduction.runs import Job, jobs_of, pilot_jobs, run_all
+from reproduction.runs import Job, check_settings, jobs_of, pilot_jobs, run_all
 
 CLAIMS = sorted({comparison.claim for comparison in plan.COMPARISONS})
 
@@ -68,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
     parser.add_argument("--pilot", action="store_true", help="choose the learning rate of all runs, by BF16 runs alone")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
+    parser.add_argument("--report", action="store_true", help="analyse the finished runs alone")
     add_commit(parser)
     args = parser.parse_args(argv)
     if args.seeds < 2 or args.at_once < 1:
@@ -96,21 +99,36 @@ def experiment(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(f"{job.directory} {'finished' if job.finished() else 'to do'}" for job in jobs))
         return 0
-    failed = run_all(jobs, args.at_once)
+    failed: list[Job] = []
+    if args.report:
+        check_settings(jobs)
+    else:
+        failed = run_all(jobs, args.at_once)
     if args.pilot:
         return pilot_result(jobs)
     runs = {(job.cell, job.seed): run for job in jobs if (run := job.finished())}
     results = analyse(runs, comparisons, seeds)
     about = {"model": Path(args.model).name, "dataset": args.dataset, "seeds": args.seeds}
-    report.write(results, meta(args.commit) | {"changes": dict(args.set)}, about, args.out / "claims.json")
+    report.write(results, origin(args), about, args.out / "claims.json")
     if results:
         report.draw(results, args.out / "claims.png")
+        report.draw_curves(runs, seeds, args.out / "curves.png")
         print(report.table(results))
     for line in filter(
         None, [report.incomplete(comparisons, results), *(f"failed: {job.directory}" for job in failed)]
     ):
         print(line)
     return 1 if failed else 0
+
+
+def origin(args: argparse.Namespace) -> dict[str, Any]:
+    """`meta` of the results. With `--report` it stays that of the program which made the runs, the GPU and the commit
+    are its, and what analysed them stands beside.
+    """
+    here, results = meta(args.commit) | {"changes": dict(args.set)}, args.out / "claims.json"
+    if not (args.report and results.exists()):
+        return here
+    return json.loads(results.read_text())["meta"] | {"report_commit": here["commit"], "report_date": here["date"]}
 
 
 def pilot_result(jobs: Sequence[Job]) -> int:

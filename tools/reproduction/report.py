@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from reproduction.analysis import NOT_SUPPORTED, REVERSED, SUPPORTED, UNDECIDED, Result
-from reproduction.plan import Comparison
+from reproduction.metrics import WINDOW, Run
+from reproduction.plan import CELLS, Comparison
 
 COLOURS = {SUPPORTED: "tab:green", NOT_SUPPORTED: "tab:orange", REVERSED: "tab:red", UNDECIDED: "tab:gray"}
 
@@ -43,6 +45,32 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axes.set_xlabel("difference over the smallest that matters, with its 95 % interval; * primary")
     handles = [plt.Line2D([], [], color=colour, marker="o", label=name) for name, colour in COLOURS.items()]
     axes.legend(handles=handles, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_curves(runs: Mapping[tuple[str, int], Run], seeds: Sequence[int], path: Path) -> None:
+    """Accuracy (mean of `WINDOW` steps) and entropy of the sampler over the steps of each cell whose runs are all
+    there: mean over seeds, and one standard error of it as a band.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cells = [cell for cell in CELLS if all((cell, seed) in runs for seed in seeds)]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axes, name, window in zip(panels, ("accuracy", "sampling/entropy"), (WINDOW, 1), strict=True):
+        for cell in cells:
+            columns = [runs[cell, seed].column(name) for seed in seeds]
+            curves = np.stack([np.convolve(column, np.full(window, 1 / window), "valid") for column in columns])
+            steps, mean = np.arange(window, window + curves.shape[1]), curves.mean(axis=0)
+            error = curves.std(axis=0, ddof=1) / len(seeds) ** 0.5
+            (line,) = axes.plot(steps, mean, label=cell, linewidth=1.2)
+            axes.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.set_xlabel("step")
+        axes.set_ylabel(name if window == 1 else f"{name}, mean of {window} steps")
+    panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

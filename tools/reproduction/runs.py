@@ -77,14 +77,27 @@ def write_config(job: Job) -> None:
     field that differs and both values.
     """
     if job.config_file.exists():
-        old = yaml.safe_load(job.config_file.read_text())
-        for name in sorted({*old, *job.config}):
-            if old.get(name) != job.config.get(name):
-                raise ValueError(
-                    f"{job.config_file} was begun with {name} {old.get(name)!r}, now it is {job.config.get(name)!r}: "
-                    "name another --out"
-                )
+        _compare_settings(job, frozenset())
     job.config_file.write_text(yaml.safe_dump(dict(job.config), sort_keys=True))
+
+
+def check_settings(jobs: Sequence[Job]) -> None:
+    """Raise ValueError where a run that is there has other settings than the plan's, paths aside."""
+    for job in jobs:
+        if job.config_file.exists():
+            _compare_settings(job, frozenset({"model", "output_dir"}))
+        elif job.finished():
+            raise ValueError(f"{job.config_file}, the settings of a finished run, is missing")
+
+
+def _compare_settings(job: Job, apart: frozenset[str]) -> None:
+    old = yaml.safe_load(job.config_file.read_text())
+    for name in sorted({*old, *job.config} - apart):
+        if old.get(name) != job.config.get(name):
+            raise ValueError(
+                f"{job.config_file} was begun with {name} {old.get(name)!r}, now it is {job.config.get(name)!r}: "
+                "name another --out"
+            )
 
 
 def run_all(jobs: Sequence[Job], at_once: int) -> list[Job]:
