@@ -8,8 +8,9 @@
 
 Every cell of the plan is run with every seed (`tools/reproduction/plan.py`); a finished run is not repeated and an
 interrupted one goes on, so that the same command continues an experiment. Writes OUT/claims.json, OUT/claims.png,
-OUT/curves.png and a table: mean paired difference, bootstrap interval, effect size, corrected p-value, and a verdict, supported, not
-supported, reversed or undecided. Comparisons whose runs are not all there get none. Exit code 1: some run failed.
+OUT/curves.png and a table: mean paired difference, bootstrap interval, effect size, corrected p-value, and a verdict,
+supported, not supported, reversed or undecided. Comparisons whose runs are not all there get none. Exit code 1: some
+run failed.
 `--set` changes a setting of all runs; a deviation from the plan is a deviation, and is stored with the results.
 `--list` prints the runs and ends; `--report` runs nothing and analyses the finished runs in OUT, also where they were
 made elsewhere: their settings must be the plan's but for the paths.
