@@ -296,22 +296,3 @@ def test_refusals_of_the_command(stories_dir, tmp_path, capsys):
         assert quantize.main([model, str(tmp_path / "out"), *flags]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_checkpoints_that_others_calibrated_load(written, tmp_path):
-    """llm-compressor's AWQModifier leaves a recipe file and other words in the config; the layout is the same."""
-    place, _ = written
-    theirs = tmp_path / "awq"
-    shutil.copytree(place / "calibrated", theirs)
-    (theirs / "calibration.json").unlink()
-    (theirs / "recipe.yaml").write_text("default_stage:\n  default_modifiers:\n    AWQModifier: {scheme: NVFP4A16}\n")
-    config = json.loads((theirs / "config.json").read_text())
-    section = config["quantization_config"]
-    group = section["config_groups"].pop("group_0")
-    group["weights"] |= {"observer": "mse", "observer_kwargs": {"maxshrink": 0.2, "grid": 20}, "actorder": "static"}
-    section["config_groups"]["nvfp4_awq"] = group
-    section |= {"ignore": ["lm_head", "re:.*gate$"], "version": "0.21.0a2", "modifier": "AWQModifier", "n_grid": 20}
-    (theirs / "config.json").write_text(json.dumps(config))
-    tokens = np.arange(20)[None]
-    ours, found = (np.asarray(logits_of(fp32_policy(path), tokens)) for path in (place / "calibrated", theirs))
-    np.testing.assert_array_equal(found, ours)

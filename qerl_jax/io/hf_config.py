@@ -29,6 +29,10 @@ _COMPRESSED = {  # layout, and its weights, by the format that compressed-tensor
 _NF4_WEIGHTS = {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _NF4_STORAGE = {"bnb_4bit_quant_storage": "uint8"}
 
+# ModelOpt's algorithms whose weights have the layout of NVFP4. That of AWQ also tells that inputs of some projections
+# may be scaled; `tensor_names` refuses those.
+_MODELOPT = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
+
 
 def model_config(directory: Path) -> ModelConfig:
     """Shape of the model in a directory.
@@ -232,10 +236,8 @@ def quantization_format(config: dict[str, Any], where: str) -> str | None:
                     )
         return layout
     if method == "modelopt" or _section("producer", section, where).get("name") == "modelopt":
-        if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-            raise CheckpointError(
-                f"{where}: ModelOpt quant_algo {shown(algorithm)}, supported are 'NVFP4' and 'W4A16_NVFP4'"
-            )
+        if algorithm not in _MODELOPT:
+            raise CheckpointError(f"{where}: ModelOpt quant_algo {shown(algorithm)}, supported are {list(_MODELOPT)}")
         return "modelopt"
     if method == "bitsandbytes":
         for key, expected in {**_NF4_WEIGHTS, **_NF4_STORAGE}.items():

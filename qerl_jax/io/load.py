@@ -22,6 +22,7 @@ from qerl_jax.io import assets, hf_config, hub, names
 from qerl_jax.io.adapter import import_adapter
 from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import open_checkpoint
+from qerl_jax.io.tensor_names import refuse_input_scales
 from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.io.weights import WeightReader
 from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, LAYER_NORMS, ModelConfig
@@ -148,7 +149,9 @@ def load_weights(
     `load_policy`.
     """
     scheme = stored_scheme(path, weight_format)
-    reader = WeightReader(open_checkpoint(path), scheme, weight_format or "bf16", dtype, matmul_kernel)
+    tensors = open_checkpoint(path)
+    refuse_input_scales(tensors)
+    reader = WeightReader(tensors, scheme, weight_format or "bf16", dtype, matmul_kernel)
     d = config.hidden_size
     weights = {
         "embed_tokens": reader.dense(names.EMBED, (config.vocab_size, d)),

@@ -18,6 +18,7 @@ def check_names(tensors: TensorSource, config: ModelConfig, scheme: str | None) 
       config: its shape.
       scheme: layout of its quantized weights, a key of `names.QUANTIZED`; None if it is not quantized.
     """
+    refuse_input_scales(tensors)
     expected = _unquantized_shapes(config)
     for layer in range(config.num_layers):
         for part, shape in config.projection_shapes().items():
@@ -77,6 +78,17 @@ def _projection_shapes(
         return {codes: (n, k // 2), scales: (n, k // MXFP4_BLOCK)}
     is_vector = scheme == "compressed-tensors"
     return {codes: (n, k // 2), scales: (n, k // NVFP4_BLOCK), global_scale: (1,) if is_vector else ()}
+
+
+def refuse_input_scales(tensors: TensorSource) -> None:
+    """Refuse ModelOpt's AWQ where it left channel scales to be multiplied with the inputs of projections."""
+    found = sorted(name for name in tensors if name.endswith(".pre_quant_scale"))
+    if found:
+        raise CheckpointError(
+            f"{tensors.file_of(found[0])}: {len(found)} scales of projections' inputs, first {found[0]!r}: ModelOpt's "
+            "AWQ folds only some of them into weights, and none is applied here; `python -m qerl_jax.quantize "
+            "--calibration` and llm-compressor's AWQModifier fold all of them"
+        )
 
 
 def refuse_other_form(tensors: TensorSource, module: str, scheme: str | None) -> None:

@@ -1,14 +1,16 @@
 """Golden NVFP4 checkpoints of llm-compressor, and the program that made them.
 
-`python tests/oracles/llm_compressor.py` rewrites `tests/data/nvfp4/llm-compressor/`. It needs an environment of its
-own (Python 3.11, no jax): `pip install llmcompressor==0.14.0.1`, which brings compressed-tensors 0.19.0; `golden.json`
-names the versions that made it. The tests import `stress_checkpoint` and `SOURCES` from here and need neither.
+`python tests/oracles/llm_compressor.py` rewrites `tests/data/nvfp4/llm-compressor/`, and with the argument `awq`
+`tests/data/nvfp4/llm-compressor-awq/`. It needs an environment of its own (Python 3.11, no jax): `pip install
+llmcompressor==0.14.0.1`, which brings compressed-tensors 0.19.0 (0.20.0 made the second folder); `golden.json` names
+the versions that made the first. The tests import `stress_checkpoint`, `SOURCES` and `AWQ` from here and need neither.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/data/nvfp4/llm-compressor"
+AWQ = GOLDEN.with_name("llm-compressor-awq")  # the bundled policy, a whole directory as the tool leaves it
 SOURCES = {  # checkpoints whose quantized tensors are kept as SHA-256
     "bundled": ROOT / "qerl_jax/assets/tiny-qwen2",
     "tiny-random": ROOT / "tests/data/tiny-random-qwen2-hf",
@@ -102,8 +105,30 @@ def _oneshot(source: Path, out: Path) -> dict:
     return {name: tensor for name, tensor in tensors.items() if "_proj.weight" in name}
 
 
+def awq(source: Path, texts: list[str], out: Path) -> None:
+    """A model as llm-compressor's AWQ quantizes it and its users save it."""
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.awq import AWQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.Tensor.pin_memory = lambda self, *_: self  # it asks for a GPU
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    rows = [dict(tokenizer(text, truncation=True, max_length=128)) for text in texts]
+    recipe = AWQModifier(scheme="NVFP4A16", targets=["Linear"], ignore=["lm_head"])
+    sizes = {"max_seq_length": 128, "num_calibration_samples": len(rows)}
+    oneshot(model=model, dataset=Dataset.from_list(rows), recipe=[recipe], **sizes)
+    model.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+
+
 def main() -> None:
     """Write the goldens."""
+    if sys.argv[1:] == ["awq"]:
+        rows = map(json.loads, (ROOT / "tests/data/gsm8k/train.jsonl").read_text().splitlines())
+        return awq(SOURCES["bundled"], [f"{row['question']}\n{row['answer']}" for row in rows], AWQ)
     from importlib.metadata import version
 
     import torch
