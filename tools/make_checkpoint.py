@@ -1,9 +1,10 @@
 """A Qwen2.5-shaped checkpoint with random weights, for tests, benchmarks and trying the program without a download.
 
-    python tools/make_checkpoint.py 0.5B OUT [--format bf16|nvfp4] [--tokenizer DIR] [--seed 0]
+    python tools/make_checkpoint.py 0.5B OUT [--format bf16|nvfp4] [--layers N] [--tokenizer DIR] [--seed 0]
 
 Shapes are those of the published models and values are random: the model talks nonsense at the true speed. Tensors
-are written one at a time, so that a 32B checkpoint needs little memory.
+are written one at a time, so that a 32B checkpoint needs little memory. With `--layers` it has fewer layers than the
+published one, for what works layer by layer.
 """
 
 from __future__ import annotations
@@ -105,9 +106,11 @@ def random_tensor(name: str, spec: Spec, rng: np.random.Generator) -> np.ndarray
     return (rng.standard_normal(shape, np.float32) * np.float32(_STD)).astype(dtype)
 
 
-def make_checkpoint(size: str, out: Path, weight_format: str, tokenizer: Path | None, seed: int) -> None:
+def make_checkpoint(
+    size: str, out: Path, weight_format: str, tokenizer: Path | None, seed: int, layers: int | None = None
+) -> None:
     """Write the directory: one shard for each layer, and one for embedding, head and final norm."""
-    raw = hf_config(size)
+    raw = hf_config(size) | ({} if layers is None else {"num_hidden_layers": layers})
     config = parse_config(raw, {}, size)
     bf16, d = DTYPES["BF16"], config.hidden_size
     outside: dict[str, Spec] = {names.EMBED: (bf16, (config.vocab_size, d)), names.FINAL_NORM: (bf16, (d,))}
@@ -144,10 +147,13 @@ def main() -> None:
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--format", choices=("bf16", "nvfp4"), default="bf16")
+    parser.add_argument("--layers", type=int, help="number of layers; default: the published one")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer files are copied")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    make_checkpoint(arguments.size, arguments.out, arguments.format, arguments.tokenizer, arguments.seed)
+    make_checkpoint(
+        arguments.size, arguments.out, arguments.format, arguments.tokenizer, arguments.seed, arguments.layers
+    )
 
 
 if __name__ == "__main__":
