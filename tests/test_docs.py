@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
+def blocks(page: str) -> list[tuple[str, str]]:
     """(language, text) of every fenced block."""
-    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
 def test_the_reference_is_up_to_date():
@@ -39,7 +39,7 @@ def test_every_export_and_field_is_in_the_reference():
 def test_the_guide_runs(tmp_path):
     """One program for all Python blocks, which share their names, with the commands between them, in one directory."""
     program = ["import importlib"]
-    for language, text in blocks(ROOT / "docs" / "guide.md"):
+    for language, text in blocks((ROOT / "docs" / "guide.md").read_text()):
         assert language in ("bash", "python"), f"a block of {language} is run by nobody"
         if language == "python":
             program.append(text)
