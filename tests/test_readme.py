@@ -7,6 +7,7 @@ form, and in transformers and peft by the lines that the section shows.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
@@ -25,7 +26,10 @@ from safetensors.numpy import load_file
 from test_docs import ROOT, blocks
 from transformers import AutoTokenizer
 
+from qerl_jax import train
+from qerl_jax.command_line.train import parse
 from qerl_jax.config import load, to_mapping
+from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.io import assets
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.config import LAYER_NORMS
@@ -121,6 +125,22 @@ def test_the_way_over_and_back(moved, capfd, tmp_path):
     again = np.asarray(logits_of(load_policy("merged-nvfp4", dtype=jnp.float32), TOKENS))
     assert np.abs(merged - expected).mean() < np.abs(again - expected).mean() < 1
     assert re.search(r"Quantizing again: relative weight error .*, KL from the merged bf16 model .* nats a token", said)
+
+
+def test_a_scripts_flags_come_in(capfd):
+    """Behind the recipe: those with another name here are answered in one line; the others, with a learning rate of
+    one's own, change that alone.
+    """
+    given = SCRIPTS["dapo_qwen2.5-7b_nvfp4_single_gpu.sh"] | {"learning-rate": "3e-5"}
+    foreign = {flag for flag in given if flag.replace("-", "_") in FOREIGN}
+    behind = ["--config", "release-7b-nvfp4"]
+    assert train.main([*behind, *(word for flag, value in given.items() for word in (f"--{flag}", value))]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and len(foreign) == 12 and all(f"--{flag} is a name of " in said for flag in foreign)
+    kept = {flag: value for flag, value in given.items() if flag not in foreign | {"vllm-gpu-memory-utilization"}}
+    config = parse([*behind, *(word for flag, value in kept.items() for word in (f"--{flag}", value))])
+    recipe = load(assets.find_config("release-7b-nvfp4"))
+    assert config == dataclasses.replace(recipe, learning_rate=3e-5, output_dir=given["output-dir"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -127,7 +127,7 @@ FOREIGN: dict[str, Foreign] = {
         "Unsloth, QeRL", ("vllm_gpu_memory_utilization",), "or rollout_memory_gb, GB of the KV cache"
     ),
     "fast_inference": Foreign("Unsloth, QeRL", (), _ENGINE),
-    "use_vllm": Foreign("TRL, QeRL", ("rollout_backend",), "vllm"),
+    "use_vllm": Foreign("TRL, QeRL", ("rollout_backend",), "vllm; left out, the trainer's own engine samples"),
     **{
         f"vllm_{name}": Foreign(origin, (), _ENGINE)
         for origin, names in {
