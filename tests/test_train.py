@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -183,12 +184,16 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
     assert list(tmp_path.iterdir()) == []
 
 
+NVFP4 = str(Path(__file__).parent / "data/nvfp4/fixture-compressed-tensors-tiny-qwen2")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--model", "nowhere"], "model directory nowhere does not exist"),
         (["--model", ""], "model is empty: name a Hugging Face directory"),
         (["--config", "gsm8k-7b-nvfp4"], "512 + max_completion_length 4096 exceed max_position_embeddings 512 of"),
+        (["--model", NVFP4, "--weight-format", "nf4"], "weights (compressed-tensors); weight_format 'nf4' would need"),
         (["--reward-funcs", "nosuch"], "reward 'nosuch' is neither"),
         (["--reward-funcs", "code"], "refused without allow_code_execution"),
         (["--resume", "/nonexist"], "resume '/nonexist' is neither"),

@@ -20,7 +20,7 @@ from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.io import assets
 from qerl_jax.io.hf_config import model_config, stored_format
-from qerl_jax.io.load import load_policy
+from qerl_jax.io.load import load_policy, stored_scheme
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rollout.shapes import cache_note, choose_shapes, endless_note
@@ -130,7 +130,8 @@ def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
 
 def check(config: Config) -> None:
     """Check everything that needs no weights, for a run and a dry run alike. The rewards of `config` are filled in.
-    Raises ConfigError, CheckpointError, DataError, RewardError or OSError.
+    Raises ConfigError, CheckpointError, DataError, RewardError, OSError, or ValueError for a `weight_format` that is
+    not the stored one.
     """
     if not config.model:
         raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
@@ -150,6 +151,7 @@ def check(config: Config) -> None:
             f"weight_format 'full' trains the unquantized weights, but {directory} holds quantized ones ({stored})"
         )
     positions = model_config(directory).max_position_embeddings
+    stored_scheme(directory, config.loaded_format)
     if config.max_prompt_length + config.max_completion_length > positions:
         raise ConfigError(
             f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
