@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from command_lines import ROWS, assert_says, error_of, evaluation, lines, traini
 from qerl_jax import train
 from qerl_jax.command_line.evaluate import main as evaluate
 from qerl_jax.compare import main as compare
-from qerl_jax.io import names
+from qerl_jax.io import bitsandbytes, names
 from qerl_jax.quantize import main as quantize
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_ahead")
@@ -50,6 +51,12 @@ def cut(path: str, size: int) -> Callable[[Path], None]:
     return lambda model: (model / path).write_bytes((model / path).read_bytes()[:size])
 
 
+def in_blocks(size: int) -> np.ndarray:
+    """The text beside an NF4 weight."""
+    state = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": [64, 64]}
+    return np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+
 def smaller_embedding(model: Path) -> None:
     small.change_json(model / "config.json", vocab_size=500)
     small.change_tensors(
@@ -58,7 +65,8 @@ def smaller_embedding(model: Path) -> None:
 
 
 SCALE, GLOBAL = f"{Q}.weight_scale", f"{Q}.weight_global_scale"
-F8 = ml_dtypes.float8_e4m3fn
+STATE = f"{Q}.{bitsandbytes.STATE}"
+F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 FILE, SHARD, CONFIG = "MODEL/model.safetensors", "model-00002-of-00002.safetensors", "MODEL/config.json"
 # what is wrong: (layout, damage, message)
 MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
@@ -129,6 +137,33 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
         config(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
         f"{CONFIG}: compressed-tensors format 'pack-quantized', supported are 'nvfp4-pack-quantized' and "
         "'mxfp4-pack-quantized'",
+    ),
+    "8 bits by bitsandbytes": (
+        small.nf4,
+        config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        f"{CONFIG}: quantization_config has load_in_8bit True, NF4 has False",
+    ),
+    "FP4 by bitsandbytes": (
+        small.nf4,
+        config(
+            quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
+        ),
+        f"{CONFIG}: quantization_config has bnb_4bit_quant_type 'fp4', NF4 has 'nf4'",
+    ),
+    "NF4 without its state": (
+        small.nf4,
+        tensors(lambda all_: all_.pop(STATE)),
+        f"{FILE}: tensor '{STATE}' is missing from the checkpoint",
+    ),
+    "NF4 in blocks of 128": (
+        small.nf4,
+        tensors(lambda all_: all_.update({STATE: in_blocks(128)})),
+        f"{FILE}: '{STATE}' has blocksize 128, expected is 64",
+    ),
+    "half-quantized NF4": (
+        small.nf4,
+        tensors(lambda all_: all_.update({f"{Q}.weight": np.zeros((64, 64), BF16)})),
+        f"{FILE}: '{Q}' is not quantized (weight is bfloat16), but config.json says NF4",
     ),
     "quantized twice over": (
         small.nvfp4,
