@@ -40,6 +40,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -176,6 +177,12 @@ def _prompts(path: Path, config: ModelConfig, file: str | None) -> list[list[int
     return prompts
 
 
+@jax.jit
+def _outputs(policy: Policy, tokens: jax.Array, mask: jax.Array) -> list[jax.Array]:
+    """One program for the three, whose layers XLA then computes, and compiles, once."""
+    return [function(policy, tokens, mask) for function in (hidden_states, policy_logits, token_logprobs)]
+
+
 def our_outputs(policy: Policy, prompts: Sequence[Sequence[int]]) -> list[Outputs]:
     """The policy on each prompt, padded on the right to one length so that everything is compiled once."""
     length, found = max(map(len, prompts)), []
@@ -183,9 +190,7 @@ def our_outputs(policy: Policy, prompts: Sequence[Sequence[int]]) -> list[Output
         count = len(ids)
         tokens = np.array([[*ids, *[0] * (length - count)]], np.int32)
         mask = np.arange(length)[None] < count
-        states, logits, logprobs = (
-            np.asarray(function(policy, tokens, mask)) for function in (hidden_states, policy_logits, token_logprobs)
-        )
+        states, logits, logprobs = map(np.asarray, _outputs(policy, tokens, mask))
         found.append(Outputs(states[:, 0, :count], logits[0, :count], logprobs[0, : count - 1]))
     return found
 
