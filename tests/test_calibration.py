@@ -10,6 +10,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 import torch
 from flax import nnx
 from helpers import fp32_policy, logits_of
@@ -28,6 +29,7 @@ from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.awq import queries_columns, values_rows
 from qerl_jax.models.config import LAYER_NORMS
 from qerl_jax.run import layer_streams
+from qerl_jax.run.calibrate import calibrate_checkpoint
 
 TEXTS, LENGTH = 96, 160
 
@@ -234,6 +236,18 @@ def test_recorded_inputs_are_those_of_transformers(tmp_path):
         expected = np.concatenate(values)
         np.testing.assert_allclose(found[fused].samples, expected, atol=2e-5)  # fewer than 512 tokens: all of them
         np.testing.assert_allclose(found[fused].mean_squares, (expected**2).mean(0), rtol=1e-4, atol=1e-7)
+
+
+def test_progress_counts_layers_then_tensors(tmp_path):
+    """The two bars of the command; the second rises to the number of the checkpoint's tensors."""
+    source, told = small.bf16(tmp_path / "source", shards=1), []
+    texts = write_texts(tmp_path / "texts.jsonl", "train", 4)
+    calibrate_checkpoint(source, tmp_path / "out", texts, 4, 8, progress=lambda *step: told.append(step))
+    count = len(open_checkpoint(source))
+    assert told[:2] == [("calibrate", 1, 2), ("calibrate", 2, 2)]
+    done = [each for _, each, _ in told[2:]]
+    assert {(stage, total) for stage, _, total in told[2:]} == {("quantize", count)}
+    assert done == sorted(done) and (done[0], done[-1]) == (0, count) and len(set(done)) > count / 2
 
 
 ROWS = {

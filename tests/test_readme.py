@@ -48,8 +48,8 @@ def section(page: str, title: str) -> str:
 
 
 def trained_by_peft(directory: Path, base: Path) -> None:
-    """An adapter as the release's trainer leaves it: rank 16, layer norms as modules_to_save, and the tokenizer with
-    its padding side.
+    """An adapter as the release's trainer leaves it: rank 16, layer norms as modules_to_save, the tokenizer with its
+    padding side, and pickles of its own.
     """
     model = torch_qwen2.load(llm_compressor.SOURCES["bundled"])
     config = LoraConfig(r=16, lora_alpha=16, target_modules=list(PROJECTIONS), modules_to_save=list(LAYER_NORMS))
@@ -62,6 +62,8 @@ def trained_by_peft(directory: Path, base: Path) -> None:
             parameter.data += parameter.new_tensor(noise)
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(base, padding_side="left").save_pretrained(directory)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        (directory / name).write_bytes(b"not to be read")
 
 
 def commands_of(title: str) -> list[list[str]]:

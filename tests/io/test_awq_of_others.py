@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import jax
@@ -12,10 +13,13 @@ import torch
 from helpers import fp32_policy, logits_of
 from oracles import llm_compressor, numpy_formats, torch_qwen2
 
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import encode
 from qerl_jax.io import safetensors as st
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.io.safetensors import CheckpointError
 from qerl_jax.io.tensor_names import check_names
+from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.lora import PROJECTIONS
 
 TOKENS = np.random.default_rng(0).integers(3, 512, (2, 40))
@@ -47,6 +51,15 @@ def test_llm_compressors_awq(tmp_path):
     quantize_checkpoint(bundled, tmp_path / "nearest")
     nearest = np.asarray(logits_of(fp32_policy(tmp_path / "nearest"), TOKENS))
     assert 0 < _divergence(exact, ours) < 1.2 * _divergence(exact, nearest)
+
+
+def test_the_truncation_of_calibration_cuts_no_prompt():
+    """tokenizer.json of that directory still says 128 tokens, as the tool's last call left it."""
+    assert json.loads((llm_compressor.AWQ / "tokenizer.json").read_text())["truncation"]["max_length"] == 128
+    problems = [Problem(0, "Ana has 15 shells. " * 60, "15")]
+    paths = (llm_compressor.AWQ, llm_compressor.SOURCES["bundled"])
+    theirs, ours = (encode(problems, load_tokenizer(path), "") for path in paths)
+    assert theirs == ours and len(theirs[0]) > 400
 
 
 def _divergence(one: np.ndarray, other: np.ndarray) -> float:
