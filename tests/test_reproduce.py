@@ -14,7 +14,10 @@ import yaml
 from scipy import stats
 
 from qerl_jax.config import Config, load
+from qerl_jax.data.problems import load_dataset
 from qerl_jax.io.assets import model_path
+from qerl_jax.io.hf_config import model_config, stored_format
+from qerl_jax.io.names import STORED_FORMAT
 
 SMALL = ["--set", "max_steps=30", "batch_size=8", "num_generations=4"]
 
@@ -65,6 +68,10 @@ def trainer(tools, monkeypatch):
     calls = []
 
     def run(command, stdout, stderr, env, check):
+        if "calibrated.py" in command[1]:
+            Path(command[-1]).mkdir()  # raises where it is made twice
+            (Path(command[-1]) / "made_from").write_text(" ".join(command[2:4]))
+            return SimpleNamespace(returncode=0)
         config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
         load(command[command.index("--config") + 1])  # raises what the program would refuse
         calls.append((config, env, command))
@@ -89,7 +96,9 @@ def test_the_plan_names_existing_cells_metrics_and_settings(tools):
     assert len(set(plan.COMPARISONS)) == len(plan.COMPARISONS)
     assert set(plan.cells_of(list(plan.COMPARISONS))) == set(plan.CELLS)
     for cell in plan.CELLS:
-        Config(**plan.config_of(cell, plan.COMMON), model="tiny")  # raises for an unknown or contradictory setting
+        Config(
+            **{**plan.config_of(cell, plan.COMMON), "model": "tiny"}
+        )  # raises for an unknown or contradictory setting
     assert plan.config_of("aqn-rate3", {**plan.COMMON, "learning_rate": 2e-5})["learning_rate"] == pytest.approx(6e-5)
     assert plan.config_of("aqn", plan.COMMON)["learning_rate"] == plan.COMMON["learning_rate"]
 
@@ -100,8 +109,8 @@ def test_the_page_states_the_plan(tools):
     page = " ".join(page.split())
     for c in tools.plan.COMPARISONS:
         sign = {1: "> 0", -1: "< 0", 0: "≈ 0"}[c.direction]
-        star = "*" if c.primary else ""
-        assert f"| {c.claim}{star} | {c.metric} | `{c.treatment}` − `{c.baseline}` | {sign} | {c.margin:g} |" in page
+        mark = {"primary": "*", "secondary": "", "amended": "+"}[c.family]
+        assert f"| {c.claim}{mark} | {c.metric} | `{c.treatment}` − `{c.baseline}` | {sign} | {c.margin:g} |" in page
     assert page.count("` − `") == len(tools.plan.COMPARISONS)
     for name, value in tools.plan.COMMON.items():
         assert f"`{name}: {value!r}`".replace("'", "") in page
@@ -118,8 +127,8 @@ def test_interval_covers_the_mean(tools):
     assert tools.analysis.interval(np.array([1.0])) == (-math.inf, math.inf)
 
 
-def comparison(tools, direction: int, margin: float = 0.1, primary: bool = False):
-    return tools.plan.Comparison(4, "aqn", "bf16", tools.plan.FINAL, direction, margin, primary)
+def comparison(tools, direction: int, margin: float = 0.1):
+    return tools.plan.Comparison(4, "aqn", "bf16", tools.plan.FINAL, direction, margin)
 
 
 def test_p_values(tools):
@@ -193,7 +202,10 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
     """Claim 8 has two cells, both with noise: no difference. Of claim 4 AQN is better by 0.1, the formats are equal."""
     flags = ["8", "4", "--model", "tiny", "--dataset", "arithmetic", "--out", str(tmp_path), "--seeds", "4", *SMALL]
     assert tools.reproduce.main([*flags, "--at-once", "2"]) == 0
-    assert len(trainer) == 4 * 6  # aqn, aqn-uncorrected, bf16, nf4, mxfp4, nvfp4
+    assert len(trainer) == 4 * 8  # aqn, aqn-uncorrected, bf16, full, nf4, mxfp4, nvfp4, nvfp4-calibrated
+    models = {Path(config["output_dir"]).name[:-2]: config["model"] for config, _, _ in trainer}
+    assert models.pop("nvfp4-calibrated") == str(tmp_path / "calibrated") and set(models.values()) == {"tiny"}
+    assert (tmp_path / "calibrated" / "made_from").read_text() == "tiny arithmetic"
     config, environment, command = trainer[0]
     assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.470" and command[-2:] == ["--resume", "auto"]
     assert {
@@ -209,8 +221,10 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
     assert better["differences"] == pytest.approx([0.099, 0.1, 0.101, 0.099]) and better["seeds"] == 4
     assert better["verdict"] == "supported" and better["mean"] == pytest.approx(0.09975) and better["effect"] > 50
     assert same["verdict"] == "not supported" and same["mean"] == 0 and same["effect"] is None
-    primary = sum(c.primary for c in tools.plan.COMPARISONS)
+    primary = sum(c.family == "primary" for c in tools.plan.COMPARISONS)
     assert better["adjusted"] == pytest.approx(primary * better["p"])
+    calibrated = rows["nvfp4-calibrated", "nvfp4", "final pass@1"]  # both 0.3: p is 1, and stays it
+    assert calibrated["family"] == "amended" and calibrated["verdict"] == "not supported"
     for name in ("claims.png", "curves.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "| 4* | final pass@1: aqn − bf16 |" in capsys.readouterr().out
@@ -298,6 +312,44 @@ def test_report_leaves_out_what_was_not_run(tools, trainer, tmp_path, capsys):
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--report", *SMALL]
     assert tools.reproduce.main(flags) == 0 and trainer == []
     assert "without a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
+
+
+def test_a_failed_calibration_ends_the_experiment(tools, trainer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1)))
+    flags = ["1", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", *SMALL]
+    assert tools.reproduce.main(flags) == 2 and not trainer
+    assert f"tiny was not calibrated, see {tmp_path / 'calibrated.log'}" in capsys.readouterr().err
+
+
+def test_calibration_reads_the_models_own_completions(tools, tmp_path, monkeypatch):
+    from reproduction import calibrated
+
+    def calibrate(model, out, texts):
+        lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+        calls.append((model, out, lines))
+
+    calls = []
+    monkeypatch.setattr(calibrated, "TRAIN_TEXTS", 3)
+    monkeypatch.setattr(calibrated, "calibrate_checkpoint", calibrate)
+    calibrated.main("tiny", "arithmetic", str(tmp_path / "calibrated"))
+    ((model, out, lines),) = calls
+    assert model == model_path("tiny") and out == str(tmp_path / "calibrated") and len(lines) == 3
+    questions = [problem.prompt for problem in load_dataset("arithmetic", "train", limit=3).problems]
+    for question, line in zip(questions, lines, strict=True):
+        assert question in line and "<think>" in line
+
+
+@pytest.mark.slow
+def test_the_calibrated_model_is_nvfp4_of_the_model(tools, tmp_path, monkeypatch):
+    """On eight texts: a checkpoint of the model's shapes, stored in NVFP4, with the report of its calibration."""
+    from reproduction import calibrated
+
+    monkeypatch.setattr(calibrated, "TRAIN_TEXTS", 8)
+    calibrated.main("tiny", "arithmetic", str(tmp_path / "calibrated"))
+    config = model_config(tmp_path / "calibrated")
+    assert config == model_config(model_path("tiny"))
+    assert STORED_FORMAT[stored_format(tmp_path / "calibrated")] == "nvfp4"
+    assert (tmp_path / "calibrated" / "calibration.json").exists()
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from qerl_jax.run.calibrate import SEQUENCES, TOKENS, calibrate_checkpoint
 TRAIN_TEXTS, TEST_TEXTS = 128, 512
 NEW_TOKENS = {"arithmetic": 64, "word_problems": 288}
 """Longest completion of each generated dataset."""
+OTHER_NEW_TOKENS = 512
 BATCH, PAD = 16, 64  # texts read together; their length is a multiple of this, so that few programs are compiled
 
 
@@ -47,7 +48,8 @@ def load(path: Path) -> Policy:
 def write_completions(policy: Policy, dataset: str, split: str, count: int, path: Path) -> Path:
     """Prompts with the policy's completions, as texts."""
     prompts = encode(load_dataset(dataset, split, limit=count).problems, policy.tokenizer, "")
-    sampling, key = Sampling(NEW_TOKENS[dataset], temperature=1.0), keys.for_step(0, keys.Purpose.SAMPLE, 0)
+    longest = NEW_TOKENS.get(dataset.partition(":")[0], OTHER_NEW_TOKENS)
+    sampling, key = Sampling(longest, temperature=1.0), keys.for_step(0, keys.Purpose.SAMPLE, 0)
     rollout = generate(policy, prompts, sampling, key)
     tokens, real = np.asarray(rollout.tokens), np.asarray(rollout.attention_mask)
     texts = [policy.tokenizer.decode(row[mask]) for row, mask in zip(tokens, real, strict=True)]

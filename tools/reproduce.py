@@ -30,7 +30,7 @@ import yaml
 from record import add_commit, meta
 from reproduction import plan, report
 from reproduction.analysis import analyse
-from reproduction.runs import Job, check_settings, jobs_of, pilot_jobs, run_all
+from reproduction.runs import Job, calibrate, check_settings, jobs_of, pilot_jobs, run_all
 
 CLAIMS = sorted({comparison.claim for comparison in plan.COMPARISONS})
 
@@ -104,6 +104,7 @@ def experiment(args: argparse.Namespace) -> int:
     if args.report:
         check_settings(jobs)
     else:
+        calibrate(jobs, args.model, args.dataset, args.out)
         failed = run_all(jobs, args.at_once)
     if args.pilot:
         return pilot_result(jobs)

@@ -5,6 +5,7 @@ Axes: S seeds, R resamples.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -122,10 +123,10 @@ def analyse(
         pairs = [(runs.get((comparison.treatment, seed)), runs.get((comparison.baseline, seed))) for seed in seeds]
         if all(run is not None for pair in pairs for run in pair):
             results.append(_compare(comparison, pairs))
-    for primary in (True, False):
-        places = [i for i, result in enumerate(results) if result.comparison.primary == primary]
-        family = sum(comparison.primary == primary for comparison in COMPARISONS)
-        for place, adjusted in zip(places, holm([results[i].p for i in places], family), strict=True):
+    sizes = collections.Counter(comparison.family for comparison in COMPARISONS)
+    for family, size in sizes.items():
+        places = [i for i, result in enumerate(results) if result.comparison.family == family]
+        for place, adjusted in zip(places, holm([results[i].p for i in places], size), strict=True):
             found = results[place]
             decided = verdict(found.comparison, found.mean, found.low, found.high, adjusted)
             results[place] = dataclasses.replace(found, adjusted=adjusted, verdict=decided)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from reproduction.analysis import NOT_SUPPORTED, REVERSED, SUPPORTED, UNDECIDED, Result
 from reproduction.metrics import WINDOW, Run
-from reproduction.plan import CELLS, Comparison
+from reproduction.plan import AMENDED, CELLS, PRIMARY, SECONDARY, Comparison
 
+MARKS = {PRIMARY: "*", SECONDARY: "", AMENDED: "+"}
 COLOURS = {SUPPORTED: "tab:green", NOT_SUPPORTED: "tab:orange", REVERSED: "tab:red", UNDECIDED: "tab:gray"}
 
 
@@ -40,9 +41,9 @@ def draw(results: Sequence[Result], path: Path) -> None:
         colour = COLOURS[result.verdict]
         axes.plot([result.low * scale, result.high * scale], [height, height], color=colour)
         axes.plot(result.mean * scale, height, "o", color=colour)
-    labels = [f"{r.comparison.claim}: {r.comparison}{' *' if r.comparison.primary else ''}" for r in reversed(results)]
+    labels = [f"{r.comparison.claim}{MARKS[r.comparison.family]}: {r.comparison}" for r in reversed(results)]
     axes.set_yticks(range(len(results)), labels, fontsize=8)
-    axes.set_xlabel("difference over the smallest that matters, with its 95 % interval; * primary")
+    axes.set_xlabel("difference over the smallest that matters, with its 95 % interval; * primary, + amended")
     handles = [plt.Line2D([], [], color=colour, marker="o", label=name) for name, colour in COLOURS.items()]
     axes.legend(handles=handles, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -85,8 +86,7 @@ def table(results: Sequence[Result]) -> str:
         means = f"{r.treatment_mean:.4g}, {r.baseline_mean:.4g}"
         difference = f"{r.mean:+.4g} ({r.low:+.4g} to {r.high:+.4g})"
         effect = "–" if r.effect is None else f"{r.effect:+.2f}"
-        star = "*" if r.comparison.primary else ""
-        cells = [f"{r.comparison.claim}{star}", str(r.comparison), means, difference, effect]
+        cells = [f"{r.comparison.claim}{MARKS[r.comparison.family]}", str(r.comparison), means, difference, effect]
         lines.append(f"| {' | '.join(cells)} | {r.p:.2g}, {r.adjusted:.2g} | {r.verdict} |")
     return "\n".join(lines)
 

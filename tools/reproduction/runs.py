@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from reproduction.metrics import Run, read_finished
-from reproduction.plan import PILOT_RATES, PILOT_SEED, config_of
+from reproduction.plan import CALIBRATED, PILOT_RATES, PILOT_SEED, config_of
 
 MEMORY = 0.94
 """Share of a GPU's memory that all runs take together."""
@@ -55,10 +55,10 @@ def jobs_of(cells: Sequence[str], seeds: Sequence[int], common: Mapping[str, Any
     jobs = []
     for seed in seeds:
         for cell in cells:
-            directory = out / f"{cell}-{seed}"
-            jobs.append(
-                Job(cell, seed, directory, config_of(cell, common) | {"seed": seed, "output_dir": str(directory)})
-            )
+            directory, config = out / f"{cell}-{seed}", config_of(cell, common)
+            if config["model"] == CALIBRATED:
+                config["model"] = str(out / CALIBRATED)
+            jobs.append(Job(cell, seed, directory, config | {"seed": seed, "output_dir": str(directory)}))
     return jobs
 
 
@@ -120,6 +120,19 @@ def run_all(jobs: Sequence[Job], at_once: int) -> list[Job]:
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         succeeded = list(pool.map(execute, waiting))
     return [job for job, good in zip(waiting, succeeded, strict=True) if not good]
+
+
+def calibrate(jobs: Sequence[Job], model: str, dataset: str, out: Path) -> None:
+    """Make the calibrated model of the runs to come, once. Raises ValueError if that fails."""
+    wanted = out / CALIBRATED
+    if wanted.exists() or not any(job.config["model"] == str(wanted) and not job.finished() for job in jobs):
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    script, log_file = Path(__file__).with_name("calibrated.py"), out / f"{CALIBRATED}.log"
+    with log_file.open("a") as log:
+        command = [sys.executable, str(script), model, dataset, str(wanted)]
+        if subprocess.run(command, stdout=log, stderr=log, env=dict(os.environ), check=False).returncode:
+            raise ValueError(f"{model} was not calibrated, see {log_file}")
 
 
 def _train(job: Job, at_once: int) -> int:
