@@ -7,6 +7,7 @@ installed before anything of `qerl_jax` is imported, so nothing above it imports
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import lzma
 import os
 import shutil
@@ -19,7 +20,15 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Compiling is most of the tests' time: what one test, worker or subprocess of a session compiles, the others load.
+# Compiling is most of the tests' time, and half of that are LLVM's optimizations and XLA's emitters through MLIR, which
+# alter results by rounding alone. XLA of jax 0.11 and later, with which tests compile for a GPU, ends at this flag.
+QUICK_COMPILES = os.environ["JAX_PLATFORMS"] == "cpu" and importlib.metadata.version("jaxlib").startswith("0.10.")
+if QUICK_COMPILES:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    flags = os.environ.get("XLA_FLAGS", "")  # workers of xdist have it
+    if "xla_cpu_use_fusion_emitters" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+# What one test, worker or subprocess of a session compiles, the others load.
 _OWN_CACHE = None if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="qerl-jax-tests-")
 if _OWN_CACHE is not None:  # workers of xdist inherit it
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _OWN_CACHE
@@ -31,6 +40,8 @@ install_import_hook("qerl_jax", "typecheck.check")
 
 import jax
 import pytest
+
+jax.config.update("jax_disable_most_optimizations", QUICK_COMPILES)  # mutate.py has imported JAX already
 
 DATA = Path(__file__).parent / "data"
 TOOLS = Path(__file__).parent.parent / "tools"
@@ -67,16 +78,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     if _OWN_CACHE is not None:
         shutil.rmtree(_OWN_CACHE, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def quick_compiles() -> Iterator[None]:
-    """Compiles with few optimizations, for tests that cost compile time and not run time; as `runs.start` does, so that
-    they share compiled programs.
-    """
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -90,9 +89,8 @@ def command(config_file: Path, *flags: str) -> list[str]:
 
 
 def start(config_file: Path, *flags: str, output: Path | None = None) -> subprocess.Popen:
-    """Start a run in its own process, its output appended to a file or piped. It compiles with few optimizations."""
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    arguments = {"stderr": subprocess.STDOUT, "text": True, "env": environment}
+    """Start a run in its own process, its output appended to a file or piped."""
+    arguments = {"stderr": subprocess.STDOUT, "text": True}
     if output is None:
         return subprocess.Popen(command(config_file, *flags), stdout=subprocess.PIPE, **arguments)
     with output.open("a") as file:

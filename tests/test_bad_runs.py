@@ -40,7 +40,7 @@ from qerl_jax.run import recorder
 
 PRESETS = Path(__file__).parent / "data" / "presets"
 
-pytestmark = pytest.mark.usefixtures("quick_compiles", "nothing_compiled_ahead")
+pytestmark = pytest.mark.usefixtures("nothing_compiled_ahead")
 
 
 @pytest.fixture(scope="module")

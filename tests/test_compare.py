@@ -29,7 +29,6 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.io.torch_reference import Outputs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 PARTS = ("q_proj", "v_proj", "down_proj")
 
 

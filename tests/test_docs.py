@@ -48,10 +48,7 @@ def test_the_guide_runs(tmp_path):
             assert command[:2] == ["python", "-m"]  # here its main(), because starting Python anew costs seconds each
             program.append(f"assert importlib.import_module({command[2]!r}).main({command[3:]!r}) == 0")
     (tmp_path / "guide.py").write_text("\n".join(program))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time would be compiling
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
         [sys.executable, "guide.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )

@@ -20,8 +20,6 @@ from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.dry_run import show_dry_run
 from qerl_jax.run.export import export
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):

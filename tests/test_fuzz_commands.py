@@ -31,8 +31,6 @@ from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SECONDS = 30  # limit of a case; most take less than one
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
 SHORT = ["--max-prompt-length", "120", "--max-completion-length", "4", "--batch-size", "4", "--dtype", "float32"]

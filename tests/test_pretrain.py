@@ -21,7 +21,6 @@ from qerl_jax import LoraConfig, load_policy, policy_logits
 from qerl_jax.data.word_problems import word_problem
 from qerl_jax.io.assets import model_path
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 
 

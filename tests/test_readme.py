@@ -78,7 +78,7 @@ def run(name: str, *flags: str) -> None:
 
 
 @pytest.fixture
-def moved(tmp_path, data, monkeypatch, quick_compiles) -> int:
+def moved(tmp_path, data, monkeypatch) -> int:
     """Every command of the section, run in one directory; training is two updates and short completions."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(llm_compressor.AWQ, MODEL)
@@ -167,7 +167,7 @@ def test_a_recipe_goes_back_to_its_flags(script):
             assert str(found) == value if isinstance(found, str | bool) else float(found) == float(value), flag
 
 
-def test_what_is_trained_is_served(tmp_path, monkeypatch, quick_compiles, capfd):
+def test_what_is_trained_is_served(tmp_path, monkeypatch, capfd):
     """Our four commands, the lines for transformers and peft, and the paths that those for vLLM name."""
     monkeypatch.chdir(tmp_path)
     run("qerl_jax.train", "--max-steps", "2", "--batch-size", "16", "--eval-dataset", "None")

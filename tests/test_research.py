@@ -20,9 +20,6 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "research.md"
 PROGRAMS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the program below a heading in an empty directory, with few problems; returns its names."""

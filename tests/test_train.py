@@ -33,8 +33,6 @@ from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.types import Sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -41,8 +41,7 @@ def test_default_run_from_the_wheel(tmp_path):
         "--eval-samples",
         "4",
     ]
-    # The numbers do not matter here, and with few optimizations the programs compile in a third of the time.
-    environment = os.environ | {"PYTHONPATH": str(site), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(site)}
     run = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "after" in run.stdout and (elsewhere / "runs" / "tiny" / "adapter" / "adapter_model.safetensors").exists()

@@ -17,7 +17,6 @@ def stand_in(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(STAND_IN))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("STAND_IN_LOG", str(log))
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # read by the worker
     monkeypatch.delenv("STAND_IN_FAULT", raising=False)
 
     def asked(event=None):

@@ -15,7 +15,6 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.train import main, train
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 EVALUATE = ["--dataset", "arithmetic", "--samples", "4", "--max-completion-length", "12", "--batch-size", "8"]
 
 

@@ -20,8 +20,6 @@ from qerl_kernels.nvfp4_matmul.route import Problem, route, route_problem
 from qerl_kernels.nvfp4_matmul.skinny import kernel as skinny_kernel
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")  # hundreds of programs of one operation each
-
 N, K = 512, 640
 SKINNY = SkinnyConfig(8, m16_tiles=2, warps=4, cluster=2, stages=1, computes_lora_x=True)
 CONFIG = GemmConfig(tile_m=64, warpgroups_n=1, k_tiles=1, stages=4)

@@ -24,8 +24,6 @@ from qerl_jax.rl.state import current_policy, init_state, make_optimizer
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 MODELS = {
     "Qwen2, own head": {},
     "Qwen2, tied head": {"tie_word_embeddings": True},

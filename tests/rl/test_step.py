@@ -26,8 +26,6 @@ from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.fixture(scope="module")
 def micro_dir(tmp_path_factory):

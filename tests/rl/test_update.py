@@ -30,9 +30,6 @@ ROWS = 24
 BUDGETS = {"one micro-batch": None, "several": 128}
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 @pytest.fixture(scope="module")
 def micro_dir(tmp_path_factory):
     """Two layers, hidden 32, vocab 64."""

@@ -28,9 +28,6 @@ KEY = jax.random.key(11)
 SMALL = Engine(slots=3, chunk=2)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 def with_eos(policy: Policy, *ids: int) -> Policy:
     return policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=ids, pad_token_id=PAD))
 

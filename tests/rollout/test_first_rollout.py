@@ -28,8 +28,6 @@ from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 MODEL = ModelConfig(64, 128, 128, 5, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
 BF16, FP8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -14,8 +14,6 @@ from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import Progress, stream
 from qerl_jax.types import Engine, Policy, Rollout, Sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CHUNK = 4
 KEY = jax.random.key(3)
 

@@ -28,9 +28,6 @@ FP8 = Engine(slots=3, chunk=2, kv_cache_dtype="fp8_e4m3")
 E4M3, F32 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float32)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Policy:
     """Two layers, vocab 64, no EOS, fp32."""

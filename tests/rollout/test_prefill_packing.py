@@ -143,9 +143,6 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(prefill_packing, "_WIDTHS", (2, 8))
     monkeypatch.setattr(prefill_packing, "_SEVERAL_WIDTHS", 16)
     monkeypatch.setattr(prefill_packing, "_CALL_COST", 4)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(tmp_path, small_sizes):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import jax
 import numpy as np
-import pytest
 import small
 from command_lines import lines, training
 
@@ -20,13 +18,6 @@ def some(completions, **_):
     return [float(zlib.crc32(text.encode()) % 100 < 8) for text in completions]
 """
 STEPS = 10
-
-
-@pytest.fixture(autouse=True)
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_no_program_is_compiled_after_the_second_step(tmp_path, capfd):
