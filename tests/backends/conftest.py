@@ -9,15 +9,25 @@ import pytest
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
+@pytest.fixture(scope="session")
+def install_stand_in():
+    """Puts the stand-in before all packages, with a file for what it will be asked."""
+
+    def install(monkeypatch, log):
+        log.touch()
+        monkeypatch.syspath_prepend(str(STAND_IN))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+        monkeypatch.setenv("STAND_IN_LOG", str(log))
+        monkeypatch.delenv("STAND_IN_FAULT", raising=False)
+
+    return install
+
+
 @pytest.fixture
-def stand_in(monkeypatch, tmp_path):
-    """Puts the stand-in before all packages; returns a function that reads what it was asked."""
+def stand_in(install_stand_in, monkeypatch, tmp_path):
+    """The stand-in, installed; a function that reads what it was asked."""
     log = tmp_path / "stand-in.jsonl"
-    log.touch()
-    monkeypatch.syspath_prepend(str(STAND_IN))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("STAND_IN_LOG", str(log))
-    monkeypatch.delenv("STAND_IN_FAULT", raising=False)
+    install_stand_in(monkeypatch, log)
 
     def asked(event=None):
         entries = [json.loads(line) for line in log.read_text().splitlines()]

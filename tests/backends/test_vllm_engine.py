@@ -43,19 +43,33 @@ def policy(base):
     return randomized(load_policy(base, lora=LoraConfig(rank=4), dtype=jnp.float32), seed=0)
 
 
+def begin(base, policy, rank=4):
+    config = Config(model=str(base), rollout_backend="vllm")
+    return VllmEngine(engine_options(config, base, 10, 6, rank, 0.4), policy.config)
+
+
 @pytest.fixture
 def start(stand_in, base, policy):
     """Starts engines, and ends them."""
     engines = []
 
-    def begin(rank=4, **changes):
-        config = Config(model=str(base), rollout_backend="vllm", **changes)
-        engines.append(VllmEngine(engine_options(config, base, 10, 6, rank, 0.4), policy.config))
+    def start_one(rank=4):
+        engines.append(begin(base, policy, rank))
         return engines[-1]
 
-    yield begin
+    yield start_one
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def running(install_stand_in, base, policy, tmp_path_factory):
+    """An engine that tests share for which earlier requests do not matter: a process of its own starts for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        install_stand_in(patch, tmp_path_factory.mktemp("running") / "stand-in.jsonl")
+        engine = begin(base, policy)
+    yield engine
+    engine.close()
 
 
 def noisy(policy, step, sigma=0.05):
@@ -136,11 +150,11 @@ def test_the_weights_of_an_exported_adapter_are_the_policys(policy, base, tmp_pa
     assert stored.config.rank == 4
 
 
-def test_greedy_completions_are_the_engines_own(start, policy):
+def test_greedy_completions_are_the_engines_own(running, policy):
     from qerl_jax import generate
 
     greedy = Sampling(6, temperature=0)
-    found, wanted = start().generate(policy, PROMPTS, greedy, KEY), generate(policy, PROMPTS, greedy, KEY)
+    found, wanted = running.generate(policy, PROMPTS, greedy, KEY), generate(policy, PROMPTS, greedy, KEY)
     for name in ("tokens", "lengths", "finish", "prompt_lengths", "prompt_index", "logprobs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
 
@@ -155,11 +169,10 @@ def test_seeds_are_a_function_of_step_problem_and_sample():
     assert all(0 <= seed < 2**63 for seed in first)
 
 
-def test_stop_strings_end_a_completion_at_their_token(start, policy):
-    engine = start(rank=4)
-    long = engine.generate(policy, PROMPTS, SAMPLING, KEY)
+def test_stop_strings_end_a_completion_at_their_token(running, policy):
+    long = running.generate(policy, PROMPTS, SAMPLING, KEY)
     text = policy.tokenizer.decode(completion_ids(long)[0])
-    rollout = engine.generate(policy, PROMPTS, SAMPLING.replace(stop=(text[:2],)), KEY)
+    rollout = running.generate(policy, PROMPTS, SAMPLING.replace(stop=(text[:2],)), KEY)
     assert rollout.finish[0] == FinishReason.STOP and rollout.lengths[0] < long.lengths[0]
     kept = int(rollout.lengths[0])
     np.testing.assert_array_equal(rollout.logprobs[0, :kept], long.logprobs[0, :kept])
@@ -277,10 +290,9 @@ def test_options_follow_the_settings(base):
         engine_options(config, base, 100, 1000, 513, 0.4)
 
 
-def test_keys_of_steps_give_other_samples(start, policy):
-    engine = start()
+def test_keys_of_steps_give_other_samples(running, policy):
     rollouts = [
-        engine.generate(policy, PROMPTS, SAMPLING, keys.for_step(0, keys.Purpose.SAMPLE, step)) for step in (0, 1, 0)
+        running.generate(policy, PROMPTS, SAMPLING, keys.for_step(0, keys.Purpose.SAMPLE, step)) for step in (0, 1, 0)
     ]
     same = [jax.device_get(rollout.tokens).tolist() for rollout in rollouts]
     assert same[0] == same[2] != same[1]
