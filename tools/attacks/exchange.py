@@ -14,7 +14,7 @@ import numpy as np
 import small
 from attacks.harness import Case, quoted
 from attacks.templates import RECORDS, both, compares, evaluates, exit_code, exports, reads, written
-from test_bad_input import LOADED, MODELS
+from test_bad_input import MODELS
 from test_export_command import BAD
 
 from qerl_jax.export import main as export_main
@@ -51,9 +51,9 @@ def pairs() -> Iterator[Case]:
     adapter = ("--adapter", "adapter")
     for name, (damage, message) in BAD.items():
         commands: dict[str, tuple[Callable[[Path], int], str]] = {
-            "trained": (reads(*adapter, "--lora-rank", "4"), LOADED.get(name, message)),
-            "evaluated": (evaluates(*adapter), LOADED.get(name, message)),
-            "compared": (compares("model", *adapter), LOADED.get(name, message)),
+            "trained": (reads(*adapter, "--lora-rank", "4"), message),
+            "evaluated": (evaluates(*adapter), message),
+            "compared": (compares("model", *adapter), message),
             **{f"exported as {kind}": (exports("adapter", "out", "--as", kind), message) for kind in
                ("peft", "vllm", "merged", "merged-nvfp4")},
         }  # fmt: skip
