@@ -44,6 +44,8 @@ def stand_in(directory: Path, config: dict, accuracy: float, entropy: float = 0.
             "accuracy": accuracy * i / (count - 1),
             "sampling/entropy": entropy,
             "entropy": entropy + 1,
+            "aqn/sigma": config.get("sigma_start", 0) * (i >= count // 2),
+            "sampling/kl": 1.0 + (i >= count // 2),
         }
         for i in range(count)
     ]
@@ -229,6 +231,16 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "| 4* | final pass@1: aqn − bf16 |" in capsys.readouterr().out
 
+    (run,) = [
+        row
+        for row in json.loads((tmp_path / "runs.json").read_text())["rows"]
+        if (row["cell"], row["seed"]) == ("aqn", 2)
+    ]
+    figures = [run[name] for name in ("pass_at_1_after", "last_accuracy", "mean_accuracy", "mean_entropy")]
+    last = np.mean(0.421 * np.arange(20, 30) / 29)
+    assert figures == pytest.approx([0.421, last, 0.421 / 2, 0.5]) and run["pass_at_1_before"] is None
+    assert (run["kl"], run["sigma"], run["first_trainer_entropy"]) == (2.0, 0.01, 1.5)  # KL where the noise is largest
+
     trainer.clear()  # the same command again: nothing is left to run, and the result is the same
     assert tools.reproduce.main(flags) == 0 and trainer == []
     assert json.loads((tmp_path / "claims.json").read_text())["rows"] == found["rows"]
@@ -324,8 +336,9 @@ def test_a_failed_calibration_ends_the_experiment(tools, trainer, tmp_path, monk
 def test_calibration_reads_the_models_own_completions(tools, tmp_path, monkeypatch):
     from reproduction import calibrated
 
-    def calibrate(model, out, texts):
+    def calibrate(model, out, texts, sequences):
         lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+        assert sequences == len(lines)
         calls.append((model, out, lines))
 
     calls = []

@@ -8,9 +8,9 @@
 
 Every cell of the plan is run with every seed (`tools/reproduction/plan.py`); a finished run is not repeated and an
 interrupted one goes on, so that the same command continues an experiment. Writes OUT/claims.json, OUT/claims.png,
-OUT/curves.png and a table: mean paired difference, bootstrap interval, effect size, corrected p-value, and a verdict,
-supported, not supported, reversed or undecided. Comparisons whose runs are not all there get none. Exit code 1: some
-run failed.
+OUT/curves.png, OUT/runs.json with the figures of each run, and a table: mean paired difference, bootstrap interval,
+effect size, corrected p-value, and a verdict, supported, not supported, reversed or undecided. Comparisons whose runs
+are not all there get none. Exit code 1: some run failed.
 `--set` changes a setting of all runs; a deviation from the plan is a deviation, and is stored with the results.
 `--list` prints the runs and ends; `--report` runs nothing and analyses the finished runs in OUT, also where they were
 made elsewhere: their settings must be the plan's but for the paths.
@@ -111,7 +111,9 @@ def experiment(args: argparse.Namespace) -> int:
     runs = {(job.cell, job.seed): run for job in jobs if (run := job.finished())}
     results = analyse(runs, comparisons, seeds)
     about = {"model": Path(args.model).name, "dataset": args.dataset, "seeds": args.seeds}
-    report.write(results, origin(args), about, args.out / "claims.json")
+    of_runs = origin(args)
+    report.write(report.rows(results, about), of_runs, args.out / "claims.json")
+    report.write(report.run_rows([*jobs, *pilot_jobs(common, args.out)]), of_runs, args.out / "runs.json")
     if results:
         report.draw(results, args.out / "claims.png")
         report.draw_curves(runs, seeds, args.out / "curves.png")

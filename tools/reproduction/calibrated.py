@@ -22,7 +22,7 @@ def main(model: str, dataset: str, out: str) -> None:
     path = model_path(model)
     with tempfile.TemporaryDirectory() as folder:
         texts = write_completions(load(path), dataset, "train", TRAIN_TEXTS, Path(folder) / "texts.jsonl")
-        calibrate_checkpoint(path, out, texts)
+        calibrate_checkpoint(path, out, texts, sequences=TRAIN_TEXTS)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ WINDOW = 10
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished run: rows of its metrics, and the evaluation of the trained policy."""
+    """A finished run: rows of its metrics, and the evaluations of the policy before and after training."""
 
     rows: list[dict[str, Any]]
+    before: Evaluation | None
     after: Evaluation
 
     def column(self, name: str) -> np.ndarray:
@@ -31,8 +32,9 @@ class Run:
 
 def read_finished(directory: Path, steps: int) -> Run | None:
     """The run in a directory; None where it has not reached its last step and evaluation."""
-    rows, after = read_metrics(directory), EvaluationResults(directory).get("after")
-    return Run(rows, after) if after is not None and len(rows) == steps else None
+    rows, evaluations = read_metrics(directory), EvaluationResults(directory)
+    before, after = evaluations.get("before"), evaluations.get("after")
+    return Run(rows, before, after) if after is not None and len(rows) == steps else None
 
 
 def steps_to_halfway(run: Run, reference: Run) -> float:

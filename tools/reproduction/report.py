@@ -12,8 +12,11 @@ import numpy as np
 from reproduction.analysis import NOT_SUPPORTED, REVERSED, SUPPORTED, UNDECIDED, Result
 from reproduction.metrics import WINDOW, Run
 from reproduction.plan import AMENDED, CELLS, PRIMARY, SECONDARY, Comparison
+from reproduction.runs import Job
 
 MARKS = {PRIMARY: "*", SECONDARY: "", AMENDED: "+"}
+FIRST = {"first_entropy": "sampling/entropy", "first_trainer_entropy": "entropy"}
+MEANS = {"mean_entropy": "sampling/entropy", "mean_accuracy": "accuracy"}
 COLOURS = {SUPPORTED: "tab:green", NOT_SUPPORTED: "tab:orange", REVERSED: "tab:red", UNDECIDED: "tab:gray"}
 
 
@@ -98,6 +101,27 @@ def incomplete(comparisons: Sequence[Comparison], results: Sequence[Result]) -> 
     return f"without all their runs, and so without a verdict: {'; '.join(left)}" if left else ""
 
 
-def write(results: Sequence[Result], meta: Mapping[str, Any], about: Mapping[str, Any], path: Path) -> None:
+def run_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """One flat object a finished run: what its cell sets, scores before and after, entropy, accuracy, and KL of sampler
+    and trainer over the steps with the largest noise (without noise: over all).
+    """
+    found = []
+    for job in jobs:
+        if run := job.finished():
+            sigma = run.column("aqn/sigma")
+            scores = {"before": run.before, "after": run.after}
+            found.append(
+                {"cell": job.cell, "seed": job.seed, "learning_rate": job.config["learning_rate"]}
+                | {f"pass_at_1_{when}": score and score.accuracy for when, score in scores.items()}
+                | {f"pass_at_k_{when}": score and score.pass_at_k for when, score in scores.items()}
+                | {name: float(run.column(column)[0]) for name, column in FIRST.items()}
+                | {name: float(run.column(column).mean()) for name, column in MEANS.items()}
+                | {"last_accuracy": float(run.column("accuracy")[-WINDOW:].mean())}
+                | {"kl": float(run.column("sampling/kl")[sigma == sigma.max()].mean()), "sigma": float(sigma.max())}
+            )
+    return found
+
+
+def write(found: Sequence[Mapping[str, Any]], meta: Mapping[str, Any], path: Path) -> None:
     """`{"meta": …, "rows": […]}`."""
-    path.write_text(json.dumps({"meta": meta, "rows": rows(results, about)}, indent=1) + "\n")
+    path.write_text(json.dumps({"meta": meta, "rows": found}, indent=1) + "\n")
