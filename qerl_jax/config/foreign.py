@@ -26,7 +26,7 @@ _MINI_BATCHES = (
     "an update uses the whole rollout; for mini-batches of it the old log-probabilities would take a pass of their own"
 )
 _BATCH = "all completions of a rollout"
-_ENGINE = "the rollout engine is the trainer's own, in one process: nothing to serve or to tune"
+_ENGINE = "neither the built-in engine nor vLLM as rollout_backend, which runs in one process beside it, has it"
 _FIXED_REFERENCE = "the reference of the KL penalty is the model's checkpoint, as in the release, and stays fixed"
 _OTHER_LOSS = "not built in; a token_loss of your own can have it"
 _ENTROPY = "a token_loss of your own can have one (docs/research.md)"
@@ -47,7 +47,7 @@ FOREIGN: dict[str, Foreign] = {
     "torch_dtype": Foreign("TRL", ("dtype",)),
     "bf16": Foreign("TRL", ("dtype",), "bfloat16 is the default"),
     "fp16": Foreign("TRL", ("dtype",), "bfloat16 or float32"),
-    "load_in_4bit": Foreign("TRL, Unsloth, QeRL", ("weight_format",), "nf4 is that of bitsandbytes; also nvfp4, mxfp4"),
+    "load_in_4bit": Foreign("TRL, Unsloth, QeRL", ("weight_format",), "nf4, for example; without effect in QeRL"),
     "load_in_8bit": Foreign("TRL, Unsloth, QeRL", (), "no 8-bit format is implemented"),
     "bnb_4bit_quant_type": Foreign("TRL", ("weight_format",)),
     "use_bnb_nested_quant": Foreign("TRL", (), "a double-quantized checkpoint loads; block maxima are fp32 in memory"),
