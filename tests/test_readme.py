@@ -153,8 +153,11 @@ def test_a_recipe_goes_back_to_its_flags(script):
     recipe = to_mapping(load(assets.find_config(name)))
     text = section("docs/migration.md", "Back to the release")
     table = {flag: field for field, flag in re.findall(r"^\| `(\w+)` \| `--([\w-]+)`", text, re.MULTILINE)}
-    without = set(re.findall(r"--([\w-]+)", text[text.index("Nothing here") :]))
+    always, rest = re.split(r"always set: `([^`]+)`", text)[1:]
+    always = dict(re.findall(r"--([\w-]+) (\S+)", always))
+    without = {*always, *re.findall(r"--([\w-]+)", rest)}
     flags = dict(SCRIPTS[script])
+    assert {flag: flags[flag] for flag in always} == always
     per_device = int(flags["per-device-train-batch-size"]) * int(flags.pop("gradient-accumulation-steps"))
     flags["per-device-train-batch-size"] = str(per_device)
     for flag, value in flags.items():
