@@ -107,7 +107,7 @@ src, dst = map(Path, sys.argv[1:3])
 tensors = Tensors([src])
 if sys.argv[3] == "nf4":
     modules = [name.removesuffix(".weight") for name in tensors]
-    writer = quantize_nf4._ShardWriter(tensors, list(tensors), modules)
+    writer = quantize_nf4.Nf4Writer(tensors, list(tensors), modules)
 else:
     divisors = {
         name.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(weight), weight.dtype)

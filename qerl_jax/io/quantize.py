@@ -13,8 +13,9 @@ import numpy as np
 
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.files import atomic_directory
-from qerl_jax.io.quantize_mxfp4 import write_mxfp4
-from qerl_jax.io.quantize_nf4 import write_nf4
+from qerl_jax.io.quantize_blocks import write_blocks
+from qerl_jax.io.quantize_mxfp4 import Mxfp4Writer
+from qerl_jax.io.quantize_nf4 import Nf4Writer
 from qerl_jax.io.rewrite import check_output, write_checkpoint
 from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, TensorSource, open_checkpoint
 from qerl_jax.io.tensor_names import check_names
@@ -127,8 +128,8 @@ def quantize_checkpoint(
             write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
             return
         check_names(tensors, config, None)
-        write = write_mxfp4 if weight_format == "mxfp4" else write_nf4
-        write(src, directory, tensors, raw_config, config, progress)
+        writer = Mxfp4Writer if weight_format == "mxfp4" else Nf4Writer
+        write_blocks(writer, src, directory, tensors, raw_config, config, progress)
 
 
 def read_unquantized(src: Path) -> tuple[ModelConfig, dict[str, Any]]:
