@@ -69,7 +69,7 @@ def trainer(tools, monkeypatch):
     """Replaces the training program by stand-ins: AQN is better by 0.1, seeds differ by 0.01; returns the calls."""
     calls = []
 
-    def run(command, stdout, stderr, env, check):
+    def run(command, stdout, stderr, check, env=None):
         if "calibrated.py" in command[1]:
             Path(command[-1]).mkdir()  # raises where it is made twice
             (Path(command[-1]) / "made_from").write_text(" ".join(command[2:4]))

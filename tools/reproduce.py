@@ -108,12 +108,15 @@ def experiment(args: argparse.Namespace) -> int:
         failed = run_all(jobs, args.at_once)
     if args.pilot:
         return pilot_result(jobs)
-    runs = {(job.cell, job.seed): run for job in jobs if (run := job.finished())}
+    planned, pilot = (
+        [(job, run) for job in group if (run := job.finished())] for group in (jobs, pilot_jobs(common, args.out))
+    )
+    runs = {(job.cell, job.seed): run for job, run in planned}
     results = analyse(runs, comparisons, seeds)
     about = {"model": Path(args.model).name, "dataset": args.dataset, "seeds": args.seeds}
     of_runs = origin(args)
     report.write(report.rows(results, about), of_runs, args.out / "claims.json")
-    report.write(report.run_rows([*jobs, *pilot_jobs(common, args.out)]), of_runs, args.out / "runs.json")
+    report.write(report.run_rows([*planned, *pilot]), of_runs, args.out / "runs.json")
     if results:
         report.draw(results, args.out / "claims.png")
         report.draw_curves(runs, seeds, args.out / "curves.png")

@@ -10,13 +10,32 @@ from typing import Any
 
 import numpy as np
 from reproduction.analysis import NOT_SUPPORTED, REVERSED, SUPPORTED, UNDECIDED, Result
-from reproduction.metrics import WINDOW, Run
-from reproduction.plan import AMENDED, CELLS, PRIMARY, SECONDARY, Comparison
+from reproduction.metrics import METRICS, WINDOW, Run
+from reproduction.plan import (
+    AMENDED,
+    CELLS,
+    FINAL,
+    FIRST_ENTROPY,
+    MEAN_ACCURACY,
+    MEAN_ENTROPY,
+    PASS_AT_K,
+    PRIMARY,
+    SECONDARY,
+    TRAINER_ENTROPY,
+    Comparison,
+)
 from reproduction.runs import Job
 
 MARKS = {PRIMARY: "*", SECONDARY: "", AMENDED: "+"}
-FIRST = {"first_entropy": "sampling/entropy", "first_trainer_entropy": "entropy"}
-MEANS = {"mean_entropy": "sampling/entropy", "mean_accuracy": "accuracy"}
+FIGURES = {
+    "pass_at_1_after": FINAL,
+    "pass_at_k_after": PASS_AT_K,
+    "first_entropy": FIRST_ENTROPY,
+    "first_trainer_entropy": TRAINER_ENTROPY,
+    "mean_entropy": MEAN_ENTROPY,
+    "mean_accuracy": MEAN_ACCURACY,
+}
+"""Name in a row of runs.json -> metric."""
 COLOURS = {SUPPORTED: "tab:green", NOT_SUPPORTED: "tab:orange", REVERSED: "tab:red", UNDECIDED: "tab:gray"}
 
 
@@ -101,24 +120,21 @@ def incomplete(comparisons: Sequence[Comparison], results: Sequence[Result]) -> 
     return f"without all their runs, and so without a verdict: {'; '.join(left)}" if left else ""
 
 
-def run_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def run_rows(finished: Sequence[tuple[Job, Run]]) -> list[dict[str, Any]]:
     """One flat object a finished run: what its cell sets, scores before and after, entropy, accuracy, and KL of sampler
     and trainer over the steps with the largest noise (without noise: over all).
     """
     found = []
-    for job in jobs:
-        if run := job.finished():
-            sigma = run.column("aqn/sigma")
-            scores = {"before": run.before, "after": run.after}
-            found.append(
-                {"cell": job.cell, "seed": job.seed, "learning_rate": job.config["learning_rate"]}
-                | {f"pass_at_1_{when}": score and score.accuracy for when, score in scores.items()}
-                | {f"pass_at_k_{when}": score and score.pass_at_k for when, score in scores.items()}
-                | {name: float(run.column(column)[0]) for name, column in FIRST.items()}
-                | {name: float(run.column(column).mean()) for name, column in MEANS.items()}
-                | {"last_accuracy": float(run.column("accuracy")[-WINDOW:].mean())}
-                | {"kl": float(run.column("sampling/kl")[sigma == sigma.max()].mean()), "sigma": float(sigma.max())}
-            )
+    for job, run in finished:
+        sigma = run.column("aqn/sigma")
+        found.append(
+            {"cell": job.cell, "seed": job.seed, "learning_rate": job.config["learning_rate"]}
+            | {"pass_at_1_before": run.before and run.before.accuracy}
+            | {"pass_at_k_before": run.before and run.before.pass_at_k}
+            | {name: float(METRICS[metric](run, run)) for name, metric in FIGURES.items()}
+            | {"last_accuracy": float(run.column("accuracy")[-WINDOW:].mean())}
+            | {"kl": float(run.column("sampling/kl")[sigma == sigma.max()].mean()), "sigma": float(sigma.max())}
+        )
     return found
 
 

@@ -131,7 +131,7 @@ def calibrate(jobs: Sequence[Job], model: str, dataset: str, out: Path) -> None:
     script, log_file = Path(__file__).with_name("calibrated.py"), out / f"{CALIBRATED}.log"
     with log_file.open("a") as log:
         command = [sys.executable, str(script), model, dataset, str(wanted)]
-        if subprocess.run(command, stdout=log, stderr=log, env=dict(os.environ), check=False).returncode:
+        if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
             raise ValueError(f"{model} was not calibrated, see {log_file}")
 
 
