@@ -1,6 +1,6 @@
 """`python -m qerl_jax.train`: GRPO with adaptive quantization noise, the whole algorithm on one screen.
 
-Each step: prompts → σ → noisy norms → rollout → rewards → advantages → `grpo_step` → record. `train_step` and
+Each step: prompts → σ → noise → rollout → rewards → advantages → `grpo_step` → record. `train_step` and
 `collect_experience` call pure functions of `aqn`, `rollout`, `rewards` and `rl`; `run/` prepares a run (weights,
 problems, directory) and records it (metrics, checkpoints, report).
 
@@ -60,8 +60,8 @@ def train(
       config: settings of the run.
       console: for messages; None: the terminal.
       sigma: `sigma(step)`, the noise's standard deviation in rollout `step`, from 0; in place of the config's schedule.
-      perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`. `key` is one for
-        each rollout.
+      perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`; with
+        `noise_target` lora its adapters, in place of `aqn.perturb_lora`. `key` is one for each rollout.
       token_loss, with_reference: as in `grpo_step`.
       optimizer: as in `init_state`.
       on_step: `on_step(metrics, state)`, called when a step has been recorded, with its metrics and the state after it.
@@ -95,15 +95,15 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     policy. The step is recorded.
     """
     config, hooks, step = run.config, run.hooks, int(state.step)
-    # Only the rollout sees the noisy norms; `state` stays clean, and the update trains that clean policy. The
-    # log-probabilities under noise travel in `batch.logprobs`, for the importance weight that corrects the mismatch.
-    sigma = hooks.sigma_at(config, step)
-    noisy_norms = hooks.noisy(state.norms, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
-    perturbed = aqn.count_perturbed(state.norms, noisy_norms)
-    actor = current_policy(run.policy, state).replace(norms=noisy_norms)
+    # Only the rollout sees the noisy norms or adapters; `state` stays clean, and the update trains that clean policy.
+    # The log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
+    sigma, clean = hooks.sigma_at(config, step), getattr(state, config.noise_target)
+    noisy = hooks.noisy(config, clean, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
+    perturbed = int(aqn.count_perturbed(clean, noisy))
+    actor = current_policy(run.policy, state).replace(**{config.noise_target: noisy})
 
     experience = collect_experience(run, recorder.phases, actor, state)
-    del actor  # the update needs the memory of full fine-tuning's copy of the weights
+    del actor, noisy, clean  # the update needs the memory of noisy adapters, or of full fine-tuning's compute copy
     rewards = jnp.asarray(experience.rewards)
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(experience.rollout, advantages, rewards, config.mask_truncated_completions)

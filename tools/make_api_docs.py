@@ -52,7 +52,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("Progress", "keys"),
         ),
     ),
-    "Noise": ("Adaptive Quantization Noise on the layer norms of the policy that samples.", ("aqn",)),
+    "Noise": ("Adaptive Quantization Noise on layer norms of the policy that samples, or on its adapters.", ("aqn",)),
     "Update": (
         "Rewards become advantages, a rollout with advantages becomes a `Batch`, and `grpo_step` updates the adapters.",
         (

@@ -104,6 +104,8 @@ def _check_contradictions(config: Config) -> None:
         )
     if config.lora_rank == 0 and not config.trains_norms:
         raise ConfigError("lora_rank 0 without train_norms: there would be nothing to train")
+    if config.lora_rank == 0 and config.noise_target == "lora":
+        raise ConfigError("noise_target 'lora' contradicts lora_rank 0: there are no adapters that could get noise")
     if config.overwrite and config.resume != "never":
         raise ConfigError(f"overwrite deletes the run that resume {config.resume!r} would resume")
     if config.loss_type == "cispo" and config.upper_clip < 1:
@@ -149,7 +151,7 @@ def _check_full(config: Config) -> None:
             "adapters only"
         )
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    for name in ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules"):
+    for name in ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "noise_target"):
         value = getattr(config, name)
         if value != defaults[name] and (name, value) != ("lora_rank", 0):
             value = list(value) if isinstance(value, tuple) else value

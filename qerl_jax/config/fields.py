@@ -203,7 +203,7 @@ class Config:
     """Completions do not depend, to the bit, on their batch or the schedule of the rollout; slower."""
 
     sigma_start: float = 1e-2
-    """Standard deviation of the noise on the layer norms in the first noisy stage; 0 (with sigma_end 0): no noise."""
+    """Standard deviation of the noise in the first noisy stage; 0 (with sigma_end 0): no noise."""
     sigma_end: float = 5e-4
     """Standard deviation of the noise in the last stage."""
     num_stages: int = 10
@@ -212,6 +212,9 @@ class Config:
     """Decay of the standard deviation from stage to stage."""
     noise_formula: Literal["qerl", "paper"] = "qerl"
     """"qerl" reaches sigma_end in the last stage, as the released code; "paper" is equation 11."""
+    noise_target: Literal["norms", "lora"] = "norms"
+    """Weights of the sampling policy that get the noise: the layer norms (AQN), or in their place the LoRA adapters,
+    where a matrix with n inputs gets a standard deviation of sigma / sqrt(n)."""
 
     tokens_per_micro_batch: int | None = None
     """Tokens per micro-batch of the update; the gradient is that of the whole batch. A smaller value is raised to

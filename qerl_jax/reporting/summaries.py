@@ -77,7 +77,7 @@ def run_metrics(
       experience: scored rollout of the step.
       state: state after the step.
       sigma: standard deviation of the noise.
-      perturbed: layer norms that the noise changed.
+      perturbed: layer norms, or A and B matrices of the adapters, that the noise changed.
       tokens: tokens seen before the step.
       problems: size of the dataset.
     """
@@ -88,7 +88,7 @@ def run_metrics(
     return {
         **rate,
         "aqn/sigma": sigma,
-        "aqn/norms": perturbed,
+        {"norms": "aqn/norms", "lora": "aqn/lora_matrices"}[config.noise_target]: perturbed,
         "num_tokens": tokens + int(experience.rollout.lengths.sum()),
         "epoch": int(state.cursor) / problems,
     }

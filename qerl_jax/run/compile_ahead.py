@@ -44,7 +44,8 @@ def run_programs(part: str, config: Config, hooks: Hooks, policy: Policy, state:
         sizes, key = (config.num_prompts, config.max_prompt_length), keys.for_step(config.seed, keys.Purpose.SAMPLE, 0)
         own = config.rollout_backend == "jax"
         sampled = rollout_programs(policy, *sizes, config.sampling, key, config.engine) if own else ()
-        noise = hooks.programs(state.norms, keys.for_step(config.seed, keys.Purpose.AQN, 0))
+        clean = getattr(state, config.noise_target)
+        noise = hooks.programs(config, clean, keys.for_step(config.seed, keys.Purpose.AQN, 0))
         programs = [*sampled, *noise]
         if state.weights is not None:
             programs.append(Program("weights in the compute dtype", compute_copy, (state.weights, policy.frozen)))

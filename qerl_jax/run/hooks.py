@@ -19,7 +19,7 @@ from qerl_jax.config import Config
 from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.types import TrainState
 
-_perturb = jax.jit(aqn.perturb)
+_PERTURB = {target: jax.jit(perturb) for target, perturb in aqn.PERTURBATIONS.items()}
 _TRAINING = ("sigma", "perturb", "token_loss", "optimizer")  # these change the result; `on_step` only looks on
 
 
@@ -43,19 +43,25 @@ class Hooks:
             raise ValueError(f"sigma({step}) returned {value!r}, expected a finite number of at least 0")
         return float(value)
 
-    def noisy(self, norms: Any, sigma: float, key: Array) -> Any:
-        """Layer norms of the rollout. Raises ValueError for a result of another form than `norms`."""
+    def noisy(self, config: Config, clean: Any, sigma: float, key: Array) -> Any:
+        """Layer norms or adapters of the rollout, as `noise_target` says. Raises ValueError for a result of another
+        form than `clean`.
+        """
         if self.perturb is None:
-            return _perturb(norms, sigma, key)
-        found = self.perturb(norms, sigma, key)
-        wanted, given = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree) for tree in (norms, found))
+            return _PERTURB[config.noise_target](clean, sigma, key)
+        found = self.perturb(clean, sigma, key)
+        wanted, given = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree) for tree in (clean, found))
         if wanted != given:
-            raise ValueError(f"perturb returned norms of the form {given}, expected that of its argument, {wanted}")
+            raise ValueError(
+                f"perturb returned {config.noise_target} of the form {given}, expected that of its argument, {wanted}"
+            )
         return found
 
-    def programs(self, norms: Any, key: Array) -> list[Program]:
-        """The program behind `noisy`, to be compiled before its first call."""
-        return [Program("noise", _perturb, (norms, 0.0, key))] if self.perturb is None else []
+    def programs(self, config: Config, clean: Any, key: Array) -> list[Program]:
+        """The programs of `noisy` and of the count of what it changed, to be compiled before their first call."""
+        count = Program("count of the noisy arrays", aqn.count_perturbed, (clean, clean))
+        perturb = Program("noise", _PERTURB[config.noise_target], (clean, 0.0, key))
+        return [count] if self.perturb is not None else [perturb, count]
 
     def given(self) -> dict[str, str]:
         """Name of each function that changes the training, by its hook."""

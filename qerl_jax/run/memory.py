@@ -46,6 +46,7 @@ class MemoryEstimate:
       weights: the frozen base, or the checkpoint where all weights are trained.
       state: adapters, norms, optimizer state; all trained weights.
       copy: the trained weights in the compute dtype, beside the rollout or evaluation that reads them; 0 with adapters.
+      noisy: the adapters with noise, beside the rollout that reads them; 0 with noise on the norms, which are small.
       sequences: number of sequences decoded together in a rollout.
       cache: KV cache of a rollout.
       eval_sequences: number of sequences decoded together in an evaluation; 0 without an evaluation.
@@ -62,6 +63,7 @@ class MemoryEstimate:
     weights: int
     state: int
     copy: int
+    noisy: int
     sequences: int
     cache: int
     eval_sequences: int
@@ -77,7 +79,7 @@ class MemoryEstimate:
     @property
     def rollout(self) -> int:
         """Peak during the rollout."""
-        return self.weights + self.state + self.copy + self.cache + self.logits
+        return self.weights + self.state + self.copy + self.noisy + self.cache + self.logits
 
     @property
     def evaluation(self) -> int:
@@ -161,15 +163,15 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     others = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
     named = [*(["biases"] if model.qkv_bias else []), *(["norms of heads"] if model.qk_norm else []), "final norm"]
     rows.append(ParameterRow(", ".join(named), others, dense, rest))
-    trained = "trained" if state.config.trains_norms else "frozen, noise is added"
+    noise = dict.fromkeys(("norms", "lora"), "") | {state.config.noise_target: ", noise is added"}
+    trained = "trained" if state.config.trains_norms else f"frozen{noise['norms']}"
     rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
     if state.weights is not None:
         size, held = tree_size(state.weights), tree_bytes(state.weights)
         rows.append(ParameterRow("all but layer norms (trained)", size, "float32", held))
     if rank := state.config.lora.rank:
-        rows.append(
-            ParameterRow(f"adapters, rank {rank} (trained)", tree_size(policy.lora), "float32", tree_bytes(policy.lora))
-        )
+        name = f"adapters, rank {rank} (trained{noise['lora']})"
+        rows.append(ParameterRow(name, tree_size(policy.lora), "float32", tree_bytes(policy.lora)))
     rows.append(ParameterRow("AdamW's moments", tree_size(state.opt_state), "float32", tree_bytes(state.opt_state)))
     return rows
 
@@ -208,7 +210,8 @@ def estimate_memory(
     With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
 
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient. With all
-      weights trained a rollout reads a copy of them in the compute dtype.
+      weights trained a rollout reads a copy of them in the compute dtype, with noise on the adapters noisy ones beside
+      the clean.
     - cache: `2 L K H e` (1 for e in layers whose keys and values are FP8) for each token of the prompts and completions
       that the rollout holds at one time (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the
       `eval_batch_size` of an evaluation.
@@ -242,6 +245,7 @@ def estimate_memory(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),
         copy=tree_bytes(policy.frozen) if config.is_full else 0,
+        noisy=tree_bytes(state.lora) if config.noise_target == "lora" else 0,
         sequences=rollout.slots if rollout else 0,
         cache=rollout.cache_bytes if rollout else 0,
         eval_sequences=evaluation.slots if evaluation else 0,

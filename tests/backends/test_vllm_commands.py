@@ -86,9 +86,11 @@ def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, 
     assert (tmp_path / "run" / "adapter").is_dir()
 
 
-def test_the_importance_weight_sees_what_vllm_sampled(settings, stand_in, tmp_path, nothing_compiled_ahead):
+@pytest.mark.parametrize("target", ["norms", "lora"])
+def test_the_importance_weight_sees_what_vllm_sampled(target, settings, stand_in, tmp_path, nothing_compiled_ahead):
     """Without noise vLLM and trainer differ by the rounding of bf16; noise shows in the mismatch of its step alone."""
-    train(runs.config(tmp_path / "run", **settings | {"eval_dataset": None, "sigma_start": 1.0}))
+    own = {"eval_dataset": None, "sigma_start": 1.0, "noise_target": target}
+    train(runs.config(tmp_path / "run", **settings | own))
     clean, noisy = (row["sampling/sampling_logp_difference/mean"] for row in read_metrics(tmp_path / "run"))
     assert 0 < clean < 0.02 < 0.1 < noisy
 
