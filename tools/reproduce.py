@@ -1,6 +1,7 @@
 """Run the paper's claims as experiments with seeds, intervals and verdicts, after the plan of `docs/claims.md`.
 
     python tools/reproduce.py --pilot --model policy-30m --out runs/claims      # prints the learning rate to --set
+    python tools/reproduce.py --fitness --model policy-30m --out runs/fitness   # prints the --dataset to take
     python tools/reproduce.py 1 4 --model policy-30m --out runs/claims          # two claims
     python tools/reproduce.py --model policy-30m --out runs/claims --at-once 4  # all, four runs at a time on a GPU
     python tools/reproduce.py --model Qwen/Qwen2.5-3B-Instruct --dataset gsm8k --out runs/gsm8k \\
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -30,6 +32,8 @@ import yaml
 from record import add_commit, meta
 from reproduction import plan, report
 from reproduction.analysis import analyse
+from reproduction.fitness import chosen, fitness_jobs, fitness_of
+from reproduction.fitness import table as fitness_table
 from reproduction.runs import Job, calibrate, check_settings, jobs_of, pilot_jobs, run_all
 
 CLAIMS = sorted({comparison.claim for comparison in plan.COMPARISONS})
@@ -64,19 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claims", type=claim, nargs="*", metavar="CLAIM", help="1 to 8; none: all")
     parser.add_argument("--model", required=True, help="as in qerl_jax.train")
-    parser.add_argument("--dataset", default="word_problems", help="trained and evaluated on (splits train and test)")
+    parser.add_argument("--dataset", help="trained and evaluated on, splits train and test (default word_problems)")
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs and results")
     parser.add_argument("--seeds", type=int, default=plan.SEEDS, help=f"seeds 0 to N − 1 (default {plan.SEEDS})")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
-    parser.add_argument("--pilot", action="store_true", help="choose the learning rate of all runs, by BF16 runs alone")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--pilot", action="store_true", help="choose the learning rate of all runs, by BF16 runs alone")
+    choice.add_argument("--fitness", action="store_true", help="choose the dataset, by BF16 runs on those of the plan")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
     parser.add_argument("--report", action="store_true", help="analyse the finished runs alone")
     add_commit(parser)
     args = parser.parse_args(argv)
     if args.seeds < 2 or args.at_once < 1:
         parser.error(f"--seeds {args.seeds} and --at-once {args.at_once}: at least 2 and 1")
-
+    if args.fitness and (args.dataset or args.claims):
+        parser.error(f"--fitness takes the datasets of the plan, not --dataset {args.dataset} or claims {args.claims}")
+    args.dataset = args.dataset or "word_problems"
     try:
         return experiment(args)
     except ValueError as error:  # settings or files of runs that do not fit
@@ -96,7 +104,8 @@ def experiment(args: argparse.Namespace) -> int:
     comparisons = [one for one in plan.COMPARISONS if not args.claims or one.claim in args.claims]
     seeds = range(args.seeds)
     cells = plan.cells_of(comparisons)
-    jobs = pilot_jobs(common, args.out) if args.pilot else jobs_of(cells, seeds, common, args.out)
+    choice = pilot_jobs if args.pilot else fitness_jobs if args.fitness else None
+    jobs = choice(common, args.out) if choice else jobs_of(cells, seeds, common, args.out)
     if args.list:
         print("\n".join(f"{job.directory} {'finished' if job.finished() else 'to do'}" for job in jobs))
         return 0
@@ -108,13 +117,15 @@ def experiment(args: argparse.Namespace) -> int:
         failed = run_all(jobs, args.at_once)
     if args.pilot:
         return pilot_result(jobs)
+    if args.fitness:
+        return fitness_result(jobs, args)
     planned, pilot = (
         [(job, run) for job in group if (run := job.finished())] for group in (jobs, pilot_jobs(common, args.out))
     )
     runs = {(job.cell, job.seed): run for job, run in planned}
     results = analyse(runs, comparisons, seeds)
     about = {"model": Path(args.model).name, "dataset": args.dataset, "seeds": args.seeds}
-    of_runs = origin(args)
+    of_runs = origin(args, args.out / "claims.json")
     report.write(report.rows(results, about), of_runs, args.out / "claims.json")
     report.write(report.run_rows([*planned, *pilot]), of_runs, args.out / "runs.json")
     if results:
@@ -128,11 +139,11 @@ def experiment(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def origin(args: argparse.Namespace) -> dict[str, Any]:
-    """`meta` of the results. With `--report` it stays that of the program which made the runs, the GPU and the commit
-    are its, and what analysed them stands beside.
+def origin(args: argparse.Namespace, results: Path) -> dict[str, Any]:
+    """`meta` of a file of results. With `--report` it stays that of the program which made the runs, the GPU and the
+    commit are its, and what analysed them stands beside.
     """
-    here, results = meta(args.commit) | {"changes": dict(args.set)}, args.out / "claims.json"
+    here = meta(args.commit) | {"changes": dict(args.set)}
     if not (args.report and results.exists()):
         return here
     return json.loads(results.read_text())["meta"] | {"report_commit": here["commit"], "report_date": here["date"]}
@@ -147,6 +158,20 @@ def pilot_result(jobs: Sequence[Job]) -> int:
     for rate, run in runs.items():
         print(f"learning_rate {rate:g}: pass@1 {100 * run.after.accuracy:.1f} %")
     print(f"--set learning_rate={max(runs, key=lambda rate: runs[rate].after.accuracy):g}")
+    return 0
+
+
+def fitness_result(jobs: Sequence[Job], args: argparse.Namespace) -> int:
+    """Write OUT/fitness.json, print the figures of each dataset and the choice; returns the exit code."""
+    found = fitness_of([(job, run) for job in jobs if (run := job.finished())])
+    best, about = chosen(found), {"model": Path(args.model).name}
+    rows = [about | dataclasses.asdict(one) | {"gain": one.gain, "is_fit": one.is_fit} for one in found]
+    report.write(rows, origin(args, args.out / "fitness.json"), args.out / "fitness.json")
+    print(fitness_table(found))
+    if len(found) < len(plan.FITNESS_DATASETS):
+        print("the runs are not complete: run it again")
+        return 1
+    print(f"--dataset {best.dataset}" if best else "none of the datasets is fit for the plan with this policy")
     return 0
 
 

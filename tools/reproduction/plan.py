@@ -1,4 +1,4 @@
-"""The analysis plan of `docs/claims.md` as data: cells, metrics and comparisons, fixed before any run.
+"""The analysis plan of `docs/claims.md` as data: cells, metrics and comparisons, each fixed before any run of its own.
 
 A cell is a setting that is run with every seed. A comparison takes the difference of a metric between two cells seed by
 seed.
@@ -77,6 +77,12 @@ FINAL, PASS_AT_K = "final pass@1", "final pass@k"
 SEEDS = 8
 PRIMARY, SECONDARY, AMENDED = "primary", "secondary", "amended"
 PILOT_SEED, PILOT_RATES = 100, (3e-5, 1e-4, 3e-4, 1e-3)
+FITNESS_DATASETS = ("word_problems:2-6", "word_problems:2-7", "word_problems:3-5", "word_problems:3-6")
+FITNESS_SEEDS, FITNESS_STEPS = (101, 102, 103), 100
+FITNESS_GAIN, FITNESS_ENTROPY = 0.01, 0.2
+"""A dataset is fit where BF16 runs of all steps end this much higher than runs of `FITNESS_STEPS`, in pass@1, and start
+with this entropy, in nats a token.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
