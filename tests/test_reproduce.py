@@ -381,6 +381,20 @@ def test_with_real_runs(tools, tmp_path):
 RESULTS = Path(__file__).resolve().parent.parent / "tools" / "results"
 
 
+def test_noise_on_the_adapters_has_the_kl_of_that_on_the_norms(tools):
+    """Its σ is that of `aqn` times the factor that was measured, with the same schedule; and 0.3 and 3 times that."""
+    rows = json.loads((RESULTS / "cpu" / "noise.json").read_text())["rows"]
+    norms, lora = ({row["noise_target"]: row for row in rows}[target] for target in ("norms", "lora"))
+    factor = math.sqrt(norms["kl"] / lora["kl"])
+    assert lora["sigma"] == norms["sigma"] == 0.01 and round(factor, 1) == tools.plan.LORA_SIGMA
+    for name, multiple in (("lora-noise", 1), ("lora-noise-sigma0.3", 0.3), ("lora-noise-sigma3", 3)):
+        cell = tools.plan.CELLS[name]
+        assert cell["noise_target"] == "lora" and cell["weight_format"] == "nvfp4"
+        sigmas = [cell["sigma_start"], cell["sigma_end"]]
+        assert sigmas == pytest.approx([multiple * tools.plan.LORA_SIGMA * sigma for sigma in (1e-2, 5e-4)])
+    assert {"noise_target", "sigma_start"} <= {key for own in tools.plan.CELLS.values() for key in own}
+
+
 def test_the_datasets_of_the_choice_are_those_that_the_plan_allows(tools):
     """word_problems:2-6 and every range with lower pass@1 that is between 15 and 40 %, pass@64 below 95 %: means over
     its operations, each as often, of the figures that pretraining recorded.

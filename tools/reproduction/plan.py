@@ -29,6 +29,23 @@ NOISES: Mapping[str, Mapping[str, Any]] = {
     "aqn-stages5": {**AQN, "num_stages": 5},
     "aqn-stages20": {**AQN, "num_stages": 20},
 }
+LORA_SIGMA = 1.6
+"""σ of noise on the adapters over that on the norms at which both make the same KL of clean and noisy policy, by
+`tools/compare_noise.py` on policy-30m.
+"""
+
+
+def _lora_noise(factor: float) -> Mapping[str, Any]:
+    """Noise on the adapters, its σ a multiple of the one of equal KL."""
+    sigmas = {name: round(LORA_SIGMA * factor * sigma, 9) for name, sigma in SIGMA.items()}
+    return {**NVFP4, **sigmas, "noise_target": "lora"}
+
+
+LORA_NOISES: Mapping[str, Mapping[str, Any]] = {
+    "lora-noise": _lora_noise(1),
+    "lora-noise-sigma0.3": _lora_noise(0.3),
+    "lora-noise-sigma3": _lora_noise(3),
+}
 CELLS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"weight_format": "bf16", **NO_NOISE},
     "nf4": {"weight_format": "nf4", **NO_NOISE},
@@ -46,6 +63,7 @@ CELLS: Mapping[str, Mapping[str, Any]] = {
     "aqn-uncorrected": {**AQN, "importance_sampling_cap": None},
     "nvfp4-calibrated": {**NO_NOISE, "model": CALIBRATED},
     "full": {"weight_format": "full", **NO_NOISE, "learning_rate": 0.1},
+    **LORA_NOISES,
 }
 """Fields of the config in which a cell differs from the settings common to all; `learning_rate` is a multiple of the
 common one.
@@ -142,6 +160,8 @@ COMPARISONS: tuple[Comparison, ...] = (
     Comparison(1, "nvfp4-calibrated", "bf16", FIRST_ENTROPY, 1, 0.01, AMENDED),
     Comparison(4, "nvfp4-calibrated", "nvfp4", FINAL, 1, 0.01, AMENDED),
     Comparison(4, "aqn", "full", FINAL, 0, 0.02, AMENDED),
+    # added on the same day, before any run of its cells or result of the family: noise on the adapters instead
+    *(Comparison(5, "aqn", other, FINAL, 1, 0.01, AMENDED) for other in LORA_NOISES),
 )
 
 
