@@ -166,22 +166,23 @@ def backward(
       The gradient with this micro-batch's added, and that of x.
     """
     kept = _forward(shape, frozen, trained, x, packed)[1] if kept is None else kept
-    parts = []
 
-    def pull(function: Any, value: Array, cotangent: Array) -> Array:
+    def pull(function: Any, value: Array, cotangent: Array, gradient: Any) -> tuple[Array, Any]:
         def of_trained(own: Any, value: Array) -> Array:
             return function(shape, frozen, trained | own, value)
 
         _, pullback = jax.vjp(of_trained, {name: trained[name] for name in gradient}, value)
         part, d_value = pullback(cotangent)
-        parts.append(part)
-        return d_value
+        return d_value, jax.tree.map(jnp.add, gradient, part)
 
     middle = x + kept.delta
     gate_up = _gate_up(shape, frozen, trained, middle) if kept.gate_up is None else kept.gate_up
-    d_gate_up = pull(_down, gate_up, d_x.astype(gate_up.dtype))
-    d_middle = d_x + pull(_gate_up, middle, d_gate_up)
-    d_attended = pull(_attention_out, kept.attended, d_middle.astype(kept.delta.dtype))
+    d_gate_up, gradient = pull(_down, gate_up, d_x.astype(gate_up.dtype), gradient)
+    d_mlp, gradient = pull(_gate_up, middle, d_gate_up, gradient)
+    d_middle = d_x + d_mlp
+    d_attended, gradient = pull(_attention_out, kept.attended, d_middle.astype(kept.delta.dtype), gradient)
+    # Else XLA moves the gradient of the MLP's weights behind attention, whose workspace then lies beside d_gate_up.
+    d_attended, gradient = jax.lax.optimization_barrier((d_attended, gradient))
     d_heads = segment_attention_backward(
         kept.q, kept.k, kept.v, kept.attended, kept.statistics, d_attended, packed, shape.pack
     )
@@ -190,5 +191,5 @@ def backward(
     angles = _angles(shape, packed)
     # The rotary embedding is linear; its transpose needs no value of qkv.
     [d_qkv] = jax.linear_transpose(lambda qkv: split_and_rotate(shape.model, qkv, angles), qkv)(d_heads)
-    d_x = d_middle + pull(_qkv, x, d_qkv)
-    return jax.tree.map(lambda total, *some: total + sum(some), gradient, *parts), d_x
+    d_attention, gradient = pull(_qkv, x, d_qkv, gradient)
+    return gradient, d_middle + d_attention

@@ -225,13 +225,17 @@ def _launch_skinny(route: Route, x, weight: PackedNvfp4, bias, lora_b, lora_x=No
 def _backward(route: Route, residual, dy):
     x, weight, bias, pairs, all_a, of_each = residual
     dx = _input_gradient(route, dy, weight)
-    d_pairs = []
+    each_through_b, d_pairs = [], []
     for (_, width, offset, scale), own, (a, b) in zip(route.problem.adapters, of_each, pairs, strict=True):
         d_own = dy[:, offset : offset + width]
         through_b = (scale * fp32_matmul(d_own, b.T)).astype(x.dtype)
-        dx = dx + fp32_matmul(through_b, a.T)
         d_b = scale * fp32_matmul(own.T, d_own)
         d_pairs.append((fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
+        each_through_b.append(through_b)
+    if pairs:
+        # One product for all adapters, in x's dtype: one for each, in fp32, would each write twice the bytes of dx.
+        all_through_b, a_of_all = (jnp.concatenate(each, axis=1) for each in (each_through_b, [a for a, _ in pairs]))
+        dx = dx.astype(jnp.float32) + fp32_matmul(all_through_b, a_of_all.T, x.dtype)
     d_bias = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
     # Adapters that are trained come apart (`all_a` is None), so that nothing is lost here.
     return (
