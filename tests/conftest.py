@@ -34,9 +34,9 @@ if _OWN_CACHE is not None:  # workers of xdist inherit it
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _OWN_CACHE
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # storing one costs 2 ms, compiling it 25
 
-from jaxtyping import install_import_hook
+import typecheck
 
-install_import_hook("qerl_jax", "typecheck.check")
+typecheck.install()
 
 import jax
 import pytest

@@ -1,5 +1,9 @@
 """The run-time type checker of the tests: beartype, where an int will do for a float (PEP 484's numeric tower).
 
+jaxtyping's import hook checks `qerl_jax` by it. At every call jaxtyping binds the arguments and opens a scope for the
+names of axes; a function without an array in its annotations has no use for that, and is checked by beartype alone, in
+a tenth of the time.
+
 A dataclass that is a pytree is checked where the code builds it, not where jax rebuilds it: there the leaves may be
 gradients (`float0`), placeholders or None.
 """
@@ -7,13 +11,48 @@ gradients (`float0`), placeholders or None.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+import typing
 from collections.abc import Callable
+from typing import Any
 
+import jaxtyping
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintPep673Exception
 
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def install() -> None:
+    """Checks every function and dataclass of `qerl_jax` that is imported from now on."""
+    jaxtyping.jaxtyped = jaxtyping._decorator.jaxtyped = jaxtyped  # the hook's decorator, and its recursion for classes
+    jaxtyping.install_import_hook("qerl_jax", "typecheck.check")
+
+
+def jaxtyped(function: Any = None, *, typechecker: Callable) -> Any:
+    """jaxtyping's decorator where an annotation has axes, the type checker alone where none has."""
+    if function is None:
+        return functools.partial(jaxtyped, typechecker=typechecker)
+    if inspect.isfunction(function) and not _may_have_axes(function):
+        return typechecker(function)
+    return _jaxtyped(function, typechecker=typechecker)
+
+
+def _may_have_axes(function: Callable) -> bool:
+    """Whether an annotation holds a type of jaxtyping, or is unreadable, as with a name that is not defined yet."""
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # jaxtyping's way with it, too
+        return True
+    return any(_has_axes(hint) for hint in hints.values())
+
+
+def _has_axes(hint: Any) -> bool:
+    if isinstance(hint, (list, tuple)):  # the parameters of a Callable
+        return any(map(_has_axes, hint))
+    return getattr(hint, "__module__", "").startswith("jaxtyping") or any(map(_has_axes, typing.get_args(hint)))
 
 
 def check(function: Callable) -> Callable:
