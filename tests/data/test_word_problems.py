@@ -12,7 +12,6 @@ from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.word_problems import WordProblem, problems, word_problem
 
-PROBLEMS = [word_problem(split, 0, index) for split in word_problems.SPLITS for index in range(900)]
 FRACTIONS = {"half": 2, "a third": 3, "a quarter": 4, "a fifth": 5, "a sixth": 6, "an eighth": 8, "a tenth": 10}
 NAME, NUMBER, THINGS, PART = r"([A-Z][a-z]+)", r"(\d+)", r"[a-z]+", "(" + "|".join(FRACTIONS) + ")"
 
@@ -88,6 +87,11 @@ QUESTIONS: list[tuple[str, Callable]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def drawn() -> list[WordProblem]:
+    return [word_problem(split, 0, index) for split in word_problems.SPLITS for index in range(900)]
+
+
 def answer_of(text: str) -> float:
     """The answer of a question, read sentence by sentence until no sentence says anything new."""
     pattern, ask = next((one, f) for one, f in QUESTIONS if re.search(f"{one}$", text))
@@ -120,23 +124,23 @@ def operands(problem: WordProblem) -> int:
     return count + len(problem.asked.steps(values))
 
 
-def test_answers_are_those_of_the_text():
-    for problem in PROBLEMS:
+def test_answers_are_those_of_the_text(drawn):
+    for problem in drawn:
         assert answer_of(problem.question) == int(problem.answer) > 0, problem.question
 
 
-def test_every_wording_occurs():
-    texts = " ".join(problem.question for problem in PROBLEMS)
+def test_every_wording_occurs(drawn):
+    texts = " ".join(problem.question for problem in drawn)
     assert all(re.search(pattern, texts) for pattern, _ in READERS + QUESTIONS)
 
 
-def test_operations_are_counted_and_even():
-    assert all(operands(problem) == problem.operations for problem in PROBLEMS)
-    assert [problem.operations for problem in PROBLEMS[:18]] == 2 * list(range(2, 11))
+def test_operations_are_counted_and_even(drawn):
+    assert all(operands(problem) == problem.operations for problem in drawn)
+    assert [problem.operations for problem in drawn[:18]] == 2 * list(range(2, 11))
 
 
-def test_every_step_is_exact_and_distractors_do_not_matter():
-    for problem in PROBLEMS:
+def test_every_step_is_exact_and_distractors_do_not_matter(drawn):
+    for problem in drawn:
         values = {}
         for quantity in problem.quantities:
             for step in quantity.steps(values):
