@@ -6,6 +6,7 @@ installed before anything of `qerl_jax` is imported, so nothing above it imports
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import lzma
@@ -73,6 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     so that fixtures are made, and functions traced, once.)
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected lives as long as the process, so the garbage collector need not look at it again;
+    nor need it look as often as by default, with what JAX allocates while it traces.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:
