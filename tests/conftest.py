@@ -22,13 +22,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Compiling is most of the tests' time, and half of that are LLVM's optimizations and XLA's emitters through MLIR, which
-# alter results by rounding alone. XLA of jax 0.11 and later, with which tests compile for a GPU, ends at this flag.
+# alter results by rounding alone. Both cores are busy, so a program is not split among threads either. XLA of jax 0.11
+# and later, with which tests compile for a GPU, ends at the first flag.
 QUICK_COMPILES = os.environ["JAX_PLATFORMS"] == "cpu" and importlib.metadata.version("jaxlib").startswith("0.10.")
 if QUICK_COMPILES:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     flags = os.environ.get("XLA_FLAGS", "")  # workers of xdist have it
     if "xla_cpu_use_fusion_emitters" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        )
 # What one test, worker or subprocess of a session compiles, the others load.
 _OWN_CACHE = None if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="qerl-jax-tests-")
 if _OWN_CACHE is not None:  # workers of xdist inherit it
