@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import small
@@ -32,6 +32,7 @@ from qerl_jax.run import layer_streams
 from qerl_jax.run.calibrate import calibrate_checkpoint
 
 TEXTS, LENGTH = 96, 160
+TOGETHER = 25  # texts of a batch
 
 
 def write_texts(path, split: str, count: int):
@@ -69,20 +70,23 @@ def written(tmp_path_factory):
 
 
 def kl_of(place, texts) -> dict[str, np.ndarray]:
-    """KL(unquantized ‖ quantized) summed over each text, by torch from logits of the loaded policies."""
+    """KL(unquantized ‖ quantized) summed over each text, by torch from logits of the loaded policies in batches."""
     policies = {name: fp32_policy(place / name, rank=0) for name in ("rounded", "calibrated")}
     policies["exact"] = fp32_policy(assets.model_path("tiny"), rank=0)
-    width = max(map(len, texts))
+    lengths = np.array([len(text) for text in texts])
+    tokens = np.zeros((-(-len(texts) // TOGETHER) * TOGETHER, lengths.max()), np.int32)
+    for row, text in zip(tokens, texts, strict=False):
+        row[: len(text)] = text
     found: dict[str, list[float]] = {"rounded": [], "calibrated": []}
-    for text in texts:
-        tokens, mask = np.zeros((1, width), np.int32), np.arange(width)[None] < len(text)
-        tokens[0, : len(text)] = text
-        logp = {
-            name: torch.tensor(np.asarray(logits_of(policy, tokens, mask))[0, : len(text) - 1]).double().log_softmax(-1)
-            for name, policy in policies.items()
-        }
-        for name, sums in found.items():
-            sums.append(torch.nn.functional.kl_div(logp[name], logp["exact"], reduction="sum", log_target=True).item())
+    for first in range(0, len(texts), TOGETHER):
+        rows, ends = tokens[first : first + TOGETHER], lengths[first : first + TOGETHER]
+        mask = np.arange(tokens.shape[1]) < np.pad(ends, (0, TOGETHER - len(ends)), constant_values=1)[:, None]
+        logits = {name: np.array(logits_of(policy, rows, mask)) for name, policy in policies.items()}
+        for i, end in enumerate(ends):
+            logp = {name: torch.tensor(of[i, : end - 1]).double().log_softmax(-1) for name, of in logits.items()}
+            for name, sums in found.items():
+                kl = torch.nn.functional.kl_div(logp[name], logp["exact"], reduction="sum", log_target=True)
+                sums.append(kl.item())
     return {name: np.array(sums) for name, sums in found.items()}
 
 
@@ -113,13 +117,19 @@ def test_the_first_layers_errors_are_those_of_the_models_that_were_written(writt
     tokenizer = load_tokenizer(assets.model_path("tiny"), 512)
     heldout = load_texts(place / "texts.jsonl", tokenizer, TEXTS, LENGTH)[3::4]
 
-    def streams(name, text):
-        path = assets.model_path("tiny") if name == "exact" else place / name
-        tokens = jnp.asarray([text])
-        model = fp32_policy(path, rank=0)
-        merged = nnx.merge(model.graphdef, model.frozen, model.norms, model.lora)
-        return [np.asarray(x, np.float64) for x in merged.residuals(tokens, jnp.ones(tokens.shape, bool))[:2]]
+    @jax.jit
+    def residuals(policy, tokens, mask):
+        merged = nnx.merge(policy.graphdef, policy.frozen, policy.norms, policy.lora)
+        return merged.residuals(tokens, mask)[:2]
 
+    def streams(name, text):
+        tokens = np.zeros((1, LENGTH), np.int32)
+        tokens[0, : len(text)] = text
+        found = residuals(policies[name], tokens, np.arange(LENGTH)[None] < len(text))
+        return [np.asarray(x, np.float64)[:, : len(text)] for x in found]
+
+    policies = {name: fp32_policy(place / name, rank=0) for name in ("rounded", "calibrated")}
+    policies["exact"] = fp32_policy(assets.model_path("tiny"), rank=0)
     for kind in ("rounded", "calibrated"):
         sums = np.zeros(2)
         for text in heldout[:6]:
