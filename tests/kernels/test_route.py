@@ -2,6 +2,7 @@
 prologue or XLA). The kernels are replaced by the equations that they stand for."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -84,16 +85,21 @@ def calls(monkeypatch):
     return made
 
 
+@functools.cache
+def packed_weight(k=K):
+    return packing.pack(cases.random_weight(jax.random.key(0), N, k))
+
+
 def draw(rows, widths, ranks, scale=0.5, beside=True):
-    keys = iter(jax.random.split(jax.random.key(len(ranks)), 8))
-    a = [jax.random.normal(next(keys), (K, rank), jnp.bfloat16) / K**0.5 for rank in ranks]
+    rng = np.random.default_rng(len(ranks))
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    a = [jnp.asarray(normal(K, rank) / K**0.5, jnp.bfloat16) for rank in ranks]
     together, loras = jnp.concatenate(a, axis=1), []
     for i, (rank, width) in enumerate(zip(ranks, widths, strict=True)):
-        b = jax.random.normal(next(keys), (rank, width), jnp.bfloat16)
+        b = jnp.asarray(normal(rank, width), jnp.bfloat16)
         where = {"a": together, "column": sum(ranks[:i])} if beside else {"a": a[i], "column": None}
         loras.append(types.SimpleNamespace(b=b, scale=scale, offset=sum(widths[:i]), **where))
-    x = jax.random.normal(next(keys), (rows, K), jnp.bfloat16)
-    return x, packing.pack(cases.random_weight(jax.random.key(0), N, K)), loras
+    return jnp.asarray(normal(rows, K), jnp.bfloat16), packed_weight(), loras
 
 
 def near(got, expected):
@@ -199,8 +205,8 @@ def test_which_gemm_computes_lora_x(calls):
 
 def draw_for_gradients(rows, widths, ranks, k=K):
     """A product as a function of x and its adapters' A and B, and these; `k`: as many of the input features."""
-    x, weight, loras = draw(rows, widths, ranks, beside=False)
-    weight = weight if k == K else packing.pack(cases.random_weight(jax.random.key(0), N, k))
+    x, _, loras = draw(rows, widths, ranks, beside=False)
+    weight = packed_weight(k)
 
     def product(x, pairs, **more):
         parts = [
