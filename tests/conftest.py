@@ -22,9 +22,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # PyTorch's further threads wait in loops that take the other worker's core
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's other threads wait in loops, on the other worker's core
 # Compiling is most of the tests' time, and half of that are LLVM's optimizations and XLA's emitters through MLIR, which
 # alter results by rounding alone. Both cores are busy, so a program is not split among threads either. XLA of jax 0.11
 # and later, with which tests compile for a GPU, ends at the first flag.

@@ -57,7 +57,7 @@ def _keep_top(
     return jnp.where(sortable >= threshold[..., None], logits, -jnp.inf)
 
 
-def _sortable(values: Float32[Array, ...]) -> UInt32[Array, ...]:
+def _sortable(values: Float32[Array, "... V"]) -> UInt32[Array, "... V"]:
     """Unsigned integers that order like the floats (−0 below +0; NaN at the ends)."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
