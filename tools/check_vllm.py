@@ -81,7 +81,7 @@ class Checks:
         return code == 0
 
     def bundled(self) -> None:
-        """The bundled policy trained and exported, once in `work`."""
+        """The bundled policy trained and exported, once in `work`; a run that lies there as `tiny` is taken."""
         run = self.work / "tiny"
         if not (run / "adapter").exists():
             self.run("tiny-train", "-m", "qerl_jax.train", "--output-dir", run, "--overwrite", cpu=True)
@@ -116,12 +116,12 @@ class Checks:
         self.bundled()
         base, adapter = (self.work / "tiny-vllm" / part for part in ("base", "adapter"))
         sampling = ("--temperature", "1", "--top-p", "1", "--max-completion-length", "52", "--num-generations", "8")
-        for backend in ("vllm", "jax"):
+        self.compare("tiny", base, adapter, "--new-tokens", "52", "--samples", "128")
+        for backend in ("jax", "vllm"):
             files = ("--output", self.out / f"tiny-{backend}.json", "--batch-size", "256", "--backend", backend)
             problems = ("--dataset", "arithmetic", "--samples", "200")
             flags = (base, "--adapter", adapter, *problems, *sampling, *files)
             self.run(f"tiny-evaluate-{backend}", "-m", "qerl_jax.evaluate", *flags)
-        self.compare("tiny", base, adapter, "--new-tokens", "52")
 
     def train(self) -> None:
         """Stage `train`."""

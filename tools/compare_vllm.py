@@ -1,6 +1,6 @@
 """Where vLLM's greedy completions and ours part ways, and how far the log-probabilities are apart.
 
-    python tools/compare_vllm.py MODEL [--adapter DIR] [--new-tokens 64] [--sigma 0.01] [--out DIR]
+    python tools/compare_vllm.py MODEL [--adapter DIR] [--new-tokens 64] [--sigma 0.01] [--samples 16] [--out DIR]
 
 MODEL: "tiny" or a directory, bf16 or NVFP4. Both engines share the GPU, vLLM (0.22.1) through `qerl_jax.backends` as in
 a training run. Compared are the base, with `--adapter` the adapter on it, and that policy under noise of standard
@@ -14,8 +14,12 @@ forward pass, over our completions and over vLLM's; vLLM's are those it returns 
   other model, where their sum is at most twice the largest |Δ log p| over all of vLLM's tokens: `explained`. vLLM tells
   its 20 most likely tokens; if ours is not among them, its gap is a lower bound (`>`), and nothing is explained.
 - |Δ log p| of vLLM's tokens, by position.
+- `surprisal`: whether a sampler draws from the distribution of its log-probabilities, which those alone do not show.
+  With `--samples` completions of each prompt at temperature 1, the sum of −log p of their tokens less the entropy at
+  each (`surprisal_of`) is as many standard deviations off 0 as `z` says, for vLLM and for ours.
 
-A report goes to `vllm-NAME.json` in `--out`. The exit code is 1 where a difference is not explained.
+A report goes to `vllm-NAME.json` in `--out`. The exit code is 1 where a difference is not explained, or z of vLLM's
+samples beyond 4 (by chance 6 times in 100,000).
 """
 
 from __future__ import annotations
@@ -34,7 +38,19 @@ from record import ROOT, add_commit, meta
 from rich.console import Console
 from rich.table import Table
 
-from qerl_jax import LoraConfig, Policy, Prompts, Sampling, aqn, generate, keys, load_policy, token_logprobs
+from qerl_jax import (
+    LoraConfig,
+    Policy,
+    Prompts,
+    Rollout,
+    Sampling,
+    aqn,
+    generate,
+    keys,
+    load_policy,
+    policy_logits,
+    token_logprobs,
+)
 from qerl_jax.backends.vllm_engine import VllmEngine, Weights
 from qerl_jax.backends.vllm_rollout import Completion, sampling_arguments
 from qerl_jax.backends.vllm_settings import check, engine_options
@@ -46,6 +62,8 @@ from qerl_jax.run.devices import use_device_memory
 from qerl_jax.types import completion_ids
 
 COUNT, TOLD = 16, 20  # prompts; log-probabilities that vLLM tells at each position
+ROWS = 16  # completions whose logits exist at one time
+BEYOND_CHANCE = 4.0  # |z|
 BORDERS = (1, 4, 16, 64, 256, 1024, 4096)  # positions, of the table
 logprobs_of = jax.jit(token_logprobs)
 
@@ -72,6 +90,31 @@ def by_trainer(policy: Policy, prompts: list[list[int]], completions: list[list[
         found[row, len(prompt) - 1 : len(prompt) - 1 + len(ids)]
         for row, (prompt, ids) in enumerate(zip(prompts, completions, strict=True))
     ]
+
+
+@jax.jit
+def moments(policy: Policy, rollout: Rollout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums over the completions' tokens of −log p − H, of the variance of −log p, and of 1, under the policy; H is the
+    entropy, in nats, and all of p the distribution that the token was drawn from.
+    """
+    logp = jax.nn.log_softmax(policy_logits(policy, rollout.tokens, rollout.attention_mask)[:, :-1])
+    p, drawn = jnp.exp(logp), rollout.completion_mask[:, 1:]
+    entropy = -(p * logp).sum(-1)
+    variance = (p * logp**2).sum(-1) - entropy**2
+    own = jnp.take_along_axis(logp, rollout.tokens[:, 1:, None], axis=-1)[..., 0]
+    each = -own - entropy, variance, jnp.ones_like(own)
+    return tuple(jnp.where(drawn, x, 0).sum() for x in each)
+
+
+def surprisal_of(policy: Policy, rollout: Rollout) -> dict[str, float]:
+    """How surprised the policy is by tokens that were drawn at temperature 1. Where each was drawn from the policy,
+    given those before it, the differences −log p − H have mean 0 and are uncorrelated, so that
+    z = Σ (−log p − H) / √(Σ variance) has mean 0 and variance 1.
+    """
+    rows = range(0, rollout.tokens.shape[0], ROWS)
+    parts = [jax.device_get(moments(policy, jax.tree.map(lambda x, at=at: x[at : at + ROWS], rollout))) for at in rows]
+    excess, variance, tokens = np.sum(parts, axis=0, dtype=np.float64)
+    return {"tokens": int(tokens), "mean_excess": float(excess / tokens), "z": float(excess / np.sqrt(variance))}
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -143,6 +186,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     prompts = prompts_of(policy)[:COUNT]
     width = max(map(len, prompts)) + args.new_tokens
     greedy = Sampling(args.new_tokens, temperature=0.0)
+    asked = Prompts.from_lists(prompts), Sampling(args.new_tokens, num_generations=args.samples)
     arguments = sampling_arguments(greedy, policy.config.eos_token_ids) | {"logprobs": TOLD}
     options = engine_options(config, base, width, COUNT, policy.lora_config.rank, config.vllm_share)
     rows = []
@@ -153,6 +197,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             ours = completion_ids(generate(actor, prompts, greedy, keys.for_step(0, keys.Purpose.SAMPLE, 0)))
             our_logps, their_logps = (by_trainer(actor, prompts, ids) for ids in (ours, [ids for ids, *_ in theirs]))
             row = compare(ours, our_logps, theirs, their_logps)
+            key = keys.for_step(0, keys.Purpose.SAMPLE, 1)
+            drawn = {"vllm": engine.sample(actor, *asked, key), "ours": generate(actor, *asked, key)}
+            row["surprisal"] = {sampler: surprisal_of(actor, rollout) for sampler, rollout in drawn.items()}
             rows.append({"variant": name, "layer_norms_read_back": len(weights.norms), **row})
         version = engine.version
     return {
@@ -171,6 +218,9 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"|Δ log p| {row['mean_abs_dlogp']:.3g} (at most {row['max_abs_dlogp']:.3g}) over {row['tokens']} tokens"
         )
         console.print(title, markup=False, soft_wrap=True)
+        for sampler, found in row["surprisal"].items():
+            line = f"samples of {sampler}: −log p − H {found['mean_excess']:+.2g} nats a token, z {found['z']:+.1f}"
+            console.print(f"{line} over {found['tokens']} tokens", markup=False, soft_wrap=True)
         table = Table("positions", "tokens", "mean |Δ log p|", "max")
         for part in row["by_position"]:
             numbers = (str(part["tokens"]), f"{part['mean']:.3g}", f"{part['max']:.3g}")
@@ -193,6 +243,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter", type=Path, help="PEFT directory")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--sigma", type=float, default=0.01, help="of the noise; 0: none")
+    parser.add_argument("--samples", type=int, default=16, help="completions of a prompt, for the surprisal")
     parser.add_argument("--vllm-gpu-memory-utilization", type=float, default=0.3)
     parser.add_argument("--name", help="of the report; by default the model's")
     parser.add_argument("--out", type=Path, default=ROOT / "tools" / "results" / "nvidia-h200")
@@ -209,7 +260,8 @@ def main() -> int:
     path = args.out / f"vllm-{args.name or report['model']}.json"
     path.write_text(json.dumps({"meta": meta(args.commit), **report}, indent=1) + "\n")
     print(path)
-    return int(any(not found["explained"] for row in report["rows"] for found in row["first_differences"]))
+    unexplained = [found for row in report["rows"] for found in row["first_differences"] if not found["explained"]]
+    return int(bool(unexplained) or any(abs(row["surprisal"]["vllm"]["z"]) > BEYOND_CHANCE for row in report["rows"]))
 
 
 if __name__ == "__main__":
