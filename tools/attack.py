@@ -68,18 +68,18 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="file to which one JSON line for each case is appended")
     parser.add_argument("--list", action="store_true", help="count the cases, and run nothing")
     args = parser.parse_args()
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    from attacks.harness import attempt
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(ROOT / "qerl_jax/assets/tiny-qwen2")  # imports much more
     cases = load()
     first, of = map(int, args.piece.split("/"))
     chosen = [case for case in cases if not args.only or any(word in case.name for word in args.only)][first - 1 :: of]
     if args.list:
         print(f"{len(cases)} cases, {len(chosen)} chosen")
         return 0
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    from attacks.harness import attempt
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(ROOT / "qerl_jax/assets/tiny-qwen2")  # imports much more
     wrong, began = 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="qerl-attack-") as folder:
         template = prepare(Path(folder))
