@@ -226,8 +226,8 @@ def cases() -> Iterator[Case]:
         prepare=plain,
     )
     yield Case(
-        "fault: 24 open files",
-        limited(resource.RLIMIT_NOFILE, 24, trains()),
+        "fault: 14 open files",
+        limited(resource.RLIMIT_NOFILE, 14, trains()),
         ("Too many open files|open files",),
         **long,
     )
