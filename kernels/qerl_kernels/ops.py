@@ -39,7 +39,7 @@ def rotate(x: Float[Array, "*B N H"], angles: Float32[Array, "*B A"]) -> Float[A
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def fp32_matmul(a: Float[Array, "i k"], b: Float[Array, "k j"], dtype: DTypeLike = jnp.float32) -> Float[Array, "i j"]:
-    """`a b` accumulated in fp32 and rounded once to `dtype`; fp32 operands multiply in fp32, not in a GPU's tf32."""
+def fp32_matmul(a: Float[Array, "i k"], b: Float[Array, "k j"]) -> Float32[Array, "i j"]:
+    """`a b` accumulated and returned in fp32; fp32 operands multiply in fp32, where a GPU's default would be tf32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.matmul(a, b, preferred_element_type=dtype, precision=precision)
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32, precision=precision)

@@ -235,7 +235,7 @@ def _backward(route: Route, residual, dy):
     if pairs:
         # One product for all adapters, in x's dtype: one for each, in fp32, would each write twice the bytes of dx.
         all_through_b, a_of_all = (jnp.concatenate(each, axis=1) for each in (each_through_b, [a for a, _ in pairs]))
-        dx = dx.astype(jnp.float32) + fp32_matmul(all_through_b, a_of_all.T, x.dtype)
+        dx = dx.astype(jnp.float32) + fp32_matmul(all_through_b, a_of_all.T).astype(x.dtype)
     d_bias = None if bias is None else dy.astype(jnp.float32).sum(0).astype(bias.dtype)
     # Adapters that are trained come apart (`all_a` is None), so that nothing is lost here.
     return (
