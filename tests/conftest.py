@@ -6,7 +6,6 @@ installed before anything of `qerl_jax` is imported, so nothing above it imports
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import importlib.metadata
@@ -112,17 +111,6 @@ def each_template_tried_once() -> Iterator[None]:
     tokenizer.refuse_endless = remember
     yield
     tokenizer.refuse_endless = refuse_endless
-
-
-@pytest.fixture(scope="session", autouse=True)
-def source_of_config_read_once() -> Iterator[None]:
-    """Each command line takes the help of its flags from the source of `Config`, and many tests call one."""
-    from qerl_jax.command_line import flags
-
-    descriptions = flags.descriptions
-    flags.descriptions = functools.cache(descriptions)
-    yield
-    flags.descriptions = descriptions
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -362,6 +363,7 @@ def upper_clip(loss_type: str, epsilon_high: float | None) -> float:
     return epsilon_high
 
 
+@functools.cache  # reads the source
 def descriptions() -> dict[str, str]:
     """Field -> the text below it in `Config`, its help on a command line."""
     (body,) = (node.body for node in ast.parse(inspect.getsource(Config)).body)
