@@ -2,7 +2,7 @@
 
     python tools/compare_noise.py [MODEL] [--dataset word_problems:2-6] [--weight-format nvfp4] [--out DIR]
 
-MODEL samples completions of the dataset's training problems at temperature 1. On those, in fp32 arithmetic,
+MODEL samples completions of the dataset's training problems at temperature 1. On those, from logits in fp32,
 KL(clean ‖ noisy) of the next token in nats is averaged over all completion tokens and several draws of the noise, for
 each `noise_target` and σ, with fresh adapters; its standard error is over draws. KL grows with σ², so that the last
 column, the root of KL(norms) / KL(target) at the same σ, is the factor of σ at which the target's KL is that of the
@@ -12,19 +12,19 @@ norms. Rewards are not looked at. Rows go to `noise.json` of tools/results/cpu, 
 from __future__ import annotations
 
 import argparse
-import functools
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from record import ROOT, add_commit, write_rows
 
 from qerl_jax import LoraConfig, Policy, Sampling, aqn, generate, keys, load_policy
 from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.prompts import encode
+from qerl_jax.io.rounding import kl_divergence
 from qerl_jax.rl.logprobs import policy_logits
 from qerl_jax.types import Rollout
 
@@ -32,28 +32,16 @@ SIGMAS = (3e-3, 1e-2, 3e-2, 1e-1)
 BATCH = 8  # sequences of one forward pass
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def summed_kl(policy: Policy, tokens: Array, masks: tuple[Array, Array], target: str, noisy: Any) -> Float[Array, ""]:
-    """Sum of KL(clean ‖ noisy) over the completion tokens; `masks`: attended, completion."""
-    attended, completion = masks
-    clean, found = (
-        jax.nn.log_softmax(policy_logits(each, tokens, attended)[:, :-1].astype(jnp.float32))
-        for each in (policy, policy.replace(**{target: noisy}))
-    )
-    difference = found - clean  # Σ p (e^d − 1) is 0; with it no term is negative, and little is lost to rounding
-    divergence = jnp.sum(jnp.exp(clean) * (jnp.expm1(difference) - difference), axis=-1)
-    return jnp.sum(jnp.where(completion[:, 1:], divergence, 0.0))  # the logits before a token predict it
-
-
 def mean_kl(policy: Policy, rollout: Rollout, target: str, sigma: float, key: Array) -> float:
     """Mean KL a completion token, in nats, under one draw of the noise."""
-    noisy = jax.jit(aqn.PERTURBATIONS[target])(getattr(policy, target), sigma, key)
-    total = 0.0
+    noisy = policy.replace(**{target: jax.jit(aqn.PERTURBATIONS[target])(getattr(policy, target), sigma, key)})
+    completion, found = np.asarray(rollout.completion_mask)[:, 1:], []  # the logits before a token predict it
     for first in range(0, len(rollout.tokens), BATCH):
         rows = slice(first, first + BATCH)
-        masks = rollout.attention_mask[rows], rollout.completion_mask[rows]
-        total += float(summed_kl(policy, rollout.tokens[rows], masks, target, noisy))
-    return total / int(rollout.completion_mask.sum())
+        inputs = rollout.tokens[rows], rollout.attention_mask[rows]
+        logits = [np.asarray(policy_logits(each, *inputs))[:, :-1] for each in (policy, noisy)]
+        found.append(kl_divergence(*logits)[completion[rows]])
+    return float(np.concatenate(found).mean())
 
 
 def compare(policy: Policy, rollout: Rollout, sigmas: list[float], draws: int) -> list[dict[str, Any]]:
