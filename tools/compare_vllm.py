@@ -93,17 +93,16 @@ def by_trainer(policy: Policy, prompts: list[list[int]], completions: list[list[
 
 
 @jax.jit
-def moments(policy: Policy, rollout: Rollout) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums over the completions' tokens of −log p − H, of the variance of −log p, and of 1, under the policy; H is the
-    entropy, in nats, and all of p the distribution that the token was drawn from.
+def moments(policy: Policy, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+    """Sums over the completions' tokens of −log p − H and of the variance of −log p, under the policy; H is the
+    entropy, in nats, of the distribution p that the token was drawn from.
     """
     logp = jax.nn.log_softmax(policy_logits(policy, rollout.tokens, rollout.attention_mask)[:, :-1])
     p, drawn = jnp.exp(logp), rollout.completion_mask[:, 1:]
     entropy = -(p * logp).sum(-1)
     variance = (p * logp**2).sum(-1) - entropy**2
     own = jnp.take_along_axis(logp, rollout.tokens[:, 1:, None], axis=-1)[..., 0]
-    each = -own - entropy, variance, jnp.ones_like(own)
-    return tuple(jnp.where(drawn, x, 0).sum() for x in each)
+    return tuple(jnp.where(drawn, x, 0).sum() for x in (-own - entropy, variance))
 
 
 def surprisal_of(policy: Policy, rollout: Rollout) -> dict[str, float]:
@@ -113,8 +112,9 @@ def surprisal_of(policy: Policy, rollout: Rollout) -> dict[str, float]:
     """
     rows = range(0, rollout.tokens.shape[0], ROWS)
     parts = [jax.device_get(moments(policy, jax.tree.map(lambda x, at=at: x[at : at + ROWS], rollout))) for at in rows]
-    excess, variance, tokens = np.sum(parts, axis=0, dtype=np.float64)
-    return {"tokens": int(tokens), "mean_excess": float(excess / tokens), "z": float(excess / np.sqrt(variance))}
+    excess, variance = np.sum(parts, axis=0, dtype=np.float64)
+    tokens = int(rollout.completion_mask[:, 1:].sum())
+    return {"tokens": tokens, "mean_excess": float(excess / tokens), "z": float(excess / np.sqrt(variance))}
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
