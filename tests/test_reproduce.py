@@ -248,6 +248,24 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
     assert tools.reproduce.main(flags) == 0 and {call[0]["seed"] for call in trainer} == {4}  # one more seed
 
 
+def test_cells_run_alone_and_all_that_are_finished_are_analysed(tools, trainer, tmp_path, capsys):
+    flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", *SMALL]
+    assert tools.reproduce.main([*flags, "--cells", "aqn-uncorrected"]) == 0
+    assert {Path(config["output_dir"]).name for config, *_ in trainer} == {"aqn-uncorrected-0", "aqn-uncorrected-1"}
+    assert "without a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
+    trainer.clear()
+    assert tools.reproduce.main([*flags, "--cells", "aqn"]) == 0 and len(trainer) == 2
+    [row] = json.loads((tmp_path / "claims.json").read_text())["rows"]
+    assert (row["treatment"], row["baseline"], row["seeds"]) == ("aqn", "aqn-uncorrected", 2)
+
+
+@pytest.mark.parametrize("cell", ["bf16", "fp8"])
+def test_cells_of_no_claim_are_refused(tools, trainer, tmp_path, cell, capsys):
+    flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--cells", "aqn", cell]
+    assert tools.reproduce.main(flags) == 2 and not trainer
+    assert f"--cells {cell}: not among the claims' cells, aqn aqn-uncorrected" in capsys.readouterr().err
+
+
 def test_failed_runs_leave_their_comparisons_open(tools, trainer, tmp_path, monkeypatch, capsys):
     whole = tools.runs.subprocess.run
 

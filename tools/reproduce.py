@@ -13,8 +13,9 @@ OUT/curves.png, OUT/runs.json with the figures of each run, and a table: mean pa
 effect size, corrected p-value, and a verdict, supported, not supported, reversed or undecided. Comparisons whose runs
 are not all there get none. Exit code 1: some run failed.
 `--set` changes a setting of all runs; a deviation from the plan is a deviation, and is stored with the results.
-`--list` prints the runs and ends; `--report` runs nothing and analyses the finished runs in OUT, also where they were
-made elsewhere: their settings must be the plan's but for the paths.
+`--cells` runs these cells alone and analyses all that are finished, for an experiment in parts. `--list` prints the
+runs and ends; `--report` runs nothing and analyses the finished runs in OUT, also where they were made elsewhere: their
+settings must be the plan's but for the paths.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--pilot", action="store_true", help="choose the learning rate of all runs, by BF16 runs alone")
     choice.add_argument("--fitness", action="store_true", help="choose the dataset, by BF16 runs on those of the plan")
+    choice.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="run these cells of the claims alone")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
     parser.add_argument("--report", action="store_true", help="analyse the finished runs alone")
     add_commit(parser)
@@ -104,17 +106,20 @@ def experiment(args: argparse.Namespace) -> int:
     comparisons = [one for one in plan.COMPARISONS if not args.claims or one.claim in args.claims]
     seeds = range(args.seeds)
     cells = plan.cells_of(comparisons)
+    if others := sorted(set(args.cells) - set(cells)):
+        raise ValueError(f"--cells {' '.join(others)}: not among the claims' cells, {' '.join(cells)}")
     choice = pilot_jobs if args.pilot else fitness_jobs if args.fitness else None
     jobs = choice(common, args.out) if choice else jobs_of(cells, seeds, common, args.out)
+    wanted = [job for job in jobs if not args.cells or job.cell in args.cells]
     if args.list:
-        print("\n".join(f"{job.directory} {'finished' if job.finished() else 'to do'}" for job in jobs))
+        print("\n".join(f"{job.directory} {'finished' if job.finished() else 'to do'}" for job in wanted))
         return 0
     failed: list[Job] = []
     if args.report:
         check_settings(jobs)
     else:
-        calibrate(jobs, args.model, args.dataset, args.out)
-        failed = run_all(jobs, args.at_once)
+        calibrate(wanted, args.model, args.dataset, args.out)
+        failed = run_all(wanted, args.at_once)
     if args.pilot:
         return pilot_result(jobs)
     if args.fitness:
