@@ -113,6 +113,24 @@ def each_template_tried_once() -> Iterator[None]:
     tokenizer.refuse_endless = refuse_endless
 
 
+@pytest.fixture(scope="session", autouse=True)
+def torch_is_not_left_out() -> Iterator[None]:
+    """A command that runs in this process would import transformers for good as if PyTorch were not installed, and a
+    later test of peft could not import it.
+    """
+    from qerl_jax.io import tokenizer
+
+    import_auto_tokenizer = tokenizer._import_auto_tokenizer
+
+    def import_with_torch() -> object:
+        tokenizer._without_torch = False
+        return import_auto_tokenizer()
+
+    tokenizer._import_auto_tokenizer = import_with_torch
+    yield
+    tokenizer._import_auto_tokenizer = import_auto_tokenizer
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_mappings() -> Iterator[None]:
     """Frees the programs of a worker before their mapped memory reaches Linux's limit (vm.max_map_count, 65530), beyond
