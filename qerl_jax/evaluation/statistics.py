@@ -88,6 +88,15 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def sampling_error(correct: Float64[np.ndarray, "P n"]) -> float | None:
+    """Standard error of the mean over other completions of the same problems, `√(Σ_p s_p² / n) / P` with the unbiased
+    variance s_p² of a problem's completions; None for n = 1, which shows no variance. It is smaller than the error over
+    problems, and the one by which two evaluations on the same problems differ.
+    """
+    count, n = correct.shape
+    return float(np.sqrt(correct.var(axis=1, ddof=1).sum() / n) / count) if n > 1 else None
+
+
 def interval(correct: Float64[np.ndarray, "P n"]) -> tuple[float, float]:
     """95 % interval of the mean in closed form.
 

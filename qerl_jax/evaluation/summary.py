@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.evaluation.grading import CORRECT, CRASH, NO_GOLD, TIMEOUT, UNREADABLE, VERDICTS
-from qerl_jax.evaluation.statistics import Estimate, bootstrap, interval, ks, pass_at_k
+from qerl_jax.evaluation.statistics import Estimate, bootstrap, interval, ks, pass_at_k, sampling_error
 from qerl_jax.rewards import functions
 from qerl_jax.types import FinishReason
 from qerl_jax.untrusted import shown
@@ -109,6 +109,8 @@ class Evaluation:
       unreadable: share of completions that state no answer.
       ungradable: completions whose grading met the time limit or crashed; they count as wrong.
       ungraded: ids of the problems whose gold answer cannot be read.
+      sampling_error: standard error of `accuracy` over other completions of the same problems
+        (`statistics.sampling_error`); None with one completion of each.
       estimates: figures by name (avg@n or pass@1, pass@k, maj@n), each with its bootstrap interval over problems.
     """
 
@@ -127,6 +129,7 @@ class Evaluation:
     unreadable: float = 0.0
     ungradable: int = 0
     ungraded: tuple[int, ...] = ()
+    sampling_error: float | None = None
     estimates: Mapping[str, Estimate] = dataclasses.field(default_factory=dict, hash=False)
 
     @classmethod
@@ -148,6 +151,9 @@ class Evaluation:
         completions = "1 completion" if self.generations == 1 else f"{self.generations} completions"
         lines = [f"{self.problems} problems, {completions} of each; intervals: bootstrap over problems"]
         lines += [f"{name} {_percent(*estimate)}" for name, estimate in self.estimates.items()]
+        if self.sampling_error is not None:
+            points = f"{100 * self.sampling_error:.1f} points"
+            lines.append(f"{mean_name(self.generations)} with other samples on the same problems: standard error {points}")
         lines.append(
             f"format {100 * self.format:.1f} %, truncated {100 * self.truncated:.1f} %, "
             f"no answer {100 * self.unreadable:.1f} %, mean length {self.mean_length:.1f} tokens"
@@ -214,6 +220,7 @@ def summarize(items: Sequence[Item], votes: bool = True) -> Evaluation:
         unreadable=verdicts[UNREADABLE] / total,
         ungradable=verdicts[TIMEOUT] + verdicts[CRASH],
         ungraded=tuple(item.id for item in items if not item.is_graded),
+        sampling_error=sampling_error(correct),
         estimates=bootstrap(values),
     )
 

@@ -99,6 +99,10 @@ def test_several_completions_a_problem(written):
         "maj@3": 1 / 4,
     }
     assert result.metrics()["eval/maj_at_k"] == 1 / 4
+    assert result.sampling_error == pytest.approx(np.sqrt((1 / 3 + 0 + 0 + 1 / 3) / 3) / 4)  # 0.118
+    line = "avg@3 with other samples on the same problems: standard error 11.8 points"
+    assert [one for one in result.table() if one != line] == dataclasses.replace(result, sampling_error=None).table()
+    assert line in result.table()
 
 
 def test_what_counts_as_correct_is_a_reward_above_zero(written):

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from qerl_jax.evaluation.statistics import bootstrap, interval, ks, pass_at_k, wilson
+from qerl_jax.evaluation.statistics import bootstrap, interval, ks, pass_at_k, sampling_error, wilson
 
 
 def test_wilson_interval():
@@ -23,6 +23,17 @@ def test_interval_over_problems_treats_completions_as_dependent():
     correct = np.repeat([[1.0], [0.0], [1.0], [1.0]], 100, axis=1)
     mean, half = 0.75, 1.959964 * np.std([1, 0, 1, 1], ddof=1) / 2
     assert interval(correct) == pytest.approx((mean - half, min(1, mean + half)), abs=1e-6)
+
+
+def test_sampling_error_is_the_spread_of_evaluations_of_the_same_problems():
+    """Accuracies of 20,000 evaluations vary by √(Σ p (1 − p) / n) / P; problems that differ add nothing to that."""
+    chances, n = np.array([0.0, 0.2, 0.5, 0.9, 1.0]), 4
+    correct = (np.random.default_rng(3).random((20_000, 5, n)) < chances[:, None]).astype(float)
+    exact = np.sqrt((chances * (1 - chances) / n).sum()) / 5
+    assert correct.mean(axis=(1, 2)).std() == pytest.approx(exact, rel=0.02)
+    assert np.mean([sampling_error(one) ** 2 for one in correct]) == pytest.approx(exact**2, rel=0.02)
+    assert sampling_error(np.array([[1.0, 0.0], [1.0, 1.0]])) == 0.25  # variances 1/2 and 0
+    assert sampling_error(np.array([[1.0], [0.0]])) is None
 
 
 @pytest.mark.parametrize("n", range(1, 7))
