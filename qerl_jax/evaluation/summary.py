@@ -152,8 +152,8 @@ class Evaluation:
         lines = [f"{self.problems} problems, {completions} of each; intervals: bootstrap over problems"]
         lines += [f"{name} {_percent(*estimate)}" for name, estimate in self.estimates.items()]
         if self.sampling_error is not None:
-            points = f"{100 * self.sampling_error:.1f} points"
-            lines.append(f"{mean_name(self.generations)} with other samples on the same problems: standard error {points}")
+            name, points = mean_name(self.generations), 100 * self.sampling_error
+            lines.append(f"{name} with other samples on the same problems: standard error {points:.1f} points")
         lines.append(
             f"format {100 * self.format:.1f} %, truncated {100 * self.truncated:.1f} %, "
             f"no answer {100 * self.unreadable:.1f} %, mean length {self.mean_length:.1f} tokens"
