@@ -124,6 +124,7 @@ class PlainRun:
             "problems": len(self.evaluated),
             "generations": s["eval_num_generations"],
             "unreadable": 1.0,
+            "sampling_error": 0.0,  # none right
         } | dict.fromkeys(
             ("accuracy", "low", "high", "pass_at_k", "format", "failed", "maj_at_k", "ties", "ungradable"), 0
         )
