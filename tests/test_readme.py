@@ -183,6 +183,12 @@ def test_what_is_trained_is_served(tmp_path, monkeypatch, capfd):
     page = section("README.md", "Serve what you trained")
     served = re.findall(r"`(vllm serve .*?)`", page.replace("\n", " "))
     assert len(served) == 3 and set(served) <= set(printed), printed
+    served = [shlex.split(line) for line in served]
+    assert all((Path(words[2]) / "config.json").is_file() for words in served), served
+    (lora,) = [words for words in served if "--enable-lora" in words]
+    name, place = lora[lora.index("--lora-modules") + 1].split("=")
+    rank = json.loads((Path(place) / "adapter_config.json").read_text())["r"]
+    assert name == "trained" and rank <= int(lora[lora.index("--max-lora-rank") + 1])
     assert check[:2] == ["python", "tools/check_vllm.py"] and (ROOT / check[1]).is_file() and "serve" in check
     (program,) = [text for language, text in blocks(page) if language == "python"]
     exec(program, {})
