@@ -17,7 +17,7 @@ from qerl_jax.compilation import Program, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.rl import head, layer, optimizer, step
 from qerl_jax.rl.loss import TokenLoss
-from qerl_jax.rl.packing import Assignment
+from qerl_jax.rl.packing import Assignment, Packed
 from qerl_jax.rl.state import AdamW, at_layer, from_layers, outside_layers
 from qerl_jax.types import Batch, TrainState
 
@@ -73,7 +73,7 @@ def update_programs(
 
 def kept_bytes_of_a_layer(state: TrainState, frozen: Any, batch: Batch) -> int:
     """Bytes that a layer keeps for its backward pass, besides its input."""
-    [keep] = [call for call in _calls(state, frozen, batch) if call.function is layer.forward_and_keep]
+    keep = next(call for call in _calls(state, frozen, batch) if call.function is layer.forward_and_keep)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(keep.outputs()[1]))
 
 
@@ -92,23 +92,7 @@ def _calls(
     embed = _Call("embed", head.embed, (shape,), (weights["embed_tokens"], batch, Assignment(rows, rows)))
     x, packed = embed.outputs()
     found, gradient = completions.outputs(), zeros.outputs()
-    keep = _Call("layer forward", layer.forward_and_keep, (shape,), (own, trained, x, packed))
-    x_after, kept = keep.outputs()
-
-    def backward(name: str, kept: layer.Kept | None) -> _Call:
-        return _Call(name, layer.backward, (shape,), (own, trained, gradient, x, kept, x_after, packed))
-
-    keeping = state.model.num_layers - plan.recomputed
-    if keeping > plan.recomputed_gate_up:
-        yield backward("layer backward", kept)
-    if plan.recomputed_gate_up:
-        yield backward("layer backward, gate and up recomputed", dataclasses.replace(kept, gate_up=None))
-    if keeping:
-        yield keep
-    if plan.recomputed:
-        yield backward("layer recomputed and backward", None)
-    if plan.recomputed or work.needs_reference:
-        yield _Call("layer forward, nothing kept", layer.forward, (shape,), (own, trained, x, packed))
+    yield from _layer_calls(work, state.model.num_layers, own, trained, gradient, x, packed)
     none = _Call("no logprobs", step.no_logprobs, (), (found,))
     logprobs = none.outputs()
     reference = logprobs if work.needs_reference else None
@@ -130,12 +114,43 @@ def _calls(
             without = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, Assignment(rows, rows)))
             frozen_layer = step.layers_of(state.lora, state.norms)[0]
             yield without
-            yield _Call("layer of the reference", layer.forward, (shape,), (own, frozen_layer, x, packed))
+            for of_kind in _layer_shapes(work):
+                yield _Call("layer of the reference", layer.forward, (of_kind,), (own, frozen_layer, x, packed))
     yield from (embed, completions, zeros, none, sums)
     if outside is not None:
-        yield _Call("embed backward", head.embed_backward, (), (outside, x_after, batch, packed))
+        yield _Call("embed backward", head.embed_backward, (), (outside, x, batch, packed))
         yield _Call("zeros outside of layers", optimizer.zeros_like, (), (outside,))
     yield from _optimizer_programs(state, gradient, outside, loss.outputs()[1])
+
+
+def _layer_shapes(work: step.Work) -> list[layer.LayerShape]:
+    return [dataclasses.replace(work.shape, pack=kind) for kind in work.plan.pack.kinds()]
+
+
+def _layer_calls(
+    work: step.Work, layers: int, own: Any, trained: Any, gradient: Any, x: Any, packed: Packed
+) -> Iterator[_Call]:
+    """Those of the layers, for each kind of micro-batch."""
+    plan, shapes = work.plan, _layer_shapes(work)
+    for shape in shapes:
+        of = f", segments of {shape.pack.longest_segment} tokens" if len(shapes) > 1 else ""
+        forward = (shape,), (own, trained, x, packed)
+        keep = _Call("layer forward" + of, layer.forward_and_keep, *forward)
+        x_after, kept = keep.outputs()
+        what = {}
+        if plan.recomputed + plan.recomputed_gate_up < layers:
+            what["layer backward"] = kept
+        if plan.recomputed_gate_up:
+            what["layer backward, gate and up recomputed"] = dataclasses.replace(kept, gate_up=None)
+        if plan.recomputed:
+            what["layer recomputed and backward"] = None
+        for name, some in what.items():
+            arguments = own, trained, gradient, x, some, x_after, packed
+            yield _Call(name + of, layer.backward, (shape,), arguments)
+        if plan.recomputed < layers:
+            yield keep
+        if plan.recomputed or work.needs_reference:
+            yield _Call("layer forward, nothing kept" + of, layer.forward, *forward)
 
 
 def _optimizer_programs(state: TrainState, gradient: Any, outside: Any, sums: Any) -> Iterator[_Call]:

@@ -89,17 +89,23 @@ def backward(
 
 def views(shape: PackShape) -> tuple[int, int]:
     """(rows that the packed tokens are seen as, segments of a row) where segments attend to themselves."""
-    longest, segments = max(shape.longest_prefix, shape.longest_suffix), shape.prefixes + shape.suffixes
-    rows = max(1, shape.tokens // longest)
-    while shape.tokens % rows:
-        rows -= 1
+    rows, segments = rows_of(shape.tokens, shape.longest_segment), shape.prefixes + shape.suffixes
     return rows, max(2, -(-segments // rows))  # with one segment a row, cuDNN does not take offsets at all
+
+
+def rows_of(tokens: int, longest: int) -> int:
+    """Most rows of equal length, at least `longest`, that so many tokens can be seen as."""
+    rows = max(1, tokens // longest)
+    while tokens % rows:
+        rows -= 1
+    return rows
 
 
 def _parts(packed: Packed, shape: PackShape) -> tuple[_Part, _Part]:
     rows, segments = views(shape)
     count = packed.prefixes
-    starts, lengths = (_padded(x, rows * segments) for x in (packed.starts, packed.lengths))
+    used = count + shape.suffixes  # `packed` has room for more where the batch has other micro-batches with more
+    starts, lengths = (_padded(x[:used], rows * segments) for x in (packed.starts, packed.lengths))
     itself = _Part(
         causal=True,
         rows=rows,

@@ -28,6 +28,9 @@ from jaxtyping import Array, Bool, Int, Int32
 class PackShape:
     """Shape of a micro-batch, the same for a whole run. Hashable: static under jit.
 
+    On a GPU the memory and time of attention grow with the product of segments and the longest one's tokens, whatever
+    the others have. So a micro-batch holds either many short segments or few of any length.
+
     Attributes:
       tokens: T, at least `longest`.
       prefixes: P, most different prompts in it.
@@ -35,6 +38,8 @@ class PackShape:
       longest: most tokens of one sequence.
       longest_prefix: most tokens of a prefix.
       longest_suffix: most tokens of a suffix.
+      short: most tokens of a short segment; None: all are short.
+      suffixes_beside_long: most sequences where a segment is not short; None: S.
     """
 
     tokens: int
@@ -43,10 +48,35 @@ class PackShape:
     longest: int
     longest_prefix: int
     longest_suffix: int
+    short: int | None = None
+    suffixes_beside_long: int | None = None
 
     def __post_init__(self):
         if self.tokens < self.longest:
             raise ValueError(f"a micro-batch of {self.tokens} tokens cannot hold a sequence of {self.longest}")
+
+    @property
+    def longest_segment(self) -> int:
+        """Most tokens of a segment."""
+        return max(self.longest_prefix, self.longest_suffix)
+
+    def most_suffixes(self, segment: int) -> int:
+        """Most sequences of a micro-batch whose longest segment has so many tokens."""
+        return self.suffixes if self.short is None or segment <= self.short else self.suffixes_beside_long
+
+    def holding(self, segment: int) -> PackShape:
+        """The shape of a micro-batch whose longest segment has so many tokens: one of two, unless all are short."""
+        if self.short is None:
+            return self
+        kind = dataclasses.replace(self, short=None, suffixes_beside_long=None)
+        if segment > self.short:
+            return dataclasses.replace(kind, suffixes=self.suffixes_beside_long)
+        longest = {name: min(getattr(self, name), self.short) for name in ("longest_prefix", "longest_suffix")}
+        return dataclasses.replace(kind, **longest)
+
+    def kinds(self) -> list[PackShape]:
+        """All shapes that `holding` gives."""
+        return list(dict.fromkeys((self.holding(1), self.holding(self.longest_segment))))
 
 
 class Assignment(NamedTuple):
@@ -79,7 +109,8 @@ def assign(
     shape: PackShape,
 ) -> Assignment:
     """Sequences of each micro-batch: groups of one prompt by decreasing size, a group's sequences by decreasing length,
-    each into the first micro-batch that has its prefix and room, else the first with room for both.
+    each into the first micro-batch that has its prefix and room, else the first with room for both. There is room for
+    `tokens`, and for as many sequences as `PackShape.most_suffixes` of the longest segment.
 
     Sequences of length 0 are left out. There is at least one micro-batch.
 
@@ -95,32 +126,37 @@ def assign(
     suffixes = np.maximum(lengths - prompt_lengths, 0)
     _check(lengths, prompt_lengths, suffixes, shape)
     totals = np.bincount(prompts, lengths) if lengths.size else lengths
-    bins = [_Bin({}, shape.tokens, shape.suffixes)]
+    bins = [_Bin(shape)]
     for row in np.lexsort((-lengths, prompts, -totals[prompts])):
         if lengths[row] == 0:
             continue
         prompt, prefix, suffix = int(prompts[row]), int(prompt_lengths[row]), int(suffixes[row])
-        sharing = (some for some in bins if prompt in some.groups and some.fits(suffix))
-        others = (some for some in bins if len(some.groups) < shape.prefixes and some.fits(prefix + suffix))
+        sharing = (some for some in bins if prompt in some.groups and some.fits(0, suffix))
+        others = (some for some in bins if len(some.groups) < shape.prefixes and some.fits(prefix, suffix))
         some = next(itertools.chain(sharing, others), None)
         if some is None:
-            bins.append(some := _Bin({}, shape.tokens, shape.suffixes))
-        some.tokens -= suffix if prompt in some.groups else prefix + suffix
-        some.suffixes -= 1
-        some.groups.setdefault(prompt, []).append(int(row))
+            bins.append(some := _Bin(shape))
+        some.add(int(row), prompt, 0 if prompt in some.groups else prefix, suffix)
     return _table([list(some.groups.values()) for some in bins], shape)
 
 
-@dataclasses.dataclass
 class _Bin:
-    """A micro-batch: its sequences by prompt, and the tokens and suffixes that still fit."""
+    """A micro-batch: its sequences by prompt, their tokens, and the longest segment's."""
 
-    groups: dict[int, list[int]]
-    tokens: int
-    suffixes: int
+    def __init__(self, shape: PackShape):
+        self.shape = shape
+        self.groups: dict[int, list[int]] = {}
+        self.tokens, self.suffixes, self.longest = 0, 0, 0
 
-    def fits(self, tokens: int) -> bool:
-        return self.suffixes > 0 and self.tokens >= tokens
+    def fits(self, prefix: int, suffix: int) -> bool:
+        most = self.shape.most_suffixes(max(self.longest, prefix, suffix))
+        return self.suffixes < most and self.tokens + prefix + suffix <= self.shape.tokens
+
+    def add(self, row: int, prompt: int, prefix: int, suffix: int) -> None:
+        self.groups.setdefault(prompt, []).append(row)
+        self.tokens += prefix + suffix
+        self.suffixes += 1
+        self.longest = max(self.longest, prefix, suffix)
 
 
 def _check(lengths: np.ndarray, prefixes: np.ndarray, suffixes: np.ndarray, shape: PackShape) -> None:
@@ -136,7 +172,8 @@ def _check(lengths: np.ndarray, prefixes: np.ndarray, suffixes: np.ndarray, shap
 
 def assign_any(count: int, shape: PackShape) -> Assignment:
     """Sequences of each micro-batch where no length is known: as many as fit at their longest, no prompt in common."""
-    each = max(1, min(shape.prefixes, shape.suffixes, shape.tokens // shape.longest))
+    suffixes = shape.most_suffixes(shape.longest_segment)
+    each = max(1, min(shape.prefixes, suffixes, shape.tokens // shape.longest))
     starts = range(0, count, each)
     return _table([[[row] for row in range(start, min(start + each, count))] for start in starts], shape)
 

@@ -20,6 +20,7 @@ from qerl_jax.rl.packing import PackShape
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 5120 * 3584  # tokens x hidden size beyond which a micro-batch gains nothing on an H200
 _MOST_TOKENS = 8192
+_SHORT = 1024  # tokens, about: a longer segment is long (`PackShape`)
 _LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
 
@@ -141,14 +142,15 @@ def _micro_batches(config: Config, rows: int, pack: PackShape) -> int:
     """Micro-batches of groups whose sequences are all as long as they may be; `assign` may need fewer."""
     group, prefix, suffix = config.num_generations, pack.longest_prefix, pack.longest_suffix
     groups = -(-rows // group)
-    whole = min(pack.tokens // (prefix + group * suffix), pack.prefixes, pack.suffixes // group)
+    suffixes = pack.most_suffixes(pack.longest_segment)
+    whole = min(pack.tokens // (prefix + group * suffix), pack.prefixes, suffixes // group)
     if whole:
         return -(-groups // whole)
-    together = max(1, min((pack.tokens - prefix) // suffix, pack.suffixes))
+    together = max(1, min((pack.tokens - prefix) // suffix, suffixes))
     rest = group % together
     if not rest:
         return groups * (group // together)
-    rests = max(1, min(pack.tokens // (prefix + rest * suffix), pack.prefixes, pack.suffixes // rest))
+    rests = max(1, min(pack.tokens // (prefix + rest * suffix), pack.prefixes, suffixes // rest))
     return groups * (group // together) - (-groups // rests)
 
 
@@ -172,7 +174,12 @@ def _pack(config: Config, longest: int, sequences: int, rows: int, budget: int =
     # Completions are rarely as long as their limit. More segments cost time in attention, empty ones too.
     suffixes = min(rows, -(-2 * tokens // min(suffix, 512)))
     prefixes = min(suffixes, -(-suffixes // config.num_generations) + 1)
-    return PackShape(tokens, prefixes, suffixes, longest, prefix, suffix)
+    pack = PackShape(tokens, prefixes, suffixes, longest, prefix, suffix)
+    short = tokens // flash.rows_of(tokens, min(_SHORT, pack.longest_segment))
+    if pack.longest_segment <= short:
+        return pack
+    beside_long = min(suffixes, -(-tokens // min(suffix, short)))
+    return dataclasses.replace(pack, short=short, suffixes_beside_long=beside_long)
 
 
 class _Bytes(NamedTuple):
@@ -200,9 +207,11 @@ def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -
     attention = 4 * itemsize * t * heads
     if itemsize == 2:
         kept += 4 * t * model.num_heads  # statistics of the softmax
+        segments = max(flash.views(kind)[1] for kind in pack.kinds())
+        of_prefixes = max(2, pack.prefixes)
         # cuDNN's, for every segment as long as a row: sums of dq in fp32, dk and dv of all query heads in bf16.
-        attention += 8 * t * heads * flash.views(pack)[1]
-        attention += 4 * model.num_heads * t * (flash.views(pack)[1] + max(2, pack.prefixes))  # statistics by segment
+        attention += 8 * t * heads * max(segments, of_prefixes)
+        attention += 4 * model.num_heads * t * (segments + of_prefixes)  # statistics by segment
     else:
         attention += 12 * model.num_heads * pack.longest_suffix * pack.longest  # scores, weights, a gradient
     mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d)

@@ -25,7 +25,7 @@ from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
 from qerl_jax.rl.optimizer import apply_gradients, zeros_like
-from qerl_jax.rl.packing import Assignment, Packed, assign, assign_any, prompts_of
+from qerl_jax.rl.packing import Assignment, Packed, PackShape, assign, assign_any, prompts_of
 from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory, xla_matmuls
 from qerl_jax.rl.state import outside_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
@@ -76,7 +76,9 @@ def grpo_step(
 
 def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
-    micro_batches = assigned(work.plan, work.batch)
+    micro_batches = [
+        MicroBatch(some, dataclasses.replace(work.shape, pack=kind)) for some, kind in assigned(work.plan, work.batch)
+    ]
     completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
     reference = _reference(state, work, completions, micro_batches) if work.needs_reference else None
     old, updates = no_logprobs(completions), []
@@ -87,12 +89,24 @@ def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[
     return _next_step(state, updates)
 
 
+class MicroBatch(NamedTuple):
+    """The sequences of a micro-batch.
+
+    Attributes:
+      assignment: which.
+      shape: what the layers' programs are compiled for.
+    """
+
+    assignment: Assignment
+    shape: layer.LayerShape
+
+
 class Work(NamedTuple):
     """What the passes of a step share.
 
     Attributes:
       plan: how the update is divided.
-      shape: what the layers' programs are compiled for.
+      shape: what the programs of any micro-batch are compiled for.
       head_shape: what the head's are.
       loss: the loss.
       needs_reference: whether anything reads the reference's log-probabilities.
@@ -150,15 +164,21 @@ def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
     return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla)
 
 
-def assigned(plan: UpdatePlan, batch: Batch) -> list[Assignment]:
-    """The sequences of each micro-batch."""
+def assigned(plan: UpdatePlan, batch: Batch) -> list[tuple[Assignment, PackShape]]:
+    """The sequences of each micro-batch, and its kind of `PackShape.kinds`."""
     if isinstance(batch.lengths, jax.core.Tracer) or isinstance(batch.loss_mask, jax.core.Tracer):
-        return assign_any(batch.tokens.shape[0], plan.pack).micro_batches()
+        kind = plan.pack.holding(plan.pack.longest_segment)
+        return [(some, kind) for some in assign_any(batch.tokens.shape[0], plan.pack).micro_batches()]
     tokens, lengths, prompt_lengths, mask = jax.device_get(
         (batch.tokens, batch.lengths, batch.prompt_lengths, batch.loss_mask)
     )
     lengths = np.where(mask.any(axis=1), lengths, 0)
-    return assign(lengths, prompt_lengths, prompts_of(tokens, prompt_lengths), plan.pack).micro_batches()
+    longest = np.maximum(prompt_lengths, lengths - prompt_lengths)
+    prompts = prompts_of(tokens, prompt_lengths)
+    return [
+        (some, plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max(initial=0))))
+        for some in assign(lengths, prompt_lengths, prompts, plan.pack).micro_batches()
+    ]
 
 
 without_adapters = jax.jit(without_adapter)
@@ -196,15 +216,15 @@ def zero_gradients(state: TrainState, layers: list[dict[str, Any]]) -> tuple[lis
     return gradients, None if state.weights is None else zeros_like(outside_layers(state.weights))
 
 
-def _reference(state: TrainState, work: Work, completions: head.LossInputs, micro_batches: list[Assignment]) -> Array:
+def _reference(state: TrainState, work: Work, completions: head.LossInputs, micro_batches: list[MicroBatch]) -> Array:
     """Log-probabilities of the model's checkpoint, [B, C]."""
     norms = state.norms if state.reference_norms is None else state.reference_norms
     layers = layers_of(without_adapters(state.lora), norms)
     logprobs = no_logprobs(completions)
     for some in micro_batches:
-        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some)
+        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some.assignment)
         for i, trained in enumerate(layers):
-            x = layer.forward(work.shape, work.frozen["layers"][i], trained, x, packed)
+            x = layer.forward(some.shape, work.frozen["layers"][i], trained, x, packed)
         arguments = head_of(work.frozen), x, packed, completions, logprobs
         logprobs = head.head_logprobs(work.head_shape, *arguments)
     return logprobs
@@ -214,7 +234,7 @@ def _update(
     state: TrainState,
     work: Work,
     completions: head.LossInputs,
-    micro_batches: list[Assignment],
+    micro_batches: list[MicroBatch],
     old: Array,
     has_old: bool,
     reference: Array | None,
@@ -223,29 +243,36 @@ def _update(
     weights = work.frozen if state.weights is None else state.weights
     layers = layers_of(state.lora, state.norms, state.weights)
     gradients, outside = zero_gradients(state, layers)
-    sums, logprobs = head.no_sums(work.loss, completions, reference), no_logprobs(completions)
+    sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), no_logprobs(completions), None
     for some in micro_batches:
-        x, packed = head.embed(work.shape, weights["embed_tokens"], work.batch, some)
-        x, kept = _forward(work, layers, x, packed)
+        _wait_for(d_x)
+        x, packed = head.embed(work.shape, weights["embed_tokens"], work.batch, some.assignment)
+        x, kept = _forward(work, some.shape, layers, x, packed)
         arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs, outside
         d_x, sums, logprobs, outside = head.head_loss(work.head_shape, work.loss, head_of(weights), *arrays)
         del x, arrays
-        d_x = _backward(work, layers, gradients, kept, d_x, packed)
+        d_x = _backward(work, some.shape, layers, gradients, kept, d_x, packed)
         if outside is not None:
             outside = head.embed_backward(outside, d_x, work.batch, packed)
-        if not isinstance(d_x, jax.core.Tracer):
-            jax.block_until_ready(d_x)  # a host that ran ahead would hold the activations of several micro-batches
+    # Its some 200 small programs are dispatched while the last micro-batch is computed.
     state, metrics = apply_gradients(state, gradients, sums, outside)
+    _wait_for(d_x)
     return state, metrics, logprobs
 
 
+def _wait_for(d_x: Array | None) -> None:
+    """Wait for the last micro-batch: a host that ran ahead would hold the activations of several."""
+    if d_x is not None and not isinstance(d_x, jax.core.Tracer):
+        d_x.block_until_ready()
+
+
 def _forward(
-    work: Work, layers: list[dict[str, Any]], x: Array, packed: Packed
+    work: Work, shape: layer.LayerShape, layers: list[dict[str, Any]], x: Array, packed: Packed
 ) -> tuple[Array, list[tuple[Array, layer.Kept | None]]]:
     """The residual stream behind the last layer, and what each layer keeps."""
     held = []
     for i, trained in enumerate(layers):
-        arguments = work.shape, work.frozen["layers"][i], trained, x, packed
+        arguments = shape, work.frozen["layers"][i], trained, x, packed
         before, kept = x, None
         if i < work.plan.recomputed:
             x = layer.forward(*arguments)
@@ -258,13 +285,19 @@ def _forward(
 
 
 def _backward(
-    work: Work, layers: list[dict[str, Any]], gradients: list[Any], held: list, d_x: Array, packed: Packed
+    work: Work,
+    shape: layer.LayerShape,
+    layers: list[dict[str, Any]],
+    gradients: list[Any],
+    held: list,
+    d_x: Array,
+    packed: Packed,
 ) -> Array:
     """The gradient of the embedding; those of the layers are added to `gradients`, and `held` is emptied."""
     for i in reversed(range(len(layers))):
         x, kept = held.pop()
         gradients[i], d_x = layer.backward(
-            work.shape, work.frozen["layers"][i], layers[i], gradients[i], x, kept, d_x, packed
+            shape, work.frozen["layers"][i], layers[i], gradients[i], x, kept, d_x, packed
         )
     return d_x
 

@@ -92,17 +92,20 @@ def forward_and_backward(q, k, v, d_out, packed, shape):
 @pytest.mark.parametrize("tokens", [40, 41])
 @pytest.mark.parametrize("case", CASES)
 def test_both_calls_together_are_the_attention_of_each_sequence(monkeypatch, case, tokens):
-    """With 40 tokens in two rows, with 41 in one."""
+    """With 40 tokens in four rows, or in five where all segments are short; with 41 in one."""
     monkeypatch.setattr(flash, "_cudnn_forward", forward_by_definition)
     monkeypatch.setattr(flash, "_cudnn_backward", backward_by_definition)
     lengths, prompt_lengths, prompts = map(np.array, CASES[case])
-    shape, rng = PackShape(tokens, 3, 6, 20, 10, 10), np.random.default_rng(0)
+    shape = PackShape(tokens, 3, 6, 20, 10, 10, short=8, suffixes_beside_long=3)
+    rng = np.random.default_rng(0)
     for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
         packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
         q, k, v, d_out = (jnp.asarray(rng.normal(size=(tokens, n, 3)), jnp.float32) for n in (4, 2, 2, 4))
         real = packed.real[:, None, None]
         q, k, v, d_out = (jnp.where(real, x, 0) for x in (q, k, v, d_out))
-        found = forward_and_backward(q, k, v, d_out, packed, shape)
+        kind = shape.holding(int(packed.lengths.max()))
+        assert flash.views(kind)[0] == (1 if tokens == 41 else 5 if packed.lengths.max() <= 8 else 4)
+        found = forward_and_backward(q, k, v, d_out, packed, kind)
         for own, wanted in zip(found, dense(q, k, v, d_out, visible(some, packed)), strict=True):
             np.testing.assert_allclose(jnp.where(real, own, 0), wanted, atol=1e-5)
 

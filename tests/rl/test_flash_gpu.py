@@ -28,13 +28,13 @@ HEADS = {"7b": (28, 4, 128), "0.5b": (14, 2, 64)}
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", [1280, 2560])
+@pytest.mark.parametrize(("tokens", "few"), [(1280, {}), (2560, {}), (2560, {"short": 320, "suffixes_beside_long": 2})])
 @pytest.mark.parametrize("case", LENGTHS)
-def test_it_is_that_of_each_sequence(case, tokens, heads):
+def test_it_is_that_of_each_sequence(case, tokens, few, heads):
     """The error of either is the rounding of its bf16 inputs: at most twice that of plain attention in bf16."""
     query_heads, kv_heads, width = HEADS[heads]
     lengths, prompt_lengths, prompts = map(np.array, LENGTHS[case])
-    shape = PackShape(tokens, 5, 9, 1280, 256, 1024)
+    shape = PackShape(tokens, 5, 9, 1280, 256, 1024, **few)
     rng = np.random.default_rng(0)
     for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
         packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
@@ -43,9 +43,10 @@ def test_it_is_that_of_each_sequence(case, tokens, heads):
             for n in (query_heads, kv_heads, kv_heads, query_heads)
         )
         poisoned = [jnp.where(packed.real[:, None, None], x, jnp.nan) for x in (q, k, v)]
-        out, statistics = jax.jit(segment_attention, static_argnums=4)(*poisoned, packed, shape)
+        kind = shape.holding(int(packed.lengths.max()))
+        out, statistics = jax.jit(segment_attention, static_argnums=4)(*poisoned, packed, kind)
         gradients = jax.jit(segment_attention_backward, static_argnums=7)(
-            *poisoned, out, statistics, d_out, packed, shape
+            *poisoned, out, statistics, d_out, packed, kind
         )
         mask = visible(some, packed)
         exact = dense(*(x.astype(jnp.float32) for x in (q, k, v, d_out)), mask)

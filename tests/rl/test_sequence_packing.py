@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ def members(rows: np.ndarray) -> list[int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_every_sequence_lies_in_one_micro_batch_that_holds_it(seed):
     rng = np.random.default_rng(seed)
-    shape = PackShape(64, int(rng.integers(1, 5)), 5, 40, 15, 25)
+    few = {"short": 14, "suffixes_beside_long": 2} if seed % 2 else {}
+    shape = PackShape(64, int(rng.integers(1, 5)), 5, 40, 15, 25, **few)
     prompts = rng.integers(0, 9, 30)
     prompt_lengths = rng.integers(1, 16, 9)[prompts]
     lengths = np.where(rng.random(30) < 0.2, 0, prompt_lengths + rng.integers(0, 25, 30))
@@ -33,7 +36,8 @@ def test_every_sequence_lies_in_one_micro_batch_that_holds_it(seed):
         assert prefix_of.tolist() == sorted(prefix_of), "the sequences of a prefix are neighbours"
         pairs = set(zip(prompts[rows].tolist(), prefix_of.tolist(), strict=True))
         assert len(pairs) == len({prompt for prompt, _ in pairs}) == len({prefix for _, prefix in pairs})
-        assert len(pairs) <= shape.prefixes and len(rows) <= shape.suffixes
+        segments = np.concatenate([prompt_lengths[rows], (lengths - prompt_lengths)[rows]])
+        assert len(pairs) <= shape.prefixes and len(rows) <= (2 if few and segments.max() > 14 else 5)
         first = np.unique(prompts[rows], return_index=True)[1]
         tokens = (lengths - prompt_lengths)[rows].sum() + prompt_lengths[rows][first].sum()
         assert tokens <= shape.tokens
@@ -51,6 +55,27 @@ def test_assignment_by_hand():
     assert found.rows.tolist() == [[2, 0, 3, 1], [4, -1, -1, -1]] and found.prefix_of[0].tolist() == [0, 0, 0, 1]
     nothing = assign(np.zeros(2, int), np.ones(2, int), np.zeros(2, int), PackShape(20, 2, 4, 9, 4, 5))
     assert nothing.rows.tolist() == [[-1, -1, -1, -1]]
+
+
+def test_few_sequences_lie_beside_a_long_segment():
+    """Prompts of 2 tokens; completions of 9, 3, 3, 3 of one prompt, then 3 of another. 4 tokens are short."""
+    lengths, prompts = np.array([11, 5, 5, 5, 5]), np.array([0, 0, 0, 0, 1])
+    shape = PackShape(40, 2, 4, 11, 2, 9, short=4, suffixes_beside_long=2)
+    assert assign(lengths, np.full(5, 2), prompts, shape).rows.tolist() == [[0, 1, -1, -1], [2, 3, 4, -1]]
+    # A long prompt counts as well as a long completion; and with a short first sequence, no long one joins the two.
+    long_prompt = assign(np.array([8, 8, 8]), np.full(3, 5), np.zeros(3, int), replace(shape, longest_prefix=5))
+    assert long_prompt.rows.tolist() == [[0, 1, -1, -1], [2, -1, -1, -1]]
+    late = assign(np.array([5, 5, 5, 8]), np.full(4, 2), np.array([0, 0, 0, 1]), shape)
+    assert late.rows.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1]]
+    assert len(assign_any(4, replace(shape, tokens=44)).rows) == 2 and len(assign_any(4, shape).rows) == 2
+
+
+def test_kinds_of_micro_batches():
+    shape = PackShape(40, 2, 8, 11, 2, 9, short=4, suffixes_beside_long=3)
+    few, many = PackShape(40, 2, 3, 11, 2, 9), PackShape(40, 2, 8, 11, 2, 4)
+    assert [shape.holding(n) for n in (1, 4, 5, 9)] == [many, many, few, few]
+    assert set(shape.kinds()) == {few, many} and [shape.most_suffixes(n) for n in (4, 5)] == [8, 3]
+    assert few.holding(1) == few.holding(9) == few and few.kinds() == [few] and few.most_suffixes(9) == 3
 
 
 def test_prefixes_and_suffixes_that_are_full_open_a_micro_batch():
@@ -112,7 +137,8 @@ CASES = {
 def test_attention_and_its_gradient_are_those_of_each_sequence(case):
     """On the filler and of it: zero. The filler is NaN."""
     lengths, prompt_lengths, prompts = map(np.array, CASES[case])
-    shape, heads, kv_heads, width = PackShape(36, 3, 6, 20, 10, 10), 4, 2, 3
+    heads, kv_heads, width = 4, 2, 3
+    shape = PackShape(36, 3, 6, 20, 10, 10, short=4, suffixes_beside_long=2)
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
         jnp.asarray(rng.normal(size=(36, n, width)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
@@ -120,8 +146,9 @@ def test_attention_and_its_gradient_are_those_of_each_sequence(case):
     for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
         packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
         heads_of = [jnp.where(packed.real[:, None, None], x, jnp.nan) for x in (q, k, v)]
-        out, statistics = segment_attention(*heads_of, packed, shape)
-        gradients = segment_attention_backward(*heads_of, out, statistics, d_out, packed, shape)
+        kind = shape.holding(int(packed.lengths.max()))
+        out, statistics = segment_attention(*heads_of, packed, kind)
+        gradients = segment_attention_backward(*heads_of, out, statistics, d_out, packed, kind)
         for found, wanted in zip((out, *gradients), dense(q, k, v, d_out, visible(some, packed)), strict=True):
             np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -132,7 +159,9 @@ def test_attention_and_its_gradient_are_those_of_each_sequence(case):
 def test_cudnn_sees_rows_that_hold_every_segment(longest, sequences, suffixes):
     """cuDNN reads offsets only where a row has two segments or more."""
     tokens = -(-sequences * longest // 128) * 128
-    shape = PackShape(tokens, suffixes // 2 + 1, suffixes, longest, longest // 2, longest - longest // 2)
-    rows, row_segments = views(shape)
-    assert row_segments >= 2 and rows * row_segments >= shape.prefixes + shape.suffixes
-    assert shape.tokens % rows == 0 and shape.tokens // rows >= max(shape.longest_prefix, shape.longest_suffix)
+    few = {"short": longest // 3 + 1, "suffixes_beside_long": suffixes // 2 + 1} if longest > 2 else {}
+    shape = PackShape(tokens, suffixes // 2 + 1, suffixes, longest, longest // 2, longest - longest // 2, **few)
+    for kind in shape.kinds():
+        rows, row_segments = views(kind)
+        assert row_segments >= 2 and rows * row_segments >= kind.prefixes + kind.suffixes
+        assert kind.tokens % rows == 0 and kind.tokens // rows >= kind.longest_segment

@@ -18,12 +18,12 @@ from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.rl import step
+from qerl_jax.rl import plan, step
 from qerl_jax.rl.compile import compile_update, update_programs
 from qerl_jax.rl.packing import assign
 from qerl_jax.rl.plan import _cost, _micro_batches, _pack, make_update_plan
 from qerl_jax.rl.state import init_state
-from qerl_jax.rl.step import grpo_step, plan_of
+from qerl_jax.rl.step import assigned, grpo_step, plan_of
 from qerl_jax.types import Batch, Policy, TrainState
 
 ROWS = 24
@@ -264,6 +264,22 @@ def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
     close(results[1], results[0], 2e-6)
 
 
+def test_few_sequences_beside_a_long_segment_give_the_same_update(micro, monkeypatch):
+    """Segments of up to 4 tokens are short; beside a longer one there are three sequences at most."""
+    config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
+    state = descent(micro, config)
+    wanted = grpo_step(state, micro.frozen, batch)
+    pack = dataclasses.replace(plan_of(state, micro.frozen, batch).pack, short=4, suffixes_beside_long=3)
+    monkeypatch.setattr(plan, "_pack", lambda *_: pack)
+    found = assigned(plan_of(state, micro.frozen, batch), batch)
+    sequences = collections.defaultdict(list)
+    for some, kind in found:
+        sequences[kind.longest_suffix].append(int((some.rows >= 0).sum()))
+    assert max(sequences[7]) == 3 < max(sequences[4]), sequences
+    close(grpo_step(state, micro.frozen, batch), wanted, 2e-6)
+    close(jax.jit(grpo_step)(state, micro.frozen, batch), wanted, 2e-6)
+
+
 def test_under_jit_it_is_the_same_function(micro):
     config = make_config(batch_size=ROWS, tokens_per_micro_batch=128, importance_sampling_cap=2.0)
     state, batch = descent(micro, config), awkward_batch()
@@ -306,8 +322,9 @@ def compilations():
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, compilations, committed):
-    """Sizes that no other test has."""
+def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, compilations, committed, monkeypatch):
+    """Sizes that no other test has; where they are committed, two kinds of micro-batches."""
+    monkeypatch.setattr(plan, "_SHORT", 4 if committed else 1024)
     config = make_config(
         batch_size=ROWS, num_iterations=2, beta=0.1, train_norms=True, tokens_per_micro_batch=128 + 17 * committed
     )
@@ -318,7 +335,9 @@ def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, compilat
     state = init_state(policy, config)
     said = []
     count = compile_update(state, policy.frozen, batches[0], done=lambda *about: said.append(about))
-    assert len(said) == count and {name for name, _ in said} >= {"layer backward", "head", "optimizer"}
+    kinds = [", segments of 4 tokens", ", segments of 11 tokens"] if committed else [""]
+    layers = {f"layer backward{of}" for of in kinds}
+    assert len(said) == count and {name for name, _ in said} >= {"head", "optimizer"} | layers
     before = compilations()
     for batch in batches:
         state, _ = jax.block_until_ready(grpo_step(state, policy.frozen, batch))
@@ -344,18 +363,18 @@ def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
     model, config = dataclasses.replace(micro.config, num_layers=8), make_config(logprob_chunk_size=1)
     config = dataclasses.replace(config, max_prompt_length=512, max_completion_length=512)
 
-    def plan(free):
+    def plan_in(free):
         return make_update_plan(model, 2, config, 64, 1024, free)
 
-    unlimited = plan(None)
+    unlimited = plan_in(None)
     # 4 prompts and 8 completions at a time: 64 take 8 · 6144 tokens; of 10 at a time, the most below 8192, 7 · 7680.
     assert unlimited.recomputed == 0 and unlimited.pack.tokens == 12 * 512
     needed = unlimited.kept_bytes + unlimited.working_bytes
-    assert plan(needed) == unlimited
-    less = plan(needed // 2)
+    assert plan_in(needed) == unlimited
+    less = plan_in(needed // 2)
     assert less.recomputed == less.recomputed_gate_up == 0 and less.pack.tokens < unlimited.pack.tokens
     budgets = [share * needed / 80 for share in range(80, 0, -1)]
-    found = [plan(free) for free in budgets]
+    found = [plan_in(free) for free in budgets]
     for free, p in zip(budgets, found, strict=True):
         assert p.lacking_bytes or p.kept_bytes + p.working_bytes <= free
         assert p.recomputed == 0 or p.recomputed + p.recomputed_gate_up == 8

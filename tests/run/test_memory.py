@@ -195,7 +195,7 @@ def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
         return memory_report(Config(model=shape, logprob_chunk_size=chunk, **fixed)).memory.working
 
     assert working(1) == working(256)
-    assert working(4096) - working(2048) == 2048 * vocab * (4 + 2)
+    assert working(8192) - working(4096) == 4096 * vocab * (4 + 2)
 
 
 @pytest.mark.parametrize(("dtype", "missing"), [("float32", 0), ("bfloat16", 0.006)])
