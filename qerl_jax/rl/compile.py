@@ -114,7 +114,7 @@ def _calls(
             without = _Call("embed", head.embed, (shape,), (frozen["embed_tokens"], batch, Assignment(rows, rows)))
             frozen_layer = step.layers_of(state.lora, state.norms)[0]
             yield without
-            for of_kind in _layer_shapes(work):
+            for of_kind in map(work.layer_shape, plan.pack.kinds()):
                 yield _Call("layer of the reference", layer.forward, (of_kind,), (own, frozen_layer, x, packed))
     yield from (embed, completions, zeros, none, sums)
     if outside is not None:
@@ -123,17 +123,14 @@ def _calls(
     yield from _optimizer_programs(state, gradient, outside, loss.outputs()[1])
 
 
-def _layer_shapes(work: step.Work) -> list[layer.LayerShape]:
-    return [dataclasses.replace(work.shape, pack=kind) for kind in work.plan.pack.kinds()]
-
-
 def _layer_calls(
     work: step.Work, layers: int, own: Any, trained: Any, gradient: Any, x: Any, packed: Packed
 ) -> Iterator[_Call]:
     """Those of the layers, for each kind of micro-batch."""
-    plan, shapes = work.plan, _layer_shapes(work)
-    for shape in shapes:
-        of = f", segments of {shape.pack.longest_segment} tokens" if len(shapes) > 1 else ""
+    plan, kinds = work.plan, work.plan.pack.kinds()
+    for kind in kinds:
+        shape = work.layer_shape(kind)
+        of = f", segments of {kind.longest_segment} tokens" if len(kinds) > 1 else ""
         forward = (shape,), (own, trained, x, packed)
         keep = _Call("layer forward" + of, layer.forward_and_keep, *forward)
         x_after, kept = keep.outputs()

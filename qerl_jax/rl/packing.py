@@ -68,11 +68,15 @@ class PackShape:
         """The shape of a micro-batch whose longest segment has so many tokens: one of two, unless all are short."""
         if self.short is None:
             return self
-        kind = dataclasses.replace(self, short=None, suffixes_beside_long=None)
-        if segment > self.short:
-            return dataclasses.replace(kind, suffixes=self.suffixes_beside_long)
-        longest = {name: min(getattr(self, name), self.short) for name in ("longest_prefix", "longest_suffix")}
-        return dataclasses.replace(kind, **longest)
+        longest = self.short if segment <= self.short else self.longest_segment
+        return dataclasses.replace(
+            self,
+            suffixes=self.most_suffixes(segment),
+            longest_prefix=min(self.longest_prefix, longest),
+            longest_suffix=min(self.longest_suffix, longest),
+            short=None,
+            suffixes_beside_long=None,
+        )
 
     def kinds(self) -> list[PackShape]:
         """All shapes that `holding` gives."""

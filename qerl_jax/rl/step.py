@@ -76,9 +76,7 @@ def grpo_step(
 
 def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
-    micro_batches = [
-        MicroBatch(some, dataclasses.replace(work.shape, pack=kind)) for some, kind in assigned(work.plan, work.batch)
-    ]
+    micro_batches = assigned(work.plan, work.batch)
     completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
     reference = _reference(state, work, completions, micro_batches) if work.needs_reference else None
     old, updates = no_logprobs(completions), []
@@ -94,11 +92,11 @@ class MicroBatch(NamedTuple):
 
     Attributes:
       assignment: which.
-      shape: what the layers' programs are compiled for.
+      kind: its shape, of `PackShape.kinds`.
     """
 
     assignment: Assignment
-    shape: layer.LayerShape
+    kind: PackShape
 
 
 class Work(NamedTuple):
@@ -106,7 +104,7 @@ class Work(NamedTuple):
 
     Attributes:
       plan: how the update is divided.
-      shape: what the programs of any micro-batch are compiled for.
+      shape: what embedding and head are compiled for, the same for all micro-batches.
       head_shape: what the head's are.
       loss: the loss.
       needs_reference: whether anything reads the reference's log-probabilities.
@@ -121,6 +119,10 @@ class Work(NamedTuple):
     needs_reference: bool
     frozen: Any
     batch: Batch
+
+    def layer_shape(self, kind: PackShape) -> layer.LayerShape:
+        """What the layers' programs are compiled for in a kind of micro-batch."""
+        return dataclasses.replace(self.shape, pack=kind)
 
 
 def work_of(state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None, with_reference: bool) -> Work:
@@ -164,11 +166,11 @@ def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
     return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla)
 
 
-def assigned(plan: UpdatePlan, batch: Batch) -> list[tuple[Assignment, PackShape]]:
-    """The sequences of each micro-batch, and its kind of `PackShape.kinds`."""
+def assigned(plan: UpdatePlan, batch: Batch) -> list[MicroBatch]:
+    """The sequences of each micro-batch."""
     if isinstance(batch.lengths, jax.core.Tracer) or isinstance(batch.loss_mask, jax.core.Tracer):
         kind = plan.pack.holding(plan.pack.longest_segment)
-        return [(some, kind) for some in assign_any(batch.tokens.shape[0], plan.pack).micro_batches()]
+        return [MicroBatch(some, kind) for some in assign_any(batch.tokens.shape[0], plan.pack).micro_batches()]
     tokens, lengths, prompt_lengths, mask = jax.device_get(
         (batch.tokens, batch.lengths, batch.prompt_lengths, batch.loss_mask)
     )
@@ -176,7 +178,7 @@ def assigned(plan: UpdatePlan, batch: Batch) -> list[tuple[Assignment, PackShape
     longest = np.maximum(prompt_lengths, lengths - prompt_lengths)
     prompts = prompts_of(tokens, prompt_lengths)
     return [
-        (some, plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max(initial=0))))
+        MicroBatch(some, plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max(initial=0))))
         for some in assign(lengths, prompt_lengths, prompts, plan.pack).micro_batches()
     ]
 
@@ -223,8 +225,9 @@ def _reference(state: TrainState, work: Work, completions: head.LossInputs, micr
     logprobs = no_logprobs(completions)
     for some in micro_batches:
         x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some.assignment)
+        shape = work.layer_shape(some.kind)
         for i, trained in enumerate(layers):
-            x = layer.forward(some.shape, work.frozen["layers"][i], trained, x, packed)
+            x = layer.forward(shape, work.frozen["layers"][i], trained, x, packed)
         arguments = head_of(work.frozen), x, packed, completions, logprobs
         logprobs = head.head_logprobs(work.head_shape, *arguments)
     return logprobs
@@ -247,11 +250,12 @@ def _update(
     for some in micro_batches:
         _wait_for(d_x)
         x, packed = head.embed(work.shape, weights["embed_tokens"], work.batch, some.assignment)
-        x, kept = _forward(work, some.shape, layers, x, packed)
+        shape = work.layer_shape(some.kind)
+        x, kept = _forward(work, shape, layers, x, packed)
         arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs, outside
         d_x, sums, logprobs, outside = head.head_loss(work.head_shape, work.loss, head_of(weights), *arrays)
         del x, arrays
-        d_x = _backward(work, some.shape, layers, gradients, kept, d_x, packed)
+        d_x = _backward(work, shape, layers, gradients, kept, d_x, packed)
         if outside is not None:
             outside = head.embed_backward(outside, d_x, work.batch, packed)
     # Its some 200 small programs are dispatched while the last micro-batch is computed.
