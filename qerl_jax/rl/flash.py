@@ -90,7 +90,12 @@ def backward(
 def views(shape: PackShape) -> tuple[int, int]:
     """(rows that the packed tokens are seen as, segments of a row) where segments attend to themselves."""
     rows, segments = rows_of(shape.tokens, shape.longest_segment), shape.prefixes + shape.suffixes
-    return rows, max(2, -(-segments // rows))  # with one segment a row, cuDNN does not take offsets at all
+    return rows, row_segments(-(-segments // rows))
+
+
+def row_segments(segments: int) -> int:
+    """Segments of a row for so many that are needed: at least two, because with one cuDNN takes no offsets."""
+    return max(2, segments)
 
 
 def rows_of(tokens: int, longest: int) -> int:
@@ -129,7 +134,7 @@ def _parts(packed: Packed, shape: PackShape) -> tuple[_Part, _Part]:
     reads = packed.real & (packed.segment_ids >= count) & (packed.lengths[prefix] > 0)
     is_read = (packed.segment_ids < count) & (q_lengths[jnp.minimum(packed.segment_ids, count - 1)] > 0)
     place = jnp.arange(shape.tokens) - q_starts[prefix]
-    width = max(2, count)
+    width = row_segments(count)
     arrays = (_padded(x, width) for x in (q_starts, q_lengths, packed.starts[:count], packed.lengths[:count]))
     return itself, _Part(False, 1, width, *arrays, prefix, jnp.where(reads, place, 0), reads, is_read)
 

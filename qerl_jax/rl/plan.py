@@ -208,7 +208,7 @@ def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -
     if itemsize == 2:
         kept += 4 * t * model.num_heads  # statistics of the softmax
         segments = max(flash.views(kind)[1] for kind in pack.kinds())
-        of_prefixes = max(2, pack.prefixes)
+        of_prefixes = flash.row_segments(pack.prefixes)
         # cuDNN's, for every segment as long as a row: sums of dq in fp32, dk and dv of all query heads in bf16.
         attention += 8 * t * heads * max(segments, of_prefixes)
         attention += 4 * model.num_heads * t * (segments + of_prefixes)  # statistics by segment
