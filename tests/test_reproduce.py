@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,25 +66,37 @@ TEMPLATE = json.dumps(
 )  # fmt: skip
 
 
+def workers_that(tools, monkeypatch, run) -> None:
+    """`run(config, environment)`, an exit code, takes the place of a run of the training program."""
+
+    class StandIn(tools.runs.Worker):
+        def run(self, config_file):
+            load(str(config_file))  # raises what the program would refuse
+            return run(yaml.safe_load(config_file.read_text()), self._environment)
+
+    monkeypatch.setattr(tools.runs, "Worker", StandIn)
+
+
 @pytest.fixture
 def trainer(tools, monkeypatch):
     """Replaces the training program by stand-ins: AQN is better by 0.1, seeds differ by 0.01; returns the calls."""
     calls = []
 
-    def run(command, stdout, stderr, check, env=None):
-        if "calibrated.py" in command[1]:
-            Path(command[-1]).mkdir()  # raises where it is made twice
-            (Path(command[-1]) / "made_from").write_text(" ".join(command[2:4]))
-            return SimpleNamespace(returncode=0)
-        config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
-        load(command[command.index("--config") + 1])  # raises what the program would refuse
-        calls.append((config, env, command))
+    def calibrate(command, stdout, stderr, check):
+        assert "calibrated.py" in command[1]
+        Path(command[-1]).mkdir()  # raises where it is made twice
+        (Path(command[-1]) / "made_from").write_text(" ".join(command[2:4]))
+        return SimpleNamespace(returncode=0)
+
+    def run(config, environment):
+        calls.append((config, environment))
         noisy = config["sigma_start"] > 0
         wiggle = 0.001 * ((7 * config["seed"]) % 3 - 1) * noisy
         stand_in(Path(config["output_dir"]), config, 0.3 + 0.1 * noisy + 0.01 * config["seed"] + wiggle)
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=calibrate))
+    workers_that(tools, monkeypatch, run)
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):  # a run within this process sets one
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -205,11 +219,11 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
     flags = ["8", "4", "--model", "tiny", "--dataset", "arithmetic", "--out", str(tmp_path), "--seeds", "4", *SMALL]
     assert tools.reproduce.main([*flags, "--at-once", "2"]) == 0
     assert len(trainer) == 4 * 8  # aqn, aqn-uncorrected, bf16, full, nf4, mxfp4, nvfp4, nvfp4-calibrated
-    models = {Path(config["output_dir"]).name[:-2]: config["model"] for config, _, _ in trainer}
+    models = {Path(config["output_dir"]).name[:-2]: config["model"] for config, _ in trainer}
     assert models.pop("nvfp4-calibrated") == str(tmp_path / "calibrated") and set(models.values()) == {"tiny"}
     assert (tmp_path / "calibrated" / "made_from").read_text() == "tiny arithmetic"
-    config, environment, command = trainer[0]
-    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.470" and command[-2:] == ["--resume", "auto"]
+    config, environment = trainer[0]
+    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.470" and "CUDA_VISIBLE_DEVICES" not in environment
     assert {
         "model": "tiny",
         "dataset": "arithmetic",
@@ -267,17 +281,63 @@ def test_cells_of_no_claim_are_refused(tools, trainer, tmp_path, cell, capsys):
 
 
 def test_failed_runs_leave_their_comparisons_open(tools, trainer, tmp_path, monkeypatch, capsys):
-    whole = tools.runs.subprocess.run
+    whole = tools.runs.Worker.run
 
-    def fails(command, **options):
-        return SimpleNamespace(returncode=3) if "aqn-uncorrected-1" in str(command) else whole(command, **options)
+    def fails(worker, config_file):
+        return 3 if config_file.stem == "aqn-uncorrected-1" else whole(worker, config_file)
 
-    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=fails))
+    monkeypatch.setattr(tools.runs.Worker, "run", fails)
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "3", *SMALL]
     assert tools.reproduce.main(flags) == 1
     out = capsys.readouterr().out
     assert "aqn-uncorrected-1 ended with 3" in out and "without a verdict: final pass@1: aqn − aqn-uncorrected" in out
     assert json.loads((tmp_path / "claims.json").read_text())["rows"] == []
+
+
+def test_a_run_that_is_stopped_is_the_last(tools, trainer, tmp_path, monkeypatch):
+    whole = tools.runs.Worker.run
+
+    def stopped(worker, config_file):
+        return 130 if config_file.stem == "aqn-uncorrected-0" else whole(worker, config_file)
+
+    monkeypatch.setattr(tools.runs.Worker, "run", stopped)
+    flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "3", *SMALL]
+    assert tools.reproduce.main(flags) == 1
+    assert [Path(config["output_dir"]).name for config, _ in trainer] == ["aqn-0", "aqn-1", "aqn-2"]
+
+
+def test_each_gpu_has_its_workers_and_they_go_on_with_runs_of_the_same_programs(tools, trainer, tmp_path, monkeypatch):
+    """Two GPUs, one run at a time on each: the ranks differ in their programs, noise and seed do not. All cells of a
+    seed come before the next seed, unless a worker has others left of its own kind.
+    """
+    together = threading.Barrier(2, timeout=60)
+    whole = tools.runs.Worker.run
+
+    def in_step(worker, config_file):
+        together.wait()
+        return whole(worker, config_file)
+
+    monkeypatch.setattr(tools.runs.Worker, "run", in_step)
+    flags = ["7", "5", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--gpus", "0", "3", *SMALL]
+    assert tools.reproduce.main([*flags, "--cells", "aqn", "aqn-linear", "aqn-rank8", "aqn-rank16"]) == 0
+    order = {gpu: [] for gpu in "03"}
+    for config, environment in trainer:
+        assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.940"
+        order[environment["CUDA_VISIBLE_DEVICES"]].append((config["lora_rank"], config["seed"]))
+    # Both take one of rank 32 and then the other seed of one, after which none of rank 32 is left.
+    of_rank = {rank: [(32, 0), (32, 1), (rank, 0), (rank, 1)] for rank in (8, 16)}
+    assert sorted(order.values()) == sorted(of_rank.values())
+
+
+def test_a_worker_does_one_run_after_the_other_and_survives_failures(tools, tmp_path):
+    """The real program: two refused configs in two processes, each told in its own log."""
+    worker = tools.runs.Worker(os.environ)
+    for name in ("a.b-0", "c-1"):
+        (tmp_path / f"{name}.yaml").write_text(f"model: {tmp_path / name}\n")
+        assert worker.run(tmp_path / f"{name}.yaml") == 2
+        log = (tmp_path / f"{name}.log").read_text()
+        assert log.startswith("error: ") and name in log
+    worker.close()
 
 
 def test_an_experiment_keeps_its_settings(tools, trainer, tmp_path, capsys):
@@ -295,15 +355,15 @@ def test_what_the_plan_sets_cannot_be_set(tools, tmp_path, flag, capsys):
 
 
 def test_the_pilot_chooses_the_learning_rate_of_bf16(tools, trainer, tmp_path, monkeypatch, capsys):
-    whole = tools.runs.subprocess.run
+    whole = tools.runs.Worker.run
 
-    def best_at_3e4(command, **options):
-        done = whole(command, **options)
+    def best_at_3e4(worker, config_file):
+        code = whole(worker, config_file)
         config = trainer[-1][0]
         stand_in(Path(config["output_dir"]), config, 0.5 - abs(config["learning_rate"] - 3e-4))
-        return done
+        return code
 
-    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=best_at_3e4))
+    monkeypatch.setattr(tools.runs.Worker, "run", best_at_3e4)
     assert tools.reproduce.main(["--pilot", "--model", "tiny", "--out", str(tmp_path), *SMALL]) == 0
     assert capsys.readouterr().out.endswith("--set learning_rate=0.0003\n")
     assert {call[0]["seed"] for call in trainer} == {100} and {call[0]["weight_format"] for call in trainer} == {"bf16"}
@@ -447,9 +507,7 @@ def two_lengths(tools, monkeypatch):
     """
     configs = []
 
-    def run(command, stdout, stderr, check, env=None):
-        config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
-        Config(**config)
+    def run(config, environment):
         configs.append(config)
         directory, name, long = Path(config["output_dir"]), config["dataset"], config["max_steps"] == 150
         gain = GAINS[name] + 0.001 * (config["seed"] - 102)
@@ -457,9 +515,9 @@ def two_lengths(tools, monkeypatch):
         evaluations = json.loads((directory / "evaluation.json").read_text())
         evaluations["before"] = evaluations["after"] | {"accuracy": 0.2}
         (directory / "evaluation.json").write_text(json.dumps(evaluations))
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=run))
+    workers_that(tools, monkeypatch, run)
     return configs
 
 
@@ -487,13 +545,13 @@ def test_no_dataset_is_chosen_where_none_is_fit(tools, two_lengths, tmp_path, mo
     assert capsys.readouterr().out.endswith("none of the datasets is fit for the plan with this policy\n")
 
 
-def test_the_choice_waits_for_all_runs(tools, two_lengths, tmp_path, capsys):
-    whole = tools.runs.subprocess.run
+def test_the_choice_waits_for_all_runs(tools, two_lengths, tmp_path, monkeypatch, capsys):
+    whole = tools.runs.Worker.run
 
-    def fails(command, **options):
-        return SimpleNamespace(returncode=3) if "3-6-150-102" in str(command) else whole(command, **options)
+    def fails(worker, config_file):
+        return 3 if "3-6-150-102" in config_file.stem else whole(worker, config_file)
 
-    tools.runs.subprocess.run = fails
+    monkeypatch.setattr(tools.runs.Worker, "run", fails)
     assert tools.reproduce.main([*FITNESS, "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "not complete" in out and "--dataset" not in out and "| word_problems:3-6 |" not in out

@@ -4,6 +4,7 @@
     python tools/reproduce.py --fitness --model policy-30m --out runs/fitness   # prints the --dataset to take
     python tools/reproduce.py 1 4 --model policy-30m --out runs/claims          # two claims
     python tools/reproduce.py --model policy-30m --out runs/claims --at-once 4  # all, four runs at a time on a GPU
+    python tools/reproduce.py --model policy-30m --out runs/claims --at-once 4 --gpus 0 1   # and four on another
     python tools/reproduce.py --model Qwen/Qwen2.5-3B-Instruct --dataset gsm8k --out runs/gsm8k \\
         --set max_prompt_length=512 max_completion_length=4096 batch_size=128 num_generations=8 learning_rate=1e-5
 
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dataset", help="trained and evaluated on, splits train and test (default word_problems)")
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs and results")
     parser.add_argument("--seeds", type=int, default=plan.SEEDS, help=f"seeds 0 to N − 1 (default {plan.SEEDS})")
-    parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time on each GPU")
+    parser.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help="their numbers; none: one GPU")
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--pilot", action="store_true", help="choose the learning rate of all runs, by BF16 runs alone")
@@ -119,7 +121,7 @@ def experiment(args: argparse.Namespace) -> int:
         check_settings(jobs)
     else:
         calibrate(wanted, args.model, args.dataset, args.out)
-        failed = run_all(wanted, args.at_once)
+        failed = run_all(wanted, args.at_once, args.gpus)
     if args.pilot:
         return pilot_result(jobs)
     if args.fitness:

@@ -1,4 +1,5 @@
-"""The runs of an experiment: each is `python -m qerl_jax.train` in a directory of its own, several at a time.
+"""The runs of an experiment: each is `qerl_jax.train` in a directory of its own, several processes at a time, each of
+which does one run after the other.
 
 OUT/CELL-SEED/ is a run directory, OUT/CELL-SEED.yaml its config and OUT/CELL-SEED.log what it printed. A run that is
 there with all its steps and its evaluation is not repeated; one that was interrupted goes on from its checkpoint.
@@ -7,6 +8,7 @@ there with all its steps and its evaluation is not repeated; one that was interr
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -19,6 +21,8 @@ from typing import Any
 import yaml
 from reproduction.metrics import Run, read_finished
 from reproduction.plan import CALIBRATED, PILOT_RATES, PILOT_SEED, config_of
+
+from qerl_jax.command_line.process import STOPPED
 
 MEMORY = 0.94
 """Share of a GPU's memory that all runs take together."""
@@ -44,6 +48,11 @@ class Job:
     def config_file(self) -> Path:
         """Where the settings are written."""
         return self.directory.with_name(f"{self.directory.name}.yaml")
+
+    def programs(self) -> dict[str, Any]:
+        """What decides which programs a run compiles, and a little more: all settings but seed, place, schedules."""
+        own = {"seed", "output_dir", "learning_rate", "sigma_start", "sigma_end", "noise_schedule", "num_stages"}
+        return {name: value for name, value in self.config.items() if name not in own}
 
     def finished(self) -> Run | None:
         """The run, where it is complete."""
@@ -100,26 +109,94 @@ def _compare_settings(job: Job, apart: frozenset[str]) -> None:
             )
 
 
-def run_all(jobs: Sequence[Job], at_once: int) -> list[Job]:
-    """Do the runs that are not finished yet, so many at a time; returns those that ended with an error."""
+class Worker:
+    """A process that does runs one after the other (`worker.py`).
+
+    Args:
+      environment: its environment.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, config_file: Path) -> int:
+        """Exit code of a run. After one that failed a new process does the next."""
+        if self._process is None:
+            command = [sys.executable, str(Path(__file__).with_name("worker.py"))]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._process = subprocess.Popen(command, env=self._environment, text=True, **pipes)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{config_file}\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        code = int(answer) if answer else self._process.wait() or 1
+        if code:
+            self.close()
+        return code
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdout.close()
+            self._process.wait()
+            self._process = None
+
+
+def run_all(jobs: Sequence[Job], at_once: int, gpus: Sequence[str] = ()) -> list[Job]:
+    """Do the runs that are not finished yet. A run that is stopped by a signal is the last.
+
+    Args:
+      jobs: the runs, those that matter most first.
+      at_once: runs at a time on each GPU.
+      gpus: as in `CUDA_VISIBLE_DEVICES`; none: the GPU that JAX takes.
+
+    Returns:
+      Those that are not finished.
+    """
     for job in jobs:
         job.directory.parent.mkdir(parents=True, exist_ok=True)
         write_config(job)
     waiting = [job for job in jobs if job.finished() is None]
-    lock, done = threading.Lock(), len(jobs) - len(waiting)
+    lock, left, done = threading.Lock(), list(waiting), len(jobs) - len(waiting)
+    succeeded: list[Job] = []
 
-    def execute(job: Job) -> bool:
-        nonlocal done
-        code = _train(job, at_once)
+    def next_after(last: Job | None) -> Job | None:
+        """The first run that has the programs of the last one, or if none has the first."""
         with lock:
-            done += 1
-            state = "finished" if code == 0 else f"ended with {code}, see {job.directory}.log"
-            print(f"{done}/{len(jobs)} {job.directory.name} {state}", flush=True)
-        return code == 0
+            same = (i for i, job in enumerate(left) if last is not None and job.programs() == last.programs())
+            return left.pop(next(same, 0)) if left else None
 
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        succeeded = list(pool.map(execute, waiting))
-    return [job for job, good in zip(waiting, succeeded, strict=True) if not good]
+    def work(worker: Worker) -> None:
+        nonlocal done
+        job = None
+        while (job := next_after(job)) is not None:
+            code = worker.run(job.config_file)
+            with lock:
+                done += 1
+                state = "finished" if code == 0 else f"ended with {code}, see {job.directory}.log"
+                print(f"{done}/{len(jobs)} {job.directory.name} {state}", flush=True)
+                if code == 0:
+                    succeeded.append(job)
+                elif code == STOPPED:
+                    left.clear()
+        worker.close()
+
+    workers = [Worker(environment_of(at_once, gpu)) for _ in range(at_once) for gpu in gpus or (None,)]
+    with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
+        for future in [pool.submit(work, worker) for worker in workers]:
+            future.result()
+    return [job for job in waiting if job not in succeeded]
+
+
+def environment_of(at_once: int, gpu: str | None) -> dict[str, str]:
+    """The environment of a worker on a GPU. Runs that share one get equal parts of its memory."""
+    environment = dict(os.environ)
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX refuses both
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{MEMORY / at_once:.3f}")
+    return environment if gpu is None else environment | {"CUDA_VISIBLE_DEVICES": gpu}
 
 
 def calibrate(jobs: Sequence[Job], model: str, dataset: str, out: Path) -> None:
@@ -133,13 +210,3 @@ def calibrate(jobs: Sequence[Job], model: str, dataset: str, out: Path) -> None:
         command = [sys.executable, str(script), model, dataset, str(wanted)]
         if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
             raise ValueError(f"{model} was not calibrated, see {log_file}")
-
-
-def _train(job: Job, at_once: int) -> int:
-    """Exit code of the run. Runs that share a GPU get equal parts of its memory."""
-    environment = dict(os.environ)
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX refuses both
-        environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{MEMORY / at_once:.3f}")
-    command = [sys.executable, "-m", "qerl_jax.train", "--config", str(job.config_file), "--resume", "auto"]
-    with open(f"{job.directory}.log", "a") as log:
-        return subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
