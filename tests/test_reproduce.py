@@ -223,7 +223,7 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
     assert models.pop("nvfp4-calibrated") == str(tmp_path / "calibrated") and set(models.values()) == {"tiny"}
     assert (tmp_path / "calibrated" / "made_from").read_text() == "tiny arithmetic"
     config, environment = trainer[0]
-    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.470" and "CUDA_VISIBLE_DEVICES" not in environment
+    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.375" and "CUDA_VISIBLE_DEVICES" not in environment
     assert {
         "model": "tiny",
         "dataset": "arithmetic",

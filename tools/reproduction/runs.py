@@ -24,8 +24,10 @@ from reproduction.plan import CALIBRATED, PILOT_RATES, PILOT_SEED, config_of
 
 from qerl_jax.command_line.process import STOPPED
 
-MEMORY = 0.94
-"""Share of a GPU's memory that all runs take together."""
+MEMORY, MEMORY_OF_SEVERAL = 0.94, 0.75
+"""Share of a GPU's memory that JAX takes in one run, and in several together. Each process has some 0.7 GB besides: in
+twelve on a GPU with 80 GB, 0.94 left so little that a third of them died for want of memory.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +197,8 @@ def environment_of(at_once: int, gpu: str | None) -> dict[str, str]:
     """The environment of a worker on a GPU. Runs that share one get equal parts of its memory."""
     environment = dict(os.environ)
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX refuses both
-        environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{MEMORY / at_once:.3f}")
+        share = MEMORY if at_once == 1 else MEMORY_OF_SEVERAL / at_once
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{share:.3f}")
     return environment if gpu is None else environment | {"CUDA_VISIBLE_DEVICES": gpu}
 
 
