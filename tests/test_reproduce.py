@@ -82,7 +82,7 @@ def trainer(tools, monkeypatch):
     """Replaces the training program by stand-ins: AQN is better by 0.1, seeds differ by 0.01; returns the calls."""
     calls = []
 
-    def calibrate(command, stdout, stderr, check):
+    def calibrate(command, stdout, stderr, env, check):
         assert "calibrated.py" in command[1]
         Path(command[-1]).mkdir()  # raises where it is made twice
         (Path(command[-1]) / "made_from").write_text(" ".join(command[2:4]))
@@ -223,7 +223,7 @@ def test_an_experiment_from_runs_to_verdict(tools, trainer, tmp_path, capsys):
     assert models.pop("nvfp4-calibrated") == str(tmp_path / "calibrated") and set(models.values()) == {"tiny"}
     assert (tmp_path / "calibrated" / "made_from").read_text() == "tiny arithmetic"
     config, environment = trainer[0]
-    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.375" and "CUDA_VISIBLE_DEVICES" not in environment
+    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.250" and "CUDA_VISIBLE_DEVICES" not in environment
     assert {
         "model": "tiny",
         "dataset": "arithmetic",
@@ -404,10 +404,36 @@ def test_report_leaves_out_what_was_not_run(tools, trainer, tmp_path, capsys):
     assert "without a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
 
 
-def test_a_failed_calibration_ends_the_experiment(tools, trainer, tmp_path, monkeypatch, capsys):
+def test_only_the_runs_of_the_calibrated_model_wait_for_it(tools, trainer, tmp_path, monkeypatch):
+    """The calibration, which gets a part of the GPU, ends when the four other runs have."""
+    whole, others = tools.runs.subprocess.run, threading.Event()
+
+    def calibrate(command, env, **options):
+        assert others.wait(60) and env["XLA_CLIENT_MEM_FRACTION"] == "0.375" and env["CUDA_VISIBLE_DEVICES"] == "3"
+        return whole(command, env=env, **options)
+
+    def run(worker, config_file):
+        code = of_stand_in(worker, config_file)
+        if len(trainer) == 4:
+            others.set()
+        return code
+
+    of_stand_in = tools.runs.Worker.run
+    monkeypatch.setattr(tools.runs.Worker, "run", run)
+    monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=calibrate))
+    flags = ["1", "4", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--gpus", "0", "3", *SMALL]
+    assert tools.reproduce.main([*flags, "--cells", "bf16", "nvfp4-calibrated", "nvfp4"]) == 0
+    last = [Path(config["model"]).name for config, _ in trainer[4:]]
+    assert last == ["calibrated"] * 2 and len(trainer) == 6
+    assert {environment["XLA_CLIENT_MEM_FRACTION"] for _, environment in trainer} == {"0.375"}
+
+
+def test_a_failed_calibration_fails_the_experiment(tools, trainer, tmp_path, monkeypatch, capsys):
+    """The other runs are made and kept."""
     monkeypatch.setattr(tools.runs, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1)))
     flags = ["1", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", *SMALL]
-    assert tools.reproduce.main(flags) == 2 and not trainer
+    assert tools.reproduce.main([*flags, "--cells", "bf16", "nvfp4-calibrated"]) == 2
+    assert [Path(config["output_dir"]).name for config, _ in trainer] == ["bf16-0", "bf16-1"]
     assert f"tiny was not calibrated, see {tmp_path / 'calibrated.log'}" in capsys.readouterr().err
 
 

@@ -22,6 +22,7 @@ settings must be the plan's but for the paths.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -36,7 +37,16 @@ from reproduction import plan, report
 from reproduction.analysis import analyse
 from reproduction.fitness import chosen, fitness_jobs, fitness_of
 from reproduction.fitness import table as fitness_table
-from reproduction.runs import Job, calibrate, check_settings, jobs_of, pilot_jobs, run_all
+from reproduction.runs import (
+    Job,
+    calibrate,
+    check_settings,
+    environment_of,
+    jobs_of,
+    needs_calibration,
+    pilot_jobs,
+    run_all,
+)
 
 CLAIMS = sorted({comparison.claim for comparison in plan.COMPARISONS})
 
@@ -120,8 +130,7 @@ def experiment(args: argparse.Namespace) -> int:
     if args.report:
         check_settings(jobs)
     else:
-        calibrate(wanted, args.model, args.dataset, args.out)
-        failed = run_all(wanted, args.at_once, args.gpus)
+        failed = do_runs(wanted, args)
     if args.pilot:
         return pilot_result(jobs)
     if args.fitness:
@@ -144,6 +153,20 @@ def experiment(args: argparse.Namespace) -> int:
     ):
         print(line)
     return 1 if failed else 0
+
+
+def do_runs(jobs: Sequence[Job], args: argparse.Namespace) -> list[Job]:
+    """Do the runs, beside the calibration of their model where they need it. Returns those that are not finished.
+    Raises ValueError if the calibration failed, after the other runs.
+    """
+    if not needs_calibration(jobs, args.out):
+        return run_all(jobs, args.at_once, args.gpus)
+    environment = environment_of(args.at_once + 1, args.gpus[-1] if args.gpus else None)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        calibration = pool.submit(calibrate, args.model, args.dataset, args.out, environment)
+        failed = run_all(jobs, args.at_once, args.gpus, calibration)
+    calibration.result()
+    return failed
 
 
 def origin(args: argparse.Namespace, results: Path) -> dict[str, Any]:

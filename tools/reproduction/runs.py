@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 from reproduction.metrics import Run, read_finished
-from reproduction.plan import CALIBRATED, PILOT_RATES, PILOT_SEED, config_of
+from reproduction.plan import CALIBRATED, CELLS, PILOT_RATES, PILOT_SEED, config_of
 
 from qerl_jax.command_line.process import STOPPED
 
@@ -55,6 +55,10 @@ class Job:
         """What decides which programs a run compiles, and a little more: all settings but seed, place, schedules."""
         own = {"seed", "output_dir", "learning_rate", "sigma_start", "sigma_end", "noise_schedule", "num_stages"}
         return {name: value for name, value in self.config.items() if name not in own}
+
+    def is_calibrated(self) -> bool:
+        """Whether its model is the calibrated one."""
+        return CELLS[self.cell].get("model") == CALIBRATED
 
     def finished(self) -> Run | None:
         """The run, where it is complete."""
@@ -147,13 +151,19 @@ class Worker:
             self._process = None
 
 
-def run_all(jobs: Sequence[Job], at_once: int, gpus: Sequence[str] = ()) -> list[Job]:
+def run_all(
+    jobs: Sequence[Job],
+    at_once: int,
+    gpus: Sequence[str] = (),
+    calibration: concurrent.futures.Future[None] | None = None,
+) -> list[Job]:
     """Do the runs that are not finished yet. A run that is stopped by a signal is the last.
 
     Args:
       jobs: the runs, those that matter most first.
       at_once: runs at a time on each GPU.
       gpus: as in `CUDA_VISIBLE_DEVICES`; none: the GPU that JAX takes.
+      calibration: makes the calibrated model, whose runs wait for it and are left out if it fails; None: it is there.
 
     Returns:
       Those that are not finished.
@@ -165,11 +175,20 @@ def run_all(jobs: Sequence[Job], at_once: int, gpus: Sequence[str] = ()) -> list
     lock, left, done = threading.Lock(), list(waiting), len(jobs) - len(waiting)
     succeeded: list[Job] = []
 
+    def can_begin(job: Job) -> bool:
+        return not job.is_calibrated() or calibration is None or (calibration.done() and not calibration.exception())
+
     def next_after(last: Job | None) -> Job | None:
-        """The first run that has the programs of the last one, or if none has the first."""
-        with lock:
-            same = (i for i, job in enumerate(left) if last is not None and job.programs() == last.programs())
-            return left.pop(next(same, 0)) if left else None
+        """The first run that has the programs of the last one, or if none has the first, of those that can begin."""
+        while left:
+            with lock:
+                if able := list(filter(can_begin, left)):
+                    same = (job for job in able if last is not None and job.programs() == last.programs())
+                    left.remove(job := next(same, able[0]))
+                    return job
+            if calibration.exception():  # waits for it
+                left.clear()
+        return None
 
     def work(worker: Worker) -> None:
         nonlocal done
@@ -186,30 +205,33 @@ def run_all(jobs: Sequence[Job], at_once: int, gpus: Sequence[str] = ()) -> list
                     left.clear()
         worker.close()
 
-    workers = [Worker(environment_of(at_once, gpu)) for _ in range(at_once) for gpu in gpus or (None,)]
+    processes = at_once + (calibration is not None)
+    workers = [Worker(environment_of(processes, gpu)) for _ in range(at_once) for gpu in gpus or (None,)]
     with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
         for future in [pool.submit(work, worker) for worker in workers]:
             future.result()
     return [job for job in waiting if job not in succeeded]
 
 
-def environment_of(at_once: int, gpu: str | None) -> dict[str, str]:
-    """The environment of a worker on a GPU. Runs that share one get equal parts of its memory."""
+def environment_of(processes: int, gpu: str | None) -> dict[str, str]:
+    """The environment of one of so many processes on a GPU, which get equal parts of its memory."""
     environment = dict(os.environ)
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX refuses both
-        share = MEMORY if at_once == 1 else MEMORY_OF_SEVERAL / at_once
+        share = MEMORY if processes == 1 else MEMORY_OF_SEVERAL / processes
         environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{share:.3f}")
     return environment if gpu is None else environment | {"CUDA_VISIBLE_DEVICES": gpu}
 
 
-def calibrate(jobs: Sequence[Job], model: str, dataset: str, out: Path) -> None:
-    """Make the calibrated model of the runs to come, once. Raises ValueError if that fails."""
-    wanted = out / CALIBRATED
-    if wanted.exists() or not any(job.config["model"] == str(wanted) and not job.finished() for job in jobs):
-        return
+def needs_calibration(jobs: Sequence[Job], out: Path) -> bool:
+    """Whether there are runs to come of a calibrated model that is not there."""
+    return not (out / CALIBRATED).exists() and any(job.is_calibrated() and not job.finished() for job in jobs)
+
+
+def calibrate(model: str, dataset: str, out: Path, environment: Mapping[str, str]) -> None:
+    """Make the calibrated model. Raises ValueError if that fails."""
     out.mkdir(parents=True, exist_ok=True)
     script, log_file = Path(__file__).with_name("calibrated.py"), out / f"{CALIBRATED}.log"
     with log_file.open("a") as log:
-        command = [sys.executable, str(script), model, dataset, str(wanted)]
-        if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
+        command = [sys.executable, str(script), model, dataset, str(out / CALIBRATED)]
+        if subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode:
             raise ValueError(f"{model} was not calibrated, see {log_file}")
