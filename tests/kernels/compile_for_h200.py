@@ -8,6 +8,7 @@ A case is Python, one of
     ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches])
     ("prologue", kind or "kind partials", tokens, input features, *ranks)
     ("rope", rows, query heads, key/value heads, head dim, dtype of the caches)
+    ("swiglu gradient", tokens, hidden size, ffn features)
     ("step", layers, folder)
 
 the first for the product, the last for the products of a 7B decode step with adapters, whose thunk list XLA writes to
@@ -15,6 +16,7 @@ the folder.
 """
 
 import os
+import re
 import sys
 import time
 import types
@@ -37,6 +39,7 @@ from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm  # noqa: E402
 from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx  # noqa: E402
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig  # noqa: E402
 from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul  # noqa: E402
+from qerl_kernels.ops import silu_mul  # noqa: E402
 from qerl_kernels.rope_cache import kernel as rope  # noqa: E402
 
 
@@ -149,6 +152,35 @@ def rope_program(rows: int, heads: int, kv_heads: int, width: int, dtype: str) -
     assert not copied, f"a cache is copied: {copied}"
 
 
+def swiglu_gradient_program(tokens: int, hidden: int, inner: int) -> None:
+    """The backward pass of an MLP with adapters: of all arrays of gate's and up's size one is made, their gradients."""
+    h200.assume_hopper()
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    pair = lambda n, k: (bf16(k, 32), bf16(32, n))  # noqa: E731
+
+    def lora(pair, offset=0):
+        return types.SimpleNamespace(a=pair[0], b=pair[1], scale=2.0, offset=offset)
+
+    def gradients(x, gate_up, d_y, weights, pairs):
+        of_two = lambda x, pairs: nvfp4_matmul(x, weights[0], None, [lora(p, i * inner) for i, p in enumerate(pairs)])  # noqa: E731
+        of_down = lambda gate_up, pair: nvfp4_matmul(silu_mul(gate_up), weights[1], None, [lora(pair)])  # noqa: E731
+        d_gate_up, d_down = jax.vjp(of_down, gate_up, pairs[2])[1](d_y)
+        return jax.vjp(of_two, x, pairs[:2])[1](d_gate_up), d_down
+
+    weights = weight(2 * inner, hidden), weight(hidden, inner)
+    pairs = [pair(inner, hidden), pair(inner, hidden), pair(hidden, inner)]
+    args = [bf16(tokens, hidden), bf16(tokens, 2 * inner), bf16(tokens, hidden), weights, pairs]
+    program = compiled(gradients, args)
+    lines = program[program.index("\nENTRY") :].splitlines()
+    free = (" parameter(", " bitcast(", " get-tuple-element(", " tuple(")
+    made = [line.split(", metadata")[0] for line in lines if not any(word in line for word in free)]
+    whole = [line for line in made if re.search(rf"= \(?bf16\[{tokens},(2,{inner}|{2 * inner})\]", line)]
+    assert len(whole) == 1 and "kind=kLoop" in whole[0], whole
+    halves = [line for line in made for _ in re.findall(rf"\w+\[{tokens},{inner}\]", line.split(" fusion(")[0])]
+    # h for down's adapter, the two parts of its gradient
+    assert len([line for line in halves if "fusion" in line]) == 2 and len(halves) == 3, halves
+
+
 def compiled(call, args, donated: tuple[int, ...] = ()) -> str:
     return h200.lower(jax.jit(call, donate_argnums=donated), args).compile().as_text()
 
@@ -158,6 +190,7 @@ if __name__ == "__main__":
         "attention": attention_program,
         "prologue": prologue_program,
         "rope": rope_program,
+        "swiglu gradient": swiglu_gradient_program,
         "step": lambda layers, _: step_program(layers),
     }
     for case in map(eval, sys.argv[1:]):

@@ -319,3 +319,7 @@ def test_rope_and_cache(tmp_path):
         assert kernel.count(LOAD) == 5, case
         assert kernel.rindex(LOAD) < kernel.index("mul.rn.f32"), case
         assert ("cvt.rn.satfinite.e4m3x2.f32" in kernel) == (case[-1] == "float8_e4m3fn"), case
+
+
+def test_the_gradients_of_gate_and_up_are_one_array_made_in_one_pass():
+    compile_for_h200([("swiglu gradient", 4352, 3584, 18944), ("swiglu gradient", 2304, 5120, 27648)])

@@ -148,6 +148,8 @@ def equations(monkeypatch):
 
 
 ADJACENT = ((8, 0, 64, 0.5), (16, 64, 64, 0.5))
+ALIKE = ((8, 0, 32, 0.5), (8, 32, 32, 0.5), (8, 64, 32, 2.0), (8, 112, 16, 0.5))  # the first two are one product
+GAP = ((8, 0, 32, 0.5), (8, 64, 32, 0.5))
 APART = ((8, 0, 48, 0.5), (16, 64, 32, 2.0))  # the kernel adds none of them
 
 
@@ -158,6 +160,9 @@ APART = ((8, 0, 48, 0.5), (16, 64, 32, 2.0))  # the kernel adds none of them
         ("xla", "bfloat16", "unequal", ADJACENT),
         ("mosaic_gpu", "bfloat16", "unequal", ADJACENT),
         ("mosaic_gpu", "bfloat16", "uniform", APART),
+        ("xla", "float32", "unequal", ALIKE),
+        ("xla", "float32", "uniform", GAP),
+        ("mosaic_gpu", "bfloat16", "uniform", ((8, 0, 64, 0.5), (8, 64, 64, 0.5))),
     ],
 )
 def test_each_gradient(equations, implementation, dtype, rows, parts):

@@ -226,12 +226,15 @@ def _backward(route: Route, residual, dy):
     x, weight, bias, pairs, all_a, of_each = residual
     dx = _input_gradient(route, dy, weight)
     each_through_b, d_pairs = [], []
-    for (_, width, offset, scale), own, (a, b) in zip(route.problem.adapters, of_each, pairs, strict=True):
-        d_own = dy[:, offset : offset + width]
-        through_b = (scale * fp32_matmul(d_own, b.T)).astype(x.dtype)
-        d_b = scale * fp32_matmul(own.T, d_own)
-        d_pairs.append((fp32_matmul(x.T, through_b).astype(a.dtype), d_b.astype(b.dtype)))
-        each_through_b.append(through_b)
+    for run in _alike(route.problem.adapters):
+        _, width, offset, scale = route.problem.adapters[run[0]]
+        d_own = dy[:, offset : offset + len(run) * width].reshape(-1, len(run), width)
+        own, a, b = ([each[i] for i in run] for each in (of_each, *zip(*pairs, strict=True)))
+        through_b = (scale * jax.vmap(fp32_matmul, (1, 0))(d_own, jnp.stack(b).mT)).astype(x.dtype)
+        d_b = scale * jax.vmap(fp32_matmul, (0, 1))(jnp.stack(own).mT, d_own)
+        d_a = [fp32_matmul(x.T, own_through_b) for own_through_b in through_b]
+        d_pairs += [(d_a[i].astype(a[i].dtype), d_b[i].astype(b[i].dtype)) for i in range(len(run))]
+        each_through_b += list(through_b)
     if pairs:
         # One product for all adapters, in x's dtype: one for each, in fp32, would each write twice the bytes of dx.
         all_through_b, a_of_all = (jnp.concatenate(each, axis=1) for each in (each_through_b, [a for a, _ in pairs]))
@@ -245,6 +248,20 @@ def _backward(route: Route, residual, dy):
         tuple(d_pairs),
         jax.tree.map(no_gradient, all_a),
     )
+
+
+def _alike(adapters: Sequence[tuple[int, int, int, float]]) -> list[list[int]]:
+    """Indices of the adapters (`Problem.adapters`), adjacent ones of one rank, width and scale together, such as gate's
+    and up's. The gradients of several are one batched GEMM, which reads its part of dy where it lies; a GEMM of each
+    reads a slice, for which XLA makes a copy.
+    """
+    runs: list[list[int]] = []
+    for i, (rank, width, offset, scale) in enumerate(adapters):
+        if runs and adapters[i - 1] == (rank, width, offset - width, scale):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
 
 
 def _input_gradient(route: Route, dy, weight: PackedNvfp4) -> Array:
