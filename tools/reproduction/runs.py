@@ -214,7 +214,7 @@ def run_all(
 
 
 def environment_of(processes: int, gpu: str | None) -> dict[str, str]:
-    """The environment of one of so many processes on a GPU, which get equal parts of its memory."""
+    """The environment of a process on a GPU that so many share in equal parts of its memory."""
     environment = dict(os.environ)
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX refuses both
         share = MEMORY if processes == 1 else MEMORY_OF_SEVERAL / processes
@@ -223,7 +223,7 @@ def environment_of(processes: int, gpu: str | None) -> dict[str, str]:
 
 
 def needs_calibration(jobs: Sequence[Job], out: Path) -> bool:
-    """Whether there are runs to come of a calibrated model that is not there."""
+    """Whether a run to come needs the calibrated model, and it is not there."""
     return not (out / CALIBRATED).exists() and any(job.is_calibrated() and not job.finished() for job in jobs)
 
 
