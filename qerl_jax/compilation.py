@@ -181,6 +181,29 @@ def as_committed(tree: Any, like: Any) -> Any:
     return tree if sharding is None else _commit(tree, sharding)
 
 
+def settled(tree: Any, commits: bool = False) -> Any:
+    """The tree with all arrays, abstract or not, committed to one device if some are.
+
+    JAX compiles a program anew where one argument is committed that was not before, and the results of one committed
+    argument all are.
+
+    Args:
+      tree: arrays; tracers stay as they are, and so does all where some are committed to several devices.
+      commits: commit them also if none is, to the first device: something that is made from them will be.
+    """
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(tree) if _is_committed(leaf)}
+    if commits and not shardings:
+        shardings = {jax.sharding.SingleDeviceSharding(jax.local_devices()[0])}
+    if len(shardings) != 1:
+        return tree
+    [sharding] = shardings
+    return jax.tree.map(lambda leaf: leaf if _stays(leaf) else _commit(leaf, sharding), tree)
+
+
+def _stays(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer) or _is_committed(leaf)
+
+
 def _commit(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     def commit(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -191,4 +214,6 @@ def _commit(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def _is_committed(leaf: Any) -> bool:
-    return leaf.sharding is not None if isinstance(leaf, jax.ShapeDtypeStruct) else getattr(leaf, "committed", False)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding is not None
+    return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)

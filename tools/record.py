@@ -42,6 +42,7 @@ MEASURED = frozenset(
         "rollout_peak_bytes",
         "recomputed_layers",
         "recomputed_gate_up",
+        "offloaded_gate_up",
         "bits_per_weight",
         "weight_error_mean",
         "weight_error_worst",

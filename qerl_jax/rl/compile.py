@@ -5,7 +5,6 @@ A program compiled here is the one that `grpo_step` runs: it is found in the cac
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from qerl_jax.compilation import Program, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.rl import head, layer, optimizer, step
+from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.rl.packing import Assignment, Packed
 from qerl_jax.rl.state import AdamW, at_layer, from_layers, outside_layers
@@ -81,9 +81,8 @@ def _calls(
     state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None = None, with_reference: bool = False
 ) -> Iterator[_Call]:
     config: Config = state.config
-    state, frozen, batch = step.settled((state, frozen, batch))
-    work = step.work_of(state, frozen, batch, token_loss, with_reference)
-    plan, shape = work.plan, work.shape
+    state, work = step.work_of(state, frozen, batch, token_loss, with_reference)
+    frozen, batch, plan, shape = work.frozen, work.batch, work.plan, work.shape
     weights = frozen if state.weights is None else state.weights
     own, trained = frozen["layers"][0], step.layers_of(state.lora, state.norms, state.weights)[0]
     zeros = _Call("zeros", optimizer.zeros_like, (), ({name: trained[name] for name in step.trained_names(state)},))
@@ -92,7 +91,7 @@ def _calls(
     embed = _Call("embed", head.embed, (shape,), (weights["embed_tokens"], batch, Assignment(rows, rows)))
     x, packed = embed.outputs()
     found, gradient = completions.outputs(), zeros.outputs()
-    yield from _layer_calls(work, state.model.num_layers, own, trained, gradient, x, packed)
+    yield from _layer_calls(work, own, trained, gradient, x, packed)
     none = _Call("no logprobs", step.no_logprobs, (), (found,))
     logprobs = none.outputs()
     reference = logprobs if work.needs_reference else None
@@ -123,11 +122,9 @@ def _calls(
     yield from _optimizer_programs(state, gradient, outside, loss.outputs()[1])
 
 
-def _layer_calls(
-    work: step.Work, layers: int, own: Any, trained: Any, gradient: Any, x: Any, packed: Packed
-) -> Iterator[_Call]:
+def _layer_calls(work: step.Work, own: Any, trained: Any, gradient: Any, x: Any, packed: Packed) -> Iterator[_Call]:
     """Those of the layers, for each kind of micro-batch."""
-    plan, kinds = work.plan, work.plan.pack.kinds()
+    keeps, kinds = set(work.keeps), work.plan.pack.kinds()
     for kind in kinds:
         shape = work.layer_shape(kind)
         of = f", segments of {kind.longest_segment} tokens" if len(kinds) > 1 else ""
@@ -135,18 +132,19 @@ def _layer_calls(
         keep = _Call("layer forward" + of, layer.forward_and_keep, *forward)
         x_after, kept = keep.outputs()
         what = {}
-        if plan.recomputed + plan.recomputed_gate_up < layers:
+        if keeps & {Keeps.ALL, Keeps.GATE_UP_ON_HOST}:  # which is back on the device by then
             what["layer backward"] = kept
-        if plan.recomputed_gate_up:
-            what["layer backward, gate and up recomputed"] = dataclasses.replace(kept, gate_up=None)
-        if plan.recomputed:
+        if Keeps.ALL_BUT_GATE_UP in keeps:
+            without = jax.tree.map(lambda leaf, gate_up=kept.gate_up: None if leaf is gate_up else leaf, kept)
+            what["layer backward, gate and up recomputed"] = without
+        if Keeps.INPUT in keeps:
             what["layer recomputed and backward"] = None
         for name, some in what.items():
             arguments = own, trained, gradient, x, some, x_after, packed
             yield _Call(name + of, layer.backward, (shape,), arguments)
-        if plan.recomputed < layers:
+        if keeps != {Keeps.INPUT}:
             yield keep
-        if plan.recomputed or work.needs_reference:
+        if Keeps.INPUT in keeps or work.needs_reference:
             yield _Call("layer forward, nothing kept" + of, layer.forward, *forward)
 
 

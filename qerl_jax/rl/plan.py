@@ -1,4 +1,5 @@
-"""How an update is divided into micro-batches: tokens of a micro-batch, and how many layers keep their activations.
+"""How an update is divided into micro-batches: tokens of a micro-batch, and how many layers keep their activations on
+the device, offload or recompute them.
 
 Settled from the limits of a run and the memory of the device, not from what a rollout produced, so that a run has one
 set of shapes.
@@ -7,14 +8,14 @@ set of shapes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import jax
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.rl import flash
+from qerl_jax.rl.activations import Keeps, XlaMatmuls, layer_bytes, peak_bytes
 from qerl_jax.rl.packing import PackShape
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
@@ -23,6 +24,10 @@ _MOST_TOKENS = 8192
 _SHORT = 1024  # tokens, about: a longer segment is long (`PackShape`)
 _LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
+# Measured on an H200, 32B, 2304 tokens (tools/results/notes/update.md, 2026-11-23 and 24):
+_COPY_RATE = 45e9  # bytes a second to pinned host memory, and as many back
+_FORWARD_RATE = 680e12  # FLOP/s of a layer's forward pass, 3.3 ms
+_OFFLOAD_COST = 0.07  # time beside that of computing gate and up again: 20 layers saved 0.28 s of 0.30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,38 +37,35 @@ class UpdatePlan:
     Attributes:
       pack: pack of a micro-batch.
       recomputed: layers, the first ones, that keep only their input and run their forward pass again.
-      recomputed_gate_up: layers, the next ones, that keep all but gate and up and run that projection again.
-      kept_bytes: activations kept for the backward pass.
-      working_bytes: most that one program needs besides: a layer's backward pass or the head.
+      recomputed_gate_up: layers that keep all but gate and up and run that projection again.
+      offloaded_gate_up: layers whose gate and up are in pinned host memory between forward and backward pass.
+      kept_bytes: activations kept on the device for the backward pass.
+      working_bytes: most that is needed besides at one time: for a layer's backward pass or the head, and for gate and
+        up on their way to the host and back.
       lacking_bytes: missing even so; above 0 the update cannot run.
     """
 
     pack: PackShape
     recomputed: int
     recomputed_gate_up: int
+    offloaded_gate_up: int
     kept_bytes: int
     working_bytes: int
     lacking_bytes: int = 0
 
+    def layers(self, count: int) -> list[Keeps]:
+        """What each layer of a model of `count` layers keeps.
 
-class XlaMatmuls(NamedTuple):
-    """What the projections need where XLA multiplies in place of a kernel.
-
-    Attributes:
-      any: whether it multiplies any projection; the fp32 results of a forward pass that runs again then take memory.
-      dequantized_bytes: the largest such projection, dequantized to the compute dtype; 0 for dense weights.
-    """
-
-    any: bool = False
-    dequantized_bytes: int = 0
-
-
-def xla_matmuls(layers: Any, itemsize: int) -> XlaMatmuls:
-    """`XlaMatmuls` of the frozen layers, real or abstract."""
-    weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
-    by_xla = [leaf for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, PackedNvfp4)]
-    quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
-    return XlaMatmuls(bool(by_xla), itemsize * max((n * k for n, k in quantized), default=0))
+        Those that offload are spread evenly over those that are not wholly recomputed, so that each copy has the time
+        of several layers. Those that recompute gate and up are the first of the others: in the backward pass they come
+        when most activations are freed.
+        """
+        rest = count - self.recomputed
+        offloaded = {self.recomputed + i * rest // self.offloaded_gate_up for i in range(self.offloaded_gate_up)}
+        others = [i for i in range(self.recomputed, count) if i not in offloaded]
+        kinds = dict.fromkeys(range(self.recomputed), Keeps.INPUT) | dict.fromkeys(offloaded, Keeps.GATE_UP_ON_HOST)
+        kinds |= dict.fromkeys(others[: self.recomputed_gate_up], Keeps.ALL_BUT_GATE_UP)
+        return [kinds.get(i, Keeps.ALL) for i in range(count)]
 
 
 def make_update_plan(
@@ -74,11 +76,12 @@ def make_update_plan(
     longest: int,
     free_bytes: float | None,
     xla: XlaMatmuls = XlaMatmuls(),  # noqa: B008  # a constant
+    can_offload: bool = False,
 ) -> UpdatePlan:
     """The micro-batch that is computed fastest in the memory there is, up to the size from which more gains nothing.
 
-    A larger one shares more prompts and runs nearer to the full rate; where its activations do not fit, layers
-    recompute some of them, which may cost more than it gains (`_cost`).
+    A larger one shares more prompts and runs nearer to the full rate; where its activations do not fit, layers offload
+    or recompute some of them, which may cost more than it gains (`_cost`).
 
     Args:
       model: its shape.
@@ -88,6 +91,8 @@ def make_update_plan(
       longest: tokens of a batch's rows, prompt and completion.
       free_bytes: for activations; None: no limit.
       xla: memory that the frozen layers need where XLA multiplies.
+      can_offload: whether the device has pinned host memory beside its own (`offload.can_offload`), which
+        `activation_offloading` uses.
     """
     if config.update_memory_gb is not None:
         free_bytes = config.update_memory_gb * 1e9
@@ -97,44 +102,67 @@ def make_update_plan(
     candidates = [_pack(config, longest, sequences, rows) for sequences in range(most, 0, -1)]
     if budget is not None:
         candidates = [_pack(config, longest, 1, rows, budget)]
-    plans = [_plan(model, itemsize, config, pack, free_bytes, xla) for pack in candidates]
+    ways = (True, False) if can_offload and config.activation_offloading else (False,)
+    plans = [_plan(model, itemsize, config, pack, free_bytes, xla, way) for pack in candidates for way in ways]
     fitting = [plan for plan in plans if not plan.lacking_bytes]
     return min(fitting, key=lambda plan: _cost(model, config, rows, plan)) if fitting else plans[-1]
 
 
 def _plan(
-    model: ModelConfig, itemsize: int, config: Config, pack: PackShape, free_bytes: float | None, xla: XlaMatmuls
+    model: ModelConfig,
+    itemsize: int,
+    config: Config,
+    pack: PackShape,
+    free_bytes: float | None,
+    xla: XlaMatmuls,
+    offloads: bool,
 ) -> UpdatePlan:
-    """The plan of a pack that recomputes least. First layers drop gate and up: running that projection again is some
-    0.6 of a forward pass for 0.7 of the bytes.
+    """The plan of a pack that recomputes least."""
+    need, layers = layer_bytes(model, itemsize, pack, config, xla), model.num_layers
+    limit = float("inf") if free_bytes is None else free_bytes
+    share = _offloaded_share(model, itemsize) if offloads else 0.0
+    for recomputed, recomputed_gate_up, offloaded in _divisions(layers, share):
+        whole = layers - recomputed - recomputed_gate_up - offloaded
+        kept = layers * need.input + (layers - recomputed) * need.rest + whole * need.gate_up
+        if kept + need.head > limit and recomputed < layers:
+            continue  # the peak is at least that
+        plan = UpdatePlan(pack, recomputed, recomputed_gate_up, offloaded, kept, 0)
+        peak = peak_bytes(plan.layers(layers), need)
+        plan = dataclasses.replace(plan, working_bytes=peak - kept)
+        if peak <= limit:
+            return plan
+    lacking = 0 if config.update_memory_gb is not None else max(0, round(peak - limit))
+    return dataclasses.replace(plan, lacking_bytes=lacking)
+
+
+def _divisions(layers: int, share: float) -> Iterator[tuple[int, int, int]]:
+    """(layers recomputed, that recompute gate and up, that offload them), from the least recomputed to the most.
+
+    Gate and up go first: running their projection again is some 0.6 of a forward pass for 0.7 of the bytes. As many of
+    them as copies can hide are offloaded: at most `share` of the layers that are not wholly recomputed.
     """
-    layers, need = model.num_layers, _bytes(model, itemsize, pack, config)
-    inputs, kept, gate_up = layers * need.inputs, need.kept, need.gate_up
-    mlp, other = (working + xla.dequantized_bytes for working in (need.mlp, need.other))
-    if free_bytes is None or layers * kept + inputs + max(mlp, other) <= free_bytes:
-        return UpdatePlan(pack, 0, 0, layers * kept + inputs, max(mlp, other))
-    if xla.any:
-        mlp += 8 * pack.tokens * 2 * model.intermediate_size
-    working = max(mlp + gate_up, other)
-    room = free_bytes - working - inputs
-    without = layers * (kept - gate_up)
-    if room >= without:
-        keeping = min(layers, int((room - without) // gate_up))
-        return UpdatePlan(pack, 0, layers - keeping, inputs + without + keeping * gate_up, working)
-    if xla.any:
-        mlp += 8 * pack.tokens * model.hidden_size
-    working = max(mlp, other) + kept  # the layer that is recomputed keeps all meanwhile
-    room = free_bytes - working - inputs
-    keeping = min(layers, max(0, int(room // (kept - gate_up))))
-    lacking = 0 if config.update_memory_gb is not None else max(0, round(-room))
-    return UpdatePlan(pack, layers - keeping, keeping, inputs + keeping * (kept - gate_up), working, lacking)
+    for lacking in range(layers + 1):
+        offloaded = min(lacking, int(share * layers))
+        yield 0, lacking - offloaded, offloaded
+    for recomputed in range(1, layers + 1):
+        offloaded = int(share * (layers - recomputed))
+        yield recomputed, layers - recomputed - offloaded, offloaded
+
+
+def _offloaded_share(model: ModelConfig, itemsize: int) -> float:
+    """Most layers, of all, whose gate and up are copied to the host in the time of the forward pass. Both grow with the
+    tokens, so that it does not depend on them; the backward pass takes twice as long.
+    """
+    flops = 2 * sum(n * k for n, k in model.projection_shapes().values())
+    return min(1.0, _COPY_RATE / (2 * itemsize * model.intermediate_size) / (_FORWARD_RATE / flops))
 
 
 def _cost(model: ModelConfig, config: Config, rows: int, plan: UpdatePlan) -> float:
     """Relative time of an update whose completions are all as long as they may be."""
     shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
     share = (shapes["gate_proj"] + shapes["up_proj"]) / sum(shapes.values())
-    passes = 4 + 2 * (plan.recomputed + share * plan.recomputed_gate_up) / model.num_layers
+    gate_up = plan.recomputed_gate_up + _OFFLOAD_COST * plan.offloaded_gate_up
+    passes = 4 + 2 * (plan.recomputed + share * gate_up) / model.num_layers
     return _micro_batches(config, rows, plan.pack) * (plan.pack.tokens + _LATENCY) * passes
 
 
@@ -182,51 +210,12 @@ def _pack(config: Config, longest: int, sequences: int, rows: int, budget: int =
     return dataclasses.replace(pack, short=short, suffixes_beside_long=beside_long)
 
 
-class _Bytes(NamedTuple):
-    """Memory of an update.
-
-    Attributes:
-      inputs: input of a layer, kept.
-      kept: what a layer keeps besides its input.
-      gate_up: part of `kept` that gate and up take.
-      mlp: most that the MLP's backward pass needs besides.
-      other: most that attention's backward pass or the head needs.
-    """
-
-    inputs: int
-    kept: int
-    gate_up: int
-    mlp: int
-    other: int
-
-
-def _bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config) -> _Bytes:
-    d, f, t = model.hidden_size, model.intermediate_size, pack.tokens
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    kept = itemsize * t * (2 * heads + 2 * kv_heads + d + 2 * f)
-    attention = 4 * itemsize * t * heads
-    if itemsize == 2:
-        kept += 4 * t * model.num_heads  # statistics of the softmax
-        segments = max(flash.views(kind)[1] for kind in pack.kinds())
-        of_prefixes = flash.row_segments(pack.prefixes)
-        # cuDNN's, for every segment as long as a row: sums of dq in fp32, dk and dv of all query heads in bf16.
-        attention += 8 * t * heads * max(segments, of_prefixes)
-        attention += 4 * model.num_heads * t * (segments + of_prefixes)  # statistics by segment
-    else:
-        attention += 12 * model.num_heads * pack.longest_suffix * pack.longest  # scores, weights, a gradient
-    mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d)
-    chunk = min(config.logprob_chunk_size, t)
-    head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
-    if config.is_full and itemsize < 4:
-        head += itemsize * model.vocab_size * d  # the head in the compute dtype
-    return _Bytes(4 * d * t, kept, 2 * itemsize * t * f, mlp, max(attention, head))
-
-
 def recomputation(plan: UpdatePlan) -> str:
-    """What of a plan's forward pass runs again, in words."""
+    """What of a plan's forward pass is offloaded and what runs again, in words."""
     some = [f"{plan.recomputed} layers"] if plan.recomputed else []
     some += [f"gate and up of {plan.recomputed_gate_up} layers"] if plan.recomputed_gate_up else []
-    return f"{' and '.join(some) or 'nothing'} recomputed"
+    away = f"gate and up of {plan.offloaded_gate_up} layers offloaded, " if plan.offloaded_gate_up else ""
+    return f"{away}{' and '.join(some) or 'nothing'} recomputed"
 
 
 def device_bytes() -> int | None:

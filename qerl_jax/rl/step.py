@@ -9,6 +9,7 @@ Axes: B sequences, S sequences of a micro-batch, T its tokens, C completion toke
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -18,15 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
+from qerl_jax.compilation import settled
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.rl import head, layer
+from qerl_jax.rl import head, layer, offload
+from qerl_jax.rl.activations import Keeps, xla_matmuls
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
 from qerl_jax.rl.optimizer import apply_gradients, zeros_like
 from qerl_jax.rl.packing import Assignment, Packed, PackShape, assign, assign_any, prompts_of
-from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory, xla_matmuls
+from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory
 from qerl_jax.rl.state import outside_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
 
@@ -64,8 +67,7 @@ def grpo_step(
         the importance weight needs (`rl.checks`).
       MemoryError: the device has too little memory, with what to lower. `state` is as it was.
     """
-    state, frozen, batch = settled((state, frozen, checked(batch, state.config)))
-    work = work_of(state, frozen, batch, token_loss, with_reference)
+    state, work = work_of(state, frozen, checked(batch, state.config), token_loss, with_reference)
     try:
         return jax.block_until_ready(_step(state, work))  # a lack of memory may come to light only when its results do
     except jax.errors.JaxRuntimeError as error:
@@ -104,6 +106,7 @@ class Work(NamedTuple):
 
     Attributes:
       plan: how the update is divided.
+      keeps: what each layer keeps between the passes.
       shape: what embedding and head are compiled for, the same for all micro-batches.
       head_shape: what the head's are.
       loss: the loss.
@@ -113,6 +116,7 @@ class Work(NamedTuple):
     """
 
     plan: UpdatePlan
+    keeps: list[Keeps]
     shape: layer.LayerShape
     head_shape: head.HeadShape
     loss: LossSettings
@@ -125,45 +129,32 @@ class Work(NamedTuple):
         return dataclasses.replace(self.shape, pack=kind)
 
 
-def work_of(state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None, with_reference: bool) -> Work:
-    """The work of a step with these arguments, abstract or not."""
+def work_of(
+    state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None, with_reference: bool
+) -> tuple[TrainState, Work]:
+    """The state, settled, and the work of a step with these arguments, abstract or not."""
     config: Config = state.config
     plan = plan_of(state, frozen, batch)
+    state, frozen, batch = settled((state, frozen, batch), plan.offloaded_gate_up > 0)
     shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
-    loss = LossSettings.of(config, token_loss)
+    head_shape, loss = head.HeadShape.of(shape, config), LossSettings.of(config, token_loss)
     needs_reference = with_reference or config.beta > 0
-    return Work(plan, shape, head.HeadShape.of(shape, config), loss, needs_reference, frozen, batch)
-
-
-def settled(tree: Any) -> Any:
-    """The tree with all arrays committed to the device that some are committed to. JAX compiles a program anew where
-    one argument is committed that was not before, and the results of one committed argument all are.
-    """
-
-    def is_committed(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
-
-    shardings = {leaf.sharding for leaf in jax.tree.leaves(tree) if is_committed(leaf)}
-    if len(shardings) != 1 or all(map(is_committed, jax.tree.leaves(tree))):
-        return tree
-    [sharding] = shardings
-
-    def commit(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return leaf if isinstance(leaf, jax.core.Tracer) or is_committed(leaf) else jax.device_put(leaf, sharding)
-
-    return jax.tree.map(commit, tree)
+    keeps = plan.layers(state.model.num_layers)
+    return state, Work(plan, keeps, shape, head_shape, loss, needs_reference, frozen, batch)
 
 
 def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
-    """The shape of an update, equal for all batches of one width and all steps of a run; takes abstract arrays."""
+    """The shape of an update, equal for all batches of one width and all steps of a run; takes abstract arrays. Under
+    `jit` nothing is offloaded: one program cannot wait for its copies.
+    """
     trained = trained_trees(state.lora, state.norms, state.weights, state.config)
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((frozen, state, batch, trained)))
+    leaves = jax.tree.leaves((frozen, state, batch, trained))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     itemsize = frozen["embed_tokens"].dtype.itemsize
     longest, count = batch.tokens.shape[1], batch.tokens.shape[0]
     free, xla = free_for_activations(held), xla_matmuls(frozen["layers"], itemsize)
-    return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla)
+    can_offload = offload.can_offload() and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla, can_offload)
 
 
 def assigned(plan: UpdatePlan, batch: Batch) -> list[MicroBatch]:
@@ -274,16 +265,20 @@ def _forward(
     work: Work, shape: layer.LayerShape, layers: list[dict[str, Any]], x: Array, packed: Packed
 ) -> tuple[Array, list[tuple[Array, layer.Kept | None]]]:
     """The residual stream behind the last layer, and what each layer keeps."""
-    held = []
-    for i, trained in enumerate(layers):
+    held, leaving = [], collections.deque()
+    for i, (trained, keeps) in enumerate(zip(layers, work.keeps, strict=True)):
         arguments = shape, work.frozen["layers"][i], trained, x, packed
         before, kept = x, None
-        if i < work.plan.recomputed:
+        if keeps is Keeps.GATE_UP_ON_HOST:
+            offload.wait_for(leaving, offload.MOST_LEAVING - 1)
+        if keeps is Keeps.INPUT:
             x = layer.forward(*arguments)
         else:
             x, kept = layer.forward_and_keep(*arguments)
-            if i < work.plan.recomputed + work.plan.recomputed_gate_up:
-                kept = dataclasses.replace(kept, gate_up=None)
+        if keeps is Keeps.GATE_UP_ON_HOST:
+            kept = offload.to_host(kept, leaving)
+        elif keeps is Keeps.ALL_BUT_GATE_UP:
+            kept = dataclasses.replace(kept, gate_up=None)
         held.append((before, kept))
     return x, held
 
@@ -298,11 +293,23 @@ def _backward(
     packed: Packed,
 ) -> Array:
     """The gradient of the embedding; those of the layers are added to `gradients`, and `held` is emptied."""
-    for i in reversed(range(len(layers))):
-        x, kept = held.pop()
-        gradients[i], d_x = layer.backward(
-            shape, work.frozen["layers"][i], layers[i], gradients[i], x, kept, d_x, packed
-        )
+    on_host = [keeps is Keeps.GATE_UP_ON_HOST for keeps in work.keeps]
+    # The head runs while the last copies end; only then others begin.
+    offload.wait_for(collections.deque(kept.gate_up for (_, kept), away in zip(held, on_host, strict=True) if away), 0)
+
+    def bring_back(i: int) -> None:
+        if i >= 0 and on_host[i]:
+            offload.wait_for_gradient(gradients, i + offload.AHEAD + offload.BEHIND)
+            x, kept = held[i]
+            held[i] = x, offload.to_device(kept)
+
+    last = len(layers) - 1
+    for i in range(last, last - offload.AHEAD, -1):
+        bring_back(i)
+    for i in range(last, -1, -1):
+        bring_back(i - offload.AHEAD)
+        frozen = work.frozen["layers"][i]
+        gradients[i], d_x = layer.backward(shape, frozen, layers[i], gradients[i], *held.pop(), d_x, packed)
     return d_x
 
 

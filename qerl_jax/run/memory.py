@@ -14,7 +14,9 @@ from qerl_jax.io.assets import model_path
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, Weight
-from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan, xla_matmuls
+from qerl_jax.rl.activations import xla_matmuls
+from qerl_jax.rl.offload import can_offload
+from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
 from qerl_jax.run.abstract import abstract_run, has_weights, stored_format, tree_bytes, tree_size
@@ -55,9 +57,10 @@ class MemoryEstimate:
       logits: logits and sampling of a rollout's decode step.
       gradient: gradient of the trained trees.
       update_state: gradient and next state, which stand beside the last state once all activations are freed.
-      update_plan: shape of a micro-batch, and the number of layers that are recomputed.
-      activations: activations that the layers keep for their backward pass.
-      working: temporary memory of the update's largest program: a layer's backward pass, or the head.
+      update_plan: shape of a micro-batch, and the number of layers that offload or recompute.
+      activations: activations that the layers keep on the device for their backward pass.
+      working: most that the update takes besides at one time: for a layer's backward pass or the head, and for
+        activations on their way to host memory and back.
     """
 
     weights: int
@@ -217,13 +220,13 @@ def estimate_memory(
       `eval_batch_size` of an evaluation.
     - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
     - update: what `rl.plan.make_update_plan` decides from the memory that the rest leaves: activations that the layers
-      keep, and the largest program's own (a layer's backward pass, or the logits of `logprob_chunk_size` tokens and
-      what is made of them).
+      keep on the device, and what is there besides at the worst moment (a layer's backward pass, or the logits of
+      `logprob_chunk_size` tokens and what is made of them; `rl.activations.peak_bytes`).
 
     Args:
       policy, state: trees of the run, real or abstract.
       config: config of the run.
-      device_limit: memory of the device that runs the update, in bytes; None: this device's.
+      device_limit: memory of the GPU that runs the update, in bytes; None: this device's.
     """
     model: ModelConfig = policy.config
     e = policy.dtype.itemsize
@@ -240,7 +243,8 @@ def estimate_memory(
     trained = tree_bytes(trained_trees(state.lora, state.norms, state.weights, config))
     held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
     free, xla = free_for_activations(held, device_limit), xla_matmuls(policy.frozen["layers"], e)
-    update = make_update_plan(model, e, config, config.batch_size, width, free, xla)
+    has_host_memory = can_offload() if device_limit is None else True
+    update = make_update_plan(model, e, config, config.batch_size, width, free, xla, has_host_memory)
     return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),

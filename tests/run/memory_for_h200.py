@@ -1,9 +1,10 @@
 """Compiles updates for an H200 on a machine without a GPU and prints what XLA reserves beside the estimate, as JSON.
-`test_plan.py` runs it.
+`test_memory.py` runs it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Callable
@@ -12,19 +13,26 @@ from typing import Any
 import h200
 import jax
 import jax.numpy as jnp
+import moments
 from jax.stages import Compiled
 
 from qerl_jax.compilation import Program
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.rl import attention, flash
+from qerl_jax.rl import attention, flash, offload
+from qerl_jax.rl import plan as update_plan
+from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.compile import abstract_batch, kept_bytes_of_a_layer, update_programs
 from qerl_jax.rl.step import plan_of
+from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_trees
-from qerl_jax.run.memory import estimate_memory
 from qerl_jax.types import Batch, Policy, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
+DEEP = dataclasses.replace(SMALL, num_layers=12)
+DEEP_SIZES = {"activation_offloading": True, "tokens_per_micro_batch": 1024, "max_completion_length": 192}
+OFFLOADED = [(DEEP, {"update_memory_gb": gigabytes, **DEEP_SIZES}) for gigabytes in (0.070, 0.062)]
+"""Cases of a device with pinned host memory, to which gate and up of every other layer can be copied."""
 CASES = [
     (SMALL, {}),
     (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
@@ -51,22 +59,32 @@ def abstract_update(config: Config, model: ModelConfig) -> tuple[Policy, TrainSt
 
 def estimate(policy: Policy, state: TrainState, config: Config) -> int:
     """What the dry run says the update takes besides its arguments and the gradient."""
-    memory = estimate_memory(policy, state, config)
-    return memory.activations + memory.working
+    planned = memory.estimate_memory(policy, state, config)
+    return planned.activations + planned.working
 
 
 def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> int:
-    """Bytes that the layers of a micro-batch keep, and the most that a program reserves beside them."""
-    plan = plan_of(state, frozen, batch)
-    model, layers, working = state.model, state.model.num_layers, 0
+    """Most bytes at a time of what the layers of a micro-batch keep and what XLA reserves for a program besides."""
+    plan, temporary = plan_of(state, frozen, batch), collections.Counter()
     for program in update_programs(state, frozen, batch):
-        if not program.name.startswith(("layer", "head")):
-            continue
-        working = max(working, compiled(program).memory_analysis().temp_size_in_bytes)
-    x = 4 * plan.pack.tokens * state.model.hidden_size
-    kept = kept_bytes_of_a_layer(state, frozen, batch) if plan.recomputed < layers else 0
-    dropped = plan.recomputed_gate_up * frozen["embed_tokens"].dtype.itemsize * plan.pack.tokens
-    return layers * x + (layers - plan.recomputed) * kept - dropped * 2 * model.intermediate_size + working
+        name = program.name.partition(", segments")[0]
+        if name.startswith(("layer", "head")) and "reference" not in name:
+            temporary[name] = max(temporary[name], compiled(program).memory_analysis().temp_size_in_bytes)
+    layers = plan.layers(state.model.num_layers)
+    gate_up = frozen["embed_tokens"].dtype.itemsize * plan.pack.tokens * 2 * state.model.intermediate_size
+    kept = kept_bytes_of_a_layer(state, frozen, batch) if plan.recomputed < len(layers) else gate_up
+    sizes = {"input": 4 * plan.pack.tokens * state.model.hidden_size, "gate_up": gate_up, "rest": kept - gate_up}
+    forward = {Keeps.INPUT: "layer forward, nothing kept"}
+    backward = {
+        Keeps.ALL_BUT_GATE_UP: "layer backward, gate and up recomputed",
+        Keeps.INPUT: "layer recomputed and backward",
+    }
+    programs = moments.Programs(
+        lambda keeps: temporary[forward.get(keeps, "layer forward")],
+        lambda keeps: temporary[backward.get(keeps, "layer backward")],
+        temporary["head"],
+    )
+    return moments.peak(layers, sizes, programs)
 
 
 def without_cudnn() -> None:
@@ -110,11 +128,14 @@ def main() -> None:
     sizes = {"batch_size": 8, "num_generations": 4, "max_prompt_length": 64, "max_completion_length": 64}
     without_cudnn()
     rows = []
-    for model, change in CASES:
+    update_plan._COPY_RATE *= 13  # these layers are narrow
+    offload.can_offload = memory.can_offload = lambda: True
+    for model, change in OFFLOADED + CASES:
         config = Config(**fixed | sizes | change)
         policy, state, batch = abstract_update(config, model)
         real = reserved(state, policy.frozen, batch, for_h200)
-        rows.append({"change": change, "real": real, "estimate": estimate(policy, state, config)})
+        about = update_plan.recomputation(plan_of(state, policy.frozen, batch))
+        rows.append({"change": change, "plan": about, "real": real, "estimate": estimate(policy, state, config)})
     print(json.dumps(rows))
 
 

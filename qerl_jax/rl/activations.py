@@ -1,0 +1,146 @@
+"""What the layers of an update keep between the passes, and the bytes on the device at each moment of a micro-batch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from qerl_jax.config import Config
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
+from qerl_jax.rl import flash
+from qerl_jax.rl.offload import AHEAD, BEHIND, MOST_LEAVING
+from qerl_jax.rl.packing import PackShape
+
+
+class Keeps(enum.Enum):
+    """What a layer keeps for its backward pass, besides its input."""
+
+    ALL = "all"
+    GATE_UP_ON_HOST = "all, gate and up in pinned host memory"
+    ALL_BUT_GATE_UP = "all but gate and up, whose projection runs again"
+    INPUT = "nothing; its forward pass runs again"
+
+
+class XlaMatmuls(NamedTuple):
+    """What the projections need where XLA multiplies in place of a kernel.
+
+    Attributes:
+      any: whether it multiplies any projection; the fp32 results of a forward pass then take memory.
+      dequantized_bytes: the largest such projection, dequantized to the compute dtype; 0 for dense weights.
+    """
+
+    any: bool = False
+    dequantized_bytes: int = 0
+
+
+def xla_matmuls(layers: Any, itemsize: int) -> XlaMatmuls:
+    """`XlaMatmuls` of the frozen layers, real or abstract."""
+    weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
+    by_xla = [leaf for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, PackedNvfp4)]
+    quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
+    return XlaMatmuls(bool(by_xla), itemsize * max((n * k for n, k in quantized), default=0))
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of an update: arrays that a layer keeps, and the most that programs need besides.
+
+    Attributes:
+      input: a layer's input.
+      gate_up: gate and up.
+      rest: what a layer keeps besides these.
+      forward: a layer's forward pass, without its results.
+      mlp: the MLP's backward pass.
+      attention: attention's backward pass.
+      gate_up_again: the MLP's backward pass where gate and up are computed again, without them.
+      layer_again: the MLP's backward pass where the whole layer is computed again, without what it keeps otherwise.
+      head: the head, its input included.
+    """
+
+    input: int
+    gate_up: int
+    rest: int
+    forward: int
+    mlp: int
+    attention: int
+    gate_up_again: int
+    layer_again: int
+    head: int
+
+    def kept(self, keeps: Keeps) -> int:
+        """Bytes on the device that a layer keeps besides its input."""
+        return {
+            Keeps.ALL: self.rest + self.gate_up,
+            Keeps.GATE_UP_ON_HOST: self.rest,
+            Keeps.ALL_BUT_GATE_UP: self.rest,
+            Keeps.INPUT: 0,
+        }[keeps]
+
+    def backward(self, keeps: Keeps) -> int:
+        """Bytes that a layer's backward pass needs besides what is kept."""
+        return {
+            Keeps.ALL: max(self.mlp, self.attention),
+            Keeps.GATE_UP_ON_HOST: max(self.mlp, self.attention),
+            Keeps.ALL_BUT_GATE_UP: max(self.gate_up_again + self.gate_up, self.attention),
+            Keeps.INPUT: max(self.layer_again, self.attention) + self.rest + self.gate_up,
+        }[keeps]
+
+
+def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config, xla: XlaMatmuls) -> LayerBytes:
+    """`LayerBytes` of a pack. `itemsize`: bytes of the compute dtype."""
+    d, f, t = model.hidden_size, model.intermediate_size, pack.tokens
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    rest = itemsize * t * (2 * heads + 2 * kv_heads + d)
+    attention = 4 * itemsize * t * heads
+    if itemsize == 2:
+        rest += 4 * t * model.num_heads  # statistics of the softmax
+        segments = max(flash.views(kind)[1] for kind in pack.kinds())
+        of_prefixes = flash.row_segments(pack.prefixes)
+        # cuDNN's, for every segment as long as a row: sums of dq in fp32, dk and dv of all query heads in bf16.
+        attention += 8 * t * heads * max(segments, of_prefixes)
+        attention += 4 * model.num_heads * t * (segments + of_prefixes)  # statistics by segment
+    else:
+        attention += 12 * model.num_heads * pack.longest_suffix * pack.longest  # scores, weights, a gradient
+    mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d) if config.lora.rank else t * itemsize * (3 * f + 2 * d)
+    chunk = min(config.logprob_chunk_size, t)
+    head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
+    if config.is_full and itemsize < 4:
+        head += itemsize * model.vocab_size * d  # the head in the compute dtype
+    wide_gate_up, wide_x = (8 * t * width if xla.any else 0 for width in (2 * f, d))
+    return LayerBytes(
+        input=4 * d * t,
+        gate_up=2 * itemsize * t * f,
+        rest=rest,
+        forward=itemsize * t * (f + d) + (wide_gate_up if config.lora.rank else 0) + xla.dequantized_bytes,
+        mlp=mlp + xla.dequantized_bytes,
+        attention=attention + xla.dequantized_bytes,
+        gate_up_again=mlp + wide_gate_up + xla.dequantized_bytes,
+        layer_again=mlp + wide_gate_up + wide_x + xla.dequantized_bytes,
+        head=head,
+    )
+
+
+def peak_bytes(layers: Sequence[Keeps], need: LayerBytes) -> int:
+    """Most bytes on the device at any moment of a micro-batch: while a layer's forward pass, the head or a layer's
+    backward pass runs.
+
+    In a layer's forward pass, inputs and results of the layers so far are there, and up to `MOST_LEAVING` gate and up
+    that are being copied to the host, this layer's included. They may still be beside the head, after which the
+    `AHEAD` next ones come back; the host may be one layer farther than the device when it asks for them. In a layer's
+    backward pass those behind it are freed: inputs and results of the layers up to it are there.
+    """
+    offloaded = [keeps is Keeps.GATE_UP_ON_HOST for keeps in layers]
+    most, kept, away = 0, 0, 0
+    for i, keeps in enumerate(layers):
+        away += offloaded[i]
+        own = (0 if keeps is Keeps.INPUT else need.rest) + (0 if offloaded[i] else need.gate_up)
+        leaving = min(away, MOST_LEAVING) * need.gate_up
+        most = max(most, (i + 2) * need.input + kept + own + leaving + need.forward)
+        kept += need.kept(keeps)
+        coming = sum(offloaded[max(0, i - AHEAD - BEHIND + 1) : i + 1]) * need.gate_up
+        most = max(most, (i + 1) * need.input + kept + coming + need.backward(keeps))
+    beside_head = max(min(away, MOST_LEAVING), sum(offloaded[-AHEAD - BEHIND :])) * need.gate_up
+    return max(most, len(layers) * need.input + kept + beside_head + need.head)
