@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels.ops import silu_mul
+from qerl_kernels.ops import silu_mul, silu_mul_gradient_in_one_pass
 
 
 def plain(gate_up):
@@ -14,9 +14,10 @@ def plain(gate_up):
     return (gate * jax.nn.sigmoid(gate) * up).astype(gate_up.dtype)
 
 
+@pytest.mark.parametrize("by", ["this machine's", "a GPU's"])
 @pytest.mark.parametrize("shape", [(37, 258), (2, 3, 16), (10,)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_is_that_of_autodiff(dtype, shape):
+def test_the_gradient_is_that_of_autodiff(dtype, shape, by):
     """To 2 ulp of the larger addend in fp32; in bf16, rounded once, to one rounding that falls the other way."""
     rng = np.random.default_rng(0)
     gate_up = jnp.asarray(rng.normal(size=shape, scale=4), dtype)
@@ -25,6 +26,8 @@ def test_the_gradient_is_that_of_autodiff(dtype, shape):
     wanted_value, wanted = jax.vjp(plain, gate_up)
     np.testing.assert_array_equal(value, wanted_value)
     [found], [wanted] = pullback(d_h), wanted(d_h)
+    if by == "a GPU's":
+        found = silu_mul_gradient_in_one_pass(gate_up, d_h)
     assert found.dtype == gate_up.dtype and found.shape == gate_up.shape
     gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=-1)
     sigmoid, d_h = 1 / (1 + np.exp(-gate)), np.abs(np.asarray(d_h, np.float64))
