@@ -77,6 +77,16 @@ def workers_that(tools, monkeypatch, run) -> None:
     monkeypatch.setattr(tools.runs, "Worker", StandIn)
 
 
+def end_with(tools, monkeypatch, code: int, name: str) -> None:
+    """The run of that name ends with an exit code and does nothing."""
+    whole = tools.runs.Worker.run
+
+    def run(worker, config_file):
+        return code if config_file.stem == name else whole(worker, config_file)
+
+    monkeypatch.setattr(tools.runs.Worker, "run", run)
+
+
 @pytest.fixture
 def trainer(tools, monkeypatch):
     """Replaces the training program by stand-ins: AQN is better by 0.1, seeds differ by 0.01; returns the calls."""
@@ -281,12 +291,7 @@ def test_cells_of_no_claim_are_refused(tools, trainer, tmp_path, cell, capsys):
 
 
 def test_failed_runs_leave_their_comparisons_open(tools, trainer, tmp_path, monkeypatch, capsys):
-    whole = tools.runs.Worker.run
-
-    def fails(worker, config_file):
-        return 3 if config_file.stem == "aqn-uncorrected-1" else whole(worker, config_file)
-
-    monkeypatch.setattr(tools.runs.Worker, "run", fails)
+    end_with(tools, monkeypatch, 3, "aqn-uncorrected-1")
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "3", *SMALL]
     assert tools.reproduce.main(flags) == 1
     out = capsys.readouterr().out
@@ -295,12 +300,7 @@ def test_failed_runs_leave_their_comparisons_open(tools, trainer, tmp_path, monk
 
 
 def test_a_run_that_is_stopped_is_the_last(tools, trainer, tmp_path, monkeypatch):
-    whole = tools.runs.Worker.run
-
-    def stopped(worker, config_file):
-        return 130 if config_file.stem == "aqn-uncorrected-0" else whole(worker, config_file)
-
-    monkeypatch.setattr(tools.runs.Worker, "run", stopped)
+    end_with(tools, monkeypatch, 130, "aqn-uncorrected-0")
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "3", *SMALL]
     assert tools.reproduce.main(flags) == 1
     assert [Path(config["output_dir"]).name for config, _ in trainer] == ["aqn-0", "aqn-1", "aqn-2"]
@@ -572,12 +572,7 @@ def test_no_dataset_is_chosen_where_none_is_fit(tools, two_lengths, tmp_path, mo
 
 
 def test_the_choice_waits_for_all_runs(tools, two_lengths, tmp_path, monkeypatch, capsys):
-    whole = tools.runs.Worker.run
-
-    def fails(worker, config_file):
-        return 3 if "3-6-150-102" in config_file.stem else whole(worker, config_file)
-
-    monkeypatch.setattr(tools.runs.Worker, "run", fails)
+    end_with(tools, monkeypatch, 3, "fitness-word_problems-3-6-150-102")
     assert tools.reproduce.main([*FITNESS, "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "not complete" in out and "--dataset" not in out and "| word_problems:3-6 |" not in out

@@ -92,7 +92,7 @@ FOREIGN: dict[str, Foreign] = {
     "steps_per_generation": Foreign("TRL", (), _MINI_BATCHES),
     "per_device_eval_batch_size": Foreign("TRL", ("eval_batch_size",)),
     "num_generations_eval": Foreign("TRL", ("eval_num_generations",)),
-    "gradient_checkpointing": Foreign("TRL, QeRL", ("update_memory_gb",), "layers recompute where memory asks"),
+    "gradient_checkpointing": Foreign("TRL, QeRL", ("update_memory_gb",), "layers are recomputed where memory asks"),
     "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
     "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
     "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
