@@ -303,13 +303,17 @@ def test_a_run_that_is_stopped_is_the_last(tools, trainer, tmp_path, monkeypatch
     end_with(tools, monkeypatch, 130, "aqn-uncorrected-0")
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "3", *SMALL]
     assert tools.reproduce.main(flags) == 1
-    assert [Path(config["output_dir"]).name for config, _ in trainer] == ["aqn-0", "aqn-1", "aqn-2"]
+    assert [Path(config["output_dir"]).name for config, _ in trainer] == ["aqn-0", "aqn-1"]
+
+
+def job(tools, directory: Path, cell: str, seed: int):
+    """A run of the plan."""
+    [found] = tools.runs.jobs_of([cell], [seed], {**tools.plan.COMMON, "model": "tiny"}, directory)
+    return found
 
 
 def test_each_gpu_has_its_workers_and_they_go_on_with_runs_of_the_same_programs(tools, trainer, tmp_path, monkeypatch):
-    """Two GPUs, one run at a time on each: the ranks differ in their programs, noise and seed do not. All cells of a
-    seed come before the next seed, unless a worker has others left of its own kind.
-    """
+    """Two GPUs, one run at a time on each: the ranks differ in their programs, noise and seed do not."""
     together = threading.Barrier(2, timeout=60)
     whole = tools.runs.Worker.run
 
@@ -319,14 +323,48 @@ def test_each_gpu_has_its_workers_and_they_go_on_with_runs_of_the_same_programs(
 
     monkeypatch.setattr(tools.runs.Worker, "run", in_step)
     flags = ["7", "5", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--gpus", "0", "3", *SMALL]
-    assert tools.reproduce.main([*flags, "--cells", "aqn", "aqn-linear", "aqn-rank8", "aqn-rank16"]) == 0
+    assert tools.reproduce.main([*flags, "--cells", "aqn", "lora-noise", "aqn-rank8", "aqn-rank16"]) == 0
     order = {gpu: [] for gpu in "03"}
     for config, environment in trainer:
         assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.940"
-        order[environment["CUDA_VISIBLE_DEVICES"]].append((config["lora_rank"], config["seed"]))
-    # Both take one of rank 32 and then the other seed of one, after which none of rank 32 is left.
-    of_rank = {rank: [(32, 0), (32, 1), (rank, 0), (rank, 1)] for rank in (8, 16)}
-    assert sorted(order.values()) == sorted(of_rank.values())
+        order[environment["CUDA_VISIBLE_DEVICES"]].append(
+            (config["lora_rank"], config.get("noise_target", "norms"), config["seed"])
+        )
+    of_32 = [(32, target, seed) for seed in (0, 1) for target in ("norms", "lora")]
+    assert sorted(order.values()) == sorted([of_32, [(rank, "norms", seed) for rank in (8, 16) for seed in (0, 1)]])
+
+
+def test_programs_are_compiled_by_one_process_first(tools, tmp_path):
+    """Others with the same programs begin with others', or wait for its first step or its end."""
+    jobs = [job(tools, tmp_path, cell, 0) for cell in ("aqn", "aqn-cosine", "nf4", "aqn-linear")]
+    jobs[0].directory.mkdir()
+    metrics = jobs[0].directory / "metrics.jsonl"
+    metrics.write_text("of a run that was interrupted\n")
+    waiting = tools.runs.Waiting(jobs)
+    assert [waiting.next_after(None).cell for _ in range(2)] == ["aqn", "nf4"]
+    found = []
+    thread = threading.Thread(target=lambda: found.append(waiting.next_after(None).cell))
+    thread.start()
+    thread.join(3 * tools.runs.POLL_SECONDS)
+    assert found == [] and thread.is_alive()
+    metrics.write_text(metrics.read_text() + "a step\n")
+    thread.join(60)
+    assert found == ["aqn-cosine"]
+    assert waiting.next_after(jobs[0]).cell == "aqn-linear" and waiting.next_after(None) is None
+
+    waiting = tools.runs.Waiting(jobs[:2])
+    first = waiting.next_after(None)
+    assert waiting.next_after(first).cell == "aqn-cosine"  # it ended, with or without a step
+
+
+def test_no_process_runs_far_ahead_of_the_runs_that_wait(tools, tmp_path):
+    """One process, cells of two kinds of programs: never more than two seeds behind its own kind."""
+    jobs = [job(tools, tmp_path, cell, seed) for seed in range(6) for cell in ("bf16", "aqn-rank8")]
+    waiting, last, order = tools.runs.Waiting(jobs), None, []
+    while (last := waiting.next_after(last)) is not None:
+        order.append((last.cell, last.seed))
+    bf16, rank8 = ([(cell, seed) for seed in range(6)] for cell in ("bf16", "aqn-rank8"))
+    assert order == [*bf16[:2], *rank8[:4], *bf16[2:6], *rank8[4:]]
 
 
 def test_a_worker_does_one_run_after_the_other_and_survives_failures(tools, tmp_path):

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ from reproduction.metrics import Run, read_finished
 from reproduction.plan import CALIBRATED, CELLS, PILOT_RATES, PILOT_SEED, config_of
 
 from qerl_jax.command_line.process import STOPPED
+from qerl_jax.reporting.metrics import METRICS_FILE
 
 MEMORY, MEMORY_OF_SEVERAL = 0.94, 0.75
 """Share of a GPU's memory that JAX takes in one run, and in several together. Each process has some 0.7 GB besides: in
 twelve on a GPU with 80 GB, 0.94 left so little that a third of them died for want of memory.
 """
+AHEAD = 1
+"""Seeds by which a process may be ahead of the first run that waits, rather than compile that run's programs."""
+POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +57,20 @@ class Job:
         return self.directory.with_name(f"{self.directory.name}.yaml")
 
     def programs(self) -> dict[str, Any]:
-        """What decides which programs a run compiles, and a little more: all settings but seed, place, schedules."""
+        """What decides which programs a run compiles, and a little more: all settings but seed, place, and those of
+        noise and learning rate (noise has a small program of its own).
+        """
         own = {"seed", "output_dir", "learning_rate", "sigma_start", "sigma_end", "noise_schedule", "num_stages"}
-        return {name: value for name, value in self.config.items() if name not in own}
+        return {name: value for name, value in self.config.items() if name not in own | {"noise_target"}}
 
     def is_calibrated(self) -> bool:
         """Whether its model is the calibrated one."""
         return CELLS[self.cell].get("model") == CALIBRATED
+
+    def recorded_bytes(self) -> int:
+        """Size of its metrics; grows with every step."""
+        file = self.directory / METRICS_FILE
+        return file.stat().st_size if file.exists() else 0
 
     def finished(self) -> Run | None:
         """The run, where it is complete."""
@@ -151,6 +163,62 @@ class Worker:
             self._process = None
 
 
+class Waiting:
+    """The runs that wait for a process, those that matter most first.
+
+    A process goes on with the programs that it has compiled, unless it is more than `AHEAD` seeds ahead of the first
+    run that waits: else runs whose programs few processes have would be left over for the end. Programs are compiled by
+    one process first and by others once that has made a step, because then most of them are in the compilation cache.
+
+    Args:
+      jobs: the runs.
+      calibration: makes the calibrated model, whose runs wait for it and are left out if it fails; None: it is there.
+    """
+
+    def __init__(self, jobs: Sequence[Job], calibration: concurrent.futures.Future[None] | None = None) -> None:
+        self._left = list(jobs)
+        self._calibration = calibration
+        self._compiling: list[tuple[Job, int]] = []  # and its metrics' size when it began
+        self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Leave out all that are left."""
+        with self._lock:
+            self._left.clear()
+
+    def next_after(self, last: Job | None) -> Job | None:
+        """The next run of a process that has ended the run `last`; None: there is none. Waits until it can begin."""
+        while True:
+            with self._lock:
+                self._compiling = [one for one in self._compiling if one[0] is not last and not _has_made_a_step(*one)]
+                if (job := self._choice(self._able(), last)) is not None:
+                    self._left.remove(job)
+                    self._compiling.append((job, job.recorded_bytes()))
+                if job is not None or not self._left:
+                    return job
+            time.sleep(POLL_SECONDS)
+
+    def _able(self) -> list[Job]:
+        if self._calibration is None:
+            return self._left
+        done = self._calibration.done()
+        if done and self._calibration.exception():
+            self._left = [job for job in self._left if not job.is_calibrated()]
+        return [job for job in self._left if done or not job.is_calibrated()]
+
+    def _choice(self, able: Sequence[Job], last: Job | None) -> Job | None:
+        if last is not None:
+            same = (job for job in able if job.programs() == last.programs() and job.seed <= able[0].seed + AHEAD)
+            if (job := next(same, None)) is not None:
+                return job
+        compiling = [job.programs() for job, _ in self._compiling]
+        return next((job for job in able if job.programs() not in compiling), None)
+
+
+def _has_made_a_step(job: Job, bytes_before: int) -> bool:
+    return job.recorded_bytes() > bytes_before
+
+
 def run_all(
     jobs: Sequence[Job],
     at_once: int,
@@ -163,7 +231,7 @@ def run_all(
       jobs: the runs, those that matter most first.
       at_once: runs at a time on each GPU.
       gpus: as in `CUDA_VISIBLE_DEVICES`; none: the GPU that JAX takes.
-      calibration: makes the calibrated model, whose runs wait for it and are left out if it fails; None: it is there.
+      calibration: as in `Waiting`.
 
     Returns:
       Those that are not finished.
@@ -171,29 +239,14 @@ def run_all(
     for job in jobs:
         job.directory.parent.mkdir(parents=True, exist_ok=True)
         write_config(job)
-    waiting = [job for job in jobs if job.finished() is None]
-    lock, left, done = threading.Lock(), list(waiting), len(jobs) - len(waiting)
+    unfinished = [job for job in jobs if job.finished() is None]
+    waiting, lock, done = Waiting(unfinished, calibration), threading.Lock(), len(jobs) - len(unfinished)
     succeeded: list[Job] = []
-
-    def can_begin(job: Job) -> bool:
-        return not job.is_calibrated() or calibration is None or (calibration.done() and not calibration.exception())
-
-    def next_after(last: Job | None) -> Job | None:
-        """The first run that has the programs of the last one, or if none has the first, of those that can begin."""
-        while left:
-            with lock:
-                if able := list(filter(can_begin, left)):
-                    same = (job for job in able if last is not None and job.programs() == last.programs())
-                    left.remove(job := next(same, able[0]))
-                    return job
-            if calibration.exception():  # waits for it
-                left.clear()
-        return None
 
     def work(worker: Worker) -> None:
         nonlocal done
         job = None
-        while (job := next_after(job)) is not None:
+        while (job := waiting.next_after(job)) is not None:
             code = worker.run(job.config_file)
             with lock:
                 done += 1
@@ -202,7 +255,7 @@ def run_all(
                 if code == 0:
                     succeeded.append(job)
                 elif code == STOPPED:
-                    left.clear()
+                    waiting.clear()
         worker.close()
 
     processes = at_once + (calibration is not None)
@@ -210,7 +263,7 @@ def run_all(
     with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
         for future in [pool.submit(work, worker) for worker in workers]:
             future.result()
-    return [job for job in waiting if job not in succeeded]
+    return [job for job in unfinished if job not in succeeded]
 
 
 def environment_of(processes: int, gpu: str | None) -> dict[str, str]:
