@@ -130,7 +130,8 @@ def peak_bytes(layers: Sequence[Keeps], need: LayerBytes) -> int:
     In a layer's forward pass, inputs and results of the layers so far are there, and up to `MOST_LEAVING` gate and up
     that are being copied to the host, this layer's included. They may still be beside the head, after which the
     `AHEAD` next ones come back; the host may be one layer farther than the device when it asks for them. In a layer's
-    backward pass those behind it are freed: inputs and results of the layers up to it are there.
+    backward pass those behind it are freed: inputs and results of the layers up to it are there. The host is done with
+    a micro-batch long before the device, and then asks for the input of the next one.
     """
     offloaded = [keeps is Keeps.GATE_UP_ON_HOST for keeps in layers]
     most, kept, away = 0, 0, 0
@@ -141,6 +142,6 @@ def peak_bytes(layers: Sequence[Keeps], need: LayerBytes) -> int:
         most = max(most, (i + 2) * need.input + kept + own + leaving + need.forward)
         kept += need.kept(keeps)
         coming = sum(offloaded[max(0, i - AHEAD - BEHIND + 1) : i + 1]) * need.gate_up
-        most = max(most, (i + 1) * need.input + kept + coming + need.backward(keeps))
+        most = max(most, (i + 2) * need.input + kept + coming + need.backward(keeps))
     beside_head = max(min(away, MOST_LEAVING), sum(offloaded[-AHEAD - BEHIND :])) * need.gate_up
-    return max(most, len(layers) * need.input + kept + beside_head + need.head)
+    return max(most, (len(layers) + 1) * need.input + kept + beside_head + need.head)

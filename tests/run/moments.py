@@ -21,7 +21,8 @@ def peak(layers: Sequence[Keeps], sizes: dict[str, int], programs: Programs) -> 
     """Most bytes at a time.
 
     Copies end as late as they may: one to the host when the next but `MOST_LEAVING` waits for it; the host asks for one
-    to the device as soon as `step` lets it, when the backward pass `AHEAD + BEHIND` layers before has ended.
+    to the device as soon as `step` lets it, when the backward pass `AHEAD + BEHIND` layers before has ended. The input
+    of the next micro-batch is there as soon as the forward pass has ended.
 
     Args:
       sizes: bytes of an "input", of "gate_up" and of the "rest" that a layer keeps.
@@ -51,6 +52,7 @@ def peak(layers: Sequence[Keeps], sizes: dict[str, int], programs: Programs) -> 
             live.remove(("gate_up", i))
         if keeps is Keeps.GATE_UP_ON_HOST:
             leaving.append(i)
+    live.add(("input", count + 1))
     see(programs.head)
     live -= {("gate_up", i) for i in leaving}
     arrive(count)
@@ -60,5 +62,5 @@ def peak(layers: Sequence[Keeps], sizes: dict[str, int], programs: Programs) -> 
         arrive(i)
         see(programs.backward(layers[i]))
         live -= {("input", i), ("rest", i), ("gate_up", i)}
-    assert not live
+    assert live == {("input", count + 1)}
     return most
