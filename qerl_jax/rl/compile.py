@@ -161,8 +161,9 @@ def _optimizer_programs(state: TrainState, gradient: Any, outside: Any, sums: An
     else:
         before, parts = [whole], [from_layers([parts[0]] * state.model.num_layers + parts[1:])]
     for old, part in zip(before, parts, strict=False):
-        apply = _Call("optimizer", optimizer.apply, (state.optimizer,), (old, part, factor, finite))
-        yield from (apply, _Call("optimizer's result", optimizer.keep, (), (apply.outputs()[0], old, finite)))
+        arguments = old, part, factor, finite
+        yield _Call("optimizer's check", optimizer.stays_finite, (state.optimizer,), arguments)
+        yield _Call("optimizer", optimizer.apply, (state.optimizer,), arguments)
     skipped = _Call("skipped", optimizer.skipped, (), (finite,))
     metrics = metrics | {"skipped": skipped.outputs()}
     yield from (zero, *squares, finish, skipped)

@@ -1,14 +1,21 @@
-"""The optimizer's part of an update: the gradient's norm, clipping, non-finite updates, and the step itself."""
+"""The optimizer's part of an update: the gradient's norm, clipping, non-finite updates, and the step itself.
+
+A layer has dozens of small arrays, and a kernel for each of them would take a GPU longer to launch than to run. So what
+is reduced to one number is one array first, which XLA reads from its parts, and a step is computed twice, once to see
+whether it stays finite and once to be kept, because XLA then makes one kernel for parameter and moments.
+"""
 
 from __future__ import annotations
 
+import collections
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 from qerl_jax.rl.metrics import Sums, mean_metrics
 from qerl_jax.rl.state import AdamW, at_layer, from_layers, outside_layers, trained_trees
@@ -42,12 +49,10 @@ def apply_gradients(
         before += [] if outside is None else [outside_layers(whole)]
     else:
         before, join, parts = [whole], lambda trees: trees[0], [from_layers(parts)]
-    after = []
     for old, part in zip(before, parts, strict=True):
-        new, finite = apply(state.optimizer, old, part, factor, finite)
-        after.append(new)
-    kept = [keep(new, old, finite) for new, old in zip(after, before, strict=True)]
-    return state.replace(**join(kept)), metrics | {"skipped": skipped(finite)}
+        finite = stays_finite(state.optimizer, old, part, factor, finite)
+    after = [apply(state.optimizer, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
+    return state.replace(**join(after)), metrics | {"skipped": skipped(finite)}
 
 
 def whole_of(state: TrainState) -> dict[str, Any]:
@@ -75,7 +80,7 @@ def as_outside_tree(gradient: dict[str, Any]) -> dict[str, Any]:
 @jax.jit
 def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
     """The total with the sum of squares of a part of the gradient."""
-    return total + sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))
+    return total + jnp.sum(jnp.square(_as_one(jax.tree.leaves(gradient))))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -88,32 +93,46 @@ def finish(
     return metrics, max_norm / jnp.maximum(norm, max_norm), jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def apply(
+@functools.partial(jax.jit, static_argnums=0)
+def stays_finite(
     optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
-) -> tuple[dict[str, Any], Bool[Array, ""]]:
-    """The optimizer's state and the parameters after its step, and whether all of them are finite as well.
+) -> Bool[Array, ""]:
+    """Whether everything so far is finite, and the optimizer's state and the parameters after its step.
 
     Args:
       optimizer: static.
       before: "opt_state" and the trained trees, of one layer, of none or of all.
-      gradient: gradient of the trained trees. Donated.
-      factor: from `finish`.
-      finite: whether everything before is finite.
+      gradient: gradient of the trained trees.
+      factor, finite: from `finish`, or `finite` from the last call.
     """
+    by_shape = collections.defaultdict(list)
+    for leaf in jax.tree.leaves(_stepped(optimizer, before, gradient, factor)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            by_shape[leaf.shape].append(leaf)
+    largest = [functools.reduce(jnp.maximum, map(jnp.abs, leaves)) for leaves in by_shape.values()]
+    return finite & jnp.isfinite(_as_one(largest)).all()
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def apply(
+    optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+) -> dict[str, Any]:
+    """The optimizer's state and the parameters after its step, or `before` where an update is not finite. Arguments as
+    in `stays_finite`; the gradient is donated.
+    """
+    after = _stepped(optimizer, before, gradient, factor)
+    return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)
+
+
+def _stepped(optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
     params = {name: before[name] for name in gradient}
     gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
     updates, opt_state = optimizer.update(gradient, before["opt_state"], params)
-    after = {"opt_state": opt_state, **optax.apply_updates(params, updates)}
-    for leaf in jax.tree.leaves(after):
-        finite &= jnp.isfinite(leaf).all()
-    return after, finite
+    return {"opt_state": opt_state, **optax.apply_updates(params, updates)}
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def keep(after: dict[str, Any], before: dict[str, Any], finite: Bool[Array, ""]) -> dict[str, Any]:
-    """`after`, which is donated, or `before` where an update is not finite."""
-    return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)
+def _as_one(leaves: Sequence[Array]) -> Float[Array, " X"]:
+    return jnp.concatenate([leaf.ravel() for leaf in leaves]) if leaves else jnp.zeros(0)
 
 
 @jax.jit

@@ -1,5 +1,5 @@
-"""Compiles updates for an H200 on a machine without a GPU and prints what XLA reserves beside the estimate, as JSON.
-`test_memory.py` runs it.
+"""Compiles updates for an H200 on a machine without a GPU and prints as JSON what XLA reserves beside the estimate, and
+the kernels of the optimizer for a layer. `test_memory.py` runs it.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,13 @@ def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[P
     return moments.peak(layers, sizes, programs)
 
 
+def optimizer_kernels(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> int:
+    """Kernels that a layer's part of the optimizer's step launches."""
+    programs = {program.name: program for program in update_programs(state, frozen, batch)}
+    texts = (compiled(programs[name]).as_text() for name in ("squares", "optimizer's check", "optimizer"))
+    return sum(len(re.findall(r" (?:fusion|copy)\(", text[text.index("ENTRY") :])) for text in texts)
+
+
 def without_cudnn() -> None:
     """Stand-ins for cuDNN's attention, which this machine lacks, of the same shapes and with its memory in the backward
     pass: 8 bytes for each dim of each query head at each place of each segment, as read from programs compiled on an
@@ -136,6 +144,8 @@ def main() -> None:
         real = reserved(state, policy.frozen, batch, for_h200)
         about = update_plan.recomputation(plan_of(state, policy.frozen, batch))
         rows.append({"change": change, "plan": about, "real": real, "estimate": estimate(policy, state, config)})
+        if not change:
+            rows[-1]["optimizer_kernels"] = optimizer_kernels(state, policy.frozen, batch, for_h200)
     print(json.dumps(rows))
 
 
