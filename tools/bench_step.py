@@ -14,7 +14,8 @@ pass, over seconds and the TFLOP/s of a bf16 product of 8192^3 in the same proce
 completions and, once a group, of the prompt. `fraction_of_peak` counts what was executed: all tokens of the
 micro-batches, projections that ran forward twice, the head on completions alone. `tokens_per_s` counts all sequences.
 
-`--update-only` makes up the rollout, so that the peak is the update's own; `--profile` prints the update's GPU kernels.
+`--update-only` makes up the rollout, so that the peak is the update's own; `--profile` prints the update's GPU kernels
+and when there was none.
 `--fp32` also compares both with the same weights computed in fp32: how far bf16 by itself takes either from the exact
 log-probabilities. Rollout and trainer cannot agree better than their distances from there, if those are independent.
 """
@@ -35,7 +36,7 @@ import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
 from record import add_commit, write_rows
-from timing import peak_bytes, profiled, timed
+from timing import gaps, peak_bytes, profiled, timed
 
 from qerl_jax import (
     Config,
@@ -194,9 +195,14 @@ def main() -> None:
         print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {v:.2e}" for name, v in agreement.items()))
     if args.profile:
         kernels: dict[str, list[float]] = collections.defaultdict(list)
-        for kernel in profiled(lambda: grpo_step(state, policy.frozen, batch)):
+        profile = profiled(lambda: grpo_step(state, policy.frozen, batch))
+        for kernel in profile:
             kernels[kernel.name].append(kernel.duration_ns * 1e-6)
-        print(f"kernels: {sum(map(sum, kernels.values())):.1f} ms")
+        idle = gaps(profile)
+        total = sum(gap.seconds for gap in idle)
+        print(f"kernels: {sum(map(sum, kernels.values())):.1f} ms; {1e3 * total:.1f} ms without one, the longest:")
+        for gap in sorted(idle, reverse=True)[:10]:
+            print(f"{1e3 * gap.seconds:9.2f} ms between {gap.before[:40]} and {gap.after[:40]}")
         for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:40]:
             print(f"{sum(times):9.2f} ms {len(times):6} calls {1e3 * statistics.median(times):9.1f} us  {name[:100]}")
 

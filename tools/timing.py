@@ -50,6 +50,32 @@ def profiled(run: Callable[[], Any]) -> list[Kernel]:
         return sorted(Kernel(event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
 
 
+class Gap(NamedTuple):
+    """A time without a kernel on the GPU, and the kernels around it."""
+
+    seconds: float
+    before: str
+    after: str
+
+
+def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
+    """Every gap between the first kernel and the last. Copies do not count as kernels: the GPU could compute beside
+    them.
+
+    Args:
+      kernels: in the order of their start times.
+    """
+    found, last, end = [], None, 0.0
+    for kernel in kernels:
+        if kernel.name.startswith("Memcpy"):
+            continue
+        if last is not None and kernel.start_ns > end:
+            found.append(Gap(1e-9 * (kernel.start_ns - end), last.name, kernel.name))
+        if last is None or kernel.start_ns + kernel.duration_ns > end:
+            last, end = kernel, kernel.start_ns + kernel.duration_ns
+    return found
+
+
 def kernel_medians(
     run: Callable[[], Any], ours: Callable[[str], bool], calls: Sequence[tuple[int, int]]
 ) -> list[float]:

@@ -1,0 +1,24 @@
+"""`tools/timing.py`: gaps of a profile by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def timing(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "tools"))
+    import timing
+
+    return timing
+
+
+def test_gaps_are_the_times_without_a_kernel(timing):
+    """Kernels overlap, one lies within another, a copy runs alone."""
+    names = {"a": (10, 5), "long": (12, 20), "inside": (14, 2), "MemcpyD2H": (33, 4), "b": (40, 10), "c": (50, 1)}
+    kernels = [timing.Kernel(1e6 * start, 1e6 * duration, name) for name, (start, duration) in names.items()]
+    [gap] = timing.gaps(kernels)
+    assert gap.seconds == pytest.approx(8e-3) and (gap.before, gap.after) == ("long", "b")
+    assert timing.gaps([]) == [] and timing.gaps(kernels[:1]) == []
