@@ -107,7 +107,7 @@ def stays_finite(
     """
     by_shape = collections.defaultdict(list)
     for leaf in jax.tree.leaves(_stepped(optimizer, before, gradient, factor)):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
             by_shape[leaf.shape].append(leaf)
     largest = [functools.reduce(jnp.maximum, map(jnp.abs, leaves)) for leaves in by_shape.values()]
     return finite & jnp.isfinite(_as_one(largest)).all()

@@ -285,6 +285,26 @@ def test_parameters_that_overflow_under_a_finite_gradient_are_not_applied(micro,
         assert all((leaf > 9e37).all() and np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.lora))
 
 
+def test_an_optimizer_may_have_a_random_key_and_counts_in_its_state(micro, batch):
+    """Its step is that of the key before it, made once, and the key after it is kept; a step that is dropped keeps all."""
+    own = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1))
+    config = make_config()
+    state = init_state(micro, config, own)
+    after, _ = grpo_step(state, micro.frozen, batch)
+    still = init_state(micro, config, optax.sgd(0.1))
+    without, _ = grpo_step(still, micro.frozen, batch)
+    zeros = jax.tree.map(jnp.zeros_like, micro.lora)
+    noise, expected = own.update({"lora": zeros}, state.opt_state, {"lora": micro.lora})
+    assert (jax.random.key_data(after.opt_state[0].rng_key) == jax.random.key_data(expected[0].rng_key)).all()
+    assert (jax.random.key_data(after.opt_state[0].rng_key) != jax.random.key_data(state.opt_state[0].rng_key)).any()
+    for ours, plain, added in zip(*map(jax.tree.leaves, (after.lora, without.lora, noise["lora"])), strict=True):
+        np.testing.assert_allclose(ours - plain, added, atol=1e-6)
+    bad = batch.replace(advantages=batch.advantages.at[0].set(np.nan))
+    dropped, metrics = grpo_step(after, micro.frozen, bad)
+    assert float(metrics["skipped"]) == 1 and int(dropped.opt_state[0].count) == int(after.opt_state[0].count) == 1
+    assert_trees_equal(dropped.lora, after.lora)
+
+
 def test_dropout_is_refused_with_the_reason(micro):
     policy = micro.replace(lora_config=dataclasses.replace(micro.lora_config, dropout=0.1))
     with pytest.raises(ValueError, match=r"lora_dropout 0\.1.*dropout mask"):
