@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -339,9 +340,10 @@ def test_programs_are_compiled_by_one_process_first(tools, tmp_path):
     jobs = [job(tools, tmp_path, cell, 0) for cell in ("aqn", "aqn-cosine", "nf4", "aqn-linear")]
     jobs[0].directory.mkdir()
     metrics = jobs[0].directory / "metrics.jsonl"
-    metrics.write_text("of a run that was interrupted\n")
+    metrics.write_text("a step of a run that was interrupted\na step after its checkpoint\n")
     waiting = tools.runs.Waiting(jobs)
     assert [waiting.next_after(None).cell for _ in range(2)] == ["aqn", "nf4"]
+    metrics.write_text("a step of a run that was interrupted\n")
     found = []
     thread = threading.Thread(target=lambda: found.append(waiting.next_after(None).cell))
     thread.start()
@@ -357,8 +359,31 @@ def test_programs_are_compiled_by_one_process_first(tools, tmp_path):
     assert waiting.next_after(first).cell == "aqn-cosine"  # it ended, with or without a step
 
 
+def test_programs_that_have_made_a_step_hold_up_no_process(tools, tmp_path):
+    """One process has begun its next run of a kind whose first made a step; another kind's process gets the third."""
+    jobs = [job(tools, tmp_path, "aqn", seed) for seed in range(4)]
+    waiting = tools.runs.Waiting(jobs)
+    first = waiting.next_after(None)
+    first.directory.mkdir()
+    (first.directory / "metrics.jsonl").write_text("a step\n")
+    assert [waiting.next_after(last).seed for last in (None, first, None)] == [1, 2, 3]
+
+
+def test_a_process_that_cannot_be_started_ends_the_experiment(tools, trainer, tmp_path, monkeypatch):
+    """Another that waits for the first step of its run waits no longer."""
+
+    def run(worker, config_file):
+        time.sleep(2 * tools.runs.POLL_SECONDS)
+        raise OSError("no memory for a process")
+
+    monkeypatch.setattr(tools.runs.Worker, "run", run)
+    flags = ["8", "--cells", "aqn", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--at-once", "2", *SMALL]
+    with pytest.raises(OSError, match="no memory for a process"):
+        tools.reproduce.main(flags)
+
+
 def test_no_process_runs_far_ahead_of_the_runs_that_wait(tools, tmp_path):
-    """One process, cells of two kinds of programs: never more than two seeds behind its own kind."""
+    """One process, cells of two kinds of programs: its next run is at most one seed ahead of the first that waits."""
     jobs = [job(tools, tmp_path, cell, seed) for seed in range(6) for cell in ("bf16", "aqn-rank8")]
     waiting, last, order = tools.runs.Waiting(jobs), None, []
     while (last := waiting.next_after(last)) is not None:

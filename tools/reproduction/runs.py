@@ -58,7 +58,7 @@ class Job:
 
     def programs(self) -> dict[str, Any]:
         """What decides which programs a run compiles, and a little more: all settings but seed, place, and those of
-        noise and learning rate (noise has a small program of its own).
+        noise and learning rate, which decide the noise's small program and the optimizer's two.
         """
         own = {"seed", "output_dir", "learning_rate", "sigma_start", "sigma_end", "noise_schedule", "num_stages"}
         return {name: value for name, value in self.config.items() if name not in own | {"noise_target"}}
@@ -168,7 +168,8 @@ class Waiting:
 
     A process goes on with the programs that it has compiled, unless it is more than `AHEAD` seeds ahead of the first
     run that waits: else runs whose programs few processes have would be left over for the end. Programs are compiled by
-    one process first and by others once that has made a step, because then most of them are in the compilation cache.
+    one process first and by others once that has made a step: some of them are in the compilation cache then, and the
+    processes that begin together do not all compile at one time.
 
     Args:
       jobs: the runs.
@@ -178,7 +179,8 @@ class Waiting:
     def __init__(self, jobs: Sequence[Job], calibration: concurrent.futures.Future[None] | None = None) -> None:
         self._left = list(jobs)
         self._calibration = calibration
-        self._compiling: list[tuple[Job, int]] = []  # and its metrics' size when it began
+        self._compiling: dict[Path, tuple[Job, int]] = {}  # by directory, with the metrics' size before its first step
+        self._compiled: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
     def clear(self) -> None:
@@ -190,13 +192,25 @@ class Waiting:
         """The next run of a process that has ended the run `last`; None: there is none. Waits until it can begin."""
         while True:
             with self._lock:
-                self._compiling = [one for one in self._compiling if one[0] is not last and not _has_made_a_step(*one)]
+                self._see_what_is_compiled(last)
                 if (job := self._choice(self._able(), last)) is not None:
                     self._left.remove(job)
-                    self._compiling.append((job, job.recorded_bytes()))
+                    if job.programs() not in self._compiled:
+                        self._compiling[job.directory] = job, job.recorded_bytes()
                 if job is not None or not self._left:
                     return job
             time.sleep(POLL_SECONDS)
+
+    def _see_what_is_compiled(self, last: Job | None) -> None:
+        for job, before in list(self._compiling.values()):
+            now = job.recorded_bytes()
+            if now > before:
+                self._compiled.append(job.programs())
+                del self._compiling[job.directory]
+            else:  # a run that goes on cuts what was recorded after its checkpoint
+                self._compiling[job.directory] = job, now
+        if last is not None:  # it ended, with or without a step
+            self._compiling.pop(last.directory, None)
 
     def _able(self) -> list[Job]:
         if self._calibration is None:
@@ -211,12 +225,8 @@ class Waiting:
             same = (job for job in able if job.programs() == last.programs() and job.seed <= able[0].seed + AHEAD)
             if (job := next(same, None)) is not None:
                 return job
-        compiling = [job.programs() for job, _ in self._compiling]
+        compiling = [job.programs() for job, _ in self._compiling.values()]
         return next((job for job in able if job.programs() not in compiling), None)
-
-
-def _has_made_a_step(job: Job, bytes_before: int) -> bool:
-    return job.recorded_bytes() > bytes_before
 
 
 def run_all(
@@ -247,7 +257,11 @@ def run_all(
         nonlocal done
         job = None
         while (job := waiting.next_after(job)) is not None:
-            code = worker.run(job.config_file)
+            try:
+                code = worker.run(job.config_file)
+            except BaseException:  # no process to run it: others would wait for its first step
+                waiting.clear()
+                raise
             with lock:
                 done += 1
                 state = "finished" if code == 0 else f"ended with {code}, see {job.directory}.log"
