@@ -15,7 +15,7 @@ completions and, once a group, of the prompt. `fraction_of_peak` counts what was
 micro-batches, projections that ran forward twice, the head on completions alone. `tokens_per_s` counts all sequences.
 
 `--update-only` makes up the rollout, so that the peak is the update's own; `--profile` prints the update's GPU kernels
-and when there was none.
+and the times without one.
 `--fp32` also compares both with the same weights computed in fp32: how far bf16 by itself takes either from the exact
 log-probabilities. Rollout and trainer cannot agree better than their distances from there, if those are independent.
 """
@@ -36,7 +36,7 @@ import numpy as np
 from make_checkpoint import SIZES
 from random_policy import random_policy
 from record import add_commit, write_rows
-from timing import gaps, peak_bytes, profiled, timed
+from timing import COPIES, gaps, peak_bytes, profiled, timed
 
 from qerl_jax import (
     Config,
@@ -199,8 +199,10 @@ def main() -> None:
         for kernel in profile:
             kernels[kernel.name].append(kernel.duration_ns * 1e-6)
         idle = gaps(profile)
-        total = sum(gap.seconds for gap in idle)
-        print(f"kernels: {sum(map(sum, kernels.values())):.1f} ms; {1e3 * total:.1f} ms without one, the longest:")
+        away = sum(sum(kernels[name]) for name in COPIES)
+        busy, total = sum(map(sum, kernels.values())) - away, 1e3 * sum(gap.seconds for gap in idle)
+        print(f"kernels: {busy:.1f} ms; copies to and from the host: {away:.1f} ms")
+        print(f"without a kernel: {total:.1f} ms, the longest:")
         for gap in sorted(idle, reverse=True)[:10]:
             print(f"{1e3 * gap.seconds:9.2f} ms between {gap.before[:40]} and {gap.after[:40]}")
         for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:40]:

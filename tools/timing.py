@@ -50,6 +50,10 @@ def profiled(run: Callable[[], Any]) -> list[Kernel]:
         return sorted(Kernel(event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
 
 
+COPIES = ("MemcpyH2D", "MemcpyD2H")
+"""The profiler's names of copies to and from the host."""
+
+
 class Gap(NamedTuple):
     """A time without a kernel on the GPU, and the kernels around it."""
 
@@ -59,15 +63,15 @@ class Gap(NamedTuple):
 
 
 def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
-    """Every gap between the first kernel and the last. Copies do not count as kernels: the GPU could compute beside
-    them.
+    """Every gap between the first kernel and the last. Copies to and from the host do not count as kernels: the GPU can
+    compute beside them.
 
     Args:
       kernels: in the order of their start times.
     """
     found, last, end = [], None, 0.0
     for kernel in kernels:
-        if kernel.name.startswith("Memcpy"):
+        if kernel.name in COPIES:
             continue
         if last is not None and kernel.start_ns > end:
             found.append(Gap(1e-9 * (kernel.start_ns - end), last.name, kernel.name))

@@ -130,8 +130,8 @@ def peak_bytes(layers: Sequence[Keeps], need: LayerBytes) -> int:
     In a layer's forward pass, inputs and results of the layers so far are there, and up to `MOST_LEAVING` gate and up
     that are being copied to the host, this layer's included. They may still be beside the head, after which the
     `AHEAD` next ones come back; the host may be one layer farther than the device when it asks for them. In a layer's
-    backward pass those behind it are freed: inputs and results of the layers up to it are there. The host is done with
-    a micro-batch long before the device, and then asks for the input of the next one.
+    backward pass those behind it are freed: inputs and results of the layers up to it are there. The input of the next
+    micro-batch may be there as soon as the forward pass has ended: the host may be that far ahead of the device.
     """
     offloaded = [keeps is Keeps.GATE_UP_ON_HOST for keeps in layers]
     most, kept, away = 0, 0, 0

@@ -103,13 +103,14 @@ def stays_finite(
       optimizer: static.
       before: "opt_state" and the trained trees, of one layer, of none or of all.
       gradient: gradient of the trained trees.
-      factor, finite: from `finish`, or `finite` from the last call.
+      factor: from `finish`.
+      finite: from `finish`, or from this function for the parts before.
     """
     by_shape = collections.defaultdict(list)
     for leaf in jax.tree.leaves(_stepped(optimizer, before, gradient, factor)):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            by_shape[leaf.shape].append(leaf)
-    largest = [functools.reduce(jnp.maximum, map(jnp.abs, leaves)) for leaves in by_shape.values()]
+            by_shape[leaf.shape].append(jnp.abs(leaf).astype(jnp.float32))
+    largest = [functools.reduce(jnp.maximum, leaves) for leaves in by_shape.values()]  # NaN if one is
     return finite & jnp.isfinite(_as_one(largest)).all()
 
 
@@ -118,7 +119,7 @@ def apply(
     optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     """The optimizer's state and the parameters after its step, or `before` where an update is not finite. Arguments as
-    in `stays_finite`; the gradient is donated.
+    in `stays_finite`, `finite` from the last part; the gradient is donated.
     """
     after = _stepped(optimizer, before, gradient, factor)
     return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)

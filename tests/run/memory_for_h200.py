@@ -1,5 +1,5 @@
 """Compiles updates for an H200 on a machine without a GPU and prints as JSON what XLA reserves beside the estimate, and
-the kernels of the optimizer for a layer. `test_memory.py` runs it.
+what the optimizer launches and reserves. `test_memory.py` runs it.
 """
 
 from __future__ import annotations
@@ -88,11 +88,18 @@ def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[P
     return moments.peak(layers, sizes, programs)
 
 
-def optimizer_kernels(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> int:
-    """Kernels that a layer's part of the optimizer's step launches."""
-    programs = {program.name: program for program in update_programs(state, frozen, batch)}
-    texts = (compiled(programs[name]).as_text() for name in ("squares", "optimizer's check", "optimizer"))
-    return sum(len(re.findall(r" (?:fusion|copy)\(", text[text.index("ENTRY") :])) for text in texts)
+def of_optimizer(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> dict:
+    """Kernels that a part of the optimizer's step launches, for a layer or for what is in none, and the most memory
+    that XLA reserves for one of its programs.
+    """
+    names = ("squares", "optimizer's check", "optimizer")
+    programs = [compiled(program) for program in update_programs(state, frozen, batch) if program.name in names]
+    texts = (program.as_text() for program in programs)
+    kernels = sum(len(re.findall(r" (?:fusion|copy)\(", text[text.index("ENTRY") :])) for text in texts)
+    return {
+        "optimizer_kernels": kernels * len(names) / len(programs),
+        "optimizer_bytes": max(program.memory_analysis().temp_size_in_bytes for program in programs),
+    }
 
 
 def without_cudnn() -> None:
@@ -144,8 +151,8 @@ def main() -> None:
         real = reserved(state, policy.frozen, batch, for_h200)
         about = update_plan.recomputation(plan_of(state, policy.frozen, batch))
         rows.append({"change": change, "plan": about, "real": real, "estimate": estimate(policy, state, config)})
-        if not change:
-            rows[-1]["optimizer_kernels"] = optimizer_kernels(state, policy.frozen, batch, for_h200)
+        if not change or "weight_format" in change:  # adapters, and all weights
+            rows[-1] |= of_optimizer(state, policy.frozen, batch, for_h200)
     print(json.dumps(rows))
 
 
