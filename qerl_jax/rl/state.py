@@ -98,7 +98,8 @@ def init_state(
       optimizer: any optax transformation in place of the config's AdamW and its learning rate (`learning_rate` makes
         that schedule). It sees one tree over all layers, `{"lora": …}`, with `"norms"` under `train_norms`, and
         `{"norms": …, "weights": …}` under full fine-tuning, fp32, and gradients that are clipped to `max_grad_norm`
-        already. Make it once: programs are compiled for it, and again for another, even of equal settings.
+        already. Make it once: programs are compiled for it, and again for another, even of equal settings. Its step is
+        computed twice, once to see whether everything stays finite.
 
     Raises ValueError where the adapters of policy and config differ, naming both values; for an imported adapter with
     dropout: rollout and trainer would no longer be the same policy, and the importance ratio would measure the dropout
