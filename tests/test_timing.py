@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 
-@pytest.fixture
-def timing(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "tools"))
-    import timing
-
-    return timing
-
-
-def test_gaps_are_the_times_without_a_kernel(timing):
+def test_gaps_are_the_times_without_a_kernel(tool):
     """Kernels overlap, one lies within another, a copy to the host runs alone; one on the device counts."""
+    timing = tool("timing")
     names = {
         "a": (10, 5),
         "long": (12, 20),

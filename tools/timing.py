@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+COPIES = ("MemcpyH2D", "MemcpyD2H")
+"""The profiler's names of copies to and from the host."""
+
 
 def timed(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
     """The last result and the median seconds of `function(i)`, without the first call."""
@@ -48,10 +51,6 @@ def profiled(run: Callable[[], Any]) -> list[Kernel]:
         planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU")]
         lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
         return sorted(Kernel(event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
-
-
-COPIES = ("MemcpyH2D", "MemcpyD2H")
-"""The profiler's names of copies to and from the host."""
 
 
 class Gap(NamedTuple):

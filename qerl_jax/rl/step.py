@@ -236,7 +236,7 @@ def _update(
     for some in micro_batches:
         x, packed = head.embed(work.shape, weights["embed_tokens"], work.batch, some.assignment)
         _wait_for(d_x)
-        d_x = None
+        d_x = None  # frees it before the forward pass
         shape = work.layer_shape(some.kind)
         x, kept = _forward(work, shape, layers, x, packed)
         arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs, outside

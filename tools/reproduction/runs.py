@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -56,6 +57,7 @@ class Job:
         """Where the settings are written."""
         return self.directory.with_name(f"{self.directory.name}.yaml")
 
+    @functools.cached_property
     def programs(self) -> dict[str, Any]:
         """What decides which programs a run compiles, and a little more: all settings but seed, place, and those of
         noise and learning rate, which decide the noise's small program and the optimizer's two.
@@ -195,7 +197,7 @@ class Waiting:
                 self._see_what_is_compiled(last)
                 if (job := self._choice(self._able(), last)) is not None:
                     self._left.remove(job)
-                    if job.programs() not in self._compiled:
+                    if job.programs not in self._compiled:
                         self._compiling[job.directory] = job, job.recorded_bytes()
                 if job is not None or not self._left:
                     return job
@@ -205,7 +207,7 @@ class Waiting:
         for job, before in list(self._compiling.values()):
             now = job.recorded_bytes()
             if now > before:
-                self._compiled.append(job.programs())
+                self._compiled.append(job.programs)
                 del self._compiling[job.directory]
             else:  # a run that goes on cuts what was recorded after its checkpoint
                 self._compiling[job.directory] = job, now
@@ -222,11 +224,11 @@ class Waiting:
 
     def _choice(self, able: Sequence[Job], last: Job | None) -> Job | None:
         if last is not None:
-            same = (job for job in able if job.programs() == last.programs() and job.seed <= able[0].seed + AHEAD)
+            same = (job for job in able if job.programs == last.programs and job.seed <= able[0].seed + AHEAD)
             if (job := next(same, None)) is not None:
                 return job
-        compiling = [job.programs() for job, _ in self._compiling.values()]
-        return next((job for job in able if job.programs() not in compiling), None)
+        compiling = [job.programs for job, _ in self._compiling.values()]
+        return next((job for job in able if job.programs not in compiling), None)
 
 
 def run_all(
