@@ -467,6 +467,61 @@ def test_report_leaves_out_what_was_not_run(tools, trainer, tmp_path, capsys):
     assert "without a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
 
 
+def test_fewest_admits_comparisons_on_the_first_seeds_that_both_cells_have(tools, trainer, tmp_path, capsys):
+    """Seeds end at the first that is missing; later ones are not analysed."""
+    flags = ["4", "8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "5", "--report", *SMALL]
+    finished = {"aqn": (0, 1, 2, 3, 4), "aqn-uncorrected": (0, 1, 2, 4), "full": (0, 1), "nvfp4": (1, 2)}
+    changes = {"max_steps": 30, "batch_size": 8, "num_generations": 4}
+    common = {"model": "tiny", "dataset": "word_problems", "eval_dataset": "word_problems"}
+    for cell, seed in [(cell, seed) for cell, seeds in finished.items() for seed in seeds]:
+        config = tools.plan.config_of(cell, tools.plan.COMMON | changes | common) | {"seed": seed}
+        (tmp_path / f"{cell}-{seed}.yaml").write_text(yaml.safe_dump(config))
+        stand_in(tmp_path / f"{cell}-{seed}", config, 0.3 + 0.01 * seed + (cell == "aqn"))
+    assert tools.reproduce.main([*flags, "--fewest", "3"]) == 0
+    rows = json.loads((tmp_path / "claims.json").read_text())["rows"]
+    assert [(row["treatment"], row["baseline"], row["seeds"]) for row in rows] == [("aqn", "aqn-uncorrected", 3)]
+    assert rows[0]["differences"] == pytest.approx([1.0] * 3)
+    assert "without a verdict" in (out := capsys.readouterr().out) and "aqn − full" in out
+
+    assert tools.reproduce.main([*flags, "--fewest", "2"]) == 0
+    rows = json.loads((tmp_path / "claims.json").read_text())["rows"]
+    found = {(row["baseline"], row["seeds"]) for row in rows}
+    assert found == {("aqn-uncorrected", 3), ("full", 2)}  # nvfp4 lacks seed 0
+    assert tools.reproduce.main(flags) == 0  # without it all five seeds are needed
+    assert json.loads((tmp_path / "claims.json").read_text())["rows"] == []
+    for fewest in ("1", "6"):
+        with pytest.raises(SystemExit):
+            tools.reproduce.main([*flags, "--fewest", fewest])
+        assert f"--fewest {fewest}: 2 to 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cells", "panels"),
+    [
+        (["bf16", "aqn"], [["bf16", "aqn"]]),
+        (["aqn", "aqn-rank8"], [["aqn", "aqn-rank8"]]),
+        (["bf16", "aqn-rank8", "lora-noise"], [["bf16"], ["aqn-rank8", "lora-noise"]]),
+        (["bf16", "aqn", "aqn-sigma3"], [["bf16", "aqn"], ["aqn", "aqn-sigma3"]]),
+    ],
+)
+def test_curves_of_noises_and_ranks_stand_apart(tools, tmp_path, monkeypatch, cells, panels):
+    """The legends name each cell, and a line is the mean over the cell's own seeds."""
+    import matplotlib.pyplot as plt
+
+    runs = {}
+    for cell in cells:
+        for seed in range(3 if cell == "aqn" else 2):
+            stand_in(tmp_path / f"{cell}-{seed}", {"max_steps": 30}, 0.3 + 0.1 * seed, entropy=0.5 + seed)
+            runs[cell, seed] = tools.metrics.read_finished(tmp_path / f"{cell}-{seed}", 30)
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    tools.report.draw_curves(runs, range(8), 2, tmp_path / "curves.png")
+    axes = drawn[0].axes
+    assert [[line.get_label() for line in panel.lines] for panel in axes[1::2]] == panels
+    entropies = {line.get_label(): line.get_ydata()[0] for panel in axes[1::2] for line in panel.lines}
+    assert entropies == {cell: 1.5 if cell == "aqn" else 1.0 for cell in cells}
+
+
 def test_only_the_runs_of_the_calibrated_model_wait_for_it(tools, trainer, tmp_path, monkeypatch):
     """The calibration, which gets a part of the GPU, ends when the four other runs have."""
     whole, others = tools.runs.subprocess.run, threading.Event()

@@ -12,7 +12,8 @@ Every cell of the plan is run with every seed (`tools/reproduction/plan.py`); a 
 interrupted one goes on, so that the same command continues an experiment. Writes OUT/claims.json, OUT/claims.png,
 OUT/curves.png, OUT/runs.json with the figures of each run, and a table: mean paired difference, bootstrap interval,
 effect size, corrected p-value, and a verdict, supported, not supported, reversed or undecided. Comparisons whose runs
-are not all there get none. Exit code 1: some run failed.
+are not all there get none, unless `--fewest N` admits those whose cells both have the seeds 0 to N − 1, or more, on all
+seeds that both have. Exit code 1: some run failed.
 `--set` changes a setting of all runs; a deviation from the plan is a deviation, and is stored with the results.
 `--cells` runs these cells alone and analyses all that are finished, for an experiment in parts. `--list` prints the
 runs and ends; `--report` runs nothing and analyses the finished runs in OUT, also where they were made elsewhere: their
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dataset", help="trained and evaluated on, splits train and test (default word_problems)")
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs and results")
     parser.add_argument("--seeds", type=int, default=plan.SEEDS, help=f"seeds 0 to N − 1 (default {plan.SEEDS})")
+    parser.add_argument("--fewest", type=int, metavar="N", help="seeds that a comparison needs (default: all)")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time on each GPU")
     parser.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help="their numbers; none: one GPU")
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="settings of all runs")
@@ -96,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.seeds < 2 or args.at_once < 1:
         parser.error(f"--seeds {args.seeds} and --at-once {args.at_once}: at least 2 and 1")
+    args.fewest = args.seeds if args.fewest is None else args.fewest
+    if not 2 <= args.fewest <= args.seeds:
+        parser.error(f"--fewest {args.fewest}: 2 to {args.seeds}, the number of --seeds")
     if args.fitness and (args.dataset or args.claims):
         parser.error(f"--fitness takes the datasets of the plan, not --dataset {args.dataset} or claims {args.claims}")
     args.dataset = args.dataset or "word_problems"
@@ -139,14 +144,14 @@ def experiment(args: argparse.Namespace) -> int:
         [(job, run) for job in group if (run := job.finished())] for group in (jobs, pilot_jobs(common, args.out))
     )
     runs = {(job.cell, job.seed): run for job, run in planned}
-    results = analyse(runs, comparisons, seeds)
-    about = {"model": Path(args.model).name, "dataset": args.dataset, "seeds": args.seeds}
+    results = analyse(runs, comparisons, seeds, args.fewest)
+    about = {"model": Path(args.model).name, "dataset": args.dataset}
     of_runs = origin(args, args.out / "claims.json")
     report.write(report.rows(results, about), of_runs, args.out / "claims.json")
     report.write(report.run_rows([*planned, *pilot]), of_runs, args.out / "runs.json")
     if results:
         report.draw(results, args.out / "claims.png")
-        report.draw_curves(runs, seeds, args.out / "curves.png")
+        report.draw_curves(runs, seeds, args.fewest, args.out / "curves.png")
         print(report.table(results))
     for line in filter(
         None, [report.incomplete(comparisons, results), *(f"failed: {job.directory}" for job in failed)]

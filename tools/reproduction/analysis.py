@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -114,15 +115,30 @@ def verdict(comparison: Comparison, mean: float, low: float, high: float, adjust
     return NOT_SUPPORTED if high < margin else UNDECIDED
 
 
+def finished_seeds(
+    runs: Mapping[tuple[str, int], Run], cells: Sequence[str], seeds: Sequence[int], fewest: int
+) -> list[int]:
+    """The seeds up to the first of which a cell has no run; none where these are fewer than `fewest`."""
+    found = list(itertools.takewhile(lambda seed: all((cell, seed) in runs for cell in cells), seeds))
+    return found if len(found) >= fewest else []
+
+
 def analyse(
-    runs: Mapping[tuple[str, int], Run], comparisons: Sequence[Comparison], seeds: Sequence[int]
+    runs: Mapping[tuple[str, int], Run], comparisons: Sequence[Comparison], seeds: Sequence[int], fewest: int
 ) -> list[Result]:
-    """Results of the comparisons whose runs are all there: (cell, seed) -> run."""
+    """Results of the comparisons of which both cells have the runs of the first `fewest` seeds or more.
+
+    Args:
+      runs: (cell, seed) -> run.
+      comparisons: those to make.
+      seeds: the plan's; a comparison takes those up to the first that one of its cells lacks.
+      fewest: number of seeds that a comparison needs.
+    """
     results = []
     for comparison in comparisons:
-        pairs = [(runs.get((comparison.treatment, seed)), runs.get((comparison.baseline, seed))) for seed in seeds]
-        if all(run is not None for pair in pairs for run in pair):
-            results.append(_compare(comparison, pairs))
+        cells = comparison.treatment, comparison.baseline
+        if paired := finished_seeds(runs, cells, seeds, fewest):
+            results.append(_compare(comparison, [(runs[cells[0], seed], runs[cells[1], seed]) for seed in paired]))
     sizes = collections.Counter(comparison.family for comparison in COMPARISONS)
     for family, size in sizes.items():
         places = [i for i, result in enumerate(results) if result.comparison.family == family]

@@ -46,6 +46,7 @@ LORA_NOISES: Mapping[str, Mapping[str, Any]] = {
     "lora-noise-sigma0.3": _lora_noise(0.3),
     "lora-noise-sigma3": _lora_noise(3),
 }
+RANKS: Mapping[str, Mapping[str, Any]] = {f"aqn-rank{rank}": {**AQN, "lora_rank": rank} for rank in (8, 16, 64)}
 CELLS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"weight_format": "bf16", **NO_NOISE},
     "nf4": {"weight_format": "nf4", **NO_NOISE},
@@ -57,9 +58,7 @@ CELLS: Mapping[str, Mapping[str, Any]] = {
     "bf16-rate10": {"weight_format": "bf16", **NO_NOISE, "learning_rate": 10.0},
     "aqn-rate3": {**AQN, "learning_rate": 3.0},
     "aqn-rate10": {**AQN, "learning_rate": 10.0},
-    "aqn-rank8": {**AQN, "lora_rank": 8},
-    "aqn-rank16": {**AQN, "lora_rank": 16},
-    "aqn-rank64": {**AQN, "lora_rank": 64},
+    **RANKS,
     "aqn-uncorrected": {**AQN, "importance_sampling_cap": None},
     "nvfp4-calibrated": {**NO_NOISE, "model": CALIBRATED},
     "full": {"weight_format": "full", **NO_NOISE, "learning_rate": 0.1},
@@ -153,7 +152,7 @@ COMPARISONS: tuple[Comparison, ...] = (
     # 6: larger learning rates
     *(Comparison(6, f"aqn-{rate}", f"bf16-{rate}", FINAL, 1, 0.01) for rate in ("rate3", "rate10")),
     # 7: the rank of the adapters matters little
-    *(Comparison(7, f"aqn-rank{rank}", "aqn", FINAL, 0, 0.02) for rank in (8, 16, 64)),
+    *(Comparison(7, cell, "aqn", FINAL, 0, 0.02) for cell in RANKS),
     # 8: the importance weight, which the release lacks
     Comparison(8, "aqn", "aqn-uncorrected", FINAL, 1, 0.01),
     # added on 2026-11-23, before any run of their cells: calibration, and full fine-tuning, which the paper says is met

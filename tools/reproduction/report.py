@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reproduction.analysis import NOT_SUPPORTED, REVERSED, SUPPORTED, UNDECIDED, Result
+from reproduction.analysis import NOT_SUPPORTED, REVERSED, SUPPORTED, UNDECIDED, Result, finished_seeds
 from reproduction.metrics import METRICS, WINDOW, Run
 from reproduction.plan import (
     AMENDED,
     CELLS,
     FINAL,
     FIRST_ENTROPY,
+    LORA_NOISES,
     MEAN_ACCURACY,
     MEAN_ENTROPY,
+    NOISES,
     PASS_AT_K,
     PRIMARY,
+    RANKS,
     SECONDARY,
     TRAINER_ENTROPY,
     Comparison,
@@ -40,11 +43,11 @@ COLOURS = {SUPPORTED: "tab:green", NOT_SUPPORTED: "tab:orange", REVERSED: "tab:r
 
 
 def rows(results: Sequence[Result], about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One flat object a comparison; `about` is added to each."""
+    """One flat object a comparison, with the number of its seeds; `about` is added to each."""
     found = []
     for result in results:
         row = dataclasses.asdict(result)
-        found.append({**about, **row.pop("comparison"), **row})
+        found.append({**about, "seeds": len(result.differences), **row.pop("comparison"), **row})
     return found
 
 
@@ -72,28 +75,33 @@ def draw(results: Sequence[Result], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_curves(runs: Mapping[tuple[str, int], Run], seeds: Sequence[int], path: Path) -> None:
-    """Accuracy (mean of `WINDOW` steps) and entropy of the sampler over the steps of each cell whose runs are all
-    there: mean over seeds, and one standard error of it as a band.
+def draw_curves(runs: Mapping[tuple[str, int], Run], seeds: Sequence[int], fewest: int, path: Path) -> None:
+    """Accuracy (mean of `WINDOW` steps) and entropy of the sampler over the steps of each cell that has the runs of the
+    first `fewest` seeds or more: mean over its seeds, and one standard error of it as a band. Cells that differ from
+    `aqn` in noise or rank stand apart from the others.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = [cell for cell in CELLS if all((cell, seed) in runs for seed in seeds)]
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for axes, name, window in zip(panels, ("accuracy", "sampling/entropy"), (WINDOW, 1), strict=True):
-        for cell in cells:
-            columns = [runs[cell, seed].column(name) for seed in seeds]
-            curves = np.stack([np.convolve(column, np.full(window, 1 / window), "valid") for column in columns])
-            steps, mean = np.arange(window, window + curves.shape[1]), curves.mean(axis=0)
-            error = curves.std(axis=0, ddof=1) / len(seeds) ** 0.5
-            (line,) = axes.plot(steps, mean, label=cell, linewidth=1.2)
-            axes.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.15, linewidth=0)
-        axes.set_xlabel("step")
-        axes.set_ylabel(name if window == 1 else f"{name}, mean of {window} steps")
-    panels[0].legend(fontsize=8)
+    own = {cell: found for cell in CELLS if (found := finished_seeds(runs, [cell], seeds, fewest))}
+    variants = [cell for cell in own if cell in {*NOISES, *LORA_NOISES, *RANKS}]
+    groups = [[cell for cell in own if cell not in variants], ["aqn", *variants] if "aqn" in own else variants]
+    groups = [group for group in groups if set(group) - {"aqn"}] or [list(own)]
+    figure, panels = plt.subplots(len(groups), 2, figsize=(12, 4 * len(groups)), layout="constrained", squeeze=False)
+    for group, row in zip(groups, panels, strict=True):
+        for axes, name, window in zip(row, ("accuracy", "sampling/entropy"), (WINDOW, 1), strict=True):
+            for colour, cell in zip(plt.get_cmap("tab20").colors, group, strict=False):
+                columns = [runs[cell, seed].column(name) for seed in own[cell]]
+                curves = np.stack([np.convolve(column, np.full(window, 1 / window), "valid") for column in columns])
+                steps, mean = np.arange(window, window + curves.shape[1]), curves.mean(axis=0)
+                error = curves.std(axis=0, ddof=1) / len(columns) ** 0.5
+                axes.plot(steps, mean, label=cell, linewidth=1.2, color=colour)
+                axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
+            axes.set_xlabel("step")
+            axes.set_ylabel(name if window == 1 else f"{name}, mean of {window} steps")
+        row[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
