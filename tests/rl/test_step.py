@@ -298,6 +298,29 @@ def test_a_single_parameter_that_becomes_nan_is_not_applied(micro):
         assert_trees_equal(after.lora, adapters if is_skipped else jax.tree.map(jnp.zeros_like, lora))
 
 
+def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch, monkeypatch):
+    """The host waits for what depends on the whole gradient and on all checks before it asks for memory."""
+    calls = []
+
+    def recorded(name):
+        function = getattr(optimizer, name)
+
+        def call(*arguments):
+            result = function(*arguments)
+            calls.append((name, arguments, result))
+            return result
+
+        monkeypatch.setattr(optimizer, name, call)
+
+    for name in ("add_squares", "stays_finite", "wait_for", "apply"):
+        recorded(name)
+    grpo_step(init_state(micro, make_config()), micro.frozen, batch)
+    assert [name for name, *_ in calls] == ["add_squares"] * 2 + ["stays_finite"] * 2 + ["wait_for"] + ["apply"] * 2
+    checked = calls[3][2]  # of the last layer, which takes the result of the one before
+    assert calls[3][1][-1] is calls[2][2] and calls[4][1][0] is checked and checked.is_ready()
+    assert all(arguments[-1] is checked for _, arguments, _ in calls[5:])
+
+
 def test_an_optimizer_may_have_a_random_key_and_counts_in_its_state(micro, batch):
     """Its step is that of the key before it, and the key after it is kept. A dropped step changes neither."""
     own = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1))
