@@ -20,7 +20,8 @@ from updates import ROWS, make_batch, make_config
 
 from qerl_jax.config import Config
 from qerl_jax.io.adapter import map_adapters, map_norms
-from qerl_jax.rl import optimizer
+from qerl_jax.rl import head, layer, optimizer
+from qerl_jax.rl import step as rl_step
 from qerl_jax.rl.metrics import empty_sums
 from qerl_jax.rl.state import init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
@@ -316,9 +317,22 @@ def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch
         recorded(name)
     grpo_step(init_state(micro, make_config()), micro.frozen, batch)
     assert [name for name, *_ in calls] == ["add_squares"] * 2 + ["stays_finite"] * 2 + ["wait_for"] + ["apply"] * 2
-    checked = calls[3][2]  # of the last layer, which takes the result of the one before
+    checked = calls[3][2]  # the last layer's, which takes the result of the one before
     assert calls[3][1][-1] is calls[2][2] and calls[4][1][0] is checked and checked.is_ready()
     assert all(arguments[-1] is checked for _, arguments, _ in calls[5:])
+
+
+def test_gradients_lie_side_by_side_in_memory(micro, batch, monkeypatch):
+    """Those of all layers are made before anything of a micro-batch, and each backward pass adds to them in place."""
+    calls = []
+    for module, name in ((rl_step, "zeros_like"), (head, "embed"), (layer, "backward")):
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *arguments, name=name, function=function: calls.append(name) or function(*arguments)
+        )
+    grpo_step(init_state(micro, make_config(tokens_per_micro_batch=16)), micro.frozen, batch)
+    assert calls[:3] == ["zeros_like", "zeros_like", "embed"] and calls.count("embed") > 1
+    assert calls.count("zeros_like") == 2 and calls.count("backward") == 2 * calls.count("embed")
 
 
 def test_an_optimizer_may_have_a_random_key_and_counts_in_its_state(micro, batch):
