@@ -91,8 +91,9 @@ def draw_curves(runs: Mapping[tuple[str, int], Run], seeds: Sequence[int], fewes
     groups = [group for group in groups if set(group) - {"aqn"}] or [list(own)]
     figure, panels = plt.subplots(len(groups), 2, figsize=(12, 4 * len(groups)), layout="constrained", squeeze=False)
     for group, row in zip(groups, panels, strict=True):
+        colours = plt.get_cmap("tab10" if len(group) <= 10 else "tab20").colors  # tab20's are pairs of one hue
         for axes, name, window in zip(row, ("accuracy", "sampling/entropy"), (WINDOW, 1), strict=True):
-            for colour, cell in zip(plt.get_cmap("tab20").colors, group, strict=False):
+            for colour, cell in zip(colours, group, strict=False):
                 columns = [runs[cell, seed].column(name) for seed in own[cell]]
                 curves = np.stack([np.convolve(column, np.full(window, 1 / window), "valid") for column in columns])
                 steps, mean = np.arange(window, window + curves.shape[1]), curves.mean(axis=0)
