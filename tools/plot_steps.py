@@ -49,7 +49,7 @@ def of_recipe(path: Path) -> dict[str, dict[str, float]]:
     for row in json.loads(path.read_text())["rows"]:
         if row["phase"] in COLOURS:
             bars.setdefault(f"recipe {row['recipe']}", {})[row["phase"]] = row["seconds"]
-    return bars
+    return dict(sorted(bars.items()))
 
 
 def draw(bars: dict[str, dict[str, float]], path: Path) -> None:
