@@ -318,12 +318,24 @@ def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch
     grpo_step(init_state(micro, make_config()), micro.frozen, batch)
     assert [name for name, *_ in calls] == ["add_squares"] * 2 + ["stays_finite"] * 2 + ["wait_for"] + ["apply"] * 2
     checked = calls[3][2]  # the last layer's, which takes the result of the one before
-    assert calls[3][1][-1] is calls[2][2] and calls[4][1][0] is checked and checked.is_ready()
+    assert calls[3][1][-1] is calls[2][2] and calls[4][1][0] is checked
     assert all(arguments[-1] is checked for _, arguments, _ in calls[5:])
 
 
-def test_gradients_lie_side_by_side_in_memory(micro, batch, monkeypatch):
-    """Those of all layers are made before anything of a micro-batch, and each backward pass adds to them in place."""
+def test_wait_for_waits_for_arrays_with_a_value():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ x), x))
+    x = jnp.ones((300, 300))
+    slow(x).block_until_ready()  # compiles
+    result = slow(x)
+    assert not result.is_ready()
+    optimizer.wait_for(result)
+    assert result.is_ready()
+    optimizer.wait_for(None)
+    jax.jit(lambda x: optimizer.wait_for(x) or x)(jnp.zeros(2))  # a tracer has none
+
+
+def test_gradients_are_made_before_any_activation(micro, batch, monkeypatch):
+    """Those of all layers, once for all micro-batches."""
     calls = []
     for module, name in ((rl_step, "zeros_like"), (head, "embed"), (layer, "backward")):
         function = getattr(module, name)
