@@ -277,7 +277,7 @@ def test_cells_run_alone_and_all_that_are_finished_are_analysed(tools, trainer, 
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", *SMALL]
     assert tools.reproduce.main([*flags, "--cells", "aqn-uncorrected"]) == 0
     assert {Path(config["output_dir"]).name for config, *_ in trainer} == {"aqn-uncorrected-0", "aqn-uncorrected-1"}
-    assert "without a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
+    assert "for a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
     trainer.clear()
     assert tools.reproduce.main([*flags, "--cells", "aqn"]) == 0 and len(trainer) == 2
     [row] = json.loads((tmp_path / "claims.json").read_text())["rows"]
@@ -296,7 +296,7 @@ def test_failed_runs_leave_their_comparisons_open(tools, trainer, tmp_path, monk
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "3", *SMALL]
     assert tools.reproduce.main(flags) == 1
     out = capsys.readouterr().out
-    assert "aqn-uncorrected-1 ended with 3" in out and "without a verdict: final pass@1: aqn − aqn-uncorrected" in out
+    assert "aqn-uncorrected-1 ended with 3" in out and "for a verdict: final pass@1: aqn − aqn-uncorrected" in out
     assert json.loads((tmp_path / "claims.json").read_text())["rows"] == []
 
 
@@ -464,7 +464,7 @@ def test_report_analyses_what_was_run_elsewhere(tools, trainer, tmp_path, capsys
 def test_report_leaves_out_what_was_not_run(tools, trainer, tmp_path, capsys):
     flags = ["8", "--model", "tiny", "--out", str(tmp_path), "--seeds", "2", "--report", *SMALL]
     assert tools.reproduce.main(flags) == 0 and trainer == []
-    assert "without a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
+    assert "for a verdict: final pass@1: aqn − aqn-uncorrected" in capsys.readouterr().out
 
 
 def test_fewest_admits_comparisons_on_the_first_seeds_that_both_cells_have(tools, trainer, tmp_path, capsys):
@@ -481,10 +481,11 @@ def test_fewest_admits_comparisons_on_the_first_seeds_that_both_cells_have(tools
     rows = json.loads((tmp_path / "claims.json").read_text())["rows"]
     assert [(row["treatment"], row["baseline"], row["seeds"]) for row in rows] == [("aqn", "aqn-uncorrected", 3)]
     assert rows[0]["differences"] == pytest.approx([1.0] * 3)
-    assert "without a verdict" in (out := capsys.readouterr().out) and "aqn − full" in out
+    assert "for a verdict: " in (out := capsys.readouterr().out) and "aqn − full" in out
 
     assert tools.reproduce.main([*flags, "--fewest", "2"]) == 0
     rows = json.loads((tmp_path / "claims.json").read_text())["rows"]
+    assert json.loads((tmp_path / "claims.json").read_text())["meta"]["fewest_seeds"] == 2
     found = {(row["baseline"], row["seeds"]) for row in rows}
     assert found == {("aqn-uncorrected", 3), ("full", 2)}  # nvfp4 lacks seed 0
     assert tools.reproduce.main(flags) == 0  # without it all five seeds are needed
@@ -500,8 +501,9 @@ def test_fewest_admits_comparisons_on_the_first_seeds_that_both_cells_have(tools
     [
         (["bf16", "aqn"], [["bf16", "aqn"]]),
         (["aqn", "aqn-rank8"], [["aqn", "aqn-rank8"]]),
-        (["bf16", "aqn-rank8", "lora-noise"], [["bf16"], ["aqn-rank8", "lora-noise"]]),
+        (["bf16", "aqn-rank8", "lora-noise"], [["bf16"], ["lora-noise"], ["aqn-rank8"]]),
         (["bf16", "aqn", "aqn-sigma3"], [["bf16", "aqn"], ["aqn", "aqn-sigma3"]]),
+        (["nf4", "aqn", "aqn-sigma3", "aqn-rank8"], [["nf4", "aqn"], ["aqn", "aqn-sigma3"], ["aqn", "aqn-rank8"]]),
     ],
 )
 def test_curves_of_noises_and_ranks_stand_apart(tools, tmp_path, monkeypatch, cells, panels):

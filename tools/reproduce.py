@@ -12,8 +12,8 @@ Every cell of the plan is run with every seed (`tools/reproduction/plan.py`); a 
 interrupted one goes on, so that the same command continues an experiment. Writes OUT/claims.json, OUT/claims.png,
 OUT/curves.png, OUT/runs.json with the figures of each run, and a table: mean paired difference, bootstrap interval,
 effect size, corrected p-value, and a verdict, supported, not supported, reversed or undecided. Comparisons whose runs
-are not all there get none, unless `--fewest N` admits those whose cells both have the seeds 0 to N − 1, or more, on all
-seeds that both have. Exit code 1: some run failed.
+are not all there get none, unless `--fewest N` admits those whose cells both have the seeds 0 to N − 1, or more, on the
+seeds before the first that one of them lacks. Exit code 1: some run failed.
 `--set` changes a setting of all runs; a deviation from the plan is a deviation, and is stored with the results.
 `--cells` runs these cells alone and analyses all that are finished, for an experiment in parts. `--list` prints the
 runs and ends; `--report` runs nothing and analyses the finished runs in OUT, also where they were made elsewhere: their
@@ -178,10 +178,14 @@ def origin(args: argparse.Namespace, results: Path) -> dict[str, Any]:
     """`meta` of a file of results. With `--report` it stays that of the program which made the runs, the GPU and the
     commit are its, and what analysed them stands beside.
     """
-    here = meta(args.commit) | {"changes": dict(args.set)}
+    here = meta(args.commit) | {"changes": dict(args.set), "fewest_seeds": args.fewest}
     if not (args.report and results.exists()):
         return here
-    return json.loads(results.read_text())["meta"] | {"report_commit": here["commit"], "report_date": here["date"]}
+    return json.loads(results.read_text())["meta"] | {
+        "fewest_seeds": args.fewest,
+        "report_commit": here["commit"],
+        "report_date": here["date"],
+    }
 
 
 def pilot_result(jobs: Sequence[Job]) -> int:

@@ -78,7 +78,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 def draw_curves(runs: Mapping[tuple[str, int], Run], seeds: Sequence[int], fewest: int, path: Path) -> None:
     """Accuracy (mean of `WINDOW` steps) and entropy of the sampler over the steps of each cell that has the runs of the
     first `fewest` seeds or more: mean over its seeds, and one standard error of it as a band. Cells that differ from
-    `aqn` in noise or rank stand apart from the others.
+    `aqn` in noise, and those that differ in rank, have panels of their own beside `aqn`.
     """
     import matplotlib
 
@@ -86,14 +86,16 @@ def draw_curves(runs: Mapping[tuple[str, int], Run], seeds: Sequence[int], fewes
     import matplotlib.pyplot as plt
 
     own = {cell: found for cell in CELLS if (found := finished_seeds(runs, [cell], seeds, fewest))}
-    variants = [cell for cell in own if cell in {*NOISES, *LORA_NOISES, *RANKS}]
-    groups = [[cell for cell in own if cell not in variants], ["aqn", *variants] if "aqn" in own else variants]
+    apart = [{*NOISES, *LORA_NOISES}, set(RANKS)]
+    groups = [[cell for cell in own if cell not in set().union(*apart)]]
+    groups += [[cell for cell in own if cell in {"aqn", *variants}] for variants in apart]
     groups = [group for group in groups if set(group) - {"aqn"}] or [list(own)]
     figure, panels = plt.subplots(len(groups), 2, figsize=(12, 4 * len(groups)), layout="constrained", squeeze=False)
     for group, row in zip(groups, panels, strict=True):
         colours = plt.get_cmap("tab10" if len(group) <= 10 else "tab20").colors  # tab20's are pairs of one hue
+        colours = [colours[i % len(colours)] for i in range(len(group))]
         for axes, name, window in zip(row, ("accuracy", "sampling/entropy"), (WINDOW, 1), strict=True):
-            for colour, cell in zip(colours, group, strict=False):
+            for colour, cell in zip(colours, group, strict=True):
                 columns = [runs[cell, seed].column(name) for seed in own[cell]]
                 curves = np.stack([np.convolve(column, np.full(window, 1 / window), "valid") for column in columns])
                 steps, mean = np.arange(window, window + curves.shape[1]), curves.mean(axis=0)
@@ -126,7 +128,7 @@ def incomplete(comparisons: Sequence[Comparison], results: Sequence[Result]) -> 
     """A line that names the comparisons without a result; empty where all have one."""
     done = {result.comparison for result in results}
     left = [str(comparison) for comparison in comparisons if comparison not in done]
-    return f"without all their runs, and so without a verdict: {'; '.join(left)}" if left else ""
+    return f"with too few runs for a verdict: {'; '.join(left)}" if left else ""
 
 
 def run_rows(finished: Sequence[tuple[Job, Run]]) -> list[dict[str, Any]]:
