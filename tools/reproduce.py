@@ -146,7 +146,7 @@ def experiment(args: argparse.Namespace) -> int:
     runs = {(job.cell, job.seed): run for job, run in planned}
     results = analyse(runs, comparisons, seeds, args.fewest)
     about = {"model": Path(args.model).name, "dataset": args.dataset}
-    of_runs = origin(args, args.out / "claims.json")
+    of_runs = origin(args, args.out / "claims.json") | {"fewest_seeds": args.fewest}
     report.write(report.rows(results, about), of_runs, args.out / "claims.json")
     report.write(report.run_rows([*planned, *pilot]), of_runs, args.out / "runs.json")
     if results:
@@ -178,14 +178,10 @@ def origin(args: argparse.Namespace, results: Path) -> dict[str, Any]:
     """`meta` of a file of results. With `--report` it stays that of the program which made the runs, the GPU and the
     commit are its, and what analysed them stands beside.
     """
-    here = meta(args.commit) | {"changes": dict(args.set), "fewest_seeds": args.fewest}
+    here = meta(args.commit) | {"changes": dict(args.set)}
     if not (args.report and results.exists()):
         return here
-    return json.loads(results.read_text())["meta"] | {
-        "fewest_seeds": args.fewest,
-        "report_commit": here["commit"],
-        "report_date": here["date"],
-    }
+    return json.loads(results.read_text())["meta"] | {"report_commit": here["commit"], "report_date": here["date"]}
 
 
 def pilot_result(jobs: Sequence[Job]) -> int:

@@ -93,15 +93,15 @@ def draw_curves(runs: Mapping[tuple[str, int], Run], seeds: Sequence[int], fewes
     figure, panels = plt.subplots(len(groups), 2, figsize=(12, 4 * len(groups)), layout="constrained", squeeze=False)
     for group, row in zip(groups, panels, strict=True):
         colours = plt.get_cmap("tab10" if len(group) <= 10 else "tab20").colors  # tab20's are pairs of one hue
-        colours = [colours[i % len(colours)] for i in range(len(group))]
         for axes, name, window in zip(row, ("accuracy", "sampling/entropy"), (WINDOW, 1), strict=True):
-            for colour, cell in zip(colours, group, strict=True):
+            axes.set_prop_cycle(color=colours)
+            for cell in group:
                 columns = [runs[cell, seed].column(name) for seed in own[cell]]
                 curves = np.stack([np.convolve(column, np.full(window, 1 / window), "valid") for column in columns])
                 steps, mean = np.arange(window, window + curves.shape[1]), curves.mean(axis=0)
                 error = curves.std(axis=0, ddof=1) / len(columns) ** 0.5
-                axes.plot(steps, mean, label=cell, linewidth=1.2, color=colour)
-                axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
+                (line,) = axes.plot(steps, mean, label=cell, linewidth=1.2)
+                axes.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.15, linewidth=0)
             axes.set_xlabel("step")
             axes.set_ylabel(name if window == 1 else f"{name}, mean of {window} steps")
         row[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
