@@ -51,17 +51,9 @@ def apply_gradients(
         before, join, parts = [whole], lambda trees: trees[0], [from_layers(parts)]
     for old, part in zip(before, parts, strict=True):
         finite = stays_finite(state.optimizer, old, part, factor, finite)
-    wait_for(finite)  # the last activations are freed then; else the next state would be made beside them
+    jax.block_until_ready(finite)  # the last activations are freed then; else the next state would be beside them
     after = [apply(state.optimizer, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
     return state.replace(**join(after)), metrics | {"skipped": skipped(finite)}
-
-
-def wait_for(array: Array | None) -> None:
-    """Wait for an array, if there is one and it has a value: a host that runs ahead of the device holds the memory of
-    what it has asked for.
-    """
-    if array is not None and not isinstance(array, jax.core.Tracer):
-        array.block_until_ready()
 
 
 def whole_of(state: TrainState) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from qerl_jax.rl.activations import Keeps, xla_matmuls
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
-from qerl_jax.rl.optimizer import apply_gradients, wait_for, zeros_like
+from qerl_jax.rl.optimizer import apply_gradients, zeros_like
 from qerl_jax.rl.packing import Assignment, Packed, PackShape, assign, assign_any, prompts_of
 from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory
 from qerl_jax.rl.state import outside_layers, trained_trees
@@ -242,7 +242,7 @@ def _update(
     sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), no_logprobs(completions), None
     for some in micro_batches:
         x, packed = head.embed(work.shape, weights["embed_tokens"], work.batch, some.assignment)
-        wait_for(d_x)  # else the activations of two micro-batches would be there
+        jax.block_until_ready(d_x)  # else a host that is ahead would hold the activations of two micro-batches
         d_x = None  # frees it before the forward pass
         shape = work.layer_shape(some.kind)
         x, kept = _forward(work, shape, layers, x, packed)

@@ -303,35 +303,29 @@ def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch
     """The host waits for what depends on the whole gradient and on all checks before it asks for memory."""
     calls = []
 
-    def recorded(name):
-        function = getattr(optimizer, name)
+    def recorded(module, name):
+        function = getattr(module, name)
 
         def call(*arguments):
+            if name == "apply":
+                assert arguments[-1].is_ready()
             result = function(*arguments)
             calls.append((name, arguments, result))
             return result
 
-        monkeypatch.setattr(optimizer, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    for name in ("add_squares", "stays_finite", "wait_for", "apply"):
-        recorded(name)
+    for name in ("add_squares", "stays_finite", "apply"):
+        recorded(optimizer, name)
+    recorded(jax, "block_until_ready")
     grpo_step(init_state(micro, make_config()), micro.frozen, batch)
-    assert [name for name, *_ in calls] == ["add_squares"] * 2 + ["stays_finite"] * 2 + ["wait_for"] + ["apply"] * 2
+    first = next(i for i, (name, *_) in enumerate(calls) if name == "add_squares")  # behind a wait for each micro-batch
+    calls = calls[first:-1]  # and the last is for all results
+    names = ["add_squares"] * 2 + ["stays_finite"] * 2 + ["block_until_ready"] + ["apply"] * 2
+    assert [name for name, *_ in calls] == names
     checked = calls[3][2]  # the last layer's, which takes the result of the one before
     assert calls[3][1][-1] is calls[2][2] and calls[4][1][0] is checked
     assert all(arguments[-1] is checked for _, arguments, _ in calls[5:])
-
-
-def test_wait_for_waits_for_arrays_with_a_value():
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ x), x))
-    x = jnp.ones((300, 300))
-    slow(x).block_until_ready()  # compiles
-    result = slow(x)
-    assert not result.is_ready()
-    optimizer.wait_for(result)
-    assert result.is_ready()
-    optimizer.wait_for(None)
-    jax.jit(lambda x: optimizer.wait_for(x) or x)(jnp.zeros(2))  # a tracer has none
 
 
 def test_gradients_are_made_before_any_activation(micro, batch, monkeypatch):
