@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from qerl_jax.compilation import (
     as_committed,
     compile_programs,
     default_cache_dir,
+    settled,
     use_compilation_cache,
 )
 
@@ -92,6 +94,47 @@ def test_the_counter_names_what_is_compiled_once():
         assert counter.take() == ["jit(doubled)"] and counter.take() == []
     doubled(np.ones(5, np.float32))
     assert counter.take() == []
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_no_garbage_is_collected_while_programs_are_lowered(collects):
+    """Afterwards it is if it was before, also where a program cannot be lowered."""
+    seen = []
+
+    @jax.jit
+    def traced(x):
+        seen.append(gc.isenabled())
+        return x + len(x)
+
+    programs = [Program("array", traced, (jax.ShapeDtypeStruct((2,), jnp.float32),)), Program("number", traced, (1.0,))]
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        compile_programs(programs[:1])
+        assert seen == [False] and gc.isenabled() == collects
+        with pytest.raises(TypeError, match="len"):
+            compile_programs(programs)
+        assert seen[-1] is False and gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_arrays_are_committed_where_some_are():
+    """Each in its place; those that are committed stay the same objects, and nothing moves where none is."""
+    device = jax.devices()[0]
+    fixed = jax.device_put(jnp.arange(3), device)
+    abstract = jax.ShapeDtypeStruct((2,), jnp.float32)
+    tree = {"a": jnp.ones(2), "b": [fixed, abstract, None], "c": np.full(4, 5.0, np.float32), "d": jnp.zeros(())}
+    free = {name: leaf for name, leaf in tree.items() if name != "b"}
+    assert settled(free) is free
+    for found in (settled(tree), settled(free, commits=True)):
+        np.testing.assert_array_equal(found["a"], np.ones(2))
+        np.testing.assert_array_equal(found["c"], np.full(4, 5.0))
+        np.testing.assert_array_equal(found["d"], 0)
+        assert all(found[name].committed for name in free) and not tree["a"].committed
+        assert found["a"].unsafe_buffer_pointer() == tree["a"].unsafe_buffer_pointer()
+    [same, placed, nothing] = settled(tree)["b"]
+    assert same is fixed and placed.sharding == fixed.sharding and placed.shape == (2,) and nothing is None
 
 
 @pytest.mark.parametrize("committed", [False, True])

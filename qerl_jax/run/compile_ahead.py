@@ -14,7 +14,15 @@ from typing import Self
 from rich.console import Console
 
 from qerl_jax import keys
-from qerl_jax.compilation import Program, as_committed, committed, compile_programs, compilers, start_compiling
+from qerl_jax.compilation import (
+    Program,
+    as_committed,
+    committed,
+    compile_programs,
+    compilers,
+    start_compiling,
+    without_collections,
+)
 from qerl_jax.config import Config
 from qerl_jax.rl.compile import abstract_batch, update_programs
 from qerl_jax.rl.state import compute_copy
@@ -62,26 +70,24 @@ def run_programs(part: str, config: Config, hooks: Hooks, policy: Policy, state:
 
 @contextlib.contextmanager
 def _lowering() -> Iterator[None]:
-    """Settings of the interpreter while a thread lowers programs beside others.
-
-    No collection of garbage: tracing and lowering make millions of objects that stay, and looking at them over and over
-    took 2.6 of 29 s from the command to the end of step 1. And threads switch more often: one that reads weights needs
-    the interpreter for microseconds at a time, and waited 5 ms for each of them.
+    """Settings of the interpreter while a thread lowers programs beside others: no collection of garbage, and threads
+    switch more often. One that reads weights needs the interpreter for microseconds at a time, and waited 5 ms for each
+    of them.
     """
-    collects, switching = gc.isenabled(), sys.getswitchinterval()
-    gc.disable()
+    switching = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        yield
+        with without_collections():
+            yield
     finally:
         sys.setswitchinterval(switching)
-        if collects:
-            gc.enable()
 
 
 class CompileAhead:
     """Compiles the programs of a run in the background, from its config and the model's config.json: first those of the
-    rollout, then those of the update, on which the first rollout does not wait. As a context it ends with `cancel`.
+    rollout, then those of the update, on which the first rollout does not wait. As a context it ends with `cancel`, and
+    collections of garbage pass over what there was when all was compiled: a full one looked at it for half a second in
+    one of eleven updates (64 layers, a CPU).
 
     Args:
       config: settings of the run, checked.
@@ -121,6 +127,7 @@ class CompileAhead:
 
     def __exit__(self, *error: object) -> None:
         self.cancel()
+        gc.unfreeze()
 
     def cancel(self) -> None:
         """Begin no further program; those that are being compiled go on."""
@@ -145,6 +152,9 @@ class CompileAhead:
         programs = run_programs(part, config, hooks, policy, state)
         rest = [program for program in programs if program.signature() not in compiled]
         compile_programs(rest)
+        if part == UPDATE:
+            gc.collect()
+            gc.freeze()
         now = time.perf_counter()
         before = {ROLLOUT: "loading", UPDATE: "the rollout"}[part]
         console.print(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,6 +30,13 @@ SETTINGS = {
     "fp8 cache": ["--kv-cache-dtype", "fp8_e4m3"],
     "full": ["--weight-format", "full", "--lora-rank", "0", "--beta", "0.1"],
 }
+
+
+@pytest.fixture(autouse=True)
+def collections_of_garbage():
+    """As they were, also where a test does not leave the context."""
+    yield
+    gc.unfreeze()
 
 
 def config_of(place: Path, *more: str):
@@ -110,6 +119,23 @@ def test_the_first_rollout_does_not_wait_for_the_update(tmp_path, monkeypatch, c
     rollout, update = capsys.readouterr().out.splitlines()
     assert "programs of the rollout in" in rollout and "after loading" in rollout
     assert "programs of the update in" in update and "after the rollout" in update
+
+
+def test_collections_pass_over_what_is_compiled_while_the_run_lasts(tmp_path):
+    """But not over the garbage of compiling, which is collected first."""
+    small.bf16(tmp_path / "model")
+    config, console = config_of(tmp_path), Console(quiet=True)
+    policy = committed(prepare.load(config))
+    state = init_state(policy, config)
+    with CompileAhead(config, Hooks()) as ahead:
+        ahead.finish(ROLLOUT, config, Hooks(), policy, state, console)
+        assert gc.get_freeze_count() == 0
+        cycle = type("Cycle", (), {})()
+        cycle.itself, garbage = cycle, weakref.ref(cycle)
+        del cycle
+        ahead.finish(UPDATE, config, Hooks(), policy, state, console)
+        assert gc.get_freeze_count() > 1000 and garbage() is None
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
 
 
 def test_an_update_whose_programs_fail_ahead_compiles_them_itself(tmp_path, monkeypatch):
