@@ -53,7 +53,7 @@ from qerl_jax import (
     make_batch,
     token_logprobs,
 )
-from qerl_jax.compilation import compile_programs
+from qerl_jax.compilation import committed, compile_programs
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl.compile import compile_update
 from qerl_jax.rl.plan import UpdatePlan, recomputation
@@ -88,7 +88,8 @@ def main() -> None:
     args = parser.parse_args()
 
     started = time.perf_counter()
-    policy = random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel)
+    # Committed to a device, as that of a run is; else every update that offloads would have to do it.
+    policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
     jax.block_until_ready(policy.frozen)
     load_seconds, weight_bytes = (
         time.perf_counter() - started,
