@@ -112,7 +112,9 @@ class Prologue:
 
 
 def prologues(group: Sequence[Trial]) -> list[Prologue]:
-    """The prologues of some trials, where they are not the same for all of them."""
+    """The prologues of some trials, where they are not the same for all of them. dx has none."""
+    if group[0].direction == "dx":
+        return []
     found = []
     for m in dict.fromkeys(trial.m for trial in group):
         forms = dict.fromkeys(lora_form(trial.case, m, trial.config) for trial in group if trial.m == m)

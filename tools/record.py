@@ -142,7 +142,7 @@ def meta(given: str | None, about: dict | None = None) -> dict:
         "commit": commit,
         "commit_from": source,
         "command": command_of(["python", *sys.argv]),
-        "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown",
+        "driver": (shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown").split()[0],
     }
 
 

@@ -177,6 +177,13 @@ def test_the_prologue_counts_against_a_gemm(tuner, trials, monkeypatch):
     assert qkv == "whole" and trials.partials_of("down_7b", 8) == 7
 
 
+@pytest.mark.parametrize("case", ["gate_up_15b", "down_7b"])
+def test_a_gradient_has_no_prologue(tuner, trials, case):
+    """The first is a GEMM in whose configs of dx the forward pass's adapters would find no room."""
+    forward, dx = (tuner.trials(case, [8, 1024], [direction], 8, [0]) for direction in ("forward", "dx"))
+    assert trials.prologues(forward) and {trial.m for trial in dx} == {1024} and trials.prologues(dx) == []
+
+
 def test_partials_are_given_as_in_decode(trials, monkeypatch):
     """One of them is `x A`, the others zeros."""
     taken = []
