@@ -175,7 +175,7 @@ def swiglu_gradient_program(tokens: int, hidden: int, inner: int) -> None:
     free = (" parameter(", " bitcast(", " get-tuple-element(", " tuple(")
     made = [line.split(", metadata")[0] for line in lines if not any(word in line for word in free)]
     whole = [line for line in made if re.search(rf"= \(?bf16\[{tokens},(2,{inner}|{2 * inner})\]", line)]
-    assert len(whole) == 1 and "kind=kLoop" in whole[0], whole
+    assert len(whole) == 1 and "_concatenate_fusion" in whole[0], whole
     halves = [line for line in made for _ in re.findall(rf"\w+\[{tokens},{inner}\]", line.split(" fusion(")[0])]
     # h for down's adapter, the two parts of its gradient
     assert len([line for line in halves if "fusion" in line]) == 2 and len(halves) == 3, halves
