@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,19 +53,26 @@ def launch(
     Returns:
       The outputs, in the structure of `out`.
     """
-    scratch = {key: plgpu.SMEM((size // 4,), jnp.uint32) for key, size in shared_bytes.items()}
+    # One array of shared memory, because jax 0.11 prints the whole kernel for each that is an operand (inference of
+    # layouts, several ms each). The arrays within it lie as Mosaic lays out arrays of their own.
+    names = sorted(shared_bytes)
+    *starts, end = itertools.accumulate((-(-shared_bytes[key] // 1024) * 1024 for key in names), initial=0)
 
-    def body(*refs, **scratch):
-        operands = (*refs, *scratch.values())
+    def body(*refs):
+        *refs, all_s = refs
 
         def program(ctx, *operands):
             del ctx
             machine = PtxMachine()
-            pointers = [Ptr(mgpu.utils.memref_ptr(ref)) for ref in operands[: len(refs)]]
-            shared = {key: machine.shared_address(ref) for key, ref in zip(scratch, operands[len(refs) :], strict=True)}
+            *pointers, all_s = operands
+            pointers = [Ptr(mgpu.utils.memref_ptr(ref)) for ref in pointers]
+            shared = {
+                key: machine.shared_address(mgpu.utils.memref_slice(all_s, mgpu.ds(start // 4, shared_bytes[key] // 4)))
+                for key, start in zip(names, starts, strict=True)
+            }
             emit(machine, Position(*machine.cluster_and_rank(ctas), machine.thread_index()), pointers, shared)
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(operands))(program)(*operands)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (len(refs) + 1))(program)(*refs, all_s)
 
     call = plgpu.kernel(
         body,
@@ -74,7 +82,7 @@ def launch(
         **({"cluster": (ctas,), "cluster_names": ("cta",)} if ctas > 1 else {}),
         num_threads=warps // 4,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=[plgpu.SMEM((end // 4,), jnp.uint32)],
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
