@@ -46,6 +46,11 @@ def on_numpy(function: Callable, out: jax.ShapeDtypeStruct | tuple, *arrays: jax
     return jax.pure_callback(run, out, *arrays)
 
 
+def load(ref: jax.Ref, layout: plgpu.Layout, transforms: tuple = ()) -> jax.Array:
+    """`ptx.load.load`, without its layout."""
+    return ref[...]
+
+
 class Namespace(types.SimpleNamespace):
     """A module with some names replaced."""
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import ACCUMULATING, Namespace, interpreting, on_numpy, shaped
+from interpreted import ACCUMULATING, Namespace, interpreting, load, on_numpy, shaped
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy_machine import Memory, NumpyMachine
-from qerl_kernels.decode_attention import combine, consumer, kv_tiles
+from qerl_kernels.decode_attention import combine, consumer, kv_tiles, warp_mma
 from qerl_kernels.decode_attention import kernel as attention
 from qerl_kernels.decode_attention.config import AttentionConfig
 from qerl_kernels.nvfp4_matmul import cases, dequant, packing
@@ -105,7 +105,7 @@ def gemms(monkeypatch):
         x = x_s[:, pl.ds(64 * k_tile, 64)]
         return total + a.astype(jnp.float32) @ x.astype(jnp.float32).T
 
-    put(operand, dequantize=lambda *tile: on_numpy(dequantize, TILE, *tile))
+    put(operand, load=load, dequantize=lambda *tile: on_numpy(dequantize, TILE, *tile))
 
     def wgmma_wait(pending):
         """Orders the reads of what it waits for before the next copy, for which the interpreter asks for a fence."""
@@ -115,7 +115,7 @@ def gemms(monkeypatch):
     fenced = Namespace(plgpu, wgmma_wait=wgmma_wait)
     put(mainloop, plgpu=fenced, mma_k_tile=mma_k_tile, order_reads=plgpu.commit_smem)
     put(producer, plgpu=Namespace(plgpu, warp_map=warp_map), reduce_partials=reduce)
-    put(epilogue, **ACCUMULATING)
+    put(epilogue, load=load, **ACCUMULATING)
     put(
         transposed,
         load_transposed=lambda *refs: on_numpy(load_transposed, (u32(4, 128), u32(8, 128)), *(r[...] for r in refs)),
@@ -251,7 +251,8 @@ def attentions(monkeypatch):
 
     for name, value in {"scores": scores, "add_values": add_values, "store_output": store_output}.items():
         monkeypatch.setattr(consumer, name, value)
-    for name, value in {"keep": keep, "receive": receive, "warpgroup_sync": lambda: None}.items():
+    monkeypatch.setattr(warp_mma, "load", load)
+    for name, value in {"load": load, "keep": keep, "receive": receive, "warpgroup_sync": lambda: None}.items():
         monkeypatch.setattr(combine, name, value)
     fence = lambda: lambda emit: plgpu.commit_smem  # noqa: E731
     monkeypatch.setattr(consumer, "plgpu", Namespace(plgpu, inline_mgpu=fence))

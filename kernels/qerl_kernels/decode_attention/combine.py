@@ -23,8 +23,11 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from qerl_kernels.decode_attention.config import QUERIES
 from qerl_kernels.decode_attention.layouts import ACCUMULATOR, MERGED, PER_QUERY, SCALAR, fragmented_array
 from qerl_kernels.ptx.instructions import PtxMachine
+from qerl_kernels.ptx.load import load
 from qerl_kernels.ptx.values import I32, Ptr, Value
 
+OUTPUT_TRANSFORMS = plgpu.TilingTransform((8, QUERIES)), plgpu.SwizzleTransform(32)
+"""Tiling and swizzle of the warps' outputs in shared memory."""
 _STEP = 128 * 8  # bytes of one register pair of all threads
 
 
@@ -74,18 +77,17 @@ def merge_warps(
       warp_sum: shared memory for l.
       outputs: shared memory for out.
     """
-    read = functools.partial(plgpu.load, optimized=False)
     warp_max[...] = m
     warpgroup_sync()
-    each = [read(warp_max.at[warp], layout=ACCUMULATOR.reduce((0, 1))) for warp in range(4)]
+    each = [load(warp_max.at[warp], ACCUMULATOR.reduce((0, 1))) for warp in range(4)]
     highest = functools.reduce(jnp.maximum, each)
     rescale = jnp.exp2(m - lax.broadcast_in_dim(highest, m.shape, (1,)))
     warp_sum[...] = l * rescale
     outputs[...] = out * over_tokens(rescale, out.shape)
     warpgroup_sync()
-    each = [read(warp_max.at[warp], layout=PER_QUERY) for warp in range(4)]
-    total = sum(read(warp_sum.at[warp], layout=PER_QUERY) for warp in range(4))
-    out = sum(read(outputs.at[warp], layout=MERGED) for warp in range(4))
+    each = [load(warp_max.at[warp], PER_QUERY) for warp in range(4)]
+    total = sum(load(warp_sum.at[warp], PER_QUERY) for warp in range(4))
+    out = sum(load(outputs.at[warp], MERGED, OUTPUT_TRANSFORMS) for warp in range(4))
     warpgroup_sync()  # the next split may write
     return Partial(functools.reduce(jnp.maximum, each), total, out)
 

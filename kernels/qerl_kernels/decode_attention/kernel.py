@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qerl_kernels.decode_attention.combine import cluster_arrive, init_mbarrier
+from qerl_kernels.decode_attention.combine import OUTPUT_TRANSFORMS, cluster_arrive, init_mbarrier
 from qerl_kernels.decode_attention.config import (
     KV_TILE,
     QUERIES,
@@ -94,7 +94,7 @@ def decode_attention(
             "empty": plgpu.Barrier(num_barriers=config.stages),
             "warp_max": plgpu.SMEM((4, QUERIES), jnp.float32),
             "warp_sum": plgpu.SMEM((4, QUERIES), jnp.float32),
-            "outputs": plgpu.SMEM((4, width, QUERIES), jnp.float32),
+            "outputs": plgpu.SMEM((4, width, QUERIES), jnp.float32, transforms=OUTPUT_TRANSFORMS),
             "inbox": plgpu.SMEM((partial_slots(config.ctas), partial_bytes(width) // 4), jnp.float32),
             "mbarrier": plgpu.SMEM((2,), jnp.uint32),
         },

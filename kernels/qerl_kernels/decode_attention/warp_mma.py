@@ -33,6 +33,7 @@ from qerl_kernels.decode_attention.layouts import (
     words,
 )
 from qerl_kernels.ptx.instructions import PtxMachine
+from qerl_kernels.ptx.load import load
 from qerl_kernels.ptx.values import F32, I32, Ptr
 
 F16_MAX = 65504.0
@@ -41,8 +42,8 @@ F16_MAX = 65504.0
 def load_queries(q: jax.Ref, fp8: bool) -> jax.Array:
     """Eight queries [8, H] as the B operand: bf16 in `B_OPERAND`, or f16 in `B_OPERAND_FP8`, saturated at 65504."""
     if not fp8:
-        return plgpu.load(q, layout=B_OPERAND, optimized=False)
-    wide = plgpu.load(q, layout=B_OPERAND_FP8, optimized=False).astype(jnp.float32)
+        return load(q, B_OPERAND)
+    wide = load(q, B_OPERAND_FP8).astype(jnp.float32)
     return jnp.minimum(jnp.maximum(wide, -F16_MAX), F16_MAX).astype(jnp.float16)
 
 

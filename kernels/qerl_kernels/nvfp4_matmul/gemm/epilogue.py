@@ -15,7 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qerl_kernels.nvfp4_matmul.gemm.mainloop import Consumer
 from qerl_kernels.nvfp4_matmul.gemm.schedule import Span
+from qerl_kernels.nvfp4_matmul.gemm.smem import swizzled
 from qerl_kernels.nvfp4_matmul.packing import TILE
+from qerl_kernels.ptx.load import load
 
 
 def load_row_terms(consumer: Consumer, tile: jax.Array) -> list[jax.Array]:
@@ -28,7 +30,7 @@ def load_row_terms(consumer: Consumer, tile: jax.Array) -> list[jax.Array]:
     first = jnp.minimum((n_tile * cta.config.warpgroups_n + consumer.r) * TILE, end)
     rows = pl.ds(cta.operand.multiplier_row(first), TILE)
     refs = [cta.gmem.multiplier_g, *([] if cta.gmem.bias_g is None else [cta.gmem.bias_g])]
-    return [plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in refs]
+    return [load(ref.at[rows], plgpu.Layout.WGMMA.reduce(1)) for ref in refs]
 
 
 def run_epilogue(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span, row_terms: list[jax.Array]) -> None:
@@ -58,7 +60,7 @@ def run_epilogue(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span,
 
 
 def _add(total: jax.Array, ref: jax.Ref) -> jax.Array:
-    return total + plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    return total + load(ref, plgpu.Layout.WGMMA, swizzled(total.shape[1], 4))
 
 
 def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qerl_kernels.nvfp4_matmul.dequant import SCALES, WORDS, dequantize
+from qerl_kernels.ptx.load import load
 
 
 class Forward:
@@ -29,9 +29,7 @@ class Forward:
 
     def load(self, words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax.Array]:
         """128-bit loads: the words of the four k16 steps of a thread side by side."""
-        words = plgpu.load(words_s, layout=WORDS, optimized=False)
-        scales = plgpu.load(scales_s, layout=SCALES, optimized=False)
-        return words, scales
+        return load(words_s, WORDS), load(scales_s, SCALES)
 
     def dequantize(self, words: jax.Array, scales: jax.Array) -> jax.Array:
         """[64 n, 64 k]."""
