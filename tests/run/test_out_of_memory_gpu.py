@@ -84,10 +84,11 @@ def test_settings_that_ask_for_more_than_there_is(place, capfd):
     flags = replaced(training(place, *SIZES), "--max-steps", "1000")
     command = [sys.executable, "-m", "qerl_jax.train", *flags]
     environment = os.environ | {"XLA_CLIENT_MEM_FRACTION": "0.01"}
-    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    runs.wait_for_step(place / "run", 1, first)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(timeout=240) == 130, first.stdout.read()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **streams) as first:
+        runs.wait_for_step(place / "run", 1, first)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(timeout=240) == 130, first.stdout.read()
     saved = latest_step(place / "run")
     beyond = ["--resume", "auto", "--update-memory-gb", "1000", "--tokens-per-micro-batch", "20000"]
     done = subprocess.run([*command, *beyond], env=environment, capture_output=True, text=True, timeout=400)
