@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,18 +107,28 @@ def _described(leaf: Any) -> Hashable:
     return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), _is_committed(leaf)
 
 
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """No collection of garbage while programs are traced and lowered: they make millions of objects that stay, and
-    looking at them over and over took 2.6 of 29 s from the command to the end of step 1.
+class WithoutCollections(contextlib.AbstractContextManager):
+    """No collection of garbage while programs are traced and lowered, by several threads or one in another: they make
+    millions of objects that stay, and looking at them over and over took 2.6 of 29 s from the command to the end of
+    step 1.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+
+    _lock, _depth, _collects = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        cls = WithoutCollections
+        with cls._lock:
+            if cls._depth == 0:
+                cls._collects = gc.isenabled()
+                gc.disable()
+            cls._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        cls = WithoutCollections
+        with cls._lock:
+            cls._depth -= 1
+            if cls._depth == 0 and cls._collects:
+                gc.enable()
 
 
 def compile_programs(
@@ -140,7 +150,7 @@ def compile_programs(
     """
     pool = compilers(threads)
     try:
-        with without_collections():
+        with WithoutCollections():
             running = start_compiling(programs, pool, cancelled)
         count = wait_for(running, done)
     except BaseException:

@@ -16,6 +16,7 @@ import pytest
 from qerl_jax.compilation import (
     CompilationCounter,
     Program,
+    WithoutCollections,
     as_committed,
     compile_programs,
     default_cache_dir,
@@ -115,6 +116,13 @@ def test_no_garbage_is_collected_while_programs_are_lowered(collects):
         with pytest.raises(TypeError, match="len"):
             compile_programs(programs)
         assert seen[-1] is False and gc.isenabled() == collects
+        first, second = WithoutCollections(), WithoutCollections()  # as two threads have them
+        first.__enter__()
+        second.__enter__()
+        first.__exit__()
+        assert not gc.isenabled()
+        second.__exit__()
+        assert gc.isenabled() == collects
     finally:
         (gc.enable if was else gc.disable)()
 

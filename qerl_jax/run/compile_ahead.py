@@ -16,12 +16,12 @@ from rich.console import Console
 from qerl_jax import keys
 from qerl_jax.compilation import (
     Program,
+    WithoutCollections,
     as_committed,
     committed,
     compile_programs,
     compilers,
     start_compiling,
-    without_collections,
 )
 from qerl_jax.config import Config
 from qerl_jax.rl.compile import abstract_batch, update_programs
@@ -36,6 +36,8 @@ ROLLOUT, UPDATE = "rollout", "update"
 
 _SLOW = ("decode_chunk", "prefill_layer", "backward", "forward_and_keep", "head_loss")  # to compile, slowest first
 _SWITCH_SECONDS = 5e-4
+_FROZEN_BY_THE_PROCESS = 10_000
+"""Objects, fewer than jax has. Python 3.12 begins with some hundred frozen ones."""
 
 
 def run_programs(part: str, config: Config, hooks: Hooks, policy: Policy, state: TrainState) -> list[Program]:
@@ -77,7 +79,7 @@ def _lowering() -> Iterator[None]:
     switching = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        with without_collections():
+        with WithoutCollections():
             yield
     finally:
         sys.setswitchinterval(switching)
@@ -85,9 +87,11 @@ def _lowering() -> Iterator[None]:
 
 class CompileAhead:
     """Compiles the programs of a run in the background, from its config and the model's config.json: first those of the
-    rollout, then those of the update, on which the first rollout does not wait. As a context it ends with `cancel`, and
-    collections of garbage pass over what there was when all was compiled: a full one looked at it for half a second in
-    one of eleven updates (64 layers, a CPU).
+    rollout, then those of the update, on which the first rollout does not wait. As a context it ends with `cancel`.
+
+    Within the context the objects that are there once all is compiled are frozen, unless the process has frozen some
+    itself: Python's full collections of garbage looked at them for half a second in one of eleven updates (64 small
+    layers, a CPU).
 
     Args:
       config: settings of the run, checked.
@@ -98,6 +102,7 @@ class CompileAhead:
         self._started, self._cancelled = time.perf_counter(), threading.Event()
         self._parts: dict[str, Future[dict[Future, Program]]] = {ROLLOUT: Future(), UPDATE: Future()}
         self._finished: set[str] = set()
+        self._has_frozen = False
         self._lowered = ""  # the program in work
         thread = ThreadPoolExecutor(1)  # Python joins it at exit; a thread that dies within the compiler takes it along
         thread.submit(self._compile, config, hooks)
@@ -127,7 +132,8 @@ class CompileAhead:
 
     def __exit__(self, *error: object) -> None:
         self.cancel()
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
 
     def cancel(self) -> None:
         """Begin no further program; those that are being compiled go on."""
@@ -152,10 +158,11 @@ class CompileAhead:
         programs = run_programs(part, config, hooks, policy, state)
         rest = [program for program in programs if program.signature() not in compiled]
         compile_programs(rest)
-        if part == UPDATE:
+        now = time.perf_counter()
+        if part == UPDATE and gc.get_freeze_count() < _FROZEN_BY_THE_PROCESS:
             gc.collect()
             gc.freeze()
-        now = time.perf_counter()
+            self._has_frozen = True
         before = {ROLLOUT: "loading", UPDATE: "the rollout"}[part]
         console.print(
             f"compiled {len(programs)} programs of the {part} in {now - self._started:.1f} s, "

@@ -15,7 +15,7 @@ def load(ref: jax.Ref, layout: plgpu.Layout, transforms: tuple = ()) -> jax.Arra
 
     Args:
       ref: in global or in shared memory.
-      layout: `TILED`, or `WG_STRIDED` without transforms.
+      layout: a tiled one, or `WG_STRIDED`, which takes no transforms.
       transforms: tiling and swizzle of `ref` in shared memory.
     """
     dtype = ref.dtype
@@ -24,6 +24,7 @@ def load(ref: jax.Ref, layout: plgpu.Layout, transforms: tuple = ()) -> jax.Arra
         del ctx
         found, is_signed = layout.to_mgpu(), mgpu.utils.is_signed(dtype)
         if isinstance(found, mgpu.WGStridedFragLayout):
+            assert not transforms, transforms
             return mgpu.FragmentedArray.load_strided(ref, is_signed=is_signed, vec_size=found.vec_size)
         how = {"layout": found, "is_signed": is_signed, "optimized": False}
         if not transforms:
