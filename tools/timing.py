@@ -24,8 +24,8 @@ def timed(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
 
 
 def timed_warm(function: Callable[[int], Any], repeats: int) -> tuple[Any, float]:
-    """`timed` for a function that has been called before. No result is held while the next is computed, and no full
-    collection of garbage is due: half a second after programs have been compiled, which a run has once.
+    """`timed` for a function that has been called before. No result is held while the next is computed, and garbage is
+    collected beforehand: after compiling a full collection takes half a second, which may not fall into a repeat.
     """
     gc.collect()
     seconds, result = [], None
