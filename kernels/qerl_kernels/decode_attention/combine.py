@@ -21,12 +21,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from qerl_kernels.decode_attention.config import QUERIES
+from qerl_kernels.decode_attention.kv_tiles import smem_transforms
 from qerl_kernels.decode_attention.layouts import ACCUMULATOR, MERGED, PER_QUERY, SCALAR, fragmented_array
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.load import load
 from qerl_kernels.ptx.values import I32, Ptr, Value
 
-OUTPUT_TRANSFORMS = plgpu.TilingTransform((8, QUERIES)), plgpu.SwizzleTransform(32)
+OUTPUT_TRANSFORMS = smem_transforms(QUERIES, jnp.float32)
 """Tiling and swizzle of the warps' outputs in shared memory."""
 _STEP = 128 * 8  # bytes of one register pair of all threads
 

@@ -31,7 +31,7 @@ Operand = list[I32]  # four registers
 
 
 def smem_transforms(width: int, dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
-    """How TMA writes a tile of that head dim."""
+    """Tiling and swizzle of a tile in shared memory whose rows have `width` elements, as TMA writes it."""
     itemsize = jnp.dtype(dtype).itemsize
     row = _row_bytes(width, itemsize)
     return plgpu.TilingTransform((8, row // itemsize)), plgpu.SwizzleTransform(row)
