@@ -7,13 +7,16 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from qerl_kernels.compilation import NAME as KERNEL
+from qerl_kernels.compilation import kernel_programs
 
 CACHE_OFF = "none"
+_LOAD_SECONDS = 0.5  # for a program from the persistent cache; XLA has no use for a kernel in its first second
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # a program was compiled, or loaded from the persistent cache
 
 
@@ -59,7 +62,7 @@ class CompilationCounter:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, seconds: float, **details: Any) -> None:
-        if event == _COMPILED:
+        if event == _COMPILED and KERNEL not in str(details.get("fun_name")):
             self._names.append(str(details.get("fun_name", "")))
 
     def take(self) -> list[str]:
@@ -168,15 +171,33 @@ def compilers(threads: int | None = None) -> ThreadPoolExecutor:
 def start_compiling(
     programs: Iterable[Program], pool: ThreadPoolExecutor, cancelled: threading.Event | None = None
 ) -> dict[Future, Program]:
-    """Trace and lower programs in turn; each is then compiled in `pool`. Arguments as in `compile_programs`."""
+    """Trace and lower programs in turn; each is then compiled in `pool`, and its kernels beside it, one in each thread.
+    Arguments as in `compile_programs`.
+    """
     running: dict[Future, Program] = {}
+    kernels: set[bytes] = set()
     for program in programs:
         if cancelled is not None and cancelled.is_set():
             for future in running:
                 future.cancel()
             break
-        running[pool.submit(program.lower().compile)] = program
+        lowered = program.lower()
+        found = kernel_programs(lowered)
+        compiling = pool.submit(lowered.compile)
+        for kernel in found.keys() - kernels:
+            pool.submit(_compile_kernel, found[kernel], compiling, cancelled)
+        kernels |= found.keys()
+        running[compiling] = program
     return running
+
+
+def _compile_kernel(kernel: Any, program: Future, cancelled: threading.Event | None) -> None:
+    """Compile a kernel beside its program, unless that is soon there from the persistent cache. Should the kernel fail,
+    the program does too, and tells it.
+    """
+    wait([program], timeout=_LOAD_SECONDS if jax.config.jax_compilation_cache_dir else 0)
+    if not program.done() and not (cancelled is not None and cancelled.is_set()):
+        kernel.lower().compile()
 
 
 def wait_for(running: dict[Future, Program], done: Callable[[str, int], None] | None = None) -> int:

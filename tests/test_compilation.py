@@ -6,21 +6,26 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qerl_kernels import compilation as kernels
 
+from qerl_jax import compilation
 from qerl_jax.compilation import (
     CompilationCounter,
     Program,
     WithoutCollections,
     as_committed,
     compile_programs,
+    compilers,
     default_cache_dir,
     settled,
+    start_compiling,
     use_compilation_cache,
 )
 
@@ -175,3 +180,95 @@ def test_a_call_finds_the_program_compiled_before_it(committed):
             state = step(weights, state, numbers)
         assert counter.take() == []
     assert sorted(name for name, _ in told) == ["start", "step"] and [count for _, count in told] == [1, 2]
+
+
+class Noted(jax.stages.Lowered):
+    """A jitted function and what it is lowered to at once, of a kernel or of a program: notes that it is compiled."""
+
+    def __init__(self, name: str, log: list[str], *kernels: Noted, until: threading.Event | None = None):
+        """`until`: set by the kernel "last", or waited for by a program."""
+        self.name, self.log, self.until = name, log, until
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+
+    def lower(self) -> Noted:
+        return self
+
+    def compile(self) -> None:
+        if self.until is not None and self.name != "last":
+            assert self.until.wait(60)
+        self.log.append(self.name)
+        if self.name == "last":
+            self.until.set()
+        if self.name == "fails":
+            raise RuntimeError(self.name)
+
+
+@pytest.fixture
+def by_attribute(monkeypatch):
+    """The kernels of a `Noted`."""
+    monkeypatch.setattr(compilation, "kernel_programs", lambda lowered: lowered.kernels)
+
+
+def of(*functions: Noted) -> list[Program]:
+    return [Program(function.name, function, ()) for function in functions]
+
+
+def test_kernels_compile_beside_their_programs_and_once(by_attribute):
+    """The programs end after the last kernel here. A kernel that fails is its program's to tell."""
+    log, done = [], threading.Event()
+    a, fails, last = Noted("a", log), Noted("fails", log), Noted("last", log, until=done)
+    programs = Noted("first", log, a, until=done), Noted("second", log, a, fails, until=done)
+    assert compile_programs(of(*programs, Noted("third", log, last, a, until=done)), threads=4) == 3
+    assert sorted(log[:3]) == ["a", "fails", "last"] and sorted(log[3:]) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("cache", [None, "somewhere"])
+def test_no_kernel_is_compiled_for_a_program_that_is_there(by_attribute, monkeypatch, cache):
+    """With one thread it is there first. With two it takes a moment, as one from the persistent cache does, and the
+    kernel waits for it; without a cache it does not.
+    """
+    log, loaded = [], threading.Event()
+    monkeypatch.setattr(compilation, "_LOAD_SECONDS", 60)
+    was = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", cache)
+    try:
+        assert compile_programs(of(Noted("first", log, Noted("kernel", log))), threads=1) == 1
+        assert log == ["first"]
+        kernel = Noted("kernel", log) if cache else Noted("last", log, until=loaded)
+        if cache:
+            threading.Timer(0.2, loaded.set).start()
+        assert compile_programs(of(Noted("second", log, kernel, until=loaded)), threads=2) == 1
+        assert log == (["first", "second"] if cache else ["first", "last", "second"])
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+
+
+def test_no_kernel_begins_after_the_end(by_attribute):
+    log, cancelled, over = [], threading.Event(), threading.Event()
+    with compilers(1) as pool:
+        pool.submit(over.wait)
+        [running] = start_compiling(of(Noted("program", log, Noted("kernel", log))), pool, cancelled)
+        cancelled.set()
+        running.cancel()
+        over.set()
+    assert log == []
+
+
+def test_a_kernel_is_no_program():
+    """Nothing that the counter counts; and a CPU's programs have none."""
+
+    @jax.jit
+    def function(x):
+        return jnp.sin(x)
+
+    def kernel():
+        return jnp.ones(3)
+
+    kernel.__name__ = kernels.NAME
+    with CompilationCounter() as counter:
+        jax.jit(kernel).lower().compile()
+        assert counter.take() == []
+        lowered = function.lower(1.0)
+        assert kernels.kernel_programs(lowered) == {}
+        lowered.compile()
+        assert counter.take() == ["jit(function)"]

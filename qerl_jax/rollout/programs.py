@@ -43,11 +43,11 @@ def rollout_programs(
     ready = policy.replace(lora=as_committed(jax.eval_shape(decode.cast_lora, policy), policy))
     states = {slots: _states(ready, shapes, slots, sequences, key) for slots in shapes.slot_counts()}
     prompt_cache, all_slots = states[shapes.slots]
+    for shape in prefill_shapes(prompts, prompt_length, batch_invariant, shapes.holds(sequences)):
+        yield from prefill_programs(ready, prompt_cache, shape, batch_invariant)
     for slots, (_, state) in states.items():
         arguments = ready, prompt_cache, state, bare, steps, batch_invariant
         yield Program(f"decode of {slots} slots", decode.decode_chunk, arguments)
-    for shape in prefill_shapes(prompts, prompt_length, batch_invariant, shapes.holds(sequences)):
-        yield from prefill_programs(ready, prompt_cache, shape, batch_invariant)
     yield from (cast, _allocation(ready, shapes, sequences, key))
     for slots, (_, state) in states.items():
         if slots == shapes.slots or sampling.stop:  # afterwards no sequence waits, but a stop string may end one

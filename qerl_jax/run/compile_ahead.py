@@ -34,7 +34,7 @@ from qerl_jax.types import Policy, TrainState
 ROLLOUT, UPDATE = "rollout", "update"
 """The two parts of a step that wait for their programs."""
 
-_SLOW = ("decode_chunk", "prefill_layer", "backward", "forward_and_keep", "head_loss")  # to compile, slowest first
+_SLOW = ("prefill_layer", "decode_chunk", "backward", "forward_and_keep", "head_loss")  # to compile, slowest first
 _SWITCH_SECONDS = 5e-4
 _FROZEN_BY_THE_PROCESS = 10_000
 """Objects, fewer than jax has. Python 3.12 begins with some hundred frozen ones."""

@@ -87,7 +87,7 @@ def test_the_slowest_programs_come_first(tmp_path):
         part: [program.name for program in run_programs(part, config, Hooks(), policy, state)]
         for part in (ROLLOUT, UPDATE)
     }
-    assert names[ROLLOUT][0].startswith("decode of")
+    assert names[ROLLOUT][0].startswith("prefill of") and names[ROLLOUT][1].startswith("decode of")
     assert names[UPDATE].index("layer backward") < names[UPDATE].index("embed")
 
 
