@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels import compilation as kernels
+from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_programs
 
 from qerl_jax import compilation
 from qerl_jax.compilation import (
@@ -244,14 +245,16 @@ def test_no_kernel_is_compiled_for_a_program_that_is_there(by_attribute, monkeyp
 
 
 def test_no_kernel_begins_after_the_end(by_attribute):
-    log, cancelled, over = [], threading.Event(), threading.Event()
-    with compilers(1) as pool:
-        pool.submit(over.wait)
-        [running] = start_compiling(of(Noted("program", log, Noted("kernel", log))), pool, cancelled)
-        cancelled.set()
-        running.cancel()
+    log, cancelled, over, last = [], threading.Event(), threading.Event(), threading.Event()
+    with compilers(3) as pool:
+        pool.submit(wait_for_end := lambda: over.wait(60))
+        pool.submit(wait_for_end)
+        start_compiling(of(Noted("program", log, Noted("kernel", log), until=last)), pool, cancelled)
+        cancelled.set()  # the program is in the only free thread and goes on, the kernel waits for one
         over.set()
-    assert log == []
+        time.sleep(0.2)
+        last.set()
+    assert log == ["program"]
 
 
 def test_a_kernel_is_no_program():
@@ -264,11 +267,31 @@ def test_a_kernel_is_no_program():
     def kernel():
         return jnp.ones(3)
 
-    kernel.__name__ = kernels.NAME
+    kernel.__name__ = KERNEL_PROGRAM_NAME
     with CompilationCounter() as counter:
         jax.jit(kernel).lower().compile()
         assert counter.take() == []
         lowered = function.lower(1.0)
-        assert kernels.kernel_programs(lowered) == {}
+        assert kernel_programs(lowered) == {}
         lowered.compile()
         assert counter.take() == ["jit(function)"]
+
+
+def test_what_a_future_jax_writes_is_left_out():
+    """A kernel with a setting that is no string and no truth value; others are found in their order."""
+    settings = {"module": b"m", "use_custom_barrier": False}
+
+    def kernels(**more):
+        def function():
+            made = [
+                jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((), jnp.float32))(kernel_hash=name, **settings, **more)
+                for name in (b"\xff2", b"1")
+            ]
+            return sum(made)
+
+        return kernel_programs(jax.jit(function).trace().lower(lowering_platforms=("cuda",)))
+
+    assert list(kernels()) == [b"\xff2", b"1"]
+    [again] = kernel_programs(kernels()[b"1"].trace().lower(lowering_platforms=("cuda",)))
+    assert again == b"1"
+    assert kernels(ranks=np.arange(3)) == {} and kernels(count=np.int32(3)) == {}

@@ -327,11 +327,11 @@ def test_the_gradients_of_gate_and_up_are_one_array_made_in_one_pass():
     compile_for_h200([("swiglu gradient", 4352, 3584, 18944), ("swiglu gradient", 2304, 5120, 27648)])
 
 
-def test_kernels_compiled_apart_are_found_by_their_programs():
+def test_kernels_compiled_separately_are_found_by_their_programs():
     """Three kernels of two programs, one of which both have, and a third program, whose kernel is still to compile. The
-    oracle is Mosaic GPU's own event for each kernel that it compiles. In jax 0.11 a kernel of two programs is two: what
-    is hashed has a number of the program's.
+    oracle is Mosaic GPU's own event for each kernel that it compiles. In jax 0.11 a kernel of two programs is two,
+    because what is hashed has its number among all that were lowered.
     """
-    ran = h200.run(pathlib.Path(__file__).parent / "kernels_apart.py")
+    ran = h200.run(pathlib.Path(__file__).parent / "separate_kernels.py")
     count = 4 if jax.__version__.startswith("0.11.") else 3
-    assert json.loads(ran.stdout) == {"apart": count, "compiled": [count, 0, 0, 1]}
+    assert json.loads(ran.stdout) == {"separate": count, "compiled": [count, 0, 0, 1]}

@@ -1,4 +1,4 @@
-"""Compiles the kernels of programs for an H200 apart from them, on a machine without a GPU, and prints as JSON how many
+"""Compiles the kernels of programs for an H200 separately, on a machine without a GPU, and prints as JSON how many
 kernels Mosaic GPU compiled at each step, by the events that it leaves in a profile. `test_compile.py` runs it.
 """
 
@@ -15,8 +15,8 @@ h200.use_compilers(None, *h200.BY_PTXAS)
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.profiler import ProfileData  # noqa: E402
-from qerl_kernels.compilation import kernel_programs  # noqa: E402
 from qerl_kernels.decode_prologue.api import silu_mul_prologue  # noqa: E402
+from qerl_kernels.kernel_programs import kernel_programs  # noqa: E402
 
 COMPILED = "Compile"  # the event of one kernel
 
@@ -44,14 +44,14 @@ def main() -> None:
     h200.assume_hopper()
     compiled: list[int] = []
     first, second, third = program(1024, 2048), program(2048, 4096), program(8192)
-    apart = kernel_programs(first) | kernel_programs(second)
+    separate = kernel_programs(first) | kernel_programs(second)
     with counted(compiled):
-        for kernel in apart.values():
+        for kernel in separate.values():
             h200.lower(kernel, ()).compile()
     for whole in (first, second, third):
         with counted(compiled):
             whole.compile()
-    print(json.dumps({"apart": len(apart), "compiled": compiled}))
+    print(json.dumps({"separate": len(separate), "compiled": compiled}))
 
 
 if __name__ == "__main__":
