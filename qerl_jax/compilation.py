@@ -31,9 +31,9 @@ def default_cache_dir() -> Path:
 def use_compilation_cache(directory: str | None) -> str:
     """Have JAX keep every compiled program on disk, for later processes to load. Returns one line about it for people.
 
-    By default JAX keeps only programs that took a second to compile; a rollout has several that take less. Kernels that
-    were compiled beside their program are kept again on their own (0.5B: 43 files, 2 of 25 MB).
-    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment overrides that.
+    By default JAX keeps only programs that took a second to compile; a rollout has several that take less.
+    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment overrides that. Kernels that were compiled beside
+    their program are kept again on their own (0.5B: 43 files, 2 of 25 MB).
 
     Args:
       directory: where; None: `default_cache_dir()`. "none": no cache.
