@@ -36,7 +36,7 @@ from qerl_jax.types import Sampling
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A completed run over a mixture, evaluated before and after, with a watchdog that compiling must wake."""
+    """A completed run over a mixture, evaluated before and after."""
     directory = tmp_path_factory.mktemp("runs") / "through"
     few = directory.parent / "few.jsonl"  # so few that the run meets each several times
     rows = [{"question": f"Zed has {n} pens. Zed finds 4 more pens. How many?", "answer": str(n + 4)} for n in range(3)]
@@ -49,7 +49,6 @@ def finished(tmp_path_factory):
         eval_dataset="arithmetic",
         eval_samples=8,
         eval_batch_size=8,
-        watchdog_seconds=0.2,
     )
     file = directory.parent / "config.yaml"
     file.write_text(dump(config))
@@ -74,8 +73,6 @@ def test_a_run_leaves_what_it_promises(finished):
     assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
     assert set(runs.read_json(directory / "evaluation.json")) == {"before", "after"}
     assert runs.read_json(directory / "heartbeat.json")["phase"] == "finished"
-    assert "step 1: rollout is running longer" in (directory / "stacks.txt").read_text()
-    assert "passed watchdog_seconds" in (directory / "report.md").read_text()
 
 
 def test_metrics_of_a_run(finished):
@@ -273,7 +270,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
         return [float(i) for i in range(len(prompts))]
 
     state = init_state(policy, config)
-    phases = Phases(tmp_path, None, Console())
+    phases = Phases(tmp_path, Console())
     run = prepare.Run(config, tmp_path, console, policy, Rewards(spy=reward), stream, [])
     experience = train.collect_experience(run, phases, policy, state)
     ((prompts, answers, hints),) = seen

@@ -98,7 +98,7 @@ def step(tmp_path, monkeypatch):
     hooks = Hooks(perturb=perturb)
     run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks)
     recorder = object.__new__(Recorder)
-    recorder.phases = Phases(tmp_path, None, run.console)
+    recorder.phases = Phases(tmp_path, run.console)
     recorder.record = lambda *arguments: setattr(calls, "record", arguments)
     static = graphdef, model, config, AdamW.of(config)
     before = TrainState(jnp.int32(STEP), jnp.int32(CURSOR), norms(0.3), "trained", None, None, *static)
@@ -229,7 +229,7 @@ def test_the_end_of_a_run(step, tmp_path, monkeypatch):
     run = dataclasses.replace(step.run, config=config, eval_problems=list(step.run.stream.sets[0][:2]))
     result, made = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 4), {}
     recorder = object.__new__(Recorder)
-    recorder.phases, recorder.stopped = Phases(tmp_path, None, run.console), 0
+    recorder.phases, recorder.stopped = Phases(tmp_path, run.console), 0
     recorder.evaluations = EvaluationResults(tmp_path)
     recorder.checkpoints = types.SimpleNamespace(close=lambda: None)
     recorder.curves = types.SimpleNamespace(log=lambda *_: None, close=lambda: None)

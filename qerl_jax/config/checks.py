@@ -39,7 +39,6 @@ _AT_MOST: dict[str, float] = {
     "max_refill_rounds": 100,  # a step whose rewards stay equal takes all of them
     "reward_workers": 1024,  # processes, started at once
     "reward_timeout": 1e6,  # seconds; the system's calls that wait take little more
-    "watchdog_seconds": 1e6,
 }
 _ABOVE_ZERO = (
     "num_train_epochs",
@@ -55,7 +54,6 @@ _ABOVE_ZERO = (
     "importance_sampling_floor",
     "delta",
     "lora_alpha",
-    "watchdog_seconds",
 )
 
 

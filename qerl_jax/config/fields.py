@@ -71,9 +71,6 @@ class Config:
     """Number of newest checkpoints kept."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to TensorBoard files or Weights & Biases; metrics.jsonl is always written."""
-    watchdog_seconds: float | None = 1800.0
-    """Time limit of a phase (rollout, grading, update, checkpoint, evaluation), in seconds; beyond it all stack traces
-    are written to stacks.txt, and the run continues. None: no limit."""
     compilation_cache_dir: str | None = None
     """Directory of compiled programs, which later runs load. None: JAX_COMPILATION_CACHE_DIR, or else a directory in
     the user's cache folder; "none": compile in every run. May change on resume; programs that are compiled anew may

@@ -23,7 +23,6 @@ FREE_ON_RESUME = frozenset(
         "save_steps",
         "save_total_limit",
         "report_to",
-        "watchdog_seconds",
         "compilation_cache_dir",
         "rollout_memory_gb",
         "vllm_gpu_memory_utilization",

@@ -12,7 +12,6 @@ PLOTS_DIR = "plots"
 REPORT_FILE = "report.md"
 NONFINITE_DIR = "nonfinite"
 HEARTBEAT_FILE = "heartbeat.json"
-STACKS_FILE = "stacks.txt"
 TENSORBOARD_DIR = "tensorboard"
 WANDB_DIR = "wandb"
 WANDB_FILE = "wandb.json"
@@ -32,7 +31,6 @@ OWNED: dict[str, tuple[str, ...]] = {
     NONFINITE_DIR: ("step_*.npz",),
     REPORT_FILE: (),
     HEARTBEAT_FILE: (),
-    STACKS_FILE: (),
     TENSORBOARD_DIR: ("events.out.tfevents.*",),
     WANDB_DIR: ("run-*", "offline-run-*", "latest-run", "debug*.log", "settings"),
     WANDB_FILE: (),

@@ -41,7 +41,6 @@ class Ending:
       reason: what stopped it, such as "SIGTERM"; empty where all steps are done.
       evaluations: results by name, "before" and "after" where present.
       phase_seconds: seconds of each phase since the last start.
-      overdue: phases past the watchdog's limit since the last start.
       hooks: name of each function that took the place of the config's.
     """
 
@@ -49,7 +48,6 @@ class Ending:
     reason: str
     evaluations: Mapping[str, Evaluation]
     phase_seconds: Mapping[str, float]
-    overdue: int
     hooks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -124,10 +122,6 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
         notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
     if failed := total("completions/failed"):
         notes.append(f"- {failed} completions whose largest logit was not finite were left out.")
-    if ending.overdue:
-        notes.append(
-            f"- {ending.overdue} of the phases since the last start passed watchdog_seconds; see `stacks.txt`."
-        )
     return [*notes, ""] if notes else []
 
 

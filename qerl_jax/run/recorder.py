@@ -81,7 +81,7 @@ class Recorder:
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.evaluations = EvaluationResults(run.directory)
-        self.phases = Phases(run.directory, run.config.watchdog_seconds, run.console)
+        self.phases = Phases(run.directory, run.console)
         self.curves = Sinks(run.config, run.directory, step)
         self._skips = Skips()
         self.stopped = 0
