@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from qerl_jax.config import Config
 from qerl_jax.io.hf_config import quantization_format
 from qerl_jax.io.policy_tensors import DenseTensors
 from qerl_jax.io.quantize import quantize_checkpoint
-from qerl_jax.io.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save, write_file
+from qerl_jax.io.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save
 from qerl_jax.run.abstract import stored_format
 
 DATA = Path(__file__).parent / "data"
@@ -94,57 +92,6 @@ def test_refusals_leave_nothing_behind(quantized, tmp_path, capsys):
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight.*rows 0 to .* not finite"):
         quantize_checkpoint(broken, out)
     assert [p.name for p in tmp_path.iterdir()] == ["broken"]
-
-
-SHARD_PROBE = """
-import re, sys
-from pathlib import Path
-import numpy as np
-from qerl_jax.io import quantize, quantize_nf4
-from qerl_jax.io.safetensors import Tensors, write_file
-from qerl_jax.models.formats import nvfp4
-src, dst = map(Path, sys.argv[1:3])
-tensors = Tensors([src])
-if sys.argv[3] == "nf4":
-    modules = [name.removesuffix(".weight") for name in tensors]
-    writer = quantize_nf4.Nf4Writer(tensors, list(tensors), modules)
-else:
-    divisors = {
-        name.removesuffix(".weight"): nvfp4.global_scale(nvfp4.max_magnitude(weight), weight.dtype)
-        for name, weight in tensors.items()
-    }
-    writer = quantize._ShardWriter(tensors, list(tensors), quantize.RoundToNearest(divisors))
-write_file(dst, writer.specs, writer.tensor)
-# of this program alone: ru_maxrss would start at the peak of the process that started it
-print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
-"""
-
-
-def test_memory_of_a_shard_with_the_shapes_of_32b(tmp_path):
-    """Peak RSS, mapped pages included, of quantizing the projections of one 32B layer (975 MB in bf16): far below the
-    8 GB promised.
-    """
-    shapes = {
-        "self_attn.q_proj": (5120, 5120), "self_attn.k_proj": (1024, 5120), "self_attn.v_proj": (1024, 5120),
-        "self_attn.o_proj": (5120, 5120), "mlp.gate_proj": (27648, 5120), "mlp.up_proj": (27648, 5120),
-        "mlp.down_proj": (5120, 27648),
-    }  # fmt: skip
-    specs = {f"model.layers.0.{name}.weight": (DTYPES["BF16"], shape) for name, shape in shapes.items()}
-    rng = np.random.default_rng(0)
-    row = rng.integers(0x3C00, 0x3D00, 1 << 16, np.uint16)  # positive bf16 around 0.01
-
-    def tensor(name: str) -> np.ndarray:
-        dtype, shape = specs[name]
-        return np.resize(row, shape).view(dtype)
-
-    write_file(tmp_path / "model.safetensors", specs, tensor)
-    files = [str(tmp_path / "model.safetensors"), str(tmp_path / "out.safetensors")]
-    for weight_format, most in (("nvfp4", 2.5e9), ("nf4", 1.5e9)):
-        probe = [sys.executable, "-c", SHARD_PROBE, *files, weight_format]
-        peak = int(subprocess.run(probe, capture_output=True, text=True, check=True).stdout)
-        assert peak < most, f"{weight_format}: {peak / 1e9:.2f} GB"
-        expected = sum(n * k // 2 + n * k // 16 for n, k in shapes.values())
-        assert (tmp_path / "out.safetensors").stat().st_size == pytest.approx(expected, abs=20_000)
 
 
 def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):

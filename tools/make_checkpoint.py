@@ -21,7 +21,7 @@ from qerl_jax.io import names
 from qerl_jax.io.files import atomic_directory, write_json
 from qerl_jax.io.hf_config import parse_config
 from qerl_jax.io.quantize import QUANTIZATION_CONFIG
-from qerl_jax.io.safetensors import DTYPES, INDEX_FILE, Spec, write_file
+from qerl_jax.io.safetensors import DTYPES, INDEX_FILE, Spec, save
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.lora import PROJECTIONS
 
@@ -122,9 +122,7 @@ def make_checkpoint(
         for i, specs in enumerate(shards):
             rng = np.random.default_rng([seed, i])
             file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            write_file(
-                directory / file, specs, lambda name, specs=specs, rng=rng: random_tensor(name, specs[name], rng)
-            )
+            save(directory / file, {name: random_tensor(name, specs[name], rng) for name in sorted(specs)})
             weight_map |= dict.fromkeys(specs, file)
             size_bytes += sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in specs.values())
         write_json(directory / INDEX_FILE, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.io.safetensors import CheckpointError, TensorSource
+from qerl_jax.models.formats import nf4
 from qerl_jax.models.formats.nf4 import NF4_BLOCK, NF4_VALUES, Nf4
 from qerl_jax.untrusted import parse_json, shown
 
@@ -50,6 +51,20 @@ def quant_state(shape: tuple[int, int], dtype: str) -> np.ndarray:
     """The JSON text beside a weight, as bytes; `dtype`: what bitsandbytes rounds its values to."""
     state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype, "shape": list(shape)}
     return np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+
+def quantized(module: str, weight: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors that store a module's weight [n, k], byte for byte as transformers saves it with bitsandbytes 0.50.2
+    on a CPU, without double quantization. Raises ValueError as `nf4.quantize` does.
+    """
+    found = nf4.quantize(weight)
+    parts = {
+        WEIGHT: found.codes.reshape(-1, 1),
+        ABSMAX: found.absmax.reshape(-1),
+        QUANT_MAP: np.asarray(NF4_VALUES, np.float32),
+        STATE: quant_state(weight.shape, weight.dtype.name),
+    }
+    return {f"{module}.{suffix}": array for suffix, array in parts.items()}
 
 
 def stored_shapes(tensors: TensorSource, module: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:

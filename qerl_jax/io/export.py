@@ -18,7 +18,7 @@ from qerl_jax.io.adapter import write_adapter
 from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.policy_tensors import DenseTensors, Overlaid
 from qerl_jax.io.quantize import write_quantized
-from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, CARD_FILE, CopyWriter, write_checkpoint
+from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, CARD_FILE, write_checkpoint
 from qerl_jax.io.safetensors import TensorSource, open_checkpoint
 from qerl_jax.io.streamed import streamed_logits
 from qerl_jax.io.tokenizer import TOKENIZER_FILES
@@ -191,10 +191,9 @@ def _copy(
         base,
         directory,
         tensors,
-        lambda members: CopyWriter(tensors, members),
         config,
-        lambda done: progress("write", done, len(tensors)),
-        leave_out,
+        progress=lambda done: progress("write", done, len(tensors)),
+        leave_out=leave_out,
     )
 
 

@@ -1,5 +1,5 @@
-"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does, one tensor at a time: memory holds one
-projection, and the block scales of a file, whatever the model's size.
+"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does; memory holds the quantized tensors of one shard,
+whatever the model's size.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from qerl_jax.io import hf_config, names
+from qerl_jax.io import bitsandbytes, hf_config, names
 from qerl_jax.io.files import atomic_directory
-from qerl_jax.io.quantize_blocks import write_blocks
-from qerl_jax.io.quantize_mxfp4 import Mxfp4Writer
-from qerl_jax.io.quantize_nf4 import Nf4Writer
+from qerl_jax.io.quantize_mxfp4 import MXFP4_CONFIG, quantized_mxfp4
 from qerl_jax.io.rewrite import check_output, write_checkpoint
-from qerl_jax.io.safetensors import DTYPES, FLOATS, CheckpointError, Spec, TensorSource, open_checkpoint
+from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.io.tensor_names import check_names
 from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig
 from qerl_jax.models.formats import nvfp4
@@ -84,7 +82,8 @@ class RoundToNearest:
 
 
 def quantized(quantizer: Quantizer, module: str, weight: np.ndarray) -> nvfp4.Nvfp4:
-    """A module's weight [n, k] in NVFP4."""
+    """A module's weight [n, k] in NVFP4. Raises ValueError if k is not a multiple of 16."""
+    nvfp4.check_input_features(*weight.shape)
     return nvfp4.quantize(weight, quantizer.divisors[module], quantizer.block_scales(module, weight))
 
 
@@ -128,8 +127,7 @@ def quantize_checkpoint(
             write_quantized(src, directory, tensors, raw_config, config.num_layers, progress)
             return
         check_names(tensors, config, None)
-        writer = Mxfp4Writer if weight_format == "mxfp4" else Nf4Writer
-        write_blocks(writer, src, directory, tensors, raw_config, config, progress)
+        _write_blocks(weight_format, src, directory, tensors, raw_config, config, progress)
 
 
 def read_unquantized(src: Path) -> tuple[ModelConfig, dict[str, Any]]:
@@ -180,14 +178,59 @@ def write_nvfp4(
     leave_out: Container[str] = (),
 ) -> None:
     """`write_quantized` with the scales of `quantizer`."""
+
+    def convert(name: str) -> dict[str, np.ndarray]:
+        module = name.removesuffix(".weight")
+        if module not in quantizer.divisors:
+            return {name: tensors[name]}
+        weight = quantized(quantizer, module, tensors[name])
+        parts = {_PACKED: weight.codes, _SCALE: weight.scales, _GLOBAL: weight.global_scale[:1]}
+        return {f"{module}.{suffix}": array for suffix, array in parts.items()}
+
     write_checkpoint(
         src,
         directory,
         tensors,
-        lambda members: _ShardWriter(tensors, members, quantizer),
         {**raw_config, "quantization_config": QUANTIZATION_CONFIG},
+        convert,
         lambda done: progress("quantize", done, len(tensors)),
         leave_out,
+    )
+
+
+def _write_blocks(
+    weight_format: str,
+    src: Path,
+    directory: Path,
+    tensors: TensorSource,
+    raw_config: dict[str, Any],
+    config: ModelConfig,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    """Quantize to a format whose blocks share nothing, MXFP4 or NF4, so that each weight is quantized alone."""
+    layers = range(config.num_layers)
+    weights = {f"{names.projection(layer, part)}.weight" for layer in layers for part in config.projection_shapes()}
+
+    def convert(name: str) -> dict[str, np.ndarray]:
+        if name not in weights:
+            return {name: tensors[name]}
+        try:
+            stored = quantized_mxfp4 if weight_format == "mxfp4" else bitsandbytes.quantized
+            return stored(name.removesuffix(".weight"), tensors[name])
+        except ValueError as error:
+            raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
+
+    section = MXFP4_CONFIG
+    if weight_format == "nf4":
+        section = bitsandbytes.quantization_config(tensors.spec(min(weights))[0].name)
+    progress("scan", config.num_layers, config.num_layers)
+    write_checkpoint(
+        src,
+        directory,
+        tensors,
+        {**raw_config, "quantization_config": section},
+        convert,
+        lambda done: progress("quantize", done, len(tensors)),
     )
 
 
@@ -219,36 +262,3 @@ def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
         return nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
     except ValueError as error:
         raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
-
-
-class _ShardWriter:
-    """Makes the tensors of one output shard on request; keeps the block scales until the codes are asked for."""
-
-    def __init__(self, tensors: TensorSource, members: list[str], quantizer: Quantizer):
-        self._tensors, self._quantizer = tensors, quantizer
-        self._scales: dict[str, np.ndarray] = {}
-        self.specs: dict[str, Spec] = {}
-        for name in members:
-            dtype, shape = tensors.spec(name)
-            module = name.removesuffix(".weight")
-            if module not in quantizer.divisors:
-                self.specs[name] = (dtype, shape)
-                continue
-            n, k = shape
-            nvfp4.check_input_features(n, k)
-            self.specs[f"{module}.{_PACKED}"] = (DTYPES["U8"], (n, k // 2))
-            self.specs[f"{module}.{_SCALE}"] = (DTYPES["F8_E4M3"], (n, k // nvfp4.NVFP4_BLOCK))
-            self.specs[f"{module}.{_GLOBAL}"] = (DTYPES["F32"], (1,))
-
-    def tensor(self, name: str) -> np.ndarray:
-        if name in self._tensors and name.removesuffix(".weight") not in self._quantizer.divisors:
-            return self._tensors[name]
-        module, suffix = name.rsplit(".", 1)
-        divisor = self._quantizer.divisors[module]
-        if suffix == _GLOBAL:
-            return divisor.reshape(1)
-        weight = self._tensors[f"{module}.weight"]
-        if suffix == _SCALE:  # in a file all scales come before the codes
-            self._scales[module] = self._quantizer.block_scales(module, weight)
-            return self._scales[module]
-        return nvfp4.quantize(weight, divisor, self._scales.pop(module)).codes

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Any
-
 import numpy as np
 
 from qerl_jax.io import names
-from qerl_jax.io.quantize_blocks import BlockWriter
-from qerl_jax.io.safetensors import DTYPES, Spec, TensorSource
 from qerl_jax.models.formats import mxfp4
 
 _PACKED, _SCALE = names.QUANTIZED["compressed-tensors, MXFP4"][:2]
@@ -42,27 +37,7 @@ MXFP4_CONFIG = {
 """`quantization_config` of the library's preset MXFP4A16, lm_head left out."""
 
 
-class Mxfp4Writer(BlockWriter):
-    """Keeps the projection that was quantized last: codes and scales, all of them bytes, follow each other."""
-
-    def __init__(self, tensors: TensorSource, members: list[str], modules: Container[str]):
-        super().__init__(tensors, members, modules)
-        self._source, self._weight = "", None
-
-    @staticmethod
-    def quantization_config(dtype: str) -> dict[str, Any]:
-        """That of compressed-tensors, whatever the dtype."""
-        del dtype
-        return MXFP4_CONFIG
-
-    def parts(self, dtype: np.dtype, shape: tuple[int, ...]) -> dict[str, Spec]:
-        """Codes and exponents."""
-        n, k = shape
-        mxfp4.check_input_features(n, k)
-        return {_PACKED: (DTYPES["U8"], (n, k // 2)), _SCALE: (DTYPES["U8"], (n, k // mxfp4.MXFP4_BLOCK))}
-
-    def part(self, source: str, suffix: str) -> np.ndarray:
-        """One of the two."""
-        if source != self._source:
-            self._source, self._weight = source, mxfp4.quantize(self.tensors[source])
-        return self._weight.codes if suffix == _PACKED else self._weight.exponents
+def quantized_mxfp4(module: str, weight: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors that store a module's weight [n, k]. Raises ValueError as `mxfp4.quantize` does."""
+    found = mxfp4.quantize(weight)
+    return {f"{module}.{_PACKED}": found.codes, f"{module}.{_SCALE}": found.exponents}

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from qerl_jax.io.files import check_writable, write_json
 from qerl_jax.io.peft_config import CONFIG_FILE as ADAPTER_CONFIG
-from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, Spec, TensorSource, write_file
+from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, TensorSource, save
 
 CARD_FILE = "README.md"
 BASE_PART, ADAPTER_PART = "base", "adapter"
 """Directories of an export that serves an adapter beside the base it belongs to."""
-
-
-@runtime_checkable
-class ShardWriter(Protocol):
-    """The tensors of one output shard: their dtypes and shapes, and each tensor on request, in that order."""
-
-    specs: Mapping[str, Spec]
-
-    def tensor(self, name: str) -> np.ndarray:
-        """A tensor of `specs`."""
-        ...
-
-
-class CopyWriter:
-    """A shard with the tensors as their source gives them."""
-
-    def __init__(self, tensors: TensorSource, members: list[str]):
-        self.specs: Mapping[str, Spec] = {name: tensors.spec(name) for name in members}
-        self._tensors = tensors
-
-    def tensor(self, name: str) -> np.ndarray:
-        """The source's tensor."""
-        return self._tensors[name]
 
 
 def check_output(sources: Iterable[Path], dst: Path, overwrite: bool, adapters: bool = False) -> None:
@@ -59,19 +35,19 @@ def write_checkpoint(
     src: Path,
     directory: Path,
     tensors: TensorSource,
-    writer_of: Callable[[list[str]], ShardWriter],
     config: dict[str, Any],
+    convert: Callable[[str], Mapping[str, np.ndarray]] | None = None,
     progress: Callable[[int], None] = lambda done: None,
     leave_out: Container[str] = (),
 ) -> None:
-    """Write a checkpoint into an empty directory; memory holds what the writers hold.
+    """Write a checkpoint into an empty directory, shard by shard; memory holds the computed tensors of one shard.
 
     Args:
       src: directory of the source.
       directory: where to write.
       tensors: the source's tensors.
-      writer_of: writer of the output shard that takes the place of the source's tensors of these names.
       config: the output's config.json.
+      convert: the tensors that take the place of one of the source's, by name; None: that tensor alone.
       progress: called with the number of the source's tensors done.
       leave_out: names of files that are not copied.
     """
@@ -80,13 +56,13 @@ def write_checkpoint(
         shards.setdefault(tensors.file_of(name).name, []).append(name)
     weight_map, size, done = {}, 0, 0
     for shard, members in sorted(shards.items()):
-        writer = writer_of(members)
-        share = len(members) / len(writer.specs)  # a quantized tensor becomes several
-        write_file(directory / shard, writer.specs, _counted(writer, done, share, progress))
-        weight_map |= dict.fromkeys(writer.specs, shard)
-        size += sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in writer.specs.values())
-        done += len(members)
-        progress(done)
+        arrays: dict[str, np.ndarray] = {}
+        for name in members:
+            arrays |= {name: tensors[name]} if convert is None else convert(name)
+            progress(done := done + 1)
+        save(directory / shard, arrays)
+        weight_map |= dict.fromkeys(arrays, shard)
+        size += sum(array.nbytes for array in arrays.values())
     if set(shards) != {SINGLE_FILE}:
         write_json(
             directory / INDEX_FILE,
@@ -94,19 +70,6 @@ def write_checkpoint(
         )
     _copy_rest(src, directory, leave_out)
     write_json(directory / "config.json", config)
-
-
-def _counted(
-    writer: ShardWriter, before: int, share: float, progress: Callable[[int], None]
-) -> Callable[[str], np.ndarray]:
-    """The writer's `tensor`, which reports that so many tensors, and `share` for each call, are done."""
-    calls = itertools.count()
-
-    def tensor(name: str) -> np.ndarray:
-        progress(before + int(share * next(calls)))
-        return writer.tensor(name)
-
-    return tensor
 
 
 def _refuse_sources(sources: Iterable[Path], dst: Path) -> None:

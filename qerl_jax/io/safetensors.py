@@ -1,26 +1,23 @@
-"""Safetensors files read memory-mapped and written tensor by tensor.
+"""Safetensors files: headers read, checked and written by the `safetensors` package, tensors mapped from the file.
 
-The library's numpy front end knows neither bf16 nor E4M3 and writes only from memory; the format is a JSON header and
-raw little-endian bytes (huggingface/safetensors, README "Format"), so it is read here directly.
+The package's numpy front end copies each tensor and does not know E4M3; mapping does neither.
 """
 
 from __future__ import annotations
 
 import abc
-import json
 import math
 import os
-import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from qerl_jax.untrusted import parse_json, require_regular, shown
 
-# In the order in which the library lays tensors out: widest first, and among equals the reverse of its enumeration.
 DTYPES = {
     "I64": np.dtype(np.int64),
     "F64": np.dtype(np.float64),
@@ -37,11 +34,8 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 FLOATS = ("bfloat16", "float16", "float32")  # what an unquantized weight may be stored in
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_MAX_HEADER = 100_000_000  # bytes; the library's own limit
-_MAX_DIMENSIONS, _MAX_DIMENSION = 32, 2**40  # NumPy holds 64, of 63 bits together
 
 
 class CheckpointError(ValueError):
@@ -58,78 +52,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
     return value
-
-
-def read_header(path: Path) -> tuple[dict[str, dict], int]:
-    """Tensor table of a file and the offset of its first byte. Raises CheckpointError for a truncated or malformed
-    file, with the path.
-    """
-    require_regular(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors header")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{path}: the header claims {length} bytes, the file has {size}")
-        try:
-            table = parse_json(file.read(length))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: the header is not JSON ({error})") from error
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{path}: the header is a {type(table).__name__}, not a table of tensors")
-    table.pop("__metadata__", None)
-    start = 8 + length
-    for name, entry in table.items():
-        _check_entry(path, name, entry, size - start)
-    _check_cover(path, table, size - start)
-    return table, start
-
-
-def _check_entry(path: Path, name: str, entry: object, available: int) -> None:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        sane = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: entry {shown(name)} is malformed: {shown(entry)}") from error
-    if not sane:
-        raise CheckpointError(f"{path}: entry {shown(name)} is malformed: {shown(entry)}")
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {shown(name)} has dtype {shown(dtype)}, known are {sorted(DTYPES)}")
-    if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) > _MAX_DIMENSION:
-        raise CheckpointError(
-            f"{path}: {shown(name)} has the shape {shown(shape)}; at most {_MAX_DIMENSIONS} dimensions of at most "
-            f"{_MAX_DIMENSION:,} are read"
-        )
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != expected:
-        raise CheckpointError(
-            f"{path}: {name!r} of {dtype} {shown(shape)} needs {expected} bytes, its entry spans {end - begin}"
-        )
-    if end > available:
-        raise CheckpointError(
-            f"{path}: {name!r} ends at byte {end}, but only {available} follow the header: the file is cut short"
-        )
-
-
-def _check_cover(path: Path, table: dict[str, dict], available: int) -> None:
-    """Refuse entries that overlap or leave bytes without an owner, as the library does: a changed offset would
-    otherwise read another tensor's bytes.
-    """
-    reached = 0
-    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
-        if begin != reached:
-            raise CheckpointError(
-                f"{path}: {name!r} starts at byte {begin}, but the tensors before it end at {reached}: the header or "
-                "the file is damaged"
-            )
-        reached = end
-    if reached != available:
-        raise CheckpointError(
-            f"{path}: the tensors end at byte {reached}, but {available} follow the header: the file is damaged"
-        )
 
 
 Spec = tuple[np.dtype, tuple[int, ...]]
@@ -185,26 +107,27 @@ class Overlay(TensorSource):
 
 
 class Tensors(TensorSource):
-    """Read-only view of one or several safetensors files; arrays are memory-mapped and read on first use."""
+    """Read-only view of one or several safetensors files; arrays are memory-mapped and read on first use.
+
+    Raises CheckpointError for a file that the `safetensors` package refuses (cut short, overlapping tensors, a size
+    that is not that of the shape), for a dtype that is not in `DTYPES`, and for a tensor that two files hold.
+    """
 
     def __init__(self, files: Iterable[Path]):
         self._files = list(files)
-        self._entries: dict[str, tuple[Path, dict, int]] = {}
+        self._entries: dict[str, tuple[Path, Spec, int]] = {}
         for path in self._files:
-            table, start = read_header(path)
-            for name, entry in table.items():
+            for name, entry in _entries(path).items():
                 if name in self._entries:
                     raise CheckpointError(f"tensor {name!r} stands in both {self._entries[name][0]} and {path}")
-                self._entries[name] = (path, entry, start)
+                self._entries[name] = entry
 
     def __getitem__(self, name: str) -> np.ndarray:
-        path, entry, start = self._entries[name]
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        path, (dtype, shape), begin = self._entries[name]
         if math.prod(shape) == 0:
             return np.empty(shape, dtype)
         # The offset need not suit the dtype's alignment (the format promises none), so map bytes and reinterpret them.
-        begin, end = entry["data_offsets"]
-        raw = np.memmap(path, np.uint8, "r", offset=start + begin, shape=(end - begin,))
+        raw = np.memmap(path, np.uint8, "r", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
         return raw.view(dtype).reshape(shape)
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would map the tensor
@@ -226,8 +149,28 @@ class Tensors(TensorSource):
 
     def spec(self, name: str) -> Spec:
         """dtype and shape without touching the data."""
-        entry = self._entries[name][1]
-        return DTYPES[entry["dtype"]], tuple(entry["shape"])
+        return self._entries[name][1]
+
+
+def _entries(path: Path) -> dict[str, tuple[Path, Spec, int]]:
+    """File, dtype and shape, and first byte of each tensor of a file."""
+    try:
+        with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    specs: dict[str, Spec] = {}
+    for name, entry in slices.items():
+        if entry.get_dtype() not in DTYPES:
+            raise CheckpointError(f"{path}: {name!r} has dtype {entry.get_dtype()}, known are {sorted(DTYPES)}")
+        specs[name] = DTYPES[entry.get_dtype()], tuple(entry.get_shape())
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in specs.items()}
+    # Tensors follow each other to the end of the file without a gap: the package refuses any other file.
+    begin, entries = path.stat().st_size - sum(sizes.values()), {}
+    for name, spec in specs.items():
+        entries[name] = (path, spec, begin)
+        begin += sizes[name]
+    return entries
 
 
 def open_checkpoint(directory: Path) -> Tensors:
@@ -264,37 +207,16 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def write_file(path: Path, specs: Mapping[str, Spec], tensor: Callable[[str], np.ndarray]) -> None:
-    """Write a file one tensor at a time, so that memory holds one tensor.
-
-    Args:
-      path: replaced if it exists; the caller makes the whole directory atomic.
-      specs: dtype and shape by name. The order on disk is that of the library: by dtype as in `DTYPES`, then by name.
-      tensor: gives each tensor when its turn comes.
-    """
-    ranks = list(DTYPES.values())
-    names = sorted(specs, key=lambda name: (ranks.index(specs[name][0]), name))
-    table: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        dtype, shape = specs[name]
-        end = offset + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        for name in names:
-            array = np.asarray(tensor(name), order="C")  # ascontiguousarray would turn a scalar into a vector
-            if (array.dtype, array.shape) != (specs[name][0], tuple(specs[name][1])):
-                raise AssertionError(f"{name}: announced {specs[name]}, got {array.dtype} {array.shape}")
-            file.write(array.reshape(-1).view(np.uint8))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays that are in memory."""
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    write_file(path, {name: (array.dtype, array.shape) for name, array in arrays.items()}, arrays.__getitem__)
+    """Write a file, replaced if it exists; the caller makes the whole directory atomic. Raises OSError."""
+    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # alive until they are written
+    specs = {
+        name: TensorSpec(dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+        for name, array in arrays.items()
+    }
+    try:
+        serialize_file(specs, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

@@ -49,12 +49,12 @@ class WeightReader:
     def _read(self, name: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> np.ndarray:
         self.tensors.require(name)
         self.used.add(name)
-        array, where = self.tensors[name], self.tensors.file_of(name)
-        if array.shape != shape:
-            raise CheckpointError(f"{where}: {name!r} has shape {list(array.shape)}, the config asks for {list(shape)}")
-        if array.dtype.name not in kinds:
-            raise CheckpointError(f"{where}: {name!r} has dtype {array.dtype.name}, expected one of {list(kinds)}")
-        return array
+        (dtype, found), where = self.tensors.spec(name), self.tensors.file_of(name)
+        if found != shape:
+            raise CheckpointError(f"{where}: {name!r} has shape {list(found)}, the config asks for {list(shape)}")
+        if dtype.name not in kinds:
+            raise CheckpointError(f"{where}: {name!r} has dtype {dtype.name}, expected one of {list(kinds)}")
+        return self.tensors[name]
 
     def _finite(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, float]:
         """An unquantized tensor and its largest magnitude; every value is finite in the compute dtype."""

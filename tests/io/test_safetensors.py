@@ -1,4 +1,4 @@
-"""The reader and writer against the safetensors library, and every way in which a file can be wrong."""
+"""Files mapped by us against the safetensors library with torch, and files and indices that are wrong."""
 
 from __future__ import annotations
 
@@ -101,23 +101,22 @@ def test_opening_a_large_file_reads_nothing(tmp_path):
     assert _resident() - before < size // 10
 
 
-def test_writer_gives_the_librarys_bytes(tmp_path, file):
+def test_written_bytes_are_those_that_torch_writes(tmp_path, file):
     tensors = st.Tensors([file])
     st.save(tmp_path / "ours.safetensors", {name: tensors[name] for name in reversed(list(tensors))})
     assert (tmp_path / "ours.safetensors").read_bytes() == file.read_bytes()
 
 
-def test_writer_asks_for_one_tensor_at_a_time(tmp_path):
-    specs = {name: (np.dtype(np.float32), (4,)) for name in "abc"}
-    asked = []
+def test_a_column_of_a_matrix_is_written_in_order(tmp_path):
+    st.save(tmp_path / "x.safetensors", {"w": np.arange(6, dtype=np.float32).reshape(2, 3).T, "s": np.float32(2.5)})
+    loaded = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    assert loaded["w"].tolist() == [[0, 3], [1, 4], [2, 5]] and loaded["s"].shape == () and loaded["s"] == 2.5
 
-    def tensor(name):
-        asked.append(name)
-        return np.full(4, ord(name), np.float32)
 
-    st.write_file(tmp_path / "x.safetensors", specs, tensor)
-    assert asked == ["a", "b", "c"]
-    assert st.Tensors([tmp_path / "x.safetensors"])["b"].tolist() == [98.0] * 4
+def test_a_full_disk_is_an_error_of_the_operating_system(tmp_path):
+    (tmp_path / "x.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"x\.safetensors"):
+        st.save(tmp_path / "x.safetensors", {"w": np.ones(2, np.float32)})
 
 
 def _write(path: Path, header: bytes | dict, data: bytes = b"", length: int | None = None) -> None:
@@ -130,53 +129,26 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
 
 
 BROKEN = {
-    "header longer than the file": (b"{}", b"", 10**6, "1000000 bytes"),
-    "header not JSON": (b"{'a'", b"", None, "not JSON"),
-    "header not UTF-8": (b"\xff\xfe{}", b"", None, "not JSON"),
-    "header a list": (b"[1]", b"", None, "list"),
-    "data cut short": (entry(), b"1234", None, "ends at byte 8, but only 4"),
-    "unknown dtype": (entry("F4"), b"12345678", None, "'F4'"),
-    "size against shape": (entry(shape=(3,)), b"12345678", None, "needs 12 bytes, its entry spans 8"),
-    "bytes that belong to no tensor": (entry(), b"12345678" + b"x", None, "end at byte 8, but 9 follow"),
-    "another tensor's bytes": (
-        {**entry(), "v": entry(offsets=(0, 8))["w"]},
-        b"12345678",
-        None,
-        "'v' starts at byte 0, but the tensors before",
-    ),
-    "a hole": (
-        {**entry(), "v": entry(offsets=(12, 20))["w"]},
-        bytes(20),
-        None,
-        "'v' starts at byte 12, but the tensors before",
-    ),
-    "negative side": (entry(shape=(-2,)), b"12345678", None, "'w'"),
-    "fractional side": (entry(shape=(2.0,)), b"12345678", None, "'w'"),
-    "negative begin": (entry(offsets=(-8, 0)), b"12345678", None, "'w'"),
-    "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, b"12345678", None, "'w' is malformed"),
-    "entry no table": ({"w": 3}, b"", None, "'w' is malformed"),
-    "offsets of text": (entry(offsets=("0", "8")), b"12345678", None, "'w'"),
-    "fractional offsets": (entry(offsets=(0.0, 8.0)), b"12345678", None, "'w'"),
-    "shape a number": ({"w": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, b"12345678", None, "'w'"),
-    "dtype a list": ({"w": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}, b"12345678", None, "'w'"),
+    "header longer than the file": (b"{}", b"", 10**6, "header"),
+    "header not JSON": (b"{'a'", b"", None, "JSON"),
+    "data cut short": (entry(), b"1234", None, "not fully covered"),
+    "size against shape": (entry(shape=(3,)), b"12345678", None, "invalid shape"),
+    "bytes that belong to no tensor": (entry(), b"12345678" + b"x", None, "not fully covered"),
+    "another tensor's bytes": ({**entry(), "v": entry()["w"]}, b"12345678", None, "invalid offset"),
+    "a hole": ({**entry(), "v": entry(offsets=(12, 20))["w"]}, bytes(20), None, "invalid offset for tensor `v`"),
+    "unknown dtype": (entry("F4", shape=(16,)), b"12345678", None, "'w' has dtype F4"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_file_is_named_with_what_is_wrong(tmp_path, case):
+    """Positions in the file are sums of sizes, which holds because the library refuses holes and overlaps."""
     header, data, length, message = BROKEN[case]
     path = tmp_path / "bad.safetensors"
     _write(path, header, data, length)
     with pytest.raises(CheckpointError, match=re.escape(message)) as error:
         st.Tensors([path])
-    assert str(path) in str(error.value)
-
-
-@pytest.mark.parametrize("size", [0, 7])
-def test_file_shorter_than_its_first_field(tmp_path, size):
-    (tmp_path / "bad.safetensors").write_bytes(b"\0" * size)
-    with pytest.raises(CheckpointError, match=f"bad.safetensors: {size} bytes is too short"):
-        st.Tensors([tmp_path / "bad.safetensors"])
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_tensor_in_two_files(tmp_path):

@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 from pretraining.tokenizer import END_OF_TEXT, IM_END, SPECIAL
 
-from qerl_jax.io import names
+from qerl_jax.io import names, safetensors
 from qerl_jax.io.files import write_json
-from qerl_jax.io.safetensors import DTYPES, SINGLE_FILE, write_file
+from qerl_jax.io.safetensors import SINGLE_FILE
 
 Params = dict[str, Any]
 ROPE_THETA = 10_000.0  # documents have a few hundred tokens
@@ -176,7 +176,7 @@ def save(params: Params, size: Size, out: Path) -> str:
                 module, _, bias = name.partition(".")
                 tensors[f"{names.projection(layer, module)}.{bias or 'weight'}"] = stacked[layer]
     half = {name: np.asarray(tensor.astype(jnp.bfloat16)) for name, tensor in tensors.items()}
-    write_file(out / SINGLE_FILE, {name: (DTYPES["BF16"], x.shape) for name, x in half.items()}, half.__getitem__)
+    safetensors.save(out / SINGLE_FILE, half)
     write_json(out / "config.json", hf_config(size))
     ids = {"eos_token_id": [SPECIAL.index(IM_END), SPECIAL.index(END_OF_TEXT)]}
     write_json(out / "generation_config.json", ids | {"pad_token_id": SPECIAL.index(END_OF_TEXT)})
