@@ -244,7 +244,7 @@ def as_committed(tree: Any, like: Any) -> Any:
     return tree if sharding is None else _commit(tree, sharding)
 
 
-def settled(tree: Any, commits: bool = False) -> Any:
+def settled(tree: Any) -> Any:
     """The tree with all arrays, abstract or not, committed to one device if some are.
 
     JAX compiles a program anew where one argument is committed that was not before, and the results of one committed
@@ -252,13 +252,10 @@ def settled(tree: Any, commits: bool = False) -> Any:
 
     Args:
       tree: arrays; tracers stay as they are, and so does all where some are committed to several devices.
-      commits: commit them also if none is, to the first device: something that is made from them will be.
     """
     leaves = jax.tree.leaves(tree)
     are_committed = [_is_committed(leaf) for leaf in leaves]  # once for each: every update asks for thousands
     shardings = {leaf.sharding for leaf, is_committed in zip(leaves, are_committed, strict=True) if is_committed}
-    if commits and not shardings:
-        return committed(tree)
     if len(shardings) != 1 or all(are_committed):
         return tree
     [sharding] = shardings

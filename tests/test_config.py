@@ -233,7 +233,7 @@ def test_what_an_out_of_memory_error_advises_to_change_may_change_on_resume():
     memory = {"rollout_memory_gb": 1, "update_memory_gb": 2, "tokens_per_micro_batch": 512, "logprob_chunk_size": 64}
     ours = Config(model="m", compilation_cache_dir="elsewhere", eval_batch_size=8, **memory)
     assert differences(ours, to_mapping(Config(model="m"))) == []
-    advice = out_of_memory(UpdatePlan(PackShape(128, 1, 1, 128, 64, 64), 0, 0, 0, 0, 0)).partition("; lower ")[2]
+    advice = out_of_memory(UpdatePlan(PackShape(128, 1, 1, 128, 64, 64), 0, 0, 0, 0)).partition("; lower ")[2]
     named = set(re.findall(r"[a-z]+(?:_[a-z]+)+", advice))
     assert named and named <= FREE_ON_RESUME
 

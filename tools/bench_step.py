@@ -76,7 +76,6 @@ def main() -> None:
     parser.add_argument("--num-iterations", type=int, default=1)
     parser.add_argument("--tokens-per-micro-batch", type=int)
     parser.add_argument("--update-memory-gb", type=float)
-    parser.add_argument("--activation-offloading", action="store_true", help="gate and up that do not fit to the host")
     parser.add_argument("--logprob-chunk-size", type=int, default=Config.logprob_chunk_size)
     parser.add_argument("--update-only", action="store_true", help="no rollout; its peak is the update's")
     parser.add_argument("--profile", action="store_true", help="print the kernels of an update")
@@ -88,7 +87,7 @@ def main() -> None:
     args = parser.parse_args()
 
     started = time.perf_counter()
-    # Committed to a device, as that of a run is; else every update that offloads would have to do it.
+    # Committed to a device, as that of a run is.
     policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
     jax.block_until_ready(policy.frozen)
     load_seconds, weight_bytes = (
@@ -105,7 +104,6 @@ def main() -> None:
         lora_rank=args.lora_rank,
         tokens_per_micro_batch=args.tokens_per_micro_batch,
         update_memory_gb=args.update_memory_gb,
-        activation_offloading=args.activation_offloading,
         logprob_chunk_size=args.logprob_chunk_size,
     )
     rng = np.random.default_rng(0)
@@ -142,7 +140,6 @@ def main() -> None:
         "tokens_per_micro_batch": plan.pack.tokens,
         "recomputed_layers": plan.recomputed,
         "recomputed_gate_up": plan.recomputed_gate_up,
-        "offloaded_gate_up": plan.offloaded_gate_up,
     }
     real_tokens, new_tokens = int(lengths.sum()), int((lengths - prompt_lengths).sum())
     whole = rollout_seconds + update_seconds

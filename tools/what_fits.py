@@ -2,7 +2,7 @@
 
     python tools/what_fits.py [--prompt-len 256] [--completion-len 1024] [--batch 64] [--format nvfp4]
 
-A cell says how the update is divided (tokens of a micro-batch, layers that are offloaded or recomputed) and how many
+A cell says how the update is divided (tokens of a micro-batch, layers that are recomputed) and how many
 completions are decoded at a time. Nothing is loaded; no GPU is needed.
 """
 
@@ -50,7 +50,7 @@ def cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace) -> st
     except ValueError:
         return "–"
     plan = memory.update_plan
-    keeps_all = plan.recomputed == plan.recomputed_gate_up == plan.offloaded_gate_up == 0
+    keeps_all = plan.recomputed == plan.recomputed_gate_up == 0
     again = "" if keeps_all else f", {recomputation(plan)}"
     return f"{plan.pack.tokens} tokens{again}; {slots} decoded"
 

@@ -223,10 +223,6 @@ class Config:
     tokens_per_micro_batch is set), and layers recompute gate and up, or all of their forward pass. None: what the
     device has free. When an update runs out of memory lower this first, then tokens_per_micro_batch, then
     logprob_chunk_size. May change on resume, like tokens_per_micro_batch."""
-    activation_offloading: bool = False
-    """Where activations do not fit, keep gate and up of some layers in pinned host memory between the forward and the
-    backward pass, as many layers as the copies can hide, before others recompute them. For a GPU; on a CPU, whose
-    memory is the host's, nothing changes. May change on resume, like tokens_per_micro_batch."""
     logprob_chunk_size: int = 512
     """Tokens whose logits exist at one time in the update. May change on resume, like tokens_per_micro_batch."""
 

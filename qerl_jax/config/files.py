@@ -28,7 +28,6 @@ FREE_ON_RESUME = frozenset(
         "vllm_gpu_memory_utilization",
         "tokens_per_micro_batch",
         "update_memory_gb",
-        "activation_offloading",
         "logprob_chunk_size",
         "eval_batch_size",
         "reward_workers",

@@ -94,6 +94,7 @@ FOREIGN: dict[str, Foreign] = {
     "num_generations_eval": Foreign("TRL", ("eval_num_generations",)),
     "gradient_checkpointing": Foreign("TRL, QeRL", ("update_memory_gb",), "layers are recomputed where memory asks"),
     "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
+    "activation_offloading": Foreign("TRL", ("update_memory_gb",), "layers that do not fit are recomputed instead"),
     "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
     "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
     "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates"),

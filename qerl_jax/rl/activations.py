@@ -12,7 +12,6 @@ from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.rl import flash
-from qerl_jax.rl.offload import AHEAD, BEHIND, MOST_LEAVING
 from qerl_jax.rl.packing import PackShape
 
 
@@ -20,7 +19,6 @@ class Keeps(enum.Enum):
     """What a layer keeps for its backward pass, besides its input."""
 
     ALL = "all"
-    GATE_UP_ON_HOST = "all, gate and up in pinned host memory"
     ALL_BUT_GATE_UP = "all but gate and up, whose projection runs again"
     INPUT = "nothing; its forward pass runs again"
 
@@ -74,7 +72,6 @@ class LayerBytes(NamedTuple):
         """Bytes on the device that a layer keeps besides its input."""
         return {
             Keeps.ALL: self.rest + self.gate_up,
-            Keeps.GATE_UP_ON_HOST: self.rest,
             Keeps.ALL_BUT_GATE_UP: self.rest,
             Keeps.INPUT: 0,
         }[keeps]
@@ -83,7 +80,6 @@ class LayerBytes(NamedTuple):
         """Bytes that a layer's backward pass needs besides what is kept."""
         return {
             Keeps.ALL: max(self.mlp, self.attention),
-            Keeps.GATE_UP_ON_HOST: max(self.mlp, self.attention),
             Keeps.ALL_BUT_GATE_UP: max(self.gate_up_again + self.gate_up, self.attention),
             Keeps.INPUT: max(self.layer_again, self.attention) + self.rest + self.gate_up,
         }[keeps]
@@ -127,21 +123,14 @@ def peak_bytes(layers: Sequence[Keeps], need: LayerBytes) -> int:
     """Most bytes on the device at any moment of a micro-batch: while a layer's forward pass, the head or a layer's
     backward pass runs.
 
-    In a layer's forward pass, inputs and results of the layers so far are there, and up to `MOST_LEAVING` gate and up
-    that are being copied to the host, this layer's included. They may still be beside the head, after which the
-    `AHEAD` next ones come back; the host may be one layer farther than the device when it asks for them. In a layer's
-    backward pass those behind it are freed: inputs and results of the layers up to it are there. The input of the next
-    micro-batch may be there as soon as the forward pass has ended: the host may be that far ahead of the device.
+    In a layer's forward pass, inputs and results of the layers so far are there. In a layer's backward pass those
+    behind it are freed: inputs and results of the layers up to it are there. The input of the next micro-batch may be
+    there as soon as the forward pass has ended: the host may be that far ahead of the device.
     """
-    offloaded = [keeps is Keeps.GATE_UP_ON_HOST for keeps in layers]
-    most, kept, away = 0, 0, 0
+    most, kept = 0, 0
     for i, keeps in enumerate(layers):
-        away += offloaded[i]
-        own = (0 if keeps is Keeps.INPUT else need.rest) + (0 if offloaded[i] else need.gate_up)
-        leaving = min(away, MOST_LEAVING) * need.gate_up
-        most = max(most, (i + 2) * need.input + kept + own + leaving + need.forward)
+        own = need.gate_up + (0 if keeps is Keeps.INPUT else need.rest)
+        most = max(most, (i + 2) * need.input + kept + own + need.forward)
         kept += need.kept(keeps)
-        coming = sum(offloaded[max(0, i - AHEAD - BEHIND + 1) : i + 1]) * need.gate_up
-        most = max(most, (i + 2) * need.input + kept + coming + need.backward(keeps))
-    beside_head = max(min(away, MOST_LEAVING), sum(offloaded[-AHEAD - BEHIND :])) * need.gate_up
-    return max(most, (len(layers) + 1) * need.input + kept + beside_head + need.head)
+        most = max(most, (i + 2) * need.input + kept + need.backward(keeps))
+    return max(most, (len(layers) + 1) * need.input + kept + need.head)

@@ -132,7 +132,7 @@ def _layer_calls(work: step.Work, own: Any, trained: Any, gradient: Any, x: Any,
         keep = _Call("layer forward" + of, layer.forward_and_keep, *forward)
         x_after, kept = keep.outputs()
         what = {}
-        if keeps & {Keeps.ALL, Keeps.GATE_UP_ON_HOST}:  # which is back on the device by then
+        if Keeps.ALL in keeps:
             what["layer backward"] = kept
         if Keeps.ALL_BUT_GATE_UP in keeps:
             without = jax.tree.map(lambda leaf, gate_up=kept.gate_up: None if leaf is gate_up else leaf, kept)

@@ -3,7 +3,7 @@
 Layers have one shape, so each function here is one program whatever the depth. Between the passes a layer keeps
 (`Kept`) the results of its matmuls and of attention; norms, SiLU and casts are computed again. No matmul of the
 weights runs twice, unless the layer keeps less: all but gate and up, which are two thirds of it and more, or nothing
-but its input. Gate and up may be in host memory meanwhile (`offload`); `backward` gets them on the device.
+but its input.
 
 Axes: T tokens, N query heads, K key/value heads, H head dim, D model, E = 2 F gate and up, A = H / 2 rotary angles.
 """

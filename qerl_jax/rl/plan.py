@@ -1,5 +1,5 @@
-"""How an update is divided into micro-batches: tokens of a micro-batch, and how many layers keep their activations on
-the device, offload or recompute them.
+"""How an update is divided into micro-batches: tokens of a micro-batch, and how many layers keep their activations
+or recompute them.
 
 Settled from the limits of a run and the memory of the device, not from what a rollout produced, so that a run has one
 set of shapes.
@@ -8,7 +8,6 @@ set of shapes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 
@@ -24,10 +23,6 @@ _MOST_TOKENS = 8192
 _SHORT = 1024  # tokens, about: a longer segment is long (`PackShape`)
 _LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
-# Measured on an H200, 32B, 2304 tokens (tools/results/notes/update.md, 2026-11-23 and 24):
-_COPY_RATE = 45e9  # bytes a second to pinned host memory, and as many back
-_FORWARD_RATE = 680e12  # FLOP/s of a layer's forward pass, 3.3 ms
-_OFFLOAD_COST = 0.07  # time beside that of computing gate and up again: 20 layers saved 0.28 s of 0.30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +33,14 @@ class UpdatePlan:
       pack: pack of a micro-batch.
       recomputed: layers, the first ones, that keep only their input and run their forward pass again.
       recomputed_gate_up: layers that keep all but gate and up and run that projection again.
-      offloaded_gate_up: layers whose gate and up are in pinned host memory between forward and backward pass.
       kept_bytes: activations kept on the device for the backward pass.
-      working_bytes: most that is needed besides at one time: for a layer's backward pass or the head, and for gate and
-        up on their way to the host and back.
+      working_bytes: most that is needed besides at one time: for a layer's backward pass or the head.
       lacking_bytes: missing even so; above 0 the update cannot run.
     """
 
     pack: PackShape
     recomputed: int
     recomputed_gate_up: int
-    offloaded_gate_up: int
     kept_bytes: int
     working_bytes: int
     lacking_bytes: int = 0
@@ -56,16 +48,11 @@ class UpdatePlan:
     def layers(self, count: int) -> list[Keeps]:
         """What each layer of a model of `count` layers keeps.
 
-        Those that offload are spread evenly over those that are not wholly recomputed, so that each copy has the time
-        of several layers. Those that recompute gate and up are the first of the others: in the backward pass they come
-        when most activations are freed.
+        Those that recompute are the first ones: in the backward pass they come when most activations are freed.
         """
-        rest = count - self.recomputed
-        offloaded = {self.recomputed + i * rest // self.offloaded_gate_up for i in range(self.offloaded_gate_up)}
-        others = [i for i in range(self.recomputed, count) if i not in offloaded]
-        kinds = dict.fromkeys(range(self.recomputed), Keeps.INPUT) | dict.fromkeys(offloaded, Keeps.GATE_UP_ON_HOST)
-        kinds |= dict.fromkeys(others[: self.recomputed_gate_up], Keeps.ALL_BUT_GATE_UP)
-        return [kinds.get(i, Keeps.ALL) for i in range(count)]
+        whole = count - self.recomputed - self.recomputed_gate_up
+        some = [Keeps.INPUT] * self.recomputed + [Keeps.ALL_BUT_GATE_UP] * self.recomputed_gate_up
+        return some + [Keeps.ALL] * whole
 
 
 def make_update_plan(
@@ -76,12 +63,11 @@ def make_update_plan(
     longest: int,
     free_bytes: float | None,
     xla: XlaMatmuls = XlaMatmuls(),  # noqa: B008  # a constant
-    can_offload: bool = False,
 ) -> UpdatePlan:
     """The micro-batch that is computed fastest in the memory there is, up to the size from which more gains nothing.
 
-    A larger one shares more prompts and runs nearer to the full rate; where its activations do not fit, layers offload
-    or recompute some of them, which may cost more than it gains (`_cost`).
+    A larger one shares more prompts and runs nearer to the full rate; where its activations do not fit, layers
+    recompute some of them, which may cost more than it gains (`_cost`).
 
     Args:
       model: its shape.
@@ -91,8 +77,6 @@ def make_update_plan(
       longest: tokens of a batch's rows, prompt and completion.
       free_bytes: for activations; None: no limit.
       xla: memory that the frozen layers need where XLA multiplies.
-      can_offload: whether the device has pinned host memory beside its own (`offload.can_offload`), which
-        `activation_offloading` uses.
     """
     if config.update_memory_gb is not None:
         free_bytes = config.update_memory_gb * 1e9
@@ -102,8 +86,7 @@ def make_update_plan(
     candidates = [_pack(config, longest, sequences, rows) for sequences in range(most, 0, -1)]
     if budget is not None:
         candidates = [_pack(config, longest, 1, rows, budget)]
-    ways = (True, False) if can_offload and config.activation_offloading else (False,)
-    plans = [_plan(model, itemsize, config, pack, free_bytes, xla, way) for pack in candidates for way in ways]
+    plans = [_plan(model, itemsize, config, pack, free_bytes, xla) for pack in candidates]
     fitting = [plan for plan in plans if not plan.lacking_bytes]
     return min(fitting, key=lambda plan: _cost(model, config, rows, plan)) if fitting else plans[-1]
 
@@ -115,18 +98,18 @@ def _plan(
     pack: PackShape,
     free_bytes: float | None,
     xla: XlaMatmuls,
-    offloads: bool,
 ) -> UpdatePlan:
     """The plan of a pack that recomputes least."""
     need, layers = layer_bytes(model, itemsize, pack, config, xla), model.num_layers
     limit = float("inf") if free_bytes is None else free_bytes
-    share = _offloaded_share(model, itemsize) if offloads else 0.0
-    for recomputed, recomputed_gate_up, offloaded in _divisions(layers, share):
-        whole = layers - recomputed - recomputed_gate_up - offloaded
+    # Gate and up go first: running their projection again is some 0.6 of a forward pass for 0.7 of the bytes.
+    divisions = [(0, n) for n in range(layers)] + [(n, layers - n) for n in range(layers + 1)]
+    for recomputed, recomputed_gate_up in divisions:
+        whole = layers - recomputed - recomputed_gate_up
         kept = layers * need.input + (layers - recomputed) * need.rest + whole * need.gate_up
         if kept + need.head > limit and recomputed < layers:
             continue  # the peak is at least that
-        plan = UpdatePlan(pack, recomputed, recomputed_gate_up, offloaded, kept, 0)
+        plan = UpdatePlan(pack, recomputed, recomputed_gate_up, kept, 0)
         peak = peak_bytes(plan.layers(layers), need)
         plan = dataclasses.replace(plan, working_bytes=peak - kept)
         if peak <= limit:
@@ -135,34 +118,11 @@ def _plan(
     return dataclasses.replace(plan, lacking_bytes=lacking)
 
 
-def _divisions(layers: int, share: float) -> Iterator[tuple[int, int, int]]:
-    """(layers recomputed, that recompute gate and up, that offload them), from the least recomputed to the most.
-
-    Gate and up go first: running their projection again is some 0.6 of a forward pass for 0.7 of the bytes. As many of
-    them as copies can hide are offloaded: at most `share` of the layers that are not wholly recomputed.
-    """
-    for lacking in range(layers + 1):
-        offloaded = min(lacking, int(share * layers))
-        yield 0, lacking - offloaded, offloaded
-    for recomputed in range(1, layers + 1):
-        offloaded = int(share * (layers - recomputed))
-        yield recomputed, layers - recomputed - offloaded, offloaded
-
-
-def _offloaded_share(model: ModelConfig, itemsize: int) -> float:
-    """Most layers, of all, whose gate and up are copied to the host in the time of the forward pass. Both grow with the
-    tokens, so that it does not depend on them; the backward pass takes twice as long.
-    """
-    flops = 2 * sum(n * k for n, k in model.projection_shapes().values())
-    return min(1.0, _COPY_RATE / (2 * itemsize * model.intermediate_size) / (_FORWARD_RATE / flops))
-
-
 def _cost(model: ModelConfig, config: Config, rows: int, plan: UpdatePlan) -> float:
     """Relative time of an update whose completions are all as long as they may be."""
     shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
     share = (shapes["gate_proj"] + shapes["up_proj"]) / sum(shapes.values())
-    gate_up = plan.recomputed_gate_up + _OFFLOAD_COST * plan.offloaded_gate_up
-    passes = 4 + 2 * (plan.recomputed + share * gate_up) / model.num_layers
+    passes = 4 + 2 * (plan.recomputed + share * plan.recomputed_gate_up) / model.num_layers
     return _micro_batches(config, rows, plan.pack) * (plan.pack.tokens + _LATENCY) * passes
 
 
@@ -211,11 +171,10 @@ def _pack(config: Config, longest: int, sequences: int, rows: int, budget: int =
 
 
 def recomputation(plan: UpdatePlan) -> str:
-    """What of a plan's forward pass is offloaded and what runs again, in words."""
+    """What of a plan's forward pass runs again, in words."""
     some = [f"{plan.recomputed} layers"] if plan.recomputed else []
     some += [f"gate and up of {plan.recomputed_gate_up} layers"] if plan.recomputed_gate_up else []
-    away = f"gate and up of {plan.offloaded_gate_up} layers offloaded, " if plan.offloaded_gate_up else ""
-    return f"{away}{' and '.join(some) or 'nothing'} recomputed"
+    return f"{' and '.join(some) or 'nothing'} recomputed"
 
 
 def device_bytes() -> int | None:

@@ -9,7 +9,6 @@ Axes: B sequences, S sequences of a micro-batch, T its tokens, C completion toke
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from jaxtyping import Array, Float32
 from qerl_jax.compilation import settled
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.rl import head, layer, offload
+from qerl_jax.rl import head, layer
 from qerl_jax.rl.activations import Keeps, xla_matmuls
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
@@ -135,7 +134,7 @@ def work_of(
     """The state, settled, and the work of a step with these arguments, abstract or not."""
     config: Config = state.config
     plan = plan_of(state, frozen, batch)
-    state, frozen, batch = settled((state, frozen, batch), plan.offloaded_gate_up > 0)
+    state, frozen, batch = settled((state, frozen, batch))
     shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
     head_shape, loss = head.HeadShape.of(shape, config), LossSettings.of(config, token_loss)
     needs_reference = with_reference or config.beta > 0
@@ -144,17 +143,14 @@ def work_of(
 
 
 def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
-    """The shape of an update, equal for all batches of one width and all steps of a run; takes abstract arrays. Under
-    `jit` nothing is offloaded: one program cannot wait for its copies.
-    """
+    """The shape of an update, equal for all batches of one width and all steps of a run; takes abstract arrays."""
     trained = trained_trees(state.lora, state.norms, state.weights, state.config)
     leaves = jax.tree.leaves((frozen, state, batch, trained))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     itemsize = frozen["embed_tokens"].dtype.itemsize
     longest, count = batch.tokens.shape[1], batch.tokens.shape[0]
     free, xla = free_for_activations(held), xla_matmuls(frozen["layers"], itemsize)
-    can_offload = offload.can_offload() and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla, can_offload)
+    return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla)
 
 
 def assigned(plan: UpdatePlan, batch: Batch) -> list[MicroBatch]:
@@ -260,19 +256,15 @@ def _forward(
     work: Work, shape: layer.LayerShape, layers: list[dict[str, Any]], x: Array, packed: Packed
 ) -> tuple[Array, list[tuple[Array, layer.Kept | None]]]:
     """The residual stream behind the last layer, and what each layer keeps."""
-    held, leaving = [], collections.deque()
+    held = []
     for i, (trained, keeps) in enumerate(zip(layers, work.keeps, strict=True)):
         arguments = shape, work.frozen["layers"][i], trained, x, packed
         before, kept = x, None
-        if keeps is Keeps.GATE_UP_ON_HOST:
-            offload.wait_for(leaving, offload.MOST_LEAVING - 1)
         if keeps is Keeps.INPUT:
             x = layer.forward(*arguments)
         else:
             x, kept = layer.forward_and_keep(*arguments)
-        if keeps is Keeps.GATE_UP_ON_HOST:
-            kept = offload.to_host(kept, leaving)
-        elif keeps is Keeps.ALL_BUT_GATE_UP:
+        if keeps is Keeps.ALL_BUT_GATE_UP:
             kept = dataclasses.replace(kept, gate_up=None)
         held.append((before, kept))
     return x, held
@@ -288,21 +280,7 @@ def _backward(
     packed: Packed,
 ) -> Array:
     """The gradient of the embedding; those of the layers are added to `gradients`, and `held` is emptied."""
-    on_host = [keeps is Keeps.GATE_UP_ON_HOST for keeps in work.keeps]
-    # The head runs while the last copies end; only then others begin.
-    offload.wait_for(collections.deque(kept.gate_up for (_, kept), away in zip(held, on_host, strict=True) if away), 0)
-
-    def bring_back(i: int) -> None:
-        if i >= 0 and on_host[i]:
-            offload.wait_for_gradient(gradients, i + offload.AHEAD + offload.BEHIND)
-            x, kept = held[i]
-            held[i] = x, offload.to_device(kept)
-
-    last = len(layers) - 1
-    for i in range(last, last - offload.AHEAD, -1):
-        bring_back(i)
-    for i in range(last, -1, -1):
-        bring_back(i - offload.AHEAD)
+    for i in reversed(range(len(layers))):
         frozen = work.frozen["layers"][i]
         gradients[i], d_x = layer.backward(shape, frozen, layers[i], gradients[i], *held.pop(), d_x, packed)
     return d_x

@@ -79,8 +79,7 @@ def memory_table(memory: MemoryEstimate, config: Config) -> Table:
     row("gradient", None, memory.gradient)
     plan = memory.update_plan
     row(f"activations of {plan.pack.tokens} tokens, {recomputation(plan)}", None, memory.activations)
-    copies = ", and copies to and from the host" if plan.offloaded_gate_up else ""
-    row(f"a layer's backward pass, or the head{copies}", None, memory.working)
+    row("a layer's backward pass, or the head", None, memory.working)
     table.add_section()
     row("peak, about", memory.rollout, memory.update, memory.evaluation)
     return table

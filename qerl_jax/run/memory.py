@@ -15,7 +15,6 @@ from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.rl.activations import xla_matmuls
-from qerl_jax.rl.offload import can_offload
 from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import cache_note, choose_shapes
@@ -57,10 +56,9 @@ class MemoryEstimate:
       logits: logits and sampling of a rollout's decode step.
       gradient: gradient of the trained trees.
       update_state: gradient and next state, which stand beside the last state once all activations are freed.
-      update_plan: shape of a micro-batch, and the number of layers that offload or recompute.
+      update_plan: shape of a micro-batch, and the number of layers that recompute.
       activations: activations that the layers keep on the device for their backward pass.
-      working: most that the update takes besides at one time: for a layer's backward pass or the head, and for
-        activations on their way to host memory and back.
+      working: most that the update takes besides at one time: for a layer's backward pass or the head.
     """
 
     weights: int
@@ -243,8 +241,7 @@ def estimate_memory(
     trained = tree_bytes(trained_trees(state.lora, state.norms, state.weights, config))
     held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
     free, xla = free_for_activations(held, device_limit), xla_matmuls(policy.frozen["layers"], e)
-    has_host_memory = can_offload() if device_limit is None else True
-    update = make_update_plan(model, e, config, config.batch_size, width, free, xla, has_host_memory)
+    update = make_update_plan(model, e, config, config.batch_size, width, free, xla)
     return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),

@@ -20,7 +20,7 @@ from jax.stages import Compiled
 from qerl_jax.compilation import Program
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.rl import attention, flash, offload
+from qerl_jax.rl import attention, flash
 from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.compile import abstract_batch, kept_bytes_of_a_layer, update_programs
@@ -30,10 +30,6 @@ from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.types import Batch, Policy, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
-DEEP = dataclasses.replace(SMALL, num_layers=12)
-DEEP_SIZES = {"activation_offloading": True, "tokens_per_micro_batch": 1024, "max_completion_length": 192}
-OFFLOADED = [(DEEP, {"update_memory_gb": gigabytes, **DEEP_SIZES}) for gigabytes in (0.070, 0.062)]
-"""Cases of a device with pinned host memory, to which gate and up of every other layer can be copied."""
 CASES = [
     (SMALL, {}),
     (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
@@ -143,9 +139,7 @@ def main() -> None:
     sizes = {"batch_size": 8, "num_generations": 4, "max_prompt_length": 64, "max_completion_length": 64}
     without_cudnn()
     rows = []
-    update_plan._COPY_RATE *= 13  # these layers are narrow
-    offload.can_offload = memory.can_offload = lambda: True
-    for model, change in OFFLOADED + CASES:
+    for model, change in CASES:
         config = Config(**fixed | sizes | change)
         policy, state, batch = abstract_update(config, model)
         real = reserved(state, policy.frozen, batch, for_h200)

@@ -275,8 +275,7 @@ def test_the_workspace_of_attention_is_that_of_compiled_programs(monkeypatch, si
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_update_compiled_for_a_gpu():
-    """With and without recomputation and offloading, several sequences at a time, a long one, a large vocabulary:
-    within 15 %.
+    """With and without recomputation, several sequences at a time, a long one, a large vocabulary: within 15 %.
 
     The optimizer makes one array of many without writing it, and has at most 28 kernels for the 14 adapters of a layer
     with their moments and gradients: one for each of these 56 arrays would take longer to launch than to run.
@@ -284,7 +283,6 @@ def test_update_compiled_for_a_gpu():
     rows = json.loads(h200.run(Path(memory_for_h200.__file__)).stdout.splitlines()[-1])
     for row in rows:
         assert row["estimate"] == pytest.approx(row["real"], rel=0.15), row
-    assert sum("offloaded" in row["plan"] for row in rows) == len(memory_for_h200.OFFLOADED)
     rows = [row for row in rows if "optimizer_kernels" in row]
     assert len(rows) == 3
     assert all(0 < row["optimizer_kernels"] <= 28 and row["optimizer_bytes"] < 2**20 for row in rows), rows
