@@ -331,10 +331,10 @@ class NumpyMachine:
         self.writer[:], self.readers[:] = -1, 0
         self.writing[:], self.reading[:] = -1, -1
 
-    def st_async(self, at, rank, values, barrier, flag):
-        on = self.active & (self.every(flag) != 0)
+    def st_async(self, at, rank, values, barrier, flag=None, byte: int = 0):
+        on = self.active & (self.every(1 if flag is None else flag) != 0)
         data = np.stack([self.every(value)[on] for value in values], 1).astype(np.float32).view(np.uint8)
-        places, ranks = self.shared_places(self.every(at), data.shape[1], on), self.every(rank)[on]
+        places, ranks = self.shared_places(self.every(at) + byte, data.shape[1], on), self.every(rank)[on]
         for to in np.unique(ranks):
             self.cluster.send(int(to), int(barrier), places[ranks == to], data[ranks == to])
 

@@ -2,9 +2,8 @@
 
 A partial is a running maximum m [8], a sum of weights l [8] and an output [H, 8], in registers of the consumer
 warpgroup. CTA 0 gets the partials of the other CTAs by `st.async`: each thread writes its own registers for the thread
-of the same index in CTA 0. The instruction counts its bytes on an mbarrier beside the data, so that the sender needs no
-fence: with Mosaic's own `async_store_smem` every thread of the sender arrives on the barrier with release semantics for
-the whole cluster, which waits for all its memory traffic. Source: PTX ISA, "st.async", "mbarrier", "barrier.cluster".
+of the same index in CTA 0. With Mosaic's own `async_store_smem` every thread of the sender would arrive on the barrier
+with release semantics for the whole cluster, which waits for all its memory traffic.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from qerl_kernels.decode_attention.config import QUERIES
 from qerl_kernels.decode_attention.kv_tiles import smem_transforms
-from qerl_kernels.decode_attention.layouts import ACCUMULATOR, MERGED, PER_QUERY, SCALAR, fragmented_array
+from qerl_kernels.decode_attention.layouts import ACCUMULATOR, MERGED, PER_QUERY, SCALAR, f32_pair, fragmented_array
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.load import load
-from qerl_kernels.ptx.values import I32, Ptr, Value
+from qerl_kernels.ptx.values import F32, I32, element
 
 OUTPUT_TRANSFORMS = smem_transforms(QUERIES, jnp.float32)
 """Tiling and swizzle of the warps' outputs in shared memory."""
@@ -44,12 +42,6 @@ class Partial(NamedTuple):
     m: jax.Array
     l: jax.Array  # noqa: E741
     out: jax.Array
-
-
-class _Pair(Value):
-    """Two fp32 values in a 64-bit register."""
-
-    letter = "l"
 
 
 def merge(one: Partial, other: Partial) -> Partial:
@@ -111,119 +103,83 @@ def warpgroup_sync() -> None:
     plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warpgroup_barrier())()
 
 
-def cluster_arrive() -> None:
-    """Arrives on the cluster's barrier without ordering any memory but the mbarrier of `init_mbarrier`."""
-    _emit_instruction("barrier.cluster.arrive.relaxed.aligned;")
+def init_mbarrier(mbarrier: jax.Ref, expected: jax.Array) -> None:
+    """Prepares this CTA's `mbarrier` (8 bytes of shared memory) for so many bytes, and announces it to the cluster."""
+
+    def emit(ctx, mbarrier, expected):
+        machine = PtxMachine()
+        barriers = [(machine.shared_address(mbarrier), I32(expected.registers.item()))]
+        machine.init_mbarriers(barriers, machine.thread_index())
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))(emit)(mbarrier, expected)
 
 
 def cluster_wait() -> None:
-    """Waits until every thread of the cluster has arrived."""
-    _emit_instruction("barrier.cluster.wait.acquire.aligned;")
-
-
-def init_mbarrier(mbarrier: jax.Ref, expected: jax.Array) -> None:
-    """Sets up `mbarrier` (8 bytes of shared memory) to complete once so many bytes have come; not where it is < 0."""
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))(_emit_init)(mbarrier, expected)
+    """Waits until every thread of the cluster has announced its mbarrier."""
+    plgpu.inline_mgpu()(lambda ctx: PtxMachine().cluster_wait())()
 
 
 def wait_for_partials(mbarrier: jax.Ref) -> None:
     """Waits until all bytes that `init_mbarrier` expects have come."""
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_emit_wait)(mbarrier)
+
+    def emit(ctx, mbarrier):
+        machine = PtxMachine()
+        machine.mbarrier_wait(machine.shared_address(mbarrier))
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(mbarrier)
 
 
-# ---- partials in shared memory ----
+# ---- partials in shared memory: thread t has register pair i of a partial at byte 1024 i + 8 t of a slot ----
 
 
 def send(partial: Partial, slot: jax.Ref, mbarrier: jax.Ref) -> None:
     """Writes a partial to `slot` of CTA 0 and counts its bytes on `mbarrier` there."""
+
+    def emit(ctx, m, l, out, slot, mbarrier):  # noqa: E741
+        machine = PtxMachine()
+        place, barrier = _place(machine, slot), machine.shared_address(mbarrier)
+        for byte, pair in _pairs(m, l, out):
+            machine.st_async(place, machine.i32(0), pair, barrier, byte=byte)
+
     types = (PER_QUERY, PER_QUERY, MERGED, plgpu.RefType(), plgpu.RefType())
-    plgpu.inline_mgpu(arg_types=types)(_emit_send)(*partial, slot, mbarrier)
+    plgpu.inline_mgpu(arg_types=types)(emit)(*partial, slot, mbarrier)
 
 
 def keep(partial: Partial, slot: jax.Ref) -> None:
     """Writes a partial to a slot of this CTA, for `receive`: each thread reads what it wrote itself."""
-    plgpu.inline_mgpu(arg_types=(PER_QUERY, PER_QUERY, MERGED, plgpu.RefType()))(_emit_keep)(*partial, slot)
+
+    def emit(ctx, m, l, out, slot):  # noqa: E741
+        machine = PtxMachine()
+        place = _place(machine, slot)
+        for byte, pair in _pairs(m, l, out):
+            machine.store_shared(place, pair, byte=byte)
+
+    plgpu.inline_mgpu(arg_types=(PER_QUERY, PER_QUERY, MERGED, plgpu.RefType()))(emit)(*partial, slot)
 
 
 def receive(slot: jax.Ref, width: int) -> Partial:
     """The partial in a slot of this CTA."""
+
+    def emit(ctx, slot):
+        machine = PtxMachine()
+        place = _place(machine, slot)
+        count = ir.MemRefType(slot.type).shape[0] * 4 // _STEP
+        *out, m, l = (f32_pair(*machine.load_shared(place, 2, byte=i * _STEP)) for i in range(count))  # noqa: E741
+        per_query = [fragmented_array([each], (QUERIES,), PER_QUERY) for each in (m, l)]
+        return *per_query, fragmented_array(out, (width, QUERIES), MERGED)
+
     per_query = plgpu.ShapeDtypeStruct((QUERIES,), jnp.float32, layout=PER_QUERY)
     out = plgpu.ShapeDtypeStruct((width, QUERIES), jnp.float32, layout=MERGED)
     types = (per_query, per_query, out)
-    return Partial(*plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=types)(_emit_receive)(slot))
+    return Partial(*plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=types)(emit)(slot))
 
 
-def _emit_instruction(text: str) -> None:
-    def emit(ctx):
-        PtxMachine().asm(text, "", effects=True)
-
-    plgpu.inline_mgpu()(emit)()
-
-
-def _emit_init(ctx, mbarrier, expected):
-    del ctx
-    machine, expected = PtxMachine(), I32(expected.registers.item())
-    wanted = arith.cmpi(arith.CmpIPredicate.sge, expected.value, machine.i32(0).value)
-    first = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
-    with mgpu.utils.when(arith.andi(wanted, first)):
-        address = mgpu.utils.memref_ptr(mbarrier)
-        nvvm.mbarrier_init(address, machine.i32(1).value)
-        machine.asm("fence.mbarrier_init.release.cluster;", "", effects=True)
-        text = "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;"
-        machine.asm(text, "", _SharedAddress(address), expected, effects=True)
-
-
-class _SharedAddress(Value):
-    """A pointer to shared memory, which a 32-bit register holds."""
-
-    letter = "r"
-
-
-def _own_place(machine: PtxMachine, slot: ir.Value) -> ir.Value:
+def _place(machine: PtxMachine, slot: ir.Value) -> I32:
     """Where this thread's register pairs begin in a slot."""
-    thread = machine.thread_index() & 127
-    byte = ir.IntegerType.get_signless(8)
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(slot), [(thread * 8).value], byte)
+    return machine.shared_address(slot) + (machine.thread_index() & 127) * 8
 
 
-def _pairs(m, l, out) -> list[ir.Value]:  # noqa: E741
-    return [*out.registers.flat, *m.registers.flat, *l.registers.flat]
-
-
-def _emit_send(ctx, m, l, out, slot, mbarrier):  # noqa: E741
-    del ctx
-    machine = PtxMachine()
-    place, barrier = (
-        Ptr(mgpu.utils.get_cluster_ptr(pointer, machine.i32(0).value, generic=False))
-        for pointer in (_own_place(machine, slot), mgpu.utils.memref_ptr(mbarrier))
-    )
-    for i, pair in enumerate(_pairs(m, l, out)):
-        text = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [$0 + {i * _STEP}], $1, [$2];"
-        value = _Pair(mgpu.utils.bitcast(pair, ir.IntegerType.get_signless(64)))
-        machine.asm(text, "", place, value, barrier, effects=True)
-
-
-def _emit_keep(ctx, m, l, out, slot):  # noqa: E741
-    del ctx
-    place = _own_place(PtxMachine(), slot)
-    for i, pair in enumerate(_pairs(m, l, out)):
-        llvm.store(pair, mgpu.utils.getelementptr(place, [i * _STEP], ir.IntegerType.get_signless(8)))
-
-
-def _emit_wait(ctx, mbarrier):
-    del ctx
-    machine = PtxMachine()
-    ticks = machine.i32(10_000_000).value
-    nvvm.mbarrier_try_wait_parity(mgpu.utils.memref_ptr(mbarrier), machine.i32(0).value, ticks)
-
-
-def _emit_receive(ctx, slot):
-    del ctx
-    place = _own_place(PtxMachine(), slot)
-    count = ir.MemRefType(slot.type).shape[0] * 4 // _STEP
-    pair = ir.VectorType.get((2,), ir.F32Type.get())
-    byte = ir.IntegerType.get_signless(8)
-    pairs = [llvm.load(pair, mgpu.utils.getelementptr(place, [i * _STEP], byte)) for i in range(count)]
-    *out, m, l = pairs  # noqa: E741
-    per_query = [fragmented_array([each], (QUERIES,), PER_QUERY) for each in (m, l)]
-    return *per_query, fragmented_array(out, (32 * len(out), QUERIES), MERGED)
+def _pairs(m, l, out) -> list[tuple[int, list[F32]]]:  # noqa: E741
+    """(byte from `_place` on, values) of each register pair of a partial."""
+    pairs = [*out.registers.flat, *m.registers.flat, *l.registers.flat]
+    return [(i * _STEP, [F32(element(pair, e)) for e in range(2)]) for i, pair in enumerate(pairs)]

@@ -20,11 +20,11 @@ Barriers, and why none can hang. Every wait is answered by arrivals that do not 
   completes once for every use: the consumer arrives after its last read, behind a fence that orders the reads before
   the copy engine's next write. Both make the same uses in the same order, use i in stage i mod stages, and the producer
   waits on `empty` only from the second round on.
-- `mbarrier` completes once, when all bytes that the other CTAs send to CTA 0 have come. CTA 0 expects the bytes of
-  exactly the splits that have a tile and are not its own; the CTA of such a split sends always. `mbarrier` is set up
-  before any CTA sends: every thread of the cluster arrives on the hardware's cluster barrier once, CTA 0 after the
-  set-up, and waits for it once, the consumers before their first tile. CTA 0 cannot leave before the bytes sent to it
-  have come.
+- `mbarrier` completes once in CTA 0, when all bytes that the other CTAs send there have come. It expects the bytes of
+  exactly the splits that have a tile and are not CTA 0's; the CTA of such a split sends always. (The other CTAs' own
+  `mbarrier` gets nothing, and nobody waits for it.) It is set up before any CTA sends: every thread of the cluster
+  arrives on the hardware's cluster barrier once, after its CTA's set-up, and waits for it once, the consumers before
+  their first tile. CTA 0 cannot leave before the bytes sent to it have come.
 - `combine.warpgroup_sync` is a barrier of the consumer's four warps.
 """
 
@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qerl_kernels.decode_attention.combine import OUTPUT_TRANSFORMS, cluster_arrive, init_mbarrier
+from qerl_kernels.decode_attention.combine import OUTPUT_TRANSFORMS, init_mbarrier
 from qerl_kernels.decode_attention.config import (
     KV_TILE,
     QUERIES,
@@ -110,9 +110,7 @@ def _body(*refs, kv_heads: int, group: int, scale: float, config: AttentionConfi
     """One CTA: sets up the cluster's mbarrier, then the producer and the consumer warpgroup."""
     work, shared = Work(Global(*refs), config, kv_heads, group), Shared(**scratch)
     if config.ctas > 1:
-        expects = (work.cta == 0) & (work.warpgroup == 0)
-        init_mbarrier(shared.mbarrier, jnp.where(expects, work.sent * partial_bytes(work.width), -1))
-        cluster_arrive()
+        init_mbarrier(shared.mbarrier, work.sent * partial_bytes(work.width))
 
     @pl.when(work.warpgroup == 1)
     def _():

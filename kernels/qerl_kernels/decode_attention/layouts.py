@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from qerl_kernels.ptx.values import F32, I32
+from qerl_kernels.ptx.values import F32, I32, element
 
 # [warps, rows, queries] as the accumulators C lie: each warp has its own.
 ACCUMULATOR = plgpu.Layout.TILED(
@@ -46,14 +46,13 @@ def fragmented_array(
 
 def accumulator(tiles: Sequence[Sequence[F32]], shape: tuple[int, ...]) -> mgpu.FragmentedArray:
     """Accumulators of 16 rows each, four registers, as an array in `ACCUMULATOR`."""
-    two = ir.VectorType.get((2,), ir.F32Type.get())
-    pairs = [half for a, b, c, d in tiles for half in ([a.value, b.value], [c.value, d.value])]
-    return fragmented_array([vector.from_elements(two, pair) for pair in pairs], shape, ACCUMULATOR)
+    pairs = [half for a, b, c, d in tiles for half in ((a, b), (c, d))]
+    return fragmented_array([f32_pair(*pair) for pair in pairs], shape, ACCUMULATOR)
 
 
-def element(of: ir.Value, i: int) -> ir.Value:
-    """Element i of a vector."""
-    return vector.extract(of, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+def f32_pair(first: F32, second: F32) -> ir.Value:
+    """Two values as a register of an array."""
+    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first.value, second.value])
 
 
 def words(registers: Sequence[ir.Value]) -> list[I32]:

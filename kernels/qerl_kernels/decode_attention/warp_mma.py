@@ -29,12 +29,11 @@ from qerl_kernels.decode_attention.layouts import (
     MERGED,
     SCALAR,
     accumulator,
-    element,
     words,
 )
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.load import load
-from qerl_kernels.ptx.values import F32, I32, Ptr
+from qerl_kernels.ptx.values import F32, I32, Ptr, element
 
 F16_MAX = 65504.0
 

@@ -12,11 +12,10 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
 from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
 from qerl_kernels.ptx.instructions import PtxMachine
-from qerl_kernels.ptx.values import I32
+from qerl_kernels.ptx.values import I32, element
 
 WORDS = plgpu.Layout.WG_STRIDED((4, 128), vec_size=4)
 SCALES = plgpu.Layout.TILED(
@@ -58,16 +57,6 @@ def dequantize(words: jax.Array, scales: jax.Array) -> jax.Array:
     """A tile of words and scales in registers -> its [64, 64] bf16 values (weight × 2^-13) as `wgmma` wants A."""
     out = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     return plgpu.inline_mgpu(arg_types=(WORDS, SCALES), return_type=out)(_dequantize_lane)(words, scales)
-
-
-def element(vec: ir.Value, i: int) -> ir.Value:
-    """Element i of a vector."""
-    return vector.extract(vec, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-
-
-def as_word(register: ir.Value) -> I32:
-    """A 32-bit register of any type as a word."""
-    return I32(mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32)))
 
 
 def as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:

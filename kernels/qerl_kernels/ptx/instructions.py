@@ -174,16 +174,20 @@ class PtxMachine:
         """All threads of the CTA arrive, and see each other's shared memory."""
         self.asm("bar.sync 0;", "", effects=True)
 
-    def init_mbarriers(self, barriers: Sequence[tuple[I32, int]], thread: I32) -> None:
-        """Thread 0 prepares each (mbarrier, bytes that the cluster will send to it) and announces it to the cluster."""
+    def init_mbarriers(self, barriers: Sequence[tuple[I32, int | I32]], thread: I32) -> None:
+        """Thread 0 prepares each (mbarrier, bytes that the cluster will send to it), and every thread announces to the
+        cluster that those of its CTA are prepared."""
         text = ".reg .pred p; .reg .b64 state; setp.eq.b32 p, $0, 0;"
+        operands = [at for at, _ in barriers] + [size for _, size in barriers if not isinstance(size, int)]
+        names = iter(f"${i}" for i in range(1 + len(barriers), 1 + len(operands)))
         for i, (_, expected) in enumerate(barriers, 1):
+            size = expected if isinstance(expected, int) else next(names)
             text += (
                 f" @p mbarrier.init.shared::cta.b64 [${i}], 1;"
-                f" @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [${i}], {expected};"
+                f" @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [${i}], {size};"
             )
         text += " fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"
-        self.asm(text, "", thread, *(at for at, _ in barriers), effects=True)
+        self.asm(text, "", thread, *operands, effects=True)
 
     def cluster_wait(self) -> None:
         """Waits until every CTA of the cluster has announced its mbarriers."""
@@ -201,19 +205,23 @@ class PtxMachine:
         """
         self.asm(text, "", barrier, effects=True)
 
-    def st_async(self, at: I32, rank: I32, values: Sequence[F32], barrier: I32, flag: I32) -> None:
-        """1 or 4 fp32 values to the address `at` in the shared memory of another CTA of the cluster, and their bytes to
-        its mbarrier."""
+    def st_async(
+        self, at: I32, rank: I32, values: Sequence[F32], barrier: I32, flag: I32 | None = None, byte: int = 0
+    ) -> None:
+        """1, 2 or 4 fp32 values to the address `at` in the shared memory of another CTA of the cluster, and their bytes
+        to its mbarrier. The instruction counts the bytes beside the data, so that the sender needs no fence."""
         count = len(values)
         names = [f"${i + 3}" for i in range(count)]
-        text = (
-            f".reg .pred p; .reg .b32 far, bar; setp.ne.b32 p, ${count + 3}, 0;"
-            " @p mapa.shared::cluster.u32 far, $0, $1; @p mapa.shared::cluster.u32 bar, $2, $1;"
-            f" @p st.async.shared::cluster.mbarrier::complete_tx::bytes{_vector(count)}.b32 [far], {_listed(names)},"
-            " [bar];"
+        text, guard = ".reg .b32 far, bar;", ""
+        if flag is not None:
+            text, guard = f".reg .pred p; {text} setp.ne.b32 p, ${count + 3}, 0;", "@p "
+        text += (
+            f" {guard}mapa.shared::cluster.u32 far, $0, $1; {guard}mapa.shared::cluster.u32 bar, $2, $1;"
+            f" {guard}st.async.shared::cluster.mbarrier::complete_tx::bytes{_vector(count)}.b32 [far + {byte}],"
+            f" {_listed(names)}, [bar];"
         )
         words = [self.asm("mov.b32 $0, $1;", "r", value)[0] for value in values]
-        self.asm(text, "", at, rank, barrier, *words, flag, effects=True)
+        self.asm(text, "", at, rank, barrier, *words, *([] if flag is None else [flag]), effects=True)
 
     # ---- tensor cores and exchanges within a warp ----
 

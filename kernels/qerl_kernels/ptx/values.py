@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import jax.experimental.mosaic.gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 
 class Value:
@@ -173,6 +173,16 @@ def asm(text: str, out: str, *inputs: Value, effects: bool = False) -> list[Valu
     else:
         found = [found] * len(outs)
     return [_KINDS[letter](value) for letter, value in zip(out, found, strict=True)]
+
+
+def element(of: ir.Value, i: int) -> ir.Value:
+    """Element i of an MLIR vector."""
+    return vector.extract(of, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
+
+def as_word(register: ir.Value) -> I32:
+    """A 32-bit register of any type as a word."""
+    return I32(mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32)))
 
 
 def select(flag: I32, a: AnyValue | int, b: AnyValue | int) -> AnyValue:

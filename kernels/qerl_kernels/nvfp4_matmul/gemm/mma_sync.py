@@ -11,11 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from qerl_kernels.nvfp4_matmul.dequant import as_word, element
 from qerl_kernels.nvfp4_matmul.gemm.smem import swizzled
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.ptx.instructions import PtxMachine
-from qerl_kernels.ptx.values import F32
+from qerl_kernels.ptx.values import F32, as_word, element
 
 # $0: address of this lane's row of the first `ldmatrix`. $1: the k-tile of x. $2: the thread.
 _B_ADDRESS = """.reg .b32 r, c, t;

@@ -19,14 +19,14 @@ from jaxlib.mlir import ir
 
 from qerl_kernels.dispatch import SMS
 from qerl_kernels.formats import PackedNvfp4
-from qerl_kernels.nvfp4_matmul.dequant import DEQUANTIZE, as_fragments, as_word, element
+from qerl_kernels.nvfp4_matmul.dequant import DEQUANTIZE, as_fragments
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.kernel import launch, pad_rows
 from qerl_kernels.nvfp4_matmul.gemm.smem import swizzled
 from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
 from qerl_kernels.ptx.instructions import PtxMachine
-from qerl_kernels.ptx.values import I32
+from qerl_kernels.ptx.values import I32, as_word, element
 
 # What a thread holds: the words of the four k16 steps, and for each two words of scales.
 WORDS_T = plgpu.Layout.WG_STRIDED((4, 128), vec_size=1)
