@@ -18,7 +18,6 @@ the folder.
 import os
 import re
 import sys
-import time
 import types
 
 import h200
@@ -104,10 +103,8 @@ def step_program(layers: int) -> None:
             offset += part.shape[1]
         return nvfp4_matmul(x, weight, None, loras)
 
-    start = time.perf_counter()
     all_lists = [inputs, weights, b, a]
     program = compiled(lambda *lists: [product(*one) for one in zip(*lists, strict=True)], all_lists)
-    print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     refuse_copies(program)
 
 

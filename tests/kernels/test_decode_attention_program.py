@@ -39,53 +39,67 @@ def words(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low.view(np.uint16).astype(np.int64) | high.view(np.uint16).astype(np.int64) << 16
 
 
+def tile_scores(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """`kv_tiles.load_keys` and `mma`: [4, 16, 8] of a tile's keys and eight queries [8, H], these in the dtype of the
+    `mma`. In e4m3 thread c of four holds dims 4 c to 4 c + 3 of every 16."""
+    width, fp8 = keys.shape[1], keys.dtype == E4M3
+    machine, out = machine_with(keys), np.zeros((KV_TILE, QUERIES), np.float32)
+    sums = [np.zeros(128, np.float32)] * 4
+    operands = kv_tiles.load_keys(machine, TILE_AT, width, fp8)
+    assert len(operands) == width // 16
+    for i, a in enumerate(operands):
+        first, second = (4 * C, 4 * C + 2) if fp8 else (2 * C, 2 * C + 8)
+        b = [words(q[G, 16 * i + at], q[G, 16 * i + at + 1]) for at in (first, second)]
+        sums = machine.mma(sums, a, b, "f16" if fp8 else "bf16")
+    for i, found in enumerate(sums):
+        out[16 * WARP + G + 8 * (i // 2), 2 * C + i % 2] = found
+    return out.reshape(4, 16, QUERIES)
+
+
+def with_values(out: np.ndarray, weights: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """out [4, H, 8] and what `kv_tiles.load_values` and `mma` add; weights [4, 16, 8] in the dtype of the `mma`. In
+    e4m3 the rows are even dims, then odd ones."""
+    width, fp8 = values.shape[1], values.dtype == E4M3
+    machine, total, weights = machine_with(values), out.copy(), weights.reshape(KV_TILE, QUERIES)
+    held = [weights[16 * WARP + G + at, 2 * C + e] for at in (0, 8) for e in range(2)]  # as scores lie
+    b = [machine.movmatrix(words(*held[i : i + 2])) for i in (0, 2)]
+    operands = kv_tiles.load_values(machine, TILE_AT, width, fp8, machine.every(int(tokens)))
+    assert len(operands) == width // 16
+    for i, a in enumerate(operands):
+        rows = [16 * i + (2 * G + half if fp8 else G + 8 * half) for half in (0, 1)]
+        places = [(WARP, row, 2 * C + e) for row in rows for e in range(2)]
+        sums = machine.mma([total[place] for place in places], a, b, "f16" if fp8 else "bf16")
+        for place, new in zip(places, sums, strict=True):
+            total[place] = new
+    return total
+
+
 @shapes
 @dtypes
 def test_scores(width, dtype):
-    """`K qᵀ` of each warp's 16 tokens. In e4m3 thread c of four holds dims 4 c to 4 c + 3 of every 16."""
+    """`K qᵀ` of each warp's 16 tokens."""
     rng = np.random.default_rng(width)
     keys = rng.normal(size=(KV_TILE, width)).astype(dtype)
     q = rng.normal(size=(QUERIES, width)).astype(np.float16 if dtype == E4M3 else jnp.bfloat16)
-    machine = machine_with(keys)
-    operands = kv_tiles.load_keys(machine, TILE_AT, width, dtype == E4M3)
-    assert len(operands) == width // 16
-    sums = [np.zeros(128, np.float32)] * 4
-    for i, a in enumerate(operands):
-        first, second = (4 * C, 4 * C + 2) if dtype == E4M3 else (2 * C, 2 * C + 8)
-        b = [words(q[G, 16 * i + at], q[G, 16 * i + at + 1]) for at in (first, second)]
-        sums = machine.mma(sums, a, b, "f16" if dtype == E4M3 else "bf16")
     exact = keys.astype(np.float64) @ q.astype(np.float64).T
-    for i, found in enumerate(sums):
-        np.testing.assert_allclose(found, exact[16 * WARP + G + 8 * (i // 2), 2 * C + i % 2], atol=1e-4)
+    np.testing.assert_allclose(tile_scores(q, keys).reshape(KV_TILE, QUERIES), exact, atol=1e-4)
 
 
 @shapes
 @dtypes
-@pytest.mark.parametrize("tokens", [-5, 0, 1, 2, 9, 17, 32, 63, 64, 200])
+@pytest.mark.parametrize("tokens", [-5, 1, 17, 64])
 def test_values(width, dtype, tokens):
-    """`Vᵀ Pᵀ` over the tile's first tokens; behind them V is NaN. In e4m3 the rows are even dims, then odd ones."""
+    """`Vᵀ Pᵀ` over the tile's first tokens; behind them V is NaN."""
     rng = np.random.default_rng(width)
     values = rng.normal(size=(KV_TILE, width)).astype(dtype)
     count = min(max(tokens, 0), KV_TILE)
     values[count:] = np.nan
     number = np.float16 if dtype == E4M3 else jnp.bfloat16
     weights = np.where(np.arange(KV_TILE)[:, None] < count, rng.uniform(size=(KV_TILE, QUERIES)), 0).astype(number)
-    machine = machine_with(values)
-    operands = kv_tiles.load_values(machine, TILE_AT, width, dtype == E4M3, machine.every(tokens))
-    assert len(operands) == width // 16
-    of_warp = [
-        weights[16 * WARP + G + at, 2 * C + e] for at in (0, 8) for e in range(2)
-    ]  # as scores lie: [keys, queries]
-    b = [machine.movmatrix(words(*of_warp[i : i + 2])) for i in (0, 2)]
-    tiles = values.astype(np.float64).reshape(4, 16, width), weights.astype(np.float64).reshape(4, 16, QUERIES)
-    valid = np.arange(KV_TILE).reshape(4, 16) < count
-    exact = np.einsum("wth,wtq->whq", np.where(valid[..., None], tiles[0], 0), tiles[1])
-    for i, a in enumerate(operands):
-        found = machine.mma([np.zeros(128, np.float32)] * 4, a, b, "f16" if dtype == E4M3 else "bf16")
-        for j, sums in enumerate(found):
-            half = j // 2
-            row = 16 * i + (2 * G + half if dtype == E4M3 else G + 8 * half)
-            np.testing.assert_allclose(sums, exact[WARP, row, 2 * C + j % 2], atol=1e-5)
+    weights, start = weights.reshape(4, 16, QUERIES), rng.normal(size=(4, width, QUERIES)).astype(np.float32)
+    valid = np.where(np.arange(KV_TILE)[:, None] < count, values.astype(np.float64), 0).reshape(4, 16, width)
+    exact = start + np.einsum("wth,wtq->whq", valid, weights.astype(np.float64))
+    np.testing.assert_allclose(with_values(start, weights, values, tokens), exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 4])

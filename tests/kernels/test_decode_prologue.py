@@ -92,8 +92,13 @@ def test_a_chip_too_small_for_the_clusters_is_named(monkeypatch):
     assert "132 SMs (this GPU has 114)" in config.missing_for_kernel(64, [32])
 
 
-@pytest.mark.parametrize("ranks", [(), (8,), (32,), (16, 16, 16), (32, 32, 32), (64, 64, 64)])
-@pytest.mark.parametrize(("kind", "features"), [("norm", 3584), ("plain", 3584), ("silu", 18944), ("silu", 896)])
+@pytest.mark.parametrize(
+    ("kind", "features", "ranks"),
+    [
+        ("norm", 3584, ()), ("norm", 3584, (32, 32, 32)), ("norm", 3584, (64, 64, 64)), ("plain", 3584, (8,)),
+        ("silu", 18944, (32,)), ("silu", 896, (64, 64, 64)),
+    ],
+)  # fmt: skip
 def test_no_configuration_lets_the_tokens_change_the_order_of_a_sum(kind, features, ranks):
     """Cluster size and warps fix the order of the sums; the fields that depend on the number of tokens split the work
     otherwise and stay in bounds. This holds for every configuration, not only the one taken."""
@@ -114,7 +119,7 @@ def test_no_configuration_lets_the_tokens_change_the_order_of_a_sum(kind, featur
 )
 def test_split_k_takes_every_k_tile_once(features, ranks):
     """And no more clusters than are resident at one time are launched for up to 32 tokens."""
-    for tokens in range(1, 33):
+    for tokens in (1, 8, 9, 16, 31, 32):
         spec = config.PrologueSpec("silu", tokens, features, ranks, partials=True)
         found = config.best_config(spec)
         assert found.column_splits == 1

@@ -5,18 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decode_prologue_oracle import EPS, check, inputs_of, wide
-from qerl_kernels import dispatch
+from gpu_oracle import needs_gpu, poison
 from qerl_kernels.decode_prologue import cases
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        dispatch.missing_for_mosaic_gpu(jnp.bfloat16) is not None,
-        reason=f"needs {dispatch.missing_for_mosaic_gpu(jnp.bfloat16)}",
-    ),
-]
+pytestmark = needs_gpu
 MOST = max(cases.TOKENS)
 
 
@@ -30,11 +24,6 @@ def run(kind, inputs, a, ranks):
 
 
 run_jit = jax.jit(run, static_argnums=(0, 3))
-
-
-def poison(shapes):
-    """Fill freed memory with NaN, so that an output nobody wrote shows."""
-    jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.bfloat16) for shape in shapes])
 
 
 @pytest.mark.parametrize("case", cases.SHAPES)

@@ -2,6 +2,7 @@
 element of the weight that `wgmma` (PTX manual, fragments of A) expects there, exactly, forward and transposed."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy_machine import NumpyMachine
@@ -9,7 +10,7 @@ from ptx_interpreter import bf16_of
 from qerl_kernels.nvfp4_matmul import cases, dequant, packing
 from qerl_kernels.nvfp4_matmul.gemm import transposed
 
-U32 = np.uint32
+U32, BF16 = np.uint32, jnp.bfloat16
 THREAD = np.arange(128, dtype=U32)
 WARP, GROUP, QUAD = THREAD // 32, THREAD % 32 // 4, THREAD % 4
 SCALES_AT, WORDS_AT, OUT_AT = 0, 4096, 8192
@@ -26,11 +27,6 @@ def operand(steps: list) -> np.ndarray:
     return out
 
 
-@pytest.fixture
-def machine():
-    return NumpyMachine(128, shared_bytes=1 << 16)
-
-
 @pytest.fixture(scope="module")
 def weight():
     packed = packing.pack(cases.random_weight(jax.random.key(3), 128, 192))
@@ -42,28 +38,65 @@ def swizzle(at):
     return at ^ ((at >> 7 & 7) << 4)
 
 
+# ---- the instructions of a warpgroup, for a tile; `test_interpreted.py` runs whole kernels with them ----
+
+
+def dequantize(words_of_tile: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`dequant.weight_fragments` of a tile in the registers of a warpgroup."""
+    pairs = [scales[16 * WARP + 2 * GROUP + pair].astype(np.int64) for pair in range(2)]
+    registers = list(words_of_tile.reshape(128, 4).T.astype(np.int64))
+    return operand(dequant.weight_fragments(NumpyMachine(128), registers, pairs)).astype(BF16)
+
+
+def load_transposed(words_of_tile: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`transposed.emit_load` from shared memory in which the words are swizzled; the machine refuses an `ldmatrix` that
+    asks a bank twice."""
+    machine = NumpyMachine(128, shared_bytes=1 << 14)
+    machine.shared[WORDS_AT + swizzle(np.arange(2048))] = words_of_tile.reshape(-1).view(np.uint8)
+    machine.shared[SCALES_AT : SCALES_AT + 256] = scales.view(np.uint8)
+    held = transposed.emit_load(machine, np.int64(WORDS_AT), np.int64(SCALES_AT), THREAD)
+    return tuple(np.stack(registers).astype(np.uint32) for registers in held)
+
+
+def dequantize_transposed(words_of_thread: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`transposed.emit_dequantize`."""
+    registers = [list(each.astype(np.int64)) for each in (words_of_thread, scales)]
+    return operand(transposed.emit_dequantize(NumpyMachine(128), *registers, THREAD)).astype(BF16)
+
+
+def store_transposed(y: np.ndarray) -> np.ndarray:
+    """`transposed.emit_store` of y [64, tile_m] in `WGMMA_TRANSPOSED`; the tile [tile_m, 64] in shared memory.
+
+    Registers (n8 tile, c): lane 8 f + 4 a + b: rows 16 w + 8 c + 2 f, + 1, token 2 b + a.
+    """
+    bits, rows = y.view(np.uint16).astype(np.uint32), y.shape[1]
+    lane, held = THREAD % 32, []
+    for n8_tile in range(rows // 8):
+        for c in range(2):
+            row, token = 16 * WARP + 8 * c + 2 * (lane >> 3), 8 * n8_tile + 2 * (lane & 3) + (lane >> 2 & 1)
+            held.append(bits[row, token] | bits[row + 1, token] << np.uint32(16))
+    machine = NumpyMachine(128, shared_bytes=OUT_AT + 128 * rows)
+    transposed.emit_store(machine, np.int64(OUT_AT), THREAD, held)
+    return machine.shared[OUT_AT + swizzle(np.arange(128 * rows))].view(BF16).reshape(rows, 64)
+
+
+# ---- tests ----
+
+
 @pytest.mark.parametrize("tile, unit", [(0, 0), (1, 2)])
 def test_forward_operand(weight, tile, unit):
     packed, matrix = weight
-    words = np.asarray(packed.words)[tile, unit].reshape(128, 4)
-    scales = np.asarray(packed.scales)[tile, unit]
-    of_thread = [scales[16 * WARP + 2 * GROUP + pair] for pair in range(2)]
-    steps = dequant.weight_fragments(NumpyMachine(128), list(words.T), of_thread)
-    np.testing.assert_array_equal(operand(steps), matrix[64 * tile :, 64 * unit :][:64, :64])
+    held = dequantize(np.asarray(packed.words)[tile, unit], np.asarray(packed.scales)[tile, unit])
+    np.testing.assert_array_equal(held.astype(np.float64), matrix[64 * tile :, 64 * unit :][:64, :64])
 
 
 @pytest.mark.parametrize("tile, unit", [(0, 0), (1, 2)])
-def test_transposed_operand(machine, weight, tile, unit):
-    """Row 16 w + 8 c + 2 s + e is feature 16 s + 8 c + 2 w + e, as `load_transposed` says; the machine refuses an
-    `ldmatrix` that asks a bank twice."""
+def test_transposed_operand(weight, tile, unit):
+    """Row 16 w + 8 c + 2 s + e is feature 16 s + 8 c + 2 w + e, as `load_transposed` says."""
     packed, matrix = weight
-    raw = np.asarray(packed.words)[tile, unit].reshape(-1).view(np.uint8)
-    machine.shared[WORDS_AT + swizzle(np.arange(2048))] = raw
-    machine.shared[SCALES_AT : SCALES_AT + 256] = np.asarray(packed.scales)[tile, unit].view(np.uint8)
-    held = transposed.emit_load(machine, np.int64(WORDS_AT), np.int64(SCALES_AT), THREAD)
-    steps = transposed.emit_dequantize(machine, *held, THREAD)
+    held = load_transposed(np.asarray(packed.words)[tile, unit], np.asarray(packed.scales)[tile, unit])
     expected = matrix[64 * tile :, 64 * unit :][:64, :64].T
-    np.testing.assert_array_equal(operand(steps), expected[feature_of_row()])
+    np.testing.assert_array_equal(dequantize_transposed(*held).astype(np.float64), expected[feature_of_row()])
 
 
 def feature_of_row() -> np.ndarray:
@@ -71,15 +104,6 @@ def feature_of_row() -> np.ndarray:
     return 16 * (row >> 1 & 3) + (row & 8) + 2 * (row >> 4) + (row & 1)
 
 
-def test_transposed_store(machine):
-    """Registers (n8 tile, c) of `WGMMA_TRANSPOSED`: lane 8 f + 4 a + b: rows 16 w + 8 c + 2 f, + 1, token 2 b + a."""
-    y = np.random.default_rng(0).integers(0, 1 << 16, (64, 32)).astype(U32)
-    lane = THREAD % 32
-    held = []
-    for n8_tile in range(4):
-        for c in range(2):
-            row, token = 16 * WARP + 8 * c + 2 * (lane >> 3), 8 * n8_tile + 2 * (lane & 3) + (lane >> 2 & 1)
-            held.append(y[row, token] | y[row + 1, token] << U32(16))
-    transposed.emit_store(machine, np.int64(OUT_AT), THREAD, held)
-    stored = machine.shared[OUT_AT + swizzle(np.arange(32 * 128))].view(np.uint16).reshape(32, 64)
-    np.testing.assert_array_equal(stored[:, feature_of_row()], y.T)
+def test_transposed_store():
+    y = np.random.default_rng(0).normal(size=(64, 32)).astype(BF16)
+    np.testing.assert_array_equal(store_transposed(y)[:, feature_of_row()], y.T)

@@ -7,12 +7,12 @@ from qerl_kernels.nvfp4_matmul.gemm.schedule import StreamK
 
 
 @pytest.mark.parametrize("unroll", [1, 2])
-@pytest.mark.parametrize("cluster", [2, 3, 4, 8])
+@pytest.mark.parametrize("cluster", [2, 3, 4])
 def test_owners_wait_for_those_who_send(cluster, unroll):
     """Against following every k-iteration by hand, for few and many k-iterations: CTAs may have nothing to do."""
     idle = 0
-    for tiles in (1, 2, 3, 5):
-        for k_iterations in range(unroll, 14, unroll):
+    for tiles in (1, 3, 5):
+        for k_iterations in (unroll, 2 * unroll, 6, 10):
             stream_k = StreamK(jnp.int32(tiles * k_iterations), k_iterations, cluster, unroll)
             begins = [int(stream_k.begin(jnp.int32(rank))) for rank in range(cluster + 1)]
             assert begins[0] == 0 and begins[-1] == tiles * k_iterations and begins == sorted(begins)

@@ -13,56 +13,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy_machine import Memory, NumpyMachine
-from qerl_kernels.decode_attention import combine, consumer, kv_tiles, warp_mma
+from qerl_kernels.decode_attention import combine, consumer, warp_mma
 from qerl_kernels.decode_attention import kernel as attention
 from qerl_kernels.decode_attention.config import AttentionConfig
-from qerl_kernels.nvfp4_matmul import cases, dequant, packing
+from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.gemm import epilogue, kernel, mainloop, operand, producer, reduce_partials, transposed
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig as Config
 from test_decode_attention import exact, inputs
-from test_decode_attention_program import TILE_AT, C, G, machine_with, words
-from test_dequant import GROUP, OUT_AT, SCALES_AT, THREAD, WARP, WORDS_AT, swizzle
-from test_dequant import operand as as_operand
+from test_decode_attention_program import tile_scores, with_values
+from test_dequant import dequantize, dequantize_transposed, load_transposed, store_transposed, swizzle
 
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 TILE = shaped((64, 64), BF16)
 
 # ---- the GEMM ----
-
-
-def dequantize(words_of_tile: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """`dequant.weight_fragments` of a tile in the registers of a warpgroup."""
-    pairs = [scales[16 * WARP + 2 * GROUP + pair].astype(np.int64) for pair in range(2)]
-    registers = list(words_of_tile.reshape(128, 4).T.astype(np.int64))
-    return as_operand(dequant.weight_fragments(NumpyMachine(128), registers, pairs)).astype(BF16)
-
-
-def load_transposed(words_of_tile: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`transposed.emit_load` from shared memory in which the words are swizzled."""
-    machine = NumpyMachine(128, shared_bytes=1 << 14)
-    machine.shared[WORDS_AT + swizzle(np.arange(2048))] = words_of_tile.reshape(-1).view(np.uint8)
-    machine.shared[SCALES_AT : SCALES_AT + 256] = scales.view(np.uint8)
-    held = transposed.emit_load(machine, np.int64(WORDS_AT), np.int64(SCALES_AT), THREAD)
-    return tuple(np.stack(registers).astype(np.uint32) for registers in held)
-
-
-def dequantize_transposed(words_of_thread: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """`transposed.emit_dequantize`."""
-    registers = [list(each.astype(np.int64)) for each in (words_of_thread, scales)]
-    return as_operand(transposed.emit_dequantize(NumpyMachine(128), *registers, THREAD)).astype(BF16)
-
-
-def store_transposed(y: np.ndarray) -> np.ndarray:
-    """`transposed.emit_store` of y [64, tile_m] in `WGMMA_TRANSPOSED`; the tile [tile_m, 64] in shared memory."""
-    bits, rows = y.view(np.uint16).astype(np.uint32), y.shape[1]
-    lane, held = THREAD % 32, []
-    for n8_tile in range(rows // 8):
-        for c in range(2):
-            row, token = 16 * WARP + 8 * c + 2 * (lane >> 3), 8 * n8_tile + 2 * (lane & 3) + (lane >> 2 & 1)
-            held.append(bits[row, token] | bits[row + 1, token] << np.uint32(16))
-    machine = NumpyMachine(128, shared_bytes=OUT_AT + 128 * rows)
-    transposed.emit_store(machine, np.int64(OUT_AT), THREAD, held)
-    return machine.shared[OUT_AT + swizzle(np.arange(128 * rows))].view(BF16).reshape(rows, 64)
 
 
 def reduced(partials: np.ndarray, rows: int) -> np.ndarray:
@@ -139,8 +103,8 @@ def random_packed(n: int, k: int):
     [
         (Config(8, warpgroups_n=1, k_tiles=2, stages=2), 5, 128, 320, (), 0),
         (Config(16, warpgroups_n=2, k_tiles=1, stages=2), 24, 192, 192, (32, 8), 0),
-        (Config(8, warpgroups_n=1, k_tiles=1, stages=3, lookahead=2), 8, 64, 320, (24,), 0),
-        (Config(8, warpgroups_n=1, k_tiles=2, stages=2, lookahead=1), 16, 64, 384, (), 0),
+        (Config(8, warpgroups_n=1, k_tiles=1, stages=3, lookahead=True), 8, 64, 320, (24,), 0),
+        (Config(8, warpgroups_n=1, k_tiles=2, stages=2, lookahead=True), 16, 64, 384, (), 0),
         (Config(8, warpgroups_n=1, warpgroups_k=2, k_tiles=1, stages=6), 8, 128, 192, (16,), 0),
         (Config(8, warpgroups_n=1, k_tiles=1, stages=2, mma_sync=True), 8, 64, 192, (), 0),
         (Config(8, warpgroups_n=1, k_tiles=1, stages=2), 7, 128, 128, (24,), 3),
@@ -173,7 +137,7 @@ def test_gemm(gemms, config, m, n, k, ranks, parts):
     "config, m, n, k",
     [
         (Config(8, warpgroups_n=2, k_tiles=1, stages=2), 8, 128, 192),
-        (Config(16, warpgroups_n=1, k_tiles=1, stages=2, lookahead=2), 24, 192, 64),
+        (Config(16, warpgroups_n=1, k_tiles=1, stages=2, lookahead=True), 24, 192, 64),
     ],
 )
 def test_gemm_dx(gemms, config, m, n, k):
@@ -186,36 +150,6 @@ def test_gemm_dx(gemms, config, m, n, k):
 
 
 # ---- decode attention ----
-
-
-def tile_scores(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """`kv_tiles.load_keys` and `mma`: [4, 16, 8] of a tile's keys and eight queries [8, H]."""
-    width, fp8 = keys.shape[1], keys.dtype == E4M3
-    machine, out = machine_with(keys), np.zeros((64, 8), np.float32)
-    sums = [np.zeros(128, np.float32)] * 4
-    for i, a in enumerate(kv_tiles.load_keys(machine, TILE_AT, width, fp8)):
-        first, second = (4 * C, 4 * C + 2) if fp8 else (2 * C, 2 * C + 8)
-        b = [words(q[G, 16 * i + at], q[G, 16 * i + at + 1]) for at in (first, second)]
-        sums = machine.mma(sums, a, b, "f16" if fp8 else "bf16")
-    for i, found in enumerate(sums):
-        out[16 * WARP + G + 8 * (i // 2), 2 * C + i % 2] = found
-    return out.reshape(4, 16, 8)
-
-
-def with_values(out: np.ndarray, weights: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """out [4, H, 8] and what `kv_tiles.load_values` and `mma` add; weights [4, 16, 8] in the dtype of the `mma`."""
-    width, fp8 = values.shape[1], values.dtype == E4M3
-    machine, total, weights = machine_with(values), out.copy(), weights.reshape(64, 8)
-    held = [weights[16 * WARP + G + at, 2 * C + e] for at in (0, 8) for e in range(2)]
-    b = [machine.movmatrix(words(*held[i : i + 2])) for i in (0, 2)]
-    for i, a in enumerate(kv_tiles.load_values(machine, TILE_AT, width, fp8, machine.every(int(tokens)))):
-        rows = [16 * i + (2 * G + half if fp8 else G + 8 * half) for half in (0, 1)]
-        places = [(WARP, row, 2 * C + e) for row in rows for e in range(2)]
-        for place, new in zip(
-            places, machine.mma([total[p] for p in places], a, b, "f16" if fp8 else "bf16"), strict=True
-        ):
-            total[place] = new
-    return total
 
 
 def store_output(out, out_g, first, skip, group, fp8) -> None:

@@ -204,16 +204,3 @@ def test_an_implementation_that_cannot_run_here_is_refused():
         nvfp4_matmul(x, packed, implementation="triton")
     with pytest.raises(ValueError, match="x has 63 input features"):
         nvfp4_matmul(x[:, :63], packed)
-
-
-def test_the_choice_is_said_once_and_only_where_a_kernel_could_be_expected(caplog, monkeypatch):
-    dispatch.say_once.cache_clear()
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert dispatch.choose("kernel", None, "a Hopper GPU") == "xla" and not caplog.records
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for _ in range(2):
-        assert dispatch.choose("kernel", None, "a Hopper GPU") == "xla"
-    assert [record.message for record in caplog.records] == [
-        "kernel: the XLA path runs, because Mosaic GPU needs a Hopper GPU"
-    ]
-    assert dispatch.choose("kernel", None, None) == "mosaic_gpu"

@@ -6,17 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels import dispatch
+from gpu_oracle import needs_gpu
 from qerl_kernels.decode_attention.cases import MODELS
 from qerl_kernels.rope_cache.api import rope_and_cache
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        dispatch.missing_for_mosaic_gpu(jnp.bfloat16) is not None,
-        reason=f"needs {dispatch.missing_for_mosaic_gpu(jnp.bfloat16)}",
-    ),
-]
+pytestmark = needs_gpu
 SLOTS = 40
 CASES = [
     *((model, rows, jnp.bfloat16) for model in MODELS for rows in (3, 8, 200)),

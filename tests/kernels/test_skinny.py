@@ -24,23 +24,21 @@ def run(config, x, packed, eager=False, **terms) -> np.ndarray:
     return np.asarray(kernel.run(NumpyLaunch(eager), x, packed, config, **terms), np.float64)
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "config, m, n, k, ranks, parts",
     [
         (SkinnyConfig(8, m16_tiles=1, warps=4, stages=2), 8, 64, 192, (), 0),
-        (SkinnyConfig(8, m16_tiles=2, warps=4, stages=2), 5, 96, 64 * 11, (32,), 0),
         (SkinnyConfig(8, m16_tiles=2, warps=4, stages=2), 5, 96, 64 * 11, (32,), 6),
         (SkinnyConfig(16, m16_tiles=4, warps=4, stages=3, cluster=3), 13, 128, 64 * 17, (32, 16), 0),
         (SkinnyConfig(16, m16_tiles=4, warps=4, stages=3, cluster=3), 13, 128, 64 * 17, (32, 16), 3),
-        (SkinnyConfig(8, m16_tiles=8, warps=4, stages=1, cluster=2), 1, 128, 64 * 9, (64, 8, 24), 0),
         (SkinnyConfig(8, m16_tiles=8, warps=4, stages=1, cluster=2), 1, 128, 64 * 9, (64, 8, 24), 1),
         (SkinnyConfig(32, m16_tiles=4, warps=8, stages=2, cluster=2), 27, 64, 64 * 3, (40,), 2),
         (SkinnyConfig(24, m16_tiles=2, warps=12, stages=1), 24, 32, 80, (), 0),
     ],
 )
-def test_against_fp64(config, m, n, k, ranks, parts, eager):
-    """`parts` of which x A is given as the sum; 0: it is given whole."""
+def test_against_fp64(config, m, n, k, ranks, parts):
+    """`parts` of which x A is given as the sum; 0: it is given whole. Copies arrive as late as they may, or at once
+    where the number of parts is odd."""
     packed = packing.pack(cases.random_weight(jax.random.key(n + k), n, k))
     packed = dataclasses.replace(packed, multiplier=packed.multiplier * (1 + jnp.arange(packed.multiplier.size) % 5))
     rng = np.random.default_rng(m)
@@ -62,7 +60,7 @@ def test_against_fp64(config, m, n, k, ranks, parts, eager):
             t = jnp.split(lora_x.sum(0).astype(jnp.bfloat16), np.cumsum(ranks)[:-1], axis=1)
         delta = [np.asarray(a, np.float64) @ np.asarray(of_b, np.float64) for a, of_b in zip(t, b, strict=True)]
         expected += scale * np.concatenate(delta, axis=1)
-    y = run(config, x, packed, eager, bias=bias, lora_x=lora_x, lora_b=b, scale=scale)
+    y = run(config, x, packed, parts % 2 == 1, bias=bias, lora_x=lora_x, lora_b=b, scale=scale)
     assert np.abs(y - expected).max() <= 1e-5 * norm + 2.0**-8 * np.abs(expected).max()
     assert np.all(np.abs(y - expected) <= 2.0**-8 * np.abs(expected) + 1e-5 * (norm + 4))
 
@@ -77,29 +75,20 @@ def units_of_warps(units: int, config: SkinnyConfig) -> list[range]:
     return [each for cta in shares(range(units), config.cluster) for each in shares(cta, config.warps)]
 
 
-@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(
     "config, m, n, k, ranks, widths",
     [
         (SkinnyConfig(8, m16_tiles=8, warps=4, stages=2), 8, 128, 64 * 11, (32,), (128,)),
         (SkinnyConfig(8, m16_tiles=1, warps=4, stages=1), 5, 80, 80, (8, 24, 16), (16, 48, 16)),
         (SkinnyConfig(16, m16_tiles=4, warps=4, cluster=3, stages=3), 13, 192, 64 * 17, (32, 16), (64, 128)),
-        (SkinnyConfig(8, m16_tiles=8, warps=8, cluster=4, stages=2), 1, 128, 64 * 14, (32,), (128,)),
         (SkinnyConfig(8, m16_tiles=2, warps=4, cluster=2, stages=2), 8, 112, 64 * 9, (64, 8, 40), (32, 32, 48)),
         (SkinnyConfig(32, m16_tiles=2, warps=8, cluster=2, stages=1), 27, 64, 64 * 3, (48,), (64,)),
         (SkinnyConfig(24, m16_tiles=2, warps=12, stages=1), 24, 32, 64 * 13, (16,), (32,)),
-        (SkinnyConfig(16, m16_tiles=1, warps=16, cluster=2, stages=1), 16, 64, 64 * 35, (64,), (64,)),
-        (
-            SkinnyConfig(16, m16_tiles=1, warps=12, cluster=8, stages=1),
-            11,
-            64,
-            1040,
-            (8,),
-            (64,),
-        ),  # warps without a unit
+        # warps without a k-tile
+        (SkinnyConfig(16, m16_tiles=1, warps=12, cluster=8, stages=1), 11, 64, 1040, (8,), (64,)),
     ],
 )
-def test_x_a_within_the_product(config, m, n, k, ranks, widths, eager):
+def test_x_a_within_the_product(config, m, n, k, ranks, widths):
     """Against each warp's part of t in fp64, rounded once: where a sum lies between two bf16 it may be rounded to
     either, which is less than one in a hundred, and t is large enough beside the product to see any other."""
     config = dataclasses.replace(config, computes_lora_x=True)
@@ -121,7 +110,7 @@ def test_x_a_within_the_product(config, m, n, k, ranks, widths, eager):
         # one sum that is rounded to the other side, for each token and adapter
         other = [np.abs(one).max(1)[:, None] * np.abs(two).max(0) for one, two in zip(exact, wide_b, strict=True)]
         spare = np.maximum(spare, scale * 2.0**-7 * np.concatenate(other, axis=1))
-    y = run(config, x, packed, eager, bias=bias, lora_a=a, lora_b=b, scale=scale)
+    y = run(config, x, packed, m % 2 == 1, bias=bias, lora_a=a, lora_b=b, scale=scale)
     rounding = 2.0**-8 * np.abs(expected) + 1e-4 * np.abs(expected).max()
     assert np.all(np.abs(y - expected) <= rounding + spare)
     assert (np.abs(y - expected) <= rounding).mean() > 0.9
