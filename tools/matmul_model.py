@@ -36,7 +36,7 @@ def estimate_gemm(config: GemmConfig, m: int, n: int, k: int) -> float:
     n8_tiles = -(-config.tile_m // 8)
     issue = 65 + 97 / config.k_tiles + (48 * n8_tiles if config.mma_sync else 0)
     if config.lookahead:
-        issue = 112 if config.lookahead == 2 else 146
+        issue = 112
     tensor = 0 if config.mma_sync else 2 * max(config.tile_m, 32)
     waits = 250 if config.lookahead else 82 + 276 / config.k_tiles + issue
     tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
@@ -49,7 +49,7 @@ def estimate_gemm(config: GemmConfig, m: int, n: int, k: int) -> float:
     bounds = (
         all_k_tiles * (issue + tensor),
         k_tiles * (waits + tensor),
-        k_tiles * 1000 / max(0.5, (config.stages - 1) * config.k_tiles - bool(config.lookahead)),
+        k_tiles * 1000 / max(0.5, (config.stages - 1) * config.k_tiles - config.lookahead),
         all_k_tiles * (2304 + 128 * config.tile_m / config.warpgroups_n) / 46,
     )
     work = max(sum(bound**8 for bound in bounds) ** (1 / 8), dram(n, k))
@@ -119,7 +119,7 @@ def candidates(
     transposed: bool,
     most: int,
     widths: tuple[int, ...] = (),
-    lookahead: Sequence[int] = (0, 1, 2),
+    lookahead: Sequence[bool] = (False, True),
 ) -> list[GemmConfig]:
     """The `most` configs that look best for a GEMM of these sizes, with as many stages as fit (at most 8).
 
@@ -140,7 +140,7 @@ def candidates(
     return chosen[:most]
 
 
-def feasible(m: int, n: int, transposed: bool, widths: tuple[int, ...], lookahead: Sequence[int]) -> list[GemmConfig]:
+def feasible(m: int, n: int, transposed: bool, widths: tuple[int, ...], lookahead: Sequence[bool]) -> list[GemmConfig]:
     """All configs that `candidates` chooses from."""
     tiles_m = {-(-m // (8 * equal)) * 8 for equal in range(1, max(1, m // 64) + 1)}  # every number of equal tiles
     tiles_m = [tile_m for tile_m in sorted(tiles_m) if tile_m <= 256 and (tile_m >= 120 or m < 1024)]

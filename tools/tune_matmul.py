@@ -51,7 +51,7 @@ def present(m: int, n: int, k: int, transposed: bool, widths: tuple[int, ...]) -
     return adapted if isinstance(adapted, SkinnyConfig) else tuning.config_for(m, n, k, transposed=transposed)
 
 
-def trials(case: str, tokens: list[int], directions: list[str], most: int, lookahead: list[int]) -> list[Trial]:
+def trials(case: str, tokens: list[int], directions: list[str], most: int, lookahead: list[bool]) -> list[Trial]:
     """All trials of one shape, the table's present choice first."""
     n, k = cases.SHAPES[case]
     found = []
@@ -154,13 +154,14 @@ def main() -> None:
     parser.add_argument("--direction", nargs="*", choices=["forward", "dx"], default=["forward", "dx"])
     parser.add_argument("--most", type=int, default=16, help="configs tried for each GEMM")
     parser.add_argument(
-        "--lookahead", nargs="*", type=int, default=[0, 1, 2], choices=[0, 1, 2], help="of the configs tried"
+        "--lookahead", nargs="*", type=int, default=[0, 1], choices=[0, 1], help="whether the configs tried have it"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--untimed", action="store_true", help="no GPU: take the first choice of the model")
     add_commit(parser)
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store the rows found")
     args = parser.parse_args()
+    args.lookahead = [bool(has) for has in args.lookahead]
     stored = json.loads(TABLE.read_text())
     best = []
     if args.untimed:
@@ -187,7 +188,7 @@ def main() -> None:
         print(f"best {row['direction']} n {row['n']} k {row['k']} m {row['m']} {config} {row['us']} us", flush=True)
 
 
-def guesses(case: str, tokens: list[int], directions: list[str], lookahead: list[int]) -> list[dict]:
+def guesses(case: str, tokens: list[int], directions: list[str], lookahead: list[bool]) -> list[dict]:
     """Rows of the table for one shape by the model's choice, without a time."""
     n, k = cases.SHAPES[case]
     rows = []

@@ -12,9 +12,9 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 SMS = 132  # H100 and H200 (SXM), for which the kernels are tuned
 SMEM_BYTES = 227 * 1024  # shared memory that a CTA may have there
 # Clusters, by their number of CTAs, that an H200 holds at a time with one CTA an SM, as its driver says
-# (cuOccupancyMaxActiveClusters). A cluster lies within one GPC, so that clusters of three, four or eight CTAs leave
+# (cuOccupancyMaxActiveClusters). A cluster lies within one GPC, so that clusters of three, four or sixteen CTAs leave
 # some SMs idle. Other chips of the kind may differ by a few.
-RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}
+RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 16: 7}
 
 
 @functools.cache

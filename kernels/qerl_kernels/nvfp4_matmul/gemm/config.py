@@ -24,15 +24,14 @@ class GemmConfig:
       tile_m: rows of x in a tile (8 to 256, a multiple of 8).
       warpgroups_n: consumer warpgroups side by side, 64 output features each.
       warpgroups_k: consumer warpgroups that share the contraction of the same features.
-      cluster: CTAs that share tiles by Stream-K (1, 2, 3, 4 or 8).
+      cluster: CTAs that share tiles by Stream-K (1 to 4).
       k_tiles: k-tiles of 64 that a consumer takes from one pipeline stage.
       stages: pipeline stages.
       ctas_per_sm: CTAs resident on one SM.
       mma_sync: multiply with `mma.sync` and not `wgmma`: for small tile_m, since `wgmma` takes as long for 8 rows as
         for 32.
-      lookahead: dequantize the next k-tile while `wgmma` multiplies the present one; the next `wgmma` then waits for
-        the present one (1) or follows it at once (2). With 0, consumers that share a stage all dequantize and then all
-        wait for the tensor cores: a k-tile takes the sum of both times.
+      lookahead: dequantize the next k-tile while `wgmma` multiplies the present one. Without, consumers that share a
+        stage all dequantize and then all wait for the tensor cores: a k-tile takes the sum of both times.
     """
 
     tile_m: int
@@ -43,7 +42,7 @@ class GemmConfig:
     stages: int = 4
     ctas_per_sm: int = 1
     mma_sync: bool = False
-    lookahead: int = 0
+    lookahead: bool = False
 
     @property
     def consumers(self) -> int:
@@ -91,7 +90,7 @@ class GemmConfig:
             self.smem_bytes(has_lora) * self.ctas_per_sm <= SMEM_BYTES
             and threads * self.ctas_per_sm <= 2048
             and self.consumers <= 7
-            and self.cluster in (1, 2, 3, 4, 8)
+            and 1 <= self.cluster <= 4
             and not (self.lookahead and (self.stages < 2 or self.mma_sync or spills))
             and (self.mma_sync or accumulator + 28 + max(addends, operands) <= registers)
             and (self.mma_sync or accumulator + 30 <= at_launch)  # the registers that one `wgmma` names

@@ -37,15 +37,11 @@ class Consumer:
         """Tells the producer that this consumer has read the stage."""
         plgpu.barrier_arrive(self.cta.barriers.empty.at[stage])
 
-    def load(self, stage: jax.Array, d: int) -> tuple[jax.Array, jax.Array]:
-        """Words and scales of this consumer's k-tile d of a stage, in registers."""
-        place = self.cta.operand.place(self.r, self.q * self.cta.config.k_tiles + d)
-        words_s, scales_s = self.cta.smem.words_s, self.cta.smem.scales_s
-        return self.cta.operand.load(words_s.at[(stage, *place)], scales_s.at[(stage, *place)])
-
     def weight(self, stage: jax.Array, d: int) -> jax.Array:
-        """The same k-tile as A fragments."""
-        return self.cta.operand.dequantize(*self.load(stage, d))
+        """This consumer's k-tile d of a stage as A fragments."""
+        operand, smem = self.cta.operand, self.cta.smem
+        place = (stage, *operand.place(self.r, self.q * self.cta.config.k_tiles + d))
+        return operand.dequantize(*operand.load(smem.words_s.at[place], smem.scales_s.at[place]))
 
     def x(self, stage: jax.Array, d: int) -> jax.Ref:
         """x of the k-tile, [64, tile_m] in shared memory."""
@@ -111,11 +107,9 @@ def mainloop_mma_sync(consumer: Consumer, s: jax.Array) -> jax.Array:
 def mainloop_wgmma_lookahead(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> None:
     """Two A fragments alternate: one is dequantized while the tensor cores read the other.
 
-    With 2 (with 1, `wgmma` i is waited for before `wgmma` i + 1 starts):
-
-        tensor cores   wgmma i               wgmma i + 1               wgmma i + 2
-        this warp      dequantize i + 1      dequantize i + 2          dequantize i + 3
-        stages         free that of i - 1    free that of i            free that of i + 1     (where it ends there)
+    tensor cores   wgmma i               wgmma i + 1               wgmma i + 2
+    this warp      dequantize i + 1      dequantize i + 2          dequantize i + 3
+    stages         free that of i - 1    free that of i            free that of i + 1     (where it ends there)
     """
     cta, unroll, k_tiles = consumer.cta, consumer.cta.config.unroll, consumer.cta.config.k_tiles
     span = cta.segments.span(s)
@@ -149,32 +143,18 @@ def _lookahead_k_tile(
     `previous_stage`: the stage of the k-iteration before, while its last `wgmma` may be under way; negative where there
     is none. Returns stage, previous stage and A fragment of the next k-tile.
     """
-    config = consumer.cta.config
-    ends_stage = d == config.k_tiles - 1
-
-    def load_next():
-        next_stage = consumer.wait_full(s, k_iteration + 1) if ends_stage else stage
-        return next_stage, consumer.load(next_stage, 0 if ends_stage else d + 1)
-
-    if config.lookahead == 1 and not is_last:
-        next_stage, packed = load_next()
     plgpu.wgmma(acc, a_fragment, consumer.x(stage, d))
-    if config.lookahead == 2:
-        plgpu.wgmma_wait(0 if is_last else 1)  # the k-tile before is done
-        if d == 0:
+    plgpu.wgmma_wait(0 if is_last else 1)  # the k-tile before is done
+    if d == 0:
 
-            @pl.when(previous_stage >= 0)
-            def _():
-                consumer.free(previous_stage)
+        @pl.when(previous_stage >= 0)
+        def _():
+            consumer.free(previous_stage)
 
-        if not is_last:
-            next_stage, packed = load_next()
-    if not is_last:
-        a_fragment = consumer.cta.operand.dequantize(*packed)
-    if config.lookahead == 1:
-        plgpu.wgmma_wait(0)
-    if (config.lookahead == 1 and ends_stage) or is_last:
-        consumer.free(stage)
     if is_last:
+        consumer.free(stage)
         return stage, previous_stage, a_fragment
-    return next_stage, stage if ends_stage else previous_stage, a_fragment
+    if d < consumer.cta.config.k_tiles - 1:
+        return stage, previous_stage, consumer.weight(stage, d + 1)
+    next_stage = consumer.wait_full(s, k_iteration + 1)
+    return next_stage, stage, consumer.weight(next_stage, 0)
