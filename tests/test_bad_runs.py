@@ -335,7 +335,7 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capf
     flags = [*training(place, "--reward-funcs", name, "--reward-workers", "0", "--max-steps", "7")]
     flags[flags.index("--save-steps") + 1] = "50"
     said = error_of(train.main, flags, place, capfd)
-    assert_says(said, f"reward '{name}' raised KeyError('late')")
+    assert_says(said, f"reward '{name}' raised KeyError('late') in {place / 'mine.py'}, line 6")
     assert [row["step"] for row in read_metrics(run)] == [1, 2] and latest_step(run) == 2
 
     with monkeypatch.context() as patch:
@@ -441,7 +441,7 @@ def test_a_completion_with_a_broken_logit_leaves_the_others_as_they_are(tmp_path
 
 # what a reward of one's own does: (its body, message)
 REWARDS: dict[str, tuple[str, str]] = {
-    "raises": ("raise KeyError('no such column')", "raised KeyError('no such column')"),
+    "raises": ("raise KeyError('no such column')", "raised KeyError('no such column') in …mine.py, line 2"),
     "never returns": (
         "while True: pass",
         "graded none of 2 tasks: 2 were stopped after reward_timeout 0.5 s, in 0 the process died",

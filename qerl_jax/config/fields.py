@@ -168,7 +168,7 @@ class Config:
     overlong_buffer: int | None = None
     """Tokens before max_completion_length over which "overlong" falls from 0 to -1; None: a fifth of it, as in DAPO."""
     allow_code_execution: bool = False
-    """Let the reward "code" execute generated programs, each confined by Landlock and seccomp (Linux)."""
+    """Let the reward "code" execute generated programs, each in bubblewrap (Linux)."""
 
     max_completion_length: int = 4096
     """Longest completion in tokens."""

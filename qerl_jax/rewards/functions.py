@@ -11,6 +11,7 @@ import importlib.util
 import math
 import re
 import sys
+import traceback
 from collections.abc import Mapping, Sequence, Set
 from numbers import Real
 from pathlib import Path
@@ -181,7 +182,7 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
     except (RewardError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise RewardError(f"reward {name!r} raised {error!r}") from error
+        raise RewardError(f"reward {name!r} raised {error!r}{_place(error)}") from error
     if not isinstance(values, list):
         raise RewardError(
             f"reward {name!r} returned a {type(given).__name__}, not one value for each completion in order"
@@ -198,6 +199,13 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
                 f"reward {name!r} returned {value!r} for completion {i}; expected a finite number or None"
             ) from error
     return scores
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the reward's own file that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is `call`
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def _score_of(value: Any) -> float | None:

@@ -1,7 +1,7 @@
 """Loading rewards by name; slow or untrusted ones are graded in worker processes.
 
-A task in a worker costs 0.1 ms on top of its grading (1,000 tasks on two cores: 0.1 s). The built-in rewards that stay
-in the trainer take 0.2 to 54 ms for 1,000 completions of 2,000 characters, `math_verify` 6 s
+A task in a worker costs 0.5 ms on top of its grading (1,000 tasks on two shared cores: 0.5 s). The built-in rewards
+that stay in the trainer take 0.2 to 54 ms for 1,000 completions of 2,000 characters, `math_verify` 6 s
 (`tools/results/notes/rewards.md`).
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 Reward = Callable[..., Sequence[float | None]]
 """`reward(prompts=[…], completions=[…], answer=[…], **columns) -> [float | None, …]`, as TRL calls one; None means
@@ -32,21 +31,3 @@ class Crashed(float):
 
 FLAGS: dict[str, type[float]] = {"parse_failure": Unparsed, "timeout": TimedOut, "crash": Crashed}
 """Metric name of each flagged value."""
-
-
-def to_json(value: float | None) -> Any:
-    """A value as JSON: a number, null, or [flag, number]."""
-    flag = next((flag for flag, kind in FLAGS.items() if isinstance(value, kind)), None)
-    return value if flag is None else [flag, float(value)]
-
-
-def from_json(value: Any) -> float | None:
-    """The inverse of `to_json`. Raises ValueError for anything else."""
-    match value:
-        case None:
-            return None
-        case [str(flag), float(number)] if flag in FLAGS:
-            return FLAGS[flag](number)
-        case float(number):
-            return number
-    raise ValueError(f"{value!r} is no reward's value")

@@ -1,202 +1,224 @@
-"""A pool of worker processes for grading, each of which can be killed: at a time limit, after a crash, or after a
-number of tasks.
-"""
+"""A pool of worker processes for grading, each of which is killed at a time limit and replaced."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
-import json
+import ctypes
 import math
 import os
 import signal
-import subprocess
 import sys
-import time
-import weakref
-from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import pebble
+
 from qerl_jax.rewards import functions
-from qerl_jax.rewards.outcomes import Crashed, RewardError, TimedOut, from_json
-from qerl_jax.rewards.worker import BOOT
+from qerl_jax.rewards.outcomes import Crashed, Reward, RewardError, TimedOut
 
 RECYCLE_TASKS = 2_000
 START_SECONDS = 120.0
+"""Time in which a worker is to start and load the rewards."""
 GRACE_SECONDS = 5.0
-"""Extra time of a worker for the reward `code`, which keeps its own time limit."""
+"""Extra time of a worker for the reward `code`, which keeps the time limit itself and scores what ran."""
 MAX_FAILURES = 64
 """Consecutive failures after which a reward counts as broken."""
 Rows = Mapping[str, Sequence[Any]]
+_PR_SET_PDEATHSIG = 1
 
 
-class _Worker:
-    """A worker process. It is busy while `task` is set, and starting while `task` is -1. `number` is that of the last
-    task it was sent, counted over the pool's life: a reply with another one is a stray.
-    """
+class _Process(SpawnProcess):
+    """A worker. Its main module is `worker.py` in place of the trainer's."""
 
-    STARTING = -1
+    _starting = threading.Lock()
 
-    def __init__(self, names: Sequence[str]):
-        self.connection, theirs = Pipe()
-        order = {
-            "path": sys.path,
-            "package": str(Path(functions.__file__).parents[1]),
-            "descriptor": theirs.fileno(),
-            "rewards": list(names),
-            "parent": os.getpid(),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps(order)],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # output of a reward goes to stderr
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},  # a reward that uses JAX must not take the accelerator
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C goes to the trainer, which finishes its step first
-        )
-        theirs.close()
-        self.done = 0
-        self.task: int | None = self.STARTING
-        self.number = self.STARTING
-        self.deadline = time.monotonic() + START_SECONDS
+    def start(self) -> None:
+        main = types.ModuleType("__main__")
+        main.__file__ = str(Path(__file__).with_name("worker.py"))
+        with self._starting:
+            trainer, sys.modules["__main__"] = sys.modules["__main__"], main
+            try:
+                super().start()
+            finally:
+                sys.modules["__main__"] = trainer
 
-    def stop(self) -> None:
-        """Kill the process and its children."""
+    def terminate(self) -> None:
+        """Kill it and its children at once: SIGTERM waits for a call that holds the interpreter's lock."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
 
 
-def _stop_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().stop()
+class _Context(SpawnContext):
+    Process = _Process
+
+
+class _Loaded:
+    """Of a worker: its rewards by name, or why they cannot be loaded."""
+
+    rewards: Mapping[str, Reward] = {}
+    error: RewardError | None = None
+    pid = 0
+
+
+def _begin(names: Sequence[str], trainer: int) -> None:
+    """Load the rewards in a worker.
+
+    Signals that ask a group of processes to stop are for the trainer, which finishes its step first. On Linux the
+    worker is killed when the trainer ends. What a reward prints goes to standard error; one that uses JAX must not take
+    the accelerator.
+    """
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != trainer:
+            os._exit(1)
+    os.dup2(2, 1)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    _Loaded.pid = os.getpid()
+    try:
+        _Loaded.rewards = {name: functions.load_reward(name) for name in names}
+    except RewardError as error:
+        _Loaded.error = error
+
+
+def _grade(name: str | None, rows: Rows) -> list[float | None]:
+    """Values of a task in a worker; nothing for the name None. Raises RewardError."""
+    if _Loaded.error is not None:
+        raise _Loaded.error
+    if name is None:
+        return []
+    try:
+        values = functions.call(name, _Loaded.rewards[name], rows)
+    except KeyboardInterrupt as error:  # the reward's own: SIGINT is ignored here
+        raise RewardError(f"reward {name!r} raised {error!r}") from error
+    if os.getpid() != _Loaded.pid:  # a process that the reward forked and that came back
+        os._exit(0)
+    return values
 
 
 class WorkerPool:
     """Processes that grade tasks in parallel; results come in the order of the tasks.
 
     A task that takes longer than `timeout` seconds, or whose process dies (segmentation fault, `os._exit`, out of
-    memory), fails alone, and its worker is replaced. A worker is also replaced after `recycle` tasks. All processes end
-    with `close`, with this object, or with this process, even if it is killed.
+    memory), fails alone, and its worker is replaced, as it is after `recycle` tasks. All processes end with `close`, or
+    with this process, even if it is killed. Where no task ends within `start_seconds` and its time limit, as when all
+    workers are stopped from outside, all of them are replaced, once.
     """
 
-    def __init__(self, names: Sequence[str], count: int, timeout: float, recycle: int = RECYCLE_TASKS):
-        """Start the processes and wait until they have loaded the rewards. Raises RewardError if they cannot."""
-        self._names, self._timeout, self._recycle = list(names), timeout, recycle
-        self._numbers = itertools.count()
+    def __init__(
+        self,
+        names: Sequence[str],
+        count: int,
+        timeout: float,
+        recycle: int = RECYCLE_TASKS,
+        start_seconds: float = START_SECONDS,
+        max_failures: int = MAX_FAILURES,
+    ):
+        """Start the processes and load the rewards in one. Raises RewardError if that cannot be done."""
+        self._names, self._count, self._timeout, self._recycle = list(names), count, timeout, recycle
+        self._start_seconds, self._max_failures = start_seconds, max_failures
         self._succeeded: set[str] = set()
         self._failures: dict[str, list[type]] = {name: [] for name in names}  # since the last success
-        self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
-        self._workers += [_Worker(names) for _ in range(count)]
-        with self._closed_on_error():
-            while any(worker.task == _Worker.STARTING for worker in self._workers):
-                self._step()
+        self._pool: pebble.ProcessPool | None = None
+        try:
+            self._started().schedule(_grade, (None, {})).result(start_seconds)
+        except TimeoutError as error:
+            self.close()
+            raise RewardError(f"rewards {self._names} were not loaded within {start_seconds:.0f} s") from error
+        except BrokenProcessPool as error:
+            self.close()
+            raise RewardError(f"the worker of rewards {self._names} ended while loading") from error
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End all processes."""
-        self._finalizer()
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
 
     def grade(self, name: str, tasks: Sequence[Rows]) -> list[list[float | None]]:
         """Values of each task; the rows of a failed task have the value TimedOut or Crashed.
 
-        Raises RewardError if the reward raises, if `MAX_FAILURES` consecutive tasks fail, or if all tasks of a reward
+        Raises RewardError if the reward raises, if `max_failures` consecutive tasks fail, or if all tasks of a reward
         fail that never succeeded before. (One that did succeed may fail a whole call: a step can be a single task.)
         """
         results: dict[int, list[float | None]] = {}
-        waiting = collections.deque(range(len(tasks)))
-        with self._closed_on_error():
-            while len(results) < len(tasks):
-                for worker in [worker for worker in self._workers if worker.task is None][: len(waiting)]:
-                    self._send(worker, waiting, name, tasks)
-                for task, outcome in self._step().items():
-                    if isinstance(outcome, type):
-                        self._failures[name].append(outcome)
-                        results[task] = [outcome(math.nan)] * len(tasks[task]["completions"])
-                    else:
-                        self._failures[name].clear()
-                        self._succeeded.add(name)
-                        results[task] = outcome
-                self._check_failures(name, len(tasks))
+        rounds = 0  # without a result
+        try:
+            while left := {task: rows for task, rows in enumerate(tasks) if task not in results}:
+                if rounds:
+                    self.close()
+                if rounds == 2:
+                    raise RewardError(f"reward {name!r}: the workers died or stopped, {len(left)} tasks are not graded")
+                rounds += 1
+                for task, outcome in self._outcomes(name, left):
+                    rounds = 0
+                    is_failed = isinstance(outcome, type)
+                    results[task] = [outcome(math.nan)] * len(tasks[task]["completions"]) if is_failed else outcome
+                    self._check(name, outcome if is_failed else None, len(tasks))
+        except BaseException:
+            self.close()
+            raise
         return [results[task] for task in range(len(tasks))]
 
-    def _send(self, worker: _Worker, waiting: collections.deque[int], name: str, tasks: Sequence[Rows]) -> None:
-        task = waiting.popleft()
-        try:
-            worker.number = next(self._numbers)
-            worker.connection.send((worker.number, name, tasks[task]))
-        except OSError:  # it died while idle: the task has not started
-            waiting.appendleft(task)
-            self._replace(worker)
-            return
-        limit = self._timeout + (GRACE_SECONDS if name == "code" else 0.0)
-        worker.task, worker.deadline = task, time.monotonic() + limit
-
-    def _step(self) -> dict[int, Any]:
-        """Wait for the next reply or deadline. Returns the values of each ended task, or the type of its failure."""
-        busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
-        left = min(worker.deadline for worker in busy.values()) - time.monotonic()
-        outcomes: dict[int, Any] = {}
-        for connection in wait(list(busy), max(left, 0.0)):
-            worker = busy[connection]
-            outcome = self._receive(worker)
-            if outcome is None:
-                continue  # a stray reply; the worker is still busy
-            del busy[connection]
-            if worker.task != _Worker.STARTING:
-                outcomes[worker.task] = outcome
-            worker.task, worker.done = None, worker.done + 1
-            if outcome is Crashed or worker.done > self._recycle:
-                self._replace(worker)
-        for worker in busy.values():
-            if worker.deadline <= time.monotonic():
-                if worker.task == _Worker.STARTING:
-                    raise RewardError(f"rewards {self._names} were not loaded within {START_SECONDS:.0f} s")
-                outcomes[worker.task] = TimedOut
-                self._replace(worker)
-        return outcomes
-
-    def _receive(self, worker: _Worker) -> list[float | None] | type | None:
-        """The values of the worker's task (none while it starts), Crashed, or None for a reply to another task, such as
-        comes from a reward that forks.
+    def _outcomes(self, name: str, tasks: Mapping[int, Rows]) -> Iterator[tuple[int, list[float | None] | type]]:
+        """Number of each task, and its values or the type of its failure, in the order in which they end; nothing more
+        once the pool is broken or stuck.
         """
-        try:
-            number, kind, content = json.loads(worker.connection.recv_bytes())
-            if number != worker.number:
-                return None
-            if kind == "values":
-                return [from_json(value) for value in content]
-        except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
-            if worker.task == _Worker.STARTING:
-                code = worker.process.wait()
-                raise RewardError(f"the worker of rewards {self._names} ended with {code} while loading") from error
-            return Crashed
-        if kind == "error":
-            raise RewardError(content)
-        return []
+        limit = self._timeout + (GRACE_SECONDS if name == "code" else 0.0)
+        pool = self._started()
+        running = {pool.schedule(_grade, (name, rows), timeout=limit): task for task, rows in tasks.items()}
+        pending = set(running)
+        while pending:
+            ended, pending = wait(pending, self._start_seconds + limit, FIRST_COMPLETED)
+            if not ended:
+                return
+            for future in sorted(ended, key=running.__getitem__):
+                with contextlib.suppress(BrokenProcessPool):
+                    yield running[future], _outcome(future)
 
-    def _check_failures(self, name: str, count: int) -> None:
+    def _check(self, name: str, failure: type | None, count: int) -> None:
+        """Count a task that ended, one of `count`. Raises RewardError for a reward that counts as broken."""
         failures = self._failures[name]
-        if len(failures) >= (MAX_FAILURES if name in self._succeeded else min(MAX_FAILURES, count)):
+        if failure is None:
+            failures.clear()
+            self._succeeded.add(name)
+            return
+        failures.append(failure)
+        limit = self._max_failures if name in self._succeeded else min(self._max_failures, count)
+        if len(failures) >= limit:
             late = failures.count(TimedOut)
             raise RewardError(
                 f"reward {name!r} graded none of {len(failures)} tasks: {late} were stopped after reward_timeout "
                 f"{self._timeout:g} s, in {len(failures) - late} the process died"
             )
 
-    def _replace(self, worker: _Worker) -> None:
-        worker.stop()
-        self._workers[self._workers.index(worker)] = _Worker(self._names)
-
-    @contextlib.contextmanager
-    def _closed_on_error(self):
-        try:
-            yield
-        except BaseException:
+    def _started(self) -> pebble.ProcessPool:
+        """The pool, a new one where none works."""
+        if self._pool is not None and not self._pool.active:
             self.close()
-            raise
+        if self._pool is None:
+            self._pool = pebble.ProcessPool(self._count, self._recycle, _begin, (self._names, os.getpid()), _Context())
+        return self._pool
+
+
+def _outcome(future: pebble.ProcessFuture) -> list[float | None] | type:
+    """Values of a task that ended, or the type of its failure. Raises BrokenProcessPool and RewardError."""
+    try:
+        return future.result()
+    except TimeoutError:
+        return TimedOut
+    except (pebble.ProcessExpired, MemoryError):
+        return Crashed

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from processes import missing_confinement
+from processes import missing_sandbox
 
 from qerl_jax.config import Config
 from qerl_jax.rewards import code as programs
@@ -16,7 +16,8 @@ from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.prepare import check
 
-confined = pytest.mark.skipif(bool(missing_confinement()), reason=missing_confinement())
+MISSING = missing_sandbox()
+confined = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 def test_extract_program():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,10 +14,9 @@ import pytest
 from processes import is_running
 
 from qerl_jax.rewards import functions
-from qerl_jax.rewards import pool as pool_module
 from qerl_jax.rewards.functions import RewardError
 from qerl_jax.rewards.load import load_rewards
-from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed, from_json, to_json
+from qerl_jax.rewards.outcomes import TimedOut, Unparsed
 from qerl_jax.rewards.pool import WorkerPool
 
 MINE = """
@@ -48,15 +45,15 @@ def act(prompts, completions, answer, **columns):
             raise KeyError("broken")
         if text == "fork" and os.fork() == 0:
             return [-1.0] * len(completions)  # the child comes back with values of its own
-        if text == "forge":  # writes into its worker's connection
-            for descriptor in range(3, 64):
-                try:
-                    os.write(descriptor, b'\\0\\0\\0\\x12[0,"values",[9.0]]')
-                except OSError:
-                    pass
+        if text == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.05 * (text == "slow"))
         values.append(float(len(text)))
     return values
+
+def wait(completions, **columns):
+    time.sleep(float(completions[0]))
+    return [1.0] * len(completions)
 
 def pid(completions, **columns):
     return [float(os.getpid())] * len(completions)
@@ -116,10 +113,14 @@ def test_each_failure_is_one_items(mine):
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
-    with load_rewards((f"{mine}:act",), 2, 30.0) as rewards:
-        with pytest.raises(RewardError, match=r"mine.py:act' raised KeyError\('broken'\)"):
+    """And the line of the reward's own file, also where a library of Python's raised it."""
+    (line,) = [n for n, text in enumerate(MINE.splitlines(), 1) if "KeyError" in text]
+    with load_rewards((f"{mine}:act", f"{mine}:wait"), 2, 30.0) as rewards:
+        with pytest.raises(RewardError, match=rf"mine.py:act' raised KeyError\('broken'\) in {mine}, line {line}$"):
             rewards[f"{mine}:act"](**rows(["a", "raise"]))
-        assert rewards.pool._workers == []
+        (line,) = [n for n, text in enumerate(MINE.splitlines(), 1) if "time.sleep(float" in text]
+        with pytest.raises(RewardError, match=rf"raised ValueError\(.*\) in {mine}, line {line}$"):
+            rewards[f"{mine}:wait"](**rows(["no number"]))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -150,41 +151,6 @@ def test_a_reward_that_forks_shifts_no_score(mine):
         assert rewards[f"{mine}:act"](**rows(texts)) == [float(len(text)) for text in texts]
 
 
-def test_a_reply_to_another_task_counts_for_none(mine):
-    """A reward that writes the reply of task 0 into its worker's connection."""
-    pool = WorkerPool([f"{mine}:act"], 1, 30.0)
-    with pool._closed_on_error():
-        values = pool.grade(f"{mine}:act", [rows([text]) for text in ("a", "bb", "forge", "ccc")])
-    pool.close()
-    assert values == [[1.0], [2.0], [5.0], [3.0]]
-
-
-def test_replies_are_never_unpickled(mine, tmp_path):
-    """A pickle in the connection that would make a file: the worker counts as crashed."""
-    pool = WorkerPool([f"{mine}:act"], 1, 30.0)
-    (worker,) = pool._workers
-    worker.task, (ours, theirs) = 0, multiprocessing.Pipe()
-    worker.connection.close()
-    worker.connection = ours
-    theirs.send(Evil(tmp_path / "made"))
-    assert pool._receive(worker) is Crashed and not (tmp_path / "made").exists()
-    pool.close()
-
-
-class Evil:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-@pytest.mark.parametrize("value", [None, 0.5, -1.0, Unparsed(0.0), TimedOut(0.25), Crashed(math.nan)])
-def test_values_travel_as_json(value):
-    again = from_json(json.loads(json.dumps(to_json(value))))
-    assert type(again) is type(value) and (again == value or math.isnan(value))
-
-
 def test_a_reward_that_never_answers_is_an_error(mine):
     started = time.monotonic()
     words = r"graded none of 4 tasks: 4 were stopped after reward_timeout 0.2 s"
@@ -193,19 +159,27 @@ def test_a_reward_that_never_answers_is_an_error(mine):
     assert time.monotonic() - started < 30
 
 
-def test_how_many_failures_are_too_many(mine, monkeypatch):
+def test_the_time_limit_is_the_limit(mine):
+    """Not seconds later: a task of 3 s is not graded under a limit of 1 s, one of 0.2 s is."""
+    with load_rewards((f"{mine}:wait",), 2, 1.0) as rewards:
+        values = rewards[f"{mine}:wait"](**rows(["0.2", "3"]))
+    assert values[0] == 1.0 and isinstance(values[1], TimedOut) and math.isnan(values[1])
+
+
+def test_how_many_failures_are_too_many(mine):
     """The first few tasks of a large batch where a reward never answered; as many in a row, over any number of steps,
     where it did: a step may be a single task.
     """
-    monkeypatch.setattr(pool_module, "MAX_FAILURES", 4)
-    with load_rewards((f"{mine}:never",), 2, 0.2) as rewards, pytest.raises(RewardError, match=r"none of [45] tasks"):
-        rewards[f"{mine}:never"](**rows(["x"] * 64))
-    with load_rewards((f"{mine}:act",), 1, 30.0) as rewards:
-        reward = rewards[f"{mine}:act"]
-        for texts in (["a"], ["exit"], ["exit", "exit"], ["b"], ["exit"] * 3):
-            assert reward(**rows(texts)) == pytest.approx([math.nan if t == "exit" else 1 for t in texts], nan_ok=True)
-        with pytest.raises(RewardError, match=r"none of 4 tasks: 0 were stopped .* in 4 the process died"):
-            reward(**rows(["exit"]))
+    never, act = f"{mine}:never", f"{mine}:act"
+    pool = WorkerPool([never], 2, 0.2, max_failures=4)
+    with pytest.raises(RewardError, match=r"none of 4 tasks"):
+        pool.grade(never, [rows(["x"])] * 64)
+    pool = WorkerPool([act], 1, 30.0, max_failures=4)
+    for texts in (["a"], ["exit"], ["exit", "exit"], ["b"], ["exit"] * 3):
+        values = [value for (value,) in pool.grade(act, [rows([text]) for text in texts])]
+        assert values == pytest.approx([math.nan if text == "exit" else 1 for text in texts], nan_ok=True)
+    with pytest.raises(RewardError, match=r"none of 4 tasks: 0 were stopped .* in 4 the process died"):
+        pool.grade(act, [rows(["exit"])])
 
 
 def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
@@ -219,28 +193,42 @@ def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
             assert rewards[f"{mine}:longest_first"](**rows(texts, prompts)) == [0, 0, 1, 0, 0, 1]
 
 
+def pids_of(pool: WorkerPool, name: str, tasks: int = 1) -> list[int]:
+    """Process of each task."""
+    return [int(value) for (value,) in pool.grade(name, [rows(["x"])] * tasks)]
+
+
 def test_workers_are_replaced_after_a_number_of_tasks(mine):
     pool = WorkerPool([f"{mine}:pid"], 1, 30.0, recycle=3)
-    values = [value for (value,) in pool.grade(f"{mine}:pid", [rows(["x"])] * 8)]
+    pids = pids_of(pool, f"{mine}:pid", 8)
     pool.close()
-    assert [values.count(pid) for pid in dict.fromkeys(values)] == [3, 3, 2]
+    assert max(map(pids.count, pids)) == 3
 
 
-def test_a_worker_that_died_unnoticed_costs_no_item(mine):
-    pool = WorkerPool([f"{mine}:pid"], 1, 30.0)
-    (worker,) = pool._workers
-    worker.process.kill()
-    worker.process.wait()
-    ((value,),) = pool.grade(f"{mine}:pid", [rows(["x"])])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_died_or_stopped_while_idle_costs_no_item(mine, number):
+    pool = WorkerPool([f"{mine}:pid"], 1, 1.0, start_seconds=5.0)
+    (pid,) = pids_of(pool, f"{mine}:pid")
+    os.kill(pid, number)
+    time.sleep(0.5)
+    began = time.monotonic()
+    (other,) = pids_of(pool, f"{mine}:pid")
+    assert other != pid and time.monotonic() - began < 30 and not is_running(pid)
     pool.close()
-    assert value != worker.process.pid and value > 0
+    assert not is_running(other)
+
+
+def test_a_worker_that_stops_in_a_task_meets_the_time_limit(mine):
+    with load_rewards((f"{mine}:act",), 1, 1.5) as rewards:
+        values = rewards[f"{mine}:act"](**rows(["a", "stop", "bb"]))
+    assert values[0] == 1 and isinstance(values[1], TimedOut) and values[2] == 2
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("import nothing_of_this_name", "failed to load"),
-        ("import os; os._exit(7)", "ended with 7 while loading"),
+        ("import os; os._exit(7)", "ended while loading"),
         ("", "no function 'f'"),
     ],
 )
@@ -252,27 +240,26 @@ def test_a_file_that_cannot_be_loaded_is_an_error_before_the_first_step(tmp_path
 
 
 def test_workers_import_no_jax_and_hear_no_stop_signal(mine):
-    with load_rewards((f"{mine}:light",), 1, 30.0) as rewards:
-        (worker,) = rewards.pool._workers
-        assert os.getpgid(worker.process.pid) != os.getpgid(0)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # as a batch system sends it to every process
-            worker.process.send_signal(number)
-        assert rewards[f"{mine}:light"](**rows(["x"])) == [0.0] and worker.process.poll() is None
-
-
-def test_no_worker_outlives_the_context(mine):
-    with load_rewards((f"{mine}:act",), 2, 30.0) as rewards:
-        processes = [worker.process for worker in rewards.pool._workers]
-    assert all(process.poll() == -signal.SIGKILL for process in processes)
+    """SIGTERM and the like, as a batch system sends them to every process."""
+    pool = WorkerPool([f"{mine}:light", f"{mine}:pid"], 1, 30.0)
+    (pid,) = pids_of(pool, f"{mine}:pid")
+    assert os.getpgid(pid) != os.getpgid(0)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(pid, number)
+    assert pool.grade(f"{mine}:light", [rows(["x"])]) == [[0.0]] and pids_of(pool, f"{mine}:pid") == [pid]
+    pool.close()
+    assert not is_running(pid)
 
 
 TRAINER = """
 import sys
 from qerl_jax.rewards.pool import WorkerPool
-pool = WorkerPool([sys.argv[1]], 2, 1000.0)
-print(*[worker.process.pid for worker in pool._workers], flush=True)
-text = sys.argv[2]
-pool.grade(sys.argv[1], [{"prompts": [""], "completions": [text], "answer": [""]}])
+name, pid = sys.argv[1:3]
+if __name__ == "__main__":
+    pool = WorkerPool([name, pid], 2, 1000.0)
+    task = {"prompts": [""], "completions": ["x"], "answer": [""]}
+    print(*[int(value) for (value,) in pool.grade(pid, [task] * 50)], flush=True)
+    pool.grade(name, [task | {"completions": [sys.argv[3]]}])
 """
 
 
@@ -281,14 +268,14 @@ pool.grade(sys.argv[1], [{"prompts": [""], "completions": [text], "answer": [""]
 def test_no_worker_outlives_a_killed_trainer(mine, text):
     """SIGKILL while one worker is busy forever and one is idle."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, f"{mine}:act", text],
+        [sys.executable, "-c", TRAINER, f"{mine}:act", f"{mine}:pid", text],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
     with process:
-        pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(is_running, pids))
+        pids = {int(pid) for pid in process.stdout.readline().split()}
+        assert pids and all(map(is_running, pids))
         time.sleep(0.3)
         process.kill()
     deadline = time.monotonic() + 10
