@@ -3,6 +3,9 @@
 Nothing happens at import beyond the imports themselves: no device is started, no file is read.
 """
 
+import sys
+from types import ModuleType
+
 from qerl_jax import aqn, keys
 from qerl_jax.config import Config
 from qerl_jax.data.problems import Problem, load_dataset
@@ -68,3 +71,14 @@ __all__ = [
     "to_prompts",
     "token_logprobs",
 ]
+
+
+class _Package(ModuleType):
+    """An import of the command `qerl_jax.evaluate` would put that module in the place of the function `evaluate`."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "evaluate" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

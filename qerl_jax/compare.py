@@ -46,8 +46,8 @@ import numpy as np
 from jaxtyping import Float
 from rich.console import Console
 
-from qerl_jax.command_line import flags, process
-from qerl_jax.config import ConfigError
+from qerl_jax import command
+from qerl_jax.config import ConfigError, flags
 from qerl_jax.data.problems import MAX_CHARACTERS
 from qerl_jax.io import hf_config
 from qerl_jax.io.adapter_reader import AdapterReader
@@ -103,12 +103,7 @@ class Deviation:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 1 beyond the bound, 2 with a one-line error message for bad input."""
-    return process.run(lambda: _run(sys.argv[1:] if argv is None else argv))
-
-
-def command() -> NoReturn:
-    """The program."""
-    process.end(main)
+    return command.run(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -253,5 +248,10 @@ def _show(rows: Sequence[Deviation], bounds: Sequence[float]) -> int:
     return 1 if beyond else 0
 
 
+def program() -> NoReturn:
+    """The process of the command line."""
+    command.end(main)
+
+
 if __name__ == "__main__":
-    command()
+    program()

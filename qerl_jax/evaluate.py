@@ -1,16 +1,286 @@
-"""`python -m qerl_jax.evaluate MODEL …`: the command line of `command_line.evaluate`."""
+"""`python -m qerl_jax.evaluate MODEL [--adapter DIR] --dataset …`: pass@1, avg@n, pass@k and maj@n with intervals."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect
+import math
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from qerl_jax.command_line.evaluate import command, main
-from qerl_jax.evaluation import evaluate
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from qerl_jax import command
+from qerl_jax.backends.vllm_engine import VllmEngine, Weights
+from qerl_jax.backends.vllm_settings import VERSION, engine_options
+from qerl_jax.backends.vllm_settings import check as check_vllm
+from qerl_jax.compilation import use_compilation_cache
+from qerl_jax.config import Config, ConfigError, flags
+from qerl_jax.data.few_shot import few_shot
+from qerl_jax.data.prompts import EncodedProblem, load_encoded
+from qerl_jax.evaluation import Evaluation, sampled_items, summarize
+from qerl_jax.evaluation.grading import grader_of
+from qerl_jax.evaluation.harness import Generate
+from qerl_jax.evaluation.records import open_records
+from qerl_jax.io.assets import model_path
+from qerl_jax.io.files import check_file_writable, write_json
+from qerl_jax.io.hf_config import model_config
+from qerl_jax.io.load import load_policy
+from qerl_jax.io.tokenizer import leave_out_torch, load_tokenizer
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rollout.engine import check_positions, generate
+from qerl_jax.rollout.shapes import cache_note, endless_note
+from qerl_jax.run.choose_rewards import correctness_reward
+from qerl_jax.run.devices import make_deterministic, missing_kernels_note, use_device_memory
+from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
+from qerl_jax.types import Prompts, Rollout
+
+# Fields of Config that are flags here under the same name, and those under another name.
+_SAME = (
+    "adapter",
+    "prompt_column",
+    "answer_column",
+    "system_prompt",
+    "overlong_prompts",
+    "max_completion_length",
+    "rollout_memory_gb",
+    "kv_cache_dtype",
+    "batch_invariant",
+    "deterministic",
+    "weight_format",
+    "dtype",
+    "matmul_kernel",
+    "compilation_cache_dir",
+    "reward_workers",
+    "reward_timeout",
+    "vllm_gpu_memory_utilization",
+    "seed",
+)
+_RENAMED = {
+    "backend": "rollout_backend",
+    "num_generations": "eval_num_generations",
+    "temperature": "eval_temperature",
+    "top_p": "eval_top_p",
+    "batch_size": "eval_batch_size",
+}
+_FIELDS = _RENAMED | {name: name for name in _SAME}
+_NOT_SETTINGS = (  # no item depends on these
+    *("output", "records", "compilation_cache_dir", "reward_workers", "vllm_gpu_memory_utilization"),
+)
+_VLLM_SHARE = 0.85  # share of the GPU's memory; JAX needs little here
+
+_BATCHES = 8  # batches of completions sampled together: slots idle only while the last of them end
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnArguments:
+    """Evaluate a model, with or without an adapter, on a dataset of problems with answers."""
+
+    model: str
+    """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
+    dataset: str = "gsm8k"
+    """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic,
+    word_problems or word_problems:LOW-HIGH (generated), or a .jsonl, .json or .parquet file or a directory of them."""
+    split: str = "test"
+    """Split of a named dataset."""
+    samples: int | None = None
+    """Only the first so many problems."""
+    max_prompt_length: int = 4096
+    """Most tokens of a prompt; `overlong_prompts` says what happens to longer ones."""
+    few_shot: str | None = None
+    """Few-shot prompts as plain text, without chat template and system prompt. wei: the 8 examples of Wei et al. 2022
+    (GSM8K); minerva: the 4 of Lewkowycz et al. 2022 (MATH); a number: so many worked solutions of the train split,
+    drawn by seed (gsm8k, math). None: the question alone, through the chat template."""
+    output: str | None = None
+    """Also write the result to this JSON file."""
+    records: str | None = None
+    """Also write every problem with its completions and verdicts to this .jsonl file, as they come. If it exists, the
+    evaluation goes on where it was killed; a file of other settings is refused."""
+    problems_at_once: int | None = None
+    """Problems sampled together and then written to `records`; what a kill can lose. None: as many as make 8 batches
+    of completions."""
+
+
+def main(argv: Sequence[str] | None = None, generate: Generate = generate) -> int:
+    """Command line. Exit code 2 for bad input, with a one-line error message. `generate` samples for backend jax."""
+
+    def body() -> int:
+        kind = flags.fields_of_config(_FIELDS, (_OwnArguments,))
+        words = sys.argv[1:] if argv is None else argv
+        arguments = flags.parse(kind, words, "python -m qerl_jax.evaluate", inspect.getdoc(_OwnArguments))
+        result = _run(arguments, generate)
+        try:
+            print("\n".join(result.table()), flush=True)  # before the file: a full disk must not lose hours of work
+        finally:
+            if arguments.output is not None:
+                write_json(Path(arguments.output), dataclasses.asdict(result))
+        return 0
+
+    return command.run(body, lambda: "interrupted; the same command goes on with --records, and begins anew without")
+
+
+def _config(arguments: Any) -> Config:
+    """The arguments as a Config, which checks them; errors name the flag."""
+    try:
+        given = {name: getattr(arguments, flag) for flag, name in _FIELDS.items()}
+        if given["rollout_backend"] == "vllm" and given["vllm_gpu_memory_utilization"] is None:
+            given["vllm_gpu_memory_utilization"] = _VLLM_SHARE
+        return Config(model=arguments.model, max_prompt_length=arguments.max_prompt_length, **given)
+    except ConfigError as error:
+        message = str(error)
+        for flag, name in _RENAMED.items():
+            message = message.replace(name, flag)
+        raise ConfigError(message) from error
+
+
+def _run(arguments: Any, generate: Generate) -> Evaluation:
+    config = _config(arguments)
+    _check(arguments, config)
+    use_device_memory(config.vllm_share)
+    if config.deterministic:
+        make_deterministic()
+    print(use_compilation_cache(config.compilation_cache_dir), flush=True)
+    if config.rollout_backend == "jax" and (note := missing_kernels_note(config.matmul_kernel)):
+        print(note, flush=True)
+    leave_out_torch()
+    directory = model_path(config.model)
+    if config.rollout_backend == "vllm":
+        check_vllm(config, directory, "backend")
+    model = model_config(directory)
+    tokenizer = load_tokenizer(directory, model.vocab_size)
+    shots = None
+    if arguments.few_shot is not None:
+        shots = few_shot(arguments.few_shot, arguments.dataset, arguments.split, config.seed)
+    problems, _, notes = load_encoded(
+        arguments.dataset,
+        arguments.split,
+        tokenizer,
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+        system_prompt=config.system_prompt,
+        max_prompt_length=config.max_prompt_length,
+        overlong_prompts=config.overlong_prompts,
+        limit=arguments.samples,
+        need_answers=True,
+        shots=shots,
+    )
+    for note in notes:
+        print(note, flush=True)
+    at_once = arguments.problems_at_once or math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations)
+    with contextlib.ExitStack() as stack:
+        records = None
+        if arguments.records is not None:
+            settings = _settings(arguments, directory, problems, at_once)
+            ids = [item.problem.id for item in problems]
+            opened = open_records(Path(arguments.records), settings, ids, at_once, config.eval_num_generations)
+            records = stack.enter_context(opened)
+        name = correctness_reward(arguments.dataset)
+        rewards = stack.enter_context(load_rewards((name,), config.reward_workers, config.reward_timeout))
+        grader = grader_of(name, rewards[name], shots and shots.extract_before_stop)
+        items = list(records.items) if records else []
+        if items:
+            print(f"{len(items)} of {len(problems)} problems are in the records", flush=True)
+        if len(items) < len(problems):  # else no model is loaded
+            longest = max(len(item.tokens) for item in problems)
+            stop = (shots.stop,) if shots else ()
+            sample = _sampler(config, directory, model, tokenizer, longest, stop, stack, generate)
+            if note := endless_note(model):
+                print(note, flush=True)
+            parts = sampled_items(
+                sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items)
+            )
+            for part in parts:
+                if records:
+                    records.append(part)
+                items += part
+                if len(problems) > at_once:
+                    print(f"{len(items)} of {len(problems)} problems", flush=True)
+        return summarize(items, votes=grader.extract is not None)
+
+
+def _check(arguments: Any, config: Config) -> None:
+    """Raise ValueError or OSError for flags that cannot be used, before anything is read."""
+    if (at_once := arguments.problems_at_once) is not None and at_once < 1:
+        raise ValueError(f"problems_at_once must be at least 1, got {at_once}")
+    if config.rollout_backend == "vllm" and config.matmul_kernel != "auto":
+        raise ValueError(
+            f"matmul_kernel {config.matmul_kernel!r} contradicts backend 'vllm': it has kernels of its own"
+        )
+    if config.is_full:
+        raise ConfigError(
+            "weight_format 'full' is a way to train: evaluate the model that `python -m qerl_jax.export RUN OUT --as "
+            "merged` writes, without it"
+        )
+    if arguments.few_shot is not None and config.system_prompt is not None:
+        raise ValueError("few_shot has no system prompt: leave out system_prompt")
+    for name in ("output", "records"):
+        if getattr(arguments, name) is not None:
+            check_file_writable(Path(getattr(arguments, name)), name)
+    files = [Path(name).resolve() for name in (arguments.output, arguments.records) if name is not None]
+    if len(set(files)) < len(files):
+        raise ValueError(f"output and records are the same file, {arguments.output}")
+
+
+def _settings(arguments: Any, directory: Path, problems: Sequence[EncodedProblem], at_once: int) -> dict[str, Any]:
+    """All that the items of an evaluation depend on, as JSON: the flags, the files behind them, and the machine, whose
+    arithmetic decides between samples that are all but equal.
+    """
+    found = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in _NOT_SETTINGS}
+    if found.pop("backend") == "vllm":
+        found["vllm"] = VERSION
+    found |= {"problems_at_once": at_once, "model_files": model_fingerprint(directory)}
+    if arguments.adapter is not None and Path(arguments.adapter).is_dir():
+        found["adapter_files"] = model_fingerprint(Path(arguments.adapter))
+    found["prompts_and_answers"] = problems_fingerprint(problems)
+    return found | {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+
+
+def _sampler(
+    config: Config,
+    directory: Path,
+    model: ModelConfig,
+    tokenizer: Any,
+    longest: int,
+    stop: tuple[str, ...],
+    stack: contextlib.ExitStack,
+    generate: Generate,
+) -> Callable[[Prompts, Array], Rollout]:
+    """The loaded model as a function that samples the completions of prompts of at most `longest` tokens."""
+    sampling = config.eval_sampling.replace(stop=stop)
+    if config.rollout_backend == "jax":
+        policy = load_policy(
+            directory,
+            config.weight_format,
+            lora=LoraConfig(rank=0) if config.adapter is None else None,
+            dtype=jnp.dtype(config.dtype),
+            adapter=config.adapter,
+            matmul_kernel=config.matmul_kernel,
+        )
+        if note := cache_note(policy, config.kv_cache_dtype):
+            print(note, flush=True)
+        return lambda prompts, key: generate(policy, prompts, sampling, key, config.eval_engine)
+    weights = Weights.of_files(directory, None if config.adapter is None else Path(config.adapter))
+    width, rank = longest + config.max_completion_length, weights.config.rank
+    check_positions(model, longest, config.max_completion_length)
+    options = engine_options(config, directory, width, config.eval_batch_size, rank, config.vllm_share)
+    print(f"starting vLLM {VERSION}", flush=True)
+    engine = stack.enter_context(VllmEngine(options, model))
+    engine.set_weights(weights)
+    print(f"vLLM {engine.version}: {len(weights.norms)} layer norms and {len(weights.lora)} matrices set", flush=True)
+    return lambda prompts, key: engine.sample(prompts, sampling, key, tokenizer)
+
+
+def program() -> NoReturn:
+    """The process of the command line."""
+    command.end(main)
+
 
 if __name__ == "__main__":
-    command()
-
-# An import binds `qerl_jax.evaluate` to the entry of `sys.modules`. That is the exported function, not this module, so
-# that the command line does not shadow the function; `from qerl_jax.evaluate import main` works as well.
-evaluate.main = main
-sys.modules[__name__] = evaluate
+    program()

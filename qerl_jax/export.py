@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from qerl_jax.command_line import flags, process
+from qerl_jax import command
+from qerl_jax.config import flags
 from qerl_jax.io.export import Kind
 from qerl_jax.io.tokenizer import leave_out_torch
 from qerl_jax.run.export import export
@@ -46,7 +47,7 @@ class _OwnArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 2 and a one-line error message for bad input."""
-    return process.run(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was written")
+    return command.run(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was written")
 
 
 def _arguments() -> Any:
@@ -89,10 +90,10 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def command() -> NoReturn:
-    """The program."""
-    process.end(main)
+def program() -> NoReturn:
+    """The process of the command line."""
+    command.end(main)
 
 
 if __name__ == "__main__":
-    command()
+    program()

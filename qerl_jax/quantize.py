@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from qerl_jax.command_line import flags, process
-from qerl_jax.config import ConfigError
+from qerl_jax import command
+from qerl_jax.config import ConfigError, flags
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.quantize import FORMATS, quantize_checkpoint
 from qerl_jax.reporting.calibration import Calibration
@@ -47,7 +47,7 @@ class _Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 2 and a one-line error message for bad input."""
-    return process.run(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was written")
+    return command.run(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was written")
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -95,10 +95,10 @@ def _quantize(arguments: _Arguments, src: Path, progress: Callable[[str, int, in
     )
 
 
-def command() -> NoReturn:
-    """The program."""
-    process.end(main)
+def program() -> NoReturn:
+    """The process of the command line."""
+    command.end(main)
 
 
 if __name__ == "__main__":
-    command()
+    program()

@@ -10,7 +10,11 @@ Axes: B completions = P prompts · G group, row = p · G + g.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import shlex
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -19,11 +23,12 @@ import numpy as np
 from jaxtyping import Array
 from rich.console import Console
 
-from qerl_jax import aqn, keys
-from qerl_jax.command_line import process
-from qerl_jax.command_line import train as command_line
-from qerl_jax.config import Config
+from qerl_jax import aqn, command, keys
+from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
+from qerl_jax.io import assets
+from qerl_jax.io.checkpoint import latest_step
+from qerl_jax.io.tokenizer import leave_out_torch
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.columns import reward_columns
@@ -35,10 +40,13 @@ from qerl_jax.rl.state import current_policy, init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.devices import use_device_memory
+from qerl_jax.run.directory import resume_command
+from qerl_jax.run.dry_run import show_dry_run
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.lock import locked
-from qerl_jax.run.prepare import Run, prepare
+from qerl_jax.run.prepare import Run, check, prepare
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
 
@@ -170,15 +178,82 @@ def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Exp
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Arguments(Config):
+    """Train a Qwen2.5 policy with GRPO on a quantized base. Without --config and --model it runs the bundled tiny
+    policy (configs/tiny.yaml).
+    """
+
+    config: str | None = None
+    """YAML file with these fields, or the name of a bundled recipe; flags override it."""
+    dry_run: bool = False
+    """Show the resolved config, the parameters and a memory estimate, and run nothing."""
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command line; exit codes as `command_line.train.run`."""
-    return command_line.run(train, argv)
+    """Command line. Exit code 0: finished; 2: bad input or too little memory, with a one-line error message; 130:
+    stopped by a signal, to be resumed.
+    """
+    output: list[Path] = []
+
+    def body() -> int:
+        words = sys.argv[1:] if argv is None else argv
+        config = parse(words)
+        output.append(Path(config.output_dir))
+        use_device_memory(config.vllm_share)
+        if "--dry-run" in flags.given(words):
+            config = with_rewards(config)
+            check(config)
+            show_dry_run(config, Console(highlight=False))
+            return 0
+        if not any(":" in name for name in config.reward_funcs or ()):
+            leave_out_torch()
+        state = train(config)
+        return 0 if int(state.step) == state.config.num_rollouts else command.STOPPED
+
+    return command.run(body, lambda: interrupted(*output))
 
 
-def command() -> NoReturn:
-    """The program."""
-    process.end(main)
+def parse(argv: Sequence[str]) -> Config:
+    """The config of a command line: flags over the file of `--config`; without it and `--model`, over the bundled
+    `tiny` run.
+    """
+    given = flags.given(argv)
+    file = " ".join(given.get("--config", [])) or (None if "--model" in given else "tiny")
+    default = load(assets.find_config(file)) if file else Config()
+    if "--num-train-epochs" in given and "--max-steps" not in given:
+        default = dataclasses.replace(default, max_steps=-1)  # the flag counts, not the file's max_steps
+    description = f"{_Arguments.__doc__} Recipes: {', '.join(assets.recipes())}."
+    found = flags.parse(_Arguments, argv, "python -m qerl_jax.train", description, _Arguments(**vars(default)))
+    config = Config(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Config)})
+    if found.config is not None:
+        refuse_moved(config, Path(found.config))
+    return config
+
+
+def refuse_moved(config: Config, file: Path) -> None:
+    """Raise ConfigError if `resume` "auto" would begin anew in `output_dir` while checkpoints lie beside the config
+    file, as in the directory of a run that was moved.
+    """
+    lost = config.resume == "auto" and latest_step(Path(config.output_dir)) is None
+    if lost and (step := latest_step(file.parent)) is not None:
+        raise ConfigError(
+            f"output_dir {config.output_dir} holds no checkpoint, but {file} lies beside that of step {step}: if the "
+            f"run was moved, resume it with --output-dir {shlex.quote(str(file.parent))}"
+        )
+
+
+def interrupted(output: Path | None = None) -> str:
+    """What to say after Ctrl-C in a run that writes to `output`."""
+    if output is None or (saved := latest_step(output)) is None:
+        return "interrupted; there is no checkpoint to resume from"
+    return f"interrupted; the newest checkpoint is that of step {saved}, resume from it with\n{resume_command(output)}"
+
+
+def program() -> NoReturn:
+    """The process of the command line."""
+    command.end(main)
 
 
 if __name__ == "__main__":
-    command()
+    program()

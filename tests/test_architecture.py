@@ -29,7 +29,7 @@ LAYERS = [
     ("evaluation", "backends"),
     ("reporting",),
     ("run",),
-    ("command_line",),
+    ("command",),
     ("train", "evaluate", "quantize", "export", "compare"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -18,8 +18,8 @@ import test_export_command
 from command_lines import ROWS, assert_says, error_of, evaluation, lines, training
 
 from qerl_jax import train
-from qerl_jax.command_line.evaluate import main as evaluate
 from qerl_jax.compare import main as compare
+from qerl_jax.evaluate import main as evaluate
 from qerl_jax.io import bitsandbytes, names
 from qerl_jax.quantize import main as quantize
 

@@ -27,8 +27,8 @@ from helpers import logits_of
 from qerl_kernels.nvfp4_matmul.reference import dequantize
 
 from qerl_jax import train
-from qerl_jax.command_line.evaluate import main as evaluate
-from qerl_jax.command_line.process import STOPPED
+from qerl_jax.command import STOPPED
+from qerl_jax.evaluate import main as evaluate
 from qerl_jax.io.checkpoint import Checkpointer, latest_step
 from qerl_jax.io.load import load_policy
 from qerl_jax.io.quantize import quantize_checkpoint

@@ -13,7 +13,7 @@ import runs
 from command_lines import replaced
 from helpers import randomized
 
-from qerl_jax.command_line.evaluate import main
+from qerl_jax.evaluate import main
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
@@ -79,7 +79,7 @@ def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monke
     def full(path, value):
         raise OSError(f"{path} cannot be written: No space left on device")
 
-    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "write_json", full)
+    monkeypatch.setattr(sys.modules["qerl_jax.evaluate"], "write_json", full)
     flags = ["--dataset", "arithmetic", "--samples", "2", *SHORT, "--output", str(tmp_path / "result.json")]
     assert main(["tiny", *flags]) == 2
     printed = capsys.readouterr()
@@ -123,24 +123,27 @@ def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path
     assert [item["completions"] for item in alone] != [item["completions"] for item in whole]
 
 
-def test_what_is_left_out_is_told_before_anything_is_sampled(data, monkeypatch, capsys):
-    def sampled_items(*_, **__):
+def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
+    def generate(*_, **__):
         raise ValueError("sampling begins")
 
-    monkeypatch.setattr(sys.modules["qerl_jax.command_line.evaluate"], "sampled_items", sampled_items)
-    assert main(["tiny", "--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]) == 2
+    flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]
+    assert main(["tiny", *flags], generate) == 2
     printed = capsys.readouterr()
     assert "left out 1 of 5 records" in printed.out and printed.err == "error: sampling begins\n"
 
 
-@pytest.mark.parametrize("statement", ["import qerl_jax.evaluate", "import qerl_jax.evaluate as _", "import qerl_jax"])
-def test_the_command_line_does_not_shadow_the_function(statement):
+def test_the_command_does_not_shadow_the_function():
     program = (
-        f"{statement}; import qerl_jax.evaluation; from qerl_jax import evaluate; import qerl_jax.evaluate as again\n"
-        "from qerl_jax.evaluate import main; assert main is qerl_jax.command_line.evaluate.main\n"
-        "assert evaluate is again is qerl_jax.evaluate is qerl_jax.evaluation.evaluate"
+        "import qerl_jax.evaluate, qerl_jax.evaluation, sys; from qerl_jax import evaluate\n"
+        "assert evaluate is qerl_jax.evaluate is qerl_jax.evaluation.evaluate\n"
+        "from qerl_jax.evaluate import main; assert main is sys.modules['qerl_jax.evaluate'].main"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_jax.evaluate", "tiny", "--sed", "1"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, "error: unknown flag --sed (did you mean --seed?)\n")
 
 
 def test_a_flag_for_every_shared_field_of_the_config(capsys):

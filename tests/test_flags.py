@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from qerl_jax import export, quantize, train
-from qerl_jax.command_line.evaluate import main as evaluate
+from qerl_jax.evaluate import main as evaluate
 
 MODEL = 'Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy.'
 LOSSES = "('grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo')"
@@ -18,7 +18,7 @@ LOSSES = "('grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo')"
     ("main", "argv", "said"),
     [
         (train.main, ["--learnin-rate", "3"], "unknown flag --learnin-rate (did you mean --learning-rate?)"),
-        (train.main, ["--learnin_rate=3"], "unknown flag --learnin_rate (did you mean --learning-rate?)"),
+        (train.main, ["--learnin_rate=3"], "unknown flag --learnin-rate (did you mean --learning-rate?)"),
         (train.main, ["--no-trainnorms"], "unknown flag --no-trainnorms (did you mean --no-train-norms?)"),
         (train.main, ["--confg", "tiny"], "unknown flag --confg (did you mean --config?)"),
         (train.main, ["--dryrun"], "unknown flag --dryrun (did you mean --dry-run?)"),
@@ -29,7 +29,13 @@ LOSSES = "('grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo')"
         ),
         (train.main, ["stray", "--seed", "1"], "unexpected argument 'stray'"),
         (train.main, ["--seed", "1", "2"], "unexpected argument '2'"),
-        (train.main, ["--learning-rate", "a b"], "--learning-rate: could not convert string to float: 'a b'"),
+        (train.main, ["--learning-rate", "a b"], "learning_rate must be a number, got 'a b'"),
+        (train.main, ["--batch-size", "12"], "num_generations 8 does not divide batch_size 12"),
+        (train.main, ["--seed", "1", "--seed=2"], "--seed is given twice"),
+        (train.main, ["--batch_size=8", "--batch-size", "8"], "--batch-size is given twice"),
+        (train.main, ["--train-norms", "--no-train-norms"], "--no-train-norms contradicts --train-norms"),
+        (train.main, ["--config"], "Missing value for argument '--config'. Expected 1 values."),
+        (evaluate, ["tiny", "--samples", "1_0"], "samples must be a number, got '1_0'"),
         (train.main, ["--learning-rate"], "Missing value for argument '--learning-rate'. Expected 1 values."),
         (train.main, ["--loss-type", "x"], f"invalid choice 'x' for argument '--loss-type'. Expected one of {LOSSES}."),
         (evaluate, ["tiny", "--bach-size", "1"], "unknown flag --bach-size (did you mean --batch-size?)"),

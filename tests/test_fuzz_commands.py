@@ -25,7 +25,7 @@ from command_lines import ROWS, lines, time_limit
 from helpers import randomized, with_norm_offsets
 
 from qerl_jax import compare, export
-from qerl_jax.command_line import evaluate
+from qerl_jax.evaluate import main as evaluate
 from qerl_jax.io import names
 from qerl_jax.io.adapter import export_adapter
 from qerl_jax.io.load import load_policy
@@ -141,7 +141,7 @@ def test_damaged_records_are_refused_or_counted_as_they_state(sound, attempt, tm
     """
     path, flags = tmp_path / "records.jsonl", ["--samples", "6", "--num-generations", "2", "--problems-at-once", "2"]
     command = [sound / "bf16", "--dataset", sound / "rows.jsonl", *SHORT, *flags, "--records", path]
-    code, _ = attempt(evaluate.main, *command)
+    code, _ = attempt(evaluate, *command)
     whole, refused = path.read_bytes(), 0
     assert code == 0 and whole.count(b"\n") == 7
     for case in range(60):
@@ -152,7 +152,7 @@ def test_damaged_records_are_refused_or_counted_as_they_state(sound, attempt, tm
         else:
             path.write_bytes(mutations.change_text(whole, rng))
         damage = path.read_bytes()
-        code, said = attempt(evaluate.main, *command)
+        code, said = attempt(evaluate, *command)
         if code == 2:
             refused += 1
             assert "records.jsonl" in said and path.read_bytes() == damage, (case, said)
@@ -191,7 +191,7 @@ class Reached(ValueError):
 def test_a_damaged_preset_is_refused_or_every_row_accounted_for(sound, attempt, data, tmp_path, monkeypatch, preset):
     """20 mutations each of a local copy's test split, up to where it has been read."""
     seen: list[int] = []
-    module = sys.modules["qerl_jax.command_line.evaluate"]
+    module = sys.modules["qerl_jax.evaluate"]
     load_encoded = module.load_encoded
 
     def stop(name: str) -> None:
@@ -218,7 +218,7 @@ def test_a_damaged_preset_is_refused_or_every_row_accounted_for(sound, attempt, 
         else:
             file.write_text("".join(json.dumps(row) + "\n" for row in changed))
         seen.clear()
-        code, said = attempt(evaluate.main, sound / "bf16", "--dataset", f"{preset}:{copy}", *SHORT)
+        code, said = attempt(evaluate, sound / "bf16", "--dataset", f"{preset}:{copy}", *SHORT)
         assert code == 2, what
         if seen:
             records = [line for line in file.read_bytes().split(b"\n") if line.strip()]

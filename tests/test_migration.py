@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from qerl_jax import train
-from qerl_jax.command_line.train import parse
 from qerl_jax.config import Config, ConfigError, load
 from qerl_jax.config.foreign import FOREIGN
+from qerl_jax.train import parse
 
 GOLDEN = Path(__file__).parent / "golden"
 FIELDS = {field.name for field in dataclasses.fields(Config)}
@@ -36,17 +36,22 @@ def test_the_table_names_fields_and_reasons():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"], "--model_name_or_path is a name of TRL: use --model;"),
+        (["--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"], "--model-name-or-path is a name of TRL: use --model;"),
         (["--per_device_train_batch_size=8"], "use --batch-size (all completions of a rollout)"),
         (["--model", "m", "--lora-r", "16"], "--lora-r is a name of TRL: use --lora-rank;"),
         (["--dataset_name", "gsm8k"], "use --dataset (a preset"),
         (
             ["--bf16", "--lr", "1", "--lora_r=8"],
-            "use --dtype (bfloat16 is the default); --lora_r is a name of TRL: use",
+            "use --dtype (bfloat16 is the default); --lora-r is a name of TRL: use",
         ),
         (["--ln", "True"], "--ln is a name of QeRL: use --train-norms;"),
+        (["--use_vllm", "True"], "use --rollout-backend (vllm;"),
+        (
+            ["--noise_scheduler", "False"],
+            "use --sigma-start and --sigma-end (on for every format; 0 and 0 turn it off)",
+        ),
         (["--max_seq_length", "2500"], "use --max-prompt-length and --max-completion-length"),
-        (["--sync_ref_model", "True"], "--sync_ref_model is a name of TRL without a counterpart: the reference of"),
+        (["--sync_ref_model", "True"], "--sync-ref-model is a name of TRL without a counterpart: the reference of"),
     ],
 )
 def test_another_programs_flag_is_answered_with_the_name_here(flags, words, capfd):
@@ -59,9 +64,14 @@ def test_another_programs_flag_is_answered_with_the_name_here(flags, words, capf
 def test_another_programs_key_in_a_file(key, tmp_path):
     path = tmp_path / "trl.yaml"
     path.write_text(f"model: m\n{key}: 16\nln: true\n")
-    words = rf"trl\.yaml: '{key}' is a name of TRL: use lora_rank; 'ln' is a name of QeRL: use train_norms$"
+    words = r"trl\.yaml: lora_r is a name of TRL: use lora_rank; ln is a name of QeRL: use train_norms; docs/migration"
     with pytest.raises(ConfigError, match=words):
         load(path)
+
+
+def test_values_that_turn_off_what_is_not_here_are_taken():
+    flags = "--lora_dropout 0.0 --use_vllm false --fp16=False --report_to none --optim None --eval_strategy no"
+    assert parse(["--model", "m", *flags.split(), "--seed", "3", "--repetition_penalty", "1.0"]) == Config("m", seed=3)
 
 
 def test_truth_values_as_other_programs_write_them():

@@ -10,8 +10,7 @@ import time
 import jax
 import pytest
 
-from qerl_jax import compilation
-from qerl_jax.command_line import process
+from qerl_jax import command, compilation
 from qerl_jax.compilation import Program, compile_programs
 
 
@@ -35,24 +34,24 @@ def raising(error: BaseException):
     ],
 )
 def test_an_error_is_one_line(error, said, capsys):
-    assert process.run(raising(error)) == process.FAILED
+    assert command.run(raising(error)) == command.FAILED
     assert capsys.readouterr().err == said + "\n"
 
 
 def test_a_bug_is_no_message():
     for error in (KeyError("bug"), jax.errors.JaxRuntimeError("INTERNAL")):
         with pytest.raises(type(error)):
-            process.run(raising(error))
+            command.run(raising(error))
 
 
 def test_an_interrupt_says_what_is_left(capsys):
-    code = process.run(raising(KeyboardInterrupt()), lambda: "interrupted; resume with\n  x")
-    assert code == process.STOPPED and capsys.readouterr().err == "interrupted; resume with\n  x\n"
+    code = command.run(raising(KeyboardInterrupt()), lambda: "interrupted; resume with\n  x")
+    assert code == command.STOPPED and capsys.readouterr().err == "interrupted; resume with\n  x\n"
 
 
 PRINTS = """
-from qerl_jax.command_line import process
-process.end(lambda: process.run(lambda: print("result") or 0))
+from qerl_jax import command
+command.end(lambda: command.run(lambda: print("result") or 0))
 """
 
 
@@ -60,13 +59,13 @@ def test_a_full_disk_behind_standard_output():
     """/dev/full refuses what is flushed: one line, and nothing else fails at the interpreter's end."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", PRINTS], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (process.FAILED, "error: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (command.FAILED, "error: [Errno 28] No space left on device\n")
 
 
 def test_a_terminal_that_knows_ascii_alone(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-    assert process.run(lambda: print("σ …") or 0) == 0
+    assert command.run(lambda: print("σ …") or 0) == 0
     assert written.getvalue() == b"\\u03c3 \\u2026\n"
 
 
@@ -74,7 +73,7 @@ def test_a_terminal_that_knows_ascii_alone(monkeypatch):
 COMPILING = """
 import os, signal, threading, time, types
 import jax, jax.numpy as jnp
-from qerl_jax.command_line import process
+from qerl_jax import command
 from qerl_jax.compilation import Program, compile_programs
 jax.config.update("jax_enable_compilation_cache", False)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -99,14 +98,14 @@ def body():
     threading.Thread(target=interrupt).start()
     compile_programs([Lowered(str(n), n, ()) for n in range(3)], threads=2)
     print("compiled")
-process.end(lambda: process.run(body, lambda: "interrupted; as it was"))
+command.end(lambda: command.run(body, lambda: "interrupted; as it was"))
 """
 
 
 def test_an_interrupt_among_real_compilations_crashes_nothing():
     """Threads that are inside a compiler while the interpreter shuts down may end in SIGSEGV: it does not shut down."""
     done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (process.STOPPED, "", "interrupted; as it was\n")
+    assert (done.returncode, done.stdout, done.stderr) == (command.STOPPED, "", "interrupted; as it was\n")
 
 
 def test_an_interrupt_does_not_wait_for_a_compiler(monkeypatch):

@@ -27,7 +27,6 @@ from test_docs import ROOT, blocks
 from transformers import AutoTokenizer
 
 from qerl_jax import train
-from qerl_jax.command_line.train import parse
 from qerl_jax.config import load, to_mapping
 from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.io import assets
@@ -35,6 +34,7 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.config import LAYER_NORMS
 from qerl_jax.models.lora import PROJECTIONS
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.train import parse
 
 MODEL, ADAPTER = "qwen-7b-NVFP4A16", "ckpt/checkpoint-100"
 SCRIPTS = json.loads((ROOT / "tests/golden/release_scripts.json").read_text())["scripts"]

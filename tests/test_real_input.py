@@ -15,7 +15,7 @@ import pytest
 import runs
 from helpers import fp32_policy, plain_rollout
 
-from qerl_jax.command_line.process import STOPPED
+from qerl_jax.command import STOPPED
 from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rollout.engine import generate

@@ -18,7 +18,7 @@ from command_lines import replaced
 from rich.console import Console
 
 from qerl_jax import train
-from qerl_jax.command_line.process import STOPPED
+from qerl_jax.command import STOPPED
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.data.generated import SIZES
 from qerl_jax.data.problems import Problem

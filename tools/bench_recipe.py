@@ -39,7 +39,6 @@ from rich.console import Console
 from timing import peak_bytes
 
 from qerl_jax import train
-from qerl_jax.command_line.train import parse
 from qerl_jax.config import Config
 from qerl_jax.io.run_files import METRICS_FILE
 from qerl_jax.io.tokenizer import load_tokenizer
@@ -47,6 +46,7 @@ from qerl_jax.rollout.engine import generate
 from qerl_jax.run import prepare
 from qerl_jax.run.devices import use_device_memory
 from qerl_jax.run.memory import memory_report
+from qerl_jax.train import parse
 from qerl_jax.types import Policy
 
 PHASES = ("rollout", "grading", "update")

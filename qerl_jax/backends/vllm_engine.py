@@ -203,12 +203,10 @@ class VllmEngine:
     ) -> Rollout:
         """`rollout.engine.generate` by vLLM: the same contract, other samples. `engine` is not used."""
         self.set_weights(Weights.of_policy(policy))
-        return self.sample(policy, prompts, sampling, key)
+        return self.sample(prompts, sampling, key, policy.tokenizer)
 
-    def sample(
-        self, policy: Policy, prompts: Prompts, sampling: Sampling, key: Array, engine: Engine | None = None
-    ) -> Rollout:
-        """`generate` with the weights that were set last; of the policy, config and tokenizer are read."""
+    def sample(self, prompts: Prompts, sampling: Sampling, key: Array, tokenizer: Any = None) -> Rollout:
+        """`generate` with the weights that were set last. The tokenizer is needed for stop texts alone."""
         tokens, lengths, ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
         check_positions(self._model, tokens.shape[1], sampling.max_new_tokens)
         group = sampling.num_generations
@@ -219,7 +217,7 @@ class VllmEngine:
         completions = self.complete([tokens[p, : lengths[p]].tolist() for p in rows], arguments)
         rollout = assemble(prompts, rows, completions, sampling, self._model)
         if sampling.stop:
-            rollout = truncate_at_stop(rollout, sampling.stop, policy.tokenizer, self._model.pad_token_id)
+            rollout = truncate_at_stop(rollout, sampling.stop, tokenizer, self._model.pad_token_id)
         return rollout
 
 

@@ -7,18 +7,47 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
 import math
 import typing
-from typing import Literal
+from typing import Any, Literal
 
+from qerl_jax.config.foreign import without_foreign
 from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
+from qerl_jax.untrusted import shown
 
 
+def _with_known_names(cls: type) -> type:
+    """Have a dataclass answer names that are none of its fields, with `-` or `_`, by the nearest or by those of other
+    programs, where Python raises a TypeError.
+    """
+    init, known = cls.__init__, [field.name for field in dataclasses.fields(cls)]
+
+    @functools.wraps(init)
+    def checked(self: Any, *values: Any, **named: Any) -> None:
+        found: dict[str, Any] = {}
+        for key, value in named.items():
+            name = key.replace("-", "_")
+            if name in found:
+                raise ConfigError(f"{name} is given twice, as {shown(found[name])} and as {shown(value)}")
+            found[name] = value
+        found = without_foreign(found)
+        if unknown := [name for name in found if name not in known]:
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown field {shown(unknown[0])}{hint}")
+        init(self, *values, **found)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_with_known_names
 @dataclasses.dataclass(frozen=True)
 class Config:
     """All settings of a training run."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import yaml
 
 from qerl_jax.config.fields import Config, upper_clip
-from qerl_jax.config.foreign import advice
 from qerl_jax.config.values import ConfigError
-from qerl_jax.untrusted import require_regular, shown
+from qerl_jax.untrusted import require_regular
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
 # programs that are compiled anew may round differently, so a resumed run may differ in rounding.
@@ -37,65 +38,48 @@ FREE_ON_RESUME = frozenset(
 )
 
 
-def from_mapping(values: dict[Any, Any], where: str) -> Config:
-    """A Config from YAML's mapping; `-` in a key means `_`. `where` names the file in errors."""
-    fields = {field.name for field in dataclasses.fields(Config)}
-    known, foreign = {}, [f"{key!r} {said}" for key in values if (said := advice(str(key).replace("-", "_")))]
-    if foreign:
-        raise ConfigError(f"{where}: {'; '.join(foreign)}")
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
-            raise ConfigError(f"{where}: unknown key {shown(key)}{_suggestion(name, fields)}")
-        if name in known:
-            raise ConfigError(f"{where}: {name} is given twice, as {shown(known[name])} and as {shown(value)}")
-        known[name] = value
-    try:
-        return Config(**known)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+class _Loader(yaml.SafeLoader):
+    """YAML whose plain words are texts, but for null, true and false (core schema of YAML 1.2). Numbers are read by the
+    fields that want them, from what is written: YAML 1.1 makes 8 of 010, 90 of 1:30 and 10 of 1_0.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+            if name in lines:
+                raise ConfigError(f"{name!r} is given twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
-def _suggestion(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+for _tag, _pattern, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", "~|null|Null|NULL|", "~nN"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), [*_first])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("$"), [""])
 
 
 def load(path: str | Path) -> Config:
     """Read a YAML file. Raises ConfigError naming the file."""
-    import yaml
-
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"config file {path} does not exist")
     try:
         require_regular(path)
-        text = path.read_text(encoding="utf-8")
-        _refuse_doubles(yaml.compose(text, yaml.SafeLoader), str(path))
-        values = yaml.safe_load(text)
-    except ConfigError:
-        raise
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        if not isinstance(values, dict | None):
+            raise ConfigError(f"it holds a {type(values).__name__}, not a mapping of fields")
+        return Config(**{str(key): value for key, value in (values or {}).items()})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{path}, line {error.problem_mark.line + 1} is not YAML: {error.problem}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, a date that is none, nested too deep
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, a control character, nested too deep
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of fields")
-    return from_mapping(values, str(path))
-
-
-def _refuse_doubles(node: Any, where: str) -> None:
-    """Refuse duplicate keys, of which YAML readers silently take the last."""
-    seen: dict[str, int] = {}
-    for key, _ in node.value if getattr(node, "id", None) == "mapping" else ():
-        if not isinstance(key.value, str):
-            continue
-        line = key.start_mark.line + 1
-        if key.value in seen:
-            raise ConfigError(f"{where}: {key.value!r} is given twice, in lines {seen[key.value]} and {line}")
-        seen[key.value] = line
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
@@ -105,8 +89,6 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 def dump(config: Config) -> str:
     """The config as YAML that `load` reads back to an equal one."""
-    import yaml
-
     return yaml.safe_dump(to_mapping(config), sort_keys=False)
 
 

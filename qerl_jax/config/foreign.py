@@ -1,10 +1,15 @@
-"""Names of other programs for what a field here does, or the reason why there is none: one table for the suggestions
-of the command line and of YAML files, and for `docs/migration.md`.
+"""Names of other programs for what a field here does, or the reason why there is none: one table for the answers to
+flags, YAML files and arguments of `Config`, and for `docs/migration.md`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from qerl_jax.config.values import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +25,11 @@ class Foreign:
     origin: str
     fields: tuple[str, ...] = ()
     note: str = ""
+
+
+def _names(origin: str, names: str, note: str, fields: tuple[str, ...] = ()) -> dict[str, Foreign]:
+    """Several names with one answer."""
+    return dict.fromkeys(names.split(), Foreign(origin, fields, note))
 
 
 _MINI_BATCHES = (
@@ -110,10 +120,9 @@ FOREIGN: dict[str, Foreign] = {
     "eval_steps": Foreign("TRL", ("eval_dataset",), "evaluated before and after training"),
     "random_state": Foreign("Unsloth, QeRL", ("seed",), "without effect in QeRL"),
     "data_seed": Foreign("TRL", ("seed",)),
-    "log_completions": Foreign("TRL", (), _COMPLETIONS),
-    "num_completions_to_print": Foreign("TRL", (), _COMPLETIONS),
-    "log_unique_prompts": Foreign("TRL", (), _COMPLETIONS),
-    "log_completions_hub_repo": Foreign("TRL", (), _COMPLETIONS),
+    **_names(
+        "TRL", "log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo", _COMPLETIONS
+    ),
     "push_to_hub": Foreign("TRL", (), "adapter/ is a PEFT adapter: upload it with huggingface_hub"),
     # sampling
     "max_new_tokens": Foreign("transformers", ("max_completion_length",)),
@@ -128,46 +137,38 @@ FOREIGN: dict[str, Foreign] = {
     ),
     "fast_inference": Foreign("Unsloth, QeRL", (), _ENGINE),
     "use_vllm": Foreign("TRL, QeRL", ("rollout_backend",), "vllm; left out, the trainer's own engine samples"),
-    **{
-        f"vllm_{name}": Foreign(origin, (), _ENGINE)
-        for origin, names in {
-            "TRL, QeRL": ("mode", "tensor_parallel_size", "enable_sleep_mode"),
-            "TRL": (
-                *("model_impl", "server_base_url", "server_host", "server_port", "server_timeout", "group_port"),
-                "max_model_length",
-            ),
-            "QeRL": ("sleep_enabled", "enable_prefix_caching"),
-        }.items()
-        for name in names
-    },
+    **_names("TRL, QeRL", "vllm_mode vllm_tensor_parallel_size vllm_enable_sleep_mode", _ENGINE),
+    **_names(
+        "TRL",
+        "vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
+        "vllm_max_model_length",
+        _ENGINE,
+    ),
+    **_names("QeRL", "vllm_sleep_enabled vllm_enable_prefix_caching", _ENGINE),
     "vllm_structured_outputs_regex": Foreign("TRL", (), "completions are not constrained"),
-    "use_transformers_paged": Foreign("TRL", (), _ENGINE),
-    "use_transformers_continuous_batching": Foreign("TRL", (), _ENGINE),
-    "transformers_continuous_batching_config": Foreign("TRL", (), _ENGINE),
+    **_names(
+        "TRL",
+        "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
+        _ENGINE,
+    ),
     # loss
-    "sync_ref_model": Foreign("TRL", (), _FIXED_REFERENCE),
-    "ref_model_mixup_alpha": Foreign("TRL", (), _FIXED_REFERENCE),
-    "ref_model_sync_steps": Foreign("TRL", (), _FIXED_REFERENCE),
+    **_names("TRL", "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", _FIXED_REFERENCE),
     "use_bias_correction_kl": Foreign("TRL", ("beta",), "the k3 estimator, without a weight"),
     "top_entropy_quantile": Foreign(
         "TRL",
         (),
         "it needs the entropies of the whole batch before the loss, and an update sees one micro-batch at a time",
     ),
-    **{
-        name: Foreign("TRL", (), _ENTROPY)
-        for name in (
-            *("entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
-            "entropy_target",
-        )
-    },
-    **{
-        name: Foreign("TRL", (), _OTHER_LOSS)
-        for name in (
-            *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
-            "vespo_lambda_neg",
-        )
-    },
+    **_names(
+        "TRL",
+        "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+        _ENTROPY,
+    ),
+    **_names(
+        "TRL",
+        "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+        _OTHER_LOSS,
+    ),
     "multi_objective_aggregation": Foreign("TRL", ("reward_weights",), "rewards are summed, then normalized"),
     "vllm_importance_sampling_correction": Foreign("TRL", ("importance_sampling_cap",), "None is False"),
     "vllm_importance_sampling_cap": Foreign("TRL", ("importance_sampling_cap",), "the same number"),
@@ -183,18 +184,42 @@ FOREIGN: dict[str, Foreign] = {
 """Names that are no fields here. A name that is a field here means the same, but where `docs/migration.md` says so."""
 
 
-def advice(name: str, prefix: str = "", separator: str = "_") -> str | None:
-    """What to use for another program's name, with `_` in it; None where the name is not known.
+_OFF = {  # values that ask for what holds here anyway, besides None, and false, 0 and "none" of what has no counterpart
+    "false": "fp16 load_in_4bit use_quantization full_finetuning ln gradient_checkpointing use_gradient_checkpointing "
+    "use_vllm float8_kv_cache overwrite_output_dir resume_from_checkpoint use_bias_correction_kl",
+    "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size",
+    "no": "eval_strategy",
+}
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether a value, or the text of one, asks for what holds here anyway."""
+    text = str(value).lower()
+    with contextlib.suppress(ValueError):
+        text = f"{float(text):g}"
+    without_counterpart = not FOREIGN[name].fields and text in ("false", "0")
+    return text in ("none", "null") or without_counterpart or name in _OFF.get(text, "").split()
+
+
+def without_foreign(values: Mapping[str, Any], prefix: str = "", separator: str = "_") -> dict[str, Any]:
+    """Values by name, with `_` in it, without those of other programs' names that ask for what holds here anyway.
 
     Args:
-      name: the name.
-      prefix: before each field named in the answer.
-      separator: in place of the fields' `_`.
+      prefix: before each name in the error.
+      separator: in place of `_` there.
+
+    Raises ConfigError for the others, with the name here or the reason why there is none.
     """
-    entry = FOREIGN.get(name)
-    if entry is None:
-        return None
-    if not entry.fields:
-        return f"is a name of {entry.origin} without a counterpart: {entry.note}"
-    fields = " and ".join(prefix + field.replace("_", separator) for field in entry.fields)
-    return f"is a name of {entry.origin}: use {fields}" + (f" ({entry.note})" if entry.note else "")
+    kept, said = {}, []
+    for name, value in values.items():
+        if name not in FOREIGN:
+            kept[name] = value
+        elif not _is_off(name, value):
+            entry = FOREIGN[name]
+            fields = " and ".join(prefix + field.replace("_", separator) for field in entry.fields)
+            note = f" ({entry.note})" if entry.note else ""
+            answer = f": use {fields}{note}" if fields else f" without a counterpart: {entry.note}"
+            said.append(f"{prefix}{name.replace('_', separator)} is a name of {entry.origin}{answer}")
+    if said:
+        raise ConfigError("; ".join([*said, "docs/migration.md has the whole list"]))
+    return kept

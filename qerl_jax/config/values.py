@@ -1,58 +1,70 @@
-"""Values of fields: text, lists and numbers as the types that the fields declare."""
+"""Values of fields: texts, lists and numbers as the types that the fields declare."""
 
 from __future__ import annotations
 
 import math
+import re
 import types
 import typing
+from decimal import Decimal
 from typing import Any, Literal
 
 from qerl_jax.untrusted import is_unicode, shown
 
 LARGEST_INT = 2**31 - 1  # counts and seeds are int32 on the device
+_LARGEST, _SMALLEST = {int: LARGEST_INT, float: 3.4e38}, 1.2e-38  # normal float32
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,9})?", re.ASCII)
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the field, and both values where two contradict."""
 
 
-def coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the field's type: lists become tuples, one text a tuple of one, and numbers written as text ("1e-5" is
-    text in YAML 1.1) numbers.
+def _number(value: Any, kind: type[int] | type[float]) -> int | float:
+    """A number, or the text of one (decimal digits, a point, an exponent), as an int or a float. Raises ConfigError for
+    anything else, and for what that, or int32 and float32 on the device, would make another number.
+    """
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        exact = Decimal(value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        exact = value
+    else:
+        raise ConfigError(f"must be a number, got {shown(value)}")
+    if isinstance(exact, float) and not math.isfinite(exact):
+        raise ConfigError(f"must be finite, got {shown(value)}")
+    if abs(exact) > _LARGEST[kind]:
+        raise ConfigError(f"must be at most {_LARGEST[kind]}, got {shown(value)}")
+    if kind is int and exact != int(exact):
+        raise ConfigError(f"must be of type int, got {shown(value)}")
+    if 0 < abs(exact) < _SMALLEST:
+        raise ConfigError(f"must be 0 or at least {_SMALLEST}, got {shown(value)}")
+    return kind(exact)
 
-    Raises ConfigError where that loses something.
+
+def coerce(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the field's type: lists become tuples, a single value a tuple of one, texts of numbers numbers. Raises
+    ConfigError where that is not possible.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        (inner,) = [a for a in arguments if a is not type(None)]
-        return coerce(name, value, inner)
+        inner, _ = arguments  # X | None
+        return None if value is None else coerce(name, value, inner)
+    if origin is tuple:
+        values = value if isinstance(value, list | tuple) else (value,)
+        if typing.get_origin(arguments[0]) is Literal and list(values) in ([None], ["none"]):
+            values = ()  # report_to, as TRL writes it
+        return tuple(coerce(name, item, arguments[0]) for item in values)
     if origin is Literal:
         if value not in arguments:
             raise ConfigError(f"{name} {shown(value)} is not one of {list(arguments)}")
         return value
-    if origin is tuple:
-        if isinstance(value, str) and arguments[0] not in (int, float):
-            value = (value,)
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name} must be a list, got {shown(value)}")
-        return tuple(coerce(name, item, arguments[0]) for item in value)
-    if hint in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
+    if hint in (int, float):
         try:
-            number = float(value)
-        except (ValueError, OverflowError) as error:
-            raise ConfigError(f"{name} must be a number, got {shown(value)}") from error
-        if not math.isfinite(number):
-            raise ConfigError(f"{name} must be finite, got {shown(value)}")
-        if hint is float:
-            return number
-        if number == int(number):
-            if abs(number) > LARGEST_INT:
-                raise ConfigError(f"{name} must be at most {LARGEST_INT}, got {shown(value)}")
-            return int(number)
-    if hint is str and isinstance(value, str) and not is_unicode(value):
+            return _number(value, hint)
+        except ConfigError as error:
+            raise ConfigError(f"{name} {error}") from error
+    if not isinstance(value, hint):
+        raise ConfigError(f"{name} must be of type {hint.__name__}, got {shown(value)}")
+    if hint is str and not is_unicode(value):
         raise ConfigError(f"{name} must be valid UTF-8, got {shown(value)}")
-    if hint in (bool, str) and isinstance(value, hint):
-        return value
-    raise ConfigError(f"{name} must be of type {hint.__name__}, got {shown(value)}")
+    return value

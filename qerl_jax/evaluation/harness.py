@@ -6,6 +6,7 @@ Axes: P problems, n completions of each, B = P · n.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -53,22 +54,27 @@ def evaluate(
     if not isinstance(problems[0], EncodedProblem):
         problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
     grader = reward if isinstance(reward, Grader) else Grader(reward)
-    [items] = sampled_items(policy, problems, sampling, grader, seed, engine, sample=sample)
+    engine = engine or Engine(slots=64)
+
+    def complete(prompts: Prompts, key: Array) -> Rollout:
+        return (sample or generate)(policy, prompts, sampling, key, engine)
+
+    [items] = sampled_items(complete, policy.tokenizer, policy.config.pad_token_id, problems, grader, seed)
     return summarize(items, votes=grader.extract is not None)
 
 
 def sampled_items(
-    policy: Policy,
+    complete: Callable[[Prompts, Array], Rollout],
+    tokenizer: Any,
+    pad_token_id: int,
     problems: Sequence[EncodedProblem],
-    sampling: Sampling,
     grader: Grader,
     seed: int = 0,
-    engine: Engine | None = None,
     at_once: int | None = None,
     start: int = 0,
-    sample: Generate | None = None,
 ) -> Iterator[list[Item]]:
     """Items of `at_once` problems after the other (None: of all), from number `start` on, a multiple of it.
+    `complete(prompts, key)` samples their completions.
 
     A part is a function of the arguments and its place alone, so that an evaluation which begins again at a later part
     samples what it would have sampled there: all parts have the width of the longest prompt.
@@ -77,9 +83,8 @@ def sampled_items(
     key = keys.for_step(seed, keys.Purpose.EVALUATE, 0)
     for first in range(start, len(problems), at_once or len(problems)):
         part = list(problems[first : first + (at_once or len(problems))])
-        prompts = to_prompts(part, width, policy.config.pad_token_id)
-        rollout = (sample or generate)(policy, prompts, sampling, key, engine or Engine(slots=64))
-        texts = completion_texts(rollout, policy.tokenizer)
+        rollout = complete(to_prompts(part, width, pad_token_id), key)
+        texts = completion_texts(rollout, tokenizer)
         yield graded_items([item.problem for item in part], texts, rollout, grader)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from qerl_jax.command_line import evaluate, flags
-from qerl_jax.command_line.train import parse as parse_train
+from qerl_jax import train
+from qerl_jax.config import flags
 
 
 @pytest.fixture
@@ -44,8 +45,9 @@ def test_every_command_is_taken(check, tool):
     assert code == 1 and {row["name"] for row in results if row["code"]} == {name for name in ran if "compare" in name}
     assert {row["name"] for row in results} == ran.keys()
     for name in ("tiny-train", "0.5B-train"):
-        config = parse_train(ran[name][2:])
+        config = train.parse(ran[name][2:])
     assert (config.rollout_backend, config.train_norms, config.num_rollouts) == ("vllm", True, 2)
+    evaluate = importlib.import_module("qerl_jax.evaluate")
     kind = flags.fields_of_config(evaluate._FIELDS, (evaluate._OwnArguments,))
     for backend in ("vllm", "jax"):
         arguments = flags.parse(kind, ran[f"tiny-evaluate-{backend}"][2:], "evaluate", "")

@@ -135,7 +135,7 @@ def test_norms_keep_their_fp32_bits(start, policy):
 def test_a_base_without_an_adapter(start, stand_in, policy, base):
     engine = start(rank=0)
     engine.set_weights(Weights.of_files(base, None))
-    rollout = engine.sample(policy, PROMPTS, SAMPLING, KEY)
+    rollout = engine.sample(PROMPTS, SAMPLING, KEY, policy.tokenizer)
     plain = load_policy(base, lora=LoraConfig(rank=0), dtype=jnp.float32)
     np.testing.assert_allclose(rollout.logprobs, of_policy(plain, rollout, 0.8), atol=2e-5)
     assert "max_lora_rank" not in stand_in("start")[0] and stand_in("generate")[0]["lora"] is None

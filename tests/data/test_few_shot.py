@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import runs
 
-from qerl_jax.command_line.evaluate import main
 from qerl_jax.data.few_shot import PUBLISHED, few_shot, with_examples
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode
-from qerl_jax.evaluation import harness
+from qerl_jax.evaluate import main
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.types import FinishReason, Rollout
@@ -79,7 +78,7 @@ def test_a_few_shot_prompt_has_no_template_and_its_control_tokens_are_text():
     assert templated != ids and {1, 2} <= set(templated)
 
 
-def test_the_command_line_reads_the_examples_form(data, tmp_path, monkeypatch):
+def test_the_command_line_reads_the_examples_form(data, tmp_path):
     """Completions written here: the answer after "####", before a question that is made up; tags are not the form."""
     tokenizer = load_tokenizer(model_path("tiny"))
     seen = {}
@@ -102,11 +101,10 @@ def test_the_command_line_reads_the_examples_form(data, tmp_path, monkeypatch):
         index = jnp.arange(4, dtype=jnp.int32)
         return Rollout(tokens, jnp.zeros(tokens.shape, jnp.float32), prompts.lengths, lengths, finish, index)
 
-    monkeypatch.setattr(harness, "generate", generate)
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "It is 2.\\n#### 2"}\n')
     (tmp_path / "test.jsonl").write_text((data / "presets" / "gsm8k" / "train.jsonl").read_text())
     flags = ["--dataset", f"gsm8k:{tmp_path}", "--few-shot", "1", "--records", str(tmp_path / "records.jsonl")]
-    assert main(["tiny", *flags, "--output", str(tmp_path / "result.json"), "--dtype", "float32"]) == 0
+    assert main(["tiny", *flags, "--output", str(tmp_path / "result.json"), "--dtype", "float32"], generate) == 0
     assert seen["stop"] == ("Question:",)
     assert all(text.startswith("Question: 1 + 1?\nAnswer: It is 2.\n#### 2\n\nQuestion: ") for text in seen["prompts"])
     _, *items = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]

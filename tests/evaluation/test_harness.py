@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 
@@ -14,7 +15,6 @@ from flax import nnx
 
 from qerl_jax import keys
 from qerl_jax.data.problems import Problem
-from qerl_jax.data.prompts import encode_problems
 from qerl_jax.evaluation import Evaluation, evaluate, harness
 from qerl_jax.evaluation.statistics import Estimate
 from qerl_jax.io.assets import model_path
@@ -41,9 +41,9 @@ RIGHT = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0]])  # four problems,
 
 
 @pytest.fixture
-def written(monkeypatch):
-    """A policy whose rollout is written here: completion g of problem p gives p's answer where `RIGHT`, else that of
-    the next problem. The second one of the last problem is cut off, its last one failed.
+def written():
+    """`evaluate` of a policy whose rollout is written here: completion g of problem p gives p's answer where `RIGHT`,
+    else that of the next problem. The second one of the last problem is cut off, its last one failed.
     """
     tokenizer = load_tokenizer(model_path("tiny"))
     model = types.SimpleNamespace(pad_token_id=0)
@@ -68,15 +68,14 @@ def written(monkeypatch):
         finish = jnp.asarray(finish, jnp.int8)
         return Rollout(jnp.asarray(tokens), logprobs, prompts.lengths[index], lengths, finish, index)
 
-    monkeypatch.setattr(harness, "generate", generate)
-    return policy, calls
+    return functools.partial(evaluate, policy, sample=generate), calls
 
 
 def test_several_completions_a_problem(written):
     """Each with its own problem's answer; pass@3 is the share of problems solved at least once, not the mean."""
-    policy, calls = written
+    evaluated, calls = written
     problems = [Problem(7 + i, f"What is {i}?", str(10 + i)) for i in range(4)]
-    result = evaluate(policy, problems, Sampling(9, num_generations=3), seed=5, engine=Engine(slots=2))
+    result = evaluated(problems, Sampling(9, num_generations=3), seed=5, engine=Engine(slots=2))
     [(prompts, sampling, key, engine, lengths)] = calls
     assert (sampling, engine) == (Sampling(9, num_generations=3), Engine(slots=2))
     assert prompts.ids.tolist() == [7, 8, 9, 10]
@@ -107,7 +106,7 @@ def test_several_completions_a_problem(written):
 
 def test_what_counts_as_correct_is_a_reward_above_zero(written):
     """None and 0 are wrong, any share of 1 is right; the reward sees each problem's own prompt and answer."""
-    policy, _ = written
+    evaluated, _ = written
     problems = [Problem(i, f"What is {i}?", str(10 + i)) for i in range(4)]
     seen = []
 
@@ -115,40 +114,40 @@ def test_what_counts_as_correct_is_a_reward_above_zero(written):
         seen.extend(zip(prompts, answer, strict=True))
         return [None, 0.2, 0.0] * 4
 
-    result = evaluate(policy, problems, Sampling(9, num_generations=3), reward=reward)
+    result = evaluated(problems, Sampling(9, num_generations=3), reward=reward)
     assert (result.accuracy, result.pass_at_k) == (pytest.approx(1 / 3), 1.0)
     assert seen == [(f"What is {p}?", str(10 + p)) for p in range(4) for _ in range(3)]
 
 
 def test_a_gold_answer_that_cannot_be_read_counts_in_no_figure(written):
     """Problem 2, the only one with three correct completions: left out and listed, not wrong."""
-    policy, _ = written
+    evaluated, _ = written
     problems = [Problem(7 + i, f"What is {i}?", "" if i == 2 else str(10 + i)) for i in range(4)]
-    result = evaluate(policy, problems, Sampling(9, num_generations=3))
+    result = evaluated(problems, Sampling(9, num_generations=3))
     assert (result.ungraded, result.problems) == ((9,), 3)
     assert result.accuracy == pytest.approx(2 / 9) and result.pass_at_k == pytest.approx(2 / 3)
     assert "1 problems are left out: their gold answers cannot be read (ids 9)" in result.table()
     assert "1 more have an unreadable gold answer" in result.describe()
     with pytest.raises(ValueError, match="none of 4 gold answers can be read; the first is ''"):
-        evaluate(policy, [Problem(i, "What?", "") for i in range(4)], Sampling(9, num_generations=3))
+        evaluated([Problem(i, "What?", "") for i in range(4)], Sampling(9, num_generations=3))
 
 
 def test_a_completion_whose_logits_were_not_finite_is_wrong_whatever_it_says(written):
     """The last of the twelve, which its reward would pay for; nor does it vote: 10 and 13 are left, a tie."""
-    policy, _ = written
+    evaluated, _ = written
     problems = [Problem(i, f"What is {i}?", str(10 + i)) for i in range(4)]
     grader = dataclasses.replace(harness.ANSWER, reward=lambda completions, **_: [1.0] * len(completions))
-    [items] = harness.sampled_items(policy, encode_problems(problems, policy.tokenizer, "", 512)[0], SAMPLING, grader)
-    assert items[3].verdicts == ["correct", "correct", "wrong"] and items[3].answers == ["10", "13", None]
-    result = evaluate(policy, problems, SAMPLING)
+    result = evaluated(problems, SAMPLING, reward=grader)
+    assert result.accuracy == pytest.approx(11 / 12)
+    result = evaluated(problems, SAMPLING)
     assert (result.ties, result.failed) == (1, 1)
 
 
 def test_grading_that_failed_is_counted(written):
-    policy, _ = written
+    evaluated, _ = written
     values = [1.0, TimedOut(math.nan), Crashed(math.nan), Unparsed(0.0), 0.0, TimedOut(0.5)] * 2
     problems = [Problem(i, f"What is {i}?", "1") for i in range(4)]
-    result = evaluate(policy, problems, Sampling(9, num_generations=3), reward=lambda **_: values)
+    result = evaluated(problems, Sampling(9, num_generations=3), reward=lambda **_: values)
     # A program that met the limit keeps its share of the tests; the last completion of all is one that failed.
     assert result.accuracy == pytest.approx(3 / 12)
     assert (result.ungradable, result.unreadable, result.maj_at_k) == (4, pytest.approx(2 / 12), None)

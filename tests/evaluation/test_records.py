@@ -12,7 +12,7 @@ import time
 import pytest
 import runs
 
-from qerl_jax.command_line.evaluate import main
+from qerl_jax.evaluate import main
 from qerl_jax.evaluation.records import RecordsError, open_records
 from qerl_jax.evaluation.summary import Item
 from qerl_jax.run.devices import DETERMINISTIC_FLAGS

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from qerl_jax import train
-from qerl_jax.command_line.evaluate import main as evaluate
 from qerl_jax.config import ConfigError
+from qerl_jax.evaluate import main as evaluate
 from qerl_jax.io import hub
 from qerl_jax.io.assets import model_path
 from qerl_jax.quantize import main as quantize

@@ -14,7 +14,7 @@ from helpers import fp32_policy, logprobs_of, plain_rollout, randomized
 from oracles import torch_qwen2
 
 from qerl_jax import train
-from qerl_jax.command_line.evaluate import main as evaluate
+from qerl_jax.evaluate import main as evaluate
 from qerl_jax.models.attention import masked_attention, split_and_rotate
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate

@@ -15,13 +15,13 @@ from command_lines import lines, training
 from rich.console import Console
 
 from qerl_jax import train
-from qerl_jax.command_line.train import parse
 from qerl_jax.compilation import CompilationCounter, Program, committed, compile_programs
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle, prepare
 from qerl_jax.run.abstract import abstract_run
 from qerl_jax.run.compile_ahead import ROLLOUT, UPDATE, CompileAhead, run_programs
 from qerl_jax.run.hooks import Hooks
+from qerl_jax.train import parse
 
 SETTINGS = {
     "bf16": [],

@@ -113,13 +113,13 @@ def test_the_programs_ask_before_a_device_starts(program):
     code = f"""
 import os, sys
 import qerl_jax.{program}, jax
+program = sys.modules["qerl_jax.{program}"]
 from qerl_jax.run import devices
 def started(*_):
     raise ValueError(os.environ["{MEMORY}"])
-from qerl_jax.command_line import {program}
-jax.devices = jax.local_devices = {program}.leave_out_torch = started
+jax.devices = jax.local_devices = program.leave_out_torch = started
 sys.argv[1:] = {["--model", "nowhere"] if program == "train" else ["nowhere", "--dataset", "arithmetic"]}
-sys.exit(qerl_jax.{program}.main())
+sys.exit(program.main())
 """
     environment = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

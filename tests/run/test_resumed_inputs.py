@@ -13,7 +13,6 @@ import pytest
 import small
 from rich.console import Console
 
-from qerl_jax.command_line.train import parse
 from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
@@ -25,6 +24,7 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.fingerprints import fingerprints, model_fingerprint
 from qerl_jax.run.lifecycle import restore
+from qerl_jax.train import parse
 from qerl_jax.types import TrainState
 
 

@@ -24,7 +24,7 @@ import yaml
 from reproduction.metrics import Run, read_finished
 from reproduction.plan import CALIBRATED, CELLS, PILOT_RATES, PILOT_SEED, config_of
 
-from qerl_jax.command_line.process import STOPPED
+from qerl_jax.command import STOPPED
 from qerl_jax.reporting.metrics import METRICS_FILE
 
 MEMORY, MEMORY_OF_SEVERAL = 0.94, 0.75
