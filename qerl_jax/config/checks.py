@@ -12,27 +12,27 @@ from qerl_jax.models.lora import LoraConfig
 
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
-        "at least 1",
+        "be at least 1",
         lambda value: value >= 1,
         "max_prompt_length max_completion_length save_steps save_total_limit batch_size num_iterations "
         "logprob_chunk_size eval_samples eval_num_generations eval_batch_size",
     ),
-    ("at least 2", lambda value: value >= 2, "num_generations"),
+    ("be at least 2", lambda value: value >= 2, "num_generations"),
     (
-        "at least 0",
+        "be at least 0",
         lambda value: value >= 0,
         "reward_workers max_refill_rounds learning_rate weight_decay lora_rank beta epsilon epsilon_high seed",
     ),
     (
-        "above 0",
+        "be above 0",
         lambda value: value > 0,
         "num_train_epochs temperature max_grad_norm adam_epsilon rollout_memory_gb tokens_per_micro_batch "
         "update_memory_gb reward_timeout overlong_buffer importance_sampling_cap importance_sampling_floor delta "
         "lora_alpha",
     ),
-    ("in [0, 1)", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2 warmup_ratio"),
-    ("in (0, 0.9]", lambda value: 0 < value <= 0.9, "vllm_gpu_memory_utilization"),
-    ("at least 1, or -1 for num_train_epochs", lambda value: value >= 1 or value == -1, "max_steps"),
+    ("lie in [0, 1)", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2 warmup_ratio"),
+    ("lie in (0, 0.9]", lambda value: 0 < value <= 0.9, "vllm_gpu_memory_utilization"),
+    ("be at least 1, or -1 for num_train_epochs", lambda value: value >= 1 or value == -1, "max_steps"),
 )
 
 
@@ -42,7 +42,7 @@ def check(config: Config) -> None:
         for name in names.split():
             value = getattr(config, name)
             if value is not None and not is_inside(value):
-                raise ConfigError(f"{name} must be {words}, got {value}")
+                raise ConfigError(f"{name} must {words}, got {value}")
     for contradictions in (_of_lists, _of_training, _of_full, _of_vllm):
         if message := next(contradictions(config), None):
             raise ConfigError(message)
@@ -131,15 +131,19 @@ def _of_vllm(c: Config) -> Iterator[str]:
         if (share := c.vllm_gpu_memory_utilization) is not None:
             yield f"vllm_gpu_memory_utilization {share} has no meaning for rollout_backend {c.rollout_backend!r}"
         return
-    for name, is_wrong, reason in (
-        ("weight_format", c.is_full, "it loads the checkpoint once and then takes adapters only"),
-        ("dtype", c.dtype != "bfloat16", "vLLM's attention computes in 16 bits"),
-        ("kv_cache_dtype", c.kv_cache_dtype != "auto", "its FP8 cache has scales of its own"),
-        ("batch_invariant", c.batch_invariant, "its completions depend on their batch"),
-        ("deterministic", c.deterministic, "its kernels do not repeat bit for bit"),
-        ("temperature", 0 < c.temperature < 0.01, "it samples at 0.01 or above"),
-        ("eval_temperature", 0 < c.eval_temperature < 0.01, "it samples at 0.01 or above"),
-        ("min_p", c.min_p > 0 and c.top_p < 1, f"it applies min_p first, and the trainer top_p {c.top_p}"),
+    for is_wrong, what, reason in (
+        (c.is_full, "weight_format 'full'", "it loads the checkpoint once and then takes adapters only"),
+        (c.dtype != "bfloat16", f"dtype {c.dtype!r}", "vLLM's attention computes in 16 bits"),
+        (c.kv_cache_dtype != "auto", f"kv_cache_dtype {c.kv_cache_dtype!r}", "its FP8 cache has scales of its own"),
+        (c.batch_invariant, "batch_invariant True", "its completions depend on their batch"),
+        (c.deterministic, "deterministic True", "its kernels do not repeat bit for bit"),
+        (0 < c.temperature < 0.01, f"temperature {c.temperature}", "it samples at 0.01 or above"),
+        (0 < c.eval_temperature < 0.01, f"eval_temperature {c.eval_temperature}", "it samples at 0.01 or above"),
+        (
+            c.min_p > 0 and c.top_p < 1,
+            f"min_p {c.min_p} with top_p {c.top_p}",
+            "it applies min_p first, and the trainer top_p",
+        ),
     ):
         if is_wrong:
-            yield f"{name} {getattr(c, name)!r} contradicts rollout_backend 'vllm': {reason}"
+            yield f"{what} contradicts rollout_backend 'vllm': {reason}"
