@@ -54,17 +54,19 @@ class Recorder:
         self.outputs["gate_up" if "qkv" in self.outputs else "qkv"] = y
         return residual, y
 
-    def project(self, projection, x, residual):
-        before = stream(residual)
-        residual = self.inner.project(projection, x, residual)
-        self.outputs |= {"attended": x, "attention": stream(residual) - before}
-        return residual
+    def project(self, projection, x):
+        self.outputs |= {"attended": x, "attention": self.inner.project(projection, x)}
+        return self.outputs["attention"]
 
-    def swiglu_project(self, projection, gate_up, residual):
-        before = stream(residual)
-        residual = self.inner.swiglu_project(projection, gate_up, residual)
-        self.outputs["mlp"] = stream(residual) - before
-        return residual
+    def swiglu_project(self, projection, gate_up):
+        self.outputs["mlp"] = self.inner.swiglu_project(projection, gate_up)
+        return self.outputs["mlp"]
+
+    def add(self, residual, delta):
+        return self.inner.add(residual, delta)
+
+    def normalize(self, norm, x):
+        return self.inner.normalize(norm, x)
 
     def finish(self, norm, residual):
         return self.inner.finish(norm, residual)

@@ -115,9 +115,9 @@ class _RecordingExecutor(PlainExecutor):
         self.inputs.append(norm(residual))
         return residual, projection(self.inputs[-1])
 
-    def project(self, projection: Projection, x: Array, residual: Array) -> Array:
+    def project(self, projection: Projection, x: Array) -> Array:
         self.inputs.append(x)
-        return super().project(projection, x, residual)
+        return super().project(projection, x)
 
 
 def _adapters(adapter: AdapterReader | None, model: ModelConfig, layer: int) -> dict[str, dict[str, Lora]]:

@@ -58,7 +58,7 @@ def write_prompts(
     slots: Int[Array, " T"],
     entries: Sequence[tuple[Float[Array, "T K H"], Float[Array, "T K H"]]],
 ) -> KVCache:
-    """The cache with the keys and values of packed prompts (`Qwen2.prefill`) written to their places.
+    """The cache with the keys and values of packed prompts (`rollout.prefill`) written to their places.
 
     Args:
       cache: cache of the prompts.

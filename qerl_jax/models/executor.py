@@ -33,11 +33,14 @@ class Executor(Protocol):
     ) -> tuple[Residual, Float[Array, "*B N"]]:
         """`projection(norm(x))`, and the residual stream x in the form that the next operation reads."""
 
-    def project(self, projection: Projection, x: Float[Array, "*B K"], residual: Residual) -> Residual:
-        """The residual stream plus `projection(x)`."""
+    def project(self, projection: Projection, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """`projection(x)`."""
 
-    def swiglu_project(self, projection: Projection, gate_up: Float[Array, "*B E"], residual: Residual) -> Residual:
-        """The residual stream plus `projection(silu(gate) · up)`."""
+    def swiglu_project(self, projection: Projection, gate_up: Float[Array, "*B E"]) -> Float[Array, "*B N"]:
+        """`projection(silu(gate) · up)`."""
+
+    def add(self, residual: Residual, delta: Float[Array, "*B D"]) -> Residual:
+        """The residual stream plus `delta`."""
 
     def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`norm(x)`."""
@@ -69,17 +72,17 @@ class PlainExecutor:
         """The unchanged stream and `projection(norm(residual))`."""
         return residual, projection(norm(residual, self.batch_invariant), self.batch_invariant)
 
-    def project(
-        self, projection: Projection, x: Float[Array, "*B K"], residual: Float32[Array, "*B D"]
-    ) -> Float32[Array, "*B D"]:
-        """`residual + projection(x)`."""
-        return residual + projection(x, self.batch_invariant)
+    def project(self, projection: Projection, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """`projection(x)`."""
+        return projection(x, self.batch_invariant)
 
-    def swiglu_project(
-        self, projection: Projection, gate_up: Float[Array, "*B E"], residual: Float32[Array, "*B D"]
-    ) -> Float32[Array, "*B D"]:
-        """`residual + projection(silu(gate) · up)`."""
-        return self.project(projection, silu_mul(gate_up), residual)
+    def swiglu_project(self, projection: Projection, gate_up: Float[Array, "*B E"]) -> Float[Array, "*B N"]:
+        """`projection(silu(gate) · up)`."""
+        return self.project(projection, silu_mul(gate_up))
+
+    def add(self, residual: Float32[Array, "*B D"], delta: Float[Array, "*B D"]) -> Float32[Array, "*B D"]:
+        """`residual + delta`."""
+        return residual + delta
 
     def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`norm(x)`."""
@@ -91,3 +94,23 @@ class PlainExecutor:
 
 
 PLAIN_EXECUTOR = PlainExecutor()
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordingExecutor(PlainExecutor):
+    """The plain executor, which keeps the results of a layer's four projections in the order of their use."""
+
+    results: list[Array] = dataclasses.field(default_factory=list)
+
+    def norm_project(
+        self, norm: RMSNorm, projection: Projection, residual: Float32[Array, "*B D"]
+    ) -> tuple[Float32[Array, "*B D"], Float[Array, "*B N"]]:
+        """As `PlainExecutor`."""
+        residual, y = super().norm_project(norm, projection, residual)
+        self.results.append(y)
+        return residual, y
+
+    def project(self, projection: Projection, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """As `PlainExecutor`."""
+        self.results.append(super().project(projection, x))
+        return self.results[-1]

@@ -51,19 +51,23 @@ class FusedDecodeExecutor:
         x, y, lora_x = rms_norm_prologue(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
         return (x, None), projection(y, route=chosen, lora_x=lora_x)
 
-    def project(self, projection: Projection, x: Float[Array, "B K"], residual: DeferredResidual) -> DeferredResidual:
-        """`x A` in one kernel (where there is any to compute), then the GEMM, whose result stays apart."""
+    def project(self, projection: Projection, x: Float[Array, "B K"]) -> Float[Array, "B N"]:
+        """`x A` in one kernel (where there is any to compute), then the GEMM."""
         chosen, a, ranks = _route(projection, x.shape[0], x.dtype)
         lora_x = None if a is None else lora_prologue(x, a, ranks, lora_form=chosen.lora_form)
-        return residual[0], projection(x, route=chosen, lora_x=lora_x)
+        return projection(x, route=chosen, lora_x=lora_x)
 
-    def swiglu_project(
-        self, projection: Projection, gate_up: Float[Array, "B E"], residual: DeferredResidual
-    ) -> DeferredResidual:
-        """SiLU·mul and `x A` in one kernel, then the GEMM, whose result stays apart."""
+    def swiglu_project(self, projection: Projection, gate_up: Float[Array, "B E"]) -> Float[Array, "B N"]:
+        """SiLU·mul and `x A` in one kernel, then the GEMM."""
         chosen, a, ranks = _route(projection, gate_up.shape[0], gate_up.dtype)
         x, lora_x = silu_mul_prologue(gate_up, a, ranks, lora_form=chosen.lora_form)
-        return residual[0], projection(x, route=chosen, lora_x=lora_x)
+        return projection(x, route=chosen, lora_x=lora_x)
+
+    def add(self, residual: DeferredResidual, delta: Float[Array, "B D"]) -> DeferredResidual:
+        """The stream with `delta` apart, for the next norm's kernel to add; nothing else may be waiting."""
+        x, waiting = residual
+        assert waiting is None
+        return x, delta
 
     def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`norm(x)`."""

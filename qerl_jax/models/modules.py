@@ -15,7 +15,7 @@ from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import rms_norm
 
-from qerl_jax.models.formats import Weight
+from qerl_jax.models.formats import Weight, rounded
 from qerl_jax.models.linear import linear
 from qerl_jax.models.lora import Lora
 
@@ -51,8 +51,10 @@ class Projection(nnx.Module):
         route: Route | None = None,
         lora_x: LoraX | None = None,
     ) -> Float[Array, "*B N"]:
-        """`linear` with this projection's weight, bias and adapters."""
+        """`linear` with this projection's weight, bias and adapters; a trained fp32 bias is rounded to x's dtype."""
         bias = None if self.bias is None else self.bias.get_value()
+        if bias is not None and bias.dtype == jnp.float32:
+            bias = rounded(bias, x.dtype)
         weight = self.weight.get_value()
         return linear(x, weight, bias, self.adapters(), batch_invariant=batch_invariant, route=route, lora_x=lora_x)
 

@@ -23,7 +23,6 @@ from qerl_jax.models import fused_decode
 from qerl_jax.models.attention import (
     AttentionFn,
     cached_attention,
-    packed_attention,
     padded_attention,
     rotary_angles,
     split_heads,
@@ -33,7 +32,6 @@ from qerl_jax.models.config import HEAD_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
 from qerl_jax.models.lora import Lora
 from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm
-from qerl_jax.models.packed_sequences import PackedLayout
 
 
 class Attention(nnx.Module):
@@ -72,7 +70,11 @@ class Mlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm decoder layer. A pytree: it can be an argument of `jax.jit`, and equal layers can be stacked."""
+    """Pre-norm decoder layer. A pytree: it can be an argument of `jax.jit`, and equal layers can be stacked.
+
+    A call is the four methods `qkv`, `attention_out`, `gate_up` and `down` with attention between the first two, and
+    the residual stream's two additions; the update pulls gradients through the methods one by one.
+    """
 
     def __init__(
         self,
@@ -110,12 +112,50 @@ class DecoderLayer(nnx.Module):
         Returns:
           The residual stream behind the layer, and the cache that `attention` returns.
         """
-        attn, mlp = self.self_attn, self.mlp
-        residual, qkv = executor.norm_project(self.input_layernorm, attn.qkv_proj, residual)
-        attended, cache = attention(attn.normalized(qkv, executor), angles, cache)
-        residual = executor.project(attn.o_proj, attended.reshape(*qkv.shape[:-1], -1), residual)
-        residual, gate_up = executor.norm_project(self.post_attention_layernorm, mlp.gate_up_proj, residual)
-        return executor.swiglu_project(mlp.down_proj, gate_up, residual), cache
+        residual, qkv = self.qkv(residual, executor)
+        attended, cache = attention(qkv, angles, cache)
+        residual = executor.add(residual, self.attention_out(attended, executor))
+        residual, gate_up = self.gate_up(residual, executor)
+        return executor.add(residual, self.down(gate_up, executor)), cache
+
+    def qkv(self, residual: Residual, executor: Executor = PLAIN_EXECUTOR) -> tuple[Residual, Float[Array, "*B M"]]:
+        """The residual stream, in the form that the next operation reads, and q, k and v side by side, M = (N + 2 K)·H;
+        the heads of q and k normalized where the model has such norms.
+        """
+        residual, qkv = executor.norm_project(self.input_layernorm, self.self_attn.qkv_proj, residual)
+        return residual, self.self_attn.normalized(qkv, executor)
+
+    def attention_out(
+        self, attended: Float[Array, "*B N H"], executor: Executor = PLAIN_EXECUTOR
+    ) -> Float[Array, "*B D"]:
+        """What attention adds to the residual stream."""
+        return executor.project(self.self_attn.o_proj, attended.reshape(*attended.shape[:-2], -1))
+
+    def gate_up(self, residual: Residual, executor: Executor = PLAIN_EXECUTOR) -> tuple[Residual, Float[Array, "*B E"]]:
+        """The residual stream, in the form that the next operation reads, and gate and up side by side, E = 2 F."""
+        return executor.norm_project(self.post_attention_layernorm, self.mlp.gate_up_proj, residual)
+
+    def down(self, gate_up: Float[Array, "*B E"], executor: Executor = PLAIN_EXECUTOR) -> Float[Array, "*B D"]:
+        """What the MLP adds to the residual stream."""
+        return executor.swiglu_project(self.mlp.down_proj, gate_up)
+
+
+def merge_layer(config: ModelConfig, dtype: jnp.dtype, frozen: Any, norms: Any, lora: Any) -> DecoderLayer:
+    """The layer over its trees of a policy, with fp32 adapters as one copy in the compute dtype.
+
+    Args:
+      config: shape of the model.
+      dtype: compute dtype.
+      frozen: `Policy.frozen["layers"][i]`.
+      norms: `Policy.norms["layers"][i]`.
+      lora: `Policy.lora["layers"][i]`, {} without adapters.
+    """
+    modules = frozen["self_attn"] | frozen["mlp"]
+    adapted = lora.get("self_attn", {}) | lora.get("mlp", {})
+    weights = {name: module["weight"] for name, module in (modules | norms).items()}
+    weights["qkv_bias"] = modules["qkv_proj"].get("bias")
+    adapters = {name: adapted.get(name, {}).get("lora", {}) for name in modules}
+    return DecoderLayer(config, weights, jax.tree.map(lambda leaf: leaf.astype(dtype), adapters), dtype)
 
 
 class Qwen2(nnx.Module):
@@ -164,13 +204,6 @@ class Qwen2(nnx.Module):
         seen: list[Array] = []
         self._run(tokens, positions, padded_attention(self.config, attention_mask), seen=seen)
         return seen
-
-    def prefill(
-        self, tokens: Int[Array, " T"], layout: PackedLayout, batch_invariant: bool = False
-    ) -> tuple[Float[Array, "T D"], list[tuple[Float[Array, "T K H"], Float[Array, "T K H"]]]]:
-        """Hidden states of packed prompts, and keys and values of every layer; those of padding are arbitrary."""
-        attention = packed_attention(self.config, layout)
-        return self._run(tokens, layout.positions, attention, executor=PlainExecutor(batch_invariant))
 
     def decode(
         self,

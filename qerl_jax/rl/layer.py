@@ -17,12 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
-from qerl_kernels.ops import silu_mul
 
 from qerl_jax.models.attention import rotary_angles, split_and_rotate
-from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
-from qerl_jax.models.formats import rounded
-from qerl_jax.models.qwen2 import DecoderLayer
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.executor import RecordingExecutor
+from qerl_jax.models.qwen2 import DecoderLayer, merge_layer
 from qerl_jax.rl.attention import segment_attention, segment_attention_backward
 from qerl_jax.rl.flash import Statistics
 from qerl_jax.rl.packing import Packed, PackShape
@@ -69,55 +68,24 @@ class LayerShape:
     pack: PackShape
 
 
-def _module(shape: LayerShape, frozen: Any, trained: dict[str, Any]) -> DecoderLayer:
-    """The layer over its weights, its fp32 adapters as one copy in the compute dtype. Trained weights stand in the
-    place of the frozen ones.
-    """
+def _layer(shape: LayerShape, frozen: Any, trained: Any) -> DecoderLayer:
+    """The layer; trained weights stand in the place of the frozen ones."""
     frozen = trained.get("weights", frozen)
-    weights = {name: trained["norms"][name]["weight"] for name in LAYER_NORMS}
-    adapters = {}
-    for block in ("self_attn", "mlp"):
-        for name, projection in frozen[block].items():
-            weights[name] = projection["weight"]
-            lora = trained["lora"].get(block, {}).get(name, {}).get("lora", {})
-            adapters[name] = jax.tree.map(lambda leaf: leaf.astype(shape.dtype), lora)
-    bias = frozen["self_attn"]["qkv_proj"].get("bias")
-    weights["qkv_bias"] = rounded(bias, jnp.dtype(shape.dtype)) if "weights" in trained and bias is not None else bias
-    assert set(FUSED_PROJECTIONS) <= set(adapters)
-    return DecoderLayer(shape.model, weights, adapters, jnp.dtype(shape.dtype))
-
-
-def _qkv(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"]) -> Array:
-    layer = _module(shape, frozen, trained)
-    return layer.self_attn.normalized(layer.self_attn.qkv_proj(layer.input_layernorm(x)))
-
-
-def _attention_out(shape: LayerShape, frozen: Any, trained: Any, attended: Array) -> Array:
-    return _module(shape, frozen, trained).self_attn.o_proj(attended.reshape(attended.shape[0], -1))
-
-
-def _gate_up(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"]) -> Array:
-    layer = _module(shape, frozen, trained)
-    return layer.mlp.gate_up_proj(layer.post_attention_layernorm(x))
-
-
-def _down(shape: LayerShape, frozen: Any, trained: Any, gate_up: Array) -> Array:
-    return _module(shape, frozen, trained).mlp.down_proj(silu_mul(gate_up))
-
-
-def _angles(shape: LayerShape, packed: Packed) -> Float32[Array, "T A"]:
-    return rotary_angles(packed.positions, shape.model)
+    return merge_layer(shape.model, jnp.dtype(shape.dtype), frozen, trained["norms"], trained["lora"])
 
 
 def _forward(
     shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed
 ) -> tuple[Float32[Array, "T D"], Kept]:
-    q, k, v = split_and_rotate(shape.model, _qkv(shape, frozen, trained, x), _angles(shape, packed))
-    attended, statistics = segment_attention(q, k, v, packed, shape.pack)
-    delta = _attention_out(shape, frozen, trained, attended)
-    x = x + delta
-    gate_up = _gate_up(shape, frozen, trained, x)
-    return x + _down(shape, frozen, trained, gate_up), Kept(q, k, v, attended, statistics, delta, gate_up)
+    def attention(qkv: Array, angles: Array, _: None) -> tuple[Array, tuple]:
+        q, k, v = split_and_rotate(shape.model, qkv, angles)
+        attended, statistics = segment_attention(q, k, v, packed, shape.pack)
+        return attended, (q, k, v, attended, statistics)
+
+    executor, angles = RecordingExecutor(), rotary_angles(packed.positions, shape.model)
+    x, heads = _layer(shape, frozen, trained)(x, angles, attention, executor=executor)
+    _, delta, gate_up, _ = executor.results
+    return x, Kept(*heads, delta, gate_up)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -167,29 +135,35 @@ def backward(
     """
     kept = _forward(shape, frozen, trained, x, packed)[1] if kept is None else kept
 
-    def pull(function: Any, value: Array, cotangent: Array, gradient: Any) -> tuple[Array, Any]:
+    def qkv(layer: DecoderLayer, x: Array) -> Array:
+        return layer.qkv(x)[1]
+
+    def gate_up(layer: DecoderLayer, x: Array) -> Array:
+        return layer.gate_up(x)[1]
+
+    def pull(method: Any, value: Array, cotangent: Array, gradient: Any) -> tuple[Array, Any]:
         def of_trained(own: Any, value: Array) -> Array:
-            return function(shape, frozen, trained | own, value)
+            return method(_layer(shape, frozen, trained | own), value)
 
         _, pullback = jax.vjp(of_trained, {name: trained[name] for name in gradient}, value)
         part, d_value = pullback(cotangent)
         return d_value, jax.tree.map(jnp.add, gradient, part)
 
     middle = x + kept.delta
-    gate_up = _gate_up(shape, frozen, trained, middle) if kept.gate_up is None else kept.gate_up
-    d_gate_up, gradient = pull(_down, gate_up, d_x.astype(gate_up.dtype), gradient)
-    d_mlp, gradient = pull(_gate_up, middle, d_gate_up, gradient)
+    gated = gate_up(_layer(shape, frozen, trained), middle) if kept.gate_up is None else kept.gate_up
+    d_gate_up, gradient = pull(DecoderLayer.down, gated, d_x.astype(gated.dtype), gradient)
+    d_mlp, gradient = pull(gate_up, middle, d_gate_up, gradient)
     d_middle = d_x + d_mlp
-    d_attended, gradient = pull(_attention_out, kept.attended, d_middle.astype(kept.delta.dtype), gradient)
+    d_attended, gradient = pull(DecoderLayer.attention_out, kept.attended, d_middle.astype(kept.delta.dtype), gradient)
     # Else XLA moves the gradient of the MLP's weights behind attention, whose workspace then lies beside d_gate_up.
     d_attended, gradient = jax.lax.optimization_barrier((d_attended, gradient))
     d_heads = segment_attention_backward(
         kept.q, kept.k, kept.v, kept.attended, kept.statistics, d_attended, packed, shape.pack
     )
     features = sum(head.shape[1] for head in d_heads) * shape.model.head_dim
-    qkv = jax.ShapeDtypeStruct((x.shape[0], features), kept.q.dtype)
-    angles = _angles(shape, packed)
+    like = jax.ShapeDtypeStruct((x.shape[0], features), kept.q.dtype)
+    angles = rotary_angles(packed.positions, shape.model)
     # The rotary embedding is linear; its transpose needs no value of qkv.
-    [d_qkv] = jax.linear_transpose(lambda qkv: split_and_rotate(shape.model, qkv, angles), qkv)(d_heads)
-    d_attention, gradient = pull(_qkv, x, d_qkv, gradient)
+    [d_qkv] = jax.linear_transpose(lambda qkv: split_and_rotate(shape.model, qkv, angles), like)(d_heads)
+    d_attention, gradient = pull(qkv, x, d_qkv, gradient)
     return gradient, d_middle + d_attention

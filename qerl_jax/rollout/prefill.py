@@ -19,11 +19,11 @@ from qerl_jax.compilation import Program, as_committed
 from qerl_jax.models import cache as kv
 from qerl_jax.models.attention import packed_attention, rotary_angles
 from qerl_jax.models.cache import KVCache
-from qerl_jax.models.config import LAYER_NORMS, ModelConfig
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.modules import Norm, RMSNorm
 from qerl_jax.models.packed_sequences import packed_layout
-from qerl_jax.models.qwen2 import DecoderLayer
+from qerl_jax.models.qwen2 import merge_layer
 from qerl_jax.rollout.decode import PromptCache
 from qerl_jax.rollout.prefill_packing import PrefillShape
 from qerl_jax.types import Policy
@@ -144,7 +144,7 @@ def prefill_layer(
     """
     layout = packed_layout(lengths, x.shape[0], width)
     angles = rotary_angles(layout.positions, config)
-    layer = _decoder_layer(weights, config, dtype)
+    layer = merge_layer(config, dtype, **weights)
     attention = packed_attention(config, layout)
     x, entry = layer(x, angles, attention, executor=PlainExecutor(batch_invariant))
     dropped = keys.shape[0]
@@ -171,12 +171,3 @@ def store_hidden(
         hidden.at[prompt_slots].set(final, mode="drop"),
         prompt_lengths.at[prompt_slots].set(lengths, mode="drop"),
     )
-
-
-def _decoder_layer(weights: dict[str, Any], config: ModelConfig, dtype: jnp.dtype) -> DecoderLayer:
-    frozen = weights["frozen"]["self_attn"] | weights["frozen"]["mlp"]
-    lora = weights["lora"].get("self_attn", {}) | weights["lora"].get("mlp", {})
-    own = {name: projection["weight"] for name, projection in frozen.items()}
-    own |= {name: weights["norms"][name]["weight"] for name in LAYER_NORMS}
-    own["qkv_bias"] = frozen["qkv_proj"].get("bias")
-    return DecoderLayer(config, own, {name: lora.get(name, {}).get("lora", {}) for name in frozen}, dtype)

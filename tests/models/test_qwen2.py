@@ -14,8 +14,9 @@ from oracles import torch_qwen2
 from qerl_jax.io.load import load_policy
 from qerl_jax.models import cache as kv
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.models.packed_sequences import packed_layout
+from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.prefill import prefill
 from qerl_jax.types import FinishReason, Policy, Sampling
 
 
@@ -101,39 +102,33 @@ def test_keys_of_hundreds_are_rounded_alike_in_every_program(stories_dir):
 
 
 @jax.jit
-def _token_by_token(policy: Policy, tokens: jax.Array, prompt: jax.Array) -> jax.Array:
-    """Logits by one prefill of all rows' prompts and one decode a token after it, [B, T - prompt width + 1, V]. The
-    prompts lie in the cache in the opposite order.
-    """
+def _decoded(policy: Policy, tokens: jax.Array, prompts: decode.PromptCache, places: jax.Array) -> jax.Array:
+    """Logits by one decode a token behind each row's prompt, which lies at its place of the cache."""
     model, config = policy.model(), policy.config
-    rows, length = tokens.shape
-    width = length - 4
-    shape = (config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
-    places = jnp.arange(rows)[::-1]
-    packed = packed_layout(prompt, rows * width, width)
-    inside = jnp.minimum(packed.segment_ids, rows - 1)
-    hidden, entries = model.prefill(tokens[inside, jnp.minimum(packed.positions, length - 1)], packed)
-    held = jnp.where(packed.segment_ids < rows, places[inside], rows)
-    prompts = kv.write_prompts(kv.init_cache(rows, width + 3, *shape), held, packed.positions, entries)
-    own = kv.init_cache(rows, 5, *shape)
-    logits = [model.logits(hidden[packed.last_tokens])]
+    own = kv.init_cache(len(tokens), 5, config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
+    prompt, logits = prompts.lengths[places], [model.logits(prompts.hidden[places])]
     for step in range(4):
-        position = prompt + step
-        token = jnp.take_along_axis(tokens, position[:, None], axis=1)[:, 0]
-        state, own = model.decode(token, prompts, places, prompt, own, jnp.full(rows, step + 1))
+        token = jnp.take_along_axis(tokens, (prompt + step)[:, None], axis=1)[:, 0]
+        state, own = model.decode(token, prompts.cache, places, prompt, own, jnp.full(len(tokens), step + 1))
         logits.append(model.logits(state))
     return jnp.stack(logits, axis=1)
 
 
 def test_prefill_and_decode_equal_the_whole_forward(tiny, golden):
-    """Rows of different prompt lengths, so that every row decodes at its own position."""
-    policy = randomized(tiny, 3)
+    """Rows of different prompt lengths, so that every row decodes at its own position. The prompts lie in the cache in
+    the opposite order, and the packed tokens end with padding.
+    """
+    policy, config = randomized(tiny, 3), tiny.config
     tokens = golden["input_ids"][:, :12]
-    tokens = jnp.asarray(np.concatenate([tokens, tokens[:, ::-1]]))
-    prompt = jnp.asarray([8, 1, 5, 3])
-    stepped = np.asarray(_token_by_token(policy, tokens, prompt))
+    tokens = np.concatenate([tokens, tokens[:, ::-1]])
+    lengths, places = np.array([8, 1, 5, 3], np.int32), np.arange(4, dtype=np.int32)[::-1]
+    cache = kv.init_cache(4, 11, config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
+    empty = decode.PromptCache(cache, jnp.zeros((4, config.hidden_size)), jnp.zeros(4, jnp.int32))
+    packed = np.concatenate([row[:length] for row, length in zip(tokens, lengths, strict=True)] + [np.zeros(15)])
+    prompts = prefill(policy, empty, packed.astype(np.int32), lengths, places, width=8, batch_invariant=False)
+    stepped = np.asarray(_decoded(policy, jnp.asarray(tokens), prompts, jnp.asarray(places)))
     whole = np.asarray(logits_of(policy, tokens))
-    for row, start in enumerate(np.asarray(prompt)):
+    for row, start in enumerate(lengths):
         np.testing.assert_allclose(stepped[row], whole[row, start - 1 : start + 4], atol=1e-5, rtol=0)
 
 
@@ -175,9 +170,6 @@ def test_bf16_model_is_near_the_fp32_one(tiny_dir, golden):
     """bf16 rounds each of some 30 operations in a row by 2^-9: a few per cent of the logits' spread (0.68), nowhere
     near a wrong layer.
     """
-    from qerl_jax.io.load import load_policy
-    from qerl_jax.models.lora import LoraConfig
-
     policy = load_policy(tiny_dir, lora=LoraConfig(rank=4))
     assert {leaf.dtype for leaf in jax.tree.leaves(policy.frozen["layers"])} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves((policy.norms, policy.lora))} == {jnp.dtype(jnp.float32)}
