@@ -13,9 +13,9 @@ import numpy as np
 
 from qerl_jax import keys
 from qerl_jax.io.load import load_policy
+from qerl_jax.models.distribution import sample
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
-from qerl_jax.rollout.sampling import sample
 from qerl_jax.types import FinishReason, Policy, Sampling
 
 logits_of = jax.jit(policy_logits)

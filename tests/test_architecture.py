@@ -23,7 +23,8 @@ KERNELS = ROOT / "kernels" / "qerl_kernels"
 # A package may import itself and packages of the levels above it in this list, never one of its own level.
 LAYERS = [
     ("qerl_kernels",),
-    ("types", "keys", "aqn", "models", "rewards", "compilation", "untrusted"),
+    ("types",),
+    ("keys", "aqn", "models", "rewards", "compilation", "untrusted"),
     ("config", "rollout", "data"),
     ("io", "rl"),
     ("evaluation", "backends"),

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.ops import fp32_matmul
 
+from qerl_jax.models.distribution import entropy_of, logits_of_targets
 from qerl_jax.models.qwen2 import Qwen2
-from qerl_jax.rollout.sampling import sampled_logits
 from qerl_jax.types import Policy, Sampling
 
 _FULL = Sampling(max_new_tokens=1)
@@ -90,33 +90,22 @@ def logprobs_and_entropy(
     @jax.checkpoint
     def one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         states, tokens = inputs
-        return _chunk(model.logits(states), tokens, sampling)
+        scaled = logits_of_targets(model.logits(states), tokens, sampling)
+        normalizer = jax.nn.logsumexp(scaled, axis=-1)
+        chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
+        return chosen - normalizer, entropy_of(scaled - normalizer[:, None])
 
     logprobs, entropy = jax.lax.map(one, (flat, wanted))
     return logprobs.reshape(-1)[:count].reshape(batch, length), entropy.reshape(-1)[:count].reshape(batch, length)
 
 
-def _chunk(
-    logits: Float32[Array, "C V"], targets: Int[Array, " C"], sampling: Sampling
-) -> tuple[Float32[Array, " C"], Float32[Array, " C"]]:
-    scaled = _scaled(logits, targets, sampling)
-    normalizer = jax.nn.logsumexp(scaled, axis=-1)
-    chosen = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
-    return chosen - normalizer, _entropy(scaled - normalizer[:, None])
-
-
-def _scaled(logits: Float32[Array, "C V"], targets: Int[Array, " C"], sampling: Sampling) -> Float32[Array, "C V"]:
-    """Logits of the distribution sampled from: over the temperature, −inf where it truncates."""
-    if not sampling.truncates:
-        return logits / sampling.temperature
-    kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), sampling))
-    kept |= jnp.arange(logits.shape[-1]) == targets[:, None]
-    return jnp.where(kept, logits / sampling.temperature, -jnp.inf)
-
-
-def _entropy(logprobs: Float32[Array, "C V"]) -> Float32[Array, " C"]:
-    finite = jnp.where(jnp.isfinite(logprobs), logprobs, 0)  # before the product: its gradient at −inf is no number
-    return -jnp.sum(jnp.exp(finite) * finite, axis=-1)
+def _logprobs(
+    head: Float[Array, "V D"], hidden: Float[Array, "C D"], targets: Int[Array, " C"], sampling: Sampling
+) -> tuple[Float32[Array, "C V"], Bool[Array, "C V"]]:
+    """Log-probabilities of all tokens, and which is the target."""
+    scaled = logits_of_targets(fp32_matmul(hidden, head.T), targets, sampling)
+    logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
+    return logprobs, jnp.arange(head.shape[0]) == targets[:, None]
 
 
 def logprobs_entropy_and_gradients(
@@ -158,10 +147,8 @@ def logprobs_entropy_and_gradients(
         start = i * chunk
         states = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
         wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk)
-        scaled = _scaled(fp32_matmul(states, head.T), wanted, sampling)
-        logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
-        is_target = jnp.arange(head.shape[0]) == wanted[:, None]
-        found = {"logprobs": jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1), "entropy": _entropy(logprobs)}
+        logprobs, is_target = _logprobs(head, states, wanted, sampling)
+        found = {"logprobs": jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1), "entropy": entropy_of(logprobs)}
         for name in of:
             d_logits = (_d_scaled(name, logprobs, is_target) / sampling.temperature).astype(hidden.dtype)
             found[f"d_{name}"] = fp32_matmul(d_logits, head)
@@ -184,7 +171,7 @@ def _d_scaled(name: str, logprobs: Float32[Array, "C V"], is_target: Bool[Array,
     """Gradient of "logprobs" or "entropy" to the scaled logits, as in `logprobs_entropy_and_gradients`."""
     if name == "logprobs":
         return is_target - jnp.exp(logprobs)
-    entropy = _entropy(logprobs)[:, None]
+    entropy = entropy_of(logprobs)[:, None]
     return -jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs + entropy, 0)
 
 
@@ -215,9 +202,7 @@ def add_head_gradient(
     def one(i: Array, total: Array) -> Array:
         rows = (hidden, targets, d_values)
         states, wanted, weights = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk), rows)
-        scaled = _scaled(fp32_matmul(states, head.T), wanted, sampling)
-        logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
-        is_target = jnp.arange(head.shape[0]) == wanted[:, None]
+        logprobs, is_target = _logprobs(head, states, wanted, sampling)
         d_scaled = sum(weight[:, None] * _d_scaled(name, logprobs, is_target) for name, weight in weights.items())
         return total + fp32_matmul((d_scaled / sampling.temperature).astype(hidden.dtype).T, states)
 

@@ -18,9 +18,9 @@ from qerl_jax import keys
 from qerl_jax.models import cache as kv
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.distribution import sample
 from qerl_jax.models.lora import fuse_lora_a
 from qerl_jax.models.qwen2 import Qwen2
-from qerl_jax.rollout.sampling import sample
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import FinishReason, Policy, Sampling
 

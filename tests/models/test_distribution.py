@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from qerl_jax.rollout.sampling import sample, sampled_logits
+from qerl_jax.models.distribution import sample, sampled_logits
 from qerl_jax.types import Sampling
 
 SETTINGS = [

@@ -1,6 +1,7 @@
-"""From logits to a token and its exact behaviour log-probability, inside jit and without sorting the vocabulary.
+"""The distribution over the next token: temperature, top-k, top-p, min-p, a draw from it, and its log-probabilities.
+Rollout and update read it from here, inside jit and without sorting the vocabulary.
 
-Axes: B sequences, V vocab.
+Axes: B sequences, C tokens, V vocab.
 """
 
 from __future__ import annotations
@@ -101,3 +102,24 @@ def normalizer_and_entropy(logits: Float32[Array, "B V"]) -> tuple[Float32[Array
     mass = jnp.sum(weights, axis=-1)
     moment = jnp.sum(jnp.where(weights > 0, weights * centred, 0), axis=-1)
     return jnp.log(mass) + largest[..., 0], jnp.log(mass) - moment / mass
+
+
+def logits_of_targets(
+    logits: Float32[Array, "C V"], targets: Int32[Array, " C"], sampling: Sampling
+) -> Float32[Array, "C V"]:
+    """Logits of the distribution from which the targets were sampled: over the temperature, −inf where it truncates.
+
+    The targets are always kept, because the sampler kept them: with equal logits the kept set is the set sampled from.
+    The kept set has no gradient.
+    """
+    if not sampling.truncates:
+        return logits / sampling.temperature
+    kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), sampling))
+    kept |= jnp.arange(logits.shape[-1]) == targets[:, None]
+    return jnp.where(kept, logits / sampling.temperature, -jnp.inf)
+
+
+def entropy_of(logprobs: Float32[Array, "C V"]) -> Float32[Array, " C"]:
+    """`−Σ p log p` of each row, in nats; log-probabilities may be −inf."""
+    finite = jnp.where(jnp.isfinite(logprobs), logprobs, 0)  # before the product: its gradient at −inf is no number
+    return -jnp.sum(jnp.exp(finite) * finite, axis=-1)
