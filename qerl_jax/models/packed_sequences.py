@@ -10,15 +10,44 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 
+class Segments(NamedTuple):
+    """Sequences end to end on a token axis: of each its first token and the token behind its last one; of each token
+    its sequence (N for the padding behind the last), the same with the padding counted to the last, and its place in
+    the sequence (distinct values for the padding).
+    """
+
+    starts: Int32[Array, " N"]
+    ends: Int32[Array, " N"]
+    ids: Int32[Array, " T"]
+    inside: Int32[Array, " T"]
+    places: Int32[Array, " T"]
+
+
+def segments(lengths: Int[Array, " N"], tokens: int) -> Segments:
+    """Where sequences of these lengths lie, 0 for an empty one; `tokens` is T, at least their sum."""
+    ends = jnp.cumsum(lengths)
+    starts = ends - lengths
+    order = jnp.arange(tokens)
+    ids = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)
+    inside = jnp.minimum(ids, lengths.shape[0] - 1)
+    return Segments(starts, ends, ids, inside, order - starts[inside])
+
+
+def last_tokens(ends: Int[Array, " N"], tokens: int) -> Int32[Array, " N"]:
+    """Place of each sequence's last token among `tokens`; any place where the sequence is empty."""
+    return jnp.clip(ends - 1, 0, tokens - 1)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["segment_ids", "positions", "last_tokens", "unpack_index", "pack_index"],
+    data_fields=["segment_ids", "positions", "unpack_index", "pack_index"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +57,6 @@ class PackedLayout:
     Attributes:
       segment_ids: the sequence of each token; N for the padding behind the last sequence.
       positions: place of each token in its sequence; distinct values for the padding.
-      last_tokens: index of each sequence's last token.
       unpack_index: the packed token at each place of a padded row. Places past a sequence's end repeat its last token:
         another sequence's token might be NaN, and 0 · NaN would pass the attention mask.
       pack_index: the place of each packed token in the flattened padded rows.
@@ -36,7 +64,6 @@ class PackedLayout:
 
     segment_ids: Int32[Array, " T"]
     positions: Int32[Array, " T"]
-    last_tokens: Int32[Array, " N"]
     unpack_index: Int32[Array, "N W"]
     pack_index: Int32[Array, " T"]
 
@@ -57,18 +84,10 @@ def packed_layout(lengths: Int[Array, " N"], tokens: int, width: int) -> PackedL
       tokens: size of the packed axis T, at least the sum of the lengths.
       width: tokens of a padded row W, at least the longest sequence.
     """
-    count = lengths.shape[0]
-    ends = jnp.cumsum(lengths)
-    starts = ends - lengths
-    order = jnp.arange(tokens)
-    segment_ids = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)
-    inside = jnp.minimum(segment_ids, count - 1)
-    positions = order - starts[inside]
-    last_tokens = jnp.clip(ends - 1, 0, tokens - 1)
+    starts, ends, ids, inside, places = segments(lengths, tokens)
     return PackedLayout(
-        segment_ids,
-        positions,
-        last_tokens,
-        unpack_index=jnp.minimum(starts[:, None] + jnp.arange(width), last_tokens[:, None]),
-        pack_index=inside * width + jnp.minimum(positions, width - 1),
+        ids,
+        places,
+        unpack_index=jnp.minimum(starts[:, None] + jnp.arange(width), last_tokens(ends, tokens)[:, None]),
+        pack_index=inside * width + jnp.minimum(places, width - 1),
     )

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
+from qerl_jax.models.packed_sequences import segments
+
 
 @dataclasses.dataclass(frozen=True)
 class PackShape:
@@ -242,12 +244,7 @@ def pack(
     prefix = jnp.where(has.any(axis=1), prompt_lengths[first], 0)
     suffix = jnp.where(used, jnp.maximum(lengths[row] - prompt_lengths[row], 0), 0)
     own = jnp.concatenate([prefix, suffix])
-    ends = jnp.cumsum(own)
-    starts = ends - own
-    order = jnp.arange(shape.tokens)
-    segment_ids = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)
-    inside = jnp.minimum(segment_ids, own.shape[0] - 1)
-    places = order - starts[inside]
+    starts, _, segment_ids, inside, places = segments(own, shape.tokens)
     before = jnp.concatenate([jnp.zeros_like(prefix), prefix[prefix_of]])
     return Packed(
         rows=jnp.where(used, rows, lengths.shape[0]),

@@ -22,7 +22,7 @@ from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.modules import Norm, RMSNorm
-from qerl_jax.models.packed_sequences import packed_layout
+from qerl_jax.models.packed_sequences import last_tokens, packed_layout
 from qerl_jax.models.qwen2 import merge_layer
 from qerl_jax.rollout.decode import PromptCache
 from qerl_jax.rollout.prefill_packing import PrefillShape
@@ -165,7 +165,7 @@ def store_hidden(
     batch_invariant: bool,
 ) -> tuple[Float[Array, "P D"], Int32[Array, " P"]]:
     """The prompt cache's hidden states and lengths, with those of the prompts."""
-    last = jnp.clip(jnp.cumsum(lengths) - 1, 0, x.shape[0] - 1)
+    last = last_tokens(jnp.cumsum(lengths), x.shape[0])
     final = PlainExecutor(batch_invariant).finish(RMSNorm(Norm(norm), config.rms_norm_eps, hidden.dtype), x[last])
     return (
         hidden.at[prompt_slots].set(final, mode="drop"),
