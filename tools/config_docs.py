@@ -1,0 +1,117 @@
+"""Write `docs/config.md`, the table of the config's fields, and the tables of `docs/migration.md`.
+
+python tools/config_docs.py            # writes both
+python tools/config_docs.py --check    # exit code 1 if one is not what this would write
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from qerl_jax.config import Config
+from qerl_jax.config.foreign import FOREIGN
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG, MIGRATION = ROOT / "docs" / "config.md", ROOT / "docs" / "migration.md"
+INTRODUCTION = """# Every setting
+
+`python -m qerl_jax.train [--config NAME_OR_FILE] [--FIELD VALUE ...]` takes these fields as flags, with `-` or `_`, as
+keys of a YAML file, and as arguments of `qerl_jax.Config`. A list takes several values.
+`python tools/config_docs.py` makes this page from the docstrings.
+"""
+GROUPS = {
+    "model": "Model",
+    "dataset": "Data",
+    "output_dir": "Run directory",
+    "max_steps": "Optimization",
+    "lora_rank": "Adapters",
+    "loss_type": "Loss and rewards",
+    "max_completion_length": "Sampling",
+    "sigma_start": "Adaptive Quantization Noise",
+    "tokens_per_micro_batch": "Memory",
+    "eval_dataset": "Evaluation",
+}
+"""Headings, each by the first field below it."""
+
+
+def config_page() -> str:
+    """`docs/config.md`: name, default and description of every field."""
+    lines = [INTRODUCTION]
+    body = ast.parse(textwrap.dedent(inspect.getsource(Config))).body[0].body
+    for field, description in itertools.pairwise(body):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        if group := GROUPS.get(field.target.id):
+            lines.append(f"\n## {group}\n")
+        text = re.sub(r"\s+", " ", description.value.value)
+        lines.append(item(f"- `{field.target.id}` = `{ast.unparse(field.value)}`: {text}"))
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def item(text: str) -> str:
+    """A list item on lines of the page's width."""
+    return textwrap.fill(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def migration_page() -> str:
+    """`docs/migration.md` with its tables made anew."""
+    text = MIGRATION.read_text()
+    for name, table in {"names": names_table, "missing": missing_list, "defaults": defaults_table}.items():
+        begin = re.search(rf"<!-- {name}:.*?-->\n", text).end()
+        text = text[:begin] + "\n".join(table()) + "\n" + text[text.index("<!-- end -->", begin) :]
+    return text
+
+
+def names_table() -> list[str]:
+    """Names of other programs that a field here has the meaning of."""
+    rows = ["| name | of | here | |", "|---|---|---|---|"]
+    for name, entry in FOREIGN.items():
+        if entry.fields:
+            fields = ", ".join(f"`{field}`" for field in entry.fields)
+            rows.append(f"| `{name}` | {entry.origin} | {fields} | {entry.note} |")
+    return rows
+
+
+def missing_list() -> list[str]:
+    """Names that nothing here has the meaning of, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, entry in FOREIGN.items():
+        if not entry.fields:
+            reasons.setdefault(entry.note, []).append(f"`{name}`")
+    return [item(f"- {', '.join(names)}: {reason}.") for reason, names in reasons.items()]
+
+
+def defaults_table() -> list[str]:
+    """Fields of the same name whose default differs from TRL's."""
+    recorded = json.loads((ROOT / "tests" / "golden" / "trl_fields.json").read_text())
+    theirs, rows = recorded["inherited"] | recorded["fields"], ["| field | TRL | here |", "|---|---|---|"]
+    for field in dataclasses.fields(Config):
+        if field.name in theirs and theirs[field.name] != repr(field.default):
+            rows.append(f"| `{field.name}` | {theirs[field.name]} | {field.default!r} |")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
+    check = parser.parse_args().check
+    for page, text in ((CONFIG, config_page()), (MIGRATION, migration_page())):
+        if check and (not page.exists() or page.read_text() != text):
+            print(f"{page} is out of date: run python tools/config_docs.py", file=sys.stderr)
+            return 1
+        if not check:
+            page.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
