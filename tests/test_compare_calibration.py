@@ -36,10 +36,10 @@ def test_the_command_writes_a_row(compare, tmp_path, monkeypatch, capsys):
     """With files of texts, and with the model's own completions."""
     monkeypatch.setattr(compare, "TRAIN_TEXTS", 8)
     monkeypatch.setattr(compare, "TEST_TEXTS", 4)
-    monkeypatch.setattr(compare, "NEW_TOKENS", {"arithmetic": 4, "word_problems": 4})
+    monkeypatch.setattr(compare, "NEW_TOKENS", {"arithmetic": 4})
     texts = tmp_path / "texts.jsonl"
     texts.write_text("\n".join(json.dumps({"text": f"Ana has {i} apples and {3 * i} pens."}) for i in range(8)))
-    for files in (["--calibration", str(texts), "--heldout", str(texts)], ["--dataset", "word_problems"]):
+    for files in (["--calibration", str(texts), "--heldout", str(texts)], ["--dataset", "arithmetic"]):
         arguments = [str(assets.model_path("tiny")), *files, "--sequences", "8", "--tokens", "32", "--longest", "7"]
         monkeypatch.setattr(sys, "argv", ["compare_calibration.py", *arguments, "--out", str(tmp_path)])
         compare.main()
@@ -47,7 +47,7 @@ def test_the_command_writes_a_row(compare, tmp_path, monkeypatch, capsys):
     first, second = json.loads((tmp_path / "calibration.json").read_text())["rows"]
     assert (first["calibration_file"], second["calibration_file"]) == (
         "texts.jsonl",
-        "own completions, word_problems",
+        "own completions, arithmetic",
     )
     assert (first["compared_texts"], first["compared_tokens"]) == (8, 48)
     assert (second["compared_texts"], second["calibration_sequences"]) == (4, 8)

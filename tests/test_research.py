@@ -12,7 +12,7 @@ import pytest
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import ConfigError
-from qerl_jax.data import generated
+from qerl_jax.data import problems
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.train import train
 
@@ -24,7 +24,7 @@ PROGRAMS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```$
 def run(tmp_path, monkeypatch):
     """Runs the program below a heading in an empty directory, with few problems; returns its names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(generated.SIZES["arithmetic"], "train", 40)
+    monkeypatch.setattr(problems, "GENERATED_SPLITS", {**problems.GENERATED_SPLITS, "train": ("train", 40)})
 
     def execute(heading: str) -> dict:
         names: dict = {"__name__": "research"}

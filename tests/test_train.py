@@ -20,8 +20,7 @@ from rich.console import Console
 from qerl_jax import train
 from qerl_jax.command import STOPPED
 from qerl_jax.config import ConfigError, dump
-from qerl_jax.data.generated import SIZES
-from qerl_jax.data.problems import Problem
+from qerl_jax.data.problems import GENERATED_SPLITS, Problem
 from qerl_jax.evaluation import evaluate
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.load import load_policy
@@ -109,7 +108,7 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
         np.testing.assert_allclose(np.mean(table["reward"]), row["reward"], rtol=1e-6)
         assert np.mean(table["rewards/answer"]) == pytest.approx(row["accuracy"])
         np.testing.assert_allclose(np.mean(table["length"]), row["completions/mean_length"])
-        of_the_second = np.greater_equal(table["problem_id"], SIZES["arithmetic"]["train"])
+        of_the_second = np.greater_equal(table["problem_id"], GENERATED_SPLITS["train"][1])
         assert of_the_second.tolist() == [prompt.startswith("Zed") for prompt in table["prompt"]]
         drawn += of_the_second.tolist()
         groups = np.reshape(table["problem_id"], (-1, config.num_generations))

@@ -1,6 +1,6 @@
 """How much of round-to-nearest's error calibration takes away: NVFP4 by both, made from the same weights.
 
-    python tools/compare_calibration.py [MODEL] [--calibration FILE --heldout FILE] [--dataset word_problems]
+    python tools/compare_calibration.py [MODEL] [--calibration FILE --heldout FILE]
 
 MODEL: an unquantized directory, or "tiny" (default). FILE: texts as `python -m qerl_jax.quantize --calibration` reads
 them. Without them, texts are MODEL's own completions (temperature 1) of a generated dataset: of its train split for
@@ -34,7 +34,7 @@ from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.run.calibrate import SEQUENCES, TOKENS, calibrate_checkpoint
 
 TRAIN_TEXTS, TEST_TEXTS = 128, 512
-NEW_TOKENS = {"arithmetic": 64, "word_problems": 288}
+NEW_TOKENS = {"arithmetic": 64}
 """Longest completion of each generated dataset."""
 OTHER_NEW_TOKENS = 512
 BATCH, PAD = 16, 64  # texts read together; their length is a multiple of this, so that few programs are compiled

@@ -7,17 +7,16 @@ care. Few write every step; most stop before the end of a longer problem, mistak
 the answer tags (`AUTHORS`). A model of this corpus resembles a base model: it can solve nearly every problem and
 usually does not. The corpus never contains held-out numbers or templates.
 
-Writes a complete Hugging Face directory, and `pretraining.json` with settings, versions and the accuracy after
-quantization to NVFP4. That takes 90 seconds on an H200 and about 8 hours on two CPU cores, where `--size smoke --steps
-60 --batch-size 64 --problems 20000` checks the recipe in a minute. Results of two seeds:
-`tools/results/nvidia-h200/pretrain_tiny.json`.
+Writes a complete Hugging Face directory, and `pretraining.json` with settings, versions and SHA-256 of the weights.
+That takes 90 seconds on an H200 and about 8 hours on two CPU cores, where `--smoke --steps 60 --batch-size 64
+--problems 20000` checks the recipe in a minute. `python -m qerl_jax.evaluate OUT --dataset arithmetic` measures the
+policy. Results of two seeds: `tools/results/nvidia-h200/pretrain_tiny.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -26,44 +25,41 @@ import multiprocessing
 import os
 import platform
 import random
-import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import tokenizers
 import torch
 import transformers
-from pretraining.tokenizer import END_OF_TEXT, IM_END, SPECIAL, make_tokenizer, prompt_text
-from qerl_kernels.nvfp4_matmul import reference
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from qerl_jax.data.arithmetic import Step, WordProblem, arithmetic_problem
-from qerl_jax.models.formats import nvfp4
 
 VOCABULARY = 512
 LENGTH = 144
 """Tokens of a training document, padding included."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Shape of the model; hidden and ffn sizes divide by 64, so that NVFP4, MXFP4 and NF4 blocks fit."""
-
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 32
-
-
-SIZES = {
-    "smoke": Size(64, 128, 1, 2, 1),
-    "small": Size(128, 384, 4, 4, 2),
-    "medium": Size(128, 384, 6, 4, 2),
-    "large": Size(192, 512, 5, 6, 2),
-}
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (END_OF_TEXT, IM_START, IM_END, "<think>", "</think>", "<answer>", "</answer>")
+# Qwen2.5's own pattern: every digit is a token of its own.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SYSTEM = "<think>steps</think><answer>number</answer>"
+CHAT_TEMPLATE = """{%- if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\n<think>steps</think><answer>number</answer><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 
 # Share of authors who work through every step, by the number of steps.
 CAREFUL = {2: 0.45, 3: 0.28, 4: 0.20}
@@ -145,16 +141,73 @@ def make_corpus(tokenizer_file: Path, seed: int, count: int) -> tuple[np.ndarray
     return tokens[:, : ends.max()], starts, ends
 
 
-def make_model(size: Size, vocabulary: int) -> transformers.Qwen2ForCausalLM:
-    """A randomly initialized Qwen2 with tied head."""
+def make_tokenizer(out: Path, texts: Iterable[str]) -> transformers.PreTrainedTokenizerBase:
+    """Train and write a byte-level BPE tokenizer, digits one by one as in Qwen2.5; any text encodes.
+
+    Args:
+      out: directory to write.
+      texts: what the merges are learned from.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    chat_words = ["system\nuser\nassistant\nsteps<number"] * 500
+    tokenizer.train_from_iterator([*texts, *chat_words], trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[IM_START],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(out)
+    # The tags are single tokens but not special ones, as in Qwen3: decoding without special tokens keeps them.
+    for name, change in (("tokenizer.json", _tags_are_text), ("tokenizer_config.json", _portable_class)):
+        content = json.loads((out / name).read_text())
+        change(content)
+        (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return transformers.AutoTokenizer.from_pretrained(out)
+
+
+def _tags_are_text(tokenizer: dict) -> None:
+    for token in tokenizer["added_tokens"]:
+        token["special"] = token["content"] in (END_OF_TEXT, IM_START, IM_END)
+
+
+def _portable_class(config: dict) -> None:
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+
+
+def prompt_text(question: str) -> str:
+    """The chat template applied to a question, because rendering jinja a million times takes longer than training."""
+    system = f"{IM_START}system\n{SYSTEM}{IM_END}\n"
+    return f"{system}{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n"
+
+
+def make_model(smoke: bool, vocabulary: int) -> transformers.Qwen2ForCausalLM:
+    """A randomly initialized Qwen2 with tied head; hidden and ffn sizes divide by 64, so that all 4-bit blocks fit."""
+    hidden = 64 if smoke else 128
     config = transformers.Qwen2Config(
         vocab_size=vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
+        hidden_size=hidden,
+        intermediate_size=hidden * (2 if smoke else 3),
+        num_hidden_layers=1 if smoke else 4,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
         max_position_embeddings=512,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
@@ -163,7 +216,7 @@ def make_model(size: Size, vocabulary: int) -> transformers.Qwen2ForCausalLM:
         bos_token_id=None,
         eos_token_id=SPECIAL.index(IM_END),
         pad_token_id=SPECIAL.index(END_OF_TEXT),
-        initializer_range=0.02 * math.sqrt(1024 / size.hidden) / 2,
+        initializer_range=0.02 * math.sqrt(1024 / hidden) / 2,
     )
     return transformers.Qwen2ForCausalLM(config)
 
@@ -204,94 +257,6 @@ def pretrain(model, corpus, steps: int, batch_size: int, learning_rate: float, d
     return mean
 
 
-def quantized(model) -> transformers.Qwen2ForCausalLM:
-    """A copy in fp32 whose projections hold the values of their NVFP4 form, scales shared as in `load_policy`."""
-    clone = type(model)(model.config).to(model.device)
-    clone.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
-    for layer in clone.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for fused in (
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (attention.o_proj,),
-            (mlp.gate_proj, mlp.up_proj),
-            (mlp.down_proj,),
-        ):
-            arrays = [part.weight.detach().cpu().numpy().astype(ml_dtypes.bfloat16) for part in fused]
-            amax = max(nvfp4.max_magnitude(array) for array in arrays)
-            divisor = nvfp4.global_scale(amax, arrays[0].dtype)
-            for part, array in zip(fused, arrays, strict=True):
-                value = np.array(reference.dequantize(nvfp4.quantize(array, divisor)), np.float32)
-                part.weight.data.copy_(torch.from_numpy(value))
-    return clone.eval()
-
-
-@torch.no_grad()
-def complete(model, tokenizer, questions: list[str], temperature: float, seed: int) -> list[str]:
-    """One completion of each question; temperature 0 is greedy."""
-    torch.manual_seed(seed)
-    texts = [prompt_text(question) for question in questions]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    ids = model.generate(
-        **inputs.to(model.device),
-        max_new_tokens=64,
-        eos_token_id=[SPECIAL.index(IM_END), SPECIAL.index(END_OF_TEXT)],
-        pad_token_id=SPECIAL.index(END_OF_TEXT),
-        **sampling,
-    )
-    decoded = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=False)
-    return [re.split(r"<\|im_end\|>|<\|endoftext\|>", text)[0] for text in decoded]
-
-
-FORMAT = re.compile(r"<think>.*?</think>\s*<answer>\s*(.*?)\s*</answer>", re.DOTALL)
-
-
-def measure(model, tokenizer, count: int = 500, generations: int = 8) -> dict[str, float]:
-    """pass@1, pass@8 and format rate at temperature 1, and greedy accuracy, on held-out problems."""
-    problems = [arithmetic_problem("heldout", 0, index) for index in range(count)]
-    right, formatted = np.zeros((generations, count)), np.zeros((generations, count))
-    for i, text in enumerate(complete(model, tokenizer, [p.question for p in problems] * generations, 1.0, 0)):
-        match = FORMAT.fullmatch(text)
-        formatted.flat[i] = match is not None
-        right.flat[i] = match is not None and match[1] == problems[i % count].answer
-    greedy = [FORMAT.fullmatch(text) for text in complete(model, tokenizer, [p.question for p in problems], 0.0, 0)]
-    greedy_right = [m is not None and m[1] == p.answer for m, p in zip(greedy, problems, strict=True)]
-    by_steps = {
-        f"pass_at_1_{n}_steps": float(right[:, [len(p.steps) == n for p in problems]].mean()) for n in (2, 3, 4)
-    }
-    return {
-        "problems": count,
-        "pass_at_1": float(right.mean()),
-        "pass_at_1_numbers": float(right[:, 0::2].mean()),
-        "pass_at_1_templates": float(right[:, 1::2].mean()),
-        **by_steps,
-        f"pass_at_{generations}": float(right.max(0).mean()),
-        "format_rate": float(formatted.mean()),
-        "greedy_accuracy": float(np.mean(greedy_right)),
-        "careful_accuracy": careful_accuracy(model, tokenizer, problems),
-    }
-
-
-@torch.no_grad()
-def careful_accuracy(model, tokenizer, problems: list[WordProblem]) -> float:
-    """Share of problems whose full worked solution is the greedy choice at every teacher-forced token, with `</think>`
-    excluded from the choice: an upper bound of the accuracy that sharpening the policy can reach."""
-    texts = [prompt_text(p.question) for p in problems]
-    solutions = ["<think>" + "\n".join(map(str, p.steps)) + f"</think><answer>{p.answer}</answer>" for p in problems]
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-    targets = tokenizer(solutions, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
-    ids = torch.cat([encoded["input_ids"], targets["input_ids"]], 1).to(model.device)
-    mask = torch.cat([encoded["attention_mask"], targets["attention_mask"]], 1).to(model.device)
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-    start = encoded["input_ids"].shape[1]
-    logits, ids, mask = logits[:, start - 1 : -1], ids[:, start:], mask[:, start:].bool()
-    stops = torch.tensor(tokenizer.convert_tokens_to_ids(["</think>"]), device=ids.device)
-    logits = logits.index_fill(-1, stops, -1e9)
-    wrong = (logits.argmax(-1) != ids) & mask & (ids != stops)
-    return 1 - wrong.any(1).float().mean().item()
-
-
 def save(model, out: Path) -> str:
     """Write config, generation config and bf16 weights; returns the weights' sha256."""
     half = type(model)(model.config)
@@ -309,7 +274,7 @@ def save(model, out: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--smoke", action="store_true", help="a smaller model, to check the recipe")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=2500)
@@ -322,26 +287,23 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     questions = [arithmetic_problem("train", 0, index).question for index in range(5000)]
-    tokenizer = make_tokenizer(args.out, questions, VOCABULARY, 512)
+    tokenizer = make_tokenizer(args.out, questions)
     corpus = make_corpus(args.out / "tokenizer.json", args.seed, args.problems)
     print(
         f"corpus of {args.problems} documents, longest {corpus[0].shape[1]} tokens, {time.perf_counter() - began:.0f} s"
     )
-    model = make_model(SIZES[args.size], len(tokenizer)).to(args.device)
+    model = make_model(args.smoke, len(tokenizer)).to(args.device)
     loss = pretrain(model, corpus, args.steps, args.batch_size, args.learning_rate, args.device, args.seed)
-    model.eval()
-    accuracy = {"nvfp4": measure(quantized(model), tokenizer), "fp32": measure(model, tokenizer)}
     record = {
         "sha256": save(model, args.out),
         "seed": args.seed,
-        "size": args.size,
+        "size": "smoke" if args.smoke else "small",
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": args.steps,
         "batch_size": args.batch_size,
         "learning_rate": args.learning_rate,
         "problems": args.problems,
         "final_loss": loss,
-        "heldout": accuracy,
         "seconds": time.perf_counter() - began,
         "device": torch.cuda.get_device_name() if args.device != "cpu" else f"cpu ({platform.machine()})",
         "date": datetime.date.today().isoformat(),

@@ -69,8 +69,8 @@ class Config:
 
     dataset: tuple[str, ...] = ("gsm8k",)
     """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),
-    PRESET:PATH (a local copy of one of these), arithmetic, word_problems or word_problems:LOW-HIGH (generated), or a
-    .jsonl, .json or .parquet file or a directory of them. math500, aime24, aime25 and amc23 are for evaluation only."""
+    PRESET:PATH (a local copy of one of these), arithmetic (generated), or a .jsonl, .json or .parquet file or a
+    directory of them. math500, aime24, aime25 and amc23 are for evaluation only."""
     dataset_weights: tuple[float, ...] | None = None
     """Sampling weight of each dataset. None: one concatenated dataset."""
     prompt_column: str = "question"
@@ -257,7 +257,7 @@ class Config:
 
     eval_dataset: str | None = None
     """Dataset evaluated before and after training: gsm8k, math, math500, aime24, aime25, amc23, arithmetic,
-    word_problems, PRESET:PATH or a file. A completion is correct if the dataset's own reward of largest weight is above
+    PRESET:PATH or a file. A completion is correct if the dataset's own reward of largest weight is above
     0. None: no evaluation."""
     eval_samples: int = 200
     """Number of problems evaluated, from the start of eval_dataset."""

@@ -19,6 +19,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 
+NAME = "arithmetic"
 SPLITS = ("train", "heldout")
 LARGEST = 250
 """No value in a solution exceeds this."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from qerl_jax.data import arithmetic
 from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, split_files
-from qerl_jax.data.generated import GENERATED, generated_rows, is_generated
 from qerl_jax.data.presets import (
     NUMBER_REWARDS,
     PRESETS,
@@ -26,6 +26,8 @@ from qerl_jax.untrusted import is_unicode
 
 MAX_CHARACTERS = 1_000_000
 """Longest text of a prompt's message or an answer: some 250,000 tokens, encoded in a second."""
+GENERATED_SPLITS = MappingProxyType({"train": ("train", 4_000), "test": ("heldout", 1_000)})
+"""Splits of the generated dataset "arithmetic": the generator's name, and the number of problems."""
 ROLES = ("system", "user", "assistant")
 _TAKEN = frozenset({"prompts", "completions", "answer", *GIVEN_COLUMNS})  # arguments of every reward
 
@@ -95,11 +97,10 @@ def load_dataset(
 
     Args:
       name: a preset's name (from the Hugging Face hub), PRESET:PATH (a local copy with the same columns), "arithmetic"
-        or "word_problems" (generated; "word_problems:4-8" takes four to eight operations), or the path of a file or
-        directory. A file is .jsonl, .json (a list of objects) or .parquet; of a directory the files are read whose
-        names are the split's up to the first "-", "_" or ".".
+        (generated), or the path of a file or directory. A file is .jsonl, .json (a list of objects) or .parquet; of a
+        directory the files are read whose names are the split's up to the first "-", "_" or ".".
       split: "train" or "test"; ignored for a single file. The "test" of "arithmetic" holds numbers and templates that
-        "train" never does; that of "word_problems" holds other draws of the same kinds.
+        "train" never does.
       prompt_column, answer_column: columns of a file or directory without a preset.
       seed: seed of the generated problems.
       reward_columns: further columns for the rewards, besides the preset's own.
@@ -114,10 +115,12 @@ def load_dataset(
     """
     if limit is not None and limit < 1:
         raise DataError(f"{limit} problems of dataset {name!r} were asked for: at least 1 is needed")
-    if is_generated(name):
+    if name == arithmetic.NAME:
+        check_dataset(name, split)
         if reward_columns:
             raise DataError(f"dataset {name!r} has no columns for the rewards, got {list(reward_columns)}")
-        rows = generated_rows(name, split, seed, limit)
+        generator, size = GENERATED_SPLITS[split]
+        rows = arithmetic.problems(generator, size if limit is None else min(size, limit), seed)
         problems = [Problem(first_id + i, question, answer) for i, (question, answer) in enumerate(rows)]
         return Dataset(name, problems, system_prompt or "", len(problems))
     preset = preset_of(name) or _plain(prompt_column, answer_column)
@@ -163,7 +166,9 @@ def _load(
 
 def check_dataset(name: str, split: str) -> None:
     """Raise DataError for an unknown dataset, or one that has no such split; no record is read."""
-    if is_generated(name):
+    if name == arithmetic.NAME:
+        if split not in GENERATED_SPLITS:
+            raise DataError(f"dataset {name!r} has no split {split!r}, only {list(GENERATED_SPLITS)}")
         return
     preset_name, path = _parse(name)
     if path is None and split not in PRESETS[preset_name].splits:
@@ -174,7 +179,7 @@ def check_dataset(name: str, split: str) -> None:
 
 def preset_of(name: str) -> Preset | None:
     """The preset of a dataset; None for generated problems and plain files. Raises DataError for an unknown name."""
-    preset_name = None if is_generated(name) else _parse(name)[0]
+    preset_name = None if name == arithmetic.NAME else _parse(name)[0]
     return PRESETS[preset_name] if preset_name else None
 
 
@@ -205,14 +210,14 @@ def _parse(name: str) -> tuple[str | None, Path | None]:
     if preset_name or (not colon and (path.suffix in FILE_KINDS or len(path.parts) > 1)):
         raise DataError(f"dataset file or directory {after if preset_name else name!r} does not exist{suggestion}")
     raise DataError(
-        f"dataset {name!r} is neither one of {sorted([*PRESETS, *GENERATED])} nor a directory or file ending in one of "
-        f"{list(FILE_KINDS)}{suggestion}"
+        f"dataset {name!r} is neither one of {sorted([*PRESETS, arithmetic.NAME])} nor a directory or file ending in "
+        f"one of {list(FILE_KINDS)}{suggestion}"
     )
 
 
 def _nearest(name: str) -> str | None:
     """The dataset that a mistyped name, or an address on the hub, most likely means."""
-    known = {name: name for name in (*PRESETS, *GENERATED)}
+    known = {name: name for name in (*PRESETS, arithmetic.NAME)}
     addresses = {preset.hub_id: name for name, preset in reversed(PRESETS.items())}
     close = [] if name in known else difflib.get_close_matches(name, [*known, *addresses], n=1)
     return (known | addresses)[close[0]] if close else None
