@@ -1,6 +1,5 @@
 """`tools/record.py`: result files say where a commit is known from, and keep what another call measured."""
 
-import argparse
 import json
 import subprocess
 from pathlib import Path
@@ -47,13 +46,6 @@ def test_a_changed_file_marks_the_commit_but_results_do_not(tool, checkout):
     assert record.commit_of(None, root) == (head + "-dirty", "git")
 
 
-def test_a_copy_within_another_checkout_has_no_commit_of_its_own(tool, checkout):
-    copy = checkout[0] / "copy"
-    copy.mkdir()
-    assert tool("record").commit_of(None, copy) == ("unknown", "nowhere")
-    assert tool("record").commit_of("abc", copy) == ("abc", "--commit")
-
-
 def test_rows_of_two_calls(tool, tmp_path, monkeypatch):
     """A later call replaces the same case and leaves the others with the commit that they were measured at."""
     record, path = tool("record"), tmp_path / "results" / "rollout.json"
@@ -75,11 +67,6 @@ def test_rows_of_two_calls(tool, tmp_path, monkeypatch):
     assert (stored["meta"]["gpu"], stored["meta"]["commit_from"]) == ("another", "--commit")
 
 
-@pytest.mark.parametrize("places", [["--out", "/x/y", "--commit", "abc"], ["--out=/x/y", "--commit=abc"], []])
-def test_a_command_says_what_was_measured_and_not_where_the_file_went(tool, places):
-    assert tool("record").command_of(["python", "a.py", "7B", *places, "--batch", "8"]) == "python a.py 7B --batch 8"
-
-
 def test_merged_rows_stand_beside_those_of_other_cases(tool, tmp_path):
     """As if written there: the same case is replaced, and `meta` is that of the other file."""
     record = tool("record")
@@ -92,25 +79,3 @@ def test_merged_rows_stand_beside_those_of_other_cases(tool, tmp_path):
     stored = json.loads(here.read_text())
     assert stored["rows"] == [old[1], {"commit": "new", "date": "2026-01-02", "batch": 8, "seconds": 1.0}]
     assert stored["meta"] == {**about, "command": "python a.py"}
-
-
-def test_a_wrong_commit_is_refused_before_anything_is_measured(tool, monkeypatch, capsys):
-    record, parser = tool("record"), argparse.ArgumentParser()
-    record.add_commit(parser)
-
-    def contradicts(given):
-        raise SystemExit("--commit says abc, but this checkout is at 123")
-
-    monkeypatch.setattr(record, "commit_of", contradicts)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--commit", "abc"])
-    assert "argument --commit: --commit says abc" in capsys.readouterr().err
-    monkeypatch.setattr(record, "commit_of", lambda given: (given, "--commit"))
-    assert parser.parse_args(["--commit", "abc"]).commit == "abc" and parser.parse_args([]).commit is None
-
-
-def test_every_benchmark_takes_its_commit_from_record():
-    """None has a `--commit` of its own, which would be refused late."""
-    tools = [path for path in (ROOT / "tools").glob("*.py") if path.stem != "record"]
-    assert not [path.name for path in tools if 'add_argument("--commit"' in path.read_text()]
-    assert len([path for path in tools if "add_commit(parser)" in path.read_text()]) >= 12

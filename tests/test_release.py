@@ -19,9 +19,10 @@ from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rl import optimizer
+from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.state import init_state, learning_rate
-from qerl_jax.types import Policy
+from qerl_jax.types import FinishReason, Policy, Rollout
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -31,7 +32,23 @@ def recorded(part: str) -> dict[str, Any]:
     return json.loads((GOLDEN / f"release_{part}.json").read_text())
 
 
-def test_losses_with_truncated_rows_are_the_releases(tool):
+def loss_mask(ids: np.ndarray, eos: int) -> np.ndarray:
+    """The tokens [B, C] in the loss under `mask_truncated_completions`, behind prompts of one token."""
+    ends = (ids == eos).any(axis=1)
+    lengths = np.where(ends, (ids == eos).argmax(axis=1) + 1, ids.shape[1])
+    tokens = np.concatenate([np.ones((len(ids), 1), np.int32), ids.astype(np.int32)], axis=1)
+    rollout = Rollout(
+        tokens=jnp.asarray(tokens),
+        logprobs=jnp.zeros(tokens.shape, jnp.float32),
+        prompt_lengths=jnp.ones(len(ids), jnp.int32),
+        lengths=jnp.asarray(1 + lengths, jnp.int32),
+        finish=jnp.asarray(np.where(ends, FinishReason.EOS, FinishReason.LENGTH), jnp.int8),
+        prompt_index=jnp.arange(len(ids), dtype=jnp.int32),
+    )
+    return np.asarray(make_batch(rollout, jnp.zeros(len(ids)), mask_truncated_completions=True).loss_mask[:, 1:])
+
+
+def test_losses_with_truncated_rows_are_the_releases():
     """Loss, gradient and metrics of each loss; two of eight rows are truncated and masked, as the release masks them.
     Its `grpo` and `dr_grpo` divide by all eight.
     """
@@ -39,7 +56,7 @@ def test_losses_with_truncated_rows_are_the_releases(tool):
     logp, old, reference, advantages = (
         jnp.asarray(golden[name], jnp.float32) for name in ("logp", "old", "reference", "advantages")
     )
-    mask = jnp.asarray(tool("compare_qerl").our_mask(np.array(golden["completion_ids"]), golden["eos"]))
+    mask = jnp.asarray(loss_mask(np.array(golden["completion_ids"]), golden["eos"]))
     np.testing.assert_array_equal(mask, np.array(golden["mask_truncated_completions"], bool))
     assert mask.any(axis=1).sum() == 6
     for result in golden["results"]:

@@ -9,11 +9,8 @@ in all, so that the L2 does not help), each with the result of the one before as
 the smallest of five repetitions. `bytes` counts keys and values once, those of a prompt once for its group. Every
 result is checked first, against XLA in fp32.
 
-Implementations: "qerl" (the Mosaic GPU kernel; `ctas` that share a pair, `forced` by --ctas or as it chooses); for
-the cases named by --rivals also "xla" (the reference), and FlashAttention 2 and cuDNN through PyTorch's
-`scaled_dot_product_attention` in a CUDA graph, on one dense cache a row (no prompt is shared, equal lengths only),
-called with `enable_gqa` or with the queries of a head as its sequence (`_folded`); and, where vLLM's package can be
-imported, its FlashAttention 3 on pages of 16 tokens, as vLLM calls it.
+Implementations: "qerl" (the Mosaic GPU kernel; `ctas` that share a pair, `forced` by --ctas or as it chooses) and, for
+the cases named by --rivals, "xla" (the reference).
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matmul_report import COPY_BYTES_PER_S
 from qerl_kernels.decode_attention import cases
 from qerl_kernels.decode_attention.api import decode_attention
 from record import add_commit, write_rows
@@ -37,6 +33,7 @@ ROTATE_BYTES = 200e6
 LOOP = 10  # rounds in one call, so that what the host does for each array of a call does not count
 CALLS = 40  # at least, in a round, so that the loop's own time does not count: some 30 us a round
 MAX_ERROR = 3e-3
+COPY_BYTES_PER_S = 4.30e12  # read + write of a device-to-device copy on an H200
 CASES = (
     "7b:1x256+256", "7b:8x256+256", "7b:8x256+1024", "7b:8x256+4096", "7b:16x256+1024~", "7b:32x256+256",
     "7b:32x256+1024~", "7b:32x256+4096", "7b:64x256+1024~", "7b:128x256+256", "7b:128x256+1024~", "0.5b:8x256+256",
@@ -104,90 +101,6 @@ def relative_error(y: jax.Array, q: jax.Array, one: tuple) -> float:
     return float(jnp.linalg.norm(few(y) - expected) / jnp.linalg.norm(expected))
 
 
-def torch_rows(about: dict) -> dict[str, float]:
-    """Microseconds of each of PyTorch's kernels that takes the case."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention as attention
-
-    heads, kv_heads, width = cases.MODELS[about["model"]]
-    rows, tokens = about["batch"], about["prompt_len"] + about["own_len"]
-    count = max(2, min(40, math.ceil(ROTATE_BYTES / cases.cache_bytes(about["model"], 0, rows * tokens))))
-    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    caches = [(make(rows, kv_heads, tokens, width), make(rows, kv_heads, tokens, width)) for _ in range(count)]
-    calls = {
-        "torch_flash": (SDPBackend.FLASH_ATTENTION, (rows, heads, 1, width), True),
-        "torch_flash_folded": (SDPBackend.FLASH_ATTENTION, (rows, kv_heads, heads // kv_heads, width), False),
-        "torch_cudnn": (SDPBackend.CUDNN_ATTENTION, (rows, heads, 1, width), True),
-        "torch_cudnn_folded": (SDPBackend.CUDNN_ATTENTION, (rows, kv_heads, heads // kv_heads, width), False),
-    }
-    found = {}
-    for name, (backend, shape, gqa) in calls.items():
-        start = make(*shape)
-
-        def run(start=start, gqa=gqa):
-            q = start
-            for k, v in caches:
-                q = attention(q, k, v, enable_gqa=gqa)
-
-        with sdpa_kernel(backend), torch.no_grad():
-            try:
-                found[name] = _graph_microseconds(torch, run) / count
-            except RuntimeError as error:
-                print(f"{name} refuses: {str(error).splitlines()[0]}")
-    three = _flash_attention_3(torch, about)
-    return found if three is None else {**found, "vllm_flash_3": three}
-
-
-def _flash_attention_3(torch, about: dict) -> float | None:
-    """Microseconds of vLLM's FlashAttention 3 on paged caches, planned beforehand; None where there is no vLLM."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-    except ImportError:
-        return None
-    heads, kv_heads, width = cases.MODELS[about["model"]]
-    rows, tokens, page = about["batch"], about["prompt_len"] + about["own_len"], 16
-    pages = -(-tokens // page)
-    count = max(2, min(40, math.ceil(ROTATE_BYTES / cases.cache_bytes(about["model"], 0, rows * tokens))))
-    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    integers = functools.partial(torch.arange, device="cuda", dtype=torch.int32)
-    caches = [[make(rows * pages, page, kv_heads, width) for _ in "kv"] for _ in range(count)]
-    lengths, starts = torch.full((rows,), tokens, device="cuda", dtype=torch.int32), integers(rows + 1)
-    plan = get_scheduler_metadata(
-        rows, 1, tokens, heads, kv_heads, width, lengths, cu_seqlens_q=starts, page_size=page, causal=True
-    )
-    start, table = make(rows, heads, width), integers(rows * pages).view(rows, pages)
-
-    def run():
-        q = start
-        for k, v in caches:
-            q = flash_attn_varlen_func(
-                q, k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=tokens, seqused_k=lengths, causal=True,
-                softmax_scale=width**-0.5, block_table=table, scheduler_metadata=plan, fa_version=3,
-            )  # fmt: skip
-
-    return _graph_microseconds(torch, run) / count
-
-
-def _graph_microseconds(torch, run) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    best = math.inf
-    for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1e3)
-    return best
-
-
 def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
     from qerl_kernels.decode_attention import config, kernel
 
@@ -208,17 +121,13 @@ def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
         if not error <= MAX_ERROR:
             raise SystemExit(f"{case}, {name}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
         emit({**about, **name, "us": round(microseconds(call, q, sets), 2), "bytes": needed})
-    del sets
-    if rivals and about["lengths"] == "fixed" and about["cache"] == "bfloat16":
-        for name, us in torch_rows(about).items():
-            emit({**about, "impl": name, "us": round(us, 2), "bytes": needed})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--ctas", nargs="*", type=int, default=[], help="also time these numbers of CTAs")
-    parser.add_argument("--rivals", nargs="*", default=[], metavar="CASE", help="also time XLA and PyTorch on these")
+    parser.add_argument("--rivals", nargs="*", default=[], metavar="CASE", help="also time XLA on these")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/attention.json"))
     add_commit(parser)
     args = parser.parse_args()

@@ -1,71 +1,40 @@
-"""The programs of `bench_matmul.py`: NVFP4 GEMMs of Qwen2.5's projections, and decode steps of 7B without attention.
+"""NVFP4 GEMMs with one config each and the decode prologues that they need, checked and timed: the shared part of
+`tune_matmul.py` and `bench_matmul.py`.
 
-Each is a jitted loop whose body runs the GEMM over many weights. A loop stands for a decode loop: its buffers do not
-move, so its CUDA graphs are captured once; a list of calls without a loop is captured anew whenever an output lies
-elsewhere.
+A time is the median duration of the kernel itself by the profiler, over weights that outgrow the L2: some 0.8 µs less
+than in a loop. Programs are compiled beforehand by processes that do not touch the GPU (`ahead`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import types
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 
-import bursts
+import ahead
 import jax
 import jax.numpy as jnp
+from qerl_kernels.decode_prologue import config as prologue_config
+from qerl_kernels.decode_prologue import reference
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
-from qerl_kernels.formats import PackedNvfp4
-from qerl_kernels.nvfp4_matmul import cases
-from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
-from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
-from qerl_kernels.nvfp4_matmul.route import route
+from qerl_kernels.nvfp4_matmul import cases, packing, tuning
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
+from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
+from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm, split_lora_x
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
+from qerl_kernels.ops import fp32_matmul
+from timing import kernel_medians
 
-SHORT = 2  # rounds of the shorter loop, because XLA takes a loop of one round apart
-
-
-def looped(call, rounds: int):
-    """(xs, weights) -> a number that depends on every call.
-
-    In each of the `rounds`, for each of `xs`, it calls `call(x, weight)` for each weight. An x may be a list, one for
-    each weight; all must differ, or XLA would make one call of several. The xs of a round wait for the sum of the round
-    before, so that nothing can leave the loop, and nothing but the sum is computed beside the calls.
-    """
-
-    def every(xs, weights):
-
-        def one_round(_, total):
-            now, _ = jax.lax.optimization_barrier((xs, total))
-            inputs = [one for x in now for one in (x if isinstance(x, list) else [x] * len(weights))]
-            outs = [call(x, weight) for x, weight in zip(inputs, weights * len(xs), strict=True)]
-            return total + sum(out[0, 0].astype(jnp.float32) for out in outs)
-
-        return jax.lax.fori_loop(0, rounds, one_round, jnp.float32(0))
-
-    return every
-
-
-def weights_of(case: str, m: int) -> list[PackedNvfp4]:
-    """Packed random weights of one case, as many as its burst rotates."""
-    shape = cases.SHAPES[case]
-    return [cases.random_packed(jax.random.key(i), *shape) for i in range(Gemm(case, m).burst().weights)]
-
-
-@jax.jit
-def _turned(x, by):
-    """Columns of x rotated; one program for all shifts."""
-    return jnp.roll(x, by, axis=1)
-
-
-def forward(x, weight):
-    """The GEMM without adapters."""
-    return nvfp4_matmul(x, weight, implementation="mosaic_gpu")
-
-
-def backward(dy, weight):
-    """dx alone: the forward GEMM of the same call is unused, so XLA drops it."""
-    x = jnp.zeros((dy.shape[0], weight.shape[1]), dy.dtype)
-    return jax.vjp(lambda x: forward(x, weight), x)[1](dy)[0]
+RANK = 32  # LoRA rank
+ROTATE_BYTES = 512 << 20  # weights in rotation, so that the L2 does not help
+MANY = 1024  # rows from which a call heats the GPU: it has warm-up calls, and is timed at the clock its power allows
+CALLS = 24  # timed calls below that
+MAX_ERROR = 2.5e-3
+OURS = re.compile("nvfp4|decode_prologue")  # names of the kernels that are timed
 
 
 def adapters(case: str, rank: int, seed: int) -> tuple[jax.Array | None, list]:
@@ -79,183 +48,247 @@ def adapters(case: str, rank: int, seed: int) -> tuple[jax.Array | None, list]:
     return a, [jax.random.normal(key, (rank, width), jnp.bfloat16) / 8 for key, width in widths]
 
 
-def loras_of(a, lora_b) -> list:
-    """Adapters with their A side by side."""
-    loras, offset = [], 0
-    for i, b in enumerate(lora_b):
-        loras.append(types.SimpleNamespace(a=a, b=b, scale=1.0, offset=offset, column=i * b.shape[0]))
-        offset += b.shape[1]
-    return loras
+# Autotuning would take longer than all else here.
+@functools.partial(jax.jit, static_argnums=2, compiler_options={"xla_gpu_autotune_level": 0})
+def _exact(x, weight, transposed: bool):
+    matrix, row = packing.packed_parts(weight)
+    matrix, x = matrix.astype(jnp.float32), x[:256].astype(jnp.float32)
+    highest = jax.lax.Precision.HIGHEST
+    if transposed:
+        return jnp.matmul(x * row, matrix, precision=highest)
+    return jnp.matmul(x, matrix.T, precision=highest) * row
 
 
-def with_adapters(x, layer, lora_x=None):
-    """The GEMM with the adapters of one layer: (x, (weight, A, [B, ...])) -> y."""
-    weight, a, lora_b = layer
-    return nvfp4_matmul(x, weight, None, loras_of(a, lora_b), implementation="mosaic_gpu", lora_x=lora_x)
+@jax.jit
+def _distance(y, expected):
+    return jnp.linalg.norm(y[: len(expected)].astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
 
 
-def prologue_arguments(rows: int, layer, norm: bool = False) -> dict:
-    """Arguments of the decode prologue of a GEMM: A, the ranks of the adapters and, except for a norm, the LoRA form.
-    There is no A where the GEMM computes `x A`. Without a weight the form is `LoraForm.WHOLE`."""
-    weight, a, lora_b = layer
-    form = LoraForm.WHOLE
-    if weight is not None:
-        form = route(rows, weight, loras_of(a, lora_b), jnp.bfloat16, implementation="mosaic_gpu").lora_form
-    if form is LoraForm.A:
-        a, lora_b = None, []
-    arguments = {"a": a, "ranks": tuple(b.shape[0] for b in lora_b)}
-    return arguments if norm else {**arguments, "lora_form": form}
+def exact(x, weight, transposed: bool) -> jax.Array:
+    """x · W for at most 256 rows, with the exact weights in fp32."""
+    return jax.block_until_ready(_exact(x, weight, transposed))
+
+
+def refuse_if_wrong(y, expected, what: str) -> None:
+    """Raises SystemExit where ‖y − expected‖ / ‖expected‖ is above the bound or NaN."""
+    error = float(_distance(y, expected))
+    if not error <= MAX_ERROR:
+        raise SystemExit(f"{what}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
+
+
+LAUNCH_US = 0.8  # what a kernel takes in a loop over its duration by the profiler (tools/results/notes/measuring.md)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemm:
-    """A GEMM to be timed.
-
-    `x A` of its adapters is counted, whatever computes it: the GEMM itself where the tuning table says so, else the
-    kernel of `decode_prologue` up to 128 rows, else XLA.
-
-    Attributes:
-      case: the projection, a key of `cases.SHAPES`.
-      m: rows of x.
-      direction: "forward" or "dx".
-      lora_rank: LoRA rank of its adapters; 0 for none.
-      batch_invariant: whether a row's bits must not depend on the number of rows.
-    """
+class Trial:
+    """A config tried for a GEMM."""
 
     case: str
     m: int
-    direction: str = "forward"
-    lora_rank: int = 0
-    batch_invariant: bool = False
+    direction: str
+    config: GemmConfig | SkinnyConfig
 
-    def row(self) -> dict:
-        """The row of the result file, without its time."""
-        n, k = cases.SHAPES[self.case]
-        row = {"case": self.case, "m": self.m, "n": n, "k": k, "direction": self.direction, "impl": "qerl"}
-        more = {"batch_invariant": True} if self.batch_invariant else {}
-        return {**row, "lora_rank": self.lora_rank, **more}
-
-    def burst(self) -> bursts.Burst:
-        """Its weights, turns and rounds."""
-        n, k = cases.SHAPES[self.case]
-        return bursts.burst_of(self.m, n, k, n * k * 0.5625)
-
-    def call(self, x: jax.Array, weight) -> jax.Array:
-        """The GEMM."""
+    def call(self, x: jax.Array, lora_x: jax.Array, layer: tuple) -> jax.Array:
+        """The GEMM. `layer`: the weight, A of its adapters side by side and B of each."""
+        weight, a, lora_b = layer
         if self.direction == "dx":
-            return backward(x, weight)
-        if self.lora_rank:
-            return with_adapters(x, weight)
-        return nvfp4_matmul(x, weight, implementation="mosaic_gpu", batch_invariant=self.batch_invariant)
+            return gemm_dx(x, weight, self.config)
+        form = lora_form(self.case, self.m, self.config)
+        if form == "a":
+            return skinny_matmul(x, weight, self.config, lora_a=a, lora_b=lora_b)
+        if form == "partials":  # as many as there are in decode, all but one of them zeros
+            whole = jnp.concatenate(split_lora_x(lora_x, [RANK] * len(lora_b)), axis=1)
+            more = partials_of(self.case, self.m) - 1
+            lora_x = jnp.pad(whole[None].astype(jnp.float32), ((0, more), (0, 0), (0, 0)))
+        if isinstance(self.config, SkinnyConfig):
+            return skinny_matmul(x, weight, self.config, lora_x=lora_x, lora_b=lora_b)
+        config = tuning.fit_lora(self.config, weight.shape[0], [b.shape for b in lora_b])
+        return gemm(x, weight, config, lora_x=lora_x, lora_b=lora_b)
 
-    def width(self) -> int:
-        """Columns of x, or of dy for dx."""
-        n, k = cases.SHAPES[self.case]
-        return n if self.direction == "dx" else k
 
-    def arguments(self, x: jax.Array) -> tuple:
-        """(xs, weights) of the loop: an x for each turn and, with adapters, for each weight, because XLA would compute
-        `x A` once where x is shared."""
-        weights, turns = weights_of(self.case, self.m), range(self.burst().turns)
-        if not self.lora_rank:
-            return [_turned(x, i) for i in turns], weights
-        layers = [(weight, *adapters(self.case, self.lora_rank, i)) for i, weight in enumerate(weights)]
-        return [[_turned(x, i * len(layers) + j) for j in range(len(layers))] for i in turns], layers
+def prologue_kind(case: str) -> str:
+    """Kind of a projection's decode prologue."""
+    return {"qkv": "norm", "gate": "norm", "down": "silu", "o": "plain"}[case.split("_")[0]]
+
+
+def lora_form(case: str, m: int, config: GemmConfig | SkinnyConfig) -> str:
+    """LoRA input of this GEMM in decode: "whole", "partials" or "a" (the GEMM computes `x A`)."""
+    n, _ = cases.SHAPES[case]
+    adapters = [(RANK, width) for width in cases.parts(case)]
+    if isinstance(config, GemmConfig):
+        takes_partials = tuning.fit_lora(config, n, adapters).takes_partials(m, adapters)
+    elif config.computes_lora_x:
+        return "a"
+    else:
+        takes_partials = True
+    return "partials" if takes_partials and prologue_kind(case) != "norm" else "whole"
+
+
+def partials_of(case: str, m: int) -> int:
+    """Number of split-K partials that the decode prologue leaves."""
+    ranks = (RANK,) * len(cases.parts(case))
+    spec = prologue_config.PrologueSpec(prologue_kind(case), m, cases.SHAPES[case][1], ranks, partials=True)
+    return prologue_config.best_config(spec).k_splits
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeStep:
-    """A decode step of 7B without attention, in one jit: the prologue of each projection as the rollout fuses it, with
-    `x A`, and the projections. Without GEMMs and adapters it is the cost to subtract from the others.
+class Prologue:
+    """The decode prologue of a GEMM: a norm, SiLU, or `x A` alone, with the LoRA input that it gives (`lora_form`)."""
 
-    Attributes:
-      m: sequences.
-      lora_rank: LoRA rank of all adapters; 0 for none.
-      layers: decoder layers.
-      has_gemms: whether the projections run.
+    case: str
+    m: int
+    form: str
+
+    @property
+    def kind(self) -> str:
+        """norm, silu or plain."""
+        return prologue_kind(self.case)
+
+    def inputs(self, seed: int) -> tuple:
+        """(inputs of the operation, A); another set for each of the calls, so that none of it is in the L2."""
+        _, k = cases.SHAPES[self.case]
+        key = jax.random.key(seed)
+        width = 2 * k if self.kind == "silu" else k
+        x = jax.random.normal(key, (self.m, width), jnp.float32 if self.kind == "norm" else jnp.bfloat16)
+        rest = (x.astype(jnp.bfloat16), jnp.ones(k)) if self.kind == "norm" else ()
+        return (x, *rest), None if self.form == "a" else adapters(self.case, RANK, seed)[0]
+
+    def call(self, layer: tuple) -> tuple:
+        """The operation. `layer`: from `inputs`."""
+        inputs, a = layer
+        ranks = () if a is None else (RANK,) * len(cases.parts(self.case))
+        if self.kind == "norm":
+            return rms_norm_prologue(*inputs, 1e-6, a, ranks, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+        form = LoraForm.PARTIALS if self.form == "partials" else LoraForm.WHOLE
+        more = {"lora_form": form, "implementation": "mosaic_gpu"}
+        if self.kind == "silu":
+            return silu_mul_prologue(*inputs, a, ranks, **more)
+        return lora_prologue(*inputs, a, ranks, **more)
+
+
+def prologues(group: Sequence[Trial]) -> list[Prologue]:
+    """The prologues of some trials, where they are not the same for all of them. dx has none."""
+    if group[0].direction == "dx":
+        return []
+    found = []
+    for m in dict.fromkeys(trial.m for trial in group):
+        forms = dict.fromkeys(lora_form(trial.case, m, trial.config) for trial in group if trial.m == m)
+        found += [Prologue(group[0].case, m, form) for form in forms] if len(forms) > 1 else []
+    return [prologue for prologue in found if (prologue.kind, prologue.form) != ("plain", "a")]
+
+
+def counted_prologue(trial: Trial, times: dict) -> float | None:
+    """Microseconds of this GEMM's prologue, from those of each `Prologue`; None where it is the same for all. A launch
+    that one of them does without is counted for the others."""
+    if not any(isinstance(key, Prologue) and key.m == trial.m for key in times):
+        return None
+    prologue = Prologue(trial.case, trial.m, lora_form(trial.case, trial.m, trial.config))
+    if prologue.kind != "plain":
+        return times[prologue]
+    return 0.0 if prologue.form == "a" else times[prologue] + LAUNCH_US
+
+
+def layers_of(case: str, m: int) -> list[tuple]:
+    """Random weights, so many that they outgrow the L2 (one from 1024 rows, where x and y do), each with A of its
+    adapters side by side and B of each.
+    """
+    n, k = cases.SHAPES[case]
+    count = 1 if m >= MANY else math.ceil(ROTATE_BYTES / (n * k * 0.5625))
+    return [(cases.random_packed(jax.random.key(i), n, k), *adapters(case, RANK, i)) for i in range(count)]
+
+
+def activations(case: str, direction: str, m: int) -> jax.Array:
+    """x, or dy for dx."""
+    n, k = cases.SHAPES[case]
+    return jax.random.normal(jax.random.key(0), (m, n if direction == "dx" else k), jnp.bfloat16)
+
+
+# Autotuning would take longer than all else here.
+@functools.partial(jax.jit, static_argnums=2, compiler_options={"xla_gpu_autotune_level": 0})
+def _lora_x(x: jax.Array, a: jax.Array, count: int) -> jax.Array:
+    """`x A` of `count` adapters as the kernels take it: zeros past the rank."""
+    return reference.lora_x(x, a, (RANK,) * count)
+
+
+def lora_x_of(x: jax.Array, layer: tuple, direction: str) -> jax.Array | None:
+    """`x A` of a layer's adapters; None for dx, which has none."""
+    return None if direction == "dx" else _lora_x(x, layer[1], len(layer[2]))
+
+
+def build(trial: Trial | Prologue) -> tuple:
+    """For `ahead.compile_all`: the program and its arguments as shapes."""
+    if isinstance(trial, Prologue):
+        return trial.call, (jax.eval_shape(lambda: trial.inputs(0)),)
+    x = jax.eval_shape(lambda: activations(trial.case, trial.direction, trial.m))
+    layer = jax.eval_shape(lambda: layers_of(trial.case, trial.m)[0])
+    lora_x = jax.ShapeDtypeStruct((trial.m, MAX_RANK * len(layer[2])), x.dtype)
+    return trial.call, (x, None if trial.direction == "dx" else lora_x, layer)
+
+
+class Timer:
+    """Checks and times the programs of one case and direction.
+
+    Args:
+      group: its trials, all of which have an executable or a message in `executables`.
+      executables: from `ahead.compile_all`, by (trial,).
     """
 
-    m: int
-    lora_rank: int
-    layers: int
-    has_gemms: bool
+    def __init__(self, group: Sequence[Trial], executables: Mapping) -> None:
+        case, direction = group[0].case, group[0].direction
+        self.refused: dict[Trial, str] = {}
+        self._calls: dict[Trial | Prologue, tuple[Callable, list]] = {}
+        x = activations(case, direction, max(trial.m for trial in group))
+        layers = {many: layers_of(case, MANY if many else 1) for many in {trial.m >= MANY for trial in group}}
+        first = next(iter(layers.values()))[0]
+        lora_x = lora_x_of(x, first, direction)
+        expected = exact(x[:256], first[0], direction == "dx")
+        if direction == "forward":
+            of_each = split_lora_x(lora_x[:256], [b.shape[0] for b in first[2]])
+            expected += jnp.concatenate([fp32_matmul(t, b) for t, b in zip(of_each, first[2], strict=True)], axis=1)
+        for trial in group:
+            found, some = executables[(trial,)], layers[trial.m >= MANY]
+            if isinstance(found, str):
+                self.refused[trial] = found
+                continue
+            inputs = x[: trial.m], None if lora_x is None else lora_x[: trial.m]
+            call = functools.partial(ahead.load(found, *inputs, some[0]), *inputs)
+            try:
+                refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
+            except (SystemExit, jax.errors.JaxRuntimeError) as error:  # keep the rest of the sweep
+                self.refused[trial] = f"WRONG: {str(error)[:200]}"
+                continue
+            self._calls[trial] = call, some
+        for prologue in prologues(group):
+            found = executables[(prologue,)]
+            if isinstance(found, str):
+                raise SystemExit(f"{prologue} does not compile: {found}")
+            sets = [prologue.inputs(seed) for seed in range(CALLS)]
+            self._calls[prologue] = ahead.load(found, sets[0]), sets
 
-    def row(self) -> dict:
-        """The row of the result file, without its time."""
-        row = {"case": "layers_7b", "m": self.m, "n": 0, "k": 0, "direction": "forward", "impl": "qerl"}
-        return {**row, "lora_rank": self.lora_rank, "layers": self.layers, "products": self.has_gemms}
+    def times(self, several: Sequence[Trial | Prologue], calls: int = CALLS) -> dict[Trial | Prologue, float]:
+        """Median microseconds of each kernel over `calls` calls, with all weights in turn."""
+        several = [one for one in several if one in self._calls]
+        counts = [(0, calls) if one.m < MANY else (8, max(2, calls // 4)) for one in several]
 
-    def burst(self) -> bursts.Burst:
-        """Its weights, turns and rounds."""
-        return bursts.burst_of_step(self.layers)
+        def run() -> None:
+            for one, count in zip(several, counts, strict=True):
+                call, layers = self._calls[one]
+                for i in range(sum(count)):
+                    y = call(layers[i % len(layers)])
+                jax.block_until_ready(y)
 
-    def call(self, start: tuple, stack: list) -> jax.Array:
-        """One step."""
-        return _layers(start, stack, self.has_gemms)
-
-    def width(self) -> int:
-        """Columns of the residual stream."""
-        return cases.SHAPES["down_7b"][0]
-
-    def weights(self) -> list[list[PackedNvfp4 | None]]:
-        """Weights of each layer's projections; None without GEMMs."""
-        if not self.has_gemms:
-            return [[None] * len(cases.LAYER_7B)] * self.layers
-        keys = [jax.random.split(jax.random.key(i), len(cases.LAYER_7B)) for i in range(self.layers)]
-        shapes = [cases.SHAPES[case] for case in cases.LAYER_7B]
-        return [[cases.random_packed(key, *shape) for key, shape in zip(of, shapes, strict=True)] for of in keys]
-
-    def arguments(self, x: jax.Array, weights: list | None = None) -> tuple:
-        """([inputs of the first layer], [the layers]), with `weights` in place of its own."""
-        stack = []
-        for i, of_layer in enumerate(weights or self.weights()):
-            parts = [adapters(case, self.lora_rank, 4 * i + j) for j, case in enumerate(cases.LAYER_7B)]
-            stack.append([(weight, *part) for weight, part in zip(of_layer, parts, strict=True)])
-        gates = jax.random.normal(jax.random.key(1), (self.layers, self.m, 2 * cases.SHAPES["down_7b"][1]), x.dtype)
-        return [(x.astype(jnp.float32), x, list(gates))], [stack]
-
-
-def program(what: Gemm | DecodeStep, rounds: int):
-    """(xs, weights) -> (a number that depends on the whole loop, the output of the first call)."""
-    loop = looped(what.call, rounds)
-    return lambda xs, weights: (loop(xs, weights), what.call(first_x(xs), weights[0]))
-
-
-def first_x(xs: list) -> jax.Array:
-    """Input of the first call."""
-    return xs[0][0] if isinstance(xs[0], list) else xs[0]
+        return dict(zip(several, kernel_medians(run, lambda name: OURS.search(name) is not None, counts), strict=True))
 
 
-def rounds_of(what: Gemm | DecodeStep) -> tuple[int, int]:
-    """Rounds of the shorter and the longer loop."""
-    return SHORT, SHORT + what.burst().rounds
+def all_programs(groups: Sequence[Sequence[Trial]]) -> list[tuple]:
+    """Every trial and prologue of some groups, for `ahead.compile_all` with `build`."""
+    return [(one,) for group in groups for one in (*group, *prologues(group))]
 
 
-def build(what: Gemm | DecodeStep, rounds: int) -> tuple:
-    """For `ahead.compile_all`: the program and the shapes of its arguments."""
-    x = jax.ShapeDtypeStruct((what.m, what.width()), jnp.bfloat16)
-    return program(what, rounds), jax.eval_shape(what.arguments, x)
-
-
-def _layers(start, stack, has_gemms: bool):
-    """(residual stream, delta to add to it, gate and up of each layer) -> a sum that depends on every operation,
-    [1, 1]."""
-    (x, delta, gates), every = start, jnp.float32(0)
-    scale = jnp.ones(x.shape[1])
-    norm = functools.partial(rms_norm_prologue, eps=1e-6, dtype=jnp.bfloat16)
-    lora_of = functools.partial(prologue_arguments, x.shape[0])
-    for (qkv, o, up, down), gate_up in zip(stack, gates, strict=True):
-        x, y, t = norm(x, delta, scale, **lora_of(qkv, norm=True))
-        delta = y
-        if has_gemms:
-            out = with_adapters(y, qkv, t)
-            every += out[0, 0]
-            y, _ = jax.lax.optimization_barrier((y, out))  # else XLA moves qkv of all layers to the end
-            before = lora_of(o)
-            t = None if before["a"] is None else lora_prologue(y, **before)
-            delta = with_adapters(y, o, t)
-        x, y, t = norm(x, delta, scale, **lora_of(up, norm=True))
-        h, t = silu_mul_prologue(with_adapters(y, up, t) if has_gemms else gate_up, **lora_of(down))
-        delta = with_adapters(h, down, t) if has_gemms else y
-        every += h[0, 0] + delta[0, 0]
-    return (every + x[0, 0])[None, None]
+def present(case: str, m: int, direction: str) -> GemmConfig | SkinnyConfig:
+    """The table's choice, with as many stages as it has without adapters."""
+    n, k = cases.SHAPES[case]
+    transposed = direction == "dx"
+    widths = () if transposed else cases.parts(case)
+    adapted = tuning.config_for(m, n, k, transposed=transposed, adapters=[(RANK, width) for width in widths])
+    return adapted if isinstance(adapted, SkinnyConfig) else tuning.config_for(m, n, k, transposed=transposed)

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import ast
 import collections
-import contextlib
 import functools
-import io
 import itertools
-import re
 import subprocess
 import textwrap
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,20 +166,3 @@ def sigmas(release: Release, settings: dict[str, Any], rollouts: int, accumulati
     exec(loop, scope | {"steps_in_epoch": batches, "print": lambda *_: None})
     assert len(found) == rollouts
     return found
-
-
-def advantages(release: Release, rewards: Sequence[float], group: int, scale: bool) -> list[float]:
-    """Advantage of every completion from the rewards of its group, row = p · G + g."""
-    trainer = types.SimpleNamespace(num_generations=group, scale_rewards=scale)
-    scope = {"self": trainer, "torch": torch, "rewards": torch.tensor(rewards, dtype=torch.float32)}
-    exec(release.lines(TRAINER, "# Compute grouped-wise rewards", "# Slice to keep only the local part"), scope)
-    return scope["advantages"].tolist()
-
-
-def rewards(release: Release, name: str, completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """A function of `utils/rewards.py` on texts."""
-    helpers = "extract_xml_answer", "count_xml"
-    code = release.functions("utils/rewards.py", *helpers, name, re=re)
-    texts = [[{"role": "assistant", "content": text}] for text in completions]
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints every question
-        return code[name](prompts=[[{"content": ""}]], completions=texts, answer=list(answers))

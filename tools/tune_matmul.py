@@ -2,217 +2,157 @@
 
     python tools/tune_matmul.py [--cases gate_up_7b ...] [--tokens 8 16 ...] [--direction forward dx] [--write]
 
-Of all configs that fit an SM, those that a rough model of the kernel (`matmul_model`) puts first are compiled by
-processes that do not touch the GPU (`ahead`), then checked (relative error) and timed one after the other; the table's
-present config is always among them. For m up to 32 so are as many configs of the skinny kernel, by a model of their
-own, and as many that compute `x A` themselves, where the model sees a gain in that. Forward GEMMs carry adapters, as
-they do in rollouts and training. Where configs differ in their LoRA input, the decode prologue is timed too, and
-counted (`matmul_trials`). A time is the median duration of the kernel itself by the profiler, over weights that outgrow
-the L2: some 0.8 µs less than in a loop. Run it under a time limit: a kernel with a wrong barrier does not return.
-`--write` replaces the rows of the GEMMs that were tried and leaves the others; with `--untimed` it stores the model's
-choice, for GEMMs that nobody has timed.
+All configs that fit an SM are enumerated; of them are tried the table's present one, those that differ from it in one
+field, and others drawn at random, `--most` in all. Each is compiled, checked (relative error) and timed; the faster
+half is timed again with twice as many calls, until few are left (successive halving). No model of a GPU says what to
+try, so that another GPU is tuned in the same way. For m up to 32 the skinny kernel's configs are tried, too, among them
+those that compute `x A` themselves. Forward GEMMs carry adapters, as they do in rollouts and training. Where configs
+differ in their LoRA input, the decode prologue is timed too, and counted (`matmul_programs`). Run it under a time
+limit: a kernel with a wrong barrier does not return. `--write` replaces the rows of the GEMMs that were tried and
+leaves the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
+import math
 import os
 import pathlib
-import re
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import ahead
-import jax
-import jax.numpy as jnp
-from bench_matmul import exact, refuse_if_wrong
-from matmul_model import RANK, candidates, model, skinny_candidates, worth_trying
-from matmul_trials import Prologue, Trial, activations, build, counted_prologue, layers_of, lora_x_of, prologues
+from matmul_programs import CALLS, RANK, Timer, Trial, all_programs, build, counted_prologue, present, prologues
 from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.lora_input import split_lora_x
-from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
-from qerl_kernels.ops import fp32_matmul
+from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SkinnyConfig
 from record import add_commit, meta
-from timing import kernel_medians
 
+T = TypeVar("T")
 TABLE = pathlib.Path(tuning.__file__).parent / tuning.TABLE
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
-FEW_CALLS = 24  # timed calls where m is below 1024
-OURS = re.compile("nvfp4|decode_prologue")  # names of the kernels that are timed
+FIRST_CALLS = 3  # timed calls of a config in the first round
 
 
-def present(m: int, n: int, k: int, transposed: bool, widths: tuple[int, ...]) -> GemmConfig | SkinnyConfig:
-    """The table's choice, with as many stages as it has without adapters."""
-    adapted = tuning.config_for(m, n, k, transposed=transposed, adapters=[(RANK, width) for width in widths])
-    return adapted if isinstance(adapted, SkinnyConfig) else tuning.config_for(m, n, k, transposed=transposed)
-
-
-def trials(case: str, tokens: list[int], directions: list[str], most: int, lookahead: list[bool]) -> list[Trial]:
-    """All trials of one shape, the table's present choice first."""
-    n, k = cases.SHAPES[case]
+def gemm_configs(m: int, n: int, transposed: bool, widths: tuple[int, ...]) -> list[GemmConfig]:
+    """All that fit, with as many stages as fit (at most 8), into which adapters of these `widths` can be fused."""
+    tiles_m = {-(-m // (8 * equal)) * 8 for equal in range(1, max(1, m // 64) + 1)}  # every number of equal tiles
+    tiles_m = [tile_m for tile_m in sorted(tiles_m) if tile_m <= 256 and (tile_m >= 120 or m < 1024)]
+    lookaheads = {row.config.lookahead for row in tuning.table() if isinstance(row.config, GemmConfig)}
     found = []
-    for m, direction in itertools.product(tokens, directions):
-        transposed = direction == "dx"
-        if transposed and m < 1024:
+    for tile_m, along_n, along_k, cluster, k_tiles, ctas, mma_sync, ahead_of in itertools.product(
+        tiles_m, range(1, 8), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4), (1, 2, 3), (True, False), sorted(lookaheads)
+    ):
+        if along_n * along_k > 7 or (transposed and along_k > 2) or (mma_sync and (m > 32 or transposed)):
             continue
-        shape = (k, n) if transposed else (n, k)
-        widths = () if transposed else cases.parts(case)
-        wanted = [
-            present(m, n, k, transposed, widths),
-            *candidates(m, *shape, transposed, most, widths, lookahead),
-        ]
-        wanted += [] if transposed else worth_trying(m, n, k, most, widths)
-        found += [Trial(case, m, direction, config) for config in dict.fromkeys(wanted)]
+        if k_tiles == 4 and tile_m > 16 and along_k > 1 and cluster > 1:  # spills a few words, as compiling showed
+            continue
+        for stages in range(8, 1, -1):
+            config = GemmConfig(tile_m, along_n, along_k, cluster, k_tiles, stages, ctas, mma_sync, ahead_of)
+            if config.fits():
+                if not widths or takes_lora(config, n, widths):
+                    found.append(config)
+                break
     return found
 
 
-def tune_case(group: list[Trial], executables: dict) -> list[dict]:
-    """Rows of the table for the trials of one shape and direction; prints all measurements."""
-    case, direction = group[0].case, group[0].direction
-    x = activations(case, direction, max(trial.m for trial in group))
-    layers = {large: layers_of(case, 1024 if large else 1) for large in {trial.m >= 1024 for trial in group}}
-    weight, _, lora_b = next(iter(layers.values()))[0]
-    lora_x = lora_x_of(x, next(iter(layers.values()))[0], direction)
-    expected = exact(x[:256], weight, direction == "dx")
-    if direction == "forward":
-        of_each = split_lora_x(lora_x[:256], [b.shape[0] for b in lora_b])
-        expected += jnp.concatenate([fp32_matmul(t, b) for t, b in zip(of_each, lora_b, strict=True)], axis=1)
-    calls, results = [], {}
-    for trial in group:
-        found, some = executables[(trial,)], layers[trial.m >= 1024]
-        if isinstance(found, str):
-            results[trial] = found
-            continue
-        inputs = x[: trial.m], None if lora_x is None else lora_x[: trial.m]
-        call = functools.partial(ahead.load(found, *inputs, some[0]), *inputs)
-        try:  # keep the rest of the sweep
-            refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
-        except (SystemExit, jax.errors.JaxRuntimeError) as error:
-            results[trial] = f"WRONG: {str(error)[:200]}"
-            continue
-        calls.append((trial, call, some))
-    for prologue in prologues(group):
-        found = executables[(prologue,)]
-        if isinstance(found, str):
-            raise SystemExit(f"{prologue} does not compile: {found}")
-        sets = [prologue.inputs(seed) for seed in range(FEW_CALLS)]
-        calls.append((prologue, ahead.load(found, sets[0]), sets))
-    times = durations(calls)
-    return best_of(group, {trial: times.get(trial, results.get(trial)) for trial in group}, times)
+def takes_lora(config: GemmConfig, n: int, widths: tuple[int, ...]) -> bool:
+    """Whether `tuning.config_for` has to give up no more than one stage of it for adapters of those widths."""
+    smaller = dataclasses.replace(config, stages=max(2, config.stages - 1))
+    return smaller.fits(has_lora=True) and config.can_fuse_lora(n, [(RANK, width) for width in widths])
 
 
-def best_of(group: list[Trial], results: dict[Trial, float | str], times: dict) -> list[dict]:
-    """The row of each m; prints all results. `times`: those of `prologues` among them."""
-    for prologue in prologues(group):
-        made = {"whole": "with x A", "partials": "with partials of x A", "a": "without x A"}[prologue.form]
-        about = f"{prologue.case} m {prologue.m} prologue: {prologue.kind} {made}"
-        print(f"{about} {times[prologue]:.2f} us", flush=True)
-    case, direction, rows = group[0].case, group[0].direction, []
-    n_k = cases.SHAPES[case]
-    for m in dict.fromkeys(trial.m for trial in group):
-        of_m = [trial for trial in group if trial.m == m]
-        prologue = {trial: counted_prologue(trial, times) for trial in of_m}
-        whole = {t: results[t] if isinstance(results[t], str) else results[t] + (prologue[t] or 0.0) for t in of_m}
-        for trial in sorted(of_m, key=lambda trial: (isinstance(whole[trial], str), whole[trial])):
-            us, kind = results[trial], type(trial.config).__name__
-            expects = model(trial.config, m, *(n_k if direction == "forward" else n_k[::-1]))
-            measured = us if isinstance(us, str) else f"{us:.2f} us"
-            about = f"(model {expects:.1f}){' present' * (trial == of_m[0])}"
-            about = about if prologue[trial] is None else f"+ {prologue[trial]:.2f} prologue {about}"
-            print(f"{case} {direction} m {m} {kind} {dataclasses.astuple(trial.config)} {measured} {about}", flush=True)
-        timed = [trial for trial in of_m if not isinstance(results[trial], str)]
-        if timed:
-            best = min(timed, key=whole.__getitem__)
-            counted = None if prologue[best] is None else round(prologue[best], 2)
-            rows.append(tuning.to_json(tuning.Row(direction, *n_k, m, best.config, round(results[best], 2), counted)))
-    return rows
+def skinny_configs(m: int, n: int, k: int, widths: tuple[int, ...] = ()) -> list[SkinnyConfig]:
+    """All that fit; none for m above 32. `widths`: of adapters whose `x A` they are to compute."""
+    if m > MAX_M:
+        return []
+    adapters, found = [(RANK, features) for features in widths], []
+    for m16_tiles, warps, cluster in itertools.product((1, 2, 4, 8), (4, 8, 12, 16), range(1, 9)):
+        units = math.ceil(math.ceil(k / 64) / cluster / warps)  # k-tiles of a warp, all of which may be in flight
+        for stages in range(1, min(units, 8) + 1):
+            config = SkinnyConfig(-(-m // 8) * 8, m16_tiles, warps, cluster, stages, bool(adapters))
+            if config.fits(n, k, RANK) and config.specialize(n, adapters) == config:
+                found.append(config)
+    return found
 
 
-def durations(calls: Sequence[tuple[Trial | Prologue, Callable, list]]) -> dict[Trial | Prologue, float]:
-    """Median microseconds of each call's kernel, called with all weights in turn. Calls that heat the GPU have warm-up
-    calls, so that they are timed at the clock that its power allows."""
-    counts = [(0, FEW_CALLS) if trial.m < 1024 else (8, 6) for trial, _, _ in calls]
+def chosen(start: T, every: Sequence[T], most: int, seed: int) -> list[T]:
+    """`start`, those of `every` that differ from it in one field, and others at random, at most `most` in all."""
 
-    def run() -> None:
-        for (_, call, layers), count in zip(calls, counts, strict=True):
-            for i in range(sum(count)):
-                y = call(layers[i % len(layers)])
-            jax.block_until_ready(y)
+    def differences(config: T) -> int:
+        if type(config) is not type(start):
+            return len(dataclasses.fields(config))
+        return sum(a != b for a, b in zip(dataclasses.astuple(config), dataclasses.astuple(start), strict=True))
 
-    times = kernel_medians(run, lambda name: OURS.search(name) is not None, counts)
-    return {trial: us for (trial, _, _), us in zip(calls, times, strict=True)}
+    others = [config for config in every if config != start]
+    random.Random(seed).shuffle(others)
+    return [start, *sorted(others, key=lambda config: differences(config) > 1)][:most]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=list(cases.TIMED), choices=list(cases.SHAPES))
-    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), help="rows of x")
-    parser.add_argument("--direction", nargs="*", choices=["forward", "dx"], default=["forward", "dx"])
-    parser.add_argument("--most", type=int, default=16, help="configs tried for each GEMM")
-    parser.add_argument(
-        "--lookahead", nargs="*", type=int, default=[0, 1], choices=[0, 1], help="whether the configs tried have it"
-    )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
-    parser.add_argument("--untimed", action="store_true", help="no GPU: take the first choice of the model")
-    add_commit(parser)
-    parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store the rows found")
-    args = parser.parse_args()
-    args.lookahead = [bool(has) for has in args.lookahead]
-    stored = json.loads(TABLE.read_text())
-    best = []
-    if args.untimed:
-        for case in args.cases:
-            keep(stored, best, guesses(case, args.tokens, args.direction, args.lookahead), over_timed=False)
-        for row in best:
-            print(*row.values())
-        if args.write:
-            args.write.write_text(in_lines(stored))
-        return
-    stored["meta"] = meta(args.commit) | {"note": stored["meta"].get("note", "")}
-    groups = [
-        trials(case, args.tokens, [direction], args.most, args.lookahead)
-        for case, direction in itertools.product(args.cases, args.direction)
-    ]
-    wanted = [trial for group in groups for trial in (*group, *prologues(group))]
-    executables = dict(ahead.compile_all(build, [(trial,) for trial in wanted], args.jobs))
-    for group in filter(None, groups):
-        keep(stored, best, tune_case(group, executables))
-        if args.write:
-            args.write.write_text(in_lines(stored))
-    for row in sorted(best, key=lambda row: (row["direction"], row["m"], row["n"], row["k"])):
-        config = tuple(row["config"].values())
-        print(f"best {row['direction']} n {row['n']} k {row['k']} m {row['m']} {config} {row['us']} us", flush=True)
-
-
-def guesses(case: str, tokens: list[int], directions: list[str], lookahead: list[bool]) -> list[dict]:
-    """Rows of the table for one shape by the model's choice, without a time."""
+def trials(case: str, m: int, direction: str, most: int) -> list[Trial]:
+    """What is tried for one GEMM, the table's present choice first."""
     n, k = cases.SHAPES[case]
-    rows = []
-    for m, direction in itertools.product(tokens, directions):
-        transposed = direction == "dx"
-        if transposed and m < 1024:
-            continue
-        widths = () if transposed else cases.parts(case)
-        shape = (k, n) if transposed else (n, k)
-        firsts = candidates(m, *shape, transposed, 1, widths, lookahead)
-        firsts += [] if transposed else skinny_candidates(m, n, k, 1)
-        best = min(firsts, key=lambda config: model(config, m, *shape))
-        rows.append(tuning.to_json(tuning.Row(direction, n, k, m, best, None)))
-    return rows
+    transposed = direction == "dx"
+    widths = () if transposed else cases.parts(case)
+    every: list[GemmConfig | SkinnyConfig] = [*gemm_configs(m, k if transposed else n, transposed, widths)]
+    if not transposed:
+        every += skinny_configs(m, n, k) + skinny_configs(m, n, k, widths)
+    return [Trial(case, m, direction, config) for config in chosen(present(case, m, direction), every, most, m)]
 
 
-def keep(stored: dict, best: list[dict], rows: list[dict], over_timed: bool = True) -> None:
-    """Puts rows into the table in place of those of the same GEMMs; a timed one stays unless `over_timed`."""
-    for row in rows:
-        key = [row[name] for name in ("direction", "n", "k", "m")]
-        same = [r for r in stored["rows"] if [r[name] for name in ("direction", "n", "k", "m")] == key]
-        if over_timed or not any(r["us"] is not None for r in same):
-            stored["rows"] = [*(r for r in stored["rows"] if r not in same), row]
-            best.append(row)
+def halved(several: Sequence[T], time: Callable[[Sequence[T], int], Mapping[T, float]], calls: int) -> dict[T, float]:
+    """Successive halving: time all with `FIRST_CALLS`, the faster half with twice as many, and so on up to `calls`.
+
+    Args:
+      several: what is compared.
+      time: (some of them, calls of each) -> time of each.
+      calls: calls in the last round.
+
+    Returns:
+      The times of the last round, fastest first.
+    """
+    now, left = FIRST_CALLS, list(several)
+    while True:
+        times = time(left, now)
+        left = sorted(times, key=times.__getitem__)
+        if now >= calls or len(left) <= 1:
+            return {one: times[one] for one in left}
+        now, left = min(2 * now, calls), left[: max(2, -(-len(left) // 2))]
+
+
+def tune(group: list[Trial], executables: Mapping) -> dict | None:
+    """The table's row for the trials of one GEMM; prints the measurements. None where none runs."""
+    timer = Timer(group, executables)
+    case, m, direction = group[0].case, group[0].m, group[0].direction
+    of_prologues = timer.times(prologues(group))
+    added = {trial: counted_prologue(trial, of_prologues) for trial in group}
+
+    def time(some: Sequence[Trial], calls: int) -> dict[Trial, float]:
+        return {trial: us + (added[trial] or 0.0) for trial, us in timer.times(some, calls).items()}
+
+    for trial, why in timer.refused.items():
+        print(f"{case} {direction} m {m} {dataclasses.astuple(trial.config)} {why}", flush=True)
+    able = [trial for trial in group if trial not in timer.refused]
+    if not able:
+        return None
+    times = halved(able, time, CALLS)
+    for trial, us in times.items():
+        name, about = type(trial.config).__name__, " present" * (trial == group[0])
+        print(f"{case} {direction} m {m} {name} {dataclasses.astuple(trial.config)} {us:.2f} us{about}", flush=True)
+    best = next(iter(times))
+    counted = None if added[best] is None else round(added[best], 2)
+    own = round(times[best] - (added[best] or 0.0), 2)
+    return tuning.to_json(tuning.Row(direction, *cases.SHAPES[case], m, best.config, own, counted))
+
+
+def keep(stored: dict, row: dict) -> None:
+    """Put a row into the table in place of that of the same GEMM."""
+    same = ("direction", "n", "k", "m")
+    stored["rows"] = [*(old for old in stored["rows"] if any(old[name] != row[name] for name in same)), row]
 
 
 def in_lines(stored: dict) -> str:
@@ -221,6 +161,31 @@ def in_lines(stored: dict) -> str:
         json.dumps(row) for row in sorted(stored["rows"], key=lambda r: (r["direction"], r["n"], r["k"], r["m"]))
     )
     return '{\n"meta": ' + json.dumps(stored["meta"]) + ',\n"rows": [\n' + rows + "\n]\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(cases.TIMED), choices=list(cases.SHAPES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), help="rows of x")
+    parser.add_argument("--direction", nargs="*", choices=["forward", "dx"], default=["forward", "dx"])
+    parser.add_argument("--most", type=int, default=48, help="configs tried for each GEMM")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
+    add_commit(parser)
+    parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store the rows found")
+    args = parser.parse_args()
+    stored = json.loads(TABLE.read_text())
+    stored["meta"] = meta(args.commit) | {"note": stored["meta"].get("note", "")}
+    gemms = itertools.product(args.cases, args.direction, args.tokens)
+    groups = [trials(case, m, way, args.most) for case, way, m in gemms if way == "forward" or m >= 1024]
+    executables = dict(ahead.compile_all(build, dict.fromkeys(all_programs(groups)), args.jobs))
+    for group in groups:
+        row = tune(group, executables)
+        if row is None:
+            continue
+        keep(stored, row)
+        print("best", *row.values(), flush=True)
+        if args.write:
+            args.write.write_text(in_lines(stored))
 
 
 if __name__ == "__main__":
