@@ -86,8 +86,8 @@ class _OwnArguments:
     model: str
     """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
     dataset: str = "gsm8k"
-    """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic,
-    word_problems or word_problems:LOW-HIGH (generated), or a .jsonl, .json or .parquet file or a directory of them."""
+    """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic
+    (generated), or a .jsonl, .json or .parquet file or a directory of them."""
     split: str = "test"
     """Split of a named dataset."""
     samples: int | None = None
