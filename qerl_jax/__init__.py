@@ -24,7 +24,6 @@ from qerl_jax.rl.loss import TokenLoss, built_in_loss
 from qerl_jax.rl.state import current_policy, init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate, stream
-from qerl_jax.run.calibrate import calibrate_checkpoint
 from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout, Sampling, TrainState
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "TrainState",
     "aqn",
     "built_in_loss",
-    "calibrate_checkpoint",
     "completion_texts",
     "current_policy",
     "encode_problems",

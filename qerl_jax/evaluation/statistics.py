@@ -60,20 +60,6 @@ def bootstrap(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES)
     return found
 
 
-def reduction(before: Sequence[float], after: Sequence[float], resamples: int = RESAMPLES) -> Estimate:
-    """`1 − Σ after / Σ before` over pairs, with its percentile bootstrap interval over pairs, from one fixed seed; 0
-    where nothing is to be reduced.
-    """
-    sums = np.array([before, after], np.float64)
-
-    def share(totals: np.ndarray) -> np.ndarray:
-        return np.divide(totals[0] - totals[1], totals[0], out=np.zeros_like(totals[0]), where=totals[0] != 0)
-
-    drawn = [share(sums @ weights.T) for weights in _weights(sums.shape[1], resamples)]
-    low, high = np.quantile(np.concatenate(drawn), (0.025, 0.975))
-    return Estimate(float(share(sums.sum(1))), float(low), float(high))
-
-
 def _weights(count: int, resamples: int) -> Iterator[Int[np.ndarray, "R P"]]:
     """How often each of `count` problems is in each resample, some of the resamples at a time, from one fixed seed."""
     random, step = np.random.default_rng(0), max(1, _AT_ONCE // count)

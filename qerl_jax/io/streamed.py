@@ -5,7 +5,6 @@ Axes: B sequences, T tokens, V vocab.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -22,9 +21,7 @@ from qerl_jax.io.safetensors import TensorSource
 from qerl_jax.io.weights import WeightReader
 from qerl_jax.models.attention import padded_attention, rotary_angles
 from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
-from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor
 from qerl_jax.models.lora import Lora
-from qerl_jax.models.modules import Projection, RMSNorm
 from qerl_jax.models.qwen2 import DecoderLayer
 
 _ROWS = 8192  # rows of the head multiplied together
@@ -61,16 +58,16 @@ def streamed_logits(
         if adapter is not None:
             norms = {name: adapter.norm(layer, name) for name in LAYER_NORMS}
             weights |= {name: jnp.asarray(value) for name, value in norms.items() if value is not None}
-        x = run_layer(model, DecoderLayer(model, weights, adapters, jnp.dtype(jnp.float32)), x)
+        x = _run_layer(model, DecoderLayer(model, weights, adapters, jnp.dtype(jnp.float32)), x)
         progress(layer + 1, model.num_layers)
-    logits = head_logits(reader, model, x)
+    logits = _head_logits(reader, model, x)
     if model.tie_word_embeddings and names.LM_HEAD in tensors:
         reader.refuse_other_head(vocabulary)
     reader.refuse_unknown()
     return logits
 
 
-def head_logits(reader: WeightReader, model: ModelConfig, x: Float32[Array, "B T D"]) -> Float32[np.ndarray, "B T V"]:
+def _head_logits(reader: WeightReader, model: ModelConfig, x: Float32[Array, "B T D"]) -> Float32[np.ndarray, "B T V"]:
     """Logits of the residual stream behind the last layer; the head is read in slices of rows."""
     norm = jnp.asarray(reader.vector(names.FINAL_NORM, model.hidden_size, jnp.float32))
     name = names.EMBED if model.tie_word_embeddings else names.LM_HEAD
@@ -84,40 +81,12 @@ def head_logits(reader: WeightReader, model: ModelConfig, x: Float32[Array, "B T
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def run_layer(model: ModelConfig, layer: DecoderLayer, x: Float32[Array, "B T D"]) -> Float32[Array, "B T D"]:
+def _run_layer(model: ModelConfig, layer: DecoderLayer, x: Float32[Array, "B T D"]) -> Float32[Array, "B T D"]:
     """The residual stream behind a layer, for sequences of one length."""
-    return _run(model, layer, x, PLAIN_EXECUTOR)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def run_and_record(
-    model: ModelConfig, layer: DecoderLayer, x: Float32[Array, "B T D"]
-) -> tuple[Float32[Array, "B T D"], tuple[Float32[Array, "B T _"], ...]]:
-    """The same, with the inputs of the four (fused) projections."""
-    executor = _RecordingExecutor()
-    return _run(model, layer, x, executor), tuple(executor.inputs)
-
-
-def _run(model: ModelConfig, layer: DecoderLayer, x: Array, executor: Executor) -> Array:
     batch, length = x.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     attention = padded_attention(model, jnp.ones((batch, length), bool))
-    return layer(x, rotary_angles(positions, model), attention, executor=executor)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _RecordingExecutor(PlainExecutor):
-    """Keeps the input of each projection, in the order of their use."""
-
-    inputs: list[Array] = dataclasses.field(default_factory=list)
-
-    def norm_project(self, norm: RMSNorm, projection: Projection, residual: Array) -> tuple[Array, Array]:
-        self.inputs.append(norm(residual))
-        return residual, projection(self.inputs[-1])
-
-    def project(self, projection: Projection, x: Array) -> Array:
-        self.inputs.append(x)
-        return super().project(projection, x)
+    return layer(x, rotary_angles(positions, model), attention)[0]
 
 
 def _adapters(adapter: AdapterReader | None, model: ModelConfig, layer: int) -> dict[str, dict[str, Lora]]:

@@ -86,8 +86,8 @@ def refuse_input_scales(tensors: TensorSource) -> None:
     if found:
         raise CheckpointError(
             f"{tensors.file_of(found[0])}: {len(found)} scales of projections' inputs, first {found[0]!r}: ModelOpt's "
-            "AWQ folds only some of them into weights, and none is applied here; `python -m qerl_jax.quantize "
-            "--calibration` and llm-compressor's AWQModifier fold all of them"
+            "AWQ folds only some of them into weights, and none is applied here; llm-compressor's AWQModifier folds "
+            "all of them"
         )
 
 
