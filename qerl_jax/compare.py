@@ -58,12 +58,18 @@ from qerl_jax.io.torch_reference import Outputs, missing_packages, reference_out
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
-from qerl_jax.run.export import prompt_tokens
 from qerl_jax.types import Policy
 from qerl_jax.untrusted import require_regular
 
 _OPERATIONS, _CONFIDENCE, _FP32_UNIT = 13, 4.0, 2.0**-24
 _STORED_MARGIN = 2.0
+_TEXTS = (
+    "What is 17 times 23? Think step by step, then give the answer as a number in <answer> tags, please.",
+    "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take in total, without stops?",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "The capital of France is Paris, and the river that flows through it is called the Seine. In winter it rises.",
+)
+_TOKENS = 32  # most tokens of such a text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +150,20 @@ def _dtype(path: Path, wanted: str) -> Any:
     return getattr(jnp, stored)
 
 
+def _default_prompts(base: Path, model: ModelConfig) -> list[list[int]]:
+    """Four texts cut to one length, or random ids without a tokenizer."""
+    length = min(_TOKENS, model.max_position_embeddings)
+    tokenizer = load_tokenizer(base, model.vocab_size)
+    if tokenizer is None:
+        return np.random.default_rng(0).integers(0, model.vocab_size, (len(_TEXTS), length), np.int32).tolist()
+    encoded = [tokenizer(text)["input_ids"] for text in _TEXTS]
+    return [ids[: min(length, *map(len, encoded))] for ids in encoded]
+
+
 def _prompts(path: Path, config: ModelConfig, file: str | None) -> list[list[int]]:
     """Token ids of each prompt, at least two."""
     if file is None:
-        return prompt_tokens(path, config).tolist()
+        return _default_prompts(path, config)
     require_regular(Path(file))
     tokenizer = load_tokenizer(path, config.vocab_size)
     if tokenizer is None:

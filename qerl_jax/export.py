@@ -1,36 +1,249 @@
-"""`python -m qerl_jax.export RUN OUT --as KIND`: the command line of `qerl_jax.run.export`."""
+"""`python -m qerl_jax.export RUN OUT --as KIND`: a trained policy as a PEFT adapter, for vLLM, or as one model.
+
+All forms are written tensor by tensor, then read back and compared with the policy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
+
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
 
 from qerl_jax import command
-from qerl_jax.config import flags
-from qerl_jax.io.export import Kind
-from qerl_jax.io.tokenizer import leave_out_torch
-from qerl_jax.run.export import export
+from qerl_jax.backends.vllm_settings import RANKS
+from qerl_jax.config import ConfigError, flags
+from qerl_jax.io import hf_config, names
+from qerl_jax.io.adapter import write_adapter
+from qerl_jax.io.adapter_reader import AdapterReader
+from qerl_jax.io.files import atomic_directory
+from qerl_jax.io.load import stored_scheme
+from qerl_jax.io.policy_tensors import DenseTensors, Replaced
+from qerl_jax.io.quantize import write_quantized
+from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
+from qerl_jax.io.run_files import ADAPTER_DIR
+from qerl_jax.io.safetensors import CheckpointError, TensorSource, open_checkpoint
+from qerl_jax.io.tensor_names import check_names
+from qerl_jax.io.tokenizer import TOKENIZER_FILES, leave_out_torch, refuse_other_tokenizer
+from qerl_jax.io.trained import Source, find_source, trained_weights, write_trained_adapter
+from qerl_jax.untrusted import shown
 
-_STAGES = {
-    "scan": "scanning layers",
-    "write": "writing tensors",
-    "policy": "logits of the policy",
-    "export": "logits of the export",
-    "rounding": "logits under rounding",
-    "base": "logits of the base",
-    "merged": "logits before quantizing",
-}
+KINDS = ("peft", "vllm", "merged")
+Progress = Callable[[str, int, int], None]
+"""Called with "scan", "write" or "check", and the numbers of layers or tensors done and of all."""
+
+_CARD = "README.md"  # the base's, which does not describe what was trained
+_QUANTIZATION_FILES = ("hf_quant_config.json", "recipe.yaml")  # ModelOpt's and llm-compressor's, besides config.json
+
+
+def export(
+    directory: Path,
+    out: Path,
+    kind: str = "peft",
+    base: str | None = None,
+    weight_format: str | None = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda stage, done, total: None,
+) -> list[str]:
+    """Write a policy in one atomic step, after what was written was read back and compared with it.
+
+    Args:
+      directory: a run, or an adapter.
+      out: directory to write.
+      kind: one of `KINDS`. "peft": the adapter with its norms. "vllm": its LoRA, and the base with its norms in fp32
+        where that is not the original one. "merged": one bf16 model, `W + scale · B A` computed in fp32 and rounded
+        once; of full fine-tuning the fp32 masters, rounded.
+      base: model that the adapter belongs to, as in `Config.model`; for a run None: its own.
+      weight_format: format into which the base was quantized while loading; for a run its own.
+      overwrite: replace an earlier export.
+      say: called with each line for people.
+      progress: called with a stage, and the numbers of layers or tensors done and of all.
+
+    Returns the commands that use it.
+
+    Raises:
+      ConfigError: another `kind`, nothing to export (`io.trained.find_source`), or an adapter of a run that trained all
+        weights.
+      FileExistsError: `out` exists, without `overwrite`; or it is or holds a source, or is no export.
+      CheckpointError: an adapter or tokenizer that is not the base's, a damaged file, or a tensor that was read back
+        otherwise than it was written; nothing is at `out` then.
+    """
+    if kind == "merged-nvfp4":
+        raise ConfigError(
+            "--as 'merged-nvfp4' is two steps: export --as merged, and python -m qerl_jax.quantize what that wrote"
+        )
+    if kind not in KINDS:
+        raise ConfigError(f"--as {shown(kind)} is not one of {list(KINDS)}")
+    source = find_source(directory, base, weight_format)
+    if source.is_full and kind != "merged":
+        raise ConfigError(
+            f"--as {kind!r} writes an adapter, and {directory} was trained with weight_format 'full', which has none: "
+            "use --as merged"
+        )
+    check_output([source.base, directory, directory / ADAPTER_DIR], out, overwrite, adapters=True)
+    model, scheme = source.model, stored_scheme(source.base, source.weight_format)
+    check_names(open_checkpoint(source.base), model, scheme)
+    with tempfile.TemporaryDirectory() as temporary, atomic_directory(out) as building:
+        if source.step is not None:
+            say(f"exporting the newest checkpoint of {directory}, of step {source.step}")
+        if source.is_full:
+            _write_full(source, building, progress)
+            return _commands(kind, source, None, out)
+        if source.adapter is None:
+            write_trained_adapter(source, Path(temporary))
+            source = dataclasses.replace(source, adapter=Path(temporary))
+        refuse_other_tokenizer(source.base, source.adapter)
+        reader = AdapterReader(source.adapter, source.model)
+        if kind == "peft":
+            _write_peft(source, reader, building)
+        elif kind == "vllm":
+            _write_vllm(source, reader, building, out, progress)
+        else:
+            _write_merged(source, reader, building, progress)
+        return _commands(kind, source, reader, out)
+
+
+def _write_full(source: Source, directory: Path, progress: Progress) -> None:
+    """The fp32 masters of all weights as one bf16 model. Raises CheckpointError where they are not the base's."""
+    base, masters = DenseTensors(source.base), trained_weights(source)
+    if names.LM_HEAD in base and names.LM_HEAD not in masters:
+        masters[names.LM_HEAD] = masters[names.EMBED]  # tied, and stored once more
+    for name in sorted({*base, *masters}):
+        wanted = base.spec(name)[1] if name in base else None
+        found = masters[name].shape if name in masters else None
+        if wanted != found:
+            raise CheckpointError(f"{name!r} has shape {wanted} in {source.base}, {found} in the run's checkpoint")
+    _write_model(source.base, directory, Replaced(base, masters, ml_dtypes.bfloat16), progress)
+    check_written(open_checkpoint(directory), masters, progress)
+
+
+def _write_merged(source: Source, reader: AdapterReader, directory: Path, progress: Progress) -> None:
+    """The base with the adapter merged into it, in bf16."""
+
+    def merged(dtype: DTypeLike) -> TensorSource:
+        dense = DenseTensors(source.base, source.weight_format, reader, dtype)
+        return Replaced(dense, reader.norm_tensors(), dtype)
+
+    _write_model(source.base, directory, merged(ml_dtypes.bfloat16), progress)
+    check_written(open_checkpoint(directory), merged(np.float32), progress)
+
+
+def _write_peft(source: Source, reader: AdapterReader, directory: Path) -> None:
+    """The adapter with its norms, and the base's tokenizer."""
+    _write_adapter(directory, source, reader, reader.norm_tensors(), source.base_model)
+    for name in TOKENIZER_FILES:
+        if (source.base / name).is_file():
+            shutil.copyfile(source.base / name, directory / name)
+
+
+def _write_adapter(
+    directory: Path, source: Source, reader: AdapterReader, norms: Mapping[str, np.ndarray], base_model: str
+) -> None:
+    """An adapter with these norms, read back."""
+    write_adapter(directory, reader.config, reader.lora_tensors(), norms, base_model)
+    written = AdapterReader(directory, source.model)
+    check_written(written.lora_tensors() | written.norm_tensors(), reader.lora_tensors() | norms)
+
+
+def _write_vllm(source: Source, reader: AdapterReader, directory: Path, final: Path, progress: Progress) -> None:
+    """The LoRA alone, and the base with the adapter's norms; the base only where it is not the original one."""
+    base_model, norms = source.base_model, reader.norm_tensors()
+    if norms or source.quantizes:
+        base_model = str(final.absolute() / BASE_PART)
+        (directory / BASE_PART).mkdir()
+        _write_base(source, norms, directory / BASE_PART, progress)
+    if reader.config.rank:
+        (directory / ADAPTER_PART).mkdir()
+        _write_adapter(directory / ADAPTER_PART, source, reader, {}, base_model)
+
+
+def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path, progress: Progress) -> None:
+    """The base as the policy has it: quantized if it was while loading, with the adapter's norms in fp32."""
+    if source.quantizes and source.weight_format != "nvfp4":  # other formats: their values, in bf16
+        tensors = Replaced(DenseTensors(source.base, source.weight_format), norms)
+        _write_model(source.base, directory, tensors, progress)
+    else:
+        tensors = Replaced(open_checkpoint(source.base), norms)
+        config = hf_config.read_json(source.base / "config.json")
+        if source.quantizes:
+            stages = {"scan": "scan", "quantize": "write"}
+
+            def told(stage: str, done: int, total: int) -> None:
+                progress(stages[stage], done, total)
+
+            write_quantized(source.base, directory, tensors, config, source.model.num_layers, told, (_CARD,))
+        else:
+            _write_model(source.base, directory, tensors, progress, config, (_CARD,))
+    is_quantized = source.quantizes and source.weight_format == "nvfp4"
+    check_written(open_checkpoint(directory), tensors, progress, is_quantized)
+
+
+def _write_model(
+    base: Path,
+    directory: Path,
+    tensors: TensorSource,
+    progress: Progress,
+    config: dict[str, Any] | None = None,
+    leave_out: Container[str] = (_CARD, *_QUANTIZATION_FILES),
+) -> None:
+    """A checkpoint with the base's other files. `config`: its config.json; None: the base's, in bf16."""
+    if config is None:
+        config = hf_config.read_json(base / "config.json")
+        config.pop("quantization_config", None)
+        config |= dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"], "bfloat16")
+
+    def written(done: int) -> None:
+        progress("write", done, len(tensors))
+
+    write_checkpoint(base, directory, tensors, config, progress=written, leave_out=leave_out)
+
+
+def check_written(
+    written: Mapping[str, np.ndarray],
+    wanted: Mapping[str, np.ndarray],
+    progress: Progress = lambda stage, done, total: None,
+    is_quantized: bool = False,
+) -> None:
+    """Raise CheckpointError unless every tensor read back is the wanted one: its bits, or its fp32 value rounded once.
+    `is_quantized`: tensors that were quantized are not among those read back by their names.
+    """
+    for done, (name, value) in enumerate(wanted.items(), 1):
+        if name in written or not is_quantized:
+            found = written.get(name)
+            if found is None or found.tobytes() != value.astype(found.dtype).tobytes():
+                raise CheckpointError(f"{name!r} was read back otherwise than it was to be written: is the disk sound?")
+        progress("check", done, len(wanted))
+
+
+def _commands(kind: str, source: Source, reader: AdapterReader | None, out: Path) -> list[str]:
+    """Commands that use an export, for a shell."""
+    place = shlex.quote(str(out))
+    if kind == "merged":
+        return [f"vllm serve {place}", f"python -m qerl_jax.quantize {place} {shlex.quote(f'{out}-nvfp4')}"]
+    if kind == "peft":
+        chosen = f" --weight-format {source.weight_format}" if source.quantizes else ""
+        return [f"python -m qerl_jax.evaluate {shlex.quote(source.base_model)}{chosen} --adapter {place}"]
+    has_base = reader.has_norms or source.quantizes
+    served = f"{place}/{BASE_PART}" if has_base else shlex.quote(source.base_model)
+    if not reader.config.rank:
+        return [f"vllm serve {served}"]
+    rank = next((rank for rank in RANKS if rank >= reader.config.rank), reader.config.rank)
+    return [f"vllm serve {served} --enable-lora --max-lora-rank {rank} --lora-modules trained={place}/{ADAPTER_PART}"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _OwnArguments:
-    """Export a trained policy: as a PEFT adapter, for vLLM, or merged into one model. Nothing is written if its logits
-    are not the policy's.
-    """
+class _Arguments:
+    """Export a trained policy: as a PEFT adapter, for vLLM, or merged into one model."""
 
     run: str
     """Directory of a run, or of an adapter."""
@@ -45,35 +258,37 @@ class _OwnArguments:
     """Replace out if it is an earlier export."""
 
 
+def _arguments() -> type:
+    """`_Arguments` with the flag `--as`, which is no name in Python."""
+    from typing import Annotated
+
+    import tyro
+
+    text = (
+        "peft: adapter; vllm: LoRA, and where it differs from the original the base it belongs to; merged: one bf16 "
+        "model, of which `python -m qerl_jax.quantize` makes NVFP4, MXFP4 or NF4."
+    )
+    field = ("kind", Annotated[str, tyro.conf.arg(name="as", help=text)], dataclasses.field(default="peft"))
+    return dataclasses.make_dataclass("Arguments", [field], bases=(_Arguments,), frozen=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit code 2 and a one-line error message for bad input."""
     return command.run(lambda: _run(sys.argv[1:] if argv is None else argv), lambda: "interrupted; nothing was written")
 
 
-def _arguments() -> Any:
-    """The flags. `as` cannot be a name in Python."""
-    import tyro
-
-    text = (
-        "peft: adapter; vllm: LoRA, and where it differs from the original the base it belongs to; merged: one bf16 "
-        "model; merged-nvfp4: that model in NVFP4."
-    )
-    kind = Annotated[Kind, tyro.conf.arg(name="as", help=text)]
-    field = ("kind", kind, dataclasses.field(default="peft"))
-    return dataclasses.make_dataclass("Arguments", [field], bases=(_OwnArguments,), frozen=True)
-
-
 def _run(argv: Sequence[str]) -> int:
-    arguments = flags.parse(_arguments(), argv, "python -m qerl_jax.export", inspect.getdoc(_OwnArguments))
+    arguments = flags.parse(_arguments(), argv, "python -m qerl_jax.export", inspect.getdoc(_Arguments))
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     leave_out_torch()
+    stages = {"scan": "scanning layers", "write": "writing tensors", "check": "reading them back"}
     with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         tasks: dict[str, Any] = {}
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bar.add_task(_STAGES[stage])
+                tasks[stage] = bar.add_task(stages[stage])
             bar.update(tasks[stage], completed=done, total=total)
 
         use = export(
@@ -86,7 +301,7 @@ def _run(argv: Sequence[str]) -> int:
             lambda line: bar.console.print(line, soft_wrap=True, markup=False, highlight=False),
             progress,
         )
-    print("\n".join([f"wrote {arguments.out}; use it with", *(f"  {command}" for command in use)]))
+    print("\n".join([f"wrote {arguments.out}; use it with", *(f"  {line}" for line in use)]))
     return 0
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +20,66 @@ from qerl_jax.untrusted import shown
 def atomic_directory(target: Path) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when the block ends without an error, and vanishes
     when it does not. What a killed writer of the same target left is removed; if it was killed between the two
-    renames, the old directory returns to its place first.
+    renames, the old directory returns to its place first. Raises FileExistsError while another process writes there.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _tidy(target)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    lock, path = _claim(target)
+    temporary, old = path.with_suffix(".tmp"), path.with_suffix(".old")
     try:
+        _tidy(target, path)
+        temporary.mkdir(mode=0o700)
         yield temporary
         temporary.chmod(0o755)
         if os.path.lexists(target):
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+            old.mkdir()
             os.replace(target, old / "was")
         os.replace(temporary, target)
     finally:
-        _tidy(target)
+        _remove(target, [temporary, old, path])
+        os.close(lock)
 
 
-def _tidy(target: Path) -> None:
-    """Put an old directory back where none is, and remove all that writers of a target left beside it."""
+def _claim(target: Path) -> tuple[int, Path]:
+    """A new file beside `target`, open and locked by this process, and its path."""
+    while True:
+        lock, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".lock", dir=target.parent)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(name):  # not removed by another writer before it was locked
+            return lock, Path(name)
+        os.close(lock)
+
+
+def _tidy(target: Path, own: Path) -> None:
+    """Remove what killed writers of a target left beside it. Raises FileExistsError if another one is alive."""
     rests = list(target.parent.glob(f".{glob.escape(target.name)}.????????.*"))
+    rests = [rest for rest in rests if rest.suffix in (".tmp", ".old", ".lock") and rest.name != own.name]
+    if any(_is_locked(rest) for rest in rests if rest.suffix == ".lock"):
+        raise FileExistsError(f"{target} is being written by another process: wait for its end, or name another place")
+    _remove(target, rests)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # gone, or a file system without locks
+        pass
+    return False
+
+
+def _remove(target: Path, rests: Iterable[Path]) -> None:
+    """Put an old directory back where none is, and remove the rest."""
     for rest in rests:
         if rest.suffix == ".old" and os.path.lexists(rest / "was") and not os.path.lexists(target):
             os.replace(rest / "was", target)
-    for rest in rests:
-        if rest.suffix in (".tmp", ".old"):
-            shutil.rmtree(rest)
+        if rest.suffix == ".lock":
+            rest.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,5 +1,5 @@
 """Checkpoints computed from others, tensor by tensor: a base without quantization, with an adapter merged into it, or
-with other layer norms. Memory holds the tensor that is asked for, not the model.
+with some tensors replaced. Memory holds the tensor that is asked for, not the model.
 
 Axes: N output features, K input features, R rank.
 """
@@ -7,13 +7,14 @@ Axes: N output features, K input features, R rank.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 from qerl_kernels.nvfp4_matmul import reference as fp4
 from qerl_kernels.ops import fp32_matmul
 
@@ -22,7 +23,7 @@ from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.safetensors import Overlay, Spec, TensorSource, open_checkpoint
 from qerl_jax.io.tensor_names import check_names, is_frequencies
 from qerl_jax.io.weights import WeightReader
-from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS
+from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import Nf4, Weight, nf4
 
 _FUSED_WITH = {part: parts for parts in FUSED_PROJECTIONS.values() for part in parts}
@@ -30,7 +31,7 @@ _FUSED_WITH = {part: parts for parts in FUSED_PROJECTIONS.values() for part in p
 
 class DenseTensors(TensorSource):
     """A policy as an unquantized checkpoint without an adapter: each projection is W, or `W + scale · B A` under an
-    adapter, computed in fp32 and rounded once to `dtype`; the adapter's norms stand in the place of the base's.
+    adapter, computed in fp32 and rounded once to `dtype`. The norms are the base's.
 
     Args:
       base: model directory.
@@ -58,15 +59,13 @@ class DenseTensors(TensorSource):
         self._modules = {
             names.projection(layer, part): (layer, part) for layer in layers for part in self.config.projection_shapes()
         }
-        self._norms = {names.layer_norm(layer, name): (layer, name) for layer in layers for name in LAYER_NORMS}
         self._stored_names = {dense: name for name in self._stored if (dense := self._dense_name(name)) is not None}
         self._weight = functools.lru_cache(maxsize=2)(self._read_weight)  # o_proj comes between k_proj and q_proj
 
     def __getitem__(self, name: str) -> np.ndarray:
         if (place := self._modules.get(name.removesuffix(".weight"))) is not None:
             return self._projection(*place)
-        norm = self._adapter_norm(name)
-        return (self._stored[self._stored_names[name]] if norm is None else norm).astype(self.dtype)
+        return self._stored[self._stored_names[name]].astype(self.dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored_names
@@ -91,13 +90,6 @@ class DenseTensors(TensorSource):
         shape = self._stored.spec(self._stored_names[name])[1]
         return self.dtype, shape if place is None else self.config.projection_shapes()[place[1]]
 
-    def is_copy(self, name: str) -> bool:
-        """Whether the tensor is one of the base's, in its dtype."""
-        place = self._modules.get(name.removesuffix(".weight"))
-        if place is not None and (self.scheme or self._quantizes or self._lora(*place) is not None):
-            return False
-        return self._adapter_norm(name) is None and self._stored.spec(self._stored_names[name])[0] == self.dtype
-
     def _dense_name(self, stored: str) -> str | None:
         """Name of a stored tensor here; None for scales, and for buffers that every library computes itself."""
         module, suffix = names.split_projection(stored)
@@ -105,40 +97,28 @@ class DenseTensors(TensorSource):
             return None if is_frequencies(stored) else stored
         return f"{module}.weight" if suffix == names.QUANTIZED[self.scheme][0] else None
 
-    def _lora(self, layer: int, part: str) -> tuple[np.ndarray, np.ndarray] | None:
-        return None if self._adapter is None else self._adapter.lora(layer, part)
-
-    def _adapter_norm(self, name: str) -> np.ndarray | None:
-        place = self._norms.get(name)
-        return None if self._adapter is None or place is None else self._adapter.norm(*place)
-
     def _projection(self, layer: int, part: str) -> np.ndarray:
         # Quantizing takes the parts of a fused projection together, because they share a global scale.
         parts = _FUSED_WITH.get(part, (part,)) if self._quantizes else (part,)
         shapes = self.config.projection_shapes()
         start = sum(shapes[other][0] for other in parts[: parts.index(part)])
         weight = jax.tree.map(lambda rows: rows[start : start + shapes[part][0]], self._weight(layer, parts))
-        lora = self._lora(layer, part)
-        a, b = (None, None) if lora is None else lora
-        scale = self._adapter.config.scale if self._adapter is not None and lora is not None else 0.0
-        return np.asarray(_merge(weight, a, b, scale, self.dtype.name))
+        lora = None if self._adapter is None else self._adapter.lora(layer, part)
+        if lora is None:
+            return np.asarray(_values(weight)).astype(self.dtype)
+        return np.asarray(_merged(weight, *lora, self._adapter.config.scale)).astype(self.dtype)
 
     def _read_weight(self, layer: int, parts: tuple[str, ...]) -> Weight | np.ndarray:
         shapes = self.config.projection_shapes()
         return self._reader.projection([(names.projection(layer, part), shapes[part]) for part in parts])
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _merge(
-    weight: Weight | ArrayLike,
-    a: Float[ArrayLike, "R K"] | None,
-    b: Float[ArrayLike, "N R"] | None,
-    scale: float,
-    dtype: str,
-) -> Float[Array, "N K"]:
-    """`W + scale · B A` in fp32, rounded once to `dtype`; W where there is no adapter."""
-    values = dense_values(weight)
-    return (values if a is None else values + scale * fp32_matmul(jnp.asarray(b), jnp.asarray(a))).astype(dtype)
+@functools.partial(jax.jit, static_argnums=3)
+def _merged(
+    weight: Weight | ArrayLike, a: Float[ArrayLike, "R K"], b: Float[ArrayLike, "N R"], scale: float
+) -> Float32[Array, "N K"]:
+    """`W + scale · B A` in fp32."""
+    return dense_values(weight) + scale * fp32_matmul(jnp.asarray(b), jnp.asarray(a))
 
 
 def dense_values(weight: Weight | ArrayLike) -> Float[Array, "N K"]:
@@ -148,20 +128,20 @@ def dense_values(weight: Weight | ArrayLike) -> Float[Array, "N K"]:
     return jnp.asarray(weight, jnp.float32) if isinstance(weight, jax.Array | np.ndarray) else fp4.dequantize(weight)
 
 
-class Overlaid(Overlay):
-    """A checkpoint with the layer norms of an adapter in place of its own, in fp32 as they were trained."""
+_values = jax.jit(dense_values)
 
-    def __init__(self, tensors: TensorSource, adapter: AdapterReader, num_layers: int):
+
+class Replaced(Overlay):
+    """A checkpoint with fp32 values in the place of some tensors, in `dtype`."""
+
+    def __init__(self, tensors: TensorSource, values: Mapping[str, np.ndarray], dtype: DTypeLike = np.float32):
         super().__init__(tensors)
-        self._adapter = adapter
-        places = [(layer, name) for layer in range(num_layers) for name in LAYER_NORMS]
-        self._norms = {names.layer_norm(*place): place for place in places if adapter.has_norm(*place)}
+        self._values, self._dtype = values, np.dtype(dtype)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        place = self._norms.get(name)
-        return self._tensors[name] if place is None else self._adapter.norm(*place)
+        return self._values[name].astype(self._dtype) if name in self._values else self._tensors[name]
 
     def spec(self, name: str) -> Spec:
         """dtype and shape."""
         dtype, shape = super().spec(name)
-        return (np.dtype(np.float32) if name in self._norms else dtype), shape
+        return (self._dtype if name in self._values else dtype), shape

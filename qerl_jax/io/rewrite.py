@@ -14,14 +14,14 @@ from qerl_jax.io.files import check_writable, write_json
 from qerl_jax.io.peft_config import CONFIG_FILE as ADAPTER_CONFIG
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE, TensorSource, save
 
-CARD_FILE = "README.md"
 BASE_PART, ADAPTER_PART = "base", "adapter"
 """Directories of an export that serves an adapter beside the base it belongs to."""
 
 
 def check_output(sources: Iterable[Path], dst: Path, overwrite: bool, adapters: bool = False) -> None:
     """Raise FileExistsError if `dst` exists (without `overwrite`), is or holds a source, or is no model directory (with
-    `adapters`: nor an adapter, nor a directory of both as `io.export` writes it); OSError if it cannot be written.
+    `adapters`: nor an adapter, nor a directory of both as `qerl_jax.export` writes it). Raise OSError if it cannot be
+    written.
     """
     if os.path.lexists(dst):
         if not overwrite:
@@ -86,7 +86,7 @@ def _refuse_others(dst: Path, adapters: bool) -> None:
     """Raise FileExistsError if replacing `dst` would delete anything but a model's (or an adapter's) files."""
     entries = {path.name for path in dst.iterdir()} if dst.is_dir() else set()
     parts = entries & {BASE_PART, ADAPTER_PART}
-    if adapters and parts and entries <= {BASE_PART, ADAPTER_PART, CARD_FILE}:
+    if adapters and parts and entries <= {BASE_PART, ADAPTER_PART}:
         for part in parts:
             _refuse_others(dst / part, adapters)
         return

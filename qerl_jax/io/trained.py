@@ -1,25 +1,27 @@
-"""What a run trained, from its newest checkpoint: the adapter, for runs that were interrupted before they exported one,
-or all weights, which a run leaves there only.
+"""What a run trained: where it is, and the tensors of its newest checkpoint by Hugging Face's names. A run that was
+stopped has its adapter there only, and so has every run its weights that trained all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike
 
-from qerl_jax.config import Config
-from qerl_jax.io import hf_config, names
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.config import load as load_config
+from qerl_jax.io import assets, hf_config, names
 from qerl_jax.io.adapter import write_adapter
 from qerl_jax.io.adapter_reader import lora_key
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.safetensors import CheckpointError, Spec, TensorSource, open_checkpoint
-from qerl_jax.io.tensor_names import is_frequencies
+from qerl_jax.io.checkpoint import Checkpointer, latest_step
+from qerl_jax.io.hub import is_hub_id
+from qerl_jax.io.peft_config import CONFIG_FILE as ADAPTER_CONFIG
+from qerl_jax.io.run_files import ADAPTER_DIR, CONFIG_FILE
 from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, ModelConfig
+from qerl_jax.untrusted import shown
 
 # Paths of a `TrainState`'s arrays in a checkpoint.
 _LORA = re.compile(r"lora/layers/(\d+)/\w+/\w+/lora/(\w+)/([ab])")
@@ -32,109 +34,113 @@ _OUTSIDE = {
 }
 
 
-def adapter_from_checkpoint(run: Path, config: Config, directory: Path, base_model: str) -> int | None:
-    """Write the adapter of the newest complete checkpoint into an empty directory, as the run itself would export it.
-    Only adapters and norms are read. Returns its step; None without a complete checkpoint.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A trained policy on the disk.
+
+    Attributes:
+      directory: the run or adapter.
+      base: model directory.
+      base_model: the base's name: hub id, or absolute path.
+      weight_format: format into which an unquantized base was quantized while loading; None: as stored.
+      adapter: PEFT directory; None where the newest checkpoint holds what was trained.
+      config: the run's; None for an adapter.
+      step: step of that checkpoint; None with an adapter.
+    """
+
+    directory: Path
+    base: Path
+    base_model: str
+    weight_format: str | None
+    adapter: Path | None
+    config: Config | None = None
+    step: int | None = None
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the model."""
+        return hf_config.model_config(self.base)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights were trained."""
+        return self.config is not None and self.config.is_full
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the base was quantized while loading."""
+        return self.weight_format not in (None, "bf16") and hf_config.stored_format(self.base) is None
+
+
+def find_source(directory: Path, base: str | None = None, weight_format: str | None = None) -> Source:
+    """The policy of a run's directory, or of an adapter and its base.
+
+    Raises ConfigError where neither is there, where an adapter's base is not named, or for a `weight_format` that is
+    not the run's.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory: name a run or an adapter")
+    if (directory / ADAPTER_CONFIG).exists():
+        if base is None:
+            named = hf_config.read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+            raise ConfigError(
+                f"{directory} is an adapter: name its base with --base (its {ADAPTER_CONFIG} has {shown(named)})"
+            )
+        return Source(directory, assets.model_path(base), _name(base), weight_format, directory)
+    config_file, adapter = directory / CONFIG_FILE, directory / ADAPTER_DIR
+    if not config_file.exists():
+        raise ConfigError(f"{directory} is neither a run with {CONFIG_FILE} nor an adapter with {ADAPTER_CONFIG}")
+    config = load_config(config_file)
+    if weight_format not in (None, config.weight_format):
+        raise ConfigError(
+            f"--weight-format {weight_format!r} is not what the run was trained with: {config_file} has weight_format "
+            f"{config.weight_format!r}"
+        )
+    step = None
+    if config.is_full or not adapter.is_dir():
+        adapter, step = None, latest_step(directory)
+        if step is None:
+            nothing = "no" if config.is_full else f"neither {ADAPTER_DIR}/ nor a"
+            raise ConfigError(f"{directory} holds {nothing} complete checkpoint: nothing to export yet")
+    base = base or config.model
+    return Source(directory, assets.model_path(base), _name(base), config.loaded_format, adapter, config, step)
+
+
+def _name(base: str) -> str:
+    return base if is_hub_id(base) else str(assets.model_path(base).absolute())
+
+
+def write_trained_adapter(source: Source, directory: Path) -> None:
+    """Write the adapter of a run's checkpoint into an empty directory, as the run itself would export it; no other
+    array is read. Raises CheckpointError for a checkpoint that is damaged.
+    """
+    arrays = Checkpointer(source.directory, keep=None).read(source.step, ("lora/", "norms/", "reference_norms/"))
+    found = ((_LORA.fullmatch(name), array) for name, array in arrays.items())
+    lora = {
+        lora_key(int(match[1]), match[2], match[3].upper()): np.ascontiguousarray(array.T)
+        for match, array in found
+        if match
+    }
+    moved = source.config.train_norms or any(name.startswith("reference_norms/") for name in arrays)
+    write_adapter(directory, source.config.lora, lora, _norms(arrays) if moved else {}, source.base_model)
+
+
+def trained_weights(source: Source) -> dict[str, np.ndarray]:
+    """fp32 masters of a checkpoint of full fine-tuning; a head that is tied to the embedding is not among them.
 
     Raises CheckpointError for a checkpoint that is damaged.
     """
-    checkpoints = Checkpointer(run, keep=None)
-    step = checkpoints.latest_step()
-    if step is None:
-        return None
-    arrays = checkpoints.read(step, ("lora/", "norms/", "reference_norms/"))
-    lora, norms = _lora(arrays), _norms(arrays)
-    moved = config.train_norms or any(name.startswith("reference_norms/") for name in arrays)
-    write_adapter(directory, config.lora, lora, norms if moved else {}, base_model)
-    return step
-
-
-def _lora(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    found = {match: array for name, array in arrays.items() if (match := _LORA.fullmatch(name))}
-    return {
-        lora_key(int(match[1]), match[2], match[3].upper()): np.ascontiguousarray(array.T)
-        for match, array in found.items()
-    }
+    arrays = Checkpointer(source.directory, keep=None).read(source.step, ("weights/", "norms/"))
+    masters = {_OUTSIDE[name]: array for name, array in arrays.items() if name in _OUTSIDE} | _norms(arrays)
+    for name, array in arrays.items():
+        if match := _WEIGHT.fullmatch(name):
+            masters |= _parts(source.model, int(match[1]), match[2], match[3], array)
+    return masters
 
 
 def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     found = {match: array for name, array in arrays.items() if (match := _NORM.fullmatch(name))}
     return {names.layer_norm(int(match[1]), match[2]): array for match, array in found.items()}
-
-
-class TrainedWeights(TensorSource):
-    """The policy of full fine-tuning as an unquantized checkpoint: norms in fp32, all else in the dtype that the run
-    computed with. Memory holds the fp32 masters.
-
-    Args:
-      base: model directory that the run started from.
-      masters: the trained weights, fp32, by Hugging Face's names.
-      dtype: compute dtype of the run.
-      norm_dtype: dtype of the norms.
-
-    Raises CheckpointError, naming both values, where the masters are not those of a model like the base.
-    """
-
-    def __init__(
-        self, base: Path, masters: Mapping[str, np.ndarray], dtype: DTypeLike, norm_dtype: DTypeLike = np.float32
-    ):
-        self._base, self._stored, self._masters = base, open_checkpoint(base), dict(masters)
-        self._dtype, self._norm_dtype = np.dtype(dtype), np.dtype(norm_dtype)
-        is_tied = hf_config.model_config(base).tie_word_embeddings  # such a base may store its head once more
-        self._names = [
-            name for name in self._stored if not is_frequencies(name) and not (is_tied and name == names.LM_HEAD)
-        ]
-        for name in sorted({*self._names, *self._masters}):
-            wanted = self._stored.spec(name)[1] if name in self._names else None
-            found = self._masters[name].shape if name in self._masters else None
-            if wanted != found:
-                raise CheckpointError(f"{name!r} has shape {wanted} in {base}, {found} in the run's checkpoint")
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._masters[name].astype(self.spec(name)[0])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self):
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def where(self) -> str:
-        """The files of the base."""
-        return self._stored.where()
-
-    def file_of(self, name: str) -> Path:
-        """The base's file with the tensor of this name."""
-        return self._stored.file_of(name)
-
-    def spec(self, name: str) -> Spec:
-        """dtype and shape."""
-        is_norm = name.removesuffix(".weight").endswith("norm")
-        return self._norm_dtype if is_norm else self._dtype, self._masters[name].shape
-
-    def in_bf16(self) -> TrainedWeights:
-        """The same with every tensor rounded to bf16."""
-        return TrainedWeights(self._base, self._masters, ml_dtypes.bfloat16, ml_dtypes.bfloat16)
-
-
-def weights_from_checkpoint(run: Path, config: Config, base: Path) -> tuple[TrainedWeights, int]:
-    """The policy in the newest complete checkpoint of a full fine-tuning run, and its step.
-
-    Raises CheckpointError for a checkpoint that is damaged, or not of a model like `base`.
-    """
-    checkpoints, model = Checkpointer(run, keep=None), hf_config.model_config(base)
-    step = checkpoints.latest_step()
-    if step is None:
-        raise CheckpointError(f"{run} holds no complete checkpoint")
-    arrays = checkpoints.read(step, ("weights/", "norms/"))
-    masters = {_OUTSIDE[name]: array for name, array in arrays.items() if name in _OUTSIDE} | _norms(arrays)
-    for name, array in arrays.items():
-        if match := _WEIGHT.fullmatch(name):
-            masters |= _parts(model, int(match[1]), match[2], match[3], array)
-    return TrainedWeights(base, masters, config.dtype), step
 
 
 def _parts(model: ModelConfig, layer: int, module: str, kind: str, array: np.ndarray) -> dict[str, np.ndarray]:

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from qerl_jax.io import files
 from qerl_jax.io.files import atomic_directory, check_file_writable, check_writable, write_json, write_text
 
 
@@ -47,33 +46,41 @@ def test_a_directory_that_no_system_can_name(tmp_path, name, reason):
     check_writable(tmp_path / "new" / "directory", "output_dir")
 
 
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("how", ["exception", "kill"])
-def test_an_interrupted_replacement_restores_the_old_directory(tmp_path, monkeypatch, how):
-    """Between the two renames the target does not exist: an error there puts the old one back at once, a kill (nothing
-    runs after it) leaves that to the next writer."""
-    target = tmp_path / "adapter"
+def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeypatch):
+    """By an error between the two renames at once, after a kill there with the next writer."""
+    target, replace = tmp_path / "adapter", os.replace
     target.mkdir()
     (target / "file").write_text("old")
-    replace, tidy = os.replace, files._tidy
 
-    def interrupted(source, destination):
+    def failing(source, destination):
         if destination == target and str(source).endswith(".tmp"):
-            if how == "kill":
-                monkeypatch.setattr(files, "_tidy", lambda target: None)
-            raise Killed
+            raise OSError("no")
         replace(source, destination)
 
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(Killed), atomic_directory(target) as directory:
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no"), atomic_directory(target) as directory:
         (directory / "file").write_text("new")
-    assert target.exists() == (how == "exception")
-    monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(files, "_tidy", tidy)
+        patch.setattr(os, "replace", failing)
+    assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    (tmp_path / ".adapter.abcdefgh.old").mkdir()
+    (tmp_path / ".adapter.abcdefgh.tmp").mkdir()
+    (tmp_path / ".adapter.abcdefgh.lock").touch()
+    target.rename(tmp_path / ".adapter.abcdefgh.old/was")
     with pytest.raises(ZeroDivisionError), atomic_directory(target):
         raise ZeroDivisionError
-    assert (target / "file").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_two_writers_of_one_directory_do_not_destroy_each_other(tmp_path):
+    """The second is refused while the first writes, and its refusal leaves the first's files alone."""
+    target = tmp_path / "out"
+    with atomic_directory(target) as first:
+        (first / "file").write_text("first")
+        with pytest.raises(FileExistsError, match=r"out is being written by another process"), atomic_directory(target):
+            raise AssertionError("not reached")
+        with atomic_directory(tmp_path / "other"):
+            pass
+    assert (target / "file").read_text() == "first"
+    with atomic_directory(target) as second:
+        (second / "file").write_text("second")
+    assert (target / "file").read_text() == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
