@@ -13,8 +13,7 @@ scales 32 to 60, weights of standard deviation 0.02. (vLLM's own `dummy` weights
 is refused where its projections are not those of `--format`; rows name what they are, and how the engine ran.
 
 Decode milliseconds a step: the time of a long rollout less that of a 32-token one, over the difference in tokens;
-medians of `--repeats` after a first run. With `--hold` the program says READY once all is compiled and waits for a line
-of its input before it times: so that several may start at once on one GPU, and none disturbs another's timing.
+medians of `--repeats` after a first run.
 """
 
 from __future__ import annotations
@@ -233,7 +232,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--in-process", action="store_true", help="the engine in the calling process")
     parser.add_argument("--native-sampler", action="store_true", help="vLLM's own sampler, where FlashInfer is missing")
-    parser.add_argument("--hold", action="store_true", help="say READY when compiled, and wait for a line of input")
     parser.add_argument("--out", type=Path, required=True)
     add_commit(parser)
     args = parser.parse_args()
@@ -249,9 +247,6 @@ def main() -> None:
             engine.seconds(batch, 4)  # loads the adapter, compiles its kernels and the sampler
         gc.collect()
         gc.freeze()  # as vLLM does in its own process
-        if args.hold:
-            print("READY", flush=True)
-            input()
         import torch
         import vllm
 

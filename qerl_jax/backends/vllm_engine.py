@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
@@ -23,8 +23,7 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Array
 
-from qerl_jax.backends.vllm_rollout import Completion, VllmError, assemble, row_seeds, sampling_arguments
-from qerl_jax.backends.vllm_settings import VERSION, refuse_version
+from qerl_jax.backends.vllm_rollout import VllmError, assemble, row_seeds, sampling_arguments
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.adapter import adapter_tensors, norm_tensors, write_adapter
 from qerl_jax.io.adapter_reader import AdapterReader
@@ -36,7 +35,6 @@ from qerl_jax.rollout.engine import check_positions, occurrences
 from qerl_jax.rollout.stop import truncate_at_stop
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
-LOG_FILE = "vllm.log"
 _WORKER = Path(__file__).with_name("vllm_worker.py")
 _LINES = 20  # lines of the log in an error
 _FIRST_ADAPTER = 1001  # vLLM warms up with adapters of its own, from 1 on
@@ -53,17 +51,13 @@ _NETWORK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKE
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What vLLM computes with besides the base.
-
-    Attributes:
-      config: shape of the adapter.
-      lora: PEFT name -> f32 array (`io.adapter.adapter_tensors`); empty: no adapter.
-      norms: name in the base checkpoint -> f32[D], the 2 L layer norms.
-    """
+    """What vLLM computes with besides the base."""
 
     config: LoraConfig
     lora: dict[str, np.ndarray]
+    """PEFT name -> f32 array (`io.adapter.adapter_tensors`); empty: no adapter."""
     norms: dict[str, np.ndarray]
+    """Name in the base checkpoint -> f32[D], the 2 L layer norms."""
 
     @classmethod
     def of_policy(cls, policy: Policy) -> Self:
@@ -97,10 +91,12 @@ class VllmEngine:
     """
 
     def __init__(self, options: Mapping[str, Any], model: ModelConfig) -> None:
-        self._model, self._base, self._weights, self._number = model, str(options["model"]), None, _FIRST_ADAPTER - 1
+        self._model, self._base, self._number = model, str(options["model"]), _FIRST_ADAPTER - 1
+        self._norms: Mapping[str, np.ndarray] = {}
+        self._lora: Mapping[str, np.ndarray] = {}
         self.directory = Path(tempfile.mkdtemp(prefix="qerl-jax-vllm-"))
+        self.log = self.directory / "vllm.log"
         self._connection, theirs = Pipe()
-        environment = _NETWORK | dict(os.environ) | _SETTINGS
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 # -P: no folder of this package before the installed vLLM
@@ -109,39 +105,29 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=_NETWORK | dict(os.environ) | _SETTINGS,
                 start_new_session=True,  # Ctrl-C is the trainer's
             )
         theirs.close()
         try:
-            self.version = self._ask((dict(options), VERSION), "start")
-            refuse_version(self.version, "this backend")
+            self.version = self._ask(dict(options), "start")
         except BaseException:
-            self._stop()
+            self.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.close(keep_log=kind is not None and issubclass(kind, VllmError))
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    @property
-    def log(self) -> Path:
-        """What vLLM says; kept only if it fails."""
-        return self.directory / LOG_FILE
-
-    def close(self, keep_log: bool = False) -> None:
+    def close(self) -> None:
         """End vLLM and free its memory."""
-        self._stop()
-        if not keep_log:
-            shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _stop(self) -> None:
         self._connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _ask(self, message: Any, what: str) -> Any:
         try:
@@ -152,7 +138,7 @@ class VllmEngine:
         if error is None:
             return result
         end = self.log.read_text(errors="replace").splitlines()[-_LINES:]
-        raise VllmError("\n".join([f"vLLM failed ({what}): {error}; the end of {self.log}:", *end]))
+        raise VllmError("\n".join([f"vLLM failed ({what}): {error}; the end of its log:", *end]))
 
     def set_weights(self, weights: Weights) -> None:
         """Have vLLM compute with these; what it has already is not sent again.
@@ -160,26 +146,16 @@ class VllmEngine:
         Raises VllmError unless the norms read back from its model are these, bit for bit, and the adapter is the only
         one that it has.
         """
-        old = self._weights
-        self._weights = None  # unknown, should this fail
-        if old is None or not _equal(old.norms, weights.norms):
-            self._set_norms(weights.norms, None if old is None else old.norms)
-        if (old is None and weights.lora) or (old is not None and not _equal(old.lora, weights.lora)):
+        if not _equal(self._norms, weights.norms):
+            self._norms = {}  # unknown, should this fail
+            found = self._ask(("set_layer_norms", (weights.norms,)), "layer norms")
+            wrong = sorted(name for name in found.keys() | weights.norms if not _same(found, weights.norms, name))
+            if wrong:
+                raise VllmError(f"{len(wrong)} of {len(found)} layer norms in vLLM are not those written: {wrong[0]}")
+            self._norms = weights.norms
+        if not _equal(self._lora, weights.lora):
             self._set_adapter(weights)
-        self._weights = weights
-
-    def _set_norms(self, norms: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray] | None) -> None:
-        wanted = 2 * self._model.num_layers
-        if len(norms) != wanted:
-            raise VllmError(f"{len(norms)} layer norms to write, the model has {wanted}")
-        changed, found = self._ask(("set_layer_norms", (dict(norms),)), "layer norms")
-        wrong = [name for name, value in norms.items() if not np.array_equal(found.get(name), value)]
-        if wrong or len(found) != wanted:
-            raise VllmError(f"{len(wrong)} of {wanted} layer norms in vLLM are not those written, first {wrong[:1]}")
-        if before is not None:
-            expected = sum(not np.array_equal(before[name], value) for name, value in norms.items())
-            if changed != expected:
-                raise VllmError(f"vLLM changed {changed} layer norms, {expected} were to change")
+            self._lora = weights.lora
 
     def _set_adapter(self, weights: Weights) -> None:
         last, directory = self.directory / f"adapter-{self._number}", None
@@ -191,12 +167,7 @@ class VllmEngine:
         found = self._ask(("set_adapter", (self._number, directory and str(directory))), "adapter")
         if found != ([self._number] if directory else []):
             raise VllmError(f"vLLM has the adapters {found}, not {self._number if directory else 'none'}")
-        if last != directory:
-            shutil.rmtree(last, ignore_errors=True)
-
-    def complete(self, prompts: list[list[int]], sampling: Sequence[Mapping[str, Any]]) -> list[Completion]:
-        """Complete token ids, each with its own arguments of `vllm.SamplingParams`."""
-        return self._ask(("complete", (prompts, [dict(values) for values in sampling])), "rollout")
+        shutil.rmtree(last, ignore_errors=True)
 
     def generate(
         self, policy: Policy, prompts: Prompts, sampling: Sampling, key: Array, engine: Engine | None = None
@@ -214,7 +185,7 @@ class VllmEngine:
         numbers = np.repeat(group * occurrences(ids), group) + np.tile(np.arange(group), len(lengths))
         shared = sampling_arguments(sampling, self._model.eos_token_ids)
         arguments = [shared | {"seed": seed} for seed in row_seeds(key, ids[rows], numbers)]
-        completions = self.complete([tokens[p, : lengths[p]].tolist() for p in rows], arguments)
+        completions = self._ask(("complete", ([tokens[p, : lengths[p]].tolist() for p in rows], arguments)), "rollout")
         rollout = assemble(prompts, rows, completions, sampling, self._model)
         if sampling.stop:
             rollout = truncate_at_stop(rollout, sampling.stop, tokenizer, self._model.pad_token_id)
@@ -222,4 +193,8 @@ class VllmEngine:
 
 
 def _equal(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(value, b[name]) for name, value in a.items())
+    return all(_same(a, b, name) for name in a.keys() | b)
+
+
+def _same(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], name: str) -> bool:
+    return name in a and name in b and a[name].dtype == b[name].dtype and np.array_equal(a[name], b[name])

@@ -17,8 +17,8 @@ from qerl_jax import keys
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.types import FinishReason, Prompts, Rollout, Sampling
 
-Completion = tuple[list[int], list[dict[int, float]], str]
-"""Token ids, log-probabilities by token at each position, and vLLM's reason of the end: "stop" or "length"."""
+Completion = tuple[list[int], list[float], str]
+"""Token ids, their log-probabilities, and vLLM's reason of the end: "stop" or "length"."""
 
 
 class VllmError(ValueError):
@@ -57,27 +57,20 @@ def assemble(
     """vLLM's completions as a `Rollout`. Greedy tokens have log-probability 0, as they are sampled with certainty; a
     completion with a log-probability that is not finite has failed.
 
-    Args:
-      prompts: the prompts.
-      rows: the prompt of each row.
-      completions: one for each row.
-      sampling: how they were sampled.
-      model: the model's config.
-
-    Raises VllmError for a completion that ended before its limit without one of the model's EOS ids.
+    `rows` has the prompt of each completion. Raises VllmError for a completion that ended before its limit
+    without one of the model's EOS ids.
     """
     prompt_tokens, prompt_lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)[rows]
     shape = (len(rows), prompt_tokens.shape[1] + sampling.max_new_tokens)
     tokens, logprobs = np.full(shape, model.pad_token_id, np.int32), np.zeros(shape, np.float32)
     lengths, finish = prompt_lengths.copy(), np.zeros(len(rows), np.int8)
-    for row, (ids, by_token, reason) in enumerate(completions):
+    for row, (ids, values, reason) in enumerate(completions):
         ended = bool(ids) and ids[-1] in model.eos_token_ids
         if reason != ("stop" if ended else "length") or not (ended or len(ids) == sampling.max_new_tokens):
             raise VllmError(f"vLLM ended completion {row} by {reason!r} after {len(ids)} tokens, {ids[-1:]} the last")
         start = prompt_lengths[row]
         own = slice(start, start + len(ids))
         tokens[row, :start], tokens[row, own] = prompt_tokens[rows[row], :start], ids
-        values = np.asarray([at[token] for token, at in zip(ids, by_token, strict=True)], np.float32)
         lengths[row] += len(ids)
         finish[row] = FinishReason.EOS if ended else FinishReason.LENGTH
         if not np.isfinite(values).all():

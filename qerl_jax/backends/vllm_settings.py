@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,6 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that max_lora_rank may hav
 MOST_SEQUENCES = 256  # decoded together
 
 
-def installed_version() -> str | None:
-    """The version of vLLM that a worker would import, without importing it: that takes seconds. None without any."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin).with_name("_version.py")
-    found = re.search(r"^__version__ =.*['\"](.+)['\"]$", file.read_text(), re.MULTILINE) if file.exists() else None
-    return found[1] if found else "unknown"
-
-
 def check(config: Config, base: Path, command: str = "rollout_backend") -> None:
     """Raise ConfigError where vLLM is missing or another version, or would compute another policy than the trainer.
 
@@ -33,10 +22,17 @@ def check(config: Config, base: Path, command: str = "rollout_backend") -> None:
       base: directory of the model.
       command: name of the setting that asks for vLLM.
     """
-    asked, found = f"{command} 'vllm'", installed_version()
-    if found is None:
-        raise ConfigError(f"{asked} needs vLLM {VERSION}, which is not installed: pip install 'qerl-jax[vllm]'")
-    refuse_version(found, asked)
+    asked = f"{command} 'vllm'"
+    try:
+        found = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        install = "pip install 'qerl-jax[vllm]'"
+        raise ConfigError(f"{asked} needs vLLM {VERSION}, which is not installed: {install}") from None
+    if found.partition("+")[0] != VERSION:
+        raise ConfigError(
+            f"{asked} needs vLLM {VERSION}, and {found} is installed: the layer norms inside its model are written, "
+            f"and each version has these elsewhere; pip install 'vllm=={VERSION}'"
+        )
     stored = hf_config.stored_format(base)
     if stored == "modelopt":
         raise ConfigError(
@@ -46,15 +42,6 @@ def check(config: Config, base: Path, command: str = "rollout_backend") -> None:
         raise ConfigError(
             f"{asked} cannot run weight_format {config.weight_format!r}, quantized while loading: vLLM would compute "
             f"with the unquantized {base}; write the quantized model with python -m qerl_jax.quantize and name that"
-        )
-
-
-def refuse_version(found: str, asked: str) -> None:
-    """Raise ConfigError for another vLLM than the one whose private parts are used here."""
-    if found.partition("+")[0] != VERSION:
-        raise ConfigError(
-            f"{asked} needs vLLM {VERSION}, and {found} is installed: the layer norms inside its model are written, "
-            f"and each version has these elsewhere; pip install 'vllm=={VERSION}'"
         )
 
 

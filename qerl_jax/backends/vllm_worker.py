@@ -50,27 +50,13 @@ def register_loader() -> None:
             super().load_weights(model, model_config)
 
 
-def replace_layer_norms(model: Any, values: Mapping[str, np.ndarray]) -> tuple[int, dict[str, np.ndarray]]:
-    """Write layer norms in place, where compiled programs and CUDA graphs read them.
-
-    Returns the number of norms that this changed, and all of them as they are now.
-
-    Raises ValueError if `values` are not exactly the model's norms, or these are not in fp32.
-    """
+def replace_layer_norms(model: Any, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Write layer norms in place, where compiled programs and CUDA graphs read them; returns all as they are then."""
     norms = layer_norms(model)
-    if norms.keys() != values.keys():
-        other = sorted(norms.keys() ^ values.keys())
-        raise ValueError(f"{len(norms)} layer norms in vLLM's model, {len(values)} to write, first other {other[0]!r}")
-    changed, found = 0, {}
-    for name, norm in norms.items():
-        weight = norm.weight.data
-        if str(weight.dtype) != "torch.float32":
-            raise ValueError(f"{name} is {weight.dtype} in vLLM's model: noise needs float32")
-        before = weight.cpu().numpy().copy()
-        weight.copy_(weight.new_tensor(values[name]))
-        found[name] = weight.cpu().numpy().copy()
-        changed += not np.array_equal(before, found[name])
-    return changed, found
+    for name, value in values.items():
+        weight = norms[name].weight.data
+        weight.copy_(weight.new_tensor(value))
+    return {name: norm.weight.data.cpu().numpy().copy() for name, norm in norms.items()}
 
 
 class Worker:
@@ -89,7 +75,7 @@ class Worker:
         self._llm = vllm.LLM(load_format=LOAD_FORMAT, **options)
         self._adapter: Any = None
 
-    def set_layer_norms(self, values: Mapping[str, np.ndarray]) -> tuple[int, dict[str, np.ndarray]]:
+    def set_layer_norms(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """`replace_layer_norms` in vLLM's model."""
         (result,) = self._llm.apply_model(lambda model: replace_layer_norms(model, values))
         return result
@@ -109,9 +95,9 @@ class Worker:
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[list[int], list[dict[int, float]], str | None]]:
-        """Complete token ids, each with its own arguments of `SamplingParams`: token ids, log-probabilities by token at
-        each position, and vLLM's finish reason.
+    ) -> list[tuple[list[int], list[float], str | None]]:
+        """Complete token ids, each with its own arguments of `SamplingParams`: token ids, their log-probabilities, and
+        vLLM's finish reason.
         """
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
@@ -119,53 +105,37 @@ class Worker:
             use_tqdm=False,
             lora_request=self._adapter,
         )
-        completions = [output.outputs[0] for output in outputs]
-        return [
-            (
-                [int(token) for token in completion.token_ids],
-                [{int(token): entry.logprob for token, entry in at.items()} for at in completion.logprobs],
-                completion.finish_reason,
-            )
-            for completion in completions
-        ]
+        found = []
+        for output in outputs:
+            (own,) = output.outputs
+            logprobs = [at[token].logprob for token, at in zip(own.token_ids, own.logprobs, strict=True)]
+            found.append(([int(token) for token in own.token_ids], logprobs, own.finish_reason))
+        return found
 
 
 def serve(connection: Connection) -> None:
-    """Answer calls until the other end closes; the first is (options of `vllm.LLM`, the version it must have)."""
-    options, version = connection.recv()
+    """Answer calls until the other end closes; the first is the options of `vllm.LLM`, answered by vLLM's version."""
     worker = None
-    try:
-        import vllm
-
-        if vllm.__version__.partition("+")[0] == version:
-            worker = Worker(options)
-        error = None
-    except Exception as problem:
-        error = _told(problem)
-    connection.send((error, None if error else vllm.__version__))
-    while worker is not None:
+    while True:
         try:
-            name, arguments = connection.recv()
+            message = connection.recv()
         except EOFError:
             return
         try:
-            answer = None, getattr(worker, name)(*arguments)
+            if worker is None:
+                import vllm
+
+                worker, answer = Worker(message), vllm.__version__
+            else:
+                name, arguments = message
+                answer = getattr(worker, name)(*arguments)
+            connection.send((None, answer))
         except Exception as problem:
-            answer = _told(problem), None
-        connection.send(answer)
-
-
-def _told(problem: Exception) -> str:
-    traceback.print_exc()
-    return f"{type(problem).__name__}: {problem}"
-
-
-def end_with_parent() -> None:
-    """Have the kernel (Linux) kill this process when its parent ends, however that ends: a call may take minutes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            traceback.print_exc()
+            connection.send((f"{type(problem).__name__}: {problem}", None))
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    if sys.platform == "linux":  # killed by the kernel when its parent ends, however that ends: a call may take minutes
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     serve(Connection(int(sys.argv[1])))

@@ -11,7 +11,7 @@ STAND_IN = Path(__file__).parent / "stand_in"
 
 @pytest.fixture(scope="session")
 def install_stand_in():
-    """Puts the stand-in before all packages, with a file for what it will be asked."""
+    """Puts the stand-in before all packages; returns a function that reads from a file what it was asked."""
 
     def install(monkeypatch, log):
         log.touch()
@@ -20,17 +20,16 @@ def install_stand_in():
         monkeypatch.setenv("STAND_IN_LOG", str(log))
         monkeypatch.delenv("STAND_IN_FAULT", raising=False)
 
+        def asked(event):
+            entries = [json.loads(line) for line in log.read_text().splitlines()]
+            return [entry for entry in entries if entry["event"] == event]
+
+        return asked
+
     return install
 
 
 @pytest.fixture
 def stand_in(install_stand_in, monkeypatch, tmp_path):
     """The stand-in, installed; a function that reads what it was asked."""
-    log = tmp_path / "stand-in.jsonl"
-    install_stand_in(monkeypatch, log)
-
-    def asked(event=None):
-        entries = [json.loads(line) for line in log.read_text().splitlines()]
-        return [entry for entry in entries if event in (None, entry["event"])]
-
-    return asked
+    return install_stand_in(monkeypatch, tmp_path / "stand-in.jsonl")

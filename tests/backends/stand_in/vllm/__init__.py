@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm._version import __version__
 from vllm.model_executor.model_loader import LOADERS
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
+__version__ = "0.22.1"
 FAULT = os.environ.get("STAND_IN_FAULT", "")
 
 
@@ -111,8 +111,8 @@ class LLM:
     def apply_model(self, function):
         result = function(self.model)
         if FAULT == "norms":
-            name, value = next(iter(result[1].items()))
-            result[1][name] = value.astype(np.float16).astype(np.float32)
+            name, value = next(iter(result.items()))
+            result[name] = value.astype(np.float16).astype(np.float32)
         return [result]
 
     def policy(self, adapter):
