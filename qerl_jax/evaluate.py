@@ -36,7 +36,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.engine import check_positions, generate
-from qerl_jax.rollout.shapes import cache_note, endless_note
+from qerl_jax.rollout.shapes import endless_note
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import make_deterministic, missing_kernels_note, use_device_memory
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
@@ -51,7 +51,6 @@ _SAME = (
     "overlong_prompts",
     "max_completion_length",
     "rollout_memory_gb",
-    "kv_cache_dtype",
     "batch_invariant",
     "deterministic",
     "weight_format",
@@ -263,8 +262,6 @@ def _sampler(
             adapter=config.adapter,
             matmul_kernel=config.matmul_kernel,
         )
-        if note := cache_note(policy, config.kv_cache_dtype):
-            print(note, flush=True)
         return lambda prompts, key: generate(policy, prompts, sampling, key, config.eval_engine)
     weights = Weights.of_files(directory, None if config.adapter is None else Path(config.adapter))
     width, rank = longest + config.max_completion_length, weights.config.rank

@@ -206,13 +206,10 @@ class Sampling(_Replace):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
-
-
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """How a rollout is executed. Only `kv_cache_dtype` changes the distribution; everything else changes a completion
-    at most through the rounding of its logits, and under `batch_invariant` not at all.
+    """How a rollout is executed. It changes a completion at most through the rounding of its logits, and under
+    `batch_invariant` not at all.
 
     Attributes:
       slots: most sequences decoded together; None: all.
@@ -222,19 +219,14 @@ class Engine:
         after a completion that reached its limit, and for one and a half after one that ended by itself.
       batch_invariant: the bits of a completion do not depend on slots, chunk, refill or neighbours (among rollouts of
         one prompt width and one `max_new_tokens`).
-      kv_cache_dtype: "auto": the compute dtype. "fp8_e4m3": one byte a value, unscaled, rounded, saturated at ±448,
-        except in layers whose key bias is too large for it (`rollout.shapes.kv_cache_dtypes`).
     """
 
     slots: int | None = None
     memory_gb: float | None = None
     chunk: int = 8
     batch_invariant: bool = False
-    kv_cache_dtype: str = "auto"
 
     def __post_init__(self):
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {list(KV_CACHE_DTYPES)}")
         for name in ("slots", "memory_gb", "chunk"):
             value = getattr(self, name)
             if value is not None and not value > 0:

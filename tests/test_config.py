@@ -228,9 +228,9 @@ def test_checkpoints_are_due_after_the_rollout_whose_update_trl_saves_at(save_st
 
 
 def test_engines_carry_every_field_that_decides_a_rollout():
-    fields = {"rollout_memory_gb": 3.5, "batch_invariant": True, "kv_cache_dtype": "fp8_e4m3"}
+    fields = {"rollout_memory_gb": 3.5, "batch_invariant": True}
     config = Config(model="m", eval_batch_size=5, **fields)
-    expected = Engine(memory_gb=3.5, batch_invariant=True, kv_cache_dtype="fp8_e4m3")
+    expected = Engine(memory_gb=3.5, batch_invariant=True)
     assert config.engine == expected
     assert config.eval_engine == dataclasses.replace(expected, slots=5)
 
@@ -337,14 +337,14 @@ def test_each_group_of_settings_holds_its_fields():
         model="x", batch_size=24, num_generations=6, max_completion_length=77, temperature=0.8, top_k=30, top_p=0.9,
         min_p=0.1, lora_rank=4, lora_alpha=9.0, use_rslora=True, lora_target_modules=("q_proj", "up_proj"),
         eval_temperature=0.3, eval_top_p=0.5, eval_num_generations=5, eval_batch_size=11, rollout_memory_gb=3.0,
-        batch_invariant=True, kv_cache_dtype="fp8_e4m3", max_refill_rounds=3,
+        batch_invariant=True, max_refill_rounds=3,
     )  # fmt: skip
     assert config.num_prompts == 4
     assert config.sampling == Sampling(77, 0.8, 30, 0.9, 0.1, 6)
     assert config.eval_sampling == Sampling(77, temperature=0.3, top_p=0.5, num_generations=5)
     assert config.lora == LoraConfig(4, 9.0, True, ("q_proj", "up_proj"))
     assert config.lora.scale == 9.0 / 2
-    engine = Engine(memory_gb=3.0, batch_invariant=True, kv_cache_dtype="fp8_e4m3")
+    engine = Engine(memory_gb=3.0, batch_invariant=True)
     assert config.engine == engine and config.eval_engine == dataclasses.replace(engine, slots=11)
     assert config.resampling_rounds == 0
     assert dataclasses.replace(config, dynamic_sampling=True).resampling_rounds == 3

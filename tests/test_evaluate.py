@@ -153,7 +153,7 @@ def test_a_flag_for_every_shared_field_of_the_config(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     own = ["dataset", "split", "samples", "output", "max-prompt-length", "few-shot", "records", "problems-at-once"]
-    for flag in [*own, "adapter", "system-prompt", "top-p", "batch-size", "batch-invariant", "kv-cache-dtype", "seed"]:
+    for flag in [*own, "adapter", "system-prompt", "top-p", "batch-size", "batch-invariant", "seed"]:
         assert f"--{flag}" in text
     assert "--eval" not in text and "(default: 0.6)" in text and "truncate_left" in text
     assert main(["tiny", "--num-generations", "0"]) == 2

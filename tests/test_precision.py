@@ -24,7 +24,6 @@ from qerl_jax.types import Rollout, Sampling
 
 MODEL = ModelConfig(64, 128, 128, 2, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
 ROWS, WIDTH = 4, 8
-FP8 = jnp.dtype(jnp.float8_e4m3fn)
 
 
 def products(program: jax.stages.Lowered) -> list[str]:
@@ -35,14 +34,14 @@ def products(program: jax.stages.Lowered) -> list[str]:
 
 @pytest.mark.parametrize("stored", WEIGHT_FORMATS)
 def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
-    """Prefill, decode over fp32 and FP8 caches, batch-invariant or not, and the update with its backward pass."""
+    """Prefill, decode, batch-invariant or not, and the update with its backward pass."""
     sizes = {"batch_size": ROWS, "num_generations": 2, "max_prompt_length": WIDTH, "max_completion_length": WIDTH}
     config = Config(model="x", weight_format=stored, dtype="float32", lora_rank=8, train_norms=True, beta=0.1, **sizes)
     policy, state = abstract_trees(MODEL, stored, config)
     flat, tokens = jnp.zeros(ROWS, jnp.int32), jnp.zeros((ROWS, 2 * WIDTH), jnp.int32)
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
     programs = [jax.jit(grpo_step).lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
-    shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, 0, (policy.dtype, FP8))
+    shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, 0)
     prompt_cache, slots = jax.eval_shape(
         lambda: decode.allocate_jit(jax.random.key(0), MODEL, policy.dtype, shapes, ROWS)
     )

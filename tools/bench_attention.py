@@ -2,12 +2,12 @@
 
     python tools/bench_attention.py [--cases 7b:8x256+256 ...] [--ctas 1 2 4] [--rivals CASE ...] [--out FILE.json]
 
-A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~][@fp8]: rows that decode together, tokens of a prompt, own tokens of a row,
-rows that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN; caches are bf16, with
-@fp8 e4m3. A figure is the wall time of one jitted call that runs attention in a loop over many caches (200 MB or more
-in all, so that the L2 does not help), each with the result of the one before as its queries, divided by their number:
-the smallest of five repetitions. `bytes` counts keys and values once, those of a prompt once for its group. Every
-result is checked first, against XLA in fp32.
+A case is MODEL:ROWSxPROMPT+OWN[/GROUP][~]: rows that decode together, tokens of a prompt, own tokens of a row, rows
+that share a prompt (8 unless said); with ~ the own lengths are spread evenly over 1 to OWN. A figure is the wall time
+of one jitted call that runs attention in a loop over many caches (200 MB or more in all, so that the L2 does not help),
+each with the result of the one before as its queries, divided by their number: the smallest of five repetitions.
+`bytes` counts keys and values once, those of a prompt once for its group. Every result is checked first, against XLA in
+fp32.
 
 Implementations: "qerl" (the Mosaic GPU kernel; `ctas` that share a pair, `forced` by --ctas or as it chooses) and, for
 the cases named by --rivals, "xla" (the reference).
@@ -38,20 +38,19 @@ CASES = (
     "7b:1x256+256", "7b:8x256+256", "7b:8x256+1024", "7b:8x256+4096", "7b:16x256+1024~", "7b:32x256+256",
     "7b:32x256+1024~", "7b:32x256+4096", "7b:64x256+1024~", "7b:128x256+256", "7b:128x256+1024~", "0.5b:8x256+256",
     "3b:8x256+256", "14b:8x256+256", "14b:32x256+1024~", "72b:32x256+4096",
-    "7b:8x256+256@fp8", "7b:32x256+4096@fp8", "7b:128x256+1024~@fp8", "14b:32x256+1024~@fp8",
 )  # fmt: skip
 
 
 def parse(case: str) -> dict:
     """The fields of a row that describe a case."""
-    found = re.fullmatch(r"([\w.]+):(\d+)x(\d+)\+(\d+)(?:/(\d+))?(~?)(@fp8)?", case)
+    found = re.fullmatch(r"([\w.]+):(\d+)x(\d+)\+(\d+)(?:/(\d+))?(~?)", case)
     if not found or found[1] not in cases.MODELS:
-        raise SystemExit(f"{case}: not MODEL:ROWSxPROMPT+OWN[/GROUP][~][@fp8], MODEL one of {', '.join(cases.MODELS)}")
-    model, rows, prompt, own, group, spread, fp8 = found.groups()
+        raise SystemExit(f"{case}: not MODEL:ROWSxPROMPT+OWN[/GROUP][~], MODEL one of {', '.join(cases.MODELS)}")
+    model, rows, prompt, own, group, spread = found.groups()
     return {
         "model": model, "batch": int(rows), "group": min(int(group or 8), int(rows)), "prompt_len": int(prompt),
         "own_len": int(own), "lengths": "spread" if spread else "fixed",
-        "cache": "float8_e4m3fn" if fp8 else "bfloat16",
+        "cache": "bfloat16",
     }  # fmt: skip
 
 
@@ -65,11 +64,10 @@ def arguments(about: dict) -> tuple[jax.Array, list[tuple], int]:
     slots, own_slots = -(-max(prompt, 8) // 8) * 8, -(-own // 8) * 8
     rest = [jnp.asarray(a, jnp.int32) for a in (index, np.full(rows, prompt), lengths)]
     prompts = int(index[-1]) + 1
-    dtype = jnp.dtype(about["cache"])
-    needed = cases.cache_bytes(about["model"], prompts * prompt, int(lengths.sum()), dtype)
+    needed = cases.cache_bytes(about["model"], prompts * prompt, int(lengths.sum()))
     sets = []
     for i in range(max(2, min(40, math.ceil(ROTATE_BYTES / needed)))):
-        cache = cases.random_caches(jax.random.key(i), about["model"], rows, prompts, slots, own_slots, dtype)
+        cache = cases.random_caches(jax.random.key(i), about["model"], rows, prompts, slots, own_slots)
         sets.append((*cache[:2], *rest[:2], *cache[2:], rest[2]))
     return jax.random.normal(jax.random.key(99), (rows, heads, width), jnp.bfloat16), sets, needed
 
@@ -108,11 +106,10 @@ def measure(case: str, forced: list[int], rivals: bool, emit) -> None:
     q, sets, needed = arguments(about)
     ours = functools.partial(kernel.decode_attention, scale=q.shape[-1] ** -0.5)
     _, kv_heads, width = cases.MODELS[about["model"]]
-    itemsize = jnp.dtype(about["cache"]).itemsize
     chosen = config.ctas_for(about["batch"] * kv_heads)
     runs = [({"impl": "qerl", "ctas": chosen, "forced": False}, ours)]
     for ctas in forced:
-        how = config.AttentionConfig(ctas, config.stages_for(width, ctas, itemsize))
+        how = config.AttentionConfig(ctas, config.stages_for(width, ctas))
         runs.append(({"impl": "qerl", "ctas": ctas, "forced": True}, functools.partial(ours, config=how)))
     if rivals:
         runs.append(({"impl": "xla"}, functools.partial(decode_attention, implementation="xla")))

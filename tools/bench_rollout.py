@@ -86,7 +86,7 @@ class Case:
         tokens = [rng.integers(0, policy.config.vocab_size, length).tolist() for length in rng.permutation(lengths)]
         self.prompts = Prompts.from_lists(tokens)
         self.sampling = Sampling(new_tokens, num_generations=args.group)
-        self.engine = Engine(slots=batch, batch_invariant=args.batch_invariant, kv_cache_dtype=args.kv_cache_dtype)
+        self.engine = Engine(slots=batch, batch_invariant=args.batch_invariant)
         shortest = max(1, new_tokens // 8)
         self.limits = np.random.default_rng(1).integers(shortest, new_tokens + 1, rows) if args.spread else None
 
@@ -156,7 +156,6 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--spread", action="store_true", help="lengths from 1/8 to all, four sequences a slot")
     parser.add_argument("--batch-invariant", action="store_true", help="batch-invariant mode")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--profile", action="store_true", help="time by kind of kernel")
     parser.add_argument("--compile-only", action="store_true", help="run each once, to fill JAX's compilation cache")
     parser.add_argument("--repeats", type=int, default=3)
@@ -209,7 +208,6 @@ def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[di
         "group": args.group,
         "lengths": "spread" if args.spread else "fixed",
         "batch_invariant": args.batch_invariant,
-        "kv_cache_dtype": args.kv_cache_dtype,
         "tokens_per_s": tokens / seconds,
         "peak_bytes": peak_bytes(),
         "first_call_s": first,

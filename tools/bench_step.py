@@ -79,7 +79,6 @@ def main() -> None:
     parser.add_argument("--logprob-chunk-size", type=int, default=Config.logprob_chunk_size)
     parser.add_argument("--update-only", action="store_true", help="no rollout; its peak is the update's")
     parser.add_argument("--profile", action="store_true", help="print the kernels of an update")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fp32", action="store_true", help="also the distance from the model in fp32")
     parser.add_argument("--out", type=Path, required=True)
@@ -134,7 +133,6 @@ def main() -> None:
         "batch": args.batch,
         "prompt_len": args.prompt_len,
         "lora_rank": args.lora_rank,
-        "kv_cache_dtype": args.kv_cache_dtype,
         "lengths": args.lengths,
         "num_iterations": args.num_iterations,
         "tokens_per_micro_batch": plan.pack.tokens,
@@ -232,7 +230,7 @@ def roll_out(
         arrays = [array.astype(kind) for array, kind in zip(flat, kinds, strict=True)]
         behaviour = np.full(tokens.shape, -np.log(policy.config.vocab_size), np.float32)
         return Rollout(*jax.device_put((tokens, behaviour, *arrays))), 0.0, 0.0
-    engine = Engine(kv_cache_dtype=args.kv_cache_dtype)
+    engine = Engine()
 
     def key(i: int) -> jax.Array:
         return keys.for_step(0, keys.Purpose.SAMPLE, i)

@@ -134,7 +134,6 @@ def _of_vllm(c: Config) -> Iterator[str]:
     for is_wrong, what, reason in (
         (c.is_full, "weight_format 'full'", "it loads the checkpoint once and then takes adapters only"),
         (c.dtype != "bfloat16", f"dtype {c.dtype!r}", "vLLM's attention computes in 16 bits"),
-        (c.kv_cache_dtype != "auto", f"kv_cache_dtype {c.kv_cache_dtype!r}", "its FP8 cache has scales of its own"),
         (c.batch_invariant, "batch_invariant True", "its completions depend on their batch"),
         (c.deterministic, "deterministic True", "its kernels do not repeat bit for bit"),
         (0 < c.temperature < 0.01, f"temperature {c.temperature}", "it samples at 0.01 or above"),

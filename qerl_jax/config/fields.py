@@ -220,9 +220,6 @@ class Config:
     """Limit of the KV cache in 1e9 bytes; completions beyond it wait for a free slot. None: all are decoded together,
     or an error if they do not fit. The field to lower first when a rollout runs out of memory. May change on resume;
     other shapes may round differently."""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """KV cache of rollouts and evaluations. auto: `dtype`; fp8_e4m3: one byte a value, unscaled, saturated at 448,
-    except in layers with a key bias above 3 √(head dim), which keep `dtype`."""
     deterministic: bool = False
     """No autotuning and no nondeterministic operations on a GPU: runs repeat bit for bit, but are slower. CPU runs
     always repeat."""
@@ -355,9 +352,7 @@ class Config:
     @property
     def engine(self) -> Engine:
         """Execution settings of training rollouts."""
-        return Engine(
-            memory_gb=self.rollout_memory_gb, batch_invariant=self.batch_invariant, kv_cache_dtype=self.kv_cache_dtype
-        )
+        return Engine(memory_gb=self.rollout_memory_gb, batch_invariant=self.batch_invariant)
 
     @property
     def eval_engine(self) -> Engine:

@@ -130,8 +130,8 @@ FOREIGN: dict[str, Foreign] = {
     "repetition_penalty": Foreign(
         "TRL", (), "the sampler's log-probabilities would depend on the tokens before, in the trainer too"
     ),
-    "cache_implementation": Foreign("TRL", ("kv_cache_dtype",), "one cache, sized before the first rollout"),
-    "float8_kv_cache": Foreign("Unsloth", ("kv_cache_dtype",), "fp8_e4m3"),
+    "cache_implementation": Foreign("TRL", (), "one cache, sized before the first rollout"),
+    "float8_kv_cache": Foreign("Unsloth", (), "keys and values are cached in `dtype`"),
     "gpu_memory_utilization": Foreign(
         "Unsloth, QeRL", ("vllm_gpu_memory_utilization",), "or rollout_memory_gb, GB of the KV cache"
     ),

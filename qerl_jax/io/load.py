@@ -216,12 +216,3 @@ def _biases(reader: WeightReader, config: ModelConfig, layer: int) -> np.ndarray
     shapes = config.projection_shapes()
     parts = [reader.vector(f"{names.projection(layer, p)}.bias", shapes[p][0], reader.dtype) for p in names.BIASED]
     return np.concatenate(parts)
-
-
-def load_biases(path: str | Path, config: ModelConfig, dtype: DTypeLike) -> list[jax.Array]:
-    """Biases of every layer, those of q, k and v concatenated, read and checked as by `load_policy`: a few KB.
-
-    Raises CheckpointError as `load_policy` does.
-    """
-    reader = WeightReader(open_checkpoint(Path(path)), None, "bf16", dtype, "xla")
-    return [jnp.asarray(_biases(reader, config, layer)) for layer in range(config.num_layers)]

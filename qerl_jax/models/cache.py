@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-from qerl_kernels.rope_cache.reference import to_cache
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
@@ -33,21 +32,11 @@ class KVCache:
     values: tuple[Float[Array, "B K S H"], ...]
 
 
-def init_cache(
-    batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike | Sequence[DTypeLike]
-) -> KVCache:
-    """A cache of zeros with `2 · layers · batch · slots · kv_heads · head_dim` elements.
-
-    dtype: one for all layers, or a sequence with one for each layer.
-
-    Raises ValueError if the number of dtypes is not the number of layers.
-    """
-    dtypes = list(dtype) if isinstance(dtype, Sequence) and not isinstance(dtype, str) else [dtype] * layers
-    if len(dtypes) != layers:
-        raise ValueError(f"{len(dtypes)} dtypes for the caches of {layers} layers")
+def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
+    """A cache of zeros with `2 · layers · batch · slots · kv_heads · head_dim` elements."""
 
     def arrays():
-        return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), layer_dtype) for layer_dtype in dtypes)
+        return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
 
     return KVCache(arrays(), arrays())
 
@@ -68,7 +57,7 @@ def write_prompts(
     """
 
     def put(into: Array, new: Array) -> Array:
-        return into.at[rows, :, slots].set(to_cache(new, into.dtype), mode="drop", unique_indices=True)
+        return into.at[rows, :, slots].set(new, mode="drop", unique_indices=True)
 
     keys = tuple(put(into, k) for into, (k, _) in zip(cache.keys, entries, strict=True))
     return KVCache(keys, tuple(put(into, v) for into, (_, v) in zip(cache.values, entries, strict=True)))

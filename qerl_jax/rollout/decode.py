@@ -101,7 +101,7 @@ def allocate_jit(
     key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes, sequences: int
 ) -> tuple[PromptCache, Slots]:
     """`allocate` without a policy."""
-    layers = (config.num_layers, config.num_kv_heads, config.head_dim, shapes.kv_dtypes)
+    layers = (config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     prompts, slots = shapes.prompt_slots, shapes.slots
     prompt_cache = PromptCache(
         kv.init_cache(prompts, shapes.prompt_width, *layers),

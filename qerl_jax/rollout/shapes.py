@@ -6,12 +6,9 @@ Axes: B sequences, P prompts, G group, T tokens, L layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float32
 
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.types import Engine, Policy
@@ -21,7 +18,6 @@ from qerl_jax.types import Engine, Policy
 _HALVED_ABOVE = 32
 _MIN_SLOTS = 8
 _SHARE_OF_FREE = 0.9  # the rest is for activations and logits
-_MAX_KEY_BIAS = 3.0  # in units of √H: rounded to e4m3, it moves a score by up to 3/16 of the query's element
 _CACHE_MULTIPLE = 8  # cache widths in tokens are multiples of this: the smallest copy of the attention kernel
 
 
@@ -35,7 +31,6 @@ class RolloutShapes:
       prompt_width: tokens of a prompt's cache, a multiple of 8.
       completion_width: tokens of a completion's cache, a multiple of 8.
       cache_bytes: peak bytes of both caches, reached while survivors move.
-      kv_dtypes: dtype of keys and values in each layer.
     """
 
     slots: int
@@ -43,7 +38,6 @@ class RolloutShapes:
     prompt_width: int
     completion_width: int
     cache_bytes: int
-    kv_dtypes: tuple[jnp.dtype, ...]
 
     def holds(self, sequences: int) -> bool:
         """Whether so many sequences, all of a rollout, are decoded at once, so that every prefill comes first."""
@@ -57,46 +51,9 @@ class RolloutShapes:
         return counts
 
 
-def kv_token_bytes(config: ModelConfig, dtypes: Sequence[jnp.dtype]) -> int:
-    """Bytes of one token's keys and values over all layers, given each layer's dtype."""
-    return 2 * config.num_kv_heads * config.head_dim * sum(dtype.itemsize for dtype in dtypes)
-
-
-def kv_cache_dtypes(policy: Policy, kv_cache_dtype: str) -> tuple[jnp.dtype, ...]:
-    """dtype of each layer's keys and values.
-
-    Under "fp8_e4m3" a layer keeps the compute dtype where an element of its key bias exceeds `max_key_bias`. e4m3 has
-    three mantissa bits: the rounding error of a key is up to 1/16 of its value at any scale. A bias of several hundred
-    in every key makes that error larger than the differences between keys. Qwen2 and Qwen2.5 have such biases in their
-    first and last layers; with those keys in e4m3 the models produce nonsense.
-
-    Args:
-      policy: abstract biases count as small.
-      kv_cache_dtype: see `Engine`.
-    """
-    layers = [policy.frozen["layers"][i] for i in range(policy.config.num_layers)]
-    if kv_cache_dtype == "auto":
-        return (policy.dtype,) * len(layers)
-    biases = [layer["self_attn"]["qkv_proj"].get("bias") for layer in layers]
-    if not policy.config.qkv_bias or any(isinstance(bias, jax.ShapeDtypeStruct) for bias in biases):
-        largest = np.zeros(len(layers))
-    else:
-        first = policy.config.num_heads * policy.config.head_dim
-        count = policy.config.num_kv_heads * policy.config.head_dim
-        largest = np.asarray(_largest([bias[first : first + count] for bias in biases]))
-    fp8 = jnp.dtype(jnp.float8_e4m3fn)
-    limit = max_key_bias(policy.config.head_dim)
-    return tuple(policy.dtype if bias > limit else fp8 for bias in largest)
-
-
-def max_key_bias(head_dim: int) -> float:
-    """Largest key bias allowed with e4m3 keys: `3 √H`, because scores are divided by `√H`."""
-    return _MAX_KEY_BIAS * head_dim**0.5
-
-
-@jax.jit
-def _largest(biases: list[Array]) -> Float32[Array, " L"]:
-    return jnp.stack([jnp.abs(bias.astype(jnp.float32)).max() for bias in biases])
+def kv_token_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes of one token's keys and values in a layer."""
+    return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def endless_note(model: ModelConfig) -> str | None:
@@ -105,19 +62,6 @@ def endless_note(model: ModelConfig) -> str | None:
         return None
     return (
         "config.json and generation_config.json name no eos_token_id: every completion goes on to max_completion_length"
-    )
-
-
-def cache_note(policy: Policy, kv_cache_dtype: str) -> str | None:
-    """One sentence for people about the layers that `kv_cache_dtype` does not apply to; None if it applies to all."""
-    dtypes = kv_cache_dtypes(policy, kv_cache_dtype)
-    kept = [i for i, dtype in enumerate(dtypes) if kv_cache_dtype != "auto" and dtype != jnp.float8_e4m3fn]
-    if not kept:
-        return None
-    return (
-        f"kv_cache_dtype {kv_cache_dtype}: of {len(dtypes)} layers these keep their keys and values in "
-        f"{dtypes[kept[0]].name}, because their key bias exceeds "
-        f"{max_key_bias(policy.config.head_dim):.1f}: {', '.join(map(str, kept))}"
     )
 
 
@@ -146,20 +90,18 @@ def choose_shapes(
       ValueError: not a single completion fits; or, without a `memory_gb`, not all requested ones fit. The message has
         the numbers and names the setting to lower.
     """
-    dtypes = kv_cache_dtypes(policy, engine.kv_cache_dtype)
-    token_bytes = kv_token_bytes(policy.config, dtypes)
-    array_token_bytes = max(kv_token_bytes(policy.config, [dtype]) for dtype in dtypes) // 2
+    layer_bytes = kv_token_bytes(policy.config, policy.dtype)
     prompt_width, completion_width = (
         -(-tokens // _CACHE_MULTIPLE) * _CACHE_MULTIPLE for tokens in (prompt_length, completion_length)
     )
 
     def with_slots(count: int) -> RolloutShapes:
         prompt_slots = min(prompts, count, 2 * -(-count // group))
-        shapes = RolloutShapes(count, prompt_slots, prompt_width, completion_width, 0, dtypes)
+        shapes = RolloutShapes(count, prompt_slots, prompt_width, completion_width, 0)
         # While survivors move into fewer slots, the keys or values of one layer exist twice.
-        moved = sum(shapes.slot_counts()[1:2]) * completion_width * array_token_bytes
+        moved = sum(shapes.slot_counts()[1:2]) * completion_width * layer_bytes // 2
         tokens = count * completion_width + prompt_slots * prompt_width
-        return dataclasses.replace(shapes, cache_bytes=token_bytes * tokens + moved)
+        return dataclasses.replace(shapes, cache_bytes=policy.config.num_layers * layer_bytes * tokens + moved)
 
     requested = min(prompts * group, engine.slots or prompts * group)
     memory_gb = engine.memory_gb

@@ -16,7 +16,7 @@ from qerl_kernels.nvfp4_matmul.packing import pack
 from qerl_jax.config import Config
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import build_policy, load_biases
+from qerl_jax.io.load import build_policy
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Dense, Nf4, Weight
@@ -26,8 +26,7 @@ from qerl_jax.types import Policy, TrainState
 
 
 def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainState]:
-    """Policy and first state of the run that a config describes, from config.json alone: `ShapeDtypeStruct` for arrays,
-    but real q, k and v biases for an FP8 KV cache, where there are weight files; they decide which layers have one.
+    """Policy and first state of the run that a config describes, from config.json alone: `ShapeDtypeStruct` for arrays.
 
     Args:
       config: config of the run.
@@ -37,10 +36,7 @@ def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainSt
     """
     directory = model_path(config.model, weights=False)
     model, stored = hf_config.model_config(directory), stored_format(directory, config)
-    policy, state = abstract_trees(model, stored, config, optimizer)
-    if config.kv_cache_dtype != "auto" and model.qkv_bias and has_weights(directory):
-        policy = _with_biases(policy, directory)
-    return policy, state
+    return abstract_trees(model, stored, config, optimizer)
 
 
 def stored_format(directory: Path, config: Config) -> str:
@@ -52,18 +48,6 @@ def stored_format(directory: Path, config: Config) -> str:
 def has_weights(directory: Path) -> bool:
     """Whether the model directory holds weight files."""
     return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-
-
-def _with_biases(policy: Policy, directory: Path) -> Policy:
-    """An abstract policy with the real biases; a few KB to read."""
-    biases = load_biases(directory, policy.config, policy.dtype)
-
-    def layer(i: int, frozen: dict[str, Any]) -> dict[str, Any]:
-        attention = frozen["self_attn"]
-        return {**frozen, "self_attn": {**attention, "qkv_proj": {**attention["qkv_proj"], "bias": biases[int(i)]}}}
-
-    layers = {i: layer(i, frozen) for i, frozen in policy.frozen["layers"].items()}
-    return policy.replace(frozen={**policy.frozen, "layers": layers})
 
 
 def abstract_trees(model: ModelConfig, stored: str, config: Config, optimizer: Any = None) -> tuple[Policy, TrainState]:

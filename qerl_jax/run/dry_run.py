@@ -23,8 +23,6 @@ def show_dry_run(config: Config, console: Console) -> None:
             soft_wrap=True,
             markup=False,
         )
-    if report.cache_note:
-        console.print(report.cache_note, soft_wrap=True, markup=False)
     if note := endless_note(report.model):
         console.print(note, soft_wrap=True, markup=False)
     files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"

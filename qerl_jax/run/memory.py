@@ -1,6 +1,4 @@
-"""Memory estimate of a run from shapes alone: no weights are read (with `kv_cache_dtype` fp8_e4m3, only the q, k and v
-biases), no array of the model's size is allocated.
-"""
+"""Memory estimate of a run from shapes alone: no weights are read, no array of the model's size is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.rl.activations import xla_matmuls
 from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan
 from qerl_jax.rl.state import trained_trees
-from qerl_jax.rollout.shapes import cache_note, choose_shapes
+from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.run.abstract import abstract_run, has_weights, stored_format, tree_bytes, tree_size
 from qerl_jax.types import Policy, TrainState
 
@@ -104,8 +102,6 @@ class MemoryReport:
       files: bytes of the weight files; None where the directory has none yet.
       parameters: rows of the parameter table.
       memory: memory estimate.
-      cache_note: sentence on the layers that `kv_cache_dtype` leaves out (`rollout.shapes.cache_note`); None without
-        any.
     """
 
     model: ModelConfig
@@ -113,14 +109,12 @@ class MemoryReport:
     files: int | None
     parameters: list[ParameterRow]
     memory: MemoryEstimate
-    cache_note: str | None
 
 
 def memory_report(config: Config) -> MemoryReport:
     """Parameters and memory of the run that a config describes.
 
-    Reads config.json and, where weight files are present, their headers. For an FP8 KV cache it reads the q, k and v
-    biases, too; without files no layer counts as an exception.
+    Reads config.json and, where weight files are present, their headers.
 
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
@@ -132,7 +126,6 @@ def memory_report(config: Config) -> MemoryReport:
         _file_bytes(directory),
         parameter_rows(policy, state),
         estimate_memory(policy, state, config),
-        cache_note(policy, config.kv_cache_dtype),
     )
 
 
@@ -213,9 +206,8 @@ def estimate_memory(
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient. With all
       weights trained a rollout reads a copy of them in the compute dtype, with noise on the adapters noisy ones beside
       the clean.
-    - cache: `2 L K H e` (1 for e in layers whose keys and values are FP8) for each token of the prompts and completions
-      that the rollout holds at one time (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the
-      `eval_batch_size` of an evaluation.
+    - cache: `2 L K H e` for each token of the prompts and completions that the rollout holds at one time
+      (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the `eval_batch_size` of an evaluation.
     - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
     - update: what `rl.plan.make_update_plan` decides from the memory that the rest leaves: activations that the layers
       keep on the device, and what is there besides at the worst moment (a layer's backward pass, or the logits of

@@ -23,7 +23,7 @@ from qerl_jax.io.hf_config import model_config, stored_format
 from qerl_jax.io.load import load_policy, stored_scheme
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
-from qerl_jax.rollout.shapes import cache_note, choose_shapes, endless_note
+from qerl_jax.rollout.shapes import choose_shapes, endless_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.compile_ahead import CompileAhead
@@ -102,7 +102,7 @@ def prepare(config: Config, console: Console, hooks: Hooks) -> Run:
         lengths = config.max_prompt_length, config.max_completion_length
         if config.rollout_backend == "jax":
             choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
-        for note in filter(None, (cache_note(policy, config.kv_cache_dtype), endless_note(policy.config))):
+        if note := endless_note(policy.config):
             console.print(note, soft_wrap=True, markup=False)
         stream, eval_problems = load_problems(config, policy, console)
         config = config.with_max_steps(len(stream))

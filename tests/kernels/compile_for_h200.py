@@ -5,9 +5,9 @@
 A case is Python, one of
 
     (m, n, k, GemmConfig(...) or SkinnyConfig(...), transposed, number of adapters[, their rank[, parts of x A]])
-    ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots[, dtype of the caches])
+    ("attention", rows, query heads, key/value heads, head dim, slots of a prompt, own slots)
     ("prologue", kind or "kind partials", tokens, input features, *ranks)
-    ("rope", rows, query heads, key/value heads, head dim, dtype of the caches)
+    ("rope", rows, query heads, key/value heads, head dim)
     ("swiglu gradient", tokens, hidden size, ffn features)
     ("step", layers, folder)
 
@@ -108,10 +108,8 @@ def step_program(layers: int) -> None:
     refuse_copies(program)
 
 
-def attention_program(
-    rows: int, heads: int, kv_heads: int, width: int, slots: int, own_slots: int, dtype: str = "bfloat16"
-) -> None:
-    cache = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+def attention_program(rows: int, heads: int, kv_heads: int, width: int, slots: int, own_slots: int) -> None:
+    cache = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)
     prompt, own = cache(3, kv_heads, slots, width), cache(rows, kv_heads, own_slots, width)
     q = jax.ShapeDtypeStruct((rows, heads, width), jnp.bfloat16)
@@ -139,9 +137,9 @@ def prologue_program(kind: str, tokens: int, features: int, *ranks: int) -> None
     compiled(call, inputs + a)
 
 
-def rope_program(rows: int, heads: int, kv_heads: int, width: int, dtype: str) -> None:
+def rope_program(rows: int, heads: int, kv_heads: int, width: int) -> None:
     array = jax.ShapeDtypeStruct
-    cache = array((rows, kv_heads, 256, width), dtype)
+    cache = array((rows, kv_heads, 256, width), jnp.bfloat16)
     qkv = array((rows, (heads + 2 * kv_heads) * width), jnp.bfloat16)
     angles, slots = array((rows, width // 2), jnp.float32), array((rows,), jnp.int32)
     program = compiled(rope.rope_and_cache, [qkv, angles, angles, slots, cache, cache], donated=(4, 5))

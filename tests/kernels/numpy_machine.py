@@ -346,11 +346,10 @@ class NumpyMachine:
 
     # ---- tensor cores ----
 
-    def mma(self, sums, a, b, dtype="bf16"):
-        number = {"bf16": jnp.bfloat16, "f16": np.float16}[dtype]
+    def mma(self, sums, a, b):
         warps = self.threads // 32
         elements = lambda word: [  # noqa: E731
-            (self.every(word).astype(np.uint32) >> np.uint32(16 * e)).astype(np.uint16).view(number).astype(float)
+            (self.every(word).astype(np.uint32) >> np.uint32(16 * e)).astype(np.uint16).view(jnp.bfloat16).astype(float)
             for e in range(2)
         ]
         warp, g, q = np.arange(self.threads) // 32, self.lane // 4, self.lane % 4

@@ -134,13 +134,6 @@ def _step(registers: dict, guard: str, name: str, parts: list[str]) -> None:
             found = (1 / np.sqrt(wide(1))).astype(np.float32).view(U32)
         case "cvt.rn.bf16x2.f32":
             found = rounded_bf16(as_f32(value(1))) << U32(16) | rounded_bf16(as_f32(value(2)))
-        case "cvt.rn.satfinite.e4m3x2.f32":
-            clipped = [np.clip(as_f32(value(i)), -448, 448).astype(jnp.float8_e4m3fn) for i in (1, 2)]
-            found = clipped[0].view(np.uint8).astype(U32) << U32(8) | clipped[1].view(np.uint8).astype(U32)
-        case "cvt.rn.f16x2.e4m3x2":
-            halves = [(value(1) >> U32(8 * i)).astype(np.uint8).view(jnp.float8_e4m3fn) for i in range(2)]
-            low, high = (half.astype(np.float16).view(np.uint16).astype(U32) for half in halves)
-            found = high << U32(16) | low
         case "shfl.sync.bfly.b32":
             found = value(1)[np.arange(len(value(1))) ^ int(parts[2])]
         case _:

@@ -15,21 +15,18 @@ from qerl_kernels.decode_attention.work import Global, Work
 THREAD = np.arange(128)
 WARP, G, C = THREAD // 32, THREAD % 32 // 4, THREAD % 4  # a thread's places in the fragments of `mma.m16n8k16`
 TILE_AT = 2048
-E4M3 = jnp.float8_e4m3fn
+BF16 = jnp.bfloat16
 shapes = pytest.mark.parametrize("width", [64, 128])
-dtypes = pytest.mark.parametrize("dtype", [jnp.bfloat16, E4M3], ids=["bf16", "e4m3"])
 
 
 def machine_with(tile: np.ndarray) -> NumpyMachine:
-    """Shared memory that has a tile [64, H] as TMA writes it: blocks of 8 tokens × 128 bytes (64 where a token has no
-    more), the 16-byte chunk j of token t at j ^ t (j ^ (t / 2))."""
+    """Shared memory that has a tile [64, H] as TMA writes it: blocks of 8 tokens × 128 bytes, the 16-byte chunk j of
+    token t at j ^ t."""
     machine = NumpyMachine(128, shared_bytes=TILE_AT + tile.nbytes)
     tokens = tile.view(np.uint8).reshape(KV_TILE, -1, 16)
-    chunks = min(8, tokens.shape[1])
     for t, j in np.ndindex(tokens.shape[:2]):
-        block = t // 8 * (tokens.shape[1] // chunks) + j // chunks
-        chunk = j % chunks ^ (t % 8 if chunks == 8 else t % 8 // 2)
-        at = TILE_AT + (block * 8 + t % 8) * 16 * chunks + 16 * chunk
+        block = t // 8 * (tokens.shape[1] // 8) + j // 8
+        at = TILE_AT + (block * 8 + t % 8) * 128 + 16 * (j % 8 ^ t % 8)
         machine.shared[at : at + 16] = tokens[t, j]
     return machine
 
@@ -40,62 +37,55 @@ def words(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def tile_scores(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """`kv_tiles.load_keys` and `mma`: [4, 16, 8] of a tile's keys and eight queries [8, H], these in the dtype of the
-    `mma`. In e4m3 thread c of four holds dims 4 c to 4 c + 3 of every 16."""
-    width, fp8 = keys.shape[1], keys.dtype == E4M3
+    """`kv_tiles.load_keys` and `mma`: [4, 16, 8] of a tile's keys and eight queries [8, H]."""
+    width = keys.shape[1]
     machine, out = machine_with(keys), np.zeros((KV_TILE, QUERIES), np.float32)
     sums = [np.zeros(128, np.float32)] * 4
-    operands = kv_tiles.load_keys(machine, TILE_AT, width, fp8)
+    operands = kv_tiles.load_keys(machine, TILE_AT, width)
     assert len(operands) == width // 16
     for i, a in enumerate(operands):
-        first, second = (4 * C, 4 * C + 2) if fp8 else (2 * C, 2 * C + 8)
-        b = [words(q[G, 16 * i + at], q[G, 16 * i + at + 1]) for at in (first, second)]
-        sums = machine.mma(sums, a, b, "f16" if fp8 else "bf16")
+        b = [words(q[G, 16 * i + at], q[G, 16 * i + at + 1]) for at in (2 * C, 2 * C + 8)]
+        sums = machine.mma(sums, a, b)
     for i, found in enumerate(sums):
         out[16 * WARP + G + 8 * (i // 2), 2 * C + i % 2] = found
     return out.reshape(4, 16, QUERIES)
 
 
 def with_values(out: np.ndarray, weights: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """out [4, H, 8] and what `kv_tiles.load_values` and `mma` add; weights [4, 16, 8] in the dtype of the `mma`. In
-    e4m3 the rows are even dims, then odd ones."""
-    width, fp8 = values.shape[1], values.dtype == E4M3
+    """out [4, H, 8] and what `kv_tiles.load_values` and `mma` add; weights [4, 16, 8]."""
+    width = values.shape[1]
     machine, total, weights = machine_with(values), out.copy(), weights.reshape(KV_TILE, QUERIES)
     held = [weights[16 * WARP + G + at, 2 * C + e] for at in (0, 8) for e in range(2)]  # as scores lie
     b = [machine.movmatrix(words(*held[i : i + 2])) for i in (0, 2)]
-    operands = kv_tiles.load_values(machine, TILE_AT, width, fp8, machine.every(int(tokens)))
+    operands = kv_tiles.load_values(machine, TILE_AT, width, machine.every(int(tokens)))
     assert len(operands) == width // 16
     for i, a in enumerate(operands):
-        rows = [16 * i + (2 * G + half if fp8 else G + 8 * half) for half in (0, 1)]
+        rows = [16 * i + G + 8 * half for half in (0, 1)]
         places = [(WARP, row, 2 * C + e) for row in rows for e in range(2)]
-        sums = machine.mma([total[place] for place in places], a, b, "f16" if fp8 else "bf16")
+        sums = machine.mma([total[place] for place in places], a, b)
         for place, new in zip(places, sums, strict=True):
             total[place] = new
     return total
 
 
 @shapes
-@dtypes
-def test_scores(width, dtype):
+def test_scores(width):
     """`K qᵀ` of each warp's 16 tokens."""
     rng = np.random.default_rng(width)
-    keys = rng.normal(size=(KV_TILE, width)).astype(dtype)
-    q = rng.normal(size=(QUERIES, width)).astype(np.float16 if dtype == E4M3 else jnp.bfloat16)
+    keys, q = (rng.normal(size=(rows, width)).astype(BF16) for rows in (KV_TILE, QUERIES))
     exact = keys.astype(np.float64) @ q.astype(np.float64).T
     np.testing.assert_allclose(tile_scores(q, keys).reshape(KV_TILE, QUERIES), exact, atol=1e-4)
 
 
 @shapes
-@dtypes
 @pytest.mark.parametrize("tokens", [-5, 1, 17, 64])
-def test_values(width, dtype, tokens):
+def test_values(width, tokens):
     """`Vᵀ Pᵀ` over the tile's first tokens; behind them V is NaN."""
     rng = np.random.default_rng(width)
-    values = rng.normal(size=(KV_TILE, width)).astype(dtype)
+    values = rng.normal(size=(KV_TILE, width)).astype(BF16)
     count = min(max(tokens, 0), KV_TILE)
     values[count:] = np.nan
-    number = np.float16 if dtype == E4M3 else jnp.bfloat16
-    weights = np.where(np.arange(KV_TILE)[:, None] < count, rng.uniform(size=(KV_TILE, QUERIES)), 0).astype(number)
+    weights = np.where(np.arange(KV_TILE)[:, None] < count, rng.uniform(size=(KV_TILE, QUERIES)), 0).astype(BF16)
     weights, start = weights.reshape(4, 16, QUERIES), rng.normal(size=(4, width, QUERIES)).astype(np.float32)
     valid = np.where(np.arange(KV_TILE)[:, None] < count, values.astype(np.float64), 0).reshape(4, 16, width)
     exact = start + np.einsum("wth,wtq->whq", valid, weights.astype(np.float64))

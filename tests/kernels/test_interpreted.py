@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy_machine import Memory, NumpyMachine
-from qerl_kernels.decode_attention import combine, consumer, warp_mma
+from qerl_kernels.decode_attention import combine, consumer
 from qerl_kernels.decode_attention import kernel as attention
 from qerl_kernels.decode_attention.config import AttentionConfig
 from qerl_kernels.nvfp4_matmul import cases, packing
@@ -23,7 +23,7 @@ from test_decode_attention import exact, inputs
 from test_decode_attention_program import tile_scores, with_values
 from test_dequant import dequantize, dequantize_transposed, load_transposed, store_transposed, swizzle
 
-BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
+BF16 = jnp.bfloat16
 TILE = shaped((64, 64), BF16)
 
 # ---- the GEMM ----
@@ -152,7 +152,7 @@ def test_gemm_dx(gemms, config, m, n, k):
 # ---- decode attention ----
 
 
-def store_output(out, out_g, first, skip, group, fp8) -> None:
+def store_output(out, out_g, first, skip, group) -> None:
     """By its definition; rows are in their order here."""
     y = out.astype(BF16).T
     for i in range(group):
@@ -180,12 +180,11 @@ def attentions(monkeypatch):
         return on_numpy(tile_scores, shaped((4, 16, 8)), q, keys[...])
 
     def add_values(out, weights, values, tokens):
-        weights = weights.astype(jnp.float16 if values.dtype == E4M3 else BF16)
-        return on_numpy(with_values, shaped(out.shape), out, weights, values[...], tokens)
+        return on_numpy(with_values, shaped(out.shape), out, weights.astype(BF16), values[...], tokens)
 
-    for name, value in {"scores": scores, "add_values": add_values, "store_output": store_output}.items():
+    stand_ins = {"load": load, "scores": scores, "add_values": add_values, "store_output": store_output}
+    for name, value in stand_ins.items():
         monkeypatch.setattr(consumer, name, value)
-    monkeypatch.setattr(warp_mma, "load", load)
     for name, value in {"load": load, "keep": keep, "receive": receive, "warpgroup_sync": lambda: None}.items():
         monkeypatch.setattr(combine, name, value)
     fence = lambda: lambda emit: plgpu.commit_smem  # noqa: E731
@@ -195,18 +194,17 @@ def attentions(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, width, stages, cached, lengths, prompt_lengths",
+    "heads, kv_heads, width, stages, lengths, prompt_lengths",
     [
-        (14, 2, 64, 2, BF16, (0, 136), (0, 70)),  # a sequence without a token, a tail in each cache
-        (3, 1, 128, 3, BF16, (65, 1), (128, 330)),  # as many queries as fill the eight with those of another row
-        (8, 1, 64, 4, E4M3, (64,), (9,)),
+        (14, 2, 64, 2, (0, 136), (0, 70)),  # a sequence without a token, a tail in each cache
+        (3, 1, 128, 3, (65, 1), (128, 330)),  # as many queries as fill the eight with those of another row
     ],
 )
-def test_attention(attentions, heads, kv_heads, width, stages, cached, lengths, prompt_lengths):
+def test_attention(attentions, heads, kv_heads, width, stages, lengths, prompt_lengths):
     """Caches hold NaN and infinity past the lengths."""
     rows = len(lengths)
     args = inputs(rows, rows, 336, 136, heads, kv_heads, width, BF16, lengths=lengths,
-                  prompt_lengths=prompt_lengths, cached=cached)  # fmt: skip
+                  prompt_lengths=prompt_lengths)  # fmt: skip
     found = attention.decode_attention(**args, scale=0.11, config=AttentionConfig(1, stages))
     expected = exact(**args, scale=0.11)
     assert np.abs(np.asarray(found, np.float64) - expected).max() <= 2.0**-7 * np.abs(expected).max()

@@ -12,15 +12,11 @@ from qerl_kernels.rope_cache.api import rope_and_cache
 
 pytestmark = needs_gpu
 SLOTS = 40
-CASES = [
-    *((model, rows, jnp.bfloat16) for model in MODELS for rows in (3, 8, 200)),
-    *(("7b", rows, jnp.bfloat16) for rows in (1, 17, 128)),
-    *((model, 24, jnp.float8_e4m3fn) for model in ("0.5b", "7b")),
-]
+CASES = [*((model, rows) for model in MODELS for rows in (3, 200)), *(("7b", rows) for rows in (1, 17, 128))]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "rows", "dtype"))
-def arguments(key, model, rows, dtype=jnp.bfloat16):
+@functools.partial(jax.jit, static_argnames=("model", "rows"))
+def arguments(key, model, rows):
     """Random arguments; of the slots about one in five is outside the caches."""
     heads, kv_heads, width = MODELS[model]
     keys = jax.random.split(key, 5)
@@ -28,7 +24,7 @@ def arguments(key, model, rows, dtype=jnp.bfloat16):
     positions = jax.random.randint(keys[1], (rows, 1), 0, 32768)
     angles = positions * 1e6 ** -(jnp.arange(width // 2, dtype=jnp.float32) / (width // 2))
     slots = jax.random.randint(keys[2], (rows,), -2, SLOTS + 8)
-    caches = [jax.random.normal(k, (rows, kv_heads, SLOTS, width), jnp.bfloat16).astype(dtype) for k in keys[3:]]
+    caches = [jax.random.normal(k, (rows, kv_heads, SLOTS, width), jnp.bfloat16) for k in keys[3:]]
     return qkv, angles, slots, *caches
 
 
@@ -36,7 +32,7 @@ run = jax.jit(rope_and_cache, static_argnames="implementation")
 
 
 def bits(x):
-    return np.asarray(jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize]))
+    return np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint16))
 
 
 def same_bits(got, expected):
@@ -45,25 +41,22 @@ def same_bits(got, expected):
         np.testing.assert_array_equal(bits(ours), bits(theirs))
 
 
-@pytest.mark.parametrize(("model", "rows", "dtype"), CASES)
-def test_the_bits_of_xla(model, rows, dtype):
+@pytest.mark.parametrize(("model", "rows"), CASES)
+def test_the_bits_of_xla(model, rows):
     """The whole caches: what should be written is, idle rows write nothing, and neighbours stay as they were. So do the
     arguments, which are not donated.
     """
-    given = arguments(jax.random.key(rows), model, rows, dtype)
+    given = arguments(jax.random.key(rows), model, rows)
     kept = [bits(cache) for cache in given[3:]]
     same_bits(run(*given, implementation="mosaic_gpu"), run(*given, implementation="xla"))
     for cache, before in zip(given[3:], kept, strict=True):
         np.testing.assert_array_equal(bits(cache), before)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_extreme_values(dtype):
+def test_extreme_values():
     """Infinities, zeros of both signs, subnormals and ties to even."""
-    qkv, angles, slots, *caches = arguments(jax.random.key(0), "7b", 8, dtype)
-    extreme = jnp.asarray(
-        [jnp.inf, -jnp.inf, 0.0, -0.0, 1e-40, -1e-40, 3e38, 17, 19, 449, 464, 465, 0.0009, 1], qkv.dtype
-    )
+    qkv, angles, slots, *caches = arguments(jax.random.key(0), "7b", 8)
+    extreme = jnp.asarray([jnp.inf, -jnp.inf, 0.0, -0.0, 1e-40, -1e-40, 3e38, 17, 19, 0.0009, 1], qkv.dtype)
     qkv = extreme[jax.random.randint(jax.random.key(1), qkv.shape, 0, len(extreme))]
     angles = angles.at[::2].set(0)
     expected = run(qkv, angles, slots, *caches, implementation="xla")
@@ -83,8 +76,7 @@ def test_donated_caches_are_written_in_place():
     assert [cache.unsafe_buffer_pointer() for cache in got[1:]] == where
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_a_thousand_steps_in_a_loop(dtype):
+def test_a_thousand_steps_in_a_loop():
     """Each reads what the one before wrote; in the end all is as XLA has it."""
 
     @functools.partial(jax.jit, static_argnames="implementation")
@@ -99,5 +91,5 @@ def test_a_thousand_steps_in_a_loop(dtype):
         carry, last = jax.lax.scan(one, (qkv, keys, values), jnp.arange(1000))
         return *carry, last[::100]
 
-    given = arguments(jax.random.key(0), "1.5b", 24, dtype)
+    given = arguments(jax.random.key(0), "1.5b", 24)
     same_bits(steps(*given, implementation="mosaic_gpu"), steps(*given, implementation="xla"))

@@ -16,40 +16,36 @@ def bf16(x: np.ndarray) -> np.ndarray:
     return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16))
 
 
-def expected(qkv, cos, sin, heads, kv_heads, width, dtype):
+def expected(qkv, cos, sin, heads, kv_heads, width):
     """q, and k and v as the caches hold them, [B, heads, H]."""
     x = qkv.astype(np.float32).reshape(len(qkv), heads + 2 * kv_heads, width)
     first, second = np.split(x, 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    q, k, v = np.split(bf16(np.where(np.arange(x.shape[1])[:, None] < heads + kv_heads, turned, x)),
-                       (heads, heads + kv_heads), axis=1)  # fmt: skip
-    if dtype == jnp.float8_e4m3fn:
-        k, v = (np.clip(part.astype(np.float32), -448, 448).astype(dtype) for part in (k, v))
-    return q, k, v
+    return np.split(bf16(np.where(np.arange(x.shape[1])[:, None] < heads + kv_heads, turned, x)),
+                    (heads, heads + kv_heads), axis=1)  # fmt: skip
 
 
 def bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint8)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(14, 2, 64), (3, 1, 128), (10, 2, 128)])
-def test_bits(heads, kv_heads, width, dtype):
+def test_bits(heads, kv_heads, width):
     """A token goes into its slot, and every other byte of the caches stays; no byte is written twice."""
     rng, rows = np.random.default_rng(heads), len(WRITTEN)
-    qkv = bf16(rng.normal(size=(rows, (heads + 2 * kv_heads) * width)) * 200)  # some beyond ±448
+    qkv = bf16(rng.normal(size=(rows, (heads + 2 * kv_heads) * width)) * 3)
     angles = rng.uniform(0, 1000, (rows, width // 2)).astype(np.float32)
     cos, sin, slots = np.cos(angles), np.sin(angles), np.asarray(WRITTEN, np.int32)
-    cache = jax.ShapeDtypeStruct((rows, kv_heads, SLOTS, width), dtype)
-    caches = [rng.normal(size=cache.shape).astype(dtype) for _ in "kv"]
+    cache = jax.ShapeDtypeStruct((rows, kv_heads, SLOTS, width), jnp.bfloat16)
+    caches = [rng.normal(size=cache.shape).astype(jnp.bfloat16) for _ in "kv"]
     memory = Memory(qkv, cos, sin, slots, *caches, np.zeros((rows, heads, width), qkv.dtype))
     blocks = -(-kernel.threads_of_row(heads, cache) // kernel.THREADS)
     for row, block in np.ndindex(rows, blocks):
         machine = NumpyMachine(kernel.THREADS, memory=memory)
         thread = block * kernel.THREADS + machine.thread_index()
         kernel.emit(machine, np.int64(row), thread, kernel.Pointers(*memory.begins), heads=heads, cache=cache)
-    q, *new = expected(qkv, cos, sin, heads, kv_heads, width, dtype)
+    q, *new = expected(qkv, cos, sin, heads, kv_heads, width)
     assert memory.written_once(6)
     np.testing.assert_array_equal(memory.array(6, np.uint8), bits(q).ravel())
     for place, old, part in zip((4, 5), caches, new, strict=True):

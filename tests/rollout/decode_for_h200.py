@@ -1,9 +1,9 @@
 """Compiles a decode chunk for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
 
-    python decode_for_h200.py DUMP [DTYPE]
+    python decode_for_h200.py DUMP
 
 Prints, as JSON, the operations of the loop body in the compiled program and the thunks that launch it. DUMP is a
-directory for XLA's dump, from which the thunks are read. DTYPE is the dtype of the caches.
+directory for XLA's dump, from which the thunks are read.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ LAYERS, ROWS = 2, 8
 MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096, (0,), 0)
 
 
-def abstract_chunk(
-    slots: int = ROWS, weight_format: str = "nvfp4", cache_dtype: str = "bfloat16"
-) -> tuple[Policy, decode.PromptCache, decode.Slots]:
+def abstract_chunk(slots: int = ROWS, weight_format: str = "nvfp4") -> tuple[Policy, decode.PromptCache, decode.Slots]:
     """Arguments of `decode_chunk` as shapes; NVFP4 weights are packed for the kernels."""
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
     policy, _ = abstract_trees(MODEL, weight_format, config)
-    shapes = RolloutShapes(slots, ROWS, 256, 256, 0, (jnp.dtype(cache_dtype),) * LAYERS)
+    shapes = RolloutShapes(slots, ROWS, 256, 256, 0)
     embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
 
     def states(key: jax.Array) -> tuple[decode.PromptCache, decode.Slots]:
@@ -64,7 +62,7 @@ def compiled(function: Any, states: Any, *static: Any) -> str:
 
 
 def main() -> None:
-    states = abstract_chunk(cache_dtype=sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
+    states = abstract_chunk()
     program = compiled(decode.decode_chunk, states, Sampling(256), 16, False)
     (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
     body = launches.read_text().split("  body:\n")[1].splitlines()

@@ -157,7 +157,7 @@ def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(tmp_path, sm
     lengths = [1, 64, 3, 1, 1, 17, 70, 9, 5, 2, 1, 60, 1]
     prompts = [rng.integers(1, 64, length) for length in lengths]
     places = rng.permutation(len(prompts) + 1)[: len(prompts)].astype(np.int32)  # one place stays empty
-    shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 0, (policy.dtype,) * policy.config.num_layers)
+    shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 0)
     prompt_cache, _ = decode.allocate(policy, shapes, 1, jax.random.key(0))
     begin = 0
     batches = packed(lengths)

@@ -27,7 +27,6 @@ SETTINGS = {
     "bf16": [],
     "nvfp4, trained norms, KL": ["--weight-format", "nvfp4", "--train-norms", "--beta", "0.1"],
     "one adapter": ["--lora-target-modules", "down_proj"],
-    "fp8 cache": ["--kv-cache-dtype", "fp8_e4m3"],
     "full": ["--weight-format", "full", "--lora-rank", "0", "--beta", "0.1"],
 }
 

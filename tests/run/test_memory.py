@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import memory_for_h200
 import pytest
 import runs
-import small
 from qerl_kernels import dispatch
 
 from qerl_jax.config import Config, ConfigError
@@ -21,12 +19,10 @@ from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.compile import kept_bytes_of_a_layer
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import plan_of
-from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_trees, tree_bytes
 from qerl_jax.run.memory import memory_report
 from qerl_jax.run.prepare import load
-from qerl_jax.types import Engine
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
@@ -95,30 +91,6 @@ def test_cache_is_the_real_one(tmp_path):
     assert 0 < limited.cache <= memory.cache / 2 and 0 < limited.sequences < 8
     with pytest.raises(ValueError, match=r"rollout_memory_gb .* cannot hold"):
         memory_report(runs.config(tmp_path, rollout_memory_gb=1e-6))
-
-
-def test_fp8_caches_are_the_real_ones(tmp_path):
-    """A byte a number, but in the layer whose key bias on disk forbids it: told by number, and as the run plans it."""
-    model = small.bf16(tmp_path / "model", shards=1)
-    base = {"model": str(model), "weight_format": "bf16", "kv_cache_dtype": "fp8_e4m3", "eval_dataset": "arithmetic"}
-    config = runs.config(tmp_path, **base, dtype="bfloat16", eval_batch_size=8)
-    planned = memory_report(config)
-    assert planned.cache_note is None
-    token = 2 * 8  # K and V of one head of 8 in a layer
-    of_rollout, of_evaluation = 2 * 96 + 8 * 24, (96 + 24) * 8
-    assert planned.memory.cache == 2 * token * of_rollout and planned.memory.eval_cache == 2 * token * of_evaluation
-    small.change_tensors(model, lambda tensors: set_bias(tensors, "model.layers.1.self_attn.k_proj.bias"))
-    planned = memory_report(config)
-    assert planned.memory.cache == 3 * token * of_rollout
-    assert planned.cache_note.endswith("keep their keys and values in bfloat16, because their key bias exceeds 8.5: 1")
-    fp8 = Engine(kv_cache_dtype="fp8_e4m3")
-    of_the_run = choose_shapes(load(config), config.num_prompts, config.num_generations, 96, 24, fp8)
-    assert of_the_run.cache_bytes == planned.memory.cache
-    assert memory_report(dataclasses.replace(config, kv_cache_dtype="auto")).memory.cache == 4 * token * of_rollout
-
-
-def set_bias(tensors, name: str) -> None:
-    tensors[name][3] = -40
 
 
 def test_the_evaluations_cache_is_the_real_one(tmp_path):

@@ -6,7 +6,6 @@ K key/value heads, H head dim.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from qerl_kernels import dispatch
@@ -38,9 +37,7 @@ def decode_attention(
 
     Args:
       q: one query a sequence, rotary already applied; bf16 for the kernel, any float dtype for XLA.
-      prompt_k: keys of the prompts. All four caches are of one dtype: q's, or e4m3
-        (float8_e4m3fn), which is read exactly and multiplied in 16 bits; the kernel then takes queries beyond ±65504
-        for that. The kernel wants S and T to be multiples of 8.
+      prompt_k: keys of the prompts. All four caches are of q's dtype. The kernel wants S and T to be multiples of 8.
       prompt_v: values of the prompts.
       prompt_index: the prompt that each sequence continues.
       prompt_lengths: tokens of that prompt, at most S; may be 0.
@@ -100,8 +97,7 @@ def _check(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths) -
         if array.shape != shape:
             raise ValueError(f"decode_attention: {name} is {array.shape}, not {shape}, which goes with q {q.shape}")
     for name, cache in (("k", k), ("v", v), ("prompt_k", prompt_k), ("prompt_v", prompt_v)):
-        if cache.dtype != k.dtype or cache.dtype not in (q.dtype, jnp.float8_e4m3fn):
-            raise ValueError(f"decode_attention: {name} is {cache.dtype}, k {k.dtype} and q {q.dtype}: caches are all "
-                             "of q's dtype or all float8_e4m3fn")  # fmt: skip
+        if cache.dtype != q.dtype:
+            raise ValueError(f"decode_attention: {name} is {cache.dtype} and q {q.dtype}: caches are of q's dtype")
     if heads % kv_heads:
         raise ValueError(f"decode_attention: {heads} query heads are no multiple of {kv_heads} key/value heads")

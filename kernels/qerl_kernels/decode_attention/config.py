@@ -32,17 +32,16 @@ class AttentionConfig:
         return SPLITS // self.ctas
 
 
-def best_config(pairs: int, width: int, itemsize: int, sms: int = SMS) -> AttentionConfig:
+def best_config(pairs: int, width: int, sms: int = SMS) -> AttentionConfig:
     """The configuration for so many pairs of a sequence and a key/value head.
 
     Args:
       pairs: sequences times key/value heads.
       width: head dim.
-      itemsize: bytes of a number in the caches.
       sms: SMs of the GPU.
     """
     ctas = ctas_for(pairs, sms)
-    return AttentionConfig(ctas, stages_for(width, ctas, itemsize))
+    return AttentionConfig(ctas, stages_for(width, ctas))
 
 
 def ctas_for(pairs: int, sms: int = SMS) -> int:
@@ -50,7 +49,7 @@ def ctas_for(pairs: int, sms: int = SMS) -> int:
     return 4 if 4 * pairs <= sms else 2 if pairs <= sms else 1
 
 
-def stages_for(width: int, ctas: int, itemsize: int) -> int:
+def stages_for(width: int, ctas: int) -> int:
     """Stages that fit beside the warps' sums.
 
     Not more where a CTA could have an SM to itself: clusters of four with one CTA on each SM do not all fit on the GPU
@@ -58,7 +57,7 @@ def stages_for(width: int, ctas: int, itemsize: int) -> int:
     """
     sums = 4 * QUERIES * width * 4 + partial_slots(ctas) * partial_bytes(width)
     small = 6 * 1024  # maxima, sums of weights and the mbarrier, a KiB each, Mosaic's own scratch, and the barriers
-    return (HALF_SMEM_BYTES - sums - small) // (KV_TILE * width * itemsize)
+    return (HALF_SMEM_BYTES - sums - small) // (KV_TILE * width * 2)
 
 
 def partial_slots(ctas: int) -> int:

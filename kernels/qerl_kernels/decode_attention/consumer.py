@@ -15,10 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from qerl_kernels.decode_attention import combine
 from qerl_kernels.decode_attention.combine import Partial, over_rows, over_tokens
 from qerl_kernels.decode_attention.config import KV_TILE, QUERIES, WARP_TOKENS
-from qerl_kernels.decode_attention.layouts import ACCUMULATOR, MERGED, PER_QUERY
-from qerl_kernels.decode_attention.warp_mma import add_values, load_queries, scores, store_output
+from qerl_kernels.decode_attention.layouts import ACCUMULATOR, B_OPERAND, MERGED, PER_QUERY
+from qerl_kernels.decode_attention.warp_mma import add_values, scores, store_output
 from qerl_kernels.decode_attention.work import Shared, Work
 from qerl_kernels.ptx.instructions import PtxMachine
+from qerl_kernels.ptx.load import load
 
 LOG2_E = 1.4426950408889634
 M_INIT = -1e30  # running maximum at first: finite, so that m − m is 0 where there is no token
@@ -51,7 +52,7 @@ def consume(work: Work, shared: Shared, scale: float) -> None:
         divisor = jnp.where(total > 0, total, 1.0)
         out = out / over_rows(divisor, work.width)
         skip = work.own_query - work.first_query
-        store_output(out, work.refs.out, work.first_query, skip, work.group, work.fp8)
+        store_output(out, work.refs.out, work.first_query, skip, work.group)
 
 
 class _Consumer:
@@ -59,7 +60,7 @@ class _Consumer:
 
     def __init__(self, work: Work, shared: Shared, scale: float):
         self.work, self.shared, self.scale = work, shared, scale
-        self.q = load_queries(work.refs.q.at[pl.ds(work.first_query, QUERIES)], work.fp8)
+        self.q = load(work.refs.q.at[pl.ds(work.first_query, QUERIES)], B_OPERAND)
         warp, token = (plgpu.broadcasted_iota(jnp.int32, SHAPE, axis, layout=ACCUMULATOR) for axis in (0, 1))
         self.token = warp * WARP_TOKENS + token
 

@@ -68,7 +68,7 @@ def decode_attention(
     *,
     config: AttentionConfig | None = None,
 ) -> jax.Array:
-    """As `api.decode_attention`: bf16, caches in bf16 or e4m3 with a multiple of 8 slots, H 64 or 128, at most 8 query
+    """As `api.decode_attention`: bf16, caches with a multiple of 8 slots, H 64 or 128, at most 8 query
     heads a key/value head.
 
     Args:
@@ -76,7 +76,7 @@ def decode_attention(
     """
     rows, heads, width = q.shape
     kv_heads = k.shape[1]
-    config = config or best_config(rows * kv_heads, width, k.dtype.itemsize)
+    config = config or best_config(rows * kv_heads, width)
     padding = max(0, QUERIES - rows * heads)  # the kernel reads eight queries at a time
     q = jnp.pad(q.reshape(rows * heads, width), ((0, padding), (0, 0)))
     call = plgpu.kernel(
@@ -98,7 +98,7 @@ def decode_attention(
             "inbox": plgpu.SMEM((partial_slots(config.ctas), partial_bytes(width) // 4), jnp.float32),
             "mbarrier": plgpu.SMEM((2,), jnp.uint32),
         },
-        kernel_name=f"decode_attention_h{width}" + ("_fp8" if k.dtype == jnp.float8_e4m3fn else ""),
+        kernel_name=f"decode_attention_h{width}",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
     )
     caches = [c.reshape(-1, *c.shape[2:]) for c in (prompt_k, prompt_v, k, v)]

@@ -25,9 +25,6 @@ ACCUMULATOR = plgpu.Layout.TILED(
 B_OPERAND = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 8), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
 )
-B_OPERAND_FP8 = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 16), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
-)
 # [head dim, queries] spread over the threads of the warpgroup, two queries each.
 MERGED = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 PER_QUERY = MERGED.reduce(0)
@@ -56,10 +53,6 @@ def f32_pair(first: F32, second: F32) -> ir.Value:
 
 
 def words(registers: Sequence[ir.Value]) -> list[I32]:
-    """Vectors of two or four 16-bit numbers as 32-bit words."""
-    found = []
-    for register in registers:
-        count = ir.VectorType(register.type).shape[0] // 2
-        several = mgpu.utils.bitcast(register, ir.VectorType.get((count,), ir.IntegerType.get_signless(32)))
-        found += [I32(element(several, i)) for i in range(count)]
-    return found
+    """Vectors of two 16-bit numbers as 32-bit words."""
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    return [I32(element(mgpu.utils.bitcast(register, one), 0)) for register in registers]

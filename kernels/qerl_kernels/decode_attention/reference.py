@@ -25,11 +25,8 @@ def decode_attention(
     """`softmax(scale · q [prompt_k; k]ᵀ) [prompt_v; v]` over the slots that are filled; scores and sums in fp32.
 
     The weights `exp(score - max)` are rounded to q's dtype before they multiply v and stay fp32 in the denominator, as
-    the kernel has it (which rounds them to f16 where caches are e4m3). Slots past the lengths are masked on both sides,
-    so that nothing in them matters, NaN included. Caches in e4m3 are read as q's dtype, which holds every one of their
-    numbers.
+    the kernel has it. Slots past the lengths are masked on both sides, so that nothing in them matters, NaN included.
     """
-    prompt_k, prompt_v, k, v = (cache.astype(q.dtype) for cache in (prompt_k, prompt_v, k, v))
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     parts = [
         (prompt_k[prompt_index], prompt_v[prompt_index], _filled(prompt_lengths, prompt_k)),

@@ -64,7 +64,7 @@ class Work:
         self.refs, self.config, self.group = refs, config, group
         self.warpgroup, self.pair, self.cta = (lax.axis_index(name) for name in ("warpgroup", "pair", "cta"))
         row = lax.div(self.pair, kv_heads)
-        self.width, self.fp8 = refs.out.shape[1], refs.k.dtype == jnp.float8_e4m3fn
+        self.width = refs.out.shape[1]
         self.prompt_tokens = refs.prompt_lengths[row]  # the three loads together: one latency
         self.own_tokens, prompt = refs.lengths[row], refs.prompt_index[row]
         self.prompt_pair = prompt * kv_heads + lax.rem(self.pair, kv_heads)

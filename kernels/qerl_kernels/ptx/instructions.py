@@ -17,7 +17,10 @@ from jaxlib.mlir.dialects import llvm
 from qerl_kernels.ptx import values
 from qerl_kernels.ptx.values import F32, I32, Flag, Ptr, Value
 
-MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {1};"
+MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
 
 
 class PtxMachine:
@@ -236,9 +239,9 @@ class PtxMachine:
         """Halves (2 q, 2 q + 1) of row g of an 8 × 8 matrix -> the same of its transpose."""
         return self.asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", word, effects=True)[0]
 
-    def mma(self, sums: Sequence[F32], a: Sequence[I32], b: Sequence[I32], dtype: str = "bf16") -> list[F32]:
-        """sums [16, 8] + a [16, 16] · b [16, 8] with operands in bf16 or f16 and sums in fp32."""
-        return self.asm(MMA.format(dtype, "{$10, $11, $12, $13}"), "ffff", *a, *b, *sums)
+    def mma(self, sums: Sequence[F32], a: Sequence[I32], b: Sequence[I32]) -> list[F32]:
+        """sums [16, 8] + a [16, 16] · b [16, 8] with operands in bf16 and sums in fp32."""
+        return self.asm(MMA, "ffff", *a, *b, *sums)
 
 
 def _vector(count: int) -> str:

@@ -24,16 +24,16 @@ def rope_and_cache(
     """Rotary embedding of q and k of one new token a sequence, and the write of its k and v into the caches.
 
     `(x_i, x_{i+H/2}) -> (x_i cos_i − x_{i+H/2} sin_i, x_{i+H/2} cos_i + x_i sin_i)` in fp32, and the result rounded
-    once to the dtype of qkv; in a cache of e4m3 once more, saturated at ±448. The kernel has the bits
-    of XLA on a GPU, which rounds each product and each sum; on a CPU XLA may contract them to multiply-adds. Within a
-    jit the caches are updated in place where the old ones are not read later.
+    once to the dtype of qkv. The kernel has the bits of XLA on a GPU, which rounds each product and each sum; on a CPU
+    XLA may contract them to multiply-adds. Within a jit the caches are updated in place where the old ones are not read
+    later.
 
     Args:
       qkv: the token's projections, heads of q first, then of k, then of v; bf16 for the kernel.
       angles: rotary angles of the token's position. Their cosines and sines are computed outside the kernel, once for
         all layers.
       slots: slot of the token in the caches; outside of 0 ... S − 1 nothing is written.
-      keys: cache of the keys, of qkv's dtype or e4m3.
+      keys: cache of the keys, of qkv's dtype.
       values: cache of the values.
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
 
@@ -57,8 +57,8 @@ def _missing(qkv: Array, keys: Array, values: Array) -> str | None:
     missing = dispatch.missing_for_mosaic_gpu(qkv.dtype)
     if missing:
         return missing
-    if keys.dtype != values.dtype or keys.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
-        return f"caches of bf16 or e4m3 (these are {keys.dtype} and {values.dtype})"
+    if keys.dtype != qkv.dtype or values.dtype != qkv.dtype:
+        return f"caches of {qkv.dtype} (these are {keys.dtype} and {values.dtype})"
     if keys.shape[3] not in (64, 128):
         return f"a head dim of 64 or 128 (this is {keys.shape[3]})"
     return None

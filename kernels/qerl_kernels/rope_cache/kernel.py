@@ -119,14 +119,11 @@ def emit(
 
     kv_head = head - heads + is_value * -kv_heads
     place = (row * kv_heads + kv_head) * size + slot
-    itemsize = cache.dtype.itemsize
     base = machine.select(is_value, pointers.values, pointers.keys)
-    target = machine.mad_wide(base, (place, itemsize * width), (pair, itemsize))
+    target = machine.mad_wide(base, (place, 2 * width), (pair, 2))
     is_cached = ((slot > -1) & (slot < size)) & (exists & (head > heads - 1))
-    if itemsize == 1:
-        first, second = [_to_e4m3(machine, *first)], [_to_e4m3(machine, *second)]
     machine.store_global(target, first, is_cached)
-    machine.store_global(target, second, is_cached, itemsize * half)
+    machine.store_global(target, second, is_cached, 2 * half)
 
 
 def _rotate(machine: PtxMachine, first: I32, second: I32, cos: Sequence[I32], sin: Sequence[I32]) -> list[I32]:
@@ -139,10 +136,3 @@ def _rotate(machine: PtxMachine, first: I32, second: I32, cos: Sequence[I32], si
         )
     text += "cvt.rn.bf16x2.f32 $0, u1, u0; cvt.rn.bf16x2.f32 $1, v1, v0;"
     return machine.asm(text, "rr", first, second, *cos, *sin)
-
-
-def _to_e4m3(machine: PtxMachine, low: I32, high: I32) -> I32:
-    """The four bf16 of two words as a word of e4m3: values beyond ±448 saturate, NaN stays NaN."""
-    text = arithmetic.unpack("$1", "a") + arithmetic.unpack("$2", "b") + ".reg .b16 l, h;"
-    text += "cvt.rn.satfinite.e4m3x2.f32 l, a1, a0; cvt.rn.satfinite.e4m3x2.f32 h, b1, b0; mov.b32 $0, {l, h};"
-    return machine.asm(text, "r", low, high)[0]

@@ -6,12 +6,9 @@ Axes: B sequences, T tokens, N query heads, K key/value heads, S slots of a cach
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from qerl_kernels.ops import rotate
-
-E4M3_MAX = 448.0
 
 
 def rope_and_cache(
@@ -34,17 +31,4 @@ def write_token(
     """Puts one token's entry of each sequence into its slot; slots outside the cache are dropped."""
     rows = jnp.arange(cache.shape[0])
     slots = jnp.where(slots < 0, cache.shape[2], slots)  # a negative index would count from the end
-    return cache.at[rows, :, slots].set(
-        to_cache(new, cache.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
-    )
-
-
-def to_cache(x: Float[Array, "*B H"], dtype: DTypeLike) -> Float[Array, "*B H"]:
-    """Keys (after rotary) or values as a cache of `dtype` holds them: rounded to the nearest, ties to even.
-
-    In e4m3, whose numbers end at 448, what is larger becomes ±448, infinity too (a plain cast would make it NaN); NaN
-    stays NaN.
-    """
-    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
-        x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
-    return x.astype(dtype)
+    return cache.at[rows, :, slots].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
