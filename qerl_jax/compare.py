@@ -48,7 +48,6 @@ from rich.console import Console
 
 from qerl_jax import command
 from qerl_jax.config import ConfigError, flags
-from qerl_jax.data.problems import MAX_CHARACTERS
 from qerl_jax.io import hf_config
 from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.assets import model_path
@@ -172,11 +171,6 @@ def _prompts(path: Path, config: ModelConfig, file: str | None) -> list[list[int
         lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
-    for line in lines:
-        if len(line) > MAX_CHARACTERS:
-            raise ConfigError(
-                f"{file}: {line[:40]!r} has {len(line)} characters; a prompt has at most {MAX_CHARACTERS}"
-            )
     prompts = [tokenizer(line, verbose=False)["input_ids"] for line in lines]
     if not prompts:
         raise ConfigError(f"{file} holds no prompt")

@@ -61,8 +61,8 @@ def check(function: Callable) -> Callable:
         checked = _check(function)
     except BeartypeDecorHintPep673Exception:  # `Self` means something to beartype within a decorated class only
         return function
-    if function.__qualname__ in ("Config.__init__", "_Arguments.__init__"):
-        return function  # they turn texts and lists into their own types, and refuse what they cannot
+    if function.__qualname__ == "Config.__init__":
+        return function  # it turns texts and lists into its own types, and refuses what it cannot
     if function.__name__ != "__init__":
         return checked
 

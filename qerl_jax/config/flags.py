@@ -10,7 +10,7 @@ import itertools
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from qerl_jax.config.fields import Config, descriptions
 from qerl_jax.config.foreign import without_foreign
@@ -73,7 +73,6 @@ def parse(kind: type[T], argv: Sequence[str], prog: str, description: str, defau
                 prog=prog,
                 description=description,
                 config=positional,
-                registry=_texts_of_numbers(),
                 return_unknown_args=True,
                 **options,
             )
@@ -83,50 +82,30 @@ def parse(kind: type[T], argv: Sequence[str], prog: str, description: str, defau
             cause = stop.__context__
             raise ConfigError(str(cause) if isinstance(cause, ConfigError) else _message(box.getvalue())) from None
     _refuse_unknown(unknown, _flags(kind))
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    return dataclasses.replace(parsed, **{name: coerce(name, getattr(parsed, name), hints[name]) for name in names})
+    return parsed
 
 
 def _as_expected(found: dict[str, list[str]], kind: type) -> list[str]:
-    """The words of a command line as the parser takes them: TRL's `--train-norms True` as a flag and `--report-to none`
-    as no value; names of other programs are answered.
+    """The words of a command line as the parser takes them: values as a YAML file's would be read (Python makes 10 of
+    1_0 and 0 of 1e-400), `--train-norms True` as a flag. Names of other programs are answered.
     """
     if issubclass(kind, Config):
         names = {flag[2:].replace("-", "_"): flag for flag in found if flag}
         kept = without_foreign({name: " ".join(found[flag]) for name, flag in names.items()}, "--", "-")
         found = {"": found[""]} | {names[name]: found[names[name]] for name in kept}
-    words, opposites = list(found.pop("")), [flag for flag in _flags(kind) if flag.startswith("--no-")]
+    words, hints = list(found.pop("")), typing.get_type_hints(kind)
     for flag, values in found.items():
-        if f"--no-{flag[2:]}" in opposites and values and values[0].lower() in ("true", "false"):
+        name = flag[2:].replace("-", "_")
+        hint = hints.get(name)
+        if hint is bool and values and values[0].lower() in ("true", "false"):
             flag, values = flag if values[0].lower() == "true" else f"--no-{flag[2:]}", values[1:]
-        if flag == "--report-to" and values == ["none"]:
-            values = []
+        elif hint not in (None, bool) and values and values != ["None"]:
+            if tuple in (typing.get_origin(hint), *map(typing.get_origin, typing.get_args(hint))):
+                values = [str(value) for value in coerce(name, values, hint)]
+            else:
+                values = [str(coerce(name, values[0], hint)), *values[1:]]
         words += [f"{flag}={values[0]}"] if values and values[0].startswith("--") else [flag, *values]
     return words
-
-
-def _texts_of_numbers() -> Any:
-    """A rule by which tyro leaves the text of a number to `coerce`, which reads it as in a YAML file: Python makes 10
-    of 1_0 and 0 of 1e-400.
-    """
-    import tyro
-
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def rule(info: Any) -> Any:
-        if info.type not in (int, float):
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=info.type.__name__.upper(),
-            instance_from_str=lambda words: words[0],
-            is_instance=lambda value: type(value) is info.type,
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
 
 
 def _with_names(kind: type[T]) -> type[T]:
