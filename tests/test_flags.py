@@ -50,7 +50,7 @@ LOSSES = "['grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo']"
         (
             export.main,
             ["a", "b", "--as", "gguf"],
-            "invalid choice 'gguf' for argument '--as'. Expected one of ('peft', 'vllm', 'merged', 'merged-nvfp4').",
+            "--as 'gguf' is not one of ['peft', 'vllm', 'merged']",
         ),
     ],
 )
