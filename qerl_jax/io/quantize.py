@@ -1,5 +1,5 @@
-"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does; memory holds the quantized tensors of one shard,
-whatever the model's size.
+"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does; memory holds the quantized tensors of one
+shard, whatever the model's size.
 """
 
 from __future__ import annotations
