@@ -1,4 +1,4 @@
-"""Two sections of the README as their readers go through them, command by command.
+"""Two sections of docs/export.md as their readers go through them, command by command.
 
 "From QeRL and back": a checkpoint that llm-compressor's AWQ wrote and an adapter that peft wrote come in, a recipe of
 the release trains them on, and the result goes out in every form. "Serve what you trained": a run's policy in every
@@ -67,8 +67,8 @@ def trained_by_peft(directory: Path, base: Path) -> None:
 
 
 def commands_of(title: str) -> list[list[str]]:
-    """The words of every command in a section of the README."""
-    texts = [text for language, text in blocks(section("README.md", title)) if language == "bash"]
+    """The words of every command in a section of docs/export.md."""
+    texts = [text for language, text in blocks(section("docs/export.md", title)) if language == "bash"]
     return [shlex.split(line) for text in texts for line in text.replace("\\\n", "").splitlines()]
 
 
@@ -175,7 +175,7 @@ def test_what_is_trained_is_served(tmp_path, monkeypatch, capfd):
     for _, _, name, *flags in ours:
         run(name, *flags)
     printed = [line.strip() for line in capfd.readouterr().out.splitlines()]
-    page = section("README.md", "Serve what you trained")
+    page = section("docs/export.md", "Serve what you trained")
     served = re.findall(r"`(vllm serve .*?)`", page.replace("\n", " "))
     assert len(served) == 2 and set(served) <= set(printed), printed
     served = [shlex.split(line) for line in served]
