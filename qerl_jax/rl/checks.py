@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 
@@ -15,15 +16,18 @@ def checked(batch: Batch, config: Config) -> Batch:
     """The batch, its behaviour log-probabilities NaN where it has none and no importance weight reads them: metrics of
     the mismatch are NaN then.
 
-    Raises ValueError, naming both values, where batch size, group size or lengths are not the config's, and where the
+    Raises ValueError, naming both values, where shapes, group size or lengths are not the config's, and where the
     importance weight would be computed from behaviour log-probabilities that are not there (None, or no token's is
     finite and other than 0). Under `jit` only shapes are known, and only they are checked.
     """
-    rows, width = batch.tokens.shape
-    if rows != config.batch_size:
-        raise ValueError(f"the batch has {rows} completions, the config has batch_size {config.batch_size}")
-    if batch.advantages.shape != (rows,):
-        raise ValueError(f"advantages have the shape {batch.advantages.shape}, the batch has {rows} completions")
+    rows, width = config.batch_size, batch.tokens.shape[1]
+    of_tokens = [batch.tokens, batch.loss_mask, *([] if batch.logprobs is None else [batch.logprobs])]
+    of_rows = [batch.prompt_lengths, batch.lengths, batch.finish, batch.prompt_index, batch.advantages]
+    try:
+        chex.assert_shape(of_tokens, (rows, width))
+        chex.assert_shape(of_rows, (rows,))
+    except AssertionError as error:
+        raise ValueError(f"the batch is not one of batch_size {rows} and {width} tokens: {error}") from error
     lacks = batch.logprobs is None
     values = batch.prompt_lengths, batch.lengths, batch.prompt_index, batch.loss_mask, batch.logprobs
     if not any(isinstance(value, jax.core.Tracer) for value in values):

@@ -225,15 +225,18 @@ def test_what_config_policy_and_batch_disagree_on_is_an_error_with_both_values(m
             init_state(micro, dataclasses.replace(config, **changes))
     longest = int((batch.lengths - batch.prompt_lengths).max())
     batches = [
-        ({"batch_size": 48}, "24 completions, the config has batch_size 48"),
+        ({"batch_size": 48}, r"not one of batch_size 48 .*has shape \(24, \d+\) but expected \(48, \d+\)"),
         ({"num_generations": 4}, "2 completions of prompt 0, the config has num_generations 4"),
         ({"max_completion_length": 3}, f"has {longest} tokens, the config has max_completion_length 3"),
     ]
     for changes, words in batches:
         with pytest.raises(ValueError, match=words):
             grpo_step(init_state(micro, dataclasses.replace(config, **changes)), micro.frozen, batch)
-    with pytest.raises(ValueError, match=r"advantages have the shape \(4,\), the batch has 24"):
-        grpo_step(init_state(micro, config), micro.frozen, unchecked(batch, advantages=jnp.zeros(4)))
+    for other in ({"advantages": jnp.zeros(4)}, {"finish": jnp.zeros(4, jnp.int8)}):
+        with pytest.raises(ValueError, match=r"not one of batch_size 24 .*has shape \(4,\) but expected \(24\)"):
+            grpo_step(init_state(micro, config), micro.frozen, unchecked(batch, **other))
+    with pytest.raises(ValueError, match=r"not one of batch_size 24 .*has shape \(24, 1\) but expected"):
+        grpo_step(init_state(micro, config), micro.frozen, unchecked(batch, loss_mask=batch.loss_mask[:, :1]))
 
 
 @pytest.mark.parametrize("missing", ["none", "nan", "zeros"])
