@@ -9,10 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.io import assets, names
+from qerl_jax.io import assets
 from qerl_jax.io import safetensors as st
 from qerl_jax.io.hf_config import parse_config
 from qerl_jax.io.quantize import quantize_checkpoint
+from qerl_jax.models.config import tensors_of
 
 CONFIG = {
     "model_type": "qwen2",
@@ -40,15 +41,12 @@ def bf16(directory: Path, shards: int = 2, seed: int = 0, **changes: int) -> Pat
     directory.mkdir(parents=True)
     raw = {**CONFIG, **changes}
     config, rng = parse_config(raw, {}, "config.json"), np.random.default_rng(seed)
-    shapes = {name: (config.vocab_size, config.hidden_size) for name in (names.EMBED, names.LM_HEAD)}
-    shapes[names.FINAL_NORM] = (config.hidden_size,)
-    for layer in range(config.num_layers):
-        for part, (n, k) in config.projection_shapes().items():
-            shapes[f"{names.projection(layer, part)}.weight"] = (n, k)
-            if part in names.BIASED:
-                shapes[f"{names.projection(layer, part)}.bias"] = (n,)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[names.layer_norm(layer, norm)] = (config.hidden_size,)
+    shapes = {
+        name: shape
+        for spec in tensors_of(config)
+        for layer in spec.places(config.num_layers)
+        for name, shape in spec.stored(layer).items()
+    }
     tensors = {
         name: (rng.normal(scale=0.1, size=shape) + ("norm" in name)).astype(ml_dtypes.bfloat16)
         for name, shape in sorted(shapes.items())

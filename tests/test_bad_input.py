@@ -20,7 +20,7 @@ from command_lines import ROWS, assert_says, error_of, evaluation, lines, traini
 from qerl_jax import train
 from qerl_jax.compare import main as compare
 from qerl_jax.evaluate import main as evaluate
-from qerl_jax.io import bitsandbytes, names
+from qerl_jax.io import layout_nf4, names
 from qerl_jax.quantize import main as quantize
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_ahead")
@@ -65,7 +65,7 @@ def smaller_embedding(model: Path) -> None:
 
 
 SCALE, GLOBAL = f"{Q}.weight_scale", f"{Q}.weight_global_scale"
-STATE = f"{Q}.{bitsandbytes.STATE}"
+STATE = f"{Q}.{layout_nf4.STATE}"
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 FILE, SHARD, CONFIG = "MODEL/model.safetensors", "model-00002-of-00002.safetensors", "MODEL/config.json"
 # what is wrong: (layout, damage, message)

@@ -14,7 +14,7 @@ from oracles import llm_compressor, mxfp4_goldens, numpy_formats
 
 from qerl_jax import load_policy, quantize
 from qerl_jax.config import Config
-from qerl_jax.io.hf_config import quantization_format
+from qerl_jax.io import hf_config
 from qerl_jax.io.policy_tensors import DenseTensors
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.io.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save
@@ -69,7 +69,7 @@ def test_shards_index_and_config(quantized):
     assert index["metadata"]["total_size"] == sum(ours[name].nbytes for name in ours)
     config = json.loads((quantized / "config.json").read_text())
     assert config["quantization_config"] == GOLDEN["quantization_config"]
-    assert quantization_format(config, "") == "compressed-tensors"
+    assert hf_config.stored_format(quantized) == "compressed-tensors"
     assert (quantized / "generation_config.json").read_bytes() == (SOURCE / "generation_config.json").read_bytes()
 
 
@@ -188,7 +188,7 @@ def test_what_contradicts_an_mxfp4_checkpoint(mxfp4_dir, tmp_path, capsys):
         fp32_policy(tmp_path / "half")
     out = str(tmp_path / "out")
     for arguments, said in (
-        ([str(mxfp4_dir), out], "quantized already (compressed-tensors)"),
+        ([str(mxfp4_dir), out], "quantized already (compressed-tensors, MXFP4)"),
         ([str(SOURCE), out, "--format", "int4"], "--format 'int4' is not one of ['nvfp4', 'mxfp4', 'nf4']"),
     ):
         assert quantize.main(arguments) == 2

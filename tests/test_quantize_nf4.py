@@ -15,8 +15,9 @@ from oracles import llm_compressor, nf4_goldens, numpy_formats
 
 from qerl_jax import load_policy, policy_logits, quantize
 from qerl_jax.config import Config
-from qerl_jax.io import bitsandbytes
+from qerl_jax.io import layout_nf4
 from qerl_jax.io.assets import model_path
+from qerl_jax.io.layout_nf4 import NF4
 from qerl_jax.io.policy_tensors import DenseTensors
 from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.io.safetensors import CheckpointError, Tensors, open_checkpoint
@@ -26,7 +27,7 @@ from qerl_jax.run.abstract import abstract_run, tree_bytes
 GOLDEN = json.loads((nf4_goldens.GOLDEN / "golden.json").read_text())
 DOUBLE = nf4_goldens.GOLDEN / "double-quantized"
 Q = "model.layers.0.self_attn.q_proj"
-STATE = f"{Q}.{bitsandbytes.STATE}"
+STATE = f"{Q}.{layout_nf4.STATE}"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def element(suffix: str, at: int, value: float):
 
 
 def read(tensors: Tensors, module: str) -> Nf4:
-    return bitsandbytes.read_nf4(tensors, lambda name, shape, kinds: tensors[name], module, (18, 960))
+    return NF4.read(tensors, module, (18, 960))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -79,8 +80,8 @@ def test_quantized_bytes_equal_bitsandbytes_where_rounding_decides(dtype):
     ours = nf4.quantize(weight)
     np.testing.assert_array_equal(ours.codes.reshape(-1, 1), goldens[f"{dtype}.plain.weight"])
     np.testing.assert_array_equal(ours.absmax.reshape(-1), goldens[f"{dtype}.plain.weight.absmax"])
-    assert bitsandbytes.quant_state((18, 960), dtype).tobytes() == (
-        goldens[f"{dtype}.plain.{bitsandbytes.STATE}"].tobytes()
+    assert layout_nf4.quant_state((18, 960), dtype).tobytes() == (
+        goldens[f"{dtype}.plain.{layout_nf4.STATE}"].tobytes()
     )
     for module in ("plain", "double"):
         stored = read(goldens, f"{dtype}.{module}")

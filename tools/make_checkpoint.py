@@ -17,13 +17,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.io import names
 from qerl_jax.io.files import atomic_directory, write_json
 from qerl_jax.io.hf_config import parse_config
-from qerl_jax.io.quantize import QUANTIZATION_CONFIG
+from qerl_jax.io.layout_nvfp4 import NVFP4, QUANTIZATION_CONFIG
 from qerl_jax.io.safetensors import DTYPES, INDEX_FILE, Spec, save
-from qerl_jax.models.config import LAYER_NORMS, ModelConfig
-from qerl_jax.models.lora import PROJECTIONS
+from qerl_jax.models.config import ModelConfig, tensors_of
 
 # size: hidden, ffn, layers, heads, kv heads, head dim, vocab, tied (arXiv 2412.15115, table 1, and the published
 # config.json files)
@@ -73,22 +71,17 @@ def hf_config(size: str) -> dict:
     }
 
 
-def specs_of_layer(config: ModelConfig, layer: int, quantized: bool) -> dict[str, Spec]:
-    """Dtype and shape of each tensor in a decoder layer."""
+def specs_of(config: ModelConfig, layer: int | None, quantized: bool) -> dict[str, Spec]:
+    """Dtype and shape of each tensor of a decoder layer, or of those outside the layers."""
     bf16, specs = DTYPES["BF16"], {}
-    for projection in PROJECTIONS:
-        n, k = config.projection_shapes()[projection]
-        module = names.projection(layer, projection)
-        if quantized:
-            codes, scales, divisor, _ = names.QUANTIZED["compressed-tensors"]
-            specs[f"{module}.{codes}"] = (DTYPES["U8"], (n, k // 2))
-            specs[f"{module}.{scales}"] = (DTYPES["F8_E4M3"], (n, k // 16))
-            specs[f"{module}.{divisor}"] = (DTYPES["F32"], (1,))
-        else:
-            specs[f"{module}.weight"] = (bf16, (n, k))
-        if projection in names.BIASED:
-            specs[f"{module}.bias"] = (bf16, (n,))
-    return specs | {names.layer_norm(layer, norm): (bf16, (config.hidden_size,)) for norm in LAYER_NORMS}
+    for spec in (spec for spec in tensors_of(config) if spec.in_layer == (layer is not None)):
+        if spec.kind != "projection" or not quantized:
+            specs |= {name: (bf16, shape) for name, shape in spec.stored(layer).items()}
+            continue
+        for module, shape in zip(spec.modules(layer), spec.stored(layer).values(), strict=True):
+            expected = NVFP4.expected({}, module, shape)
+            specs |= {name: (np.dtype(dtypes[0]), shape) for name, (shape, dtypes) in expected.items()}
+    return specs
 
 
 def random_tensor(name: str, spec: Spec, rng: np.random.Generator) -> np.ndarray:
@@ -112,11 +105,7 @@ def make_checkpoint(
     """Write the directory: one shard for each layer, and one for embedding, head and final norm."""
     raw = hf_config(size) | ({} if layers is None else {"num_hidden_layers": layers})
     config = parse_config(raw, {}, size)
-    bf16, d = DTYPES["BF16"], config.hidden_size
-    outside: dict[str, Spec] = {names.EMBED: (bf16, (config.vocab_size, d)), names.FINAL_NORM: (bf16, (d,))}
-    if not config.tie_word_embeddings:
-        outside[names.LM_HEAD] = (bf16, (config.vocab_size, d))
-    shards = [outside, *(specs_of_layer(config, layer, weight_format == "nvfp4") for layer in range(config.num_layers))]
+    shards = [specs_of(config, layer, weight_format == "nvfp4") for layer in (None, *range(config.num_layers))]
     with atomic_directory(out) as directory:
         weight_map, size_bytes = {}, 0
         for i, specs in enumerate(shards):

@@ -8,30 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK
-
 from qerl_jax.config.values import LARGEST_INT
+from qerl_jax.io.layouts import layout_of
 from qerl_jax.io.safetensors import CheckpointError, read_json
 from qerl_jax.models.config import ModelConfig, RopeScaling
 from qerl_jax.untrusted import require_regular, shown
 
+MODELOPT_FILE = "hf_quant_config.json"
 _MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
 _MODEL_TYPES = ("qwen2", "qwen3", "llama")
 _QWEN3_HEAD_DIM = 128  # transformers' default, whatever the hidden size
 _DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
-# What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean NVFP4 or MXFP4.
-_FP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
-_COMPRESSED = {  # layout, and its weights, by the format that compressed-tensors names
-    "nvfp4-pack-quantized": ("compressed-tensors", {**_FP4_WEIGHTS, "group_size": NVFP4_BLOCK}),
-    "mxfp4-pack-quantized": ("compressed-tensors, MXFP4", {**_FP4_WEIGHTS, "group_size": MXFP4_BLOCK}),
-}
-# What bitsandbytes must say for its bytes to mean NF4; an older config does not say how the codes are stored.
-_NF4_WEIGHTS = {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-_NF4_STORAGE = {"bnb_4bit_quant_storage": "uint8"}
-
-# ModelOpt's algorithms whose weights have the layout of NVFP4. That of AWQ also tells that inputs of some projections
-# may be scaled; `tensor_names` refuses those.
-_MODELOPT = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
+_DEFAULT_KV_HEADS, _DEFAULT_WINDOW_LAYERS = 32, 28  # likewise, for a Qwen that does not name them
 
 
 def model_config(directory: Path) -> ModelConfig:
@@ -60,8 +48,9 @@ def model_config(directory: Path) -> ModelConfig:
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str) -> ModelConfig:
-    """`ModelConfig` from the two JSON objects; `where` names the file in errors."""
+    """`ModelConfig` from the two JSON objects as transformers 5 reads them; `where` names the file in errors."""
     _refuse_unsupported(config, where)
+    theta, scaling = _rope(config, where)
 
     def positive(key: str, default: int | None = None) -> int:
         value = config.get(key) if config.get(key) is not None else default
@@ -78,18 +67,20 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
     head_dim = positive("head_dim", default=_QWEN3_HEAD_DIM if config["model_type"] == "qwen3" else hidden // heads)
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim {head_dim} is odd: rotary positions turn pairs")
-    vocab = positive("vocab_size")
+    vocab, num_layers = positive("vocab_size"), positive("num_hidden_layers")
+    _refuse_windows(config, num_layers, where)
+    grouped = "num_key_value_heads" in config or config["model_type"] == "llama"
     eos = _token_ids("eos_token_id", config, generation, vocab, where)
     pad = _token_ids("pad_token_id", config, generation, vocab, where)
     fields = {
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": positive("intermediate_size"),
-        "num_layers": positive("num_hidden_layers"),
+        "num_layers": num_layers,
         "num_heads": heads,
-        "num_kv_heads": positive("num_key_value_heads", default=heads),
+        "num_kv_heads": positive("num_key_value_heads", default=heads if grouped else _DEFAULT_KV_HEADS),
         "head_dim": head_dim,
-        "rope_theta": rope_theta(config, where),
+        "rope_theta": theta,
         "rms_norm_eps": _positive_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6), where),
         "tie_word_embeddings": _flag("tie_word_embeddings", config, where),
         "max_position_embeddings": positive("max_position_embeddings"),
@@ -97,7 +88,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
         "pad_token_id": (*pad, *eos, 0)[0],
         "qkv_bias": config["model_type"] == "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
-        "rope_scaling": _rope_scaling(config, where),
+        "rope_scaling": scaling,
     }
     try:
         model = ModelConfig(**fields)
@@ -142,49 +133,60 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
             raise CheckpointError(f"{where}: {key} is {shown(config[key])}; only models without it are supported")
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act is {shown(config['hidden_act'])}, supported is 'silu'")
-    if config.get("use_sliding_window"):
-        raise CheckpointError(
-            f"{where}: use_sliding_window is {json.dumps(config['use_sliding_window'])}; only full attention is "
-            "implemented"
-        )
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise CheckpointError(f"{where}: layer_types is {shown(layer_types)}; only 'full_attention' is implemented")
-    for key in ("rope_scaling", "rope_parameters"):
-        section = _section(key, config, where)
-        kind = section.get("rope_type", section.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise CheckpointError(
-                f"{where}: {key} asks for rotary positions of type {shown(kind)}, supported are 'default' and 'llama3'"
-            )
 
 
-def _rope_scaling(config: dict[str, Any], where: str) -> RopeScaling | None:
-    """Stretched frequencies, from `rope_scaling` or `rope_parameters` (transformers 5)."""
-    for key in ("rope_scaling", "rope_parameters"):
-        section = _section(key, config, where)
-        if section.get("rope_type", section.get("type")) != "llama3":
-            continue
-        factor, low, high, original = (
-            _positive_number(f"{key}.{field.name}", section.get(field.name), where)
-            for field in dataclasses.fields(RopeScaling)
-        )
-        if low >= high or original != int(original):
-            raise CheckpointError(
-                f"{where}: {key} has low_freq_factor {low:g}, high_freq_factor {high:g} and "
-                f"original_max_position_embeddings {original:g}: the first must be below the second, the third whole"
-            )
-        return RopeScaling(factor, low, high, int(original))
-    return None
-
-
-def rope_theta(config: dict[str, Any], where: str) -> float:
-    """Base of the rotary angles: at top level, or in `rope_parameters` (transformers 5). Raises CheckpointError for
-    what is no number above 0.
+def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Base and stretching of the rotary frequencies: those of `rope_scaling` where it holds anything, else those of
+    `rope_parameters`; what that section leaves out stands at top level.
     """
-    nested = _section("rope_parameters", config, where).get("rope_theta")
-    value = config.get("rope_theta") if config.get("rope_theta") is not None else nested
-    return _DEFAULT_ROPE_THETA if value is None else _positive_number("rope_theta", value, where)
+    found = {key: _section(key, config, where) for key in ("rope_scaling", "rope_parameters")}
+    key = "rope_scaling" if found["rope_scaling"] else "rope_parameters"
+    section = found[key]
+    kind = section.get("rope_type", section.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise CheckpointError(
+            f"{where}: {key} asks for rotary positions of type {shown(kind)}, supported are 'default' and 'llama3'"
+        )
+    for name, value in section.items():
+        if isinstance(value, dict):
+            raise CheckpointError(f"{where}: {key} has rotary positions for {name!r} alone, which is not supported")
+    inherited = ("rope_theta", "partial_rotary_factor")
+    merged = {**{name: config[name] for name in inherited if name in config}, **section}
+    if merged.get("partial_rotary_factor", 1) not in (None, 1):
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor is {shown(merged['partial_rotary_factor'])}, supported is 1"
+        )
+    theta = _positive_number("rope_theta", merged.get("rope_theta", _DEFAULT_ROPE_THETA), where)
+    if kind == "default":
+        return theta, None
+    merged.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    factor, low, high, original = (
+        _positive_number(f"{key}.{field.name}", merged.get(field.name), where)
+        for field in dataclasses.fields(RopeScaling)
+    )
+    if low >= high or original != int(original):
+        raise CheckpointError(
+            f"{where}: {key} has low_freq_factor {low:g}, high_freq_factor {high:g} and "
+            f"original_max_position_embeddings {original:g}: the first must be below the second, the third whole"
+        )
+    return theta, RopeScaling(factor, low, high, int(original))
+
+
+def _refuse_windows(config: dict[str, Any], num_layers: int, where: str) -> None:
+    """Refuse layers that attend to a window: those of `layer_types`; without it, of a Qwen that uses windows, those
+    from `max_window_layers` on.
+    """
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise CheckpointError(f"{where}: layer_types is {shown(kinds)}; only 'full_attention' is implemented")
+    if kinds or config["model_type"] == "llama" or not config.get("use_sliding_window"):
+        return
+    first = config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
+    if type(first) is not int or first < num_layers:
+        raise CheckpointError(
+            f"{where}: use_sliding_window is {json.dumps(config['use_sliding_window'])} with max_window_layers "
+            f"{shown(first)} of {num_layers} layers; only full attention is implemented"
+        )
 
 
 def _token_ids(
@@ -206,46 +208,13 @@ def _token_ids(
 
 
 def stored_format(directory: Path) -> str | None:
-    """`quantization_format` of a model directory."""
-    path = directory / "config.json"
-    return quantization_format(read_json(path), str(path))
-
-
-def quantization_format(config: dict[str, Any], where: str) -> str | None:
-    """Layout of the quantized weights, a key of `names.QUANTIZED`, or None, from `quantization_config`.
+    """Layout of a model directory's quantized weights, a key of `LAYOUTS`, or None: by `quantization_config` of
+    config.json, or by ModelOpt's hf_quant_config.json where that says nothing.
 
     Raises CheckpointError for a scheme that is neither NVFP4, MXFP4 nor NF4.
     """
-    if config.get("quantization_config") is None:
-        return None
-    section = _section("quantization_config", config, where)
-    method, algorithm = section.get("quant_method"), section.get("quant_algo")
-    if method == "compressed-tensors":
-        packed = section.get("format")
-        if not isinstance(packed, str) or packed not in _COMPRESSED:
-            supported = " and ".join(map(repr, _COMPRESSED))
-            raise CheckpointError(f"{where}: compressed-tensors format {shown(packed)}, supported are {supported}")
-        layout, needed = _COMPRESSED[packed]
-        for name, group in _section("config_groups", section, where).items():
-            weights = (group.get("weights") if isinstance(group, dict) else None) or {}
-            for key, expected in needed.items():
-                if not isinstance(weights, dict) or weights.get(key, expected) != expected:
-                    raise CheckpointError(
-                        f"{where}: config_groups.{name}.weights is {shown(weights)}, {packed[:5].upper()} has {key} "
-                        f"{expected!r}"
-                    )
-        return layout
-    if method == "modelopt" or _section("producer", section, where).get("name") == "modelopt":
-        if algorithm not in _MODELOPT:
-            raise CheckpointError(f"{where}: ModelOpt quant_algo {shown(algorithm)}, supported are {list(_MODELOPT)}")
-        return "modelopt"
-    if method == "bitsandbytes":
-        for key, expected in {**_NF4_WEIGHTS, **_NF4_STORAGE}.items():
-            value = section.get(key, _NF4_STORAGE.get(key, False))
-            if value != expected:
-                raise CheckpointError(f"{where}: quantization_config has {key} {shown(value)}, NF4 has {expected!r}")
-        return "bitsandbytes"
-    raise CheckpointError(
-        f"{where}: quantization method {shown(method)}, supported are 'compressed-tensors' with NVFP4 or MXFP4, "
-        "'modelopt' with NVFP4, and 'bitsandbytes' with NF4"
-    )
+    path, beside = directory / "config.json", directory / MODELOPT_FILE
+    section = _section("quantization_config", read_json(path), str(path))
+    if not section and beside.exists():
+        path, section = beside, read_json(beside)
+    return layout_of(section, str(path)) if section else None

@@ -18,15 +18,15 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int32
 
 from qerl_jax import keys
-from qerl_jax.io import assets, hf_config, hub, names
+from qerl_jax.io import assets, hf_config, hub
 from qerl_jax.io.adapter import import_adapter
+from qerl_jax.io.layouts import LAYOUTS
 from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import open_checkpoint
-from qerl_jax.io.tensor_names import refuse_input_scales
 from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.io.weights import WeightReader
-from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, LAYER_NORMS, ModelConfig
-from qerl_jax.models.formats import WEIGHT_FORMATS, Weight
+from qerl_jax.models.config import ModelConfig, tensors_of
+from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import LoraConfig, init_lora
 from qerl_jax.models.modules import Adapter, Frozen, Norm
 from qerl_jax.models.qwen2 import Qwen2
@@ -120,17 +120,14 @@ def _init_layer_adapters(
     config: ModelConfig, lora: LoraConfig, key: jax.Array, layer: Int32[ArrayLike, ""]
 ) -> dict[str, dict]:
     """Adapters of one layer, by one program for all layers instead of a dispatch for each of hundreds of arrays."""
-    shapes = config.projection_shapes()
-    layer_key = jax.random.fold_in(key, layer)
+    layer_key, index = jax.random.fold_in(key, layer), 0
     adapters: dict[str, dict] = {}
-    for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
-        offset, adapters[fused] = 0, {}
-        for part in parts:
-            n, k = shapes[part]
+    for spec in (spec for spec in tensors_of(config) if spec.kind == "projection"):
+        offset, own = 0, adapters.setdefault(spec.name, {})
+        for part, n in spec.part_rows().items():
             if lora.rank and part in lora.target_modules:
-                part_key = jax.random.fold_in(layer_key, list(shapes).index(part))
-                adapters[fused][part] = init_lora(lora, k, n, offset, part_key)
-            offset += n
+                own[part] = init_lora(lora, spec.columns, n, offset, jax.random.fold_in(layer_key, index))
+            offset, index = offset + n, index + 1
     return adapters
 
 
@@ -149,19 +146,13 @@ def load_weights(
     `load_policy`.
     """
     scheme = stored_scheme(path, weight_format)
-    tensors = open_checkpoint(path)
-    refuse_input_scales(tensors)
-    reader = WeightReader(tensors, scheme, weight_format or "bf16", dtype, matmul_kernel)
-    d = config.hidden_size
-    weights = {
-        "embed_tokens": reader.dense(names.EMBED, (config.vocab_size, d)),
-        "norm": jnp.asarray(reader.vector(names.FINAL_NORM, d, jnp.float32)),
-        "lm_head": None if config.tie_word_embeddings else reader.dense(names.LM_HEAD, (config.vocab_size, d)),
-        "layers": _load_layers(reader, config, progress),
-    }
-    if config.tie_word_embeddings and names.LM_HEAD in reader.tensors:  # some tied checkpoints store it once more
-        reader.refuse_other_head((config.vocab_size, d))
-    reader.refuse_unknown()
+    reader = WeightReader(open_checkpoint(path), config, scheme, weight_format or "bf16", dtype, matmul_kernel)
+    weights: dict[str, Any] = {}
+    for spec in (spec for spec in tensors_of(config) if not spec.in_layer):
+        value = reader.to_device(reader.read(spec))
+        weights[spec.name] = value.astype(dtype) if spec.kind == "table" else value
+    weights["layers"] = _load_layers(reader, config, progress)
+    reader.refuse_other_head()
     return weights
 
 
@@ -172,8 +163,7 @@ def stored_scheme(path: Path, weight_format: str | None) -> str | None:
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
     scheme = hf_config.stored_format(path)
-    stored = names.STORED_FORMAT.get(scheme)
-    if scheme is not None and weight_format not in (None, stored):
+    if scheme is not None and weight_format not in (None, stored := LAYOUTS[scheme].weight_format):
         raise ValueError(
             f"{path} holds {stored.upper()} weights ({scheme}); weight_format {weight_format!r} would need the "
             "unquantized checkpoint"
@@ -196,23 +186,5 @@ def _load_layers(reader: WeightReader, config: ModelConfig, progress: Callable[[
 
 def read_layer(reader: WeightReader, config: ModelConfig, layer: int) -> dict:
     """A layer's weights as `Qwen2` describes them, but as NumPy arrays."""
-    shapes, head_norms = config.projection_shapes(), HEAD_NORMS if config.qk_norm else ()
-
-    def fused(parts: tuple[str, ...]) -> Weight | np.ndarray:
-        return reader.projection([(names.projection(layer, part), shapes[part]) for part in parts])
-
-    return {
-        "qkv_proj": fused(FUSED_PROJECTIONS["qkv_proj"]),
-        "qkv_bias": _biases(reader, config, layer) if config.qkv_bias else None,
-        "o_proj": fused(("o_proj",)),
-        "gate_up_proj": fused(FUSED_PROJECTIONS["gate_up_proj"]),
-        "down_proj": fused(("down_proj",)),
-        **{norm: reader.vector(names.layer_norm(layer, norm), config.hidden_size, jnp.float32) for norm in LAYER_NORMS},
-        **{norm: reader.vector(names.head_norm(layer, norm), config.head_dim, jnp.float32) for norm in head_norms},
-    }
-
-
-def _biases(reader: WeightReader, config: ModelConfig, layer: int) -> np.ndarray:
-    shapes = config.projection_shapes()
-    parts = [reader.vector(f"{names.projection(layer, p)}.bias", shapes[p][0], reader.dtype) for p in names.BIASED]
-    return np.concatenate(parts)
+    own = {spec.name: reader.read(spec, layer) for spec in tensors_of(config) if spec.in_layer}
+    return {"qkv_bias": None, **own}

@@ -20,11 +20,11 @@ from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.io import hf_config, names
 from qerl_jax.io.adapter_reader import AdapterReader
+from qerl_jax.io.layouts import LAYOUTS
 from qerl_jax.io.safetensors import Overlay, Spec, TensorSource, open_checkpoint
-from qerl_jax.io.tensor_names import check_names, is_frequencies
 from qerl_jax.io.weights import WeightReader
 from qerl_jax.models.config import FUSED_PROJECTIONS
-from qerl_jax.models.formats import Nf4, Weight, nf4
+from qerl_jax.models.formats import Dense, Nf4, Weight, nf4
 
 _FUSED_WITH = {part: parts for parts in FUSED_PROJECTIONS.values() for part in parts}
 
@@ -52,9 +52,8 @@ class DenseTensors(TensorSource):
         self.config, self.dtype, self._adapter = hf_config.model_config(base), np.dtype(dtype), adapter
         self.scheme = hf_config.stored_format(base)
         self._stored = open_checkpoint(base)
-        check_names(self._stored, self.config, self.scheme)
         self._quantizes = self.scheme is None and weight_format not in (None, "bf16")
-        self._reader = WeightReader(self._stored, self.scheme, weight_format or "bf16", jnp.float32, "xla")
+        self._reader = WeightReader(self._stored, self.config, self.scheme, weight_format or "bf16", jnp.float32, "xla")
         layers = range(self.config.num_layers)
         self._modules = {
             names.projection(layer, part): (layer, part) for layer in layers for part in self.config.projection_shapes()
@@ -94,8 +93,8 @@ class DenseTensors(TensorSource):
         """Name of a stored tensor here; None for scales, and for buffers that every library computes itself."""
         module, suffix = names.split_projection(stored)
         if self.scheme is None or module not in self._modules or suffix == "bias":
-            return None if is_frequencies(stored) else stored
-        return f"{module}.weight" if suffix == names.QUANTIZED[self.scheme][0] else None
+            return None if names.is_unused(stored) else stored
+        return f"{module}.weight" if suffix == LAYOUTS[self.scheme].codes else None
 
     def _projection(self, layer: int, part: str) -> np.ndarray:
         # Quantizing takes the parts of a fused projection together, because they share a global scale.
@@ -108,24 +107,24 @@ class DenseTensors(TensorSource):
             return np.asarray(_values(weight)).astype(self.dtype)
         return np.asarray(_merged(weight, *lora, self._adapter.config.scale)).astype(self.dtype)
 
-    def _read_weight(self, layer: int, parts: tuple[str, ...]) -> Weight | np.ndarray:
+    def _read_weight(self, layer: int, parts: tuple[str, ...]) -> Weight:
         shapes = self.config.projection_shapes()
         return self._reader.projection([(names.projection(layer, part), shapes[part]) for part in parts])
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _merged(
-    weight: Weight | ArrayLike, a: Float[ArrayLike, "R K"], b: Float[ArrayLike, "N R"], scale: float
+    weight: Weight, a: Float[ArrayLike, "R K"], b: Float[ArrayLike, "N R"], scale: float
 ) -> Float32[Array, "N K"]:
     """`W + scale · B A` in fp32."""
     return dense_values(weight) + scale * fp32_matmul(jnp.asarray(b), jnp.asarray(a))
 
 
-def dense_values(weight: Weight | ArrayLike) -> Float[Array, "N K"]:
+def dense_values(weight: Weight) -> Float[Array, "N K"]:
     """The values of a projection on the host, dense or 4-bit in its canonical form, in fp32."""
     if isinstance(weight, Nf4):
         return nf4.dequantize(weight)
-    return jnp.asarray(weight, jnp.float32) if isinstance(weight, jax.Array | np.ndarray) else fp4.dequantize(weight)
+    return jnp.asarray(weight.values, jnp.float32) if isinstance(weight, Dense) else fp4.dequantize(weight)
 
 
 _values = jax.jit(dense_values)

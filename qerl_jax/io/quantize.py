@@ -1,6 +1,4 @@
-"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does; memory holds the quantized tensors of one
-shard, whatever the model's size.
-"""
+"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does. Memory holds a shard's quantized tensors."""
 
 from __future__ import annotations
 
@@ -11,51 +9,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from qerl_jax.io import bitsandbytes, hf_config, names
+from qerl_jax.io import hf_config, names
 from qerl_jax.io.files import atomic_directory
-from qerl_jax.io.quantize_mxfp4 import MXFP4_CONFIG, quantized_mxfp4
+from qerl_jax.io.layout_nvfp4 import NVFP4, QUANTIZATION_CONFIG
+from qerl_jax.io.layouts import WRITTEN
 from qerl_jax.io.rewrite import check_output, write_checkpoint
 from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.io.tensor_names import check_names
-from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig
-from qerl_jax.models.formats import nvfp4
+from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig, tensors_of
+from qerl_jax.models.formats import nvfp4, quantizer
 
-FORMATS = ("nvfp4", "mxfp4", "nf4")
-_PACKED, _SCALE, _GLOBAL, _ = names.QUANTIZED["compressed-tensors"]
-
-QUANTIZATION_CONFIG = {
-    "config_groups": {
-        "group_0": {
-            "format": "nvfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": nvfp4.NVFP4_BLOCK,
-                "num_bits": 4,
-                "observer": "memoryless_minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.float8_e4m3fn",
-                "strategy": "tensor_group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
-        }
-    },
-    "format": "nvfp4-pack-quantized",
-    "global_compression_ratio": None,
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-    "sparsity_config": {},
-    "transform_config": {},
-    "version": "0.19.0",
-}
+FORMATS = tuple(WRITTEN)
 
 
 @runtime_checkable
@@ -132,13 +96,10 @@ def quantize_checkpoint(
 
 def read_unquantized(src: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Shape and config.json of a model that is to be quantized. Raises CheckpointError for one that is already."""
-    where = src / "config.json"
-    config, raw_config = hf_config.model_config(src), hf_config.read_json(where)
-    if hf_config.quantization_format(raw_config, str(where)):
-        raise CheckpointError(
-            f"{where}: the checkpoint is quantized already ({raw_config['quantization_config'].get('quant_method')})"
-        )
-    return config, raw_config
+    config = hf_config.model_config(src)
+    if (scheme := hf_config.stored_format(src)) is not None:
+        raise CheckpointError(f"{src}: the checkpoint is quantized already ({scheme})")
+    return config, hf_config.read_json(src / "config.json")
 
 
 def write_quantized(
@@ -183,9 +144,7 @@ def write_nvfp4(
         module = name.removesuffix(".weight")
         if module not in quantizer.divisors:
             return {name: tensors[name]}
-        weight = quantized(quantizer, module, tensors[name])
-        parts = {_PACKED: weight.codes, _SCALE: weight.scales, _GLOBAL: weight.global_scale[:1]}
-        return {f"{module}.{suffix}": array for suffix, array in parts.items()}
+        return NVFP4.stored(module, quantized(quantizer, module, tensors[name]), tensors.spec(name)[0])
 
     write_checkpoint(
         src,
@@ -208,21 +167,19 @@ def _write_blocks(
     progress: Callable[[str, int, int], None],
 ) -> None:
     """Quantize to a format whose blocks share nothing, MXFP4 or NF4, so that each weight is quantized alone."""
-    layers = range(config.num_layers)
-    weights = {f"{names.projection(layer, part)}.weight" for layer in layers for part in config.projection_shapes()}
+    layout, quantize = WRITTEN[weight_format], quantizer(weight_format, 0.0, np.float32)
+    projections = [spec for spec in tensors_of(config) if spec.kind == "projection"]
+    weights = {name for spec in projections for layer in range(config.num_layers) for name in spec.stored(layer)}
 
     def convert(name: str) -> dict[str, np.ndarray]:
         if name not in weights:
             return {name: tensors[name]}
         try:
-            stored = quantized_mxfp4 if weight_format == "mxfp4" else bitsandbytes.quantized
-            return stored(name.removesuffix(".weight"), tensors[name])
+            return layout.stored(name.removesuffix(".weight"), quantize(tensors[name]), tensors.spec(name)[0])
         except ValueError as error:
             raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
 
-    section = MXFP4_CONFIG
-    if weight_format == "nf4":
-        section = bitsandbytes.quantization_config(tensors.spec(min(weights))[0].name)
+    section = layout.quantization_config(tensors.spec(min(weights))[0])
     progress("scan", config.num_layers, config.num_layers)
     write_checkpoint(
         src,

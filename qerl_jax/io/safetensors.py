@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
+from qerl_jax.io.names import is_unused
 from qerl_jax.untrusted import parse_json, require_regular, shown
 
 DTYPES = {
@@ -193,6 +194,8 @@ def open_checkpoint(directory: Path) -> Tensors:
         raise CheckpointError(f"{index_path} names {len(shards)} shards, of which {missing} are missing")
     tensors = Tensors(directory / shard for shard in shards)
     for name, shard in weight_map.items():
+        if is_unused(name) and name not in tensors:  # older indices name rotary frequencies that nobody saves any more
+            continue
         if name not in tensors or tensors.file_of(name).name != shard:
             where = tensors.file_of(name).name if name in tensors else "no shard"
             raise CheckpointError(f"{index_path} puts {name!r} into {shard}, found in {where}")

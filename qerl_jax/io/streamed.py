@@ -14,13 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 from qerl_kernels.ops import fp32_matmul, rms_norm
 
-from qerl_jax.io import names
 from qerl_jax.io.adapter_reader import AdapterReader
 from qerl_jax.io.load import read_layer
 from qerl_jax.io.safetensors import TensorSource
 from qerl_jax.io.weights import WeightReader
 from qerl_jax.models.attention import padded_attention, rotary_angles
-from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig
+from qerl_jax.models.config import FUSED_PROJECTIONS, LAYER_NORMS, ModelConfig, tensors_of
 from qerl_jax.models.lora import Lora
 from qerl_jax.models.qwen2 import DecoderLayer
 
@@ -48,10 +47,8 @@ def streamed_logits(
 
     Raises CheckpointError as `load_policy` does.
     """
-    reader = WeightReader(tensors, scheme, weight_format or "bf16", jnp.float32, "xla")
-    vocabulary = (model.vocab_size, model.hidden_size)
-    embedding = reader.on_host(names.EMBED, vocabulary)
-    x = jnp.asarray(embedding[tokens], jnp.float32)
+    reader = WeightReader(tensors, model, scheme, weight_format or "bf16", jnp.float32, "xla")
+    x = jnp.asarray(_outside(reader, model, "embed_tokens")[tokens], jnp.float32)
     for layer in range(model.num_layers):
         weights = {name: reader.to_device(value) for name, value in read_layer(reader, model, layer).items()}
         adapters = _adapters(adapter, model, layer)
@@ -61,18 +58,19 @@ def streamed_logits(
         x = _run_layer(model, DecoderLayer(model, weights, adapters, jnp.dtype(jnp.float32)), x)
         progress(layer + 1, model.num_layers)
     logits = _head_logits(reader, model, x)
-    if model.tie_word_embeddings and names.LM_HEAD in tensors:
-        reader.refuse_other_head(vocabulary)
-    reader.refuse_unknown()
+    reader.refuse_other_head()
     return logits
+
+
+def _outside(reader: WeightReader, model: ModelConfig, name: str) -> np.ndarray:
+    """A tensor outside the layers, on the host."""
+    return next(reader.read(spec) for spec in tensors_of(model) if spec.name == name)
 
 
 def _head_logits(reader: WeightReader, model: ModelConfig, x: Float32[Array, "B T D"]) -> Float32[np.ndarray, "B T V"]:
     """Logits of the residual stream behind the last layer; the head is read in slices of rows."""
-    norm = jnp.asarray(reader.vector(names.FINAL_NORM, model.hidden_size, jnp.float32))
-    name = names.EMBED if model.tie_word_embeddings else names.LM_HEAD
-    head = reader.on_host(name, (model.vocab_size, model.hidden_size))
-    hidden = rms_norm(x, norm, model.rms_norm_eps, jnp.float32)
+    head = _outside(reader, model, "embed_tokens" if model.tie_word_embeddings else "lm_head")
+    hidden = rms_norm(x, jnp.asarray(_outside(reader, model, "norm")), model.rms_norm_eps, jnp.float32)
     logits = np.empty((*x.shape[:-1], model.vocab_size), np.float32)
     for start in range(0, model.vocab_size, _ROWS):
         rows = jnp.asarray(head[start : start + _ROWS], jnp.float32)

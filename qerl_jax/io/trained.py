@@ -20,7 +20,7 @@ from qerl_jax.io.checkpoint import Checkpointer, latest_step
 from qerl_jax.io.hub import is_hub_id
 from qerl_jax.io.peft_config import CONFIG_FILE as ADAPTER_CONFIG
 from qerl_jax.io.run_files import ADAPTER_DIR, CONFIG_FILE
-from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, ModelConfig
+from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, ModelConfig, hf_module
 from qerl_jax.untrusted import shown
 
 # Paths of a `TrainState`'s arrays in a checkpoint.
@@ -146,7 +146,7 @@ def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _parts(model: ModelConfig, layer: int, module: str, kind: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """A layer's weight or bias by name; that of a fused projection in its parts."""
     if module in HEAD_NORMS:
-        return {names.head_norm(layer, module): array}
+        return {f"{hf_module(f'self_attn.{module}', layer)}.weight": array}
     parts, shapes = FUSED_PROJECTIONS.get(module, (module,)), model.projection_shapes()
     ends = np.cumsum([shapes[part][0] for part in parts])
     rows = np.split(array, ends[:-1])

@@ -1,11 +1,20 @@
-"""Shape of a decoder: Qwen2.5, Qwen3 (dense) or Llama 3."""
+"""Shape of a decoder, Qwen2.5, Qwen3 (dense) or Llama 3, and the table of its tensors."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Literal
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("q_norm", "k_norm")
+PROJECTION_MODULES = {
+    **{part: f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{part: f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
+}
+"""Module of each projection in a decoder layer of Hugging Face."""
+
+PROJECTIONS = tuple(PROJECTION_MODULES)
 FUSED_PROJECTIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -77,23 +86,102 @@ class ModelConfig:
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """(output, input) features of each of the seven projections of a layer."""
-        q, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        d, f = self.hidden_size, self.intermediate_size
-        return {
-            "q_proj": (q, d),
-            "k_proj": (kv_dim, d),
-            "v_proj": (kv_dim, d),
-            "o_proj": (d, q),
-            "gate_proj": (f, d),
-            "up_proj": (f, d),
-            "down_proj": (d, f),
-        }
+        projections = (spec for spec in tensors_of(self) if spec.kind == "projection")
+        return {part: (n, spec.columns) for spec in projections for part, n in spec.part_rows().items()}
 
     def parameter_count(self) -> int:
         """Parameters of the model without adapters, a tied head counted once."""
-        shapes = self.projection_shapes()
-        biases = sum(shapes[name][0] for name in FUSED_PROJECTIONS["qkv_proj"]) if self.qkv_bias else 0
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        layer = sum(n * k for n, k in shapes.values()) + biases + norms
-        heads = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
+        return sum(math.prod(spec.shape) * (self.num_layers if spec.in_layer else 1) for spec in tensors_of(self))
+
+
+def hf_module(module: str, layer: int | None = None) -> str:
+    """Hugging Face's path of a module, of a decoder layer where one is given."""
+    return module if layer is None else f"model.layers.{layer}.{module}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the model: its place in the policy and in a checkpoint of Hugging Face, and its shape.
+
+    Attributes:
+      path: of the variable in `Qwen2`; of a layer's tensor in `DecoderLayer`.
+      kind: "projection", "bias" (of a projection), "norm", or "table" (embedding and head).
+      parts: (module of Hugging Face, rows) of each part; their rows follow each other. In a layer without its prefix.
+      columns: input features; None for a vector.
+      in_layer: whether every decoder layer has one.
+    """
+
+    path: tuple[str, ...]
+    kind: Literal["projection", "bias", "norm", "table"]
+    parts: tuple[tuple[str, int], ...]
+    columns: int | None = None
+    in_layer: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all parts together."""
+        return self._shape(sum(rows for _, rows in self.parts))
+
+    @property
+    def name(self) -> str:
+        """Its key in the weights that `Qwen2` takes."""
+        if self.kind == "bias":
+            return f"{self.path[-2].removesuffix('_proj')}_bias"
+        return self.path[-2] if self.path[-1] == "weight" else self.path[-1]
+
+    def places(self, num_layers: int) -> tuple[int | None, ...]:
+        """The layers that have one; (None,) for a tensor outside the layers."""
+        return tuple(range(num_layers)) if self.in_layer else (None,)
+
+    def part_rows(self) -> dict[str, int]:
+        """Rows of each part, by the last name of its module ("q_proj")."""
+        return {module.rpartition(".")[2]: rows for module, rows in self.parts}
+
+    def modules(self, layer: int | None = None) -> tuple[str, ...]:
+        """Hugging Face's modules of the parts."""
+        return tuple(hf_module(module, layer) for module, _ in self.parts)
+
+    def stored(self, layer: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each part in an unquantized checkpoint."""
+        suffix = "bias" if self.kind == "bias" else "weight"
+        return {f"{hf_module(module, layer)}.{suffix}": self._shape(rows) for module, rows in self.parts}
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+
+def tensors_of(config: ModelConfig) -> tuple[TensorSpec, ...]:
+    """Every tensor of the model: those of a decoder layer in the order of their use, then those outside the layers. The
+    table behind loading, checking, abstract policies, exports, quantization and parameter counts.
+
+    Fresh adapters draw their keys by the order of the projections' parts.
+    """
+    d, f = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def projection(block: str, fused: str, rows: dict[str, int], columns: int) -> TensorSpec:
+        parts = tuple((PROJECTION_MODULES[part], n) for part, n in rows.items())
+        return TensorSpec((block, fused, "weight"), "projection", parts, columns)
+
+    qkv = projection("self_attn", "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}, d)
+    biases = [TensorSpec(("self_attn", "qkv_proj", "bias"), "bias", qkv.parts)] if config.qkv_bias else []
+    head_norms = [
+        TensorSpec(("self_attn", name, "weight"), "norm", ((f"self_attn.{name}", config.head_dim),))
+        for name in (HEAD_NORMS if config.qk_norm else ())
+    ]
+    heads = [] if config.tie_word_embeddings else [("lm_head", "lm_head")]
+    return (
+        TensorSpec(("input_layernorm", "weight"), "norm", (("input_layernorm", d),)),
+        qkv,
+        *biases,
+        *head_norms,
+        projection("self_attn", "o_proj", {"o_proj": d}, q),
+        TensorSpec(("post_attention_layernorm", "weight"), "norm", (("post_attention_layernorm", d),)),
+        projection("mlp", "gate_up_proj", {"gate_proj": f, "up_proj": f}, d),
+        projection("mlp", "down_proj", {"down_proj": d}, f),
+        TensorSpec(("norm", "weight"), "norm", (("model.norm", d),), in_layer=False),
+        *(
+            TensorSpec((name,), "table", ((module, config.vocab_size),), d, in_layer=False)
+            for name, module in (("embed_tokens", "model.embed_tokens"), *heads)
+        ),
+    )

@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from qerl_kernels import dispatch
-from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4
+from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.config import Config
-from qerl_jax.io import hf_config, names
+from qerl_jax.io import hf_config
 from qerl_jax.io.assets import model_path
+from qerl_jax.io.layouts import LAYOUTS
 from qerl_jax.io.load import build_policy
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE
-from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, LAYER_NORMS, ModelConfig
-from qerl_jax.models.formats import Dense, Nf4, Weight
-from qerl_jax.models.formats.nf4 import NF4_BLOCK
+from qerl_jax.models import formats
+from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
+from qerl_jax.models.formats import Weight
 from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy, TrainState
 
@@ -42,7 +43,7 @@ def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainSt
 def stored_format(directory: Path, config: Config) -> str:
     """Format of the projections on the device, one of `WEIGHT_FORMATS`."""
     scheme = hf_config.stored_format(directory)
-    return config.loaded_format or "bf16" if scheme is None else names.STORED_FORMAT[scheme]
+    return config.loaded_format or "bf16" if scheme is None else LAYOUTS[scheme].weight_format
 
 
 def has_weights(directory: Path) -> bool:
@@ -71,50 +72,21 @@ def abstract_trees(model: ModelConfig, stored: str, config: Config, optimizer: A
 
 
 def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kernel: str) -> dict[str, Any]:
-    shapes, d = model.projection_shapes(), model.hidden_size
+    runs = matmul_kernel == "mosaic_gpu" or (matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None)
 
-    def fused(*parts: str) -> Weight:
-        weight = _zeros(stored, sum(shapes[part][0] for part in parts), shapes[parts[0]][1], dtype)
-        runs = matmul_kernel == "mosaic_gpu" or (
-            matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None
-        )
+    def tensor(spec: TensorSpec) -> Weight | jax.Array:
+        if spec.kind != "projection":
+            return jnp.zeros(spec.shape, jnp.float32 if spec.kind == "norm" else dtype)
+        weight = formats.zeros(stored, *spec.shape, dtype)
         if not runs or not isinstance(weight, Nvfp4 | Mxfp4):
             return weight
         return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))
 
     def layer() -> dict[str, Any]:
-        biases = sum(shapes[part][0] for part in FUSED_PROJECTIONS["qkv_proj"])
-        head_norms = HEAD_NORMS if model.qk_norm else ()
-        return {
-            "qkv_proj": fused(*FUSED_PROJECTIONS["qkv_proj"]),
-            "qkv_bias": jnp.zeros(biases, dtype) if model.qkv_bias else None,
-            "o_proj": fused("o_proj"),
-            "gate_up_proj": fused(*FUSED_PROJECTIONS["gate_up_proj"]),
-            "down_proj": fused("down_proj"),
-            **{norm: jnp.zeros(d, jnp.float32) for norm in LAYER_NORMS},
-            **{norm: jnp.zeros(model.head_dim, jnp.float32) for norm in head_norms},
-        }
+        return {"qkv_bias": None, **{spec.name: tensor(spec) for spec in tensors_of(model) if spec.in_layer}}
 
-    table = jnp.zeros((model.vocab_size, d), dtype)
-    return {
-        "embed_tokens": table,
-        "norm": jnp.zeros(d, jnp.float32),
-        "lm_head": None if model.tie_word_embeddings else table,
-        "layers": [layer() for _ in range(model.num_layers)],
-    }
-
-
-def _zeros(stored: str, n: int, k: int, dtype: DTypeLike) -> Weight:
-    match stored:
-        case "nvfp4":
-            scales = jnp.zeros((n, k // NVFP4_BLOCK), jnp.float8_e4m3fn)
-            return Nvfp4(jnp.zeros((n, k // 2), jnp.uint8), scales, jnp.ones(n, jnp.float32), True)
-        case "mxfp4":
-            return Mxfp4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // MXFP4_BLOCK), jnp.uint8))
-        case "nf4":
-            return Nf4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // NF4_BLOCK), jnp.float32))
-        case _:
-            return Dense(jnp.zeros((n, k), dtype))
+    outside = {spec.name: tensor(spec) for spec in tensors_of(model) if not spec.in_layer}
+    return {**outside, "layers": [layer() for _ in range(model.num_layers)]}
 
 
 def tree_bytes(tree: Any) -> int:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from qerl_jax.io.hf_config import model_config, parse_config, quantization_format, read_json
+from qerl_jax.io.hf_config import model_config, parse_config, read_json, stored_format
+from qerl_jax.io.layouts import layout_of
 from qerl_jax.io.safetensors import CheckpointError
 
 # size -> config file, published parameter count in billions, [hidden, ffn, layers, heads, kv heads, vocab], tied, eps
@@ -83,15 +84,53 @@ def test_head_dim_is_the_configs_own_where_it_states_one():
     assert parse_config({**MINIMAL, "head_dim": None}, {}, "x").head_dim == 8
 
 
-@pytest.mark.parametrize(
-    "parameters", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
-)
-def test_rope_theta_at_either_place(parameters):
-    assert parse_config({**MINIMAL, **parameters}, {}, "x").rope_theta == 5e5
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPELLINGS = [
+    {},
+    {"rope_theta": 5e5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}},
+    {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    {"rope_theta": 2e4, "rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 1e6}},
+    {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}},
+    {"rope_theta": 5e5, "rope_parameters": {**LLAMA3, "rope_theta": 3e5}},
+    {"rope_scaling": {}, "rope_parameters": {"rope_theta": 7e5}},
+    {"num_key_value_heads": None},
+    {"head_dim": 12},
+    {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0},
+    {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    {"tie_word_embeddings": True, "rms_norm_eps": 3e-6},
+]
+CONFIGS = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}
 
 
-def test_rope_theta_of_a_config_without_one_is_that_of_transformers():
-    assert parse_config(MINIMAL, {}, "x").rope_theta == transformers.Qwen2Config().rope_parameters["rope_theta"]
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("changes", SPELLINGS, ids=str)
+def test_every_field_is_the_one_that_transformers_reads(kind, changes):
+    raw = {**MINIMAL, **changes, "model_type": kind}
+    ours = parse_config(json.loads(json.dumps(raw)), {}, "x")
+    theirs = CONFIGS[kind].from_dict(json.loads(json.dumps(raw)))
+    rope = theirs.rope_parameters
+    assert ours.rope_theta == rope["rope_theta"]
+    if rope["rope_type"] == "default":
+        assert ours.rope_scaling is None
+    else:
+        assert vars(ours.rope_scaling) == {key: rope[key] for key in vars(ours.rope_scaling)}
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    if "head_dim" in changes or kind != "qwen2":  # a Qwen2 computes it in the model
+        assert ours.head_dim == theirs.head_dim
+    assert (ours.rms_norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert set(getattr(theirs, "layer_types", ["full_attention"])) == {"full_attention"}
+
+
+def test_key_value_heads_of_a_config_without_them_are_those_of_transformers():
+    raw = {key: value for key, value in MINIMAL.items() if key != "num_key_value_heads"} | {
+        "num_attention_heads": 64,
+        "hidden_size": 128,
+    }
+    for kind, config in CONFIGS.items():
+        ours = parse_config({**raw, "model_type": kind}, {}, "x")
+        assert ours.num_kv_heads == config.from_dict({**raw, "model_type": kind}).num_key_value_heads
 
 
 @pytest.mark.parametrize(
@@ -99,7 +138,10 @@ def test_rope_theta_of_a_config_without_one_is_that_of_transformers():
     [
         ({"model_type": "gpt2"}, ("model_type", "gpt2")),
         ({"model_type": None}, ("model_type", "None")),
-        ({"use_sliding_window": True, "sliding_window": 16}, ("use_sliding_window", "true")),
+        ({"use_sliding_window": True, "max_window_layers": 1}, ("use_sliding_window", "true", "1 of 2 layers")),
+        ({"rope_theta": None}, ("rope_theta", "None")),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ("rope_parameters", "'full_attention'")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, ("rope_parameters", "linear")),
@@ -145,15 +187,37 @@ def test_files_that_are_no_config(tmp_path):
 
 def test_quantization_sections_of_published_checkpoints(data):
     folder = data / "nvfp4"
-    for name, expected in (("compressed-tensors", "compressed-tensors"), ("modelopt", "modelopt")):
-        config = read_json(folder / f"fixture-{name}-tiny-qwen2/config.json")
-        assert quantization_format(config, "x") == expected
+    for name in ("compressed-tensors", "modelopt"):
+        assert stored_format(folder / f"fixture-{name}-tiny-qwen2") == name
     mixed = read_json(folder / "nvidia--Qwen3.6-27B-NVFP4_config.json")
     with pytest.raises(CheckpointError, match=r"here\.json.*MIXED_PRECISION"):
-        quantization_format(mixed, "here.json")
+        layout_of(mixed["quantization_config"], "here.json")
     for name in ("nvidia--Qwen3.6-27B-NVFP4_config.json", "nvidia--Qwen3-235B-A22B-NVFP4_config.json"):
         with pytest.raises(CheckpointError, match=r"here\.json.*qwen3"):
             parse_config(read_json(folder / name), {}, "here.json")
+
+
+NESTED = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": {"quant_algo": "NVFP4"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "beside", "expected"),
+    [
+        (None, None, None),
+        ({}, None, None),
+        (None, NESTED, "modelopt"),
+        (NESTED, None, "modelopt"),
+        ({"quant_method": "modelopt", **NESTED}, NESTED, "modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None, "modelopt"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, NESTED, "bitsandbytes"),
+    ],
+)
+def test_where_a_quantization_is_described(tmp_path, section, beside, expected):
+    """In config.json or, of ModelOpt, in hf_quant_config.json alone; flat or nested."""
+    (tmp_path / "config.json").write_text(json.dumps({**MINIMAL, "quantization_config": section}))
+    if beside is not None:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert stored_format(tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -163,13 +227,9 @@ def test_quantization_sections_of_published_checkpoints(data):
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8"),
         ({"producer": {"name": "modelopt"}, "quant_algo": "FP8"}, "FP8"),
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, "FP8"),
     ],
 )
 def test_other_quantizations_are_refused(section, named):
     with pytest.raises(CheckpointError, match=f"here.json.*{named}"):
-        quantization_format({"quantization_config": section}, "here.json")
-
-
-def test_no_quantization():
-    assert quantization_format({}, "x") is None
-    assert quantization_format({"quantization_config": None}, "x") is None
+        layout_of(section, "here.json")

@@ -244,9 +244,43 @@ def test_defects_of_a_quantized_checkpoint(nvfp4_dir, tmp_path, change, named):
     assert_refused(folder, named)
 
 
-def test_activation_scales_of_w4a4_are_legal_and_unused(nvfp4_dir, tmp_path):
-    folder = rewritten(nvfp4_dir, tmp_path / "w4a4", _set(f"{Q}.input_global_scale", np.ones(1, np.float32)))
+UNUSED = {
+    "activation scales of W4A4": [f"{Q}.input_global_scale"],
+    "KV cache, ModelOpt": ["model.layers.0.self_attn.k_proj.k_scale", "model.layers.0.self_attn.v_proj.v_scale"],
+    "KV cache, compressed-tensors": ["model.layers.1.self_attn.k_scale", "model.layers.1.self_attn.v_scale"],
+    "KV cache, deprecated": ["model.layers.1.self_attn.kv_scale"],
+    "rotary frequencies": ["model.layers.1.self_attn.rotary_emb.inv_freq"],
+}
+
+
+@pytest.mark.parametrize("names", UNUSED.values(), ids=UNUSED)
+def test_tensors_that_are_known_and_unused(nvfp4_dir, tmp_path, names):
+    def add(tensors):
+        tensors |= dict.fromkeys(names, np.ones(1, np.float32))
+
+    folder = rewritten(nvfp4_dir, tmp_path / "more", add)
     assert_trees_equal(fp32_policy(folder).frozen, fp32_policy(nvfp4_dir).frozen)
+
+
+def test_an_index_may_name_frequencies_that_no_shard_holds(tiny_dir, tmp_path):
+    shutil.copytree(tiny_dir, tmp_path / "m")
+    path = tmp_path / "m" / st.INDEX_FILE
+    index = json.loads(path.read_text())
+    shard = next(iter(index["weight_map"].values()))
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = shard
+    path.write_text(json.dumps(index))
+    assert_trees_equal(fp32_policy(tmp_path / "m").frozen, fp32_policy(tiny_dir).frozen)
+
+
+def test_modelopt_with_its_own_config_file_alone(data, tmp_path):
+    source = data / "nvfp4/fixture-modelopt-tiny-qwen2"
+    shutil.copytree(source, tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    section = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "m" / "hf_quant_config.json").write_text(json.dumps(section))
+    assert_trees_equal(fp32_policy(tmp_path / "m").frozen, fp32_policy(source).frozen)
 
 
 def test_config_and_weights_that_contradict(nvfp4_dir, tiny_dir, tmp_path):
@@ -271,7 +305,9 @@ def test_arguments_that_cannot_be(micro_dir, tmp_path):
         load_policy(micro_dir, dtype=jnp.float16)
     narrow = tmp_path / "narrow"
     torch_qwen2.make(narrow, seed=0, hidden_size=40)
-    with pytest.raises(ValueError, match=r"40 input features are not a multiple of 64, which nf4 needs"):
+    with pytest.raises(
+        ValueError, match=r"self_attn.q_proj: NF4 needs input features divisible by 64, got a weight of .* x 40"
+    ):
         load_policy(narrow, "nf4")
 
 

@@ -27,11 +27,11 @@ def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
         for norm, value in policy.norms["layers"][layer].items():
             yield names.layer_norm(layer, norm), as_stored(value["weight"])
         for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
-            block, row = blocks[names.BLOCK[parts[0]]][fused], 0
+            block, row = blocks["mlp" if fused in ("gate_up_proj", "down_proj") else "self_attn"][fused], 0
             for part in parts:
                 module, rows = names.projection(layer, part), config.projection_shapes()[part][0]
                 here = slice(row, row + rows)
-                if part in names.BIASED:
+                if part in ("q_proj", "k_proj", "v_proj"):
                     yield f"{module}.bias", np.asarray(block["bias"][here]).tobytes()
                 yield from weight_bytes(module, block["weight"], here)
                 row += rows
@@ -51,10 +51,10 @@ def weight_bytes(module: str, weight: Weight, rows: slice) -> Iterator[tuple[str
         return
     if isinstance(weight, PackedNvfp4):  # on a Hopper GPU
         weight = unpack(weight)
-    suffixes = names.QUANTIZED["compressed-tensors" if weight.divides else "modelopt"]
-    yield f"{module}.{suffixes[0]}", np.asarray(weight.codes[rows]).tobytes()
-    yield f"{module}.{suffixes[1]}", np.asarray(weight.scales[rows]).tobytes()
-    yield f"{module}.{suffixes[2]}", np.asarray(weight.global_scale[rows][:1]).tobytes()
+    codes, divisor = ("weight_packed", "weight_global_scale") if weight.divides else ("weight", "weight_scale_2")
+    yield f"{module}.{codes}", np.asarray(weight.codes[rows]).tobytes()
+    yield f"{module}.weight_scale", np.asarray(weight.scales[rows]).tobytes()
+    yield f"{module}.{divisor}", np.asarray(weight.global_scale[rows][:1]).tobytes()
 
 
 def as_stored(vector: jax.Array) -> bytes:

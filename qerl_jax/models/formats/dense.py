@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 class Dense:
     """Weight matrix `values` in the compute dtype: bf16, or fp32 in an fp32 model; a trained one always in fp32."""
 
-    values: Float[Array, "n k"]
+    values: Float[Array | np.ndarray, "n k"]
 
     @property
     def shape(self) -> tuple[int, int]:
