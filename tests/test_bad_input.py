@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
     "truncated shard": (
         small.bf16,
         cut(SHARD, 20_000),
-        f"MODEL/{SHARD}: '…' ends at byte …, but only … follow the header: the file is cut short",
+        f"MODEL/{SHARD} is damaged, or was cut short (20,000 bytes): …, file not fully covered",
     ),
     "wrong shape": (
         small.nvfp4,
@@ -129,14 +129,14 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
     "unknown quantization method": (
         small.bf16,
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        f"{CONFIG}: quantization method 'gptq', supported are 'compressed-tensors' with NVFP4 or MXFP4, 'modelopt' "
-        "with NVFP4, and 'bitsandbytes' with NF4",
+        f"{CONFIG}: quantization is {{'quant_method': 'gptq'}}; supported are 'compressed-tensors' in "
+        "'nvfp4-pack-quantized' or 'mxfp4-pack-quantized', 'modelopt' in NVFP4, and 'bitsandbytes' in NF4",
     ),
     "unknown quantization format": (
         small.nvfp4,
         config(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
-        f"{CONFIG}: compressed-tensors format 'pack-quantized', supported are 'nvfp4-pack-quantized' and "
-        "'mxfp4-pack-quantized'",
+        f"{CONFIG}: quantization is {{'quant_method': 'compressed-tensors', 'format': 'pack-quantized'}}; supported "
+        "are …",
     ),
     "8 bits by bitsandbytes": (
         small.nf4,

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from qerl_jax.io import names, safetensors
-from qerl_jax.io.hf_config import read_json
+from qerl_jax.io.layouts import Expected
 from qerl_jax.io.peft_config import CONFIG_FILE, adapter_config
-from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.io.safetensors import FLOATS, CheckpointError, read_json
+from qerl_jax.io.tensor_names import check_tensors
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 
 _PREFIX = "base_model.model."
@@ -54,7 +55,7 @@ class AdapterReader:
             if (key := norm_key(names.layer_norm(layer, name), alone=self.config.rank == 0)) in self._tensors
             or name in named
         }
-        self._check_shapes()
+        check_tensors(self._tensors, self._expected())
 
     @property
     def has_norms(self) -> bool:
@@ -90,30 +91,15 @@ class AdapterReader:
         """Name in the base checkpoint -> f32[D] of every layer norm that it carries."""
         return {names.layer_norm(*place): self._read(key) for place, key in self._norms.items()}
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self._norms.values(), (self._model.hidden_size,))
-        rank, targets = self.config.rank, self.config.target_modules if self.config.rank else ()
+    def _expected(self) -> Expected:
+        dtypes = (*FLOATS, "float64")
+        found: Expected = dict.fromkeys(self._norms.values(), ((self._model.hidden_size,), dtypes))
         for layer in range(self._model.num_layers):
             for part, (n, k) in self._model.projection_shapes().items():
-                if part in targets:
-                    shapes |= {lora_key(layer, part, "A"): (rank, k), lora_key(layer, part, "B"): (n, rank)}
-        return shapes
-
-    def _check_shapes(self) -> None:
-        wanted = self._shapes()
-        for name, shape in wanted.items():
-            if name not in self._tensors:
-                raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
-            found = self._tensors.spec(name)[1]
-            if found != shape:
-                raise CheckpointError(
-                    f"{self.path}: {name!r} has shape {list(found)}, the model asks for {list(shape)}"
-                )
-        unknown = sorted(set(self._tensors) - set(wanted))
-        if unknown:
-            raise CheckpointError(
-                f"{self.path}: {len(unknown)} tensors have no place in the policy, first {unknown[0]!r}"
-            )
+                if self.config.rank and part in self.config.target_modules:
+                    found[lora_key(layer, part, "A")] = (self.config.rank, k), dtypes
+                    found[lora_key(layer, part, "B")] = (n, self.config.rank), dtypes
+        return found
 
     def _read(self, name: str) -> np.ndarray:
         array = self._tensors[name].astype(np.float32)

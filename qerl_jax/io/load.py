@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.io.weights import WeightReader
-from qerl_jax.models.config import ModelConfig, tensors_of
+from qerl_jax.models.config import LAYER_NORMS, ModelConfig, tensors_of
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import LoraConfig, init_lora
 from qerl_jax.models.modules import Adapter, Frozen, Norm
@@ -103,9 +104,8 @@ def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int
     graphdef, frozen, norms, adapters = nnx.split(model, Frozen, Norm, Adapter)
     trees = [nnx.to_pure_dict(state) for state in (frozen, norms, adapters)]
     policy = Policy(*trees, graphdef=graphdef, config=config, lora_config=lora)
-    count, expected = len(jax.tree.leaves(policy.norms)), 2 * config.num_layers
-    if count != expected:
-        raise AssertionError(f"{count} layer norms for {config.num_layers} layers, expected {expected}")
+    chex.assert_tree_shape_suffix(policy.norms, (config.hidden_size,))
+    chex.assert_equal(len(jax.tree.leaves(policy.norms)), len(LAYER_NORMS) * config.num_layers)
     return policy
 
 

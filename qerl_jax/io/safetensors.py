@@ -158,8 +158,11 @@ def _entries(path: Path) -> dict[str, tuple[Path, Spec, int]]:
     try:
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise CheckpointError(f"{path} is damaged, or was cut short ({size:,} bytes): {error}") from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error}") from error
     specs: dict[str, Spec] = {}
     for name, entry in slices.items():
         if entry.get_dtype() not in DTYPES:

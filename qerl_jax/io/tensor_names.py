@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from qerl_jax.io import names
 from qerl_jax.io.layouts import LAYOUTS, Expected, Layout
 from qerl_jax.io.safetensors import FLOATS, CheckpointError, TensorSource
@@ -31,6 +33,13 @@ def check_names(tensors: TensorSource, config: ModelConfig, scheme: str | None) 
                     optional |= {f"{module}.{suffix}" for suffix in layout.unused}
                 else:
                     expected[name] = shape, FLOATS
+    check_tensors(tensors, expected, optional)
+
+
+def check_tensors(tensors: TensorSource, expected: Expected, optional: Container[str] = ()) -> None:
+    """Raise CheckpointError, naming file, key and both values, for a tensor that is missing, misshapen, of another
+    dtype, or neither expected nor optional.
+    """
     for name, (shape, dtypes) in expected.items():
         tensors.require(name)
         dtype, found = tensors.spec(name)
@@ -39,7 +48,9 @@ def check_names(tensors: TensorSource, config: ModelConfig, scheme: str | None) 
             raise CheckpointError(f"{where} has shape {list(found)}, the config asks for {list(shape)}")
         if dtype.name not in dtypes:
             raise CheckpointError(f"{where} has dtype {dtype.name}, expected one of {list(dtypes)}")
-    unknown = sorted(name for name in set(tensors) - set(expected) - optional if not names.is_unused(name))
+    unknown = sorted(
+        name for name in tensors if name not in expected and name not in optional and not names.is_unused(name)
+    )
     if unknown:
         raise CheckpointError(
             f"{tensors.file_of(unknown[0])}: {len(unknown)} tensors have no place in the model, first {unknown[0]!r}"
