@@ -39,7 +39,7 @@ from qerl_jax.untrusted import shown
 
 KINDS = ("peft", "vllm", "merged")
 Progress = Callable[[str, int, int], None]
-"""Called with "scan", "write" or "check", and the numbers of layers or tensors done and of all."""
+"""Called with "write" or "check", and the numbers of tensors done and of all."""
 
 _CARD = "README.md"  # the base's, which does not describe what was trained
 _QUANTIZATION_FILES = ("hf_quant_config.json", "recipe.yaml")  # ModelOpt's and llm-compressor's, besides config.json
@@ -176,12 +176,11 @@ def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path
         tensors = Replaced(open_checkpoint(source.base), norms)
         config = hf_config.read_json(source.base / "config.json")
         if source.quantizes:
-            stages = {"scan": "scan", "quantize": "write"}
 
-            def told(stage: str, done: int, total: int) -> None:
-                progress(stages[stage], done, total)
+            def written(done: int, total: int) -> None:
+                progress("write", done, total)
 
-            write_quantized(source.base, directory, tensors, config, source.model.num_layers, told, (_CARD,))
+            write_quantized(source.base, directory, tensors, config, source.model, "nvfp4", written, (_CARD,))
         else:
             _write_model(source.base, directory, tensors, progress, config, (_CARD,))
     is_quantized = source.quantizes and source.weight_format == "nvfp4"
@@ -282,7 +281,7 @@ def _run(argv: Sequence[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     leave_out_torch()
-    stages = {"scan": "scanning layers", "write": "writing tensors", "check": "reading them back"}
+    stages = {"write": "writing tensors", "check": "reading them back"}
     with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         tasks: dict[str, Any] = {}
 

@@ -44,12 +44,11 @@ def _run(argv: Sequence[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     src = model_path(arguments.src)  # a download has a progress bar of its own
-    stages = (("scan", "scanning layers"), ("quantize", "writing tensors"))
     with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        tasks = {stage: bar.add_task(text, total=None) for stage, text in stages}
+        task = bar.add_task("writing tensors", total=None)
 
-        def progress(stage: str, done: int, total: int) -> None:
-            bar.update(tasks[stage], completed=done, total=total)
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
 
         quantize_checkpoint(src, arguments.dst, arguments.format, arguments.overwrite, progress)
     print(f"wrote {arguments.dst}")

@@ -11,7 +11,6 @@ from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
 
 from qerl_jax.io import names
 from qerl_jax.io.layouts import LAYOUTS
-from qerl_jax.io.quantize import max_magnitude
 from qerl_jax.io.safetensors import CheckpointError, TensorSource
 from qerl_jax.io.tensor_names import check_names
 from qerl_jax.models.config import ModelConfig, TensorSpec
@@ -99,6 +98,14 @@ class WeightReader:
                 f"{self.tensors.file_of(names.LM_HEAD)}: {names.LM_HEAD!r} differs from {names.EMBED!r}, but "
                 "config.json says tie_word_embeddings true"
             )
+
+
+def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
+    """Largest |value| of a tensor. Raises CheckpointError naming file and tensor if a value is not finite."""
+    try:
+        return nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
+    except ValueError as error:
+        raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
 
 
 def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
