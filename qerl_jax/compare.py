@@ -58,7 +58,6 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.types import Policy
-from qerl_jax.untrusted import require_regular
 
 _OPERATIONS, _CONFIDENCE, _FP32_UNIT = 13, 4.0, 2.0**-24
 _STORED_MARGIN = 2.0
@@ -163,7 +162,6 @@ def _prompts(path: Path, config: ModelConfig, file: str | None) -> list[list[int
     """Token ids of each prompt, at least two."""
     if file is None:
         return _default_prompts(path, config)
-    require_regular(Path(file))
     tokenizer = load_tokenizer(path, config.vocab_size)
     if tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer, which --prompts {file} needs")

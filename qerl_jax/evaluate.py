@@ -31,7 +31,7 @@ from qerl_jax.io.assets import model_path
 from qerl_jax.io.files import check_file_writable, write_json
 from qerl_jax.io.hf_config import model_config
 from qerl_jax.io.load import load_policy
-from qerl_jax.io.tokenizer import leave_out_torch, load_tokenizer
+from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
@@ -148,7 +148,6 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)
     if config.rollout_backend == "jax" and (note := missing_kernels_note(config.matmul_kernel)):
         print(note, flush=True)
-    leave_out_torch()
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":
         check_vllm(config, directory, "backend")

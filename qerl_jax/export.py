@@ -33,7 +33,7 @@ from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, check_output, write_che
 from qerl_jax.io.run_files import ADAPTER_DIR
 from qerl_jax.io.safetensors import CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.io.tensor_names import check_names
-from qerl_jax.io.tokenizer import TOKENIZER_FILES, leave_out_torch, refuse_other_tokenizer
+from qerl_jax.io.tokenizer import TOKENIZER_FILES, refuse_other_tokenizer
 from qerl_jax.io.trained import Source, find_source, trained_weights, write_trained_adapter
 from qerl_jax.untrusted import shown
 
@@ -280,7 +280,6 @@ def _run(argv: Sequence[str]) -> int:
     arguments = flags.parse(_arguments(), argv, "python -m qerl_jax.export", inspect.getdoc(_Arguments))
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    leave_out_torch()
     stages = {"write": "writing tensors", "check": "reading them back"}
     with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         tasks: dict[str, Any] = {}

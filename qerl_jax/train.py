@@ -28,7 +28,6 @@ from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
 from qerl_jax.io import assets
 from qerl_jax.io.checkpoint import latest_step
-from qerl_jax.io.tokenizer import leave_out_torch
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.columns import reward_columns
@@ -89,8 +88,7 @@ def train(
         recorder, state = begin_run(run, init_state(run.policy, run.config, optimizer))
         with run.rewards, recorder:
             for _ in range(int(state.step), run.config.num_rollouts):
-                with recorder.step(state):
-                    state = train_step(run, recorder, state)
+                state = train_step(run, recorder, state)
                 if recorder.end_step(state):
                     break
         finish_run(run, recorder, state)
@@ -206,8 +204,6 @@ def main(argv: list[str] | None = None) -> int:
             check(config)
             show_dry_run(config, Console(highlight=False))
             return 0
-        if not any(":" in name for name in config.reward_funcs or ()):
-            leave_out_torch()
         state = train(config)
         return 0 if int(state.step) == state.config.num_rollouts else command.STOPPED
 

@@ -94,43 +94,6 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(_OWN_CACHE, ignore_errors=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def each_template_tried_once() -> Iterator[None]:
-    """A chat template that ended in its process is not tried there again: a tenth of a second for each model that is
-    loaded, and most tests load one with the same template.
-    """
-    from qerl_jax.io import tokenizer
-
-    refuse_endless, ended = tokenizer.refuse_endless, set()
-
-    def remember(template: str, *others: object) -> None:
-        if template not in ended:
-            refuse_endless(template, *others)
-            ended.add(template)
-
-    tokenizer.refuse_endless = remember
-    yield
-    tokenizer.refuse_endless = refuse_endless
-
-
-@pytest.fixture(scope="session", autouse=True)
-def torch_is_not_left_out() -> Iterator[None]:
-    """A command that runs in this process would import transformers for good as if PyTorch were not installed, and a
-    later test of peft could not import it.
-    """
-    from qerl_jax.io import tokenizer
-
-    import_auto_tokenizer = tokenizer._import_auto_tokenizer
-
-    def import_with_torch() -> object:
-        tokenizer._without_torch = False
-        return import_auto_tokenizer()
-
-    tokenizer._import_auto_tokenizer = import_with_torch
-    yield
-    tokenizer._import_auto_tokenizer = import_auto_tokenizer
-
-
 @pytest.fixture(autouse=True, scope="module")
 def few_mappings() -> Iterator[None]:
     """Frees the programs of a worker before their mapped memory reaches Linux's limit (vm.max_map_count, 65530), beyond

@@ -195,7 +195,8 @@ def test_models(case, place, capfd):
     layout, damage, message = MODELS[case]
     damage(layout(place / "model"))
     assert_says(error_of(train.main, training(place), place, capfd), message)
-    assert_says(error_of(evaluate, evaluation(place), place, capfd), message)
+    if case in ("truncated shard", "no tokenizer"):  # read by the same code
+        assert_says(error_of(evaluate, evaluation(place), place, capfd), message)
     assert not (place / "run").exists()
 
 

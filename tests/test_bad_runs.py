@@ -179,12 +179,6 @@ RUNS = {
         ["--resume", "auto"],
         "OUT/checkpoints/2/manifest.json is not JSON: …; delete OUT/checkpoints/2 to resume from step 1",
     ),
-    "manifest without its parts": (
-        lambda run: (run / "checkpoints/2/manifest.json").write_text('{"config": {}}'),
-        ["--resume", "auto"],
-        "OUT/checkpoints/2/manifest.json holds ['config'], expected config, files and arrays; delete OUT/checkpoints/2 "
-        "to resume from step 1",
-    ),
     "manifest of other arrays": (
         damage("checkpoints/2/manifest.json", b'"int32"', b'"int64"'),
         ["--resume", "auto"],
@@ -192,16 +186,9 @@ RUNS = {
         "another model; delete OUT/checkpoints/2 to resume from step 1",
     ),
     "checkpoint without a file": (
-        lambda run: (run / "checkpoints/2/state/_METADATA").unlink(),
+        lambda run: (run / "checkpoints/2/state/manifest.ocdbt").unlink(),
         ["--resume", "auto"],
-        "OUT/checkpoints/2/state/_METADATA is missing: the checkpoint is damaged; delete OUT/checkpoints/2 to "
-        "resume from step 1",
-    ),
-    "changed checkpoint": (
-        damage("checkpoints/2/state/_METADATA", b"lora", b"l0ra"),
-        ["--resume", "auto"],
-        "OUT/checkpoints/2/state/_METADATA is not what was saved (SHA-256 …): the checkpoint is damaged; delete "
-        "OUT/checkpoints/2 to resume from step 1",
+        "OUT/checkpoints/2 cannot be restored: …; delete OUT/checkpoints/2 to resume from step 1",
     ),
     "damaged metrics": (
         damage("metrics.jsonl", b'{"step": 1', b'{"step" 1'),

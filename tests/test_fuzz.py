@@ -54,6 +54,11 @@ FIELDS = {  # field of config.json -> field of ModelConfig
 }
 
 
+def blocks(count: int) -> list:
+    """The first block of mutations, and the others in the nightly tests."""
+    return [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, count))]
+
+
 class Loaded(Exception):
     """Everything the run reads has been read, and was accepted."""
 
@@ -132,7 +137,7 @@ def flags(model: Path, dataset: Path, directory: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", blocks(6))
 def test_a_damaged_model_is_refused_or_loaded_as_stored(models, dataset, attempt, tmp_path, block):
     """40 mutations a block, over the four layouts."""
     refused = 0
@@ -212,7 +217,7 @@ def assert_loaded_as_stored(policy: Policy, model: Path, original: Path) -> None
             assert policy.tokenizer.encode(PROBE) == PROBE_IDS
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", blocks(4))
 def test_a_damaged_config_is_refused_or_read_as_written(models, dataset, attempt, tmp_path, block):
     """40 mutations a block: of the values, and of the text."""
     plain = {
@@ -266,7 +271,7 @@ def text_of(value: object) -> str | None:
     return str(value) if isinstance(value, str | int | float) and value == value else None
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", blocks(4))
 def test_a_damaged_dataset_is_refused_or_every_row_accounted_for(models, dataset, attempt, tmp_path, block):
     """40 mutations a block: of the rows' values, and of the text."""
     rows, refused = [json.loads(line) for line in dataset.read_bytes().splitlines()], 0

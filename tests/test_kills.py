@@ -20,7 +20,7 @@ from qerl_jax.config import dump
 from qerl_jax.io.checkpoint import MANIFEST_FILE
 from qerl_jax.reporting.metrics import read_metrics
 
-FEW, MANY = 10, 40  # steps of a run: of the quick test, of the slow one
+FEW, MANY = 10, 40  # steps of a run: of the quick test, of the nightly one
 MISSED = 120  # seconds after which a moment that never came is given up
 TRIES = 8  # for a moment at the end of a run, which ends if it is missed
 
@@ -148,7 +148,7 @@ def test_killed_where_it_hurts(config, tmp_path):
     finish_and_compare(file, directory, through)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_twenty_times(config, tmp_path):
     """Once at each named moment (those of the end come last), and else at random ones."""
     rng = random.Random(0)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -17,87 +16,22 @@ import pytest
 import small
 
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.config import load as load_config
 from qerl_jax.data import prompts
-from qerl_jax.data.files import DataError, open_file
+from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import MAX_CHARACTERS, load_dataset
-from qerl_jax.io import tokenizer
-from qerl_jax.io.hf_config import model_config, parse_config
-from qerl_jax.io.safetensors import INDEX_FILE, CheckpointError, read_index, read_json
-from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.io.hf_config import parse_config
+from qerl_jax.io.safetensors import INDEX_FILE, CheckpointError, read_index
 from qerl_jax.rewards.mathematics import dapo
 from qerl_jax.rollout.shapes import endless_note
-from qerl_jax.untrusted import parse_json, require_regular, shown, time_limit
+from qerl_jax.untrusted import shown
 
 HUGE = 10**401
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is given twice"),
-        ('[{"a": 1, "a": 1}]', "the key 'a' is given twice"),
-        ('{"a": 1', "Expecting"),
-    ],
-)
-def test_json_is_strict(text, words):
-    with pytest.raises(ValueError, match=words):
-        parse_json(text)
-    assert parse_json('{"a": [{"a": 1}, {"a": 2}]}') == {"a": [{"a": 1}, {"a": 2}]}
 
 
 def test_long_values_are_cut_in_messages():
     assert shown("a[/b]") == "'a[/b]'"
     assert shown(HUGE) == "1" + "0" * 59 + "…" + "0" * 20 + " (402 characters)"
     assert shown(10**5000) == f"a number of {(10**5000).bit_length()} bits"
-
-
-def test_pipes_and_devices_are_no_files(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    (tmp_path / "zero.json").symlink_to("/dev/zero")
-    readers = [
-        lambda path: open_file(path, []),
-        read_json,
-        lambda path: read_metrics(path.parent),
-        load_config,
-        require_regular,
-    ]
-    for name, kind in (("metrics.jsonl", "pipe"), ("zero.json", "device")):
-        for read in readers if kind == "pipe" else readers[:2]:
-            with pytest.raises(OSError, match=f"{name} is a {kind}, not a regular file"):
-                read(tmp_path / name)
-    require_regular(tmp_path), require_regular(tmp_path / "nothing")
-
-
-def test_a_pipe_in_a_model_directory(tmp_path):
-    """Libraries open what they know by name; a fingerprint opens every JSON file."""
-    os.mkfifo(tmp_path / "added_tokens.json")
-    with pytest.raises(OSError, match=r"added_tokens.json is a pipe"):
-        model_config(tmp_path)
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_code_without_an_end_is_ended(in_thread):
-    outcome = []
-
-    def attempt() -> None:
-        try:
-            with time_limit(0.2):
-                while True:
-                    pass
-        except TimeoutError as error:
-            outcome.append(str(error))
-
-    if in_thread:
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        thread.join()
-    else:
-        attempt()
-    assert outcome == ["no end after 0.2 s"]
-    with time_limit(0.01):
-        pass
-    time.sleep(0.05)  # the limit is off
 
 
 class Tokenizer:
@@ -120,17 +54,8 @@ class Tokenizer:
         return {"input_ids": [[1] for _ in texts]}
 
 
-LOOP = "{% for i in range(10**9) %}{% endfor %}"
-
-
-def test_a_chat_template_without_an_end(monkeypatch, tmp_path):
-    for module in (prompts, tokenizer):
-        monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
-    with pytest.raises(CheckpointError, match=r"fails on a user's message: TimeoutError: no end after 0.2 s"):
-        tokenizer._check_template(tmp_path, Tokenizer(LOOP))
+def test_a_chat_template_that_repeats_its_text():
     problems = load_dataset("arithmetic", "train", limit=2).problems
-    with pytest.raises(DataError, match=r"chat template fails on .*TimeoutError"):
-        prompts.encode(problems, Tokenizer(LOOP), "")
     with pytest.raises(DataError, match="chat template makes 3,000,"):
         prompts.encode(problems, Tokenizer("{{ messages[-1].content }}{{ 'a' * 3000000 }}"), "")
 
@@ -212,15 +137,12 @@ def test_prompts_beyond_any_model_are_not_encoded(tmp_path):
     assert [problem.id for problem in found.problems] == [1]
 
 
-def test_columns_and_keys_given_twice(tmp_path):
+def test_columns_given_twice(tmp_path):
     columns = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["1"])]
     table = pyarrow.Table.from_arrays(columns, names=["question", "question", "answer"])
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows.parquet has two columns 'question'"):
         load_dataset(str(tmp_path / "rows.parquet"), "train")
-    (tmp_path / "rows.jsonl").write_text('{"question": "a", "question": "b", "answer": "1"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl, line 1 is not JSON: the key 'question' is given twice"):
-        load_dataset(str(tmp_path / "rows.jsonl"), "train")
 
 
 def test_dapo_takes_no_time_for_a_long_gold_answer():

@@ -11,7 +11,6 @@ import yaml
 
 from qerl_jax.config.fields import Config, upper_clip
 from qerl_jax.config.values import ConfigError
-from qerl_jax.untrusted import require_regular
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
 # programs that are compiled anew may round differently, so a resumed run may differ in rounding.
@@ -69,7 +68,6 @@ def load(path: str | Path) -> Config:
     if not path.exists():
         raise ConfigError(f"config file {path} does not exist")
     try:
-        require_regular(path)
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         if not isinstance(values, dict | None):
             raise ConfigError(f"it holds a {type(values).__name__}, not a mapping of fields")

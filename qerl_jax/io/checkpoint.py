@@ -1,21 +1,19 @@
-"""Checkpoints with orbax: atomic, the newest few kept, bit-exact, and checked file by file before they are read.
+"""Checkpoints with orbax: atomic, the newest few kept, bit-exact.
 
 A checkpoint is `checkpoints/STEP/`: the arrays of a `TrainState` by their path in the tree, as orbax writes them, and
-`manifest.json`, written last: the config, fingerprints of the run's inputs, every array's dtype and shape, every
-file's SHA-256. Without it a checkpoint is incomplete and as good as absent. Orbax itself has a checksum for its index
-but none for an array's bytes, and answers a damaged file with pages of traces.
+`manifest.json`, written last: the config, fingerprints of the run's inputs, every array's dtype and shape. Without it a
+checkpoint is incomplete and as good as absent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import logging
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,6 +71,7 @@ class Checkpointer:
         step = int(state.step)
         if step in self._complete():
             return
+        self.directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         arrays, path = _flatten(state), self.directory / str(step)
         earlier = self.latest_step()
         kept = "there is no earlier one" if earlier is None else f"the one of step {earlier} is there to resume from"
@@ -89,7 +88,7 @@ class Checkpointer:
                 arguments = ocp.args.Composite(state=ocp.args.StandardSave(arrays))
                 self._manager.save(step, args=arguments, force=True)
                 self._manager.wait_until_finished()
-                write_json(path / MANIFEST_FILE, _manifest(path, arrays, state, self.inputs))
+                write_json(path / MANIFEST_FILE, _manifest(arrays, state, self.inputs))
             except Exception as error:  # orbax and tensorstore raise what they meet, a ValueError for a full disk
                 failure = one_line(error)
             if failure:
@@ -106,14 +105,14 @@ class Checkpointer:
           FileNotFoundError: no checkpoint there.
           ConfigError: it belongs to another config, or to other inputs without `allow_changed_inputs`; names the
             fields with both values.
-          CheckpointError: a file of it is missing or changed, or its arrays are not the state's.
+          CheckpointError: it cannot be read, or its arrays are not the state's.
         """
         step = self.latest_step() if step is None else step
         if step is None:
             raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
         path, target = self.directory / str(step), _flatten(state)
         manifest = self._read_manifest(step)
-        config, files, arrays = (manifest[name] for name in ("config", "files", "arrays"))
+        config, arrays = manifest["config"], manifest["arrays"]
         different = differences(state.config, config)
         if different:
             raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
@@ -124,22 +123,18 @@ class Checkpointer:
             # Written when only `train_norms` with `beta` kept a reference: the run goes on with the one it had.
             state = state.replace(reference_norms=None)
             target = _flatten(state)
-        self._check_files(step, files)
         _check_arrays(path, arrays, _shapes(target), self._remedy(step))
         arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
-        except Exception as error:  # the file is sound: another version of orbax, or memory
-            raise CheckpointError(f"{path} cannot be restored: {one_line(error)}") from error
+        composite = ocp.args.Composite(state=arguments)
+        restored = self._orbax(step, lambda: self._manager.restore(step, args=composite))["state"]
         leaves, treedef = jax.tree.flatten(state)
         return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])
 
     def read(self, step: int, prefixes: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`; the files of all of them are
-        checked. Raises CheckpointError as `restore` does.
+        """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as
+        `restore` does.
         """
         path, manifest = self.directory / str(step), self._read_manifest(step)
-        self._check_files(step, manifest["files"])
         wanted = {
             name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
             for name, (dtype, shape) in manifest["arrays"].items()
@@ -147,11 +142,8 @@ class Checkpointer:
         }
         types = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
         arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=types, partial_restore=True)
-        try:
-            with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                return reader.restore(path / "state", args=arguments) if wanted else {}
-        except Exception as error:  # the file is sound: another version of orbax, or memory
-            raise CheckpointError(f"{path} cannot be restored: {one_line(error)}") from error
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return self._orbax(step, lambda: reader.restore(path / "state", args=arguments)) if wanted else {}
 
     def close(self) -> None:
         """Finish pending writes, and deletions that a kill interrupted."""
@@ -188,10 +180,8 @@ class Checkpointer:
             manifest = read_json(path)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {self._remedy(step)}") from error
-        if not all(isinstance(manifest.get(name), dict) for name in ("config", "files", "arrays")):
-            raise CheckpointError(
-                f"{path} holds {sorted(manifest)}, expected config, files and arrays; {self._remedy(step)}"
-            )
+        if not all(isinstance(manifest.get(name), dict) for name in ("config", "arrays")):
+            raise CheckpointError(f"{path} holds {sorted(manifest)}, expected config and arrays; {self._remedy(step)}")
         return manifest
 
     def _remedy(self, step: int) -> str:
@@ -209,17 +199,17 @@ class Checkpointer:
                     f"{now[:12]}…): put it back, or resume with --allow-changed-inputs"
                 )
 
-    def _check_files(self, step: int, files: dict[str, str]) -> None:
-        path, remedy = self.directory / str(step), self._remedy(step)
-        for name, digest in files.items():
-            if not (path / name).is_file():
-                raise CheckpointError(f"{path / name} is missing: the checkpoint is damaged; {remedy}")
-            found = _sha256(path / name)
-            if found != digest:
-                raise CheckpointError(
-                    f"{path / name} is not what was saved (SHA-256 {found[:12]}…, was {str(digest)[:12]}…): the "
-                    f"checkpoint is damaged; {remedy}"
-                )
+    def _orbax(self, step: int, read: Callable[[], Any]) -> Any:
+        """What orbax reads of a checkpoint. What it raises of a damaged one, or of another version, is one line."""
+        failure = ""
+        with _quiet():
+            try:
+                return read()
+            except Exception as error:
+                failure = one_line(error)
+            time.sleep(0.5)  # others of its threads still call the event loop, which is closed
+            gc.collect()  # as in `save`
+        raise CheckpointError(f"{self.directory / str(step)} cannot be restored: {failure}; {self._remedy(step)}")
 
 
 def latest_step(directory: Path) -> int | None:
@@ -228,13 +218,11 @@ def latest_step(directory: Path) -> int | None:
     return max((int(path.parent.name) for path in manifests if path.parent.name.isdecimal()), default=None)
 
 
-def _manifest(path: Path, arrays: dict[str, Any], state: TrainState, inputs: dict[str, str]) -> dict[str, Any]:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
+def _manifest(arrays: dict[str, Any], state: TrainState, inputs: dict[str, str]) -> dict[str, Any]:
     return {
         "config": to_mapping(state.config),
         "inputs": inputs,
         "arrays": _shapes(arrays),
-        "files": {file.relative_to(path).as_posix(): _sha256(file) for file in files},
     }
 
 
@@ -249,11 +237,6 @@ def _check_arrays(path: Path, saved: dict[str, Any], wanted: dict[str, Any], rem
 
 def _shapes(arrays: dict[str, Any]) -> dict[str, list]:
     return {name: [array.dtype.name, list(array.shape)] for name, array in arrays.items()}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.io.layouts import layout_of
 from qerl_jax.io.safetensors import CheckpointError, read_json
 from qerl_jax.models.config import ModelConfig, RopeScaling
-from qerl_jax.untrusted import require_regular, shown
+from qerl_jax.untrusted import shown
 
 MODELOPT_FILE = "hf_quant_config.json"
 _MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
@@ -34,8 +34,6 @@ def model_config(directory: Path) -> ModelConfig:
     if not directory.is_dir():
         hint = "; a model of the hub is named ORGANIZATION/NAME" if directory.parent == Path() else ""
         raise FileNotFoundError(f"model directory {directory} does not exist{hint}")
-    for entry in sorted(directory.iterdir()):  # libraries open files of any name
-        require_regular(entry)
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(

@@ -18,7 +18,7 @@ import numpy as np
 
 from qerl_jax.io.safetensors import CheckpointError, TensorSource
 from qerl_jax.models.formats.nf4 import NF4_BLOCK, NF4_VALUES, Nf4
-from qerl_jax.untrusted import parse_json, shown
+from qerl_jax.untrusted import shown
 
 WEIGHT, ABSMAX, QUANT_MAP = "weight", "weight.absmax", "weight.quant_map"
 STATE, _FP4_STATE = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"
@@ -149,7 +149,7 @@ def _where(tensors: TensorSource, module: str, suffix: str) -> str:
 def _parse_state(text: np.ndarray, shape: tuple[int, int], nested: bool, where: str) -> dict[str, Any]:
     """The JSON object beside a weight, checked for everything that gives its tensors their meaning."""
     try:
-        state = parse_json(text.tobytes().decode())
+        state = json.loads(text.tobytes().decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is not JSON: {error}") from error
     if not isinstance(state, dict):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.data.problems import MAX_CHARACTERS
-from qerl_jax.data.prompts import TEMPLATE_SECONDS, apply_template
+from qerl_jax.data.prompts import apply_template
 from qerl_jax.io.files import one_line
 from qerl_jax.io.safetensors import CheckpointError
-from qerl_jax.io.template_probe import refuse_endless
-from qerl_jax.untrusted import require_regular, shown
+from qerl_jax.untrusted import shown
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 TOKENIZER_FILES = (
@@ -25,10 +19,7 @@ TOKENIZER_FILES = (
 )
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
 
-# Modules that warn of Mistral's pattern, in one or another version of transformers.
-_WARNING_LOGGERS = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 _PROBE = "What is 17 times 23?"
-_without_torch = False
 _importing = threading.Lock()
 
 
@@ -50,11 +41,12 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             f"{path} holds {present} but neither tokenizer.json nor vocab.json with merges.txt: the tokenizer has no "
             "vocabulary"
         )
-    for name in present:
-        require_regular(path / name)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install PyTorch
+    with _importing:  # a second thread would find a half of it
+        from transformers import AutoTokenizer
+
     try:
-        with _quiet():
-            tokenizer = _auto_tokenizer().from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         tokenizer(_PROBE)
         largest = max(tokenizer.get_vocab().values(), default=-1)
     except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
@@ -69,13 +61,8 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
 
 
 def _check_template(path: Path, tokenizer: Any) -> None:
-    user, system, assistant = ({"role": role, "content": _PROBE} for role in ("user", "system", "assistant"))
-    conversations = [user], [system, user], [user, assistant, user]
     try:
-        variables = tokenizer.special_tokens_map
-        refuse_endless(tokenizer.get_chat_template(), conversations, variables, TEMPLATE_SECONDS)
-        (text,) = apply_template(tokenizer, [[user]])
-        tokenizer(text[:MAX_CHARACTERS], verbose=False)
+        (text,) = apply_template(tokenizer, [[{"role": "user", "content": _PROBE}]])
     except Exception as error:  # a template is a program and may raise anything
         raise CheckpointError(f"{path}: the chat template fails on a user's message: {one_line(error)}") from error
     if _PROBE not in text:
@@ -106,56 +93,3 @@ def refuse_other_tokenizer(base: Path, adapter: Path) -> None:
                 f"{adapter}: the tokenizer is not the base's: {name} is {shown(there)}, in {base} it is "
                 f"{shown(here)}; remove the one that the policy was not trained with"
             )
-
-
-def leave_out_torch() -> None:
-    """Have transformers imported as if PyTorch were not installed, for the rest of this process. Nothing here uses it,
-    and importing it takes 3 to 10 s. Only for programs that run no code of the user's.
-    """
-    global _without_torch
-    _without_torch = True
-
-
-def _auto_tokenizer() -> Any:
-    """transformers' AutoTokenizer, imported without its advice to install PyTorch: by one thread at a time, because a
-    second one would find a half of it.
-    """
-    with _importing:
-        return _import_auto_tokenizer()
-
-
-def _import_auto_tokenizer() -> Any:
-    name, modules = "TRANSFORMERS_NO_ADVISORY_WARNINGS", ("torch", "transformers")
-    before = os.environ.get(name)
-    hides_torch = _without_torch and not any(module in sys.modules for module in modules)
-    os.environ[name] = "1"
-    if hides_torch:
-        sys.modules["torch"] = None  # what looks for it finds none
-    try:
-        from transformers import AutoTokenizer
-    finally:
-        if hides_torch:
-            del sys.modules["torch"]
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-    return AutoTokenizer
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' warning of "an incorrect regex pattern", which is meant for tokenizers of Mistral. Versions
-    give it for any directory whose config.json does not say otherwise. Ids are those of the file's own pattern.
-    """
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "fix_mistral_regex" not in record.getMessage()
-
-    loggers = [logging.getLogger(name) for name in _WARNING_LOGGERS]
-    for logger in loggers:
-        logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_other)

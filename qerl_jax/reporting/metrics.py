@@ -15,7 +15,6 @@ from qerl_jax.evaluation import Evaluation
 from qerl_jax.io.files import naming, write_json, write_text
 from qerl_jax.io.run_files import COMPLETIONS_DIR, EVALUATION_FILE, METRICS_FILE
 from qerl_jax.io.safetensors import CheckpointError, read_json
-from qerl_jax.untrusted import require_regular
 
 
 def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -35,7 +34,6 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     path = directory / METRICS_FILE
     if not path.exists():
         return []
-    require_regular(path)
     lines = path.read_bytes().split(b"\n")  # after the last newline comes nothing, or a line cut short
     return [_row(path, number, line) for number, line in enumerate(lines[:-1], 1)]
 

@@ -11,7 +11,6 @@ from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.io import assets
 from qerl_jax.rewards.functions import BUILT_IN, reward_file
 
-_WHOLE = 1 << 20  # bytes; larger files are sampled
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 
 
@@ -38,19 +37,16 @@ def fingerprints(
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Fingerprint of names, sizes and bytes of the JSON and safetensors files. Only 64 blocks of 4 KiB are read from a
-    file above 1 MiB, evenly spaced, its header and its end among them: any training changes them.
+    """Fingerprint of names, sizes and bytes of the JSON and safetensors files: 64 evenly spaced blocks of 4 KiB of
+    each, its header and its end among them. Any training changes them.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            if size <= _WHOLE:
-                digest.update(file.read())
-                continue
             for block in range(_BLOCKS):
-                file.seek((size - _BLOCK_BYTES) * block // (_BLOCKS - 1))
+                file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
 

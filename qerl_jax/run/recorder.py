@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxtyping import Array
@@ -12,15 +12,14 @@ from jaxtyping import Array
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.run_files import NONFINITE_DIR
-from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, read_metrics, write_completions
+from qerl_jax.io.run_files import CONFIG_FILE, NONFINITE_DIR
+from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.sinks import Sinks
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rl.experience import Experience
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run import rescue
 from qerl_jax.run.choose_rewards import largest_weight
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.signals import StopSignals
@@ -77,11 +76,13 @@ class Recorder:
 
     def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
         self._run, self._first, self._tokens = run, step, tokens
-        self._rows, self._metrics = read_metrics(run.directory), {}
+        self._metrics: dict[str, float] = {}
+        self._newest: TrainState | None = None  # state after the newest step of this process
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.evaluations = EvaluationResults(run.directory)
         self.phases = Phases(run.directory, run.console)
+        self.phases.step = step + 1
         self.curves = Sinks(run.config, run.directory, step)
         self._skips = Skips()
         self.stopped = 0
@@ -95,23 +96,11 @@ class Recorder:
             self._contexts = contexts.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.__exit__(*error)
-
-    @contextlib.contextmanager
-    def step(self, state: TrainState) -> Iterator[None]:
-        """Run a block as the step after `state`. If it raises, `state` is saved: no finished step is lost. Raises
-        OSError where the output directory is gone, before the block or after an error of it.
-        """
-        self._check_directory(state)
-        self.phases.step = int(state.step) + 1
-        try:
-            yield
-        except Exception:
-            self._check_directory(state)
-            if int(state.step) > self._first:
-                self._save_after_error(state)
-            raise
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Whatever ends the run, no finished step is lost."""
+        with self._contexts:
+            if error is not None and self._newest is not None:
+                self._save_after_error()
 
     def record(
         self,
@@ -135,18 +124,16 @@ class Recorder:
         append_metrics(run.directory, step, metrics)
         self.curves.log(step, metrics)
         write_completions(run.directory, step, completion_columns(experience, batch.advantages))
-        self._rows.append({"step": step, **metrics})
         self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
         self._skips.count(step, metrics["skipped"] == run.config.num_iterations)
         return metrics
 
     def end_step(self, state: TrainState) -> bool:
         """Show the recorded step; save a checkpoint if one is due. Returns whether the run is to stop: at a signal, or
-        because nobody reads its output any more. Raises ValueError for a run that only skips updates, OSError where the
-        output directory is gone.
+        because nobody reads its output any more. Raises ValueError for a run that only skips updates.
         """
         config, step = self._run.config, int(state.step)
-        self._check_directory(state)
+        self._newest, self.phases.step = state, step + 1
         self._skips.check(step == config.num_rollouts)
         self._progress.update(step, self._metrics)
         self.stopped = self._signals.requested  # read once: a later signal counts for the next step
@@ -156,20 +143,21 @@ class Recorder:
             with self.phases("checkpoint"):
                 try:
                     self.checkpoints.save(state)
-                except OSError:
-                    self._check_directory(state)
+                except OSError:  # it says what is saved
+                    self._newest = None
                     raise
         return self.stopped != 0
 
-    def _check_directory(self, state: TrainState) -> None:
-        """Raise OSError if the output directory is gone, with `state` saved beside it."""
-        rescue.check(self._run, self.checkpoints.inputs, self._rows, state)
-
-    def _save_after_error(self, state: TrainState) -> None:
-        step, console = int(state.step), self._run.console
+    def _save_after_error(self) -> None:
+        """Save the state after the newest finished step, also where the output directory was deleted; the error that
+        ends the run is raised after this.
+        """
+        state, step, console = self._newest, int(self._newest.step), self._run.console
         try:
             self.checkpoints.save(state)
-        except OSError as error:  # the step's own error is raised after this and says more
+            if not (self._run.directory / CONFIG_FILE).exists():
+                run_directory.write_config(self._run.directory, self._run.config)
+        except OSError as error:
             console.print(f"step {step + 1} failed; {error}", soft_wrap=True, markup=False)
         else:
             console.print(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import mutations
 import numpy as np
 import pytest
 import runs
@@ -99,43 +98,31 @@ def test_a_complete_checkpoint_is_not_written_again(state, saved, tmp_path):
     assert files() == before
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_a_damaged_checkpoint_is_refused_or_restored_as_saved(state, saved, tmp_path, block, capfd):
-    """25 mutations a block. Without its manifest the checkpoint is incomplete: the one before it counts."""
-    refused = 0
-    for case in range(25 * block, 25 * block + 25):
-        rng, directory = np.random.default_rng([3, case]), tmp_path / f"run{case}"
-        shutil.copytree(saved, directory)
-        newest = directory / "checkpoints" / "2"
-        what = mutations.change_directory(newest, rng)
+@pytest.mark.parametrize("damage", ["removed", "cut", "emptied"])
+def test_a_torn_checkpoint_is_refused_in_one_line_or_restored_as_saved(state, saved, tmp_path, damage, capfd):
+    """Each file in turn. Without its manifest the checkpoint is incomplete: the one before it counts."""
+    newest, refused = tmp_path / "checkpoints" / "2", 0
+    files = [path.relative_to(saved) for path in (saved / "checkpoints" / "2").rglob("*") if path.is_file()]
+    for file in files:
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+        path = tmp_path / file
+        os.truncate(path, path.stat().st_size // 2 if damage == "cut" else 0)
+        if damage == "removed":
+            path.unlink()
+        checkpoints = Checkpointer(tmp_path, 3)
+        expected = 1 if damage == "removed" and file.name == MANIFEST_FILE else 2
+        assert checkpoints.incomplete_steps() == ([] if expected == 2 else [2])
         try:
-            checkpoints = Checkpointer(directory, 3)
-            expected = 2 if (newest / MANIFEST_FILE).exists() else 1
-            assert checkpoints.incomplete_steps() == ([] if expected == 2 else [2])
-            try:
-                assert_same(checkpoints.restore(state), at(state, expected))
-            except (CheckpointError, ConfigError) as error:
-                refused += 1
-                assert str(newest) in str(error)
-                assert_same(checkpoints.restore(state, step=1), at(state, 1))
-        except Exception as error:
-            raise AssertionError(f"case {case}, {what}") from error
-    assert refused > 15
+            assert_same(checkpoints.restore(state), at(state, expected))
+        except CheckpointError as error:
+            refused += 1
+            assert str(newest) in str(error) and "\n" not in str(error)
+            assert f"delete {newest} to resume from step 1" in str(error)
+            assert_same(checkpoints.restore(state, step=1), at(state, 1))
+    assert refused >= 3  # orbax does not read all of its files
     output = capfd.readouterr()
     assert "Traceback" not in output.err + output.out
-
-
-def test_a_checkpoint_cut_in_half_is_named_with_the_way_out(state, saved, tmp_path):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "checkpoints" / "2"
-    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
-    for path in files[::2]:
-        path.unlink()
-    with pytest.raises(CheckpointError, match=re.escape(f"{files[0]} is missing")) as error:
-        Checkpointer(tmp_path, 3).restore(state)
-    assert f"delete {newest} to resume from step 1" in str(error.value)
-    shutil.rmtree(newest)
-    assert_same(Checkpointer(tmp_path, 3).restore(state), at(state, 1))
 
 
 def test_a_checkpoint_of_another_config_or_model(state, saved):
@@ -169,8 +156,7 @@ def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, 
     assert "Traceback" not in output.err + output.out
 
 
-@pytest.mark.parametrize("moment", ["write_json", "_sha256"])
-def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, saved, tmp_path, moment, monkeypatch):
+def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, saved, tmp_path, monkeypatch):
     """KeyboardInterrupt stands for it: nothing in `save` catches it."""
 
     def killed(*_):
@@ -178,7 +164,7 @@ def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, sav
 
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, moment, killed)
+        patch.setattr(checkpoint, "write_json", killed)
         Checkpointer(tmp_path, 1).save(at(state, 3))
     again = Checkpointer(tmp_path, 1)
     assert again.incomplete_steps() == [3]

@@ -114,10 +114,10 @@ def test_the_programs_ask_before_a_device_starts(program):
 import os, sys
 import qerl_jax.{program}, jax
 program = sys.modules["qerl_jax.{program}"]
-from qerl_jax.run import devices
+from qerl_jax.run import devices, prepare
 def started(*_):
     raise ValueError(os.environ["{MEMORY}"])
-jax.devices = jax.local_devices = program.leave_out_torch = started
+prepare.check = jax.devices = jax.local_devices = started
 sys.argv[1:] = {["--model", "nowhere"] if program == "train" else ["nowhere", "--dataset", "arithmetic"]}
 sys.exit(program.main())
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,12 +15,12 @@ import jax.numpy as jnp
 import pytest
 import small
 
-from qerl_jax.config import Config
+from qerl_jax.config import Config, load
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.io.checkpoint import Checkpointer, latest_step
 from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.console import RunConsole
-from qerl_jax.reporting.metrics import append_metrics, read_metrics
+from qerl_jax.reporting.metrics import append_metrics
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
@@ -50,60 +49,59 @@ def running(tmp_path) -> tuple[Run, Recorder, TrainState]:
     return run, Recorder(run, checkpoints, 2, 2), state
 
 
-def saved(place: Path, state: TrainState) -> None:
+def assert_saved(place: Path, state: TrainState) -> None:
     again = Checkpointer(place, None, {"model": "abc"}).restore(jax.tree.map(jnp.zeros_like, state))
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         assert (one == other).all()
-    assert [(row["step"], row["num_tokens"], row["kl"]) for row in read_metrics(place)] == [(1, 1, None), (2, 2, None)]
 
 
-def test_a_deleted_output_directory_ends_the_run_with_its_state_saved_beside(running):
+def after(state: TrainState, step: int) -> TrainState:
+    """The state of a later step, another in every adapter."""
+    return state.replace(step=jnp.int32(step), lora=jax.tree.map(lambda leaf: leaf + step, state.lora))
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), Panic()], ids=repr)
+@pytest.mark.parametrize("deleted", ["nothing", "checkpoints", "all"])
+def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, monkeypatch, error, deleted):
+    """Step 3 is saved, step 4 finished, step 5 raises; meanwhile somebody may have deleted what was there."""
     run, recorder, state = running
-    with recorder.step(state):
-        shutil.rmtree(run.directory)
-        recorder.phases.beat("update")  # makes the directory again
-    said = "was deleted during the run; the state after step 2 is saved"
-    with pytest.raises(OSError, match=said) as caught, recorder.step(state):
-        raise AssertionError("the step must not begin")
-    (place,) = run.directory.parent.glob("run-rescued-*")
-    saved(place, state)
-    assert str(caught.value).endswith(f"--config {place}/config.yaml --resume auto")
+    recorder.checkpoints.save(after(state, 3))
+    with pytest.raises(type(error)), recorder:
+        monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
+        assert not recorder.end_step(after(state, 4))
+        if deleted != "nothing":
+            shutil.rmtree(run.directory if deleted == "all" else run.directory / "checkpoints")
+        raise error
+    assert latest_step(run.directory) == 4
+    assert_saved(run.directory, after(state, 4))
+    assert load(run.directory / "config.yaml").model == run.config.model
 
 
-@pytest.mark.parametrize("moment", ["before the metrics", "after the metrics", "at the checkpoint"])
-def test_an_output_directory_that_is_deleted_within_a_step(running, monkeypatch, moment):
-    """The step fails at the first file that it cannot write: its error says nothing of the state, which must be that
-    before the step, with the metrics before it."""
+def test_a_step_that_fails_first_saves_nothing(running):
+    run, recorder, _ = running
+    with pytest.raises(KeyError), recorder:
+        raise KeyError
+    assert latest_step(run.directory) is None
+
+
+def test_a_checkpoint_that_cannot_be_written_is_tried_once(running, monkeypatch):
+    """Its own error says what is saved."""
     run, recorder, state = running
-    with pytest.raises(OSError, match="was deleted during the run; the state after step 2 is saved"):
-        if moment == "at the checkpoint":
+    tries: list[int] = []
 
-            def save(self, state):
-                shutil.rmtree(run.directory)
-                monkeypatch.undo()
-                self.save(state)
+    def save(state: TrainState) -> None:
+        tries.append(int(state.step))
+        raise OSError("checkpoint cannot be written")
 
-            monkeypatch.setattr(Checkpointer, "save", save)
-            monkeypatch.setattr("qerl_jax.run.recorder.checkpoint_is_due", lambda *_: True)
-            with recorder:
-                monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
-                recorder.end_step(state)
-        else:
-            with recorder.step(state):
-                if moment == "after the metrics":
-                    recorder._rows.append({"step": 3, "num_tokens": 3, "kl": None})
-                shutil.rmtree(run.directory)
-                raise FileNotFoundError("completions/step_000003.parquet cannot be written")
-    (place,) = run.directory.parent.glob("run-rescued-*")
-    saved(place, state)
-
-
-def test_a_state_that_can_be_saved_nowhere_is_said_lost(running, monkeypatch):
-    run, recorder, state = running
-    shutil.rmtree(run.directory.parent)
-    monkeypatch.setattr("tempfile.gettempdir", lambda: "/proc/none")
-    with pytest.raises(OSError, match=re.escape("the state after step 2 is lost: FileNotFoundError")):
-        recorder.end_step(state)
+    monkeypatch.setattr(recorder.checkpoints, "save", save)
+    with pytest.raises(OSError, match="checkpoint cannot be written"), recorder:
+        monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
+        recorder.end_step(state.replace(step=jnp.int32(run.config.max_steps)))  # the last, which is always saved
+    assert tries == [run.config.max_steps]
 
 
 def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(running, monkeypatch):
