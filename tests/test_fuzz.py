@@ -259,7 +259,7 @@ def assert_read_as_written(config: Config, path: Path) -> None:
         value, got = read.get(name, default), to_mapping(config)[name]
         if isinstance(value, str) and isinstance(got, int | float):
             value = float(value)
-        if isinstance(value, str) and isinstance(got, list):
+        if isinstance(got, list) and value is not None and not isinstance(value, list):
             value = [value]
         assert got == value and isinstance(got, bool) == isinstance(value, bool), name
 
