@@ -104,7 +104,7 @@ class DenseTensors(TensorSource):
         weight = jax.tree.map(lambda rows: rows[start : start + shapes[part][0]], self._weight(layer, parts))
         lora = None if self._adapter is None else self._adapter.lora(layer, part)
         if lora is None:
-            return np.asarray(_values(weight)).astype(self.dtype)
+            return np.asarray(dense_values(weight)).astype(self.dtype)
         return np.asarray(_merged(weight, *lora, self._adapter.config.scale)).astype(self.dtype)
 
     def _read_weight(self, layer: int, parts: tuple[str, ...]) -> Weight:
@@ -120,14 +120,12 @@ def _merged(
     return dense_values(weight) + scale * fp32_matmul(jnp.asarray(b), jnp.asarray(a))
 
 
+@jax.jit
 def dense_values(weight: Weight) -> Float[Array, "N K"]:
     """The values of a projection on the host, dense or 4-bit in its canonical form, in fp32."""
     if isinstance(weight, Nf4):
         return nf4.dequantize(weight)
     return jnp.asarray(weight.values, jnp.float32) if isinstance(weight, Dense) else fp4.dequantize(weight)
-
-
-_values = jax.jit(dense_values)
 
 
 class Replaced(Overlay):
