@@ -13,9 +13,10 @@ from qerl_kernels.formats import Nvfp4
 from qerl_jax.io.hf_config import parse_config
 from qerl_jax.io.load import build_policy
 from qerl_jax.io.weights import kernel_form
-from qerl_jax.models.config import FUSED_PROJECTIONS
+from qerl_jax.models.config import TensorSpec
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.trees import weight_trees
 from qerl_jax.types import Policy
 
 _STD = 0.02  # initializer_range of the published models
@@ -63,37 +64,17 @@ def random_policy(
       dtype: compute dtype; weights hold bf16 values in either.
     """
     config = parse_config({**hf_config(size), "eos_token_id": []}, {}, size)
-    shapes, keys = config.projection_shapes(), _keys(seed)
+    keys = _keys(seed)
 
-    def dense(n: int, k: int) -> jax.Array:
-        return _bf16(next(keys), n, k).astype(dtype)
+    def tensor(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
+        if spec.kind == "norm":
+            return jnp.ones(spec.shape, jnp.float32)
+        if spec.kind == "projection" and weight_format != "bf16":
+            return kernel_form(_nvfp4(next(keys), *spec.shape), dtype, matmul_kernel)
+        values = _bf16(next(keys), *spec.shape[-2:]) if spec.columns else _bf16(next(keys), 1, *spec.shape)[0]
+        return Dense(values.astype(dtype)) if spec.kind == "projection" else values.astype(dtype)
 
-    def projection(*parts: str) -> Weight:
-        n, k = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
-        if weight_format == "bf16":
-            return Dense(dense(n, k))
-        return kernel_form(_nvfp4(next(keys), n, k), dtype, matmul_kernel)
-
-    def layer() -> dict:
-        biases = sum(shapes[part][0] for part in FUSED_PROJECTIONS["qkv_proj"])
-        ones = jnp.ones(config.hidden_size, jnp.float32)
-        return {
-            "qkv_proj": projection(*FUSED_PROJECTIONS["qkv_proj"]),
-            "qkv_bias": dense(1, biases)[0],
-            "o_proj": projection("o_proj"),
-            "gate_up_proj": projection(*FUSED_PROJECTIONS["gate_up_proj"]),
-            "down_proj": projection("down_proj"),
-            "input_layernorm": ones,
-            "post_attention_layernorm": ones,
-        }
-
-    weights = {
-        "embed_tokens": dense(config.vocab_size, config.hidden_size),
-        "lm_head": None if config.tie_word_embeddings else dense(config.vocab_size, config.hidden_size),
-        "norm": jnp.ones(config.hidden_size, jnp.float32),
-        "layers": [layer() for _ in range(config.num_layers)],
-    }
-    policy = build_policy(config, weights, lora, seed)
+    policy = build_policy(config, *weight_trees(config, tensor), lora, seed)
     return policy.replace(lora=jax.tree.map(lambda x: _random_b(next(keys), x) if not x.any() else x, policy.lora))
 
 

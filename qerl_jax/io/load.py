@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +25,11 @@ from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.io.weights import WeightReader
-from qerl_jax.models.config import LAYER_NORMS, ModelConfig, tensors_of
+from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
 from qerl_jax.models.formats import WEIGHT_FORMATS
-from qerl_jax.models.lora import LoraConfig, init_lora
-from qerl_jax.models.modules import Adapter, Frozen, Norm
+from qerl_jax.models.lora import PROJECTIONS, Lora, LoraConfig, init_lora
 from qerl_jax.models.qwen2 import Qwen2
+from qerl_jax.models.trees import layer_adapters, weight_trees
 from qerl_jax.types import Policy
 
 _THREADS = min(8, os.cpu_count() or 1)
@@ -84,10 +83,10 @@ def load_policy(
             loading.result()  # raises what was wrong with it
         progress(done, total)
 
-    weights = load_weights(path, config, weight_format, dtype, matmul_kernel, report)
+    frozen, norms = load_weights(path, config, weight_format, dtype, matmul_kernel, report)
     tokenizer = loading.result()
     source = name if hub.is_hub_id(name) else str(path)
-    policy = build_policy(config, weights, lora, seed).replace(tokenizer=tokenizer, source=source)
+    policy = build_policy(config, frozen, norms, lora, seed).replace(tokenizer=tokenizer, source=source)
     return policy if adapter is None else import_adapter(policy, Path(adapter))
 
 
@@ -98,37 +97,33 @@ def _load_tokenizer(path: Path, vocab_size: int, adapter: str | Path | None) -> 
     return load_tokenizer(path, vocab_size)
 
 
-def build_policy(config: ModelConfig, weights: dict, lora: LoraConfig, seed: int) -> Policy:
-    """A policy over given weights (as `Qwen2` describes them) with fresh adapters, split into its trees."""
-    model = Qwen2(config, weights, init_adapters(config, lora, seed))
-    graphdef, frozen, norms, adapters = nnx.split(model, Frozen, Norm, Adapter)
-    trees = [nnx.to_pure_dict(state) for state in (frozen, norms, adapters)]
-    policy = Policy(*trees, graphdef=graphdef, config=config, lora_config=lora)
-    chex.assert_tree_shape_suffix(policy.norms, (config.hidden_size,))
-    chex.assert_equal(len(jax.tree.leaves(policy.norms)), len(LAYER_NORMS) * config.num_layers)
-    return policy
+def build_policy(config: ModelConfig, frozen: Any, norms: Any, lora: LoraConfig, seed: int) -> Policy:
+    """A policy over given trees (`models.trees.weight_trees`) with fresh adapters."""
+    adapters = init_adapters(config, lora, seed)
+    graphdef = nnx.graphdef(Qwen2(config, frozen, norms, adapters))
+    return Policy(frozen, norms, adapters, graphdef=graphdef, config=config, lora_config=lora)
 
 
-def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> list[dict[str, dict]]:
-    """Fresh adapters, one dict a layer: `{fused projection: {part: Lora}}`."""
+def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, Any]:
+    """Fresh adapters, `Policy.lora`."""
     key = keys.for_step(seed, keys.Purpose.LORA_INIT, 0)
-    return [_init_layer_adapters(config, lora, key, np.int32(layer)) for layer in range(config.num_layers)]
+    layers = {i: _init_layer_adapters(config, lora, key, np.int32(i)) for i in range(config.num_layers)}
+    return {"layers": layers} if any(layers.values()) else {}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _init_layer_adapters(
     config: ModelConfig, lora: LoraConfig, key: jax.Array, layer: Int32[ArrayLike, ""]
-) -> dict[str, dict]:
+) -> dict[str, Any]:
     """Adapters of one layer, by one program for all layers instead of a dispatch for each of hundreds of arrays."""
-    layer_key, index = jax.random.fold_in(key, layer), 0
-    adapters: dict[str, dict] = {}
-    for spec in (spec for spec in tensors_of(config) if spec.kind == "projection"):
-        offset, own = 0, adapters.setdefault(spec.name, {})
-        for part, n in spec.part_rows().items():
-            if lora.rank and part in lora.target_modules:
-                own[part] = init_lora(lora, spec.columns, n, offset, jax.random.fold_in(layer_key, index))
-            offset, index = offset + n, index + 1
-    return adapters
+    layer_key = jax.random.fold_in(key, layer)
+
+    def adapter(part: str, k: int, n: int, offset: int) -> Lora | None:
+        if not lora.rank or part not in lora.target_modules:
+            return None
+        return init_lora(lora, k, n, offset, jax.random.fold_in(layer_key, PROJECTIONS.index(part)))
+
+    return layer_adapters(config, adapter)
 
 
 def load_weights(
@@ -138,8 +133,8 @@ def load_weights(
     dtype: DTypeLike,
     matmul_kernel: str = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict:
-    """All weights of the model on the default device, q/k/v and gate/up fused by concatenating rows.
+) -> tuple[dict, dict]:
+    """`Policy.frozen` and `Policy.norms` on the default device, q/k/v and gate/up fused by concatenating rows.
 
     Threads read, check and quantize up to `_THREADS` layers concurrently (NumPy releases the interpreter lock). The
     host holds no more layers than these; they are copied to the device one by one. Arguments and errors as for
@@ -147,13 +142,14 @@ def load_weights(
     """
     scheme = stored_scheme(path, weight_format)
     reader = WeightReader(open_checkpoint(path), config, scheme, weight_format or "bf16", dtype, matmul_kernel)
-    weights: dict[str, Any] = {}
+    found: dict[tuple[TensorSpec, int | None], Any] = {}
     for spec in (spec for spec in tensors_of(config) if not spec.in_layer):
         value = reader.to_device(reader.read(spec))
-        weights[spec.name] = value.astype(dtype) if spec.kind == "table" else value
-    weights["layers"] = _load_layers(reader, config, progress)
+        found[spec, None] = value.astype(dtype) if spec.kind == "table" else value
+    for layer, weights in enumerate(_load_layers(reader, config, progress)):
+        found |= {(spec, layer): value for spec, value in weights.items()}
     reader.refuse_other_head()
-    return weights
+    return weight_trees(config, lambda spec, layer: found[spec, layer])
 
 
 def stored_scheme(path: Path, weight_format: str | None) -> str | None:
@@ -174,17 +170,16 @@ def stored_scheme(path: Path, weight_format: str | None) -> str | None:
 def _load_layers(reader: WeightReader, config: ModelConfig, progress: Callable[[int, int], None]) -> list[dict]:
     count, layers = config.num_layers, []
     with ThreadPoolExecutor(_THREADS) as pool:
-        pending = deque(pool.submit(read_layer, reader, config, layer) for layer in range(min(_THREADS, count)))
+        pending = deque(pool.submit(_read_layer, reader, config, layer) for layer in range(min(_THREADS, count)))
         while pending:
             host = pending.popleft().result()
             if (following := len(layers) + 1 + len(pending)) < count:
-                pending.append(pool.submit(read_layer, reader, config, following))
-            layers.append({name: reader.to_device(value) for name, value in host.items()})
+                pending.append(pool.submit(_read_layer, reader, config, following))
+            layers.append({spec: reader.to_device(value) for spec, value in host.items()})
             progress(len(layers), count)
     return layers
 
 
-def read_layer(reader: WeightReader, config: ModelConfig, layer: int) -> dict:
-    """A layer's weights as `Qwen2` describes them, but as NumPy arrays."""
-    own = {spec.name: reader.read(spec, layer) for spec in tensors_of(config) if spec.in_layer}
-    return {"qkv_bias": None, **own}
+def _read_layer(reader: WeightReader, config: ModelConfig, layer: int) -> dict[TensorSpec, Any]:
+    """A layer's weights as NumPy arrays."""
+    return {spec: reader.read(spec, layer) for spec in tensors_of(config) if spec.in_layer}

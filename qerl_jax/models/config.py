@@ -122,13 +122,6 @@ class TensorSpec:
         """Of all parts together."""
         return self._shape(sum(rows for _, rows in self.parts))
 
-    @property
-    def name(self) -> str:
-        """Its key in the weights that `Qwen2` takes."""
-        if self.kind == "bias":
-            return f"{self.path[-2].removesuffix('_proj')}_bias"
-        return self.path[-2] if self.path[-1] == "weight" else self.path[-1]
-
     def places(self, num_layers: int) -> tuple[int | None, ...]:
         """The layers that have one; (None,) for a tensor outside the layers."""
         return tuple(range(num_layers)) if self.in_layer else (None,)
@@ -153,8 +146,6 @@ class TensorSpec:
 def tensors_of(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of the model: those of a decoder layer in the order of their use, then those outside the layers. The
     table behind loading, checking, abstract policies, exports, quantization and parameter counts.
-
-    Fresh adapters draw their keys by the order of the projections' parts.
     """
     d, f = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

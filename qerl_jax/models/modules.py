@@ -6,6 +6,7 @@ Axes: D model, K input features, N output features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +16,7 @@ from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import rms_norm
 
-from qerl_jax.models.formats import Weight, rounded
+from qerl_jax.models.formats import rounded
 from qerl_jax.models.linear import linear
 from qerl_jax.models.lora import Lora
 
@@ -33,12 +34,17 @@ class Adapter(nnx.Variable):
 
 
 class Projection(nnx.Module):
-    """One (possibly fused) projection: a frozen weight, a bias or None, and its LoRA adapters by projection name."""
+    """One (possibly fused) projection: a frozen weight, a bias or None, and its LoRA adapters by projection name.
 
-    def __init__(self, weight: Weight, bias: Array | None, adapters: Mapping[str, Lora]):
-        self.weight = Frozen(weight)
-        self.bias = None if bias is None else Frozen(bias)
-        self.lora = nnx.Dict({name: Adapter(lora) for name, lora in adapters.items()})
+    Args:
+      frozen: "weight", a `Weight`, and "bias" where there is one.
+      adapters: {"lora": {projection: Lora}}, or {} for none.
+    """
+
+    def __init__(self, frozen: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
+        self.weight = Frozen(frozen["weight"])
+        self.bias = Frozen(frozen["bias"]) if "bias" in frozen else None
+        self.lora = nnx.Dict({name: Adapter(lora) for name, lora in adapters.get("lora", {}).items()})
 
     def adapters(self) -> list[Lora]:
         """The adapters by output offset. NNX returns a split module's dictionary in the order of the names."""

@@ -28,26 +28,18 @@ from qerl_jax.models.attention import (
     split_heads,
 )
 from qerl_jax.models.cache import KVCache
-from qerl_jax.models.config import HEAD_NORMS, ModelConfig
+from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
-from qerl_jax.models.lora import Lora
 from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm
 
 
 class Attention(nnx.Module):
     """The projections of grouped-query attention, q, k and v in one GEMM, and the norms of their heads."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Mapping[str, Any],
-        adapters: Mapping[str, Mapping[str, Lora]],
-        dtype: jnp.dtype,
-    ):
-        self.qkv_proj = Projection(weights["qkv_proj"], weights["qkv_bias"], adapters["qkv_proj"])
-        self.o_proj = Projection(weights["o_proj"], None, adapters["o_proj"])
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, frozen: Mapping[str, Any], lora: Mapping[str, Any]):
+        self.qkv_proj, self.o_proj = (Projection(frozen[name], lora.get(name, {})) for name in ("qkv_proj", "o_proj"))
         self.q_norm, self.k_norm = (
-            RMSNorm(Frozen(weights[name]), config.rms_norm_eps, dtype) if config.qk_norm else None
+            RMSNorm(Frozen(frozen[name]["weight"]), config.rms_norm_eps, dtype) if config.qk_norm else None
             for name in HEAD_NORMS
         )
         self.config = config
@@ -64,9 +56,9 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """The projections of `down(silu(gate(x)) · up(x))`; gate and up in one GEMM."""
 
-    def __init__(self, weights: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
-        self.gate_up_proj = Projection(weights["gate_up_proj"], None, adapters["gate_up_proj"])
-        self.down_proj = Projection(weights["down_proj"], None, adapters["down_proj"])
+    def __init__(self, frozen: Mapping[str, Any], lora: Mapping[str, Any]):
+        names = "gate_up_proj", "down_proj"
+        self.gate_up_proj, self.down_proj = (Projection(frozen[name], lora.get(name, {})) for name in names)
 
 
 class DecoderLayer(nnx.Module):
@@ -74,19 +66,28 @@ class DecoderLayer(nnx.Module):
 
     A call is the four methods `qkv`, `attention_out`, `gate_up` and `down` with attention between the first two, and
     the residual stream's two additions; the update pulls gradients through the methods one by one.
+
+    Args:
+      config: shape of the model.
+      dtype: compute dtype.
+      frozen: `Policy.frozen["layers"][i]`.
+      norms: `Policy.norms["layers"][i]`.
+      lora: `Policy.lora["layers"][i]`, {} without adapters.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, Any],
-        adapters: Mapping[str, Mapping[str, Lora]],
         dtype: jnp.dtype,
+        frozen: Mapping[str, Any],
+        norms: Mapping[str, Any],
+        lora: Mapping[str, Any],
     ):
-        self.input_layernorm = RMSNorm(Norm(weights["input_layernorm"]), config.rms_norm_eps, dtype)
-        self.post_attention_layernorm = RMSNorm(Norm(weights["post_attention_layernorm"]), config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, weights, adapters, dtype)
-        self.mlp = Mlp(weights, adapters)
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(Norm(norms[name]["weight"]), config.rms_norm_eps, dtype) for name in LAYER_NORMS
+        )
+        self.self_attn = Attention(config, dtype, frozen["self_attn"], lora.get("self_attn", {}))
+        self.mlp = Mlp(frozen["mlp"], lora.get("mlp", {}))
 
     def projections(self) -> tuple[Projection, ...]:
         """The four (fused) projections, in the order of their use."""
@@ -141,21 +142,8 @@ class DecoderLayer(nnx.Module):
 
 
 def merge_layer(config: ModelConfig, dtype: jnp.dtype, frozen: Any, norms: Any, lora: Any) -> DecoderLayer:
-    """The layer over its trees of a policy, with fp32 adapters as one copy in the compute dtype.
-
-    Args:
-      config: shape of the model.
-      dtype: compute dtype.
-      frozen: `Policy.frozen["layers"][i]`.
-      norms: `Policy.norms["layers"][i]`.
-      lora: `Policy.lora["layers"][i]`, {} without adapters.
-    """
-    modules = frozen["self_attn"] | frozen["mlp"]
-    adapted = lora.get("self_attn", {}) | lora.get("mlp", {})
-    weights = {name: module["weight"] for name, module in (modules | norms).items()}
-    weights["qkv_bias"] = modules["qkv_proj"].get("bias")
-    adapters = {name: adapted.get(name, {}).get("lora", {}) for name in modules}
-    return DecoderLayer(config, weights, jax.tree.map(lambda leaf: leaf.astype(dtype), adapters), dtype)
+    """`DecoderLayer` with its fp32 adapters as one copy in the compute dtype."""
+    return DecoderLayer(config, dtype, frozen, norms, jax.tree.map(lambda leaf: leaf.astype(dtype), lora))
 
 
 class Qwen2(nnx.Module):
@@ -164,24 +152,21 @@ class Qwen2(nnx.Module):
 
     Args:
       config: the shape.
-      weights: `{"embed_tokens": [V, D], "norm": f32[D], "lm_head": [V, D] or None when tied, "layers": [{"qkv_proj":
-        Weight, "qkv_bias": [N] or None, "o_proj": Weight, "gate_up_proj": Weight, "down_proj": Weight,
-        "input_layernorm": f32[D], "post_attention_layernorm": f32[D], and under `qk_norm` "q_norm": f32[H], "k_norm":
-        f32[H]}, ...]}`.
-      adapters: for each layer, `{fused projection: {projection: Lora}}`.
+      frozen, norms, lora: the trees of a `Policy`.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Any], adapters: Sequence[Mapping[str, Mapping[str, Lora]]]
+        self, config: ModelConfig, frozen: Mapping[str, Any], norms: Mapping[str, Any], lora: Mapping[str, Any]
     ):
         self.config = config
-        self.embed_tokens = Frozen(weights["embed_tokens"])
-        self.lm_head = None if config.tie_word_embeddings else Frozen(weights["lm_head"])
-        dtype = weights["embed_tokens"].dtype
-        self.norm = RMSNorm(Frozen(weights["norm"]), config.rms_norm_eps, dtype)
+        self.embed_tokens = Frozen(frozen["embed_tokens"])
+        self.lm_head = None if config.tie_word_embeddings else Frozen(frozen["lm_head"])
+        dtype = frozen["embed_tokens"].dtype
+        self.norm = RMSNorm(Frozen(frozen["norm"]["weight"]), config.rms_norm_eps, dtype)
+        adapters = lora.get("layers", {})
         self.layers = nnx.List(
-            DecoderLayer(config, layer, layer_adapters, dtype)
-            for layer, layer_adapters in zip(weights["layers"], adapters, strict=True)
+            DecoderLayer(config, dtype, frozen["layers"][i], norms["layers"][i], adapters.get(i, {}))
+            for i in range(config.num_layers)
         )
 
     def __call__(

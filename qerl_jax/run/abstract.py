@@ -20,8 +20,9 @@ from qerl_jax.io.layouts import LAYOUTS
 from qerl_jax.io.load import build_policy
 from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.models import formats
-from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
+from qerl_jax.models.config import ModelConfig, TensorSpec
 from qerl_jax.models.formats import Weight
+from qerl_jax.models.trees import weight_trees
 from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy, TrainState
 
@@ -64,14 +65,14 @@ def abstract_trees(model: ModelConfig, stored: str, config: Config, optimizer: A
     config = config.with_max_steps(config.num_prompts)  # no shape depends on the number of steps
 
     def build() -> tuple[Policy, TrainState]:
-        weights = _zero_weights(model, stored, jnp.dtype(config.dtype), config.matmul_kernel)
-        policy = build_policy(model, weights, config.lora, config.seed)
+        frozen, norms = _zero_weights(model, stored, jnp.dtype(config.dtype), config.matmul_kernel)
+        policy = build_policy(model, frozen, norms, config.lora, config.seed)
         return policy, init_state(policy, config, optimizer)
 
     return jax.eval_shape(build)
 
 
-def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kernel: str) -> dict[str, Any]:
+def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kernel: str) -> tuple[dict, dict]:
     runs = matmul_kernel == "mosaic_gpu" or (matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None)
 
     def tensor(spec: TensorSpec) -> Weight | jax.Array:
@@ -82,11 +83,7 @@ def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kern
             return weight
         return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))
 
-    def layer() -> dict[str, Any]:
-        return {"qkv_bias": None, **{spec.name: tensor(spec) for spec in tensors_of(model) if spec.in_layer}}
-
-    outside = {spec.name: tensor(spec) for spec in tensors_of(model) if not spec.in_layer}
-    return {**outside, "layers": [layer() for _ in range(model.num_layers)]}
+    return weight_trees(model, lambda spec, _: tensor(spec))
 
 
 def tree_bytes(tree: Any) -> int:

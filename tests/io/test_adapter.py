@@ -22,9 +22,10 @@ from qerl_jax.io.adapter import export_adapter, import_adapter
 from qerl_jax.io.load import build_policy, load_policy
 from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.io.safetensors import CheckpointError
-from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.config import ModelConfig, TensorSpec
 from qerl_jax.models.formats import Dense
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.trees import weight_trees
 from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy
 
@@ -198,25 +199,14 @@ def adapter_dir(request, data, tmp_path_factory) -> Path:
 def half_billion() -> Policy:
     """The attention of Qwen2-0.5B over a vocabulary of 8 and an ffn of 16, all zeros but the norms."""
 
-    def dense(n: int, k: int) -> Dense:
-        return Dense(jnp.zeros((n, k), jnp.bfloat16))
+    def tensor(spec: TensorSpec, layer: int | None) -> Dense | jax.Array:
+        if spec.kind == "norm":
+            return jnp.ones(spec.shape)
+        zeros = jnp.zeros(spec.shape, jnp.bfloat16)
+        return Dense(zeros) if spec.kind == "projection" else zeros
 
-    layer = {
-        "qkv_proj": dense(896 + 256, 896),
-        "qkv_bias": jnp.zeros(896 + 256, jnp.bfloat16),
-        "o_proj": dense(896, 896),
-        "gate_up_proj": dense(32, 896),
-        "down_proj": dense(896, 16),
-        "input_layernorm": jnp.ones(896),
-        "post_attention_layernorm": jnp.ones(896),
-    }
-    weights = {
-        "embed_tokens": jnp.zeros((8, 896), jnp.bfloat16),
-        "norm": jnp.ones(896),
-        "lm_head": None,
-        "layers": [layer] * 24,
-    }
-    return build_policy(SHAPE, weights, LoraConfig(8, 32.0, target_modules=("q_proj", "v_proj")), 0)
+    lora = LoraConfig(8, 32.0, target_modules=("q_proj", "v_proj"))
+    return build_policy(SHAPE, *weight_trees(SHAPE, tensor), lora, 0)
 
 
 def test_real_adapter_round_trips_with_its_dropout_and_rl_refuses_it(adapter_dir, half_billion, tmp_path):

@@ -13,11 +13,12 @@ from qerl_kernels.nvfp4_matmul.route import route
 
 from qerl_jax.models import cache as kv
 from qerl_jax.models import fused_decode
-from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense
 from qerl_jax.models.linear import linear
 from qerl_jax.models.lora import Lora, fuse_lora_a
 from qerl_jax.models.qwen2 import Qwen2
+from qerl_jax.models.trees import layer_adapters, weight_trees
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -37,34 +38,23 @@ CONFIG = ModelConfig(
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def layer_of(rng, targets, rank):
-    """Random packed weights and adapters of one layer."""
-    shapes = CONFIG.projection_shapes()
-    weights, adapters = {}, {}
-    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
-        parts = FUSED_PROJECTIONS.get(name, (name,))
-        rows, k = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
-        weights[name] = packing.pack(cases.random_weight(jax.random.key(rng.integers(1 << 30)), rows, k))
-        loras, offset = {}, 0
-        for part in parts:
-            n = shapes[part][0]
-            if part in targets:
-                a, b = rng.normal(size=(k, rank)) / k**0.5, rng.normal(size=(rank, n)) / rank**0.5
-                loras[part] = Lora(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), 2.0, offset)
-            offset += n
-        adapters[name] = fuse_lora_a(loras)
-    weights["qkv_bias"] = jnp.asarray(rng.normal(size=64), jnp.float32)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        weights[name] = jnp.asarray(1 + 0.3 * rng.normal(size=CONFIG.hidden_size), jnp.float32)
-    return weights, adapters
-
-
 def model_of(targets=ALL, rank=8):
+    """Random packed weights and adapters."""
     rng = np.random.default_rng(0)
-    layers, adapters = zip(*(layer_of(rng, targets, rank) for _ in range(CONFIG.num_layers)), strict=True)
-    embed = jnp.asarray(rng.normal(size=(CONFIG.vocab_size, CONFIG.hidden_size)), jnp.float32)
-    weights = {"embed_tokens": embed, "norm": jnp.ones(CONFIG.hidden_size), "layers": layers}
-    return Qwen2(CONFIG, weights, list(adapters))
+
+    def tensor(spec, layer):
+        if spec.kind == "projection":
+            return packing.pack(cases.random_weight(jax.random.key(rng.integers(1 << 30)), *spec.shape))
+        if spec.kind == "norm":
+            return jnp.asarray(1 + 0.3 * rng.normal(size=spec.shape), jnp.float32)
+        return jnp.asarray(rng.normal(size=spec.shape), jnp.float32)
+
+    def adapter(part, k, n, offset):
+        a, b = rng.normal(size=(k, rank)) / k**0.5, rng.normal(size=(rank, n)) / rank**0.5
+        return Lora(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), 2.0, offset) if part in targets else None
+
+    lora = fuse_lora_a({"layers": {i: layer_adapters(CONFIG, adapter) for i in range(CONFIG.num_layers)}})
+    return Qwen2(CONFIG, *weight_trees(CONFIG, tensor), lora)
 
 
 def empty_caches(batch):
