@@ -85,9 +85,10 @@ def packed_layout(lengths: Int[Array, " N"], tokens: int, width: int) -> PackedL
       width: tokens of a padded row W, at least the longest sequence.
     """
     starts, ends, ids, inside, places = segments(lengths, tokens)
+    last = last_tokens(ends, tokens)
     return PackedLayout(
         ids,
         places,
-        unpack_index=jnp.minimum(starts[:, None] + jnp.arange(width), last_tokens(ends, tokens)[:, None]),
+        unpack_index=jnp.minimum(starts[:, None] + jnp.arange(width), last[:, None]),
         pack_index=inside * width + jnp.minimum(places, width - 1),
     )
