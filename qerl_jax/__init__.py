@@ -21,9 +21,11 @@ from qerl_jax.rewards.functions import load_reward, score
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.rl.loss import TokenLoss, built_in_loss
+from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.state import current_policy, init_state, learning_rate
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate, stream
+from qerl_jax.run.devices import device_bytes
 from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout, Sampling, TrainState
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "built_in_loss",
     "completion_texts",
     "current_policy",
+    "device_bytes",
     "encode_problems",
     "evaluate",
     "export_adapter",
@@ -62,6 +65,7 @@ __all__ = [
     "load_policy",
     "load_reward",
     "make_batch",
+    "make_update_plan",
     "policy_logits",
     "quantize_checkpoint",
     "score",

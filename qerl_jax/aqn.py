@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from qerl_jax.programs import program
+
 NOISE_SCHEDULES = ("exponential", "linear", "cosine", "logarithmic")
 NOISE_FORMULAS = ("qerl", "paper")
 
@@ -156,7 +158,7 @@ def _with_noise(tree: Any, sigma: Any, key: Array, name: str, relative: Callable
     return jax.tree.unflatten(treedef, noisy)
 
 
-@jax.jit
+@program
 def count_perturbed(clean: Any, noisy: Any) -> Int32[Array, ""]:
     """Number of arrays of a tree, layer norms or adapter matrices, that differ: 2 L norms under noise, 0 at σ = 0. The
     released QeRL silently changes none, because vLLM's model has another class of norms than the one it looks for.

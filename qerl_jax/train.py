@@ -35,7 +35,7 @@ from qerl_jax.rewards.functions import score
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.experience import Experience, equal_groups, replace_equal_groups
 from qerl_jax.rl.loss import TokenLoss
-from qerl_jax.rl.state import current_policy, init_state
+from qerl_jax.rl.state import current_policy
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run.choose_rewards import with_rewards
@@ -47,7 +47,7 @@ from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.lock import locked
 from qerl_jax.run.prepare import Run, check, prepare
 from qerl_jax.run.recorder import Recorder
-from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
+from qerl_jax.types import FinishReason, Rollout, TrainState
 
 
 def train(
@@ -83,9 +83,9 @@ def train(
     after the current step, with a checkpoint; so does a closed output pipe.
     """
     hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
-    run = prepare(with_rewards(config), console or RunConsole(), hooks)
-    with locked(run.directory), run.compile_ahead, run.vllm or contextlib.nullcontext():
-        recorder, state = begin_run(run, init_state(run.policy, run.config, optimizer))
+    run, state = prepare(with_rewards(config), console or RunConsole(), hooks)
+    with locked(run.directory), run.programs, run.vllm or contextlib.nullcontext():
+        recorder, state = begin_run(run, state)
         with run.rewards, recorder:
             for _ in range(int(state.step), run.config.num_rollouts):
                 state = train_step(run, recorder, state)
@@ -100,38 +100,37 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     ratio, clipping and importance weight are in `rl/loss.py`). The first update computes `old_logp` with the clean
     policy. The step is recorded.
     """
-    config, hooks, step = run.config, run.hooks, int(state.step)
-    # Only the rollout sees the noisy norms or adapters; `state` stays clean, and the update trains that clean policy.
-    # The log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
-    sigma, clean = hooks.sigma_at(config, step), getattr(state, config.noise_target)
-    noisy = hooks.noisy(config, clean, sigma, keys.for_step(config.seed, keys.Purpose.AQN, step))
-    perturbed = int(aqn.count_perturbed(clean, noisy))
-    actor = current_policy(run.policy, state).replace(**{config.noise_target: noisy})
-
-    experience = collect_experience(run, recorder.phases, actor, state)
-    del actor, noisy, clean  # the update needs the memory of noisy adapters, or of full fine-tuning's compute copy
+    config, hooks = run.config, run.hooks
+    sigma = hooks.sigma_at(config, int(state.step))
+    experience = collect_experience(run, recorder.phases, state, sigma)
     rewards = jnp.asarray(experience.rewards)
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(experience.rollout, advantages, rewards, config.mask_truncated_completions)
 
     state = state.replace(cursor=state.cursor + experience.drawn)
-    run.wait_for_programs("update", state)
     with recorder.phases("update"):
-        state, update_metrics = grpo_step(state, run.policy.frozen, batch, hooks.token_loss, hooks.with_reference)
-    metrics = recorder.record(state, experience, batch, update_metrics, sigma, perturbed)
+        own = {"token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
+        state, update_metrics = grpo_step(state, run.policy.frozen, batch, run.plan, **own)
+    metrics = recorder.record(state, experience, batch, update_metrics, sigma)
     if hooks.on_step is not None:
         hooks.on_step(metrics, state)
     return state
 
 
-def collect_experience(run: Run, phases: Phases, actor: Policy, state: TrainState) -> Experience:
-    """P scored groups, from the data cursor on.
+def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float) -> Experience:
+    """P scored groups, sampled under noise, from the data cursor on.
 
     Under dynamic sampling, fresh groups replace those with equal rewards (all advantages are 0), for at most
     `max_refill_rounds` rounds of P prompts; after that, equal groups stay. Without it all groups stay, as in TRL: the
     tokens of equal groups count in the loss's denominator (metric `frac_reward_zero_std`).
     """
     config, experience = run.config, None
+    # Only the rollout sees the noisy norms or adapters; `state` stays clean, and the update trains that clean policy.
+    # The log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
+    clean = getattr(state, config.noise_target)
+    noise_key = keys.for_step(config.seed, keys.Purpose.AQN, int(state.step))
+    noisy = run.hooks.noisy(config, clean, sigma, noise_key)
+    actor = current_policy(run.policy, state).replace(**{config.noise_target: noisy})
     sample = run.vllm.generate if run.vllm else generate
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     for resampling_round in range(1 + config.resampling_rounds):
@@ -145,7 +144,7 @@ def collect_experience(run: Run, phases: Phases, actor: Policy, state: TrainStat
         experience = replace_equal_groups(experience, fresh, config.num_generations) if experience else fresh
         if not equal_groups(experience.rewards, config.num_generations).any():
             break
-    return experience
+    return dataclasses.replace(experience, perturbed=int(aqn.count_perturbed(clean, noisy)))
 
 
 def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Experience:

@@ -108,15 +108,11 @@ def few_mappings() -> Iterator[None]:
 @pytest.fixture
 def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled while a run's input is read, for tests of many runs that are refused or stopped there. A run
-    that goes on compiles its programs before its first step.
+    that goes on compiles each program at its first call.
     """
-    from qerl_jax.run.compile_ahead import CompileAhead
+    from qerl_jax.programs import Ahead
 
-    def compile_nothing(self: CompileAhead, config: object, hooks: object) -> None:
-        for part in self._parts.values():
-            part.set_result({})
-
-    monkeypatch.setattr(CompileAhead, "_compile", compile_nothing)
+    monkeypatch.setattr(Ahead, "submit", lambda *_: None)
 
 
 @pytest.fixture

@@ -23,8 +23,10 @@ KERNELS = ROOT / "kernels" / "qerl_kernels"
 # A package may import itself and packages of the levels above it in this list, never one of its own level.
 LAYERS = [
     ("qerl_kernels",),
+    ("compilation",),
+    ("programs",),
     ("types",),
-    ("keys", "aqn", "models", "rewards", "compilation", "untrusted"),
+    ("keys", "aqn", "models", "rewards", "untrusted"),
     ("config", "rollout", "data"),
     ("io", "rl"),
     ("evaluation", "backends"),

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import WEIGHT_FORMATS
+from qerl_jax.programs import record
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.prefill import prefill_layer, prefill_programs
-from qerl_jax.rollout.prefill_packing import PrefillShape
+from qerl_jax.rollout.prefill import prefill
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.types import Rollout, Sampling
@@ -47,9 +48,9 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     )
     policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))
     for invariant in (False, True):
-        shape = PrefillShape(16, ROWS, WIDTH)
-        prefills = prefill_programs(policy, prompt_cache, shape, invariant)
-        programs += [program.lower() for program in prefills if program.function is prefill_layer]
+        arrays = np.zeros(16, np.int32), *2 * (np.zeros(ROWS, np.int32),)
+        prefills = record(prefill, policy, prompt_cache, *arrays, WIDTH, invariant)
+        programs += [each.traced.lower() for each in prefills if each.function.__name__ == "prefill_layer"]
         programs.append(decode.decode_chunk.lower(policy, prompt_cache, slots, Sampling(WIDTH), 2, invariant))
     for program in programs:
         found = products(program)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
 
-from qerl_jax import command, compilation
-from qerl_jax.compilation import Program, compile_programs
+from qerl_jax import command
 
 
 def raising(error: BaseException):
@@ -71,32 +69,28 @@ def test_a_terminal_that_knows_ascii_alone(monkeypatch):
 
 # Ctrl-C while two threads are inside XLA's compiler, each with a program that takes it seconds.
 COMPILING = """
-import os, signal, threading, time, types
+import os, signal, threading, time
 import jax, jax.numpy as jnp
-from qerl_jax import command
-from qerl_jax.compilation import Program, compile_programs
+from qerl_jax import command, programs
 jax.config.update("jax_enable_compilation_cache", False)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-begun = threading.Event()
+lowered = []
 def long(number):
     def f(x):
         for i in range(1500):
             x = jnp.sin(x @ x + number * i)
         return x
-    return jax.jit(f)
-programs = [long(n).lower(jnp.ones((8, 8))) for n in range(3)]
-class Lowered(Program):
-    def lower(self):
-        lowered = programs[self.function]
-        compile = lambda: (begun.set(), lowered.compile(), os.write(2, b"waited"))
-        return types.SimpleNamespace(compile=compile, compiler_ir=lowered.compiler_ir)
+    return programs.program(f)
+programs.kernel_programs = lambda program: lowered.append(program) or {}
+several = [long(n) for n in range(3)]
 def body():
     def interrupt():
-        begun.wait()
+        while len(lowered) < 3:
+            time.sleep(0.01)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt).start()
-    compile_programs([Lowered(str(n), n, ()) for n in range(3)], threads=2)
+    programs.compile_calls(lambda x: [f(x) for f in several], jnp.ones((8, 8)), threads=2)
     print("compiled")
 command.end(lambda: command.run(body, lambda: "interrupted; as it was"))
 """
@@ -106,26 +100,3 @@ def test_an_interrupt_among_real_compilations_crashes_nothing():
     """Threads that are inside a compiler while the interpreter shuts down may end in SIGSEGV: it does not shut down."""
     done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (command.STOPPED, "", "interrupted; as it was\n")
-
-
-def test_an_interrupt_does_not_wait_for_a_compiler(monkeypatch):
-    """The other programs are not compiled, and the one in progress is left to itself."""
-    begun = []
-    monkeypatch.setattr(compilation, "kernel_programs", lambda lowered: {})
-
-    class Slow(Program):
-        def lower(self):
-            return self
-
-        def compile(self):
-            begun.append(self.name)
-            time.sleep(*self.arguments)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        programs = [Slow("first", None, (0,)), *(Slow("slow", None, (1,)) for _ in range(5))]
-        compile_programs(programs, threads=1, done=interrupted)
-    assert time.monotonic() - began < 0.9 and len(begun) <= 2

@@ -16,7 +16,6 @@ from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.config.values import coerce
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.io import assets
-from qerl_jax.rl import plan
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.memory import memory_report
 from qerl_jax.train import main
@@ -74,9 +73,8 @@ def test_recipes_are_the_released_scripts(script):
 
 def test_the_largest_released_script_fits_80_gb(monkeypatch):
     config = recipe("release-32b-nvfp4")
-    monkeypatch.setattr(plan, "device_bytes", lambda: 80e9)
     monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
-    memory = memory_report(dataclasses.replace(config, model=str(SHAPES / "Qwen2.5-32B"))).memory
+    memory = memory_report(dataclasses.replace(config, model=str(SHAPES / "Qwen2.5-32B")), 80e9).memory
     assert memory.sequences == config.batch_size
     assert max(memory.rollout, memory.update) < 0.95 * 80e9
 
@@ -153,9 +151,8 @@ def test_values_are_the_papers_and_fit_the_gpu(dataset, size, stored, monkeypatc
     assert config.model == f"Qwen2.5-{size.upper()}-Instruct"
     assert with_rewards(config).reward_funcs == tuple(PRESETS[dataset].rewards)
     limit = 141e9 if (size, stored) == ("32b", "bf16") else 80e9
-    monkeypatch.setattr(plan, "device_bytes", lambda: limit)  # the update is planned for the GPU that the recipe names,
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)  # where the kernels run
-    planned = memory_report(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size.upper()}")))
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)  # as on the GPU that the recipe names
+    planned = memory_report(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size.upper()}")), limit)
     memory = planned.memory
     assert memory.eval_sequences >= 8
     assert memory.weights + max(memory.cache, memory.eval_cache) < 0.95 * limit

@@ -53,7 +53,7 @@ def test_an_entropy_bonus(run):
     grpo_step, batch, frozen = names["grpo_step"], names["batch"], names["policy"].frozen
     silent = batch.replace(advantages=jnp.zeros_like(batch.advantages))
     with CompilationCounter() as counter:
-        _, metrics = grpo_step(names["state"], frozen, silent, names["with_entropy_bonus"])
+        _, metrics = grpo_step(names["state"], frozen, silent, token_loss=names["with_entropy_bonus"])
         assert counter.take() == []
     assert float(metrics["grad_norm"]) > 1e-4
     # But for the importance weight: the state is one step away from the policy that sampled.

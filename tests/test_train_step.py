@@ -25,6 +25,8 @@ from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.load import Rewards
+from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl.plan import UpdatePlan
 from qerl_jax.rl.state import AdamW
 from qerl_jax.run import lifecycle
 from qerl_jax.run.hooks import Hooks
@@ -36,6 +38,7 @@ SEED, STEP, CURSOR = 6, 3, 10
 # A stage a rollout, 10 in all: the 4th begins with update 7 of 20, in stage 7 · 10 // 20 = 3, the third of 9 with
 # noise, which falls from 1e-2 to 5e-4.
 SIGMA = 1e-2 * (5e-4 / 1e-2) ** (2 / 8)
+PLAN = UpdatePlan(PackShape(1, 1, 1, 1, 1, 1), 0, 0, 0, 0)
 EOS, LENGTH, FAILED = FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED
 # Two groups of three in two rounds: the second of round 0 is equal, so is the first of round 1.
 REWARDS = [[1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 0]]
@@ -89,14 +92,14 @@ def step(tmp_path, monkeypatch):
         calls.perturb = clean, sigma, key
         return jax.tree.map(lambda weight: weight + 1, clean)
 
-    def grpo_step(*arguments):
-        calls.update = arguments
+    def grpo_step(*arguments, **own):
+        calls.update = *arguments, own
         return arguments[0].replace(step=arguments[0].step + 1), {"loss": jnp.float32(0.5)}
 
     for name, stand_in in {"generate": generate, "grpo_step": grpo_step}.items():
         monkeypatch.setattr(train, name, stand_in)
     hooks = Hooks(perturb=perturb)
-    run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks)
+    run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks, PLAN)
     recorder = object.__new__(Recorder)
     recorder.phases = Phases(tmp_path, run.console)
     recorder.record = lambda *arguments: setattr(calls, "record", arguments)
@@ -148,8 +151,8 @@ def test_the_rewards(step):
 
 def test_the_update(step):
     """Advantages over the batch's deviation; failed and truncated rows masked; clean norms; the cursor past refills."""
-    state, frozen, batch, *of_hooks = step.calls.update
-    assert of_hooks == [None, False]
+    state, frozen, batch, plan, own = step.calls.update
+    assert plan is PLAN and own == {"token_loss": None, "with_reference": False}
     assert frozen == "frozen" and state.norms is step.before.norms and state.lora == "trained"
     assert int(state.cursor) == CURSOR + 4 and int(state.step) == STEP
     rewards = np.array([2.1, 0.0, np.nan, 0.1, 2.1, 0.1])  # 2 · spy + 0.25 · other; other gives no value to row 1
@@ -165,8 +168,8 @@ def test_the_update(step):
 
 def test_the_record(step):
     """Metrics by hand."""
-    state, experience, batch, update, sigma, perturbed = step.calls.record
-    assert (state is step.after, sigma, perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 4)
+    state, experience, batch, update, sigma = step.calls.record
+    assert (state is step.after, sigma, experience.perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 4)
     timing = {"time/rollout": 2.0, "time/grading": 0.5, "time/update": 1.5}
     encode = step.run.policy.tokenizer.encode
     new = [len(encode(TEXTS[r][i], add_special_tokens=False)) + (FINISH[r][i] == EOS) for r, i in KEPT]
@@ -199,7 +202,7 @@ def test_the_record(step):
     }
     assert metrics == {name: pytest.approx(value, rel=1e-6, abs=1e-7) for name, value in wanted.items()}
     lengths = np.asarray(experience.rollout.lengths)
-    assert run_metrics(experience, state, sigma, perturbed, 1000, 15) == {
+    assert run_metrics(experience, state, sigma, 1000, 15) == {
         "aqn/sigma": sigma,
         "aqn/norms": 4,
         "learning_rate": pytest.approx(step.config.learning_rate * 6 / 10),  # update 6 of a warm-up of 10

@@ -5,7 +5,7 @@ names of axes; a function without an array in its annotations has no use for tha
 a tenth of the time.
 
 A dataclass that is a pytree is checked where the code builds it, not where jax rebuilds it: there the leaves may be
-gradients (`float0`), placeholders or None.
+gradients (`float0`), placeholders or None. Nothing is checked where programs are recorded from shapes.
 """
 
 from __future__ import annotations
@@ -57,20 +57,26 @@ def _has_axes(hint: Any) -> bool:
 
 def check(function: Callable) -> Callable:
     """`function` with its annotations checked at every call."""
+    if function.__qualname__ == "Config.__init__":
+        return function  # it turns texts and lists into its own types, and refuses what it cannot
     try:
         checked = _check(function)
     except BeartypeDecorHintPep673Exception:  # `Self` means something to beartype within a decorated class only
         return function
-    if function.__qualname__ == "Config.__init__":
-        return function  # it turns texts and lists into its own types, and refuses what it cannot
-    if function.__name__ != "__init__":
-        return checked
+    is_init = function.__name__ == "__init__"
 
     @functools.wraps(function)
-    def init(*args, **kwargs):
-        return (function if _called_by_jax() else checked)(*args, **kwargs)
+    def call(*args, **kwargs):
+        unchecked = _is_recording() or (is_init and _called_by_jax())
+        return (function if unchecked else checked)(*args, **kwargs)
 
-    return init
+    return call
+
+
+def _is_recording() -> bool:
+    """Whether a function runs on shapes in place of arrays (`qerl_jax.programs.record`), outside of any program."""
+    programs = sys.modules.get("qerl_jax.programs")
+    return programs is not None and getattr(programs._caller.get(), "__name__", None) == "note"
 
 
 def _called_by_jax() -> bool:

@@ -44,7 +44,7 @@ from qerl_jax.io.run_files import METRICS_FILE
 from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run import prepare
-from qerl_jax.run.devices import use_device_memory
+from qerl_jax.run.devices import device_bytes, use_device_memory
 from qerl_jax.run.memory import memory_report
 from qerl_jax.train import parse
 from qerl_jax.types import Policy
@@ -169,7 +169,7 @@ def report(args: argparse.Namespace, config: Config, rows: list[dict], seconds: 
     found = {phase: statistics.median(row[f"time/{phase}"] for row in later) for phase in PHASES}
     found["step"] = sum(found.values())
     tokens = statistics.median(row["completions/mean_length"] for row in later) * config.batch_size
-    memory = memory_report(config).memory
+    memory = memory_report(config, device_bytes()).memory
     predicted = max(memory.rollout, memory.update)
     print(
         f"median: {found['step']:.2f} s a step, peak {peak_bytes() / 1e9:.2f} GB (--dry-run says "

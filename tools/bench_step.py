@@ -45,20 +45,22 @@ from qerl_jax import (
     Policy,
     Prompts,
     Rollout,
+    device_bytes,
     generate,
     group_advantages,
     grpo_step,
     init_state,
     keys,
     make_batch,
+    make_update_plan,
     token_logprobs,
 )
-from qerl_jax.compilation import committed, compile_programs
+from qerl_jax.compilation import committed
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.rl.compile import compile_update
+from qerl_jax.programs import compile_calls, shapes_of
 from qerl_jax.rl.plan import UpdatePlan, recomputation
-from qerl_jax.rl.step import assigned, plan_of
-from qerl_jax.rollout.programs import rollout_programs
+from qerl_jax.rl.step import assigned
+from qerl_jax.rollout.engine import rehearse
 
 
 def main() -> None:
@@ -112,11 +114,11 @@ def main() -> None:
     rewards = rng.random(args.batch).astype(np.float32)
     batch = jax.block_until_ready(make_batch(sampled, group_advantages(rewards, args.group)))
     state = init_state(policy, config)
+    plan = make_update_plan(state, policy.frozen, device_bytes(), batch.tokens.shape[1])
     started = time.perf_counter()
-    programs = compile_update(state, policy.frozen, batch)
+    programs = compile_calls(grpo_step, state, policy.frozen, shapes_of(batch), plan)
     update_compile = time.perf_counter() - started
-    (_, metrics), update_seconds = timed(lambda i: grpo_step(state, policy.frozen, batch), args.repeats)
-    plan = plan_of(state, policy.frozen, batch)
+    (_, metrics), update_seconds = timed(lambda i: grpo_step(state, policy.frozen, batch, plan), args.repeats)
     lengths, prompt_lengths = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
     micro_batches = len(assigned(plan, batch))
     useful, executed = operations(policy.config, lengths, prompt_lengths, args.group, plan, micro_batches)
@@ -191,7 +193,7 @@ def main() -> None:
         print("rollout against trainer at σ = 0: " + ", ".join(f"{name} {v:.2e}" for name, v in agreement.items()))
     if args.profile:
         kernels: dict[str, list[float]] = collections.defaultdict(list)
-        profile = profiled(lambda: grpo_step(state, policy.frozen, batch))
+        profile = profiled(lambda: grpo_step(state, policy.frozen, batch, plan))
         for kernel in profile:
             kernels[kernel.name].append(kernel.duration_ns * 1e-6)
         idle = gaps(profile)
@@ -240,7 +242,7 @@ def roll_out(
 
     started = time.perf_counter()
     count, width = prompts.tokens.shape
-    compile_programs(rollout_programs(policy, count, width, config.sampling, key(0), engine))
+    compile_calls(rehearse, policy, count, width, config.sampling, key(0), engine)
     compiling = time.perf_counter() - started
     sampled, seconds = timed(once, args.repeats)
     return sampled, compiling, seconds

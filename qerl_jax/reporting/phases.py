@@ -10,7 +10,7 @@ import datetime
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -25,14 +25,15 @@ class Phases:
     Args:
       directory: the run's output_dir.
       console: console that reports a heartbeat that cannot be written.
+      clock: seconds.
 
     Attributes:
       step: step in progress, from 1; 0 before the first.
       totals: seconds of each phase since this object was made.
     """
 
-    def __init__(self, directory: Path, console: Console):
-        self._directory, self._console = directory, console
+    def __init__(self, directory: Path, console: Console, clock: Callable[[], float] = time.perf_counter):
+        self._directory, self._console, self._clock = directory, console, clock
         self._untaken: Counter[str] = Counter()
         self.step = 0
         self.totals: Counter[str] = Counter()
@@ -42,11 +43,11 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         """Run a block as the phase `name`."""
         self.beat(name)
-        began = time.perf_counter()
+        began = self._clock()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
+            seconds = self._clock() - began
             self.totals[name] += seconds
             self._untaken[name] += seconds
 

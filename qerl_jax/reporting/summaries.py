@@ -69,7 +69,7 @@ def step_metrics(
 
 
 def run_metrics(
-    experience: Experience, state: TrainState, sigma: float, perturbed: int, tokens: int, problems: int
+    experience: Experience, state: TrainState, sigma: float, tokens: int, problems: int
 ) -> dict[str, float]:
     """Progress of a run after a step: noise, learning rate, tokens, epochs.
 
@@ -77,7 +77,6 @@ def run_metrics(
       experience: scored rollout of the step.
       state: state after the step.
       sigma: standard deviation of the noise.
-      perturbed: layer norms, or A and B matrices of the adapters, that the noise changed.
       tokens: tokens seen before the step.
       problems: size of the dataset.
     """
@@ -88,7 +87,7 @@ def run_metrics(
     return {
         **rate,
         "aqn/sigma": sigma,
-        {"norms": "aqn/norms", "lora": "aqn/lora_matrices"}[config.noise_target]: perturbed,
+        {"norms": "aqn/norms", "lora": "aqn/lora_matrices"}[config.noise_target]: experience.perturbed,
         "num_tokens": tokens + int(experience.rollout.lengths.sum()),
         "epoch": int(state.cursor) / problems,
     }

@@ -5,12 +5,10 @@ Axes: B sequences, G group.
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from qerl_jax.programs import program
 from qerl_jax.types import Batch, FinishReason, Rollout
 
 _EPSILON = 1e-4  # as in TRL and QeRL
@@ -40,7 +38,7 @@ def group_advantages(
     return _advantages(rewards, num_generations, scale_rewards)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@program(static_argnums=(1, 2))
 def _advantages(rewards: Float32[Array, " B"], num_generations: int, scale_rewards: str) -> Float32[Array, " B"]:
     grouped = rewards.reshape(-1, num_generations)
     valid = ~jnp.isnan(grouped)
@@ -62,7 +60,7 @@ def _advantages(rewards: Float32[Array, " B"], num_generations: int, scale_rewar
     return (centred / (deviation + _EPSILON)).reshape(-1)
 
 
-@functools.partial(jax.jit, static_argnames="mask_truncated_completions")
+@program(static_argnames="mask_truncated_completions")
 def make_batch(
     rollout: Rollout,
     advantages: Float32[Array, " B"],

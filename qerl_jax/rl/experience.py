@@ -29,6 +29,7 @@ class Experience:
       drawn: problems taken from the data stream, in all rounds.
       resampled: groups replaced.
       resampling_rounds: rounds after the first.
+      perturbed: layer norms, or A and B matrices of the adapters, that the noise changed.
     """
 
     problems: list[Any]
@@ -39,6 +40,7 @@ class Experience:
     drawn: int
     resampled: int = 0
     resampling_rounds: int = 0
+    perturbed: int = 0
 
 
 def equal_groups(rewards: np.ndarray, num_generations: int) -> Bool[np.ndarray, " P"]:

@@ -8,7 +8,6 @@ at prompt length + c), D model, V vocab.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from qerl_kernels.ops import rms_norm
 
 from qerl_jax.config import Config
 from qerl_jax.models.formats import rounded
+from qerl_jax.programs import program
 from qerl_jax.rl.layer import LayerShape
 from qerl_jax.rl.logprobs import add_head_gradient, logprobs_entropy_and_gradients
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
@@ -49,7 +49,7 @@ class HeadShape:
         return cls(layer, config.sampling, config.logprob_chunk_size)
 
 
-@functools.partial(jax.jit, static_argnames=("loss_type", "limit"))
+@program(static_argnames=("loss_type", "limit"))
 def completions_of(loss_type: str, limit: int, batch: Batch) -> LossInputs:
     """What the loss needs of a batch, token arrays starting where each completion starts: prompts have no loss.
 
@@ -76,7 +76,7 @@ def completions_of(loss_type: str, limit: int, batch: Batch) -> LossInputs:
     }
 
 
-@functools.partial(jax.jit, static_argnames="shape")
+@program(static_argnames="shape")
 def embed(
     shape: LayerShape, embedding: Float[Array, "V D"], batch: Batch, assignment: Assignment
 ) -> tuple[Float32[Array, "T D"], Packed]:
@@ -86,7 +86,7 @@ def embed(
     return rounded(rows, jnp.dtype(shape.dtype)), packed
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@program(donate_argnums=0)
 def embed_backward(
     gradient: dict[str, Any], d_x: Float32[Array, "T D"], batch: Batch, packed: Packed
 ) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def embed_backward(
     return gradient | {"embed_tokens": embedding.at[rows].add(d_x, mode="drop")}
 
 
-@functools.partial(jax.jit, static_argnames="loss", keep_unused=True)
+@program(static_argnames="loss", keep_unused=True)
 def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Array, "B C"] | None) -> Sums:
     """Sums over no token, of every metric that `head_loss` adds to."""
     zeros = jnp.zeros_like(completions["weights"])
@@ -117,7 +117,7 @@ def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Arra
     return empty_sums(jax.eval_shape(some))
 
 
-@functools.partial(jax.jit, static_argnames="shape", donate_argnames="into")
+@program(static_argnames="shape", donate_argnames="into")
 def head_logprobs(
     shape: HeadShape,
     frozen: Any,
@@ -141,7 +141,7 @@ def head_logprobs(
     return into.at[packed.rows].set(logprobs, mode="drop")
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "loss"), donate_argnames=("sums", "into", "gradient"))
+@program(static_argnames=("shape", "loss"), donate_argnames=("sums", "into", "gradient"))
 def head_loss(
     shape: HeadShape,
     loss: LossSettings,

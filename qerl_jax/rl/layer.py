@@ -22,6 +22,7 @@ from qerl_jax.models.attention import rotary_angles, split_and_rotate
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import RecordingExecutor
 from qerl_jax.models.qwen2 import DecoderLayer, merge_layer
+from qerl_jax.programs import program
 from qerl_jax.rl.attention import segment_attention, segment_attention_backward
 from qerl_jax.rl.flash import Statistics
 from qerl_jax.rl.packing import Packed, PackShape
@@ -88,7 +89,7 @@ def _forward(
     return x, Kept(*heads, delta, gate_up)
 
 
-@functools.partial(jax.jit, static_argnames="shape")
+@program(static_argnames="shape")
 def forward(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed) -> Array:
     """The residual stream after a layer.
 
@@ -102,7 +103,7 @@ def forward(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D
     return _forward(shape, frozen, trained, x, packed)[0]
 
 
-@functools.partial(jax.jit, static_argnames="shape")
+@program(static_argnames="shape")
 def forward_and_keep(
     shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed
 ) -> tuple[Float32[Array, "T D"], Kept]:
@@ -110,7 +111,7 @@ def forward_and_keep(
     return _forward(shape, frozen, trained, x, packed)
 
 
-@functools.partial(jax.jit, static_argnames="shape", donate_argnames=("gradient", "d_x"))
+@program(static_argnames="shape", donate_argnames=("gradient", "d_x"))
 def backward(
     shape: LayerShape,
     frozen: Any,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Float32
 
+from qerl_jax.programs import program
 from qerl_jax.rl.metrics import Sums, mean_metrics
 from qerl_jax.rl.state import AdamW, at_layer, from_layers, outside_layers, trained_trees
 from qerl_jax.types import TrainState
@@ -62,7 +63,7 @@ def whole_of(state: TrainState) -> dict[str, Any]:
     return {"opt_state": state.opt_state, **trained}
 
 
-@functools.partial(jax.jit, keep_unused=True)
+@program(keep_unused=True)
 def zeros_like(tree: Any) -> Any:
     """Zeros in the form of a tree of arrays."""
     return jax.tree.map(jnp.zeros_like, tree)
@@ -78,13 +79,13 @@ def as_outside_tree(gradient: dict[str, Any]) -> dict[str, Any]:
     return {"norms": {"layers": {}}, "weights": gradient}
 
 
-@jax.jit
+@program
 def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
     """The total with the sum of squares of a part of the gradient."""
     return total + jnp.sum(jnp.square(_as_one(jax.tree.leaves(gradient))))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def finish(
     max_norm: float, sums: Sums, squares: Float32[Array, ""]
 ) -> tuple[dict[str, Array], Float32[Array, ""], Bool[Array, ""]]:
@@ -94,7 +95,7 @@ def finish(
     return metrics, max_norm / jnp.maximum(norm, max_norm), jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@program(static_argnums=0)
 def stays_finite(
     optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> Bool[Array, ""]:
@@ -115,7 +116,7 @@ def stays_finite(
     return finite & jnp.isfinite(_as_one(largest)).all()
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@program(static_argnums=0, donate_argnums=2)
 def apply(
     optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def _as_one(leaves: Sequence[Array]) -> Float[Array, " X"]:
     return jnp.concatenate([leaf.ravel() for leaf in leaves]) if leaves else jnp.zeros(0)
 
 
-@jax.jit
+@program
 def skipped(finite: Bool[Array, ""]) -> Float32[Array, ""]:
     """The metric: 1 for an update that is not finite."""
     return 1.0 - finite.astype(jnp.float32)

@@ -8,14 +8,17 @@ set of shapes.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl import flash
-from qerl_jax.rl.activations import Keeps, XlaMatmuls, layer_bytes, peak_bytes
+from qerl_jax.rl.activations import Keeps, XlaMatmuls, layer_bytes, peak_bytes, xla_matmuls
 from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl.state import trained_trees
+from qerl_jax.types import TrainState
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 5120 * 3584  # tokens x hidden size beyond which a micro-batch gains nothing on an H200
@@ -36,6 +39,7 @@ class UpdatePlan:
       kept_bytes: activations kept on the device for the backward pass.
       working_bytes: most that is needed besides at one time: for a layer's backward pass or the head.
       lacking_bytes: missing even so; above 0 the update cannot run.
+      device_bytes: memory of the device, of which these are a part; None: no limit was given.
     """
 
     pack: PackShape
@@ -44,6 +48,7 @@ class UpdatePlan:
     kept_bytes: int
     working_bytes: int
     lacking_bytes: int = 0
+    device_bytes: float | None = dataclasses.field(default=None, compare=False)
 
     def layers(self, count: int) -> list[Keeps]:
         """What each layer of a model of `count` layers keeps.
@@ -56,6 +61,30 @@ class UpdatePlan:
 
 
 def make_update_plan(
+    state: TrainState, frozen: Any, device_bytes: float | None = None, longest: int | None = None
+) -> UpdatePlan:
+    """The plan of all updates of a run, made once.
+
+    Args:
+      state, frozen: as for `grpo_step`; shapes will do.
+      device_bytes: memory that the process may use on the device, of which weights, state and gradient take a part;
+        None: no limit, so that nothing is recomputed.
+      longest: tokens of a batch's rows; None: `max_prompt_length + max_completion_length`.
+    """
+    config: Config = state.config
+    free = None
+    if device_bytes is not None:
+        trained = trained_trees(state.lora, state.norms, state.weights, config)
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((frozen, state, trained)))
+        free = max(0.0, _SHARE * device_bytes - held)
+    longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
+    itemsize = frozen["embed_tokens"].dtype.itemsize
+    xla = xla_matmuls(frozen["layers"], itemsize)
+    plan = choose_plan(state.model, itemsize, config, config.batch_size, longest, free, xla)
+    return dataclasses.replace(plan, device_bytes=device_bytes)
+
+
+def choose_plan(
     model: ModelConfig,
     itemsize: int,
     config: Config,
@@ -177,25 +206,9 @@ def recomputation(plan: UpdatePlan) -> str:
     return f"{' and '.join(some) or 'nothing'} recomputed"
 
 
-def device_bytes() -> int | None:
-    """Memory that this process may use on a device; None where the backend does not say."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def free_for_activations(held_bytes: int, limit: float | None = None) -> float | None:
-    """Bytes for activations beside what is held throughout an update; None without a limit.
-
-    Args:
-      held_bytes: weights, state and gradient.
-      limit: memory of the device; None: of this one.
-    """
-    limit = device_bytes() if limit is None else limit
-    return None if limit is None else max(0.0, _SHARE * limit - held_bytes)
-
-
 def out_of_memory(plan: UpdatePlan) -> str:
     """The error of an update that did not fit: what was planned, and what to lower."""
-    limit = device_bytes()
+    limit = plan.device_bytes
     of_device = "" if limit is None else f", of the device's {limit / 1e9:.1f} GB"
     kept, working = plan.kept_bytes / 1e9, plan.working_bytes / 1e9
     return (

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float32, Int32
 from qerl_jax.config import Config
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.programs import program
 from qerl_jax.types import Policy, TrainState
 
 
@@ -133,7 +134,7 @@ def _masters(frozen: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), frozen)
 
 
-@jax.jit
+@program
 def compute_copy(weights: Any, frozen: Any) -> Any:
     """The trained weights of full fine-tuning as the model computes with them: in the dtypes of `frozen`, the policy's
     own, whose values are not read.

@@ -1,4 +1,4 @@
-"""One rollout's update as a pure function: `grpo_step(state, frozen, batch) -> (state, metrics)`.
+"""One rollout's update as a pure function: `grpo_step(state, frozen, batch, plan) -> (state, metrics)`.
 
 A plain function over a few compiled programs, one for each kind of work (embedding, a layer forward, a layer backward,
 head, optimizer): what is compiled does not depend on the depth, no weight is stacked or copied, and the number of
@@ -10,7 +10,6 @@ Axes: B sequences, S sequences of a micro-batch, T its tokens, C completion toke
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,14 +20,15 @@ from jaxtyping import Array, Float32
 from qerl_jax.compilation import settled
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
+from qerl_jax.programs import program
 from qerl_jax.rl import head, layer
-from qerl_jax.rl.activations import Keeps, xla_matmuls
+from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
 from qerl_jax.rl.optimizer import apply_gradients, zeros_like
 from qerl_jax.rl.packing import Assignment, Packed, PackShape, assign, assign_any, prompts_of
-from qerl_jax.rl.plan import UpdatePlan, free_for_activations, make_update_plan, out_of_memory
+from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
 from qerl_jax.rl.state import outside_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
 
@@ -37,6 +37,8 @@ def grpo_step(
     state: TrainState,
     frozen: Any,
     batch: Batch,
+    plan: UpdatePlan | None = None,
+    *,
     token_loss: TokenLoss | None = None,
     with_reference: bool = False,
 ) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
@@ -54,6 +56,8 @@ def grpo_step(
       frozen: `policy.frozen`; never donated, never copied. Under full fine-tuning only the reference reads it; the
         weights of the policy are in the state.
       batch: `batch_size` rows.
+      plan: how it is divided into micro-batches, and what of the forward pass runs twice to save memory, from
+        `make_update_plan`, which knows the device's memory; None: as if that had no limit.
       token_loss: a loss of your own (`TokenLoss`); None: that of `loss_type` (`built_in_loss`). Make it once, outside
         of the loop: programs are compiled for it, and again for another, unless the two compare as equal.
       with_reference: compute `reference_logp` for the token loss although `beta` is 0.
@@ -66,13 +70,16 @@ def grpo_step(
         the importance weight needs (`rl.checks`).
       MemoryError: the device has too little memory, with what to lower. `state` is as it was.
     """
-    state, work = work_of(state, frozen, checked(batch, state.config), token_loss, with_reference)
+    batch = checked(batch, state.config)
+    plan = make_update_plan(state, frozen, longest=batch.tokens.shape[1]) if plan is None else plan
+    state, frozen, batch = settled((state, frozen, batch))
+    work = Work.of(state, frozen, batch, plan, token_loss, with_reference)
     try:
         return jax.block_until_ready(_step(state, work))  # a lack of memory may come to light only when its results do
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise MemoryError(out_of_memory(work.plan)) from error
+        raise MemoryError(out_of_memory(plan)) from error
 
 
 def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
@@ -123,38 +130,33 @@ class Work(NamedTuple):
     frozen: Any
     batch: Batch
 
+    @classmethod
+    def of(
+        cls,
+        state: TrainState,
+        frozen: Any,
+        batch: Batch,
+        plan: UpdatePlan,
+        token_loss: TokenLoss | None,
+        with_reference: bool,
+    ) -> Work:
+        """That of `grpo_step`'s arguments."""
+        config: Config = state.config
+        shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
+        head_shape, loss = head.HeadShape.of(shape, config), LossSettings.of(config, token_loss)
+        keeps, needs_reference = plan.layers(state.model.num_layers), with_reference or config.beta > 0
+        return cls(plan, keeps, shape, head_shape, loss, needs_reference, frozen, batch)
+
     def layer_shape(self, kind: PackShape) -> layer.LayerShape:
         """What the layers' programs are compiled for in a kind of micro-batch."""
         return dataclasses.replace(self.shape, pack=kind)
 
 
-def work_of(
-    state: TrainState, frozen: Any, batch: Batch, token_loss: TokenLoss | None, with_reference: bool
-) -> tuple[TrainState, Work]:
-    """The state, settled, and the work of a step with these arguments, abstract or not."""
-    config: Config = state.config
-    plan = plan_of(state, frozen, batch)
-    state, frozen, batch = settled((state, frozen, batch))
-    shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
-    head_shape, loss = head.HeadShape.of(shape, config), LossSettings.of(config, token_loss)
-    needs_reference = with_reference or config.beta > 0
-    keeps = plan.layers(state.model.num_layers)
-    return state, Work(plan, keeps, shape, head_shape, loss, needs_reference, frozen, batch)
-
-
-def plan_of(state: TrainState, frozen: Any, batch: Batch) -> UpdatePlan:
-    """The shape of an update, equal for all batches of one width and all steps of a run; takes abstract arrays."""
-    trained = trained_trees(state.lora, state.norms, state.weights, state.config)
-    leaves = jax.tree.leaves((frozen, state, batch, trained))
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    itemsize = frozen["embed_tokens"].dtype.itemsize
-    longest, count = batch.tokens.shape[1], batch.tokens.shape[0]
-    free, xla = free_for_activations(held), xla_matmuls(frozen["layers"], itemsize)
-    return make_update_plan(state.model, itemsize, state.config, count, longest, free, xla)
-
-
 def assigned(plan: UpdatePlan, batch: Batch) -> list[MicroBatch]:
-    """The sequences of each micro-batch."""
+    """The sequences of each micro-batch; for the shapes of a batch (`programs.record`) an empty one of each kind."""
+    if isinstance(batch.lengths, jax.ShapeDtypeStruct):
+        none = Assignment(np.full(plan.pack.suffixes, -1, np.int32), np.zeros(plan.pack.suffixes, np.int32))
+        return [MicroBatch(none, kind) for kind in plan.pack.kinds()]
     if isinstance(batch.lengths, jax.core.Tracer) or isinstance(batch.loss_mask, jax.core.Tracer):
         kind = plan.pack.holding(plan.pack.longest_segment)
         return [MicroBatch(some, kind) for some in assign_any(batch.tokens.shape[0], plan.pack).micro_batches()]
@@ -170,11 +172,11 @@ def assigned(plan: UpdatePlan, batch: Batch) -> list[MicroBatch]:
     ]
 
 
-without_adapters = jax.jit(without_adapter)
+without_adapters = program(without_adapter)
 
 
 # An argument whose values do not matter is kept, so that the result is committed to a device where the argument is.
-@functools.partial(jax.jit, keep_unused=True)
+@program(keep_unused=True)
 def no_logprobs(completions: head.LossInputs) -> Float32[Array, "B C"]:
     """Zeros, one for each completion token."""
     return jnp.zeros_like(completions["weights"])
@@ -286,7 +288,7 @@ def _backward(
     return d_x
 
 
-@jax.jit
+@program
 def next_count(step: Array, updates: list[dict[str, Array]]) -> tuple[Array, dict[str, Array]]:
     """The next step's count, and the metrics of the updates as one."""
     return step + 1, over_updates(updates)

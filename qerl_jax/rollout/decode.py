@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 from qerl_kernels.batch_invariant import in_blocks
 
@@ -21,6 +22,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.distribution import sample
 from qerl_jax.models.lora import fuse_lora_a
 from qerl_jax.models.qwen2 import Qwen2
+from qerl_jax.programs import program
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import FinishReason, Policy, Sampling
 
@@ -96,7 +98,7 @@ def allocate(policy: Policy, shapes: RolloutShapes, sequences: int, key: Array) 
     return allocate_jit(key, policy.config, policy.dtype, shapes, sequences)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype", "shapes", "sequences"))
+@program(static_argnames=("config", "dtype", "shapes", "sequences"))
 def allocate_jit(
     key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes, sequences: int
 ) -> tuple[PromptCache, Slots]:
@@ -128,13 +130,13 @@ def allocate_jit(
     )
 
 
-@jax.jit
+@program
 def cast_lora(policy: Policy) -> Any:
     """LoRA A and B in the compute dtype, cast once a rollout; the adapters of a fused projection lie side by side."""
     return fuse_lora_a(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
-@functools.partial(jax.jit, donate_argnames="slots")
+@program(donate_argnames="slots")
 def admit(slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, Array], stop: Bool[Array, " S"]) -> Slots:
     """Start new sequences in the slots of `new["start"]` and deactivate those of `stop`.
 
@@ -160,7 +162,7 @@ def admit(slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, Ar
     )
 
 
-@functools.partial(jax.jit, donate_argnames="slots", static_argnames=("sampling", "steps", "batch_invariant"))
+@program(donate_argnames="slots", static_argnames=("sampling", "steps", "batch_invariant"))
 def decode_chunk(
     policy: Policy, prompt_cache: PromptCache, slots: Slots, sampling: Sampling, steps: int, batch_invariant: bool
 ) -> tuple[Slots, Bool[Array, " S"], Int32[Array, "T S"]]:
@@ -233,16 +235,10 @@ def _decode_step(
     return slots, jnp.where(live, token, -1)
 
 
-@jax.jit
+@program
 def gather(tree: Any, kept: Int32[Array, " S2"]) -> Any:
     """Rows `kept` of every array."""
     return jax.tree.map(lambda leaf: leaf[kept], tree)
-
-
-def moved(slots: Slots) -> list[Any]:
-    """The trees that `compact` moves, one of each kind."""
-    arrays = {(array.shape, array.dtype): array for array in jax.tree.leaves(slots.cache)}
-    return [*arrays.values(), _fields(slots)]
 
 
 def _fields(slots: Slots) -> dict[str, Any]:
@@ -251,14 +247,15 @@ def _fields(slots: Slots) -> dict[str, Any]:
     return {name: getattr(slots, name) for name in names}
 
 
-def compact(slots: Slots, kept: Int32[Array, " S2"]) -> Slots:
+def compact(slots: Slots, kept: Int32[np.ndarray, " S2"]) -> Slots:
     """The slots `kept`, in that order; `slots` is consumed. Caches move array by array, and at most one of them exists
     twice at a time.
     """
 
     def move(array: Array) -> Array:
         new = gather(array, kept)
-        array.delete()
+        if isinstance(array, jax.Array):  # no shape alone, as `programs.record` has it
+            array.delete()
         return new
 
     cache = jax.tree.map(move, slots.cache)

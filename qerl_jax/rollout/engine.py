@@ -11,7 +11,6 @@ Axes: B sequences, P prompts, G group (row = p · G + g), T tokens.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Generator, Sequence
 
@@ -22,6 +21,7 @@ from jaxtyping import Array
 
 from qerl_jax.compilation import as_committed
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.programs import program
 from qerl_jax.rollout import decode, prefill
 from qerl_jax.rollout.prefill_packing import PrefillBatch, pack_prompts, prefill_shapes
 from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule
@@ -29,7 +29,7 @@ from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.rollout.stop import StopStrings, truncate_at_stop
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
-ADMISSION_FIELDS = ("sequences", "prompt_slots", "limits", "ids", "samples")
+_ADMISSION_FIELDS = ("sequences", "prompt_slots", "limits", "ids", "samples")
 """What `decode.admit` needs of each new sequence, besides the slot where it starts."""
 
 
@@ -101,20 +101,42 @@ def stream(
     check_positions(config, prompts.tokens.shape[1], sampling.max_new_tokens)
     if sampling.stop and policy.tokenizer is None:
         raise ValueError(f"stop strings {list(sampling.stop)} need a tokenizer, and the policy has none")
-    run = _Run(policy, prompts, sampling, key, engine or Engine(), _check_limits(limits, prompts, sampling))
+    decoder = _Decoder(policy, prompts, sampling, key, engine or Engine(), _check_limits(limits, prompts, sampling))
     try:
-        yield from run.steps()
+        yield from decoder.steps()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(
-            f"the rollout ran out of device memory with {run.shapes.slots} slots of {run.shapes.completion_width} "
-            f"tokens, {run.shapes.cache_bytes / 1e9:.3f} GB of keys and values; lower rollout_memory_gb, "
+            f"the rollout ran out of device memory with {decoder.shapes.slots} slots of "
+            f"{decoder.shapes.completion_width} tokens, {decoder.shapes.cache_bytes / 1e9:.3f} GB of keys and values; "
+            "lower rollout_memory_gb, "
             "with which a run can be resumed, or start a new run with a smaller max_completion_length or "
             "max_prompt_length"
         ) from error
-    rollout = assemble(prompts, run.slots.completions, run.sampling, config.pad_token_id)
+    rollout = decoder.result(prompts)
     return truncate_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
+
+
+def rehearse(
+    policy: Policy, prompts: int, prompt_length: int, sampling: Sampling, key: Array, engine: Engine | None = None
+) -> Rollout:
+    """Make every call of a program that `generate` may make, once, for `programs.record`.
+
+    Args:
+      policy, sampling, key, engine: as for `generate`; arrays may be shapes.
+      prompts: prompts of a rollout, P.
+      prompt_length: width of the prompts' array, tokens.
+
+    Returns:
+      The rollout's shapes.
+    """
+    numbers = np.ones(prompts, np.int32)
+    blank = Prompts(np.zeros((prompts, prompt_length), np.int32), numbers, numbers)
+    limits = np.full(prompts * sampling.num_generations, sampling.max_new_tokens)
+    decoder = _Decoder(policy, blank, sampling, key, engine or Engine(), limits)
+    decoder.rehearse()
+    return decoder.result(blank)
 
 
 def check_positions(config: ModelConfig, prompt_length: int, completion_length: int) -> None:
@@ -126,7 +148,7 @@ def check_positions(config: ModelConfig, prompt_length: int, completion_length: 
         )
 
 
-def chunk_steps(max_new_tokens: int, engine: Engine) -> int:
+def _chunk_steps(max_new_tokens: int, engine: Engine) -> int:
     """Decode steps of a chunk: at most `engine.chunk`, so that equal chunks reach the longest completion."""
     return -(-max_new_tokens // -(-max_new_tokens // engine.chunk))
 
@@ -166,7 +188,7 @@ def occurrences(ids: np.ndarray) -> np.ndarray:
     return found
 
 
-class _Run:
+class _Decoder:
     """One rollout: device state and host schedule."""
 
     def __init__(
@@ -181,7 +203,7 @@ class _Run:
         self.limits = limits
         self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
         self.prefill_shapes = prefill_shapes(count, width, engine.batch_invariant, self.shapes.holds(count * group))
-        self.chunk = chunk_steps(most, engine)
+        self.chunk = _chunk_steps(most, engine)
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
         self.stop = StopStrings(sampling.stop, policy.tokenizer)
@@ -189,9 +211,7 @@ class _Run:
 
     def steps(self) -> Generator[Progress, None, None]:
         """Decode all sequences. The results of a chunk are read while the next one runs."""
-        self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
-        self.key = as_committed(self.key, self.policy)
-        self.prompt_cache, self.slots = decode.allocate(self.policy, self.shapes, self.progress.rows, self.key)
+        self._begin()
         running, stopped = [], []
         while True:
             self._refill(stopped)
@@ -206,13 +226,39 @@ class _Run:
             stopped = self._read(running.pop(0))
             yield self.progress
 
+    def rehearse(self) -> None:
+        """Make every call of a program that `steps` may make, once; those that compile longest come first."""
+        self._begin()
+        self._decode_chunk()
+        for shape in self.prefill_shapes:
+            self._prefill(PrefillBatch(0, shape), [])
+        self._admit([], [])
+        for count in self.shapes.slot_counts()[1:]:
+            self._move(count)
+            self._decode_chunk()
+            if self.stop.strings:  # no sequence waits any more, but a string may end one
+                self._admit([], [])
+
+    def result(self, prompts: Prompts) -> Rollout:
+        """The rollout, once all sequences have ended."""
+        return assemble(prompts, self.slots.completions, self.sampling, self.policy.config.pad_token_id)
+
+    def _begin(self) -> None:
+        self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
+        self.key = as_committed(self.key, self.policy)
+        self.prompt_cache, self.slots = decode.allocate(self.policy, self.shapes, self.progress.rows, self.key)
+
+    def _decode_chunk(self) -> tuple[Array, Array]:
+        self.slots, active, sampled = decode.decode_chunk(
+            self.policy, self.prompt_cache, self.slots, self.sampling, self.chunk, self.batch_invariant
+        )
+        return active, sampled
+
     def _decode(self) -> _Chunk:
         """Send a chunk to the device. Sequences that reach their limit in it count as ended at once, so that others
         start in their slots right after it.
         """
-        self.slots, active, sampled = decode.decode_chunk(
-            self.policy, self.prompt_cache, self.slots, self.sampling, self.chunk, self.batch_invariant
-        )
+        active, sampled = self._decode_chunk()
         for array in (active, sampled):
             array.copy_to_host_async()
         chunk = _Chunk(list(self.schedule.sequences), active, sampled)
@@ -253,20 +299,19 @@ class _Run:
 
     def _prefill(self, batch: PrefillBatch, loads: list[PromptLoad]) -> None:
         """Prefill prompts packed into one batch; its padding is dropped."""
-        tokens = np.zeros(batch.shape.tokens, np.int32)
         lengths = np.zeros(batch.shape.capacity, np.int32)
         prompt_slots = np.full(batch.shape.capacity, self.shapes.prompt_slots, np.int32)
         lengths[: len(loads)] = self.lengths[[load.prompt for load in loads]]
         prompt_slots[: len(loads)] = [load.prompt_slot for load in loads]
         real = [self.tokens[load.prompt, : self.lengths[load.prompt]] for load in loads]
-        tokens[: lengths.sum()] = np.concatenate(real)
+        tokens = np.concatenate([*real, np.zeros(batch.shape.tokens, np.int32)])[: batch.shape.tokens]
         self.prompt_cache = prefill.prefill(
             self.policy, self.prompt_cache, tokens, lengths, prompt_slots, batch.shape.width, self.batch_invariant
         )
 
     def _admit(self, admissions: list[Admission], stopped: list[int]) -> None:
         slots = len(self.schedule.sequences)
-        new = {name: np.zeros(slots, np.int32) for name in ADMISSION_FIELDS}
+        new = {name: np.zeros(slots, np.int32) for name in _ADMISSION_FIELDS}
         start, stop = np.zeros(slots, bool), np.zeros(slots, bool)
         stop[stopped] = True
         for admission in admissions:
@@ -283,9 +328,12 @@ class _Run:
         """
         for count in self.shapes.slot_counts():
             if len(self.schedule.live) <= count < len(self.schedule.sequences):
-                order = self.schedule.compact(count)
-                self.budget = self.budget[order]
-                self.slots = decode.compact(self.slots, jax.device_put(np.asarray(order, np.int32)))
+                self._move(count)
+
+    def _move(self, count: int) -> None:
+        order = self.schedule.compact(count)
+        self.budget = self.budget[order]
+        self.slots = decode.compact(self.slots, np.asarray(order, np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +351,7 @@ class _Chunk:
     sampled: Array
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "pad"))
+@program(static_argnames=("sampling", "pad"))
 def assemble(prompts: Prompts, completions: decode.Completions, sampling: Sampling, pad: int) -> Rollout:
     """Prompt and completion of each row, contiguous from column 0."""
     count, width = prompts.tokens.shape

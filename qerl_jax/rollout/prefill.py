@@ -6,16 +6,13 @@ Axes: P prompt slots, N prompts of one prefill, T packed tokens, K key/value hea
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from qerl_jax.compilation import Program, as_committed
+from qerl_jax.compilation import as_committed
 from qerl_jax.models import cache as kv
 from qerl_jax.models.attention import packed_attention, rotary_angles
 from qerl_jax.models.cache import KVCache
@@ -24,8 +21,8 @@ from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.modules import Norm, RMSNorm
 from qerl_jax.models.packed_sequences import last_tokens, packed_layout
 from qerl_jax.models.qwen2 import merge_layer
+from qerl_jax.programs import program
 from qerl_jax.rollout.decode import PromptCache
-from qerl_jax.rollout.prefill_packing import PrefillShape
 from qerl_jax.types import Policy
 
 # Every GEMM here is a kernel of this project or large enough for cuBLAS. XLA's Triton GEMMs are not tried: that takes
@@ -81,31 +78,6 @@ def prefill(
     return PromptCache(KVCache(tuple(keys), tuple(values)), hidden, prompt_lengths)
 
 
-def prefill_programs(
-    policy: Policy, prompt_cache: PromptCache, shape: PrefillShape, batch_invariant: bool
-) -> Iterator[Program]:
-    """The programs of `prefill` for one shape; the policy and the prompt cache may be abstract."""
-
-    def ints(size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), jnp.int32)
-
-    name = f"prefill of {shape.tokens} tokens, width {shape.width}"
-    tokens, lengths, prompt_slots = ints(shape.tokens), ints(shape.capacity), ints(shape.capacity)
-    x = jax.ShapeDtypeStruct((shape.tokens, policy.config.hidden_size), jnp.float32)
-    x = as_committed(x, policy)
-    config, cache = policy.config, prompt_cache.cache
-    first_of_dtype = {array.dtype: i for i, array in reversed(list(enumerate(cache.keys)))}
-    for i in first_of_dtype.values():
-        weights = layer_weights(policy, i)
-        state = x, cache.keys[i], cache.values[i], lengths, prompt_slots
-        static = config, policy.dtype, shape.width, batch_invariant
-        yield Program(f"{name}: layer", prefill_layer, (weights, *state, *static))
-    norm, state = policy.frozen["norm"]["weight"], (x, prompt_cache.hidden, prompt_cache.lengths)
-    last = norm, *state, lengths, prompt_slots, config, batch_invariant
-    yield Program(f"{name}: last states", store_hidden, last)
-    yield Program(f"{name}: embedding", embed_prompts, (policy.frozen["embed_tokens"], tokens))
-
-
 def layer_weights(policy: Policy, layer: int) -> dict[str, Any]:
     """The trees of one layer."""
     return {
@@ -115,14 +87,13 @@ def layer_weights(policy: Policy, layer: int) -> dict[str, Any]:
     }
 
 
-@jax.jit
+@program
 def embed_prompts(embedding: Float[Array, "V D"], tokens: Int32[Array, " T"]) -> Float32[Array, "T D"]:
     """The residual stream before the first layer."""
     return embedding[tokens].astype(jnp.float32)
 
 
-@functools.partial(
-    jax.jit,
+@program(
     donate_argnames=("x", "keys", "values"),
     static_argnames=("config", "dtype", "width", "batch_invariant"),
     compiler_options=_OPTIONS,
@@ -153,7 +124,7 @@ def prefill_layer(
     return x, cache.keys[0], cache.values[0]
 
 
-@functools.partial(jax.jit, donate_argnames=("hidden", "prompt_lengths"), static_argnames=("config", "batch_invariant"))
+@program(donate_argnames=("hidden", "prompt_lengths"), static_argnames=("config", "batch_invariant"))
 def store_hidden(
     norm: Float32[Array, " D"],
     x: Float32[Array, "T D"],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
@@ -72,6 +71,7 @@ def choose_shapes(
     prompt_length: int,
     completion_length: int,
     engine: Engine,
+    free_bytes: float | None = None,
 ) -> RolloutShapes:
     """As many slots as requested, or as many as fit `engine.memory_gb`.
 
@@ -85,10 +85,11 @@ def choose_shapes(
       prompt_length: longest prompt, tokens.
       completion_length: longest completion, tokens.
       engine: limits on slots and memory.
+      free_bytes: free memory of the device, which is looked at without a `memory_gb`; None: enough.
 
     Raises:
-      ValueError: not a single completion fits; or, without a `memory_gb`, not all requested ones fit. The message has
-        the numbers and names the setting to lower.
+      ValueError: not a single completion fits; or, without a `memory_gb`, not all requested ones fit nine tenths of
+        `free_bytes`. The message has the numbers and names the setting to lower.
     """
     layer_bytes = kv_token_bytes(policy.config, policy.dtype)
     prompt_width, completion_width = (
@@ -105,7 +106,9 @@ def choose_shapes(
 
     requested = min(prompts * group, engine.slots or prompts * group)
     memory_gb = engine.memory_gb
-    available, source = _available_bytes(memory_gb)
+    available, source = round(memory_gb * 1e9) if memory_gb is not None else None, "rollout_memory_gb"
+    if memory_gb is None and free_bytes is not None:
+        available, source = _SHARE_OF_FREE * free_bytes, f"{_SHARE_OF_FREE:.0%} of the free device memory, in GB,"
     if available is None or with_slots(requested).cache_bytes <= available:
         return with_slots(requested)
     if memory_gb is None or with_slots(1).cache_bytes > available:
@@ -121,13 +124,3 @@ def choose_shapes(
         middle = (low + high) // 2
         low, high = (middle, high) if with_slots(middle).cache_bytes <= available else (low, middle)
     return with_slots(low - low % _MIN_SLOTS if low > _MIN_SLOTS else low)
-
-
-def _available_bytes(memory_gb: float | None) -> tuple[float | None, str]:
-    if memory_gb is not None:
-        return round(memory_gb * 1e9), "rollout_memory_gb"
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None, ""
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    return _SHARE_OF_FREE * free, f"{_SHARE_OF_FREE:.0%} of the free device memory, in GB,"

@@ -1,9 +1,13 @@
-"""Settings of JAX and XLA that precede compilation, and the note to users whose GPU runs without the kernels."""
+"""What a run knows of its device, settings of JAX and XLA that precede compilation, and the note to users whose GPU
+runs without the kernels.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import MutableMapping
+from typing import Any
 
 import jax
 
@@ -21,30 +25,45 @@ MEMORY = "XLA_CLIENT_MEM_FRACTION"
 _SHARE = 0.94  # JAX takes 0.75 of the memory by itself; the rest is for libraries and loaded programs
 
 
-def use_device_memory(vllm_share: float = 0.0) -> None:
+def use_device_memory(vllm_share: float = 0.0, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have JAX take 94 % of a GPU's memory when it starts one, less the share that vLLM takes, unless the environment
     says how much (`XLA_CLIENT_MEM_FRACTION`, or its old name `XLA_PYTHON_CLIENT_MEM_FRACTION`).
     """
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both
-        os.environ.setdefault(MEMORY, f"{_SHARE - vllm_share:.2f}")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses both
+        environment.setdefault(MEMORY, f"{_SHARE - vllm_share:.2f}")
 
 
-def missing_kernels_note(matmul_kernel: str) -> str | None:
+def device_bytes() -> int | None:
+    """Memory that this process may use on its device; None where the backend does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def free_device_bytes() -> int | None:
+    """What of it is free."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
+def missing_kernels_note(
+    matmul_kernel: str, device: Any = None, jax_version: str = jax.__version__, python: str = platform.python_version()
+) -> str | None:
     """A line for users of a Hopper GPU whose jax is older than the kernels need, with the remedy; None elsewhere.
 
     Args:
       matmul_kernel: as in Config; "xla" asks for no kernels, so that none are missed.
+      device: None: the first.
+      jax_version, python: as installed.
     """
-    device, version = jax.devices()[0], tuple(int(part) for part in jax.__version__.split(".")[:2])
+    device, version = device or jax.devices()[0], tuple(int(part) for part in jax_version.split(".")[:2])
     is_hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")) == "9.0"
     if matmul_kernel == "xla" or not is_hopper or version >= KERNELS_NEED_JAX:
         return None
-    needed, python = ".".join(map(str, KERNELS_NEED_JAX)), ".".join(map(str, KERNELS_NEED_PYTHON))
-    is_old = tuple(map(int, platform.python_version_tuple()[:2])) < KERNELS_NEED_PYTHON
-    upgrade = f"in an environment of Python {python} or later (this is {platform.python_version()}), " if is_old else ""
+    needed, needed_python = ".".join(map(str, KERNELS_NEED_JAX)), ".".join(map(str, KERNELS_NEED_PYTHON))
+    is_old = tuple(map(int, python.split(".")[:2])) < KERNELS_NEED_PYTHON
+    upgrade = f"in an environment of Python {needed_python} or later (this is {python}), " if is_old else ""
     return (
         f"WARNING: {device.device_kind}: running without the Hopper kernels, several times slower: they need jax "
-        f"{needed} or later (this is {jax.__version__}). To use them: {upgrade}pip install -U 'jax[cuda13]>={needed}'"
+        f"{needed} or later (this is {jax_version}). To use them: {upgrade}pip install -U 'jax[cuda13]>={needed}'"
     )
 
 

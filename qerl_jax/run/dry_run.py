@@ -8,12 +8,13 @@ from rich.table import Table
 from qerl_jax.config import Config, dump
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import endless_note
+from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
 
 
 def show_dry_run(config: Config, console: Console) -> None:
     """Print config, parameters and memory. Raises as `memory_report` does; nothing is loaded, run or written."""
-    report = memory_report(config)
+    report = memory_report(config, device_bytes())
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(report))
     console.print(memory_table(report.memory, config))

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
 from qerl_jax import aqn
-from qerl_jax.compilation import Program
 from qerl_jax.config import Config
+from qerl_jax.programs import program
 from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.types import TrainState
 
-_PERTURB = {target: jax.jit(perturb) for target, perturb in aqn.PERTURBATIONS.items()}
+_PERTURB = {target: program(perturb) for target, perturb in aqn.PERTURBATIONS.items()}
 _TRAINING = ("sigma", "perturb", "token_loss", "optimizer")  # these change the result; `on_step` only looks on
 
 
@@ -48,7 +49,7 @@ class Hooks:
         form than `clean`.
         """
         if self.perturb is None:
-            return _PERTURB[config.noise_target](clean, sigma, key)
+            return _PERTURB[config.noise_target](clean, np.float32(sigma), key)
         found = self.perturb(clean, sigma, key)
         wanted, given = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree) for tree in (clean, found))
         if wanted != given:
@@ -56,12 +57,6 @@ class Hooks:
                 f"perturb returned {config.noise_target} of the form {given}, expected that of its argument, {wanted}"
             )
         return found
-
-    def programs(self, config: Config, clean: Any, key: Array) -> list[Program]:
-        """The programs of `noisy` and of the count of what it changed, to be compiled before their first call."""
-        count = Program("count of the noisy arrays", aqn.count_perturbed, (clean, clean))
-        perturb = Program("noise", _PERTURB[config.noise_target], (clean, 0.0, key))
-        return [count] if self.perturb is not None else [perturb, count]
 
     def given(self) -> dict[str, str]:
         """Name of each function that changes the training, by its hook."""

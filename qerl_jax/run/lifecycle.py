@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
-from qerl_jax import keys
-from qerl_jax.compilation import Program, compile_programs
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
@@ -33,12 +31,12 @@ from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rl.state import current_policy
-from qerl_jax.rollout.programs import rollout_programs
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.fingerprints import fingerprints
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
+from qerl_jax.run.rehearsal import rehearse_evaluation
 from qerl_jax.types import Policy, TrainState
 
 
@@ -63,8 +61,6 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if run.eval_problems and recorder.evaluations.get("before") is None:
         console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …", markup=False)
         _evaluate(run, recorder, state, "before")
-    if int(state.step) < config.num_rollouts:
-        run.wait_for_programs("rollout", state)
     return recorder, state
 
 
@@ -149,20 +145,14 @@ def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
 
 def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
     """Evaluate `state`'s noise-free policy and keep the result as `name`."""
-    if name == "before" and run.compile_ahead and run.vllm is None:
-        compile_programs(evaluation_programs(run, state))
+    if name == "before" and run.programs and run.vllm is None:
+        longest = max(len(problem.tokens) for problem in run.eval_problems)
+        policy = run.policy.replace(norms=state.norms, lora=state.lora)
+        run.programs.submit(rehearse_evaluation, run.config, policy, len(run.eval_problems), longest)
     with recorder.phases("evaluation"):
         result = evaluate_state(run, state)
         recorder.evaluations.put(name, result)
     recorder.curves.log(int(state.step), result.metrics())
-
-
-def evaluation_programs(run: Run, state: TrainState) -> Iterator[Program]:
-    """The programs of `evaluate_state`'s rollout."""
-    config, policy = run.config, current_policy(run.policy, state)
-    longest = max(len(problem.tokens) for problem in run.eval_problems)
-    key = keys.for_step(config.seed, keys.Purpose.EVALUATE, 0)
-    return rollout_programs(policy, len(run.eval_problems), longest, config.eval_sampling, key, config.eval_engine)
 
 
 def evaluate_state(run: Run, state: TrainState) -> Evaluation:

@@ -12,8 +12,7 @@ from qerl_jax.io.assets import model_path
 from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, Weight
-from qerl_jax.rl.activations import xla_matmuls
-from qerl_jax.rl.plan import UpdatePlan, device_bytes, free_for_activations, make_update_plan
+from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.run.abstract import abstract_run, has_weights, stored_format, tree_bytes, tree_size
@@ -111,8 +110,8 @@ class MemoryReport:
     memory: MemoryEstimate
 
 
-def memory_report(config: Config) -> MemoryReport:
-    """Parameters and memory of the run that a config describes.
+def memory_report(config: Config, device_bytes: float | None = None) -> MemoryReport:
+    """Parameters and memory of the run that a config describes, on a device with so much memory (None: no limit).
 
     Reads config.json and, where weight files are present, their headers.
 
@@ -125,7 +124,7 @@ def memory_report(config: Config) -> MemoryReport:
         stored_format(directory, config),
         _file_bytes(directory),
         parameter_rows(policy, state),
-        estimate_memory(policy, state, config),
+        estimate_memory(policy, state, config, device_bytes),
     )
 
 
@@ -170,14 +169,16 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     return rows
 
 
-def refuse_oversized_update(config: Config) -> None:
-    """Raise ConfigError, with the numbers, if the update of a config cannot run in the memory of this device."""
-    if device_bytes() is None:
+def refuse_oversized_update(config: Config, device_bytes: float | None) -> None:
+    """Raise ConfigError, with the numbers, if the update of a config cannot run in the memory of a device; None: it has
+    no limit.
+    """
+    if device_bytes is None:
         return
-    memory = memory_report(config).memory
+    memory = memory_report(config, device_bytes).memory
     update = memory.update_plan
-    if memory.weights + memory.state + memory.update_state > device_bytes():
-        held, more, limit = memory.weights + memory.state, memory.update_state, device_bytes()
+    if memory.weights + memory.state + memory.update_state > device_bytes:
+        held, more, limit = memory.weights + memory.state, memory.update_state, device_bytes
         held, more, limit = (f"{count / 1e9:.1f} GB" for count in (held, more, limit))
         remedy = "; train adapters, with another weight_format than 'full'" if config.is_full else ""
         raise ConfigError(
@@ -187,7 +188,7 @@ def refuse_oversized_update(config: Config) -> None:
     if update.lacking_bytes:
         held, activations = memory.weights + memory.state + memory.gradient, memory.activations + memory.working
         held, activations, lacking, limit = (
-            f"{count / 1e9:.1f} GB" for count in (held, activations, update.lacking_bytes, device_bytes())
+            f"{count / 1e9:.1f} GB" for count in (held, activations, update.lacking_bytes, device_bytes)
         )
         raise ConfigError(
             f"the update does not fit: beside {held} of weights, state and gradient, one sequence of "
@@ -197,7 +198,7 @@ def refuse_oversized_update(config: Config) -> None:
 
 
 def estimate_memory(
-    policy: Policy, state: TrainState, config: Config, device_limit: float | None = None
+    policy: Policy, state: TrainState, config: Config, device_bytes: float | None = None
 ) -> MemoryEstimate:
     """Bytes on a GPU, from shapes alone. Raises ValueError if no rollout fits.
 
@@ -216,24 +217,21 @@ def estimate_memory(
     Args:
       policy, state: trees of the run, real or abstract.
       config: config of the run.
-      device_limit: memory of the GPU that runs the update, in bytes; None: this device's.
+      device_bytes: memory of the device; None: no limit.
     """
     model: ModelConfig = policy.config
-    e = policy.dtype.itemsize
-    width = config.max_prompt_length + config.max_completion_length
     lengths = config.max_prompt_length, config.max_completion_length
     own = config.rollout_backend == "jax"  # else the KV cache is vLLM's
     rollout = evaluation = None
     if own:
-        rollout = choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
+        sizes = config.num_prompts, config.num_generations
+        rollout = choose_shapes(policy, *sizes, *lengths, config.engine, device_bytes)
     if own and config.eval_dataset:
         evaluation = choose_shapes(
-            policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine
+            policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine, device_bytes
         )
     trained = tree_bytes(trained_trees(state.lora, state.norms, state.weights, config))
-    held = tree_bytes(policy.frozen) + tree_bytes(state) + trained
-    free, xla = free_for_activations(held, device_limit), xla_matmuls(policy.frozen["layers"], e)
-    update = make_update_plan(model, e, config, config.batch_size, width, free, xla)
+    update = make_update_plan(state, policy.frozen, device_bytes)
     return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,16 +22,19 @@ from qerl_jax.data.stream import ProblemStream
 from qerl_jax.io import assets
 from qerl_jax.io.hf_config import model_config, stored_format
 from qerl_jax.io.load import load_policy, stored_scheme
+from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
+from qerl_jax.rl.plan import UpdatePlan, make_update_plan
+from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import choose_shapes, endless_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.compile_ahead import CompileAhead
-from qerl_jax.run.devices import make_deterministic, missing_kernels_note
+from qerl_jax.run.devices import device_bytes, free_device_bytes, make_deterministic, missing_kernels_note
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.memory import refuse_oversized_update
+from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
 from qerl_jax.types import Policy, TrainState
 
 
@@ -47,7 +51,8 @@ class Run:
       stream: training problems, endless.
       eval_problems: problems of `config.eval_dataset`; empty without one.
       hooks: functions of the user's.
-      compile_ahead: the programs of the run, being compiled; None: each is compiled at its first call.
+      plan: of every update; None: that of a device without limit.
+      programs: compiles them before their first calls; None: each is compiled at its first call.
       vllm: what samples completions under `rollout_backend` vllm, else None.
     """
 
@@ -59,7 +64,8 @@ class Run:
     stream: ProblemStream
     eval_problems: list[EncodedProblem]
     hooks: Hooks = dataclasses.field(default_factory=Hooks)
-    compile_ahead: CompileAhead | None = None
+    plan: UpdatePlan | None = None
+    programs: Ahead | None = None
     vllm: VllmEngine | None = None
 
     @property
@@ -69,15 +75,14 @@ class Run:
             return f"  train(config, …) with resume='auto' and the same functions: {given}"
         return run_directory.resume_command(self.directory)
 
-    def wait_for_programs(self, part: str, state: TrainState) -> None:
-        """Wait until the programs of a part of the step, "rollout" or "update", are compiled."""
-        if self.compile_ahead is not None:
-            self.compile_ahead.finish(part, self.config, self.hooks, self.policy, state, self.console)
+    def clock(self) -> float:
+        """Seconds, but for those in which calls waited for their programs."""
+        return time.perf_counter() - (self.programs.waited if self.programs else 0.0)
 
 
-def prepare(config: Config, console: Console, hooks: Hooks) -> Run:
+def prepare(config: Config, console: Console, hooks: Hooks) -> tuple[Run, TrainState]:
     """Check the config and load everything, before anything is written or deleted. The run's programs are compiled
-    meanwhile. Raises what `check` raises.
+    meanwhile. Returns the run and the state before its first step. Raises what `check` and `init_state` raise.
     """
     directory = Path(config.output_dir)
     check(config)
@@ -94,23 +99,30 @@ def prepare(config: Config, console: Console, hooks: Hooks) -> Run:
         config.allow_code_execution,
     )
     assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
-    refuse_oversized_update(config)
-    compile_ahead = CompileAhead(config, hooks)
+    limit = device_bytes()
+    refuse_oversized_update(config, limit)
+    programs = Ahead(done=functools.partial(console.print, markup=False))
+    programs.submit(rehearse_run, config, hooks, limit)
     try:
         loaded = load(config, console)
         policy = committed(loaded).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         lengths = config.max_prompt_length, config.max_completion_length
         if config.rollout_backend == "jax":
-            choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, config.engine)
+            sizes = config.num_prompts, config.num_generations, *lengths
+            choose_shapes(policy, *sizes, config.engine, free_device_bytes())  # does it fit?
         if note := endless_note(policy.config):
             console.print(note, soft_wrap=True, markup=False)
         stream, eval_problems = load_problems(config, policy, console)
         config = config.with_max_steps(len(stream))
+        state = init_state(policy, config, hooks.optimizer)
+        # Again: weights in an unusual form, or a number of steps that the dataset decides, have other programs.
+        plan = make_update_plan(state, policy.frozen, limit)
+        programs.submit(rehearse_step, config, hooks, policy, state, plan)
         vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None
     except BaseException:
-        compile_ahead.cancel()
+        programs.cancel()
         raise
-    return Run(config, directory, console, policy, rewards, stream, eval_problems, hooks, compile_ahead, vllm)
+    return Run(config, directory, console, policy, rewards, stream, eval_problems, hooks, plan, programs, vllm), state
 
 
 def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:

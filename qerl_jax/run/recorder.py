@@ -81,7 +81,7 @@ class Recorder:
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.evaluations = EvaluationResults(run.directory)
-        self.phases = Phases(run.directory, run.console)
+        self.phases = Phases(run.directory, run.console, run.clock)
         self.phases.step = step + 1
         self.curves = Sinks(run.config, run.directory, step)
         self._skips = Skips()
@@ -109,7 +109,6 @@ class Recorder:
         batch: Batch,
         update_metrics: Mapping[str, Array],
         sigma: float,
-        perturbed: int,
     ) -> dict[str, float]:
         """Write metrics and completions of the step that ended in `state`, and the batch of a non-finite update. The
         metric `compilations` is the number of programs compiled or loaded since the step before. Returns the metrics.
@@ -119,7 +118,7 @@ class Recorder:
             run_directory.dump_batch(run.directory, step, batch)
         timing = self.phases.take("rollout", "grading", "update")
         metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
-        metrics |= run_metrics(experience, state, sigma, perturbed, self._tokens, len(run.stream))
+        metrics |= run_metrics(experience, state, sigma, self._tokens, len(run.stream))
         metrics["compilations"] = len(self._compilations.take())
         append_metrics(run.directory, step, metrics)
         self.curves.log(step, metrics)

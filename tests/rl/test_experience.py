@@ -75,7 +75,7 @@ class World:
         stream, rewards = Numbers((self.drawn,), None, 0), Rewards(half=self.reward)
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [])
         state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, graphdef, shape, config, None)
-        return train.collect_experience(run, Phases(self.place, Console()), policy, state)
+        return train.collect_experience(run, Phases(self.place, Console()), state, 0.0)
 
 
 def check(experience: Experience, items: list[int], world: World) -> None:

@@ -18,12 +18,13 @@ from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.rl import plan, step
-from qerl_jax.rl.compile import compile_update, update_programs
+from qerl_jax.programs import compile_calls, record, shapes_of
+from qerl_jax.rl import step
+from qerl_jax.rl.activations import XlaMatmuls
 from qerl_jax.rl.packing import assign
-from qerl_jax.rl.plan import _cost, _micro_batches, _pack, make_update_plan
+from qerl_jax.rl.plan import _cost, _micro_batches, _pack, choose_plan, make_update_plan
 from qerl_jax.rl.state import init_state
-from qerl_jax.rl.step import assigned, grpo_step, plan_of
+from qerl_jax.rl.step import assigned, grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
 ROWS = 24
@@ -129,7 +130,7 @@ def test_a_loss_of_ones_own_with_entropy_has_the_gradient_of_the_padded_rows(mic
     config, batch = make_config(**settings), awkward_batch()
     few = dataclasses.replace(config, tokens_per_micro_batch=128)
     wanted = plain_grpo_step(descent(micro, config), micro.frozen, batch, entropy_and_more)
-    found = grpo_step(descent(micro, few), micro.frozen, batch, entropy_and_more)
+    found = grpo_step(descent(micro, few), micro.frozen, batch, token_loss=entropy_and_more)
     close(found, wanted)
     assert float(found[1]["mine"]) > float(found[1]["entropy"]) > 0 and "clip_ratio/low_mean" not in found[1]
 
@@ -142,7 +143,7 @@ def test_the_reference_can_be_asked_for_without_a_penalty(micro):
 
     config, batch = make_config(batch_size=ROWS), awkward_batch()
     state = init_state(micro, config)
-    _, metrics = grpo_step(state, micro.frozen, batch, reference_alone, with_reference=True)
+    _, metrics = grpo_step(state, micro.frozen, batch, token_loss=reference_alone, with_reference=True)
     base = micro.replace(lora=without_adapter(micro.lora))
     logp = jnp.pad(logprobs_of(base, batch.tokens, batch.attention_mask), ((0, 0), (1, 0)))
     assert float(metrics["loss"]) == pytest.approx(float(logp[batch.loss_mask].mean()), abs=1e-5)
@@ -193,7 +194,7 @@ def test_a_new_state_of_the_same_shapes_compiles_nothing(micro_dir):
         policy = fp32_policy(micro_dir, rank=2)
         for loss in (None, entropy_and_more):
             state = init_state(policy, config)
-            grpo_step(state, policy.frozen, awkward_batch(), loss)
+            grpo_step(state, policy.frozen, awkward_batch(), token_loss=loss)
         structures.append(jax.tree.structure(state))
 
     with CompilationCounter() as counter:
@@ -267,20 +268,20 @@ def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
     close(results[1], results[0], 2e-6)
 
 
-def test_few_sequences_beside_a_long_segment_give_the_same_update(micro, monkeypatch):
+def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
     """Segments of up to 4 tokens are short; beside a longer one there are three sequences at most."""
     config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
     state = descent(micro, config)
     wanted = grpo_step(state, micro.frozen, batch)
-    pack = dataclasses.replace(plan_of(state, micro.frozen, batch).pack, short=4, suffixes_beside_long=3)
-    monkeypatch.setattr(plan, "_pack", lambda *_: pack)
-    found = assigned(plan_of(state, micro.frozen, batch), batch)
+    usual = make_update_plan(state, micro.frozen, longest=LENGTH)
+    few = dataclasses.replace(usual, pack=dataclasses.replace(usual.pack, short=4, suffixes_beside_long=3))
+    found = assigned(few, batch)
     sequences = collections.defaultdict(list)
     for some, kind in found:
         sequences[kind.longest_suffix].append(int((some.rows >= 0).sum()))
     assert max(sequences[7]) == 3 < max(sequences[4]), sequences
-    close(grpo_step(state, micro.frozen, batch), wanted, 2e-6)
-    close(jax.jit(grpo_step)(state, micro.frozen, batch), wanted, 2e-6)
+    close(grpo_step(state, micro.frozen, batch, few), wanted, 2e-6)
+    close(jax.jit(grpo_step, static_argnums=3)(state, micro.frozen, batch, few), wanted, 2e-6)
 
 
 def test_under_jit_it_is_the_same_function(micro):
@@ -311,23 +312,9 @@ def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):
     assert 0 < np.linalg.norm(packed - exact) < 1.25 * distance < 0.1 * np.linalg.norm(exact)
 
 
-@pytest.fixture
-def compilations():
-    """Seconds of every compilation of the test, by program kind."""
-    found = collections.Counter()
-
-    def listen(event: str, seconds: float, **about) -> None:
-        found[event.split("/")[-1]] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield lambda: found["backend_compile_duration"]
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 @pytest.mark.parametrize("committed", [False, True])
-def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, compilations, committed, monkeypatch):
+def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, committed):
     """Sizes that no other test has; where they are committed, two kinds of micro-batches."""
-    monkeypatch.setattr(plan, "_SHORT", 4 if committed else 1024)
     config = make_config(
         batch_size=ROWS, num_iterations=2, beta=0.1, train_norms=True, tokens_per_micro_batch=128 + 17 * committed
     )
@@ -336,15 +323,18 @@ def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, compilat
         policy = jax.device_put(policy, jax.devices()[0])
         batches = jax.device_put(batches, jax.devices()[0])
     state = init_state(policy, config)
-    said = []
-    count = compile_update(state, policy.frozen, batches[0], done=lambda *about: said.append(about))
-    kinds = [", segments of 4 tokens", ", segments of 11 tokens"] if committed else [""]
-    layers = {f"layer backward{of}" for of in kinds}
-    assert len(said) == count and {name for name, _ in said} >= {"head", "optimizer"} | layers
-    before = compilations()
-    for batch in batches:
-        state, _ = jax.block_until_ready(grpo_step(state, policy.frozen, batch))
-    assert compilations() == before
+    plan = make_update_plan(state, policy.frozen, longest=LENGTH)
+    if committed:
+        plan = dataclasses.replace(plan, pack=dataclasses.replace(plan.pack, short=4, suffixes_beside_long=3))
+    shapes = state, policy.frozen, shapes_of(batches[0]), plan
+    names = [each.function.__name__ for each in record(grpo_step, *shapes)]
+    assert names.count("backward") == 1 + committed  # for segments of 4 tokens, and of 11
+    assert names.count("head_loss") == names.count("apply") == 1
+    assert compile_calls(grpo_step, *shapes) == len(names)
+    with CompilationCounter() as counter:
+        for batch in batches:
+            state, _ = jax.block_until_ready(grpo_step(state, policy.frozen, batch, plan))
+        assert counter.take() == []
     jax.tree.map(np.asarray, (state.lora, policy.frozen))  # nothing that stays was donated
 
 
@@ -354,8 +344,8 @@ def test_programs_do_not_grow_with_the_depth(tmp_path):
         torch_qwen2.make(tmp_path / str(layers), seed=0, num_hidden_layers=layers)
         policy = fp32_policy(tmp_path / str(layers), rank=2)
         state = init_state(policy, make_config())
-        programs = update_programs(state, policy.frozen, make_batch(64))
-        counts.append([len(str(program.lower().as_text())) for program in programs])
+        programs = record(grpo_step, state, policy.frozen, shapes_of(make_batch(64)))
+        counts.append([len(each.traced.lower().as_text()) for each in programs])
     assert counts[0] == counts[1]
 
 
@@ -367,7 +357,7 @@ def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
     config = dataclasses.replace(config, max_prompt_length=512, max_completion_length=512)
 
     def plan_in(free):
-        return make_update_plan(model, 2, config, 64, 1024, free)
+        return choose_plan(model, 2, config, 64, 1024, free)
 
     unlimited = plan_in(None)
     # 4 prompts and 8 completions at a time: 64 take 8 · 6144 tokens; of 10 at a time, the most below 8192, 7 · 7680.
@@ -388,26 +378,32 @@ def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
     assert costs == sorted(costs), "less memory is never faster"
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_micro_batches_of_the_longest_sequences_are_counted(seed):
+def test_micro_batches_of_the_longest_sequences_are_counted():
     """At least as many as `assign` makes, at most twice as many: it also puts parts of groups beside others."""
-    rng = np.random.default_rng(seed)
-    group, groups, prefix, suffix = (int(rng.integers(low, 9)) for low in (2, 1, 1, 1))
-    rows, longest = group * groups, prefix + suffix
-    sizes = {"batch_size": rows, "max_prompt_length": prefix, "max_completion_length": suffix}
-    config = make_config(num_generations=group, **sizes)
-    for sequences in range(1, rows + 1):
-        pack = _pack(config, longest, sequences, rows)
-        lengths, prompts = np.full(rows, longest), np.repeat(np.arange(groups), group)
-        needed = len(assign(lengths, np.full(rows, prefix), prompts, pack).rows)
-        assert needed <= _micro_batches(config, rows, pack) <= 2 * needed
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        group, groups, prefix, suffix = (int(rng.integers(low, 9)) for low in (2, 1, 1, 1))
+        rows, longest = group * groups, prefix + suffix
+        sizes = {"batch_size": rows, "max_prompt_length": prefix, "max_completion_length": suffix}
+        config = make_config(num_generations=group, **sizes)
+        for sequences in range(1, rows + 1):
+            pack = _pack(config, longest, sequences, rows)
+            lengths, prompts = np.full(rows, longest), np.repeat(np.arange(groups), group)
+            needed = len(assign(lengths, np.full(rows, prefix), prompts, pack).rows)
+            assert needed <= _micro_batches(config, rows, pack) <= 2 * needed
 
 
-def test_the_plan_of_a_run_does_not_depend_on_its_lengths(micro):
-    config = make_config(batch_size=ROWS)
+def test_the_plan_of_a_run_leaves_room_for_what_is_held(micro):
+    """94 % of the device less weights, state and gradient; of the config's limits, without rows to look at."""
+    config = make_config(batch_size=ROWS, max_prompt_length=PROMPT)
     state = init_state(micro, config)
-    plans = {plan_of(state, micro.frozen, awkward_batch(seed)) for seed in range(3)}
-    assert len(plans) == 1
+    bytes_of = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))  # noqa: E731
+    held = bytes_of((micro.frozen, state.norms, state.lora, state.opt_state)) + 8 + bytes_of(state.lora)
+    for free in (100_000, 200_000, 400_000, None):
+        memory = None if free is None else (held + free) / 0.94
+        wanted = choose_plan(micro.config, 4, config, ROWS, PROMPT + COMPLETION, free, XlaMatmuls(any=True))
+        assert make_update_plan(state, micro.frozen, memory) == wanted
+        assert make_update_plan(*jax.eval_shape(lambda: (state, micro.frozen)), memory) == wanted
 
 
 def test_an_update_that_does_not_fit_says_what_to_lower(micro, monkeypatch):

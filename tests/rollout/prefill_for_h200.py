@@ -11,17 +11,20 @@ import re
 import time
 
 import decode_for_h200
+import numpy as np
 
-from qerl_jax.rollout.prefill import prefill_layer, prefill_programs
-from qerl_jax.rollout.prefill_packing import PrefillShape
+from qerl_jax.programs import record
+from qerl_jax.rollout.prefill import prefill, prefill_layer
 
-SHAPE = PrefillShape(512, 8, 128)
+TOKENS, PROMPTS, WIDTH = 512, 8, 128
 
 
 def main() -> None:
     policy, prompt_cache, _ = decode_for_h200.abstract_chunk()
-    [layer] = [p for p in prefill_programs(policy, prompt_cache, SHAPE, False) if p.function is prefill_layer]
-    arrays, static = layer.arguments[:6], layer.arguments[6:]
+    numbers = np.zeros(TOKENS, np.int32), *2 * (np.zeros(PROMPTS, np.int32),)
+    programs = record(prefill, policy, prompt_cache, *numbers, WIDTH, False)
+    [layer] = [each for each in programs if each.function.__name__ == "prefill_layer"]
+    arrays, static = layer.args[:6], layer.args[6:]
     started = time.perf_counter()
     program = decode_for_h200.compiled(prefill_layer, arrays, *static)
     seconds = time.perf_counter() - started

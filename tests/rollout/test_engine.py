@@ -311,25 +311,18 @@ def test_slots_that_fit_a_memory_limit(policy):
         choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 15 / 1e9))
 
 
-def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy, monkeypatch):
+def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
     """Nine tenths of what is free; 256 bytes a token: 8 completions of 8 tokens and 4 prompts of as many."""
     need = 256 * (8 * 8 + 8 * 4)
 
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 10**6, "bytes_in_use": 10**6 - free}
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    free = need / 0.9 + 1
-    assert choose_shapes(policy, 4, 2, 5, 8, Engine()).cache_bytes == need
-    free = need / 0.9 - 1
+    assert choose_shapes(policy, 4, 2, 5, 8, Engine(), need / 0.9 + 1).cache_bytes == need
     expected = (
         r"90% of the free device memory, in GB, 2\.46e-05 cannot hold 8 completions of 8 tokens and 4 prompts of 5: "
         r"they need 2\.46e-05 GB; lower max_completion_length, or set rollout_memory_gb so that fewer"
     )
     with pytest.raises(ValueError, match=expected):
-        choose_shapes(policy, 4, 2, 5, 8, Engine())
-    assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=4)).slots == 4
+        choose_shapes(policy, 4, 2, 5, 8, Engine(), need / 0.9 - 1)
+    assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=4), need / 0.9 - 1).slots == 4
 
 
 def test_keys_make_the_samples(policy, free):

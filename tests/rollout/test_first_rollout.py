@@ -11,18 +11,17 @@ import pytest
 from helpers import fp32_policy
 from oracles import torch_qwen2
 
-from qerl_jax.compilation import CompilationCounter, compile_programs
+from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.fused_decode import FusedDecodeExecutor
 from qerl_jax.models.qwen2 import DecoderLayer
+from qerl_jax.programs import compile_calls, record
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.prefill import prefill_programs
-from qerl_jax.rollout.prefill_packing import PrefillShape
-from qerl_jax.rollout.programs import rollout_programs
+from qerl_jax.rollout.engine import generate, rehearse
+from qerl_jax.rollout.prefill import prefill
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
@@ -83,9 +82,7 @@ def test_decoding_traces_layers_of_one_shape_once(traced, kernel, times):
 def test_prefill_traces_layers_of_one_shape_once(traced):
     policy, _ = abstract_trees(MODEL, "nvfp4", config_of(matmul_kernel="xla"))
     policy, prompt_cache, _ = states(policy)
-    programs = prefill_programs(policy, prompt_cache, PrefillShape(32, 2, 16), False)
-    for program in programs:
-        program.function.trace(*program.arguments)
+    record(prefill, policy, prompt_cache, np.zeros(32, np.int32), *2 * (np.zeros(2, np.int32),), 16, False)
     assert traced == ["down"]
 
 
@@ -140,7 +137,7 @@ def test_a_rollout_compiles_nothing_once_its_programs_are_compiled(tmp_path, com
     policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=(3, 5)), tokenizer=Digits())
     sampling, engine = Sampling(16, num_generations=4, stop=("77",)), Engine(40, chunk=3)
     rng, key = np.random.default_rng(0), jax.random.key(0)
-    compile_programs(rollout_programs(policy, 14, 60, sampling, key, engine))
+    compile_calls(rehearse, policy, 14, 60, sampling, key, engine)
     batches = [[rng.integers(0, 64, rng.integers(1, 1 + most)).tolist() for _ in range(14)] for most in (60, 4, 30)]
     batches = [Prompts.from_lists(prompts, length=60) for prompts in batches]
     with CompilationCounter() as counter:

@@ -17,16 +17,17 @@ import jax.numpy as jnp
 import moments
 from jax.stages import Compiled
 
-from qerl_jax.compilation import Program
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.programs import Recorded, record
 from qerl_jax.rl import attention, flash
-from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.activations import Keeps
-from qerl_jax.rl.compile import abstract_batch, kept_bytes_of_a_layer, update_programs
-from qerl_jax.rl.step import plan_of
+from qerl_jax.rl.advantages import make_batch
+from qerl_jax.rl.plan import make_update_plan, recomputation
+from qerl_jax.rl.step import grpo_step
 from qerl_jax.run import memory
-from qerl_jax.run.abstract import abstract_trees
+from qerl_jax.run.abstract import abstract_trees, tree_bytes
+from qerl_jax.run.rehearsal import rollout_shape
 from qerl_jax.types import Batch, Policy, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
@@ -51,7 +52,8 @@ CASES = [
 def abstract_update(config: Config, model: ModelConfig) -> tuple[Policy, TrainState, Batch]:
     """Arguments of `grpo_step` as shapes."""
     policy, state = abstract_trees(model, config.loaded_format, config)
-    return policy, state, abstract_batch(config)
+    rollout = rollout_shape(config.batch_size, config.max_prompt_length + config.max_completion_length)
+    return policy, state, jax.eval_shape(make_batch, rollout, jax.ShapeDtypeStruct((config.batch_size,), jnp.float32))
 
 
 def estimate(policy: Policy, state: TrainState, config: Config) -> int:
@@ -60,36 +62,45 @@ def estimate(policy: Policy, state: TrainState, config: Config) -> int:
     return planned.activations + planned.working
 
 
-def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> int:
+def kept_bytes(state: TrainState, frozen: Any, batch: Batch) -> int:
+    """Bytes that a layer keeps for its backward pass, besides its input."""
+    [keep] = [each for each in record(grpo_step, state, frozen, batch) if each.function.__name__ == "forward_and_keep"]
+    return tree_bytes(keep.results[1])
+
+
+def kind_of(each: Recorded) -> str | Keeps:
+    """The function of a program; for a layer's backward pass, what the layer keeps."""
+    if each.function.__name__ != "backward":
+        return each.function.__name__
+    kept = each.args[5]
+    return Keeps.INPUT if kept is None else Keeps.ALL if kept.gate_up is not None else Keeps.ALL_BUT_GATE_UP
+
+
+def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Recorded], Compiled]) -> int:
     """Most bytes at a time of what the layers of a micro-batch keep and what XLA reserves for a program besides."""
-    plan, temporary = plan_of(state, frozen, batch), collections.Counter()
-    for program in update_programs(state, frozen, batch):
-        name = program.name.partition(", segments")[0]
-        if name.startswith(("layer", "head")) and "reference" not in name:
-            temporary[name] = max(temporary[name], compiled(program).memory_analysis().temp_size_in_bytes)
+    plan, temporary = make_update_plan(state, frozen, longest=batch.tokens.shape[1]), collections.Counter()
+    for each in record(grpo_step, state, frozen, batch):
+        if each.function.__name__ in ("forward", "forward_and_keep", "head_loss", "backward"):
+            size = compiled(each).memory_analysis().temp_size_in_bytes
+            temporary[kind_of(each)] = max(temporary[kind_of(each)], size)
     layers = plan.layers(state.model.num_layers)
     gate_up = frozen["embed_tokens"].dtype.itemsize * plan.pack.tokens * 2 * state.model.intermediate_size
-    kept = kept_bytes_of_a_layer(state, frozen, batch) if plan.recomputed < len(layers) else gate_up
+    kept = kept_bytes(state, frozen, batch) if plan.recomputed < len(layers) else gate_up
     sizes = {"input": 4 * plan.pack.tokens * state.model.hidden_size, "gate_up": gate_up, "rest": kept - gate_up}
-    forward = {Keeps.INPUT: "layer forward, nothing kept"}
-    backward = {
-        Keeps.ALL_BUT_GATE_UP: "layer backward, gate and up recomputed",
-        Keeps.INPUT: "layer recomputed and backward",
-    }
     programs = moments.Programs(
-        lambda keeps: temporary[forward.get(keeps, "layer forward")],
-        lambda keeps: temporary[backward.get(keeps, "layer backward")],
-        temporary["head"],
+        lambda keeps: temporary["forward" if keeps is Keeps.INPUT else "forward_and_keep"],
+        lambda keeps: temporary[keeps],
+        temporary["head_loss"],
     )
     return moments.peak(layers, sizes, programs)
 
 
-def of_optimizer(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Program], Compiled]) -> dict:
+def of_optimizer(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Recorded], Compiled]) -> dict:
     """Kernels that a part of the optimizer's step launches, for a layer or for what is in none, and the most memory
     that XLA reserves for one of its programs.
     """
-    names = ("squares", "optimizer's check", "optimizer")
-    programs = [compiled(program) for program in update_programs(state, frozen, batch) if program.name in names]
+    names = ("add_squares", "stays_finite", "apply")
+    programs = [compiled(each) for each in record(grpo_step, state, frozen, batch) if each.function.__name__ in names]
     texts = (program.as_text() for program in programs)
     kernels = sum(len(re.findall(r" (?:fusion|copy)\(", text[text.index("ENTRY") :])) for text in texts)
     return {
@@ -119,19 +130,19 @@ def without_cudnn() -> None:
     flash._cudnn_forward, flash._cudnn_backward = forward, backward
 
 
-def for_h200(program: Program) -> Compiled:
+def for_h200(each: Recorded) -> Compiled:
     """A program compiled for an H200."""
 
     def is_array(argument: Any) -> bool:
         leaves = jax.tree.leaves(argument)
         return not leaves or hasattr(leaves[0], "shape")
 
-    static = [argument for argument in program.arguments if not is_array(argument)]
+    static = [argument for argument in each.args if not is_array(argument)]
 
     def function(*arguments: Any) -> Any:
-        return program.function(*static, *arguments)
+        return each.function(*static, *arguments)
 
-    return h200.lower(jax.jit(function), program.arguments[len(static) :]).compile()
+    return h200.lower(jax.jit(function), each.args[len(static) :]).compile()
 
 
 def main() -> None:
@@ -143,7 +154,7 @@ def main() -> None:
         config = Config(**fixed | sizes | change)
         policy, state, batch = abstract_update(config, model)
         real = reserved(state, policy.frozen, batch, for_h200)
-        about = update_plan.recomputation(plan_of(state, policy.frozen, batch))
+        about = recomputation(make_update_plan(state, policy.frozen, longest=batch.tokens.shape[1]))
         rows.append({"change": change, "plan": about, "real": real, "estimate": estimate(policy, state, config)})
         if not change or "weight_format" in change:  # adapters, and all weights
             rows[-1] |= of_optimizer(state, policy.frozen, batch, for_h200)

@@ -13,7 +13,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.activations import Keeps, LayerBytes, XlaMatmuls, layer_bytes, peak_bytes
 from qerl_jax.rl.packing import PackShape
-from qerl_jax.rl.plan import UpdatePlan, make_update_plan
+from qerl_jax.rl.plan import UpdatePlan, choose_plan
 
 PACK = PackShape(128, 1, 1, 128, 64, 64)
 MODEL = ModelConfig(512, 256, 512, 12, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
@@ -77,11 +77,11 @@ def test_what_does_not_fit_is_recomputed_gate_and_up_first():
     """
     config = make_config(logprob_chunk_size=16, lora_rank=8, tokens_per_micro_batch=1024)
     config = dataclasses.replace(config, max_prompt_length=64, max_completion_length=192)
-    whole = make_update_plan(MODEL, 2, config, 64, 256, None)
+    whole = choose_plan(MODEL, 2, config, 64, 256, None)
     assert whole.recomputed == whole.recomputed_gate_up == 0
     needed, costs, kinds = whole.kept_bytes + whole.working_bytes, [], set()
     for free in (share * needed / 60 for share in range(60, 0, -1)):
-        plan = make_update_plan(MODEL, 2, config, 64, 256, free)
+        plan = choose_plan(MODEL, 2, config, 64, 256, free)
         need, layers = layer_bytes(MODEL, 2, plan.pack, config, XlaMatmuls()), plan.layers(12)
         assert plan.kept_bytes == 12 * need.input + sum(map(need.kept, layers))
         assert plan.kept_bytes + plan.working_bytes == peak_bytes(layers, need)

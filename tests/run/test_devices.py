@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -59,15 +58,9 @@ def test_jaxs_inner_module_is_needed_only_by_those_who_ask(monkeypatch):
         ("0.10.2", "8.0", "auto", "3.11.9", None),
     ],
 )
-def test_a_hopper_gpu_with_an_older_jax_is_told_what_to_install(
-    monkeypatch, version, capability, kernel, python, words
-):
+def test_a_hopper_gpu_with_an_older_jax_is_told_what_to_install(version, capability, kernel, python, words):
     device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="NVIDIA H100")
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(jax, "__version__", version)
-    monkeypatch.setattr(platform, "python_version", lambda: python)
-    monkeypatch.setattr(platform, "python_version_tuple", lambda: tuple(python.split(".")))
-    note = missing_kernels_note(kernel)
+    note = missing_kernels_note(kernel, device, version, python)
     if words is None:
         assert note is None
         return
@@ -95,16 +88,14 @@ OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     ("before", "after"),
     [({}, {MEMORY: "0.94"}), ({MEMORY: "0.5"}, {MEMORY: "0.5"}), ({OLD_NAME: "0.3"}, {OLD_NAME: "0.3"})],
 )
-def test_jax_takes_most_of_the_memory_unless_told(monkeypatch, before, after):
-    monkeypatch.setattr(os, "environ", dict(before))
-    use_device_memory()
-    assert os.environ == after
+def test_jax_takes_most_of_the_memory_unless_told(before, after):
+    use_device_memory(environment=before)
+    assert before == after
 
 
-def test_jax_leaves_vllm_its_share(monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
-    use_device_memory(0.4)
-    assert os.environ == {MEMORY: "0.54"}
+def test_jax_leaves_vllm_its_share():
+    use_device_memory(0.4, environment := {})
+    assert environment == {MEMORY: "0.54"}
 
 
 @pytest.mark.parametrize("program", ["train", "evaluate"])

@@ -16,9 +16,8 @@ from qerl_kernels import dispatch
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
 from qerl_jax.rl import plan as update_plan
-from qerl_jax.rl.compile import kept_bytes_of_a_layer
+from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.state import init_state
-from qerl_jax.rl.step import plan_of
 from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_trees, tree_bytes
 from qerl_jax.run.memory import memory_report
@@ -63,18 +62,15 @@ def test_memory_of_full_fine_tuning_by_hand():
     assert planned.update == checkpoint + planned.state + planned.update_state
 
 
-def test_full_fine_tuning_that_does_not_fit_is_refused(monkeypatch):
+def test_full_fine_tuning_that_does_not_fit_is_refused():
     """7B: 30 bytes a weight on an H200. 1.5B goes there."""
-    monkeypatch.setattr(memory, "device_bytes", lambda: 141e9)
-    monkeypatch.setattr(memory, "free_for_activations", lambda held, limit: 0.94 * 141e9 - held)
-    memory.refuse_oversized_update(
-        Config(model=str(SHAPES / "Qwen2.5-1.5B"), weight_format="full", rollout_memory_gb=2)
-    )
+    small = Config(model=str(SHAPES / "Qwen2.5-1.5B"), weight_format="full", rollout_memory_gb=2)
+    memory.refuse_oversized_update(small, 141e9)
     config = Config(model=str(SHAPES / "Qwen2.5-7B"), weight_format="full", rollout_memory_gb=2)
     with pytest.raises(
         ConfigError, match=r"106\.6 GB of weights and state, .* take 121\.8 GB, .* of 141\.0 GB; train ad"
     ):
-        memory.refuse_oversized_update(config)
+        memory.refuse_oversized_update(config, 141e9)
 
 
 def test_cache_is_the_real_one(tmp_path):
@@ -181,9 +177,9 @@ def test_activations_are_the_arrays_that_the_layers_keep(tmp_path, dtype, missin
     """
     config = runs.config(tmp_path, dtype=dtype, tokens_per_micro_batch=2048, batch_size=16)
     policy, state, batch = memory_for_h200.abstract_update(config, memory_report(config).model)
-    plan = plan_of(state, policy.frozen, batch)
+    plan = make_update_plan(state, policy.frozen, longest=batch.tokens.shape[1])
     residual_stream = 4 * plan.pack.tokens * state.model.hidden_size
-    arrays = state.model.num_layers * (kept_bytes_of_a_layer(state, policy.frozen, batch) + residual_stream)
+    arrays = state.model.num_layers * (memory_for_h200.kept_bytes(state, policy.frozen, batch) + residual_stream)
     planned = memory_report(config).memory.activations
     assert plan.recomputed == 0 and arrays <= planned <= (1 + missing) * arrays
 
@@ -208,7 +204,7 @@ def test_what_is_planned_fits_the_device(tmp_path):
 def update_bytes(config: Config) -> tuple[int, int]:
     """What XLA reserves on the CPU for the update of a config besides its arguments, and the estimate of that."""
     policy, state, batch = memory_for_h200.abstract_update(config, memory_report(config).model)
-    real = memory_for_h200.reserved(state, policy.frozen, batch, lambda program: program.lower().compile())
+    real = memory_for_h200.reserved(state, policy.frozen, batch, lambda each: each.traced.lower().compile())
     return real, memory_for_h200.estimate(policy, state, config)
 
 
@@ -260,15 +256,11 @@ def test_update_compiled_for_a_gpu():
     assert all(0 < row["optimizer_kernels"] <= 28 and row["optimizer_bytes"] < 2**20 for row in rows), rows
 
 
-def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_is_loaded(tmp_path, monkeypatch):
+def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_is_loaded(tmp_path):
     config = runs.config(tmp_path)
-    memory.refuse_oversized_update(config)  # a device that does not say how much it has
-    for module in (memory, update_plan):
-        monkeypatch.setattr(module, "device_bytes", lambda: 1e9)
-    memory.refuse_oversized_update(config)
-    for module in (memory, update_plan):
-        monkeypatch.setattr(module, "device_bytes", lambda: 5e6)
+    for enough in (None, 1e9):  # None: a device that does not say how much it has
+        memory.refuse_oversized_update(config, enough)
     with pytest.raises(
         ConfigError, match=r"one sequence of 120 tokens takes .* GB more than is left of 0\.0 GB; lower"
     ):
-        memory.refuse_oversized_update(config)
+        memory.refuse_oversized_update(config, 5e6)

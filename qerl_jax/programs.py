@@ -1,0 +1,313 @@
+"""Programs that record themselves, so that they can be compiled before their first call.
+
+`program` stands in the place of `jax.jit`. While `record` runs a function, calls of programs are noted and not made: a
+call returns the shapes of its results, from which the next ones are called. So the functions of rollout and update,
+run once on the shapes of their arguments, are the list of their programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from typing import Any, NamedTuple, Self
+
+import jax
+from qerl_kernels.dispatch import say_once
+from qerl_kernels.kernel_programs import kernel_programs
+
+from qerl_jax.compilation import is_committed
+
+_LOAD_SECONDS = 0.5  # for a program from the persistent cache; of one that it compiles, XLA needs no kernel before
+_SWITCH_SECONDS = 5e-4
+_FROZEN_BY_THE_PROCESS = 10_000  # objects, fewer than jax has; Python 3.12 begins with some hundred frozen ones
+
+_Caller = Callable[[Any, tuple, dict[str, Any]], Any]
+_caller: contextvars.ContextVar[_Caller | None] = contextvars.ContextVar("caller of programs", default=None)
+
+
+def program(function: Callable | None = None, **options: Any) -> Any:
+    """`jax.jit`, whose calls `record` can note, and an `Ahead` compiles before they are made. A decorator.
+
+    A call finds the program that was compiled for a recorded one if static arguments are passed the same way (by
+    position or by name) and arrays are committed to a device where those were. A number of Python's counts as static.
+
+    Args:
+      options: those of `jax.jit`.
+    """
+    if function is None:
+        return functools.partial(program, **options)
+    jitted = jax.jit(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = _caller.get()
+        if caller is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            return jitted(*args, **kwargs)
+        return caller(jitted, args, kwargs)
+
+    call.lower, call.trace = jitted.lower, jitted.trace
+    return call
+
+
+@contextlib.contextmanager
+def _calling(caller: _Caller | None) -> Iterator[None]:
+    token = _caller.set(caller)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
+class Recorded(NamedTuple):
+    """A program that was called.
+
+    Attributes:
+      function: its function, jitted.
+      args, kwargs: arguments of its first call, as shapes.
+      traced: the program, not lowered.
+      results: shapes of its results, committed to a device where an argument is.
+    """
+
+    function: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    traced: jax.stages.Traced
+    results: Any
+
+
+def record(
+    function: Callable,
+    *args: Any,
+    each: Callable[[Hashable, Recorded], None] = lambda signature, recorded: None,
+    known: dict[Hashable, Recorded] | None = None,
+) -> list[Recorded]:
+    """The programs that `function(*args)` calls, in the order of their first calls. None runs: `function` and whatever
+    calls programs for it gets shapes (`jax.ShapeDtypeStruct`) as their results, and reads no values of them.
+
+    Args:
+      function: run once.
+      args: its arguments; shapes may stand for arrays (`shapes_of`).
+      each: called with the signature of each program, and the program, at its first call.
+      known: programs recorded before, which are left out; new ones are added.
+    """
+    known = {} if known is None else known
+    before = len(known)
+
+    def note(jitted: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        key = _signature(jitted, args, kwargs)
+        if key not in known:
+            with _calling(None):  # what it calls is a part of it
+                traced = jitted.trace(*args, **kwargs)
+            known[key] = Recorded(jitted, *shapes_of((args, kwargs)), traced, _results(traced, (args, kwargs)))
+            each(key, known[key])
+        return known[key].results
+
+    with _calling(note):
+        function(*args)
+    return list(known.values())[before:]
+
+
+def shapes_of(tree: Any) -> Any:
+    """The shapes of a tree's arrays, committed to a device where these are."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return _shape(leaf, leaf.sharding if is_committed(leaf) else None)
+
+    return jax.tree.map(one, tree)
+
+
+def _shape(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+    weak_type = getattr(leaf, "weak_type", False)  # random keys have none
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)
+
+
+def _results(traced: jax.stages.Traced, arguments: Any) -> Any:
+    sharding = next((leaf.sharding for leaf in jax.tree.leaves(arguments) if is_committed(leaf)), None)
+    return jax.tree.map(lambda leaf: _shape(leaf, sharding), traced.out_info)
+
+
+def _signature(jitted: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+    """Equal for calls of one compiled program."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    return jitted, structure, tuple(map(_described, leaves))
+
+
+def _described(leaf: Any) -> Hashable:
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        return leaf  # static
+    return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), is_committed(leaf)
+
+
+class Ahead:
+    """Compiles programs before their calls: traces and lowers them in turn, in one thread, and compiles them side by
+    side (XLA releases the interpreter's lock), with their kernels beside them.
+
+    Within it as a context a call waits for its own program while that is being compiled, and until all that was
+    submitted is recorded if it is not known. Once everything is compiled, calls are those of `jax.jit` again, and the
+    objects that are there by then are frozen until the context ends, unless the process has frozen some itself:
+    Python's full collections of garbage looked at them for half a second in one of eleven updates (64 small layers, a
+    CPU). An error of recording or compiling is left to the call, which compiles for itself.
+
+    Args:
+      threads: programs and kernels compiled at a time; None: one for each core, at least 2.
+      done: called with one line for people by the first call after everything is compiled.
+
+    Attributes:
+      waited: seconds that calls have waited for their programs.
+    """
+
+    def __init__(self, threads: int | None = None, done: Callable[[str], None] = lambda line: None) -> None:
+        self._began, self._done, self.waited = time.perf_counter(), done, 0.0
+        self._compilers = ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
+        self._recorder, self._recordings = ThreadPoolExecutor(1), []
+        self._known: dict[Hashable, Recorded] = {}
+        self._ready: dict[Hashable, Future] = {}  # for each program; done when its compilation has ended
+        self._kernels: set[bytes] = set()
+        self._changed, self._cancelled = threading.Condition(), threading.Event()
+        self._has_frozen = False
+
+    def submit(self, function: Callable, *args: Any) -> None:
+        """Record `function(*args)` in the background, after what was submitted before, and compile its programs."""
+        self._recordings.append(self._recorder.submit(self.begin, function, *args))
+
+    def begin(self, function: Callable, *args: Any) -> list[Future]:
+        """Record `function(*args)` and begin to compile its programs, but for those begun before. Returns what compiles
+        them.
+        """
+        begun: list[Future] = []
+
+        def start(key: Hashable, recorded: Recorded) -> None:
+            begun.append(self._start(key, recorded))
+
+        with _lowering():
+            record(function, *args, each=start, known=self._known)
+        return begun
+
+    def _start(self, key: Hashable, recorded: Recorded) -> Future:
+        if self._cancelled.is_set():
+            raise InterruptedError("cancelled")
+        ready = Future()
+        with self._changed:
+            self._ready[key] = ready
+            self._changed.notify_all()
+        try:
+            lowered = recorded.traced.lower()
+            kernels = kernel_programs(lowered)
+            compiling, begun = self._compilers.submit(lowered.compile), time.monotonic()
+        except BaseException:
+            ready.set_result(None)
+            raise
+        compiling.add_done_callback(lambda _: ready.set_result(None))
+        for name in kernels.keys() - self._kernels:
+            self._compilers.submit(_compile_kernel, kernels[name], compiling, begun, self._cancelled)
+        self._kernels |= kernels.keys()
+        return compiling
+
+    def __enter__(self) -> Self:
+        self._token = _caller.set(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _caller.reset(self._token)
+        self.cancel()
+        if self._has_frozen:
+            gc.unfreeze()
+
+    def cancel(self) -> None:
+        """Begin no further program; those that are being compiled go on, and nobody waits for them. (Python does when
+        it exits: a thread that dies within the compiler takes the process along.)
+        """
+        self._cancelled.set()
+        for executor in (self._recorder, self._compilers):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def _call(self, jitted: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        began = time.perf_counter()
+        self._wait_for(_signature(jitted, args, kwargs))
+        is_over = self._is_recorded() and all(ready.done() for ready in self._ready.values())
+        if is_over:
+            _caller.set(None)
+            self._freeze()
+        now = time.perf_counter()
+        self.waited += now - began
+        if is_over:
+            seconds = f"{now - self._began:.1f} s, {self.waited:.1f} s of which were waited for"
+            self._done(f"compiled {len(self._ready)} programs in {seconds}")
+        return jitted(*args, **kwargs)
+
+    def _is_recorded(self) -> bool:
+        return all(recording.done() for recording in self._recordings)
+
+    def _wait_for(self, key: Hashable) -> None:
+        with self._changed:
+            while key not in self._ready and not self._is_recorded():
+                self._changed.wait(0.1)
+        if key in self._ready:
+            self._ready[key].result()
+
+    def _freeze(self) -> None:
+        if gc.get_freeze_count() < _FROZEN_BY_THE_PROCESS:
+            gc.collect()
+            gc.freeze()
+            self._has_frozen = True
+
+
+def compile_calls(function: Callable, *args: Any, threads: int | None = None) -> int:
+    """Compile the programs that `function(*args)` calls, before it is called. Returns their number. Raises what the
+    compiler raises.
+
+    Args:
+      function: as for `record`.
+      threads: as in `Ahead`.
+    """
+    ahead = Ahead(threads)
+    try:
+        begun = ahead.begin(function, *args)
+        for compiling in as_completed(begun):
+            compiling.result()
+    finally:
+        ahead.cancel()  # Ctrl-C does not wait for a compiler
+    return len(begun)
+
+
+@contextlib.contextmanager
+def _lowering() -> Iterator[None]:
+    """Settings of the interpreter while a thread traces and lowers programs beside others.
+
+    No collection of garbage: they make millions of objects that stay, and looking at them over and over took 2.6 of
+    29 s from the command to the end of step 1. Threads switch more often: one that reads weights needs the interpreter
+    for microseconds at a time, and waited 5 ms for each of them.
+    """
+    collects, switching = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(switching)
+        if collects:
+            gc.enable()
+
+
+def _compile_kernel(kernel: Any, program: Future, begun: float, cancelled: threading.Event) -> None:
+    """Compile a kernel beside its program, unless the persistent cache had the program within `_LOAD_SECONDS`. An error
+    is left to the program, which then compiles the kernel itself.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        wait([program], timeout=max(0, begun + _LOAD_SECONDS - time.monotonic()))
+    if program.done() or cancelled.is_set():
+        return
+    try:
+        kernel.lower().compile()
+    except Exception as error:
+        say_once(f"kernels are compiled with their programs, one after the other, because of {error}")

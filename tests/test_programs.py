@@ -1,0 +1,385 @@
+"""Programs that record themselves and are compiled before their first call."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import wait
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from command_lines import training
+from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_programs
+
+from qerl_jax import aqn, keys, programs
+from qerl_jax.compilation import CompilationCounter, committed
+from qerl_jax.config import Config
+from qerl_jax.programs import Ahead, Recorded, compile_calls, program, record
+from qerl_jax.rl.advantages import group_advantages, make_batch
+from qerl_jax.rl.plan import make_update_plan
+from qerl_jax.rl.state import current_policy, init_state
+from qerl_jax.rl.step import grpo_step
+from qerl_jax.rollout.engine import generate
+from qerl_jax.run import prepare
+from qerl_jax.run.hooks import Hooks
+from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
+from qerl_jax.train import parse
+from qerl_jax.types import Prompts
+
+
+def names_of(recorded: list[Recorded]) -> list[str]:
+    return [each.function.__name__ for each in recorded]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_chain_of_calls_is_recorded_and_compiled_once(on_device):
+    """With donated state that calls hand on, a weakly typed number, a key, NumPy's arrays, and a program within one."""
+
+    @program
+    def doubled(x):
+        return 2 * x
+
+    @program(static_argnames="count")
+    def start(key, count):
+        return jnp.broadcast_to(key, (count,)), jnp.zeros((count, 8)), 1.0
+
+    @program(donate_argnums=1)
+    def step(weights, state, numbers):
+        keys, x, number = state
+        return keys, doubled(x @ weights) + numbers, number + 1.0
+
+    def run(weights, key):
+        state = start(key, count=4)
+        for _ in range(3):
+            state = step(weights, state, np.ones(8, np.float32))
+        return state
+
+    weights, key = np.ones((8, 8), np.float32), jax.random.key(0)
+    weights = jax.device_put(weights, jax.devices()[0]) if on_device else jnp.asarray(weights)
+    found = record(run, weights, key)
+    assert names_of(found) == ["start", "step"] + ["step"] * on_device  # what `start` returns is not committed
+    keys_, x, number = found[-1].results
+    assert (x.shape, x.dtype, x.sharding is not None) == ((4, 8), jnp.float32, on_device)
+    assert keys_.shape == (4,) and number.weak_type
+    with CompilationCounter() as counter:
+        assert compile_calls(run, weights, key) == len(found)
+        assert sorted(counter.take()) == sorted(f"jit({name})" for name in names_of(found))
+        _, x, number = run(weights, key)
+        assert counter.take() == []
+    # x = 2 · 8 x + 1, three times from 0
+    np.testing.assert_array_equal(x, np.full((4, 8), 1 + 16 + 256))
+    assert number == 4
+
+
+SETTINGS = {
+    "bf16": [],
+    "nvfp4, trained norms, KL, two updates": [
+        *("--weight-format", "nvfp4", "--dtype", "float32", "--train-norms", "--beta", "0.1", "--num-iterations", "2"),
+    ],
+    "one adapter, noise on it": ["--lora-target-modules", "down_proj", "--noise-target", "lora"],
+    "few slots": ["--rollout-memory-gb", "2e-5", "--batch-invariant"],
+    "full, KL": ["--weight-format", "full", "--lora-rank", "0", "--beta", "0.1"],
+}
+
+
+def config_of(place: Path, *more: str) -> Config:
+    return parse(training(place, *more))
+
+
+def signatures(function, *args) -> set:
+    known = {}
+    record(function, *args, known=known)
+    return set(known)
+
+
+@pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
+def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
+    """The weights need none besides, and a step on them compiles nothing that was not recorded, and nothing twice."""
+    small.bf16(tmp_path / "model")
+    config = config_of(tmp_path, *flags)
+    policy = committed(prepare.load(config))
+    state = init_state(policy, config)
+    arguments = config, Hooks(), policy, state, make_update_plan(state, policy.frozen)
+    assert signatures(rehearse_run, config, Hooks(), None) == signatures(rehearse_step, *arguments)
+    found = names_of(record(rehearse_step, *arguments))
+    with CompilationCounter() as counter:
+        compile_calls(rehearse_step, *arguments)
+        compiled = collections.Counter(counter.take())  # none that other tests have compiled
+        assert compiled <= collections.Counter(f"jit({name})" for name in found)
+        rng, limit = np.random.default_rng(0), config.max_prompt_length
+        prompts = [rng.integers(3, 500, rng.integers(1, limit + 1)).tolist() for _ in range(config.num_prompts)]
+        rewards = jnp.asarray(rng.random(config.batch_size), jnp.float32)
+        aqn_key, sample_key = (keys.for_step(0, purpose, 0) for purpose in (keys.Purpose.AQN, keys.Purpose.SAMPLE))
+        counter.take()
+        clean = getattr(state, config.noise_target)
+        noisy = Hooks().noisy(config, clean, 0.01, aqn_key)
+        assert int(aqn.count_perturbed(clean, noisy)) == len(jax.tree.leaves(clean))
+        actor = current_policy(policy, state).replace(**{config.noise_target: noisy})
+        rollout = generate(actor, Prompts.from_lists(prompts, length=limit), config.sampling, sample_key, config.engine)
+        advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+        batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)
+        grpo_step(state, policy.frozen, batch, arguments[-1])
+        assert counter.take() == []
+
+
+def test_what_the_weights_decide_is_compiled_after_them(tmp_path):
+    """ModelOpt's scales multiply and llm-compressor's divide: config.json does not say which, and every program that
+    reads them is another one. So are the optimizer's where the dataset decides the number of steps.
+    """
+    small.modelopt(tmp_path / "model")
+    config, known = config_of(tmp_path), {}
+    before = names_of(record(rehearse_run, config, Hooks(), None, known=known))
+    policy = committed(prepare.load(config))
+    more = record(rehearse_step, config, Hooks(), policy, init_state(policy, config), None, known=known)
+    assert set(names_of(more)) == {"cast_lora", "prefill_layer", "decode_chunk", "forward_and_keep", "backward"}
+    assert len(more) < len(before)
+    longer = config.with_max_steps(1000)
+    more = record(rehearse_step, longer, Hooks(), policy, init_state(policy, longer), None, known=known)
+    assert longer == config or sorted(names_of(more)) == ["apply", "stays_finite"]
+
+
+def test_a_call_waits_for_its_own_program_only():
+    """One that is known does not wait for others; one that is not, until all is recorded."""
+    may_trace = threading.Event()
+
+    @program
+    def quick(x):
+        return x + 1
+
+    @program
+    def slow(x):
+        assert may_trace.wait(60)
+        return x + 2
+
+    lines = []
+    with CompilationCounter() as counter, Ahead(2, lines.append) as ahead:
+        ahead.submit(quick, np.ones(3))
+        ahead.submit(slow, np.ones(3))
+        assert quick(np.ones(3)).tolist() == [2, 2, 2] and lines == []
+        before = ahead.waited
+        threading.Timer(0.3, may_trace.set).start()
+        assert slow(np.ones(3)).tolist() == [3, 3, 3]
+        assert ahead.waited - before > 0.2
+        while not lines:
+            assert quick(np.ones(3)).tolist() == [2, 2, 2]
+        waited = ahead.waited
+        assert quick(np.ones(4)).tolist() == [2] * 4 and ahead.waited == waited  # no longer asked
+        assert sorted(counter.take()) == ["jit(quick)", "jit(quick)", "jit(slow)"]
+    [line] = lines
+    assert line.startswith("compiled 2 programs in ") and line.endswith(" s of which were waited for")
+
+
+def test_an_error_is_left_to_the_call():
+    """Of recording, of lowering, of a function that reads values."""
+    attempts = []
+
+    @program
+    def fails_first(x):
+        attempts.append(x)
+        if len(attempts) == 1:
+            raise ValueError("not ahead")
+        return x + 1
+
+    def reads(x):
+        return float(x[0])
+
+    with Ahead(2) as ahead:
+        ahead.submit(fails_first, np.ones(3))
+        ahead.submit(reads, jnp.ones(3))
+        assert fails_first(np.ones(3)).tolist() == [2, 2, 2]
+    with pytest.raises(TypeError, match="float"):
+        compile_calls(lambda x: fails_first(float(x)), jax.ShapeDtypeStruct((), jnp.float32))
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_no_garbage_is_collected_while_programs_are_lowered(collects):
+    """Afterwards it is if it was before, also where a program cannot be lowered."""
+    seen = []
+
+    @program
+    def traced(x):
+        seen.append(gc.isenabled())
+        return x + len(x)
+
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        compile_calls(traced, jax.ShapeDtypeStruct((2,), jnp.float32))
+        assert seen == [False] and gc.isenabled() == collects
+        with pytest.raises(TypeError, match="len"):
+            compile_calls(traced, jax.ShapeDtypeStruct((), jnp.float32))
+        assert seen == [False, False] and gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+@pytest.fixture
+def nothing_frozen():
+    """`conftest` freezes what was imported."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+
+
+def test_collections_pass_over_what_is_compiled_while_the_run_lasts(nothing_frozen):
+    """But not over the garbage of compiling, which is collected first. What the process has frozen itself stays so."""
+
+    @program
+    def function(x):
+        return x + 1
+
+    def called(ahead: Ahead) -> None:
+        ahead.submit(function, np.ones(3))
+        wait(ahead._recordings)
+        wait(ahead._ready.values())
+        assert gc.get_freeze_count() < 1000 or was_frozen
+        function(np.ones(3))
+
+    was_frozen = False
+    with Ahead() as ahead:
+        cycle = type("Cycle", (), {})()
+        cycle.itself, garbage = cycle, weakref.ref(cycle)
+        del cycle
+        called(ahead)
+        assert gc.get_freeze_count() > 50_000 and garbage() is None
+    assert gc.get_freeze_count() < 1000 and gc.isenabled()
+    gc.freeze()
+    was_frozen = gc.get_freeze_count()
+    with Ahead() as ahead:
+        called(ahead)
+    assert gc.get_freeze_count() > 0.9 * was_frozen
+
+
+class Noted(jax.stages.Lowered):
+    """A traced function and what it is lowered to at once, of a kernel or of a program: notes that it is compiled."""
+
+    def __init__(self, name: str, log: list[str], *kernels: Noted, until: threading.Event | None = None):
+        """`until`: set by the kernel "last", or waited for by a program."""
+        self.name, self.log, self.until = name, log, until
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+
+    def lower(self) -> Noted:
+        return self
+
+    def compile(self) -> None:
+        if self.until is not None and self.name != "last":
+            assert self.until.wait(60)
+        self.log.append(self.name)
+        if self.name == "last":
+            self.until.set()
+        if self.name == "fails":
+            raise RuntimeError(self.name)
+
+
+@pytest.fixture
+def by_attribute(monkeypatch):
+    """The kernels of a `Noted`."""
+    monkeypatch.setattr(programs, "kernel_programs", lambda lowered: lowered.kernels)
+
+
+def compiled(threads: int, *functions: Noted) -> None:
+    ahead = Ahead(threads)
+    wait([ahead._start(function.name, Recorded(None, (), {}, function, None)) for function in functions])
+    ahead.cancel()
+
+
+def test_kernels_compile_beside_their_programs_and_once(by_attribute):
+    """The programs end after the last kernel here. A kernel that fails is its program's to tell."""
+    log, done = [], threading.Event()
+    a, fails, last = Noted("a", log), Noted("fails", log), Noted("last", log, until=done)
+    two = Noted("first", log, a, until=done), Noted("second", log, a, fails, until=done)
+    compiled(4, *two, Noted("third", log, last, a, until=done))
+    assert sorted(log[:3]) == ["a", "fails", "last"] and sorted(log[3:]) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("cache", [None, "somewhere"])
+def test_no_kernel_is_compiled_for_a_program_that_is_there(by_attribute, monkeypatch, cache):
+    """With one thread it is there first. With two it takes a moment, as one from the persistent cache does, and the
+    kernel waits for it; without a cache it does not.
+    """
+    log, loaded = [], threading.Event()
+    monkeypatch.setattr(programs, "_LOAD_SECONDS", 60)
+    was = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", cache)
+    try:
+        compiled(1, Noted("first", log, Noted("kernel", log)))
+        assert log == ["first"]
+        kernel = Noted("kernel", log) if cache else Noted("last", log, until=loaded)
+        if cache:
+            threading.Timer(0.2, loaded.set).start()
+        compiled(2, Noted("second", log, kernel, until=loaded))
+        assert log == (["first", "second"] if cache else ["first", "last", "second"])
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+
+
+def test_nothing_begins_after_the_end(by_attribute):
+    """Programs and kernels in the queue are not compiled, what is being compiled goes on, and nobody waits for it."""
+    log, begun, over = [], threading.Event(), threading.Event()
+
+    class Slow(Noted):
+        def compile(self) -> None:
+            begun.set()
+            super().compile()
+
+    ahead, began = Ahead(1), time.monotonic()
+    ahead._start("slow", Recorded(None, (), {}, Slow("slow", log, Noted("kernel", log), until=over), None))
+    ahead._start("next", Recorded(None, (), {}, Noted("next", log), None))
+    assert begun.wait(60)
+    ahead.cancel()
+    assert ahead._ready["next"].done() and not ahead._ready["slow"].done() and time.monotonic() - began < 50
+    with pytest.raises(InterruptedError):
+        ahead._start("later", Recorded(None, (), {}, Noted("later", log), None))
+    over.set()
+    wait(ahead._ready.values())
+    assert log == ["slow"]
+
+
+def test_a_kernel_is_no_program():
+    """Nothing that the counter counts; and a CPU's programs have none."""
+
+    @jax.jit
+    def function(x):
+        return jnp.sin(x)
+
+    def kernel():
+        return jnp.ones(3)
+
+    kernel.__name__ = KERNEL_PROGRAM_NAME
+    with CompilationCounter() as counter:
+        jax.jit(kernel).lower().compile()
+        assert counter.take() == []
+        lowered = function.lower(1.0)
+        assert kernel_programs(lowered) == {}
+        lowered.compile()
+        assert counter.take() == ["jit(function)"]
+
+
+def test_what_a_future_jax_writes_is_left_out():
+    """A kernel with a setting that is no string and no truth value; others are found in their order."""
+    settings = {"module": b"m", "use_custom_barrier": False}
+
+    def kernels(**more):
+        def function():
+            made = [
+                jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((), jnp.float32))(kernel_hash=name, **settings, **more)
+                for name in (b"\xff2", b"1")
+            ]
+            return sum(made)
+
+        return kernel_programs(jax.jit(function).trace().lower(lowering_platforms=("cuda",)))
+
+    assert list(kernels()) == [b"\xff2", b"1"]
+    [again] = kernel_programs(kernels()[b"1"].trace().lower(lowering_platforms=("cuda",)))
+    assert again == b"1"
+    assert kernels(ranks=np.arange(3)) == {} and kernels(count=np.int32(3)) == {}
