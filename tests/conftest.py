@@ -149,3 +149,13 @@ def tiny_dir(data: Path) -> Path:
 def stories_dir(data: Path) -> Path:
     """Really trained 260k-parameter model: 5 layers, hidden 64, 8 / 4 heads, tied head."""
     return data / "stories260K-qwen2-hf"
+
+
+@pytest.fixture(scope="session")
+def micro_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random Qwen2: 2 layers, hidden 32, 4 / 2 heads, vocab 64, own head."""
+    from oracles import torch_qwen2
+
+    directory = tmp_path_factory.mktemp("micro")
+    torch_qwen2.make(directory, seed=0, scale=0.3)
+    return directory

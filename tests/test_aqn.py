@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with_norm_offsets
-from oracles import torch_qwen2
 
 from qerl_jax import aqn
 from qerl_jax.io.adapter import map_norms
@@ -45,14 +44,15 @@ def closed_form(config: Noise, stage: int) -> float:
 
 @pytest.mark.parametrize("formula", aqn.NOISE_FORMULAS)
 @pytest.mark.parametrize("schedule", aqn.NOISE_SCHEDULES)
-@pytest.mark.parametrize(("steps", "stages"), [(200, 10), (97, 10), (7, 10), (30, 3), (11, 4), (1, 5)])
-def test_every_step_has_its_stages_sigma(formula, schedule, steps, stages):
+def test_every_step_has_its_stages_sigma(formula, schedule):
     """Stage k starts at the first step with (step + 1) · K >= k · M, in integers; the last one lasts to the end."""
-    config = Noise(noise_schedule=schedule, noise_formula=formula, num_stages=stages)
-    borders = [0, *(-(-k * steps // stages) - 1 for k in range(1, stages)), steps]
-    for stage in range(stages):
-        for step in range(borders[stage], borders[stage + 1]):
-            assert aqn.sigma(config, step, steps) == pytest.approx(closed_form(config, stage), rel=1e-12, abs=0), step
+    for steps, stages in ((200, 10), (97, 10), (7, 10), (30, 3), (11, 4), (1, 5)):
+        config = Noise(noise_schedule=schedule, noise_formula=formula, num_stages=stages)
+        borders = [0, *(-(-k * steps // stages) - 1 for k in range(1, stages)), steps]
+        for stage in range(stages):
+            wanted = pytest.approx(closed_form(config, stage), rel=1e-12, abs=0)
+            for step in range(borders[stage], borders[stage + 1]):
+                assert aqn.sigma(config, step, steps) == wanted, (steps, stages, step)
 
 
 def test_ends_of_the_schedules():
@@ -98,10 +98,8 @@ def test_no_noise_at_all():
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    path = tmp_path_factory.mktemp("micro")
-    torch_qwen2.make(path, seed=0, scale=0.3)
-    return with_norm_offsets(fp32_policy(path), 1)
+def policy(micro_dir):
+    return with_norm_offsets(fp32_policy(micro_dir), 1)
 
 
 def test_the_norms_perturbed_are_two_a_layer_and_none_without_noise(policy):

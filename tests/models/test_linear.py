@@ -216,6 +216,15 @@ def test_bf16_gradient_of_x(name, x):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_products_of_fp32_are_not_left_to_a_devices_default(name, x):
+    weight, _ = make_weight(name)
+    gradients = jax.grad(lambda x, loras: linear(x, weight, None, loras).sum(), (0, 1))
+    text = jax.jit(gradients).lower(jnp.asarray(x), make_loras()).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) > 6 and all("precision = [HIGHEST, HIGHEST]" in line for line in products), products
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_batch_invariant_products_have_blocks_of_rows(name):
     """Whatever the number of rows: libraries choose a kernel, and with it the order of its sums, by that number."""
     weight = make_weight(name)[0]

@@ -32,7 +32,7 @@ def rollout(policy: Policy, chosen: list[int], group: int, engine: Engine) -> di
     return {row: (np.asarray(out.tokens[i]), np.asarray(out.logprobs[i])) for i, row in enumerate(rows)}
 
 
-@pytest.mark.parametrize("weight_format", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("weight_format", [pytest.param("bf16", marks=pytest.mark.nightly), "nvfp4"])
 def test_rows_are_the_same_bits_beside_any_neighbours(weight_format):
     """The bundled policy in fp32: 18 sequences at once, against four in three slots with other chunks."""
     policy = randomized(fp32_policy(model_path("tiny"), weight_format=weight_format), 0)
@@ -63,7 +63,7 @@ def assert_the_same_bits(policy: Policy) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_norms_of_wider_rows_are_the_same_bits(tmp_path, dtype):
     assert_the_same_bits(wider(tmp_path, "nvfp4", dtype))
 
@@ -78,7 +78,7 @@ def test_rows_are_the_same_bits_on_a_gpu(tmp_path, weight_format):
 
 def test_each_prompt_is_prefilled_alone(monkeypatch):
     """A prefill's shape depends on its own prompt only; without the mode prompts are packed together."""
-    policy = randomized(fp32_policy(model_path("tiny")), 0)
+    policy = randomized(fp32_policy(model_path("tiny"), weight_format="nvfp4"), 0)
     original, seen = prefill.prefill, []
 
     def watched(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant):

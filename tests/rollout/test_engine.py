@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomized
-from oracles import torch_qwen2
 
 from qerl_jax import aqn, keys
 from qerl_jax.config import FREE_ON_RESUME
@@ -25,7 +24,7 @@ PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
 NEW, GROUP, PAD = 8, 2, 63
 FREE = Sampling(NEW, temperature=0.9, num_generations=GROUP)
 KEY = jax.random.key(11)
-SMALL = Engine(slots=3, chunk=2)
+SMALL = Engine(slots=3, chunk=2)  # the engine of every test that needs refills: what it compiles is the same
 
 
 def with_eos(policy: Policy, *ids: int) -> Policy:
@@ -33,17 +32,22 @@ def with_eos(policy: Policy, *ids: int) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Policy:
-    """Two layers, vocab 64, untied, no EOS."""
-    path = tmp_path_factory.mktemp("micro")
-    torch_qwen2.make(path, seed=0, scale=0.3)
-    return with_eos(randomized(fp32_policy(path, rank=2), 1, 0.3))
+def policy(micro_dir) -> Policy:
+    """Adapters of rank 2, no EOS."""
+    return with_eos(randomized(fp32_policy(micro_dir, rank=2), 1, 0.3))
 
 
 @pytest.fixture(scope="module")
 def free(policy) -> Rollout:
     """A rollout whose sequences all run to the limit."""
     return generate(policy, PROMPTS, FREE, KEY)
+
+
+@pytest.fixture(scope="module")
+def ended(policy, free) -> Policy:
+    """The policy with three EOS ids, one of them the first token of a row."""
+    completions = completion_ids(free)
+    return with_eos(policy, completions[0][0], completions[3][4], completions[5][6])
 
 
 def assert_same_rows(a: Rollout, rows_a, b: Rollout, rows_b) -> None:
@@ -145,13 +149,10 @@ def test_greedy_is_the_argmax_of_the_logits(policy):
     assert (np.asarray(rollout.logprobs) == 0).all()
 
 
-def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, free):
-    """Random keys depend on positions, so a row with EOS ids is the free row up to its first EOS. One EOS id is some
-    row's first token.
-    """
-    completions = completion_ids(free)
-    eos = (completions[0][0], completions[3][4], completions[5][6])
-    rollout = generate(with_eos(policy, *eos), PROMPTS, FREE, KEY)
+def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(ended, free):
+    """Random keys depend on positions, so a row with EOS ids is the free row up to its first EOS."""
+    completions, eos = completion_ids(free), ended.config.eos_token_ids
+    rollout = generate(ended, PROMPTS, FREE, KEY)
     ends = set()
     for row, ids in enumerate(completions):
         hits = [i for i, token in enumerate(ids) if token in eos]
@@ -167,16 +168,6 @@ def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(policy, f
         assert np.asarray(rollout.completion_mask[row]).sum() == kept
         ends.add(ids[kept - 1])
     assert set(eos) <= ends and int(rollout.lengths[0]) == int(rollout.prompt_lengths[0]) + 1
-
-
-def test_a_problem_drawn_twice_continues_its_samples(policy):
-    """Two groups of two are the one group of four of the problem drawn once; a neighbour's samples stay its own."""
-    once = generate(policy, Prompts.from_lists([PROMPTS[1]], ids=[7]), FREE.replace(num_generations=4), KEY)
-    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
-    twice = generate(policy, Prompts.from_lists(prompts, ids=[7, 5, 7]), FREE, KEY)
-    assert_same_rows(twice, [0, 1, 4, 5], once, [0, 1, 2, 3])
-    alone = generate(policy, Prompts.from_lists([PROMPTS[0]], ids=[5]), FREE, KEY)
-    assert_same_rows(twice, [2, 3], alone, [0, 1])
 
 
 def test_eos_on_the_last_allowed_token_is_an_end_not_a_truncation(policy, free):
@@ -197,21 +188,17 @@ def test_samples_do_not_depend_on_the_batch(policy, free):
     assert_same_rows(larger, [0, 1, 9, 10], free, [0, 1, 6, 7])
 
 
-def test_samples_are_the_plain_samplers(policy, free):
+def test_samples_are_the_plain_samplers(ended):
     """Against one whole forward pass for each token of each row."""
-    eos = (completion_ids(free)[0][2], completion_ids(free)[3][4])
     for sampling in (FREE, FREE.replace(temperature=0), FREE.replace(top_k=9, top_p=0.8, min_p=0.02)):
-        ended = with_eos(policy, *eos)
-        rollout = generate(ended, PROMPTS, sampling, KEY, Engine(slots=3, chunk=3))
+        rollout = generate(ended, PROMPTS, sampling, KEY, SMALL)
         for row, (ids, logprobs, finish) in enumerate(plain_rollout(ended, PROMPTS, sampling, KEY)):
             assert completion_ids(rollout)[row] == ids and int(rollout.finish[row]) == finish
             start = int(rollout.prompt_lengths[row])
             np.testing.assert_allclose(rollout.logprobs[row, start : start + len(ids)], logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fixture", "weight_format"), [("tiny_dir", "bf16"), ("tiny_dir", "nvfp4"), ("stories_dir", "bf16")]
-)
+@pytest.mark.parametrize(("fixture", "weight_format"), [("tiny_dir", "nvfp4"), ("stories_dir", "bf16")])
 def test_greedy_ids_of_the_fixtures_are_the_plain_samplers(request, fixture, weight_format):
     fixed = fp32_policy(request.getfixturevalue(fixture), weight_format=weight_format)
     sampling = Sampling(NEW, temperature=0, num_generations=GROUP)
@@ -221,11 +208,9 @@ def test_greedy_ids_of_the_fixtures_are_the_plain_samplers(request, fixture, wei
     assert len({tuple(ids) for ids, _ in expected}) > 1, "prompts continue in different ways"
 
 
-@pytest.mark.parametrize("engine", [Engine(slots=1), Engine(slots=3, chunk=1), Engine(slots=5, chunk=3)], ids=str)
-def test_slots_and_chunks_change_nothing(policy, free, engine):
+@pytest.mark.parametrize("engine", [Engine(slots=1), SMALL, Engine(slots=5, chunk=3)], ids=str)
+def test_slots_and_chunks_change_nothing(ended, engine):
     """Fewer slots than sequences: refills, reused prompt slots, groups that start while others end."""
-    eos = (completion_ids(free)[0][0], completion_ids(free)[5][6])
-    ended = with_eos(policy, *eos)
     whole = generate(ended, PROMPTS, FREE, KEY)
     assert len(set(whole.lengths.tolist())) > 4, "rows end at different times"
     parts = generate(ended, PROMPTS, FREE, KEY, engine)
@@ -258,7 +243,7 @@ def test_survivors_move_into_fewer_slots(policy, free):
 
 @pytest.mark.parametrize("limits", [[3, 8, 1, 5], [3, 4, 8, 1, 1, 2, 7, 5]])
 def test_limits_of_prompts_and_of_rows(policy, free, limits):
-    rollout = generate(policy, PROMPTS, FREE, KEY, Engine(slots=3, chunk=4), limits)
+    rollout = generate(policy, PROMPTS, FREE, KEY, SMALL, limits)
     each = np.repeat(limits, 8 // len(limits))
     for row, ids in enumerate(completion_ids(rollout)):
         assert ids == completion_ids(free)[row][: each[row]]
@@ -274,20 +259,21 @@ def test_invalid_limits(policy):
 
 
 def test_the_stream_reports_progress(policy, free):
-    seen, rollout = to_the_end(stream(policy, PROMPTS, FREE, KEY, Engine(slots=4, chunk=3)))
+    seen, rollout = to_the_end(stream(policy, PROMPTS, FREE, KEY, SMALL))
     assert_same_rows(rollout, range(8), free, range(8))
     assert seen[-1].ended == seen[-1].rows == 8 and seen[-1].tokens == 8 * NEW
     assert [p.ended for p in seen] == sorted(p.ended for p in seen) and 0 < seen[1].tokens < 8 * NEW
 
 
-def test_random_rollouts_are_prefixes_of_the_free_one(policy, free):
+def test_random_rollouts_are_prefixes_of_the_free_one(policy, ended, free):
     """Property: whatever ends rows and in whatever order slots come free, a row is the free row up to its own end."""
     rng = np.random.default_rng(0)
-    completions, engine = completion_ids(free), Engine(slots=3, chunk=2)
-    for eos in ((), tuple(rng.choice(64, size=8, replace=False).tolist())):
+    completions = completion_ids(free)
+    for actor in (policy, ended):
+        eos = actor.config.eos_token_ids
         for _ in range(8):
             limits = rng.integers(1, NEW + 1, len(PROMPTS)).tolist()
-            rollout = generate(with_eos(policy, *eos), PROMPTS, FREE, KEY, engine, limits)
+            rollout = generate(actor, PROMPTS, FREE, KEY, SMALL, limits)
             for row, ids in enumerate(completion_ids(rollout)):
                 ends = [i + 1 for i, token in enumerate(completions[row]) if token in eos]
                 kept = min([*ends, limits[row // GROUP]])
@@ -327,9 +313,9 @@ def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
 
 def test_keys_make_the_samples(policy, free):
     """An id that comes twice continues its samples; another id, key or step draws differently."""
-    twice = generate(policy, Prompts.from_lists([PROMPTS[0]] * 4, ids=[0, 0, 1, 9]), FREE, KEY)
+    twice = generate(policy, Prompts.from_lists([PROMPTS[0]] * 4, ids=[0, 1, 0, 9]), FREE, KEY)
     larger = FREE.replace(num_generations=2 * FREE.num_generations)
-    assert_same_rows(twice, range(4), generate(policy, PROMPTS[:1], larger, KEY), range(4))
+    assert_same_rows(twice, [0, 1, 4, 5], generate(policy, PROMPTS[:1], larger, KEY), range(4))
     assert_same_rows(twice, [0, 1], free, [0, 1])
     ids = completion_ids(twice)
     assert len({tuple(i) for i in ids}) == 8
@@ -391,15 +377,6 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
         generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)
 
 
-def test_out_of_memory_names_the_numbers(policy, monkeypatch):
-    def full(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
-
-    monkeypatch.setattr(decode, "allocate", full)
-    with pytest.raises(ValueError, match=r"with 8 slots of 8 tokens, .* GB of keys and values; lower"):
-        generate(policy, PROMPTS, FREE, KEY)
-
-
 def test_errors_name_the_numbers(policy):
     for changes in ({"slots": 0}, {"chunk": -1}, {"memory_gb": 0.0}):
         ((name, value),) = changes.items()
@@ -422,14 +399,15 @@ def test_errors_name_the_numbers(policy):
 
 
 def test_a_rollout_without_memory_says_what_to_lower(policy, monkeypatch):
-    """A setting that a resumed run may change comes first; other errors stay what they are."""
+    """With its numbers; a setting that a resumed run may change comes first. Other errors stay what they are."""
 
     def fail(*_):
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(decode, "allocate", fail)
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
-    with pytest.raises(ValueError, match="lower rollout_memory_gb, with which a run can be resumed, or start"):
+    words = r"with 8 slots of 8 tokens, .* of keys and values; lower rollout_memory_gb, with which a run can be resumed"
+    with pytest.raises(ValueError, match=words):
         generate(policy, PROMPTS, FREE, KEY)
     assert "rollout_memory_gb" in FREE_ON_RESUME
     message = "INTERNAL: something else"

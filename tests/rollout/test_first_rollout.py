@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import fp32_policy
-from oracles import torch_qwen2
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
@@ -86,9 +85,8 @@ def test_prefill_traces_layers_of_one_shape_once(traced):
     assert traced == ["down"]
 
 
-@pytest.mark.parametrize("memory", [None, 1e-9])
-def test_an_update_of_more_layers_traces_no_more_of_them(traced, memory):
-    config, counts = config_of(matmul_kernel="xla", update_memory_gb=memory), []
+def test_an_update_of_more_layers_traces_no_more_of_them(traced):
+    config, counts = config_of(matmul_kernel="xla", update_memory_gb=1e-9), []
     flat, tokens = jnp.zeros(4, jnp.int32), jnp.zeros((4, 16), jnp.int32)
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
     batch = make_batch(rollout, jnp.zeros(4))
@@ -100,12 +98,11 @@ def test_an_update_of_more_layers_traces_no_more_of_them(traced, memory):
     assert 0 < counts[0] == counts[1]
 
 
-def test_a_rollout_compiles_its_own_functions_only(tmp_path):
+def test_a_rollout_compiles_its_own_functions_only(micro_dir):
     """No operation outside of them, which would be a program by itself and compile in every process. Sizes that no
     other test has, so that nothing is compiled already; half the completions end early, so that the others move.
     """
-    torch_qwen2.make(tmp_path, seed=0, scale=0.3)
-    policy = fp32_policy(tmp_path, rank=3)
+    policy = fp32_policy(micro_dir, rank=3)
     policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=()))
     prompts, key = [[5, 9, 2, 7, 1, 4, 6]] * 34, jax.random.key(0)
     jax.clear_caches()  # other tests may have compiled a program of this size
@@ -125,15 +122,12 @@ def test_a_rollout_compiles_its_own_functions_only(tmp_path):
     assert sorted(compiled) == sorted(f"jit({name})" for name in once + 2 * twice)
 
 
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_rollout_compiles_nothing_once_its_programs_are_compiled(tmp_path, committed):
+def test_a_rollout_compiles_nothing_once_its_programs_are_compiled(micro_dir):
     """Over refills, survivors that move, stop strings, and prompts of other lengths. A policy
     restored from a checkpoint is committed to its device.
     """
-    torch_qwen2.make(tmp_path, seed=0, scale=0.3)
-    policy = fp32_policy(tmp_path, rank=5 + committed)
-    if committed:
-        policy = policy.replace(lora=jax.device_put(policy.lora, jax.devices()[0]))
+    policy = fp32_policy(micro_dir, rank=5)
+    policy = policy.replace(lora=jax.device_put(policy.lora, jax.devices()[0]))
     policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=(3, 5)), tokenizer=Digits())
     sampling, engine = Sampling(16, num_generations=4, stop=("77",)), Engine(40, chunk=3)
     rng, key = np.random.default_rng(0), jax.random.key(0)

@@ -145,12 +145,11 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(prefill_packing, "_CALL_COST", 4)
 
 
-def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(tmp_path, small_sizes):
+def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(micro_dir, small_sizes):
     """Hidden states, keys and values of prompts of 1 token to more than the bound, at their places in the caches. The
     filler's embedding is NaN, and the caches stay unchanged wherever no prompt's token belongs.
     """
-    model = torch_qwen2.make(tmp_path, seed=0, scale=0.3)
-    policy = fp32_policy(tmp_path, rank=0)
+    model, policy = torch_qwen2.load(micro_dir), fp32_policy(micro_dir, rank=0)
     poisoned = policy.frozen["embed_tokens"].at[0].set(jnp.nan)
     policy = policy.replace(frozen={**policy.frozen, "embed_tokens": poisoned})
     rng = np.random.default_rng(0)
