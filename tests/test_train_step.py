@@ -40,8 +40,9 @@ SEED, STEP, CURSOR = 6, 3, 10
 SIGMA = 1e-2 * (5e-4 / 1e-2) ** (2 / 8)
 PLAN = UpdatePlan(PackShape(1, 1, 1, 1, 1, 1), 0, 0, 0, 0)
 EOS, LENGTH, FAILED = FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED
-# Two groups of three in two rounds: the second of round 0 is equal, so is the first of round 1.
-REWARDS = [[1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 0]]
+# Two groups of three in two rounds: the second of round 0 is equal, so is the first of round 1. The last row of round 1
+# has no reward at all.
+REWARDS = [[1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, None]]
 FINISH = [[EOS, LENGTH, FAILED, EOS, EOS, EOS], [EOS, EOS, EOS, LENGTH, EOS, EOS]]
 TEXTS = [["a", "a a", "a", "b", "b", "b"], ["c", "c", "c", "d d d", "d", "d d"]]
 KEPT = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]  # (round, row) of the step's rows
@@ -83,10 +84,10 @@ def step(tmp_path, monkeypatch):
 
     def spy(**rows):
         calls.rewards.append(rows)
-        return list(map(float, REWARDS[len(calls.rewards) - 1]))
+        return [None if value is None else float(value) for value in REWARDS[len(calls.rewards) - 1]]
 
     def other(*, completions, **_):
-        return [None if text.startswith("a a") else 0.4 for text in completions]
+        return [None if text in ("a a", "d d") else 0.4 for text in completions]
 
     def perturb(clean, sigma, key):
         calls.perturb = clean, sigma, key
@@ -150,18 +151,20 @@ def test_the_rewards(step):
 
 
 def test_the_update(step):
-    """Advantages over the batch's deviation; failed and truncated rows masked; clean norms; the cursor past refills."""
+    """Advantages over the batch's deviation; rows that failed, were truncated or have no reward masked; clean norms;
+    the cursor past refills.
+    """
     state, frozen, batch, plan, own = step.calls.update
     assert plan is PLAN and own == {"token_loss": None, "with_reference": False}
     assert frozen == "frozen" and state.norms is step.before.norms and state.lora == "trained"
     assert int(state.cursor) == CURSOR + 4 and int(state.step) == STEP
-    rewards = np.array([2.1, 0.0, np.nan, 0.1, 2.1, 0.1])  # 2 · spy + 0.25 · other; other gives no value to row 1
+    rewards = np.array([2.1, 0.0, np.nan, 0.1, 2.1, np.nan])  # 2 · spy + 0.25 · other; other gives no value to row 1
     np.testing.assert_allclose(step.calls.record[1].rewards, rewards, rtol=1e-6)
-    centred = rewards - np.repeat([np.nanmean(rewards[:3]), np.mean(rewards[3:])], 3)
+    centred = rewards - np.repeat([np.nanmean(rewards[:3]), np.nanmean(rewards[3:])], 3)
     deviation = np.nanstd(rewards, ddof=1)
     np.testing.assert_allclose(batch.advantages, np.nan_to_num(centred / (deviation + 1e-4)), rtol=1e-5)
     used = np.asarray(batch.loss_mask).any(axis=1)
-    assert used.tolist() == [True, False, False, False, True, True]
+    assert used.tolist() == [True, False, False, False, True, False]
     np.testing.assert_array_equal(np.asarray(batch.logprobs)[:, 0], [-0.5] * 3 + [-1.5] * 3)
     assert int(step.after.step) == STEP + 1 and int(step.after.cursor) == CURSOR + 4
 
@@ -177,8 +180,8 @@ def test_the_record(step):
     metrics = step_metrics(experience, update, 3, timing, "spy")
     wanted = {
         "loss": 0.5,
-        "reward": np.mean([2.1, 0.0, 0.1, 2.1, 0.1]),
-        "reward_std": (np.std([2.1, 0.0], ddof=1) + np.std([0.1, 2.1, 0.1], ddof=1)) / 2,
+        "reward": np.mean([2.1, 0.0, 0.1, 2.1]),
+        "reward_std": (np.std([2.1, 0.0], ddof=1) + np.std([0.1, 2.1], ddof=1)) / 2,
         "accuracy": 3 / 6,
         "frac_reward_zero_std": 0.0,
         "completions/mean_length": np.mean(new),
@@ -193,8 +196,8 @@ def test_the_record(step):
         "step_time": 4.0,
         "dynamic_sampling/refilled_groups": 1,
         "dynamic_sampling/rounds": 1,
-        "rewards/spy/mean": 3 / 6,
-        "rewards/spy/std": np.std([1, 0, 1, 0, 1, 0], ddof=1),
+        "rewards/spy/mean": 3 / 5,
+        "rewards/spy/std": np.std([1, 0, 1, 0, 1], ddof=1),
         "rewards/other/mean": 0.4,
         "rewards/other/std": 0.0,
         **timing,
@@ -218,8 +221,8 @@ def test_the_record(step):
     assert columns["completion"] == [TEXTS[r][i] for r, i in KEPT]
     assert columns["finish"] == [FINISH[r][i].name.lower() for r, i in KEPT]
     assert columns["length"] == new and columns["advantage"] == np.asarray(batch.advantages).tolist()
-    np.testing.assert_allclose(columns["reward"], [2.1, 0.0, np.nan, 0.1, 2.1, 0.1], rtol=1e-6)
-    assert columns["rewards/spy"] == [1, 0, 1, 0, 1, 0]
+    np.testing.assert_allclose(columns["reward"], [2.1, 0.0, np.nan, 0.1, 2.1, np.nan], rtol=1e-6)
+    np.testing.assert_array_equal(columns["rewards/spy"], [1, 0, 1, 0, 1, np.nan])
 
 
 def test_the_end_of_a_run(step, tmp_path, monkeypatch):

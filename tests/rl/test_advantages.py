@@ -96,9 +96,10 @@ def test_loss_mask_is_the_completion_without_what_cannot_teach():
     np.testing.assert_array_equal(make_batch(rollout(), advantage).loss_mask, completion)
     masked = make_batch(rollout(), advantage, mask_truncated_completions=True).loss_mask
     np.testing.assert_array_equal(masked, completion & np.array([1, 0, 1, 1], bool)[:, None])
-    unscored = make_batch(rollout(), advantage, jnp.asarray([0.0, 1, 0, NAN])).loss_mask
-    np.testing.assert_array_equal(unscored, completion & np.array([1, 1, 1, 0], bool)[:, None])
-    np.testing.assert_array_equal(make_batch(rollout(), advantage).advantages, advantage)
+    unscored = make_batch(rollout(), advantage, jnp.asarray([0.0, 1, 0, NAN]))
+    np.testing.assert_array_equal(unscored.loss_mask, completion & np.array([1, 1, 1, 0], bool)[:, None])
+    for batch in (unscored, make_batch(rollout(), advantage)):
+        np.testing.assert_array_equal(batch.advantages, advantage)
 
 
 def test_the_tokens_of_a_failed_row_give_way_to_a_sound_ones():

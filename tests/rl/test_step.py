@@ -29,14 +29,6 @@ from qerl_jax.types import Batch, Policy, TrainState
 
 
 @pytest.fixture(scope="module")
-def micro_dir(tmp_path_factory):
-    """Two layers, hidden 32, vocab 64."""
-    path = tmp_path_factory.mktemp("micro")
-    torch_qwen2.make(path, seed=0, scale=0.3)
-    return path
-
-
-@pytest.fixture(scope="module")
 def micro(micro_dir) -> Policy:
     return randomized(fp32_policy(micro_dir, rank=2), 1, 0.3)
 
@@ -156,6 +148,7 @@ def test_two_steps_equal_pytorch(micro_dir, micro, case):
         np.testing.assert_allclose(ours[name], theirs, atol=2e-5, err_msg=str(name))
 
 
+@pytest.mark.nightly
 def test_one_step_of_the_tiny_fixture_equals_pytorch(tiny_dir):
     """Three bf16-born layers of hidden 128 with vocab 1024, the default loss and optimizer settings."""
     config = make_config(
@@ -265,6 +258,16 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batc
     assert float(metrics["skipped"]) == 0
     expected, _ = grpo_step(state, micro.frozen, batch)
     assert_trees_equal(again.lora, expected.lora)
+
+
+def test_an_infinite_loss_is_skipped_though_its_gradient_is_finite(micro, batch):
+    def infinite(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
+        return logp + jnp.inf, {}
+
+    state = init_state(micro, make_config())
+    after, metrics = grpo_step(state, micro.frozen, batch, token_loss=infinite)
+    assert np.isinf(metrics["loss"]) and 0 < float(metrics["grad_norm"]) < np.inf and float(metrics["skipped"]) == 1
+    assert_trees_equal((after.lora, after.opt_state), (state.lora, state.opt_state))
 
 
 @pytest.mark.parametrize("own", [None, optax.sgd(1e38)], ids=["adamw", "own"])

@@ -28,15 +28,6 @@ from qerl_jax.rl.step import assigned, grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
 ROWS = 24
-BUDGETS = {"one micro-batch": None, "several": 128}
-
-
-@pytest.fixture(scope="module")
-def micro_dir(tmp_path_factory):
-    """Two layers, hidden 32, vocab 64."""
-    path = tmp_path_factory.mktemp("micro")
-    torch_qwen2.make(path, seed=0, scale=0.3)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +98,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradient_are_those_of_the_padded_rows(micro, case, budget):
-    config = make_config(
-        batch_size=ROWS, importance_sampling_cap=2.0, tokens_per_micro_batch=BUDGETS[budget], **CASES[case]
-    )
+def test_loss_and_gradient_are_those_of_the_padded_rows(micro, case):
+    """In several micro-batches; in one and in any other number the update is the same (below)."""
+    config = make_config(batch_size=ROWS, importance_sampling_cap=2.0, tokens_per_micro_batch=128, **CASES[case])
     state, batch = descent(micro, config), awkward_batch()
     close(grpo_step(state, micro.frozen, batch), plain_grpo_step(state, micro.frozen, batch))
 
@@ -257,7 +246,7 @@ def test_a_batch_without_behaviour_logprobs_is_refused_or_trained_without_a_weig
     assert all(np.isfinite(value) for value in usual.values())
 
 
-@pytest.mark.parametrize(("tokens", "gigabytes"), [(1, None), (128, 0.00053), (128, 0.0005), (200, 1e-9), (384, None)])
+@pytest.mark.parametrize(("tokens", "gigabytes"), [(1, None), (128, 0.00053), (200, 1e-9)])
 def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
     """Budgets below one row, and memory for gate and up of one layer or of none, and for no layer."""
     batch, usual = awkward_batch(), {"batch_size": ROWS, "importance_sampling_cap": 2.0}
@@ -269,7 +258,7 @@ def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
 
 
 def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
-    """Segments of up to 4 tokens are short; beside a longer one there are three sequences at most."""
+    """Segments of up to 4 tokens are short; beside a longer one there are three sequences at most. Under `jit` too."""
     config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
     state = descent(micro, config)
     wanted = grpo_step(state, micro.frozen, batch)
@@ -282,12 +271,6 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
     assert max(sequences[7]) == 3 < max(sequences[4]), sequences
     close(grpo_step(state, micro.frozen, batch, few), wanted, 2e-6)
     close(jax.jit(grpo_step, static_argnums=3)(state, micro.frozen, batch, few), wanted, 2e-6)
-
-
-def test_under_jit_it_is_the_same_function(micro):
-    config = make_config(batch_size=ROWS, tokens_per_micro_batch=128, importance_sampling_cap=2.0)
-    state, batch = descent(micro, config), awkward_batch()
-    close(jax.jit(grpo_step)(state, micro.frozen, batch), grpo_step(state, micro.frozen, batch), 2e-6)
 
 
 def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):
