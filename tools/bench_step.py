@@ -120,7 +120,7 @@ def main() -> None:
     update_compile = time.perf_counter() - started
     (_, metrics), update_seconds = timed(lambda i: grpo_step(state, policy.frozen, batch, plan), args.repeats)
     lengths, prompt_lengths = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
-    micro_batches = len(assigned(plan, batch))
+    micro_batches = len(assigned(plan, batch, needs_advantage=False))
     useful, executed = operations(policy.config, lengths, prompt_lengths, args.group, plan, micro_batches)
     peak = matrix_peak()
     fractions = {

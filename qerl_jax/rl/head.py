@@ -105,7 +105,7 @@ def embed_backward(
 
 @program(static_argnames="loss", keep_unused=True)
 def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Array, "B C"] | None) -> Sums:
-    """Sums over no token, of every metric that `head_loss` adds to."""
+    """Sums over no token, of every metric that `head_loss` adds to, and the batch's tokens in the loss."""
     zeros = jnp.zeros_like(completions["weights"])
 
     def some() -> Sums:
@@ -114,7 +114,7 @@ def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Arra
         _, values = token_losses(*arrays, completions["advantages"], mask, loss, zeros)
         return token_sums(zeros[0, 0], mask, zeros, values)
 
-    return empty_sums(jax.eval_shape(some))
+    return empty_sums(jax.eval_shape(some)) | {"tokens": jnp.sum(completions["mask"], dtype=jnp.float32)}
 
 
 @program(static_argnames="shape", donate_argnames="into")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate"
 _MEASURED = (
     "loss",
     "tokens",
+    "trained_tokens",
     "entropy",
     "kl",
     "grad_norm",
@@ -79,7 +80,9 @@ class TokenLoss(Protocol):
     arrays are 0, and losses and metrics do not count. Around it `grpo_step` multiplies by the importance weight, adds
     `beta` times the KL penalty, averages as `loss_type` says, and differentiates in `logp` and `entropy`.
 
-    A function that also has an argument `entropy` gets the policy's entropy at each token, with its gradient.
+    A function that also has an argument `entropy` gets the policy's entropy at each token, with its gradient. One whose
+    losses are constant where the advantage is 0 may say so by an attribute `vanishes_with_advantage = True`: such rows
+    are then left out of the passes.
 
     Args:
       logp: f32[B, T], log-probabilities under the policy being trained.
@@ -111,6 +114,7 @@ class ClippedLoss:
     The ratio r is `exp(logp − old_logp)`, or at level "sequence" (GSPO) exp of its mean over the sequence.
     """
 
+    vanishes_with_advantage: ClassVar[bool] = True
     epsilon: float
     upper_clip: float
     delta: float | None
@@ -138,6 +142,7 @@ class ClippedLoss:
 class CispoLoss:
     """`−stop_gradient(min(r, cap)) · A · logp`, CISPO's token loss; r as in `ClippedLoss`."""
 
+    vanishes_with_advantage: ClassVar[bool] = True
     cap: float
     importance_sampling_level: str
 
@@ -201,6 +206,11 @@ class LossSettings:
         """Those of a config; `token_loss` in place of its built-in one."""
         names = [field.name for field in dataclasses.fields(cls)[1:]]
         return cls(token_loss or built_in_loss(config), *(getattr(config, name) for name in names))
+
+    @property
+    def vanishes_with_advantage(self) -> bool:
+        """Whether a row of advantage 0 has loss and gradient 0: a built-in loss (or one that says so), no penalty."""
+        return self.beta == 0 and getattr(self.token_loss, "vanishes_with_advantage", False)
 
     @property
     def uses_entropy(self) -> bool:

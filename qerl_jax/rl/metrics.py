@@ -36,7 +36,7 @@ def token_sums(
     values = dict(values)
     importance, mismatch = values.pop("importance"), values.pop("mismatch")
     values |= {
-        "tokens": jnp.ones_like(entropy),
+        "trained_tokens": jnp.ones_like(entropy),
         "entropy": entropy,
         "sampling/sampling_logp_difference/mean": jnp.abs(mismatch),
         "sampling/sampling_logp_difference/max": jnp.abs(mismatch),
@@ -57,23 +57,25 @@ def token_sums(
 
 
 def add_sums(first: Sums, second: Sums) -> Sums:
-    """Sums over the tokens of both."""
-    return {name: _pick(name, jnp.maximum, jnp.minimum, jnp.add)(value, second[name]) for name, value in first.items()}
+    """The first sums with those over a micro-batch's tokens added."""
+    return first | {
+        name: _pick(name, jnp.maximum, jnp.minimum, jnp.add)(first[name], value) for name, value in second.items()
+    }
 
 
 def mean_metrics(sums: Sums) -> dict[str, Float32[Array, ""]]:
-    """Metrics of a batch under TRL's names; means are over the tokens in the loss."""
-    tokens = jnp.maximum(sums["tokens"], 1)
+    """Metrics of a batch under TRL's names. Means and extremes are over the trained tokens, NaN without any; clip
+    ratios over all tokens in the loss, because no clip stops the gradient of a row that has none.
+    """
+    trained, tokens = sums["trained_tokens"], jnp.maximum(sums["tokens"], 1)
     metrics = {}
     for name, value in sums.items():
-        if name.endswith("/min"):
-            metrics[name] = jnp.where(sums["tokens"] > 0, value, 1.0)
-        elif name.endswith("/max"):
-            metrics[name] = jnp.where(sums["tokens"] > 0, value, 0.0)
-        elif name in ("loss", "tokens"):
+        if name in ("loss", "tokens", "trained_tokens"):
             metrics[name] = value
-        else:
+        elif name.startswith("clip_ratio/"):
             metrics[name] = value / tokens
+        else:
+            metrics[name] = jnp.where(trained > 0, value / _pick(name, 1, 1, trained), jnp.nan)
     sides = [metrics[name] for name in ("clip_ratio/low_mean", "clip_ratio/high_mean") if name in metrics]
     if len(sides) == 2:
         metrics["clip_ratio/region_mean"] = sum(sides)

@@ -48,8 +48,11 @@ def grpo_step(
     that follow, so no extra forward pass is made. An update whose loss or gradient is not finite changes nothing and
     is counted.
 
-    Called on arrays, it packs the sequences by their lengths and waits for the result; sequences without a token in the
-    loss are left out. Under `jit` lengths are unknown, and micro-batches hold as many as fit at their longest.
+    Called on arrays, it packs the sequences by their lengths and waits for the result. Sequences without a token in the
+    loss are left out, and so are those of advantage 0 (equal rewards) where the loss has no gradient for them
+    (`LossSettings.vanishes_with_advantage`): neither their forward nor their backward pass is computed, but their
+    tokens stay in the denominators. Under `jit` lengths and advantages are unknown, and micro-batches hold as many
+    sequences as fit at their longest.
 
     Args:
       state: from `init_state` or the last step.
@@ -63,7 +66,9 @@ def grpo_step(
       with_reference: compute `reference_logp` for the token loss although `beta` is 0.
 
     Returns:
-      The next state, and scalar metrics averaged over the updates (`skipped` summed).
+      The next state, and scalar metrics averaged over the updates (`skipped` summed). `tokens` are those in the loss,
+      `trained_tokens` those of sequences that were computed, over which `entropy` and `sampling/*` are means; NaN
+      without any.
 
     Raises:
       ValueError: the batch contradicts the config, naming both values, or lacks the behaviour log-probabilities that
@@ -84,7 +89,7 @@ def grpo_step(
 
 def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
-    micro_batches = assigned(work.plan, work.batch)
+    micro_batches = assigned(work.plan, work.batch, work.loss.vanishes_with_advantage)
     completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
     reference = _reference(state, work, completions, micro_batches) if work.needs_reference else None
     old, updates = no_logprobs(completions), []
@@ -152,23 +157,27 @@ class Work(NamedTuple):
         return dataclasses.replace(self.shape, pack=kind)
 
 
-def assigned(plan: UpdatePlan, batch: Batch) -> list[MicroBatch]:
-    """The sequences of each micro-batch; for the shapes of a batch (`programs.record`) an empty one of each kind."""
+def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool) -> list[MicroBatch]:
+    """The sequences of each micro-batch: those with a token in the loss and, under `needs_advantage`, an advantage
+    other than 0. For the shapes of a batch (`programs.record`) an empty one of each kind.
+    """
     if isinstance(batch.lengths, jax.ShapeDtypeStruct):
         none = Assignment(np.full(plan.pack.suffixes, -1, np.int32), np.zeros(plan.pack.suffixes, np.int32))
         return [MicroBatch(none, kind) for kind in plan.pack.kinds()]
     if isinstance(batch.lengths, jax.core.Tracer) or isinstance(batch.loss_mask, jax.core.Tracer):
         kind = plan.pack.holding(plan.pack.longest_segment)
         return [MicroBatch(some, kind) for some in assign_any(batch.tokens.shape[0], plan.pack).micro_batches()]
-    tokens, lengths, prompt_lengths, mask = jax.device_get(
-        (batch.tokens, batch.lengths, batch.prompt_lengths, batch.loss_mask)
+    tokens, lengths, prompt_lengths, mask, advantages = jax.device_get(
+        (batch.tokens, batch.lengths, batch.prompt_lengths, batch.loss_mask, batch.advantages)
     )
-    lengths = np.where(mask.any(axis=1), lengths, 0)
+    trains = mask.any(axis=1) & ((advantages != 0) | (not needs_advantage))
+    lengths = np.where(trains, lengths, 0)
     longest = np.maximum(prompt_lengths, lengths - prompt_lengths)
     prompts = prompts_of(tokens, prompt_lengths)
     return [
         MicroBatch(some, plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max(initial=0))))
         for some in assign(lengths, prompt_lengths, prompts, plan.pack).micro_batches()
+        if (some.rows >= 0).any()
     ]
 
 

@@ -160,6 +160,7 @@ def _reduce(sums: dict[str, Array]) -> dict[str, Array]:
             metrics[name] = value.sum()
         else:
             metrics[name] = value.sum() / tokens
+    metrics["trained_tokens"] = metrics["tokens"]  # no row is left out here
     if "clip_ratio/low_mean" in metrics:
         metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     return metrics

@@ -264,7 +264,7 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
     wanted = grpo_step(state, micro.frozen, batch)
     usual = make_update_plan(state, micro.frozen, longest=LENGTH)
     few = dataclasses.replace(usual, pack=dataclasses.replace(usual.pack, short=4, suffixes_beside_long=3))
-    found = assigned(few, batch)
+    found = assigned(few, batch, needs_advantage=False)
     sequences = collections.defaultdict(list)
     for some, kind in found:
         sequences[kind.longest_suffix].append(int((some.rows >= 0).sum()))

@@ -1,0 +1,137 @@
+"""Rows of advantage 0 leave the update where their gradient is 0: the same update, for less."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_trees_equal, fp32_policy, randomized
+from oracles import torch_qwen2
+from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
+
+from qerl_jax.compilation import CompilationCounter
+from qerl_jax.rl.loss import built_in_loss
+from qerl_jax.rl.state import init_state
+from qerl_jax.rl.step import grpo_step
+from qerl_jax.types import Batch, Policy
+
+ROWS, GROUP = 16, 4
+ZERO = np.repeat([True, False, True, False], GROUP)  # two groups of equal rewards
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory) -> Policy:
+    path = tmp_path_factory.mktemp("micro")
+    torch_qwen2.make(path, seed=0, scale=0.3)
+    return randomized(fp32_policy(path, rank=2), 1, 0.3)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """Groups of one prompt; two of them with advantage 0, and one row of a third."""
+    batch = make_batch(64, rows=ROWS)
+    tokens, columns = np.array(batch.tokens), np.arange(LENGTH)
+    prompts = np.repeat(np.asarray(batch.prompt_lengths)[::GROUP], GROUP)
+    lengths = np.minimum(np.maximum(np.asarray(batch.lengths), prompts + 1), prompts + COMPLETION)
+    for row in range(ROWS):
+        tokens[row, : prompts[row]] = tokens[row // GROUP * GROUP, : prompts[row]]
+    mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
+    advantages = np.where(ZERO, 0, np.random.default_rng(1).normal(size=ROWS))
+    advantages[GROUP + 1] = 0  # inside an unequal group, whose prompt it shares
+    return batch.replace(
+        tokens=jnp.asarray(tokens),
+        prompt_lengths=jnp.asarray(prompts),
+        lengths=jnp.asarray(lengths),
+        loss_mask=jnp.asarray(mask),
+        logprobs=jnp.asarray(np.where(mask, np.minimum(batch.logprobs, -0.1), 0)),
+        advantages=jnp.asarray(advantages, jnp.float32),
+        prompt_index=jnp.asarray(np.arange(ROWS) // GROUP, jnp.int32),
+    )
+
+
+def everything(config):
+    """The built-in loss as one that does not say that its gradient vanishes with the advantage."""
+    loss = built_in_loss(config)
+
+    def same(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
+        return loss(logp, old_logp, behaviour_logp, reference_logp, advantages, mask)
+
+    return same
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 3},
+        {"loss_type": "bnpo", "importance_sampling_mode": "sequence_mask", "num_iterations": 2},
+        {"loss_type": "dr_grpo", "delta": 1.4, "num_iterations": 2},
+        {"loss_type": "cispo", "tokens_per_micro_batch": 32},
+    ],
+    ids=lambda changes: changes.get("loss_type", "dapo"),
+)
+def test_the_update_is_that_of_all_rows(micro, batch, changes):
+    config = make_config(batch_size=ROWS, num_generations=GROUP, importance_sampling_cap=2.0, **changes)
+    state = init_state(micro, config, optax.sgd(0.5))
+    found, metrics = grpo_step(state, micro.frozen, batch)
+    wanted, of_all = grpo_step(state, micro.frozen, batch, token_loss=everything(config))
+    for a, b in zip(jax.tree.leaves(found.lora), jax.tree.leaves(wanted.lora), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    same = ["loss", "grad_norm", "tokens", "skipped", "clip_ratio/low_mean", "clip_ratio/high_mean"]
+    for name in same[: 4 if changes.get("loss_type") == "cispo" else 6]:
+        np.testing.assert_allclose(metrics[name], of_all[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    mask, trained = np.asarray(batch.loss_mask), np.asarray(batch.advantages) != 0
+    assert int(metrics["tokens"]) == mask.sum() == int(of_all["trained_tokens"])
+    assert int(metrics["trained_tokens"]) == mask[trained].sum() < mask.sum()
+    assert max(abs(float(x.max())) for x in jax.tree.leaves(found.lora)) > 0
+
+
+def test_the_tokens_of_such_rows_are_not_read(micro, batch):
+    config = make_config(batch_size=ROWS, num_generations=GROUP, importance_sampling_cap=2.0)
+    state = init_state(micro, config)
+    wanted = grpo_step(state, micro.frozen, batch)
+    other = jnp.where(ZERO[:, None] & (jnp.arange(LENGTH) >= PROMPT), 63 - batch.tokens, batch.tokens)
+    poisoned = jnp.where(ZERO[:, None], jnp.nan, batch.logprobs)
+    found = grpo_step(state, micro.frozen, batch.replace(tokens=other, logprobs=poisoned))
+    assert_trees_equal(found[0].lora, wanted[0].lora)
+    assert_trees_equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("optimizer", [None, optax.adamw(0.1, weight_decay=0.3)], ids=["the config's", "adamw"])
+def test_equal_rewards_alone_are_a_step_of_gradient_zero(micro, batch, optimizer):
+    """The optimizer decays, carries its momentum and counts, as with a gradient of zeros."""
+    config = make_config(batch_size=ROWS, num_generations=GROUP, weight_decay=0.2)
+    state, _ = grpo_step(init_state(micro, config, optimizer), micro.frozen, batch)
+    found, metrics = grpo_step(state, micro.frozen, batch.replace(advantages=jnp.zeros(ROWS)))
+    zeros = jax.tree.map(jnp.zeros_like, {"lora": state.lora})
+    updates, _ = state.optimizer.update(zeros, state.opt_state, {"lora": state.lora})
+    wanted = optax.apply_updates({"lora": state.lora}, updates)["lora"]
+    for a, b in zip(jax.tree.leaves(found.lora), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-7)
+    assert float(metrics["grad_norm"]) == 0 == float(metrics["trained_tokens"]) and float(metrics["loss"]) == 0
+    assert np.isnan(metrics["entropy"]) and int(found.step) == 2
+
+
+def test_a_penalty_or_a_loss_of_ones_own_keeps_all_rows(micro, batch):
+    for changes, own in (({"beta": 0.1}, False), ({}, True)):
+        config = make_config(batch_size=ROWS, num_generations=GROUP, **changes)
+        loss = everything(config) if own else None
+        _, metrics = grpo_step(init_state(micro, config), micro.frozen, batch, token_loss=loss)
+        assert int(metrics["trained_tokens"]) == int(metrics["tokens"]) == int(batch.loss_mask.sum())
+    config = make_config(batch_size=ROWS, num_generations=GROUP, beta=0.1)
+    _, metrics = grpo_step(init_state(micro, config), micro.frozen, batch.replace(advantages=jnp.zeros(ROWS)))
+    assert float(metrics["kl"]) > 0 and float(metrics["grad_norm"]) > 0
+
+
+def test_no_share_of_equal_groups_compiles_anything(micro, batch):
+    config = make_config(batch_size=ROWS, num_generations=GROUP, tokens_per_micro_batch=64)
+    state = init_state(micro, config)
+    grpo_step(state, micro.frozen, batch.replace(advantages=jnp.ones(ROWS)))
+    with CompilationCounter() as counter:
+        for equal in (0, 1, 2, 4):
+            advantages = np.where(np.arange(ROWS) < equal * GROUP, 0, 1).astype(np.float32)
+            grpo_step(state, micro.frozen, batch.replace(advantages=jnp.asarray(advantages)))
+        passes = {f"jit({name})" for name in ("embed", "forward", "forward_and_keep", "backward", "head_loss", "apply")}
+        assert not passes & set(counter.take())
