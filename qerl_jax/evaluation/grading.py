@@ -9,9 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from qerl_jax.rewards.outcomes import FLAGS, Reward
-from qerl_jax.rewards.statements import STATEMENTS, Extract
+from qerl_jax.rewards.statements import Extract, stated_answer
 
 CORRECT, WRONG, NO_GOLD = "correct", "wrong", "no gold"
+STATED = ("answer", "math_verify", "dapo")
+"""Rewards that compare the stated answer with the gold answer."""
 _VERDICT_OF = {"parse_failure": "unreadable", "timeout": "timeout", "crash": "crash"}
 UNREADABLE, TIMEOUT, CRASH = _VERDICT_OF.values()
 VERDICTS = (CORRECT, WRONG, NO_GOLD, UNREADABLE, TIMEOUT, CRASH)
@@ -96,11 +98,10 @@ def grader_of(name: str, reward: Reward, extract: Extract | None = None) -> Grad
 
     Raises ValueError for such a form with a reward that compares no texts.
     """
-    if name in STATEMENTS:
-        own, form = STATEMENTS[name]
-        return Grader(reward, extract or own, form, reads_extracted=extract is not None)
+    if name in STATED:
+        return Grader(reward, extract or stated_answer, "<answer>{}</answer>", reads_extracted=extract is not None)
     if extract is not None:
-        raise ValueError(f"reward {name!r} cannot judge an extracted answer, only one of {sorted(STATEMENTS)} can")
+        raise ValueError(f"reward {name!r} cannot judge an extracted answer, only one of {sorted(STATED)} can")
     return Grader(reward)
 
 

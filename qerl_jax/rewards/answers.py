@@ -1,4 +1,4 @@
-"""Numbers in text: extracting the answer of a completion, and comparing two answers as numbers."""
+"""Numbers in text: reading one, and comparing two answers as numbers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import re
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
 _LONGEST = 1000  # characters of an answer that can state a number; the patterns below take quadratic time
-_NUMBER = re.compile(r"(?:[-+]\s*)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(?:[-+]\s*)?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}|((?:[-+]\s*)?\d[\d,]*)\s*/\s*(\d[\d,]*)")
 _DIGIT = re.compile(r"\d")
 # LaTeX and Markdown around a number, reduced to plain text.
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}|(?<!\S)\*\*([^*]+)\*\*(?!\w)")
 _DEGREES = re.compile(r"\^(?:\\circ|\{\\circ\})")
-_REMOVED = re.compile(r"\\[()\[\],!;$]|\$|^[#\s]+")
+_REMOVED = re.compile(r"\\[()\[\],!;:$]|\$|^[#\s]+")
+_DASHES = re.compile(r"[−–‒]")  # minus, en dash, figure dash
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: |~|\\ |[\u00a0\u2009\u202f])\d{3})+(?![\d,])")  # 10 000
+_SHORT = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")  # \frac12
+_MIXED = re.compile(r"(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+) +(\d+)/(\d+)")
+_THOUSANDS = re.compile(r"(?<!\d)[1-9]\d{0,2},\d{3}(?!\d)")
+_DECIMAL_COMMA = re.compile(r"(?<![\d.,])(\d+),(\d+)(?![\d.,]|\s*,)")
 # Allowed beside a number: words, a variable it is assigned to, currencies, punctuation. No operators.
 _WORD = re.compile(r"(?:[^\W\d_]['’-]?)+")
 _ASSIGNED = re.compile(r"(?<!\S)[^\W\d_]\s*=\s*$|=\s*$")
@@ -38,32 +43,25 @@ _ANNOUNCE = re.compile(
 )
 
 
-def extract_answer(completion: str) -> str | None:
-    """Stripped text of the last closed `<answer>…</answer>`; None without one.
-
-    Plain searches instead of a regular expression: a completion that repeats an opening tag thousands of times must
-    not take seconds.
-    """
-    start = completion.rfind(_OPEN, 0, max(completion.rfind(_CLOSE), 0))
-    if start < 0:
-        return None
-    start += len(_OPEN)
-    return completion[start : completion.index(_CLOSE, start)].strip()
-
-
-def parse_number(text: str) -> Fraction | None:
+def parse_number(text: str, decimal_comma: bool = False) -> Fraction | None:
     """The number stated by an answer, exactly; None if it states none or several different ones.
 
-    Understands thousands commas, `$`, `%` and other units, an announcing phrase (`x = 12`, `the answer is 12`), the
+    Understands thousands commas (`9,500`, `9{,}500`) and spaces, `1\\frac{1}{2}` as 3/2, dashes as minus signs, `$`,
+    `%` and other units, an announcing phrase (`x = 12`, `the answer is 12`), the
     computation of a number (`5 + 7 = 12`), a sign, decimals, a scale (`1.45 million`, `276K`), fractions (`3/4`,
-    `\\frac{3}{4}`) and `\\boxed{…}`. A number inside an expression does not count: one that touches a letter (`B3`,
+    `\\frac{3}{4}`) and `\\boxed{…}`; with `decimal_comma` also `3,5` as 3.5, but `3,500` is 3500. A number inside an
+    expression does not count: one that touches a letter (`B3`,
     `2x`), is next to an operator, a variable or a word that changes its value (`x^2`, `2\\sqrt{x}`, `2 dozen`,
     `half of 4`) or makes it a bound (`less than 5`), or belongs to a label (`Room 3`). A text of more than 1000
     characters states no number.
     """
     if len(text) > _LONGEST:
         return None
-    text = _REMOVED.sub("", unbox(text).replace("−", "-").strip())
+    text = _DASHES.sub("-", unbox(text)).replace("{,}", ",").strip()
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _MIXED.sub(_improper, _SHORT.sub(r"\\frac{\1}{\2}", _REMOVED.sub("", text)))
+    if decimal_comma and not _THOUSANDS.search(text):
+        text = _DECIMAL_COMMA.sub(r"\1.\2", text)
     text = _DEGREES.sub("°", _WRAPPED.sub(lambda match: match[1] or match[2] or "", text)).strip()
     text = _SCALED.sub(_plain, _ATTACHED.sub(" ", _COMPUTATION.sub("", text))).strip()
     fraction = _FRACTION.search(text)
@@ -118,6 +116,12 @@ def unbox(text: str) -> str:
     return text[begin:]
 
 
+def _improper(match: re.Match) -> str:
+    """A mixed number as a fraction: 3/2 for `1\\frac{1}{2}`. The text itself where its fraction is not below 1."""
+    whole, above, below = (int(part) for part in match.groups() if part is not None)
+    return f"{whole * below + above}/{below}" if 0 < above < below else match[0]
+
+
 def _plain(match: re.Match) -> str:
     """A number with its scale in digits: 1450000 for "1.45 million". The text itself where it states none."""
     try:
@@ -145,7 +149,8 @@ def same_answer(given: str, gold: str) -> bool:
     """Whether both answers state the same number. If the gold answer states none, their texts must agree up to case and
     white space.
     """
-    given_number, gold_number = parse_number(given), parse_number(gold)
+    gold_number = parse_number(gold)
+    given_number = parse_number(given, decimal_comma="," not in gold)
     if gold_number is None:
         return " ".join(unbox(given).split()).lower() == " ".join(unbox(gold).split()).lower()
     return given_number == gold_number

@@ -19,8 +19,9 @@ from typing import Any
 
 from qerl_jax.rewards import code as programs
 from qerl_jax.rewards import mathematics, original
-from qerl_jax.rewards.answers import extract_answer, same_answer
+from qerl_jax.rewards.answers import same_answer
 from qerl_jax.rewards.outcomes import FLAGS, Reward, RewardError, Unparsed
+from qerl_jax.rewards.statements import stated_answer
 
 _BETWEEN = re.compile(r"</think>\s*<answer>")
 _STRICT = re.compile(
@@ -30,12 +31,13 @@ _STRICT = re.compile(
 
 
 def answer(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
-    """1 where the text of `<answer>` states the gold number, else 0; None without a gold answer.
+    """1 where the last answer that the completion states (`statements.stated_answer`) is the gold number, else 0; None
+    without a gold answer.
 
     Departures from QeRL's GSM8K scorers: its reward compares texts, so that a gold answer with a comma requires the
     comma, and its evaluation compares only the first character.
     """
-    return [_score_answer(extract_answer(text), gold) for text, gold in zip(completions, answer, strict=True)]
+    return [_score_answer(stated_answer(text), gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 def _score_answer(given: str | None, gold: str) -> float | None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
-from qerl_jax.rewards.answers import extract_answer, unbox
+from qerl_jax.rewards.answers import parse_number, same_answer, unbox
 from qerl_jax.rewards.outcomes import RewardError, Unparsed
+from qerl_jax.rewards.statements import stated_answer
 
 _BASE = re.compile(r"\d_\{?(\d+)\}?")  # the 8 of 52_8
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}|[$.]")
 _ARTICLE = re.compile(r"^(?:an?|the)\s+")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
-_LONGEST = 1000  # characters of a gold answer; the patterns of `normalize` take quadratic time
-_TAIL = 300  # characters at the end of a completion in which DAPO looks for the answer
-_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ELLIPSIS = re.compile(r"\\[lc]?dots|…|\.\.\.")
+_NO_PLAIN_NUMBER = re.compile(r"%|\d_|[A-Za-z]\s*=")  # shares, bases, equations: for math-verify
+_PLAIN = re.compile(r"[-+\d.,\s$]+|\$?[-+]?\\[dt]?frac\{-?\d+\}\{\d+\}\$?")
+_BRACED_PAIR = re.compile(r"\$?\\\{[^,{}]+,[^,{}]+\\\}\$?")
+_PARENTHESIZED = re.compile(r"\$?(?:\\left)?[(\[].*[)\]]\$?")
+_TOLERANCE = Fraction(1, 10**5)  # relative: of a decimal for a fraction or a root
+_LONGEST = 1000  # characters of an answer; the patterns of `normalize` take quadratic time
 
 
 def require_math_verify() -> None:
@@ -34,39 +40,88 @@ def math_verify(*, completions: Sequence[str], answer: Sequence[str], **_: objec
     """1 where the answer equals the gold answer as mathematics (package `math-verify`), else 0; None where the gold
     answer cannot be parsed.
 
-    The answer is the text of the last `<answer>`, else the last `\\boxed{…}`, else whatever math-verify finds announced
-    as the answer; never an arbitrary number. Departure from QeRL's `accuracy_reward`, which accepts only delimited
-    LaTeX and therefore scores `<answer> 42 </answer>` 0.
+    The answer is what `statements.stated_answer` finds, never an arbitrary number. Departure from QeRL's
+    `accuracy_reward`, which accepts only delimited LaTeX and therefore scores `<answer> 42 </answer>` 0. Numbers that
+    `answers.parse_number` reads on both sides are compared exactly, without SymPy.
 
     math-verify implements time limits by signals, which outside the main thread silently turn every score into 0. They
     are off; a worker that takes too long is killed instead (`pool`).
 
-    Two departures from math-verify, which ignores the base of `52_8` and reads words as products of letters: numbers
-    with different bases differ, and words equal the gold answer's words up to case and an article.
+    Departures from math-verify: numbers with different bases differ (`52_8`), words equal the gold answer's words up to
+    case and an article, a decimal stands for a fraction or a root within 1e-5 of it (math-verify: six decimals,
+    whatever the size), an ellipsis is not left out, and an interval is no set of its two ends.
     """
     return [_verify(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
 
 def _verify(completion: str, gold: str) -> float | None:
+    if not gold.strip():
+        return None
+    stated = stated_answer(completion)
+    gold = (stated_answer(gold) or gold) if "\\boxed" in gold else gold
+    if stated is None:
+        return Unparsed(0.0) if parse_number(gold) is not None or _parse(_delimited(gold)) else None
+    verdict = _by_text(stated, gold)
+    return _by_algebra(stated, gold) if verdict is None else verdict
+
+
+def _by_text(stated: str, gold: str) -> float | None:
+    """The verdict on answers that need no algebra: numbers, words, bases, ellipses, intervals; None for others."""
+    expected = None if _NO_PLAIN_NUMBER.search(gold) else parse_number(gold, decimal_comma="." in stated)
+    if expected is not None and not _NO_PLAIN_NUMBER.search(stated):
+        given = parse_number(stated, decimal_comma="," not in gold)
+        if given == expected:
+            return 1.0
+        if _PLAIN.fullmatch(gold) and _PLAIN.fullmatch(stated):
+            return float(given is not None and _is_rounded(expected, given))
+    words = _words(gold)
+    if words is not None and words == _words(stated):
+        return 1.0
+    if (base := _BASE.findall(gold)) and _BASE.findall(stated) not in ([], base):
+        return 0.0
+    if bool(_ELLIPSIS.search(gold)) != bool(_ELLIPSIS.search(stated)):
+        return 0.0
+    pairs = ((gold, stated), (stated, gold))
+    if any(_BRACED_PAIR.fullmatch(one) and _PARENTHESIZED.fullmatch(other) for one, other in pairs):
+        return 0.0
+    return None
+
+
+def _is_rounded(expected: Fraction, given: Fraction) -> bool:
+    """Whether two different numbers are equal to six decimals, as for math-verify, and to the relative tolerance."""
+    if expected.denominator == given.denominator == 1:
+        return False
+    return abs(expected - given) <= min(Fraction(1, 10**6), _TOLERANCE * abs(expected))
+
+
+def _by_algebra(stated: str, gold: str) -> float | None:
+    """math-verify's verdict, but for its absolute tolerance."""
     from math_verify import verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning that the time limits are off
-    expected = _parse(_delimited(gold), bare=True)
+    expected = _parse(_delimited(gold))
     if not expected:
         return None
-    stated = extract_answer(completion)
-    stated = unbox(completion) if stated is None and "\\boxed{" in completion else stated
-    if stated is not None and (words := _words(gold)) is not None and words == _words(stated):
-        return 1.0
-    if stated is not None and (base := _BASE.findall(gold)) and _BASE.findall(stated) not in ([], base):
-        return 0.0
-    given = _parse(completion, bare=False) if stated is None else _parse(_delimited(unbox(stated)), bare=True)
+    given = _parse(_delimited(unbox(stated)))
     if not given:
         return Unparsed(0.0)
     try:
-        return float(verify(expected, given, timeout_seconds=None))
+        is_far = "%" not in stated + gold and _is_far(expected[0], given[0])
+        return float(verify(expected, given, timeout_seconds=None) and not is_far)
     except Exception:  # SymPy raises what it meets in an expression that no author foresaw
         return Unparsed(0.0)
+
+
+def _is_far(expected: Any, given: Any) -> bool:
+    """Whether both are numbers, one of them a decimal, that differ by more than the tolerance."""
+    from sympy import Expr, Float
+
+    if not all(isinstance(value, Expr) and value.is_number for value in (expected, given)):
+        return False
+    if not any(value.has(Float) for value in (expected, given)):
+        return False
+    ours, theirs = complex(expected), complex(given)
+    return abs(ours - theirs) > _TOLERANCE * abs(ours)
 
 
 def _words(answer: str) -> str | None:
@@ -76,11 +131,11 @@ def _words(answer: str) -> str | None:
     return text if _WORDS.fullmatch(text) else None
 
 
-def _parse(text: str, bare: bool) -> list[Any]:
-    """Expressions that math-verify finds in a text; `bare`: also unannounced ones."""
+def _parse(text: str) -> list[Any]:
+    """Expressions that math-verify finds in an answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    configs = (LatexExtractionConfig(bare, boxed_match_priority=0), ExprExtractionConfig(bare))
+    configs = (LatexExtractionConfig(True, boxed_match_priority=0), ExprExtractionConfig(True))
     try:
         return parse(text, extraction_config=configs, parsing_timeout=None)
     except Exception:  # likewise
@@ -94,27 +149,24 @@ def _delimited(text: str) -> str:
 
 
 def dapo(*, completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float | None]:
-    """1 where the last `Answer: …` in the final 300 characters is the gold answer, both normalized as in Minerva,
-    else 0 (QeRL's and verl's `math_dapo`; DAPO itself scores −1 for 0); None without a gold answer. No answer equals a
-    gold one of more than 1000 characters after its last "=".
+    """1 where the stated answer is the gold answer, as the same number or normalized as in Minerva, else 0 (DAPO itself
+    scores −1 for 0); None without a gold answer. Departures from QeRL's and verl's `math_dapo`: any statement counts
+    (`statements.stated_answer`), where they read the last `Answer: …` of the final 300 characters, and numbers are
+    compared as numbers.
     """
-    return [_score_line(text, gold) for text, gold in zip(completions, answer, strict=True)]
+    return [_score_text(text, gold) for text, gold in zip(completions, answer, strict=True)]
 
 
-def last_answer_line(completion: str) -> str | None:
-    """What the last `Answer: …` in the final 300 characters states; None without one."""
-    found = _ANSWER_LINE.findall(completion[-_TAIL:])
-    return found[-1] if found else None
-
-
-def _score_line(completion: str, gold: str) -> float | None:
+def _score_text(completion: str, gold: str) -> float | None:
     if not gold:
         return None
-    stated = last_answer_line(completion)
+    stated = stated_answer(completion)
     if stated is None:
         return Unparsed(0.0)
+    if parse_number(gold) is not None or same_answer(stated, gold):
+        return float(same_answer(stated, gold))
     gold = gold.rsplit("=", 1)[-1]
-    return float(len(gold) <= _LONGEST and normalize(stated) == normalize(gold))
+    return float(len(gold) <= _LONGEST and normalize(stated[:_LONGEST]) == normalize(gold))
 
 
 # Minerva's tables (arXiv 2206.14858, appendix D.1, from lm-evaluation-harness). Order and oddities matter: "a " is

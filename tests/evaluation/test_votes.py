@@ -50,11 +50,11 @@ def test_equal_texts_are_compared_once():
 
 
 def test_verdicts_of_whole_completions_and_of_extracted_answers():
-    """In the form of few-shot examples a completion has no tags; the reward sees the extracted answer in them."""
+    """In the form of few-shot examples only their statement counts; the reward sees the extracted answer in tags."""
     completions = ["<answer>5</answer>", "<answer>6</answer>", "It is 5. The answer is 5.", "5"]
     rows = (["p"] * 4, ["5"] * 4, completions, [0, 1, 2, 3])
     chat = grader_of("answer", load_reward("answer"))
-    assert chat.verdicts(*rows) == ["correct", "wrong", "unreadable", "unreadable"]
+    assert chat.verdicts(*rows) == ["correct", "wrong", "correct", "unreadable"]
     few_shot = grader_of("answer", load_reward("answer"), chain_of_thought_statement)
     assert few_shot.verdicts(*rows) == ["unreadable", "unreadable", "correct", "unreadable"]
     assert chat.verdicts(["p"], [""], ["<answer>5</answer>"], [0]) == ["no gold"]

@@ -20,12 +20,13 @@ NORMALIZED = [
     ("\\text{A}\\text{B}", "AB"), ("\\overline{AB}", "AB"), ("7.0", "7.0"), ("  8 ", "8"),
 ]  # fmt: skip
 
-# Completion, gold answer and what the release's `compute_score` gives.
+# Completion, gold answer, what the release's `compute_score` gives, and where ours departs from it.
 DAPO = [
     ("Answer: 5", "5", 1), ("answer : 5\nmore", "5", 1), ("Answer: 6\nAnswer: 5", "5", 1),
-    ("Answer: 5" + " " * 300, "5", 0), ("Answer: 5" + "x" * 280, "5", 0), ("<answer>5</answer>", "5", 0),
-    ("The answer is 5", "5", 0), ("Answer: $x = \\frac12$", "\\frac{1}{2}", 1), ("Answer: 1,234", "1234", 1),
-    ("Answer: 1234", "1,234", 1), ("**Answer:** 5", "5", 0), ("Answer: 0.5", "1/2", 0), ("Answer:5.", "5", 0),
+    ("Answer: 5" + " " * 300, "5", 1), ("<answer>5</answer>", "5", 1),
+    ("The answer is 5", "5", 1), ("Answer: $x = \\frac12$", "\\frac{1}{2}", 1), ("Answer: 1,234", "1234", 1),
+    ("Answer: 1234", "1,234", 1), ("**Answer:** 5", "5", 1), ("Answer: 0.5", "1/2", 1), ("Answer:5.", "5", 1),
+    ("Answer: 6", "5", 0), ("Answer: x", "\\frac{1}{2}", 0),
 ]  # fmt: skip
 
 _COLUMN = "\\begin{pmatrix} -1/3 \\\\ 2 \\end{pmatrix}"
@@ -37,7 +38,7 @@ def test_normalize_is_minervas(text, normal):
 
 
 @pytest.mark.parametrize(("completion", "gold", "value"), DAPO, ids=range(len(DAPO)))
-def test_dapo_scores_as_the_release(completion, gold, value):
+def test_dapo(completion, gold, value):
     assert mathematics.dapo(completions=[completion], answer=[gold]) == [value]
 
 
@@ -63,6 +64,25 @@ def test_dapo_scores_as_the_release(completion, gold, value):
         ("first \\boxed{3}, no: \\boxed{4}", "4", 1),
         ("first \\boxed{4}, no: \\boxed{3}", "4", 0),
         ("The final answer is $4$.", "4", 1),
+        ("$\\boxed{1}$ and $\\boxed{2}$", "\\{1, 2\\}", 1),
+        ("<answer>\\boxed{2}, \\boxed{1}</answer>", "1, 2", 1),
+        ("\\boxed{1} or \\boxed{2}", "2", 0),
+        ("<answer>0.333333</answer>", "\\frac{1}{3}", 1),
+        ("<answer>1.22</answer>", "1,22", 1),
+        ("<answer>0.333</answer>", "\\frac{1}{3}", 0),
+        ("<answer>1.414214</answer>", "\\sqrt{2}", 1),
+        ("<answer>50\\%</answer>", "0.5", 1),
+        # What math-verify pays for, and is wrong: its tolerance is absolute, it drops an ellipsis, and reads an
+        # interval as the set of its ends.
+        ("<answer>0.0000002</answer>", "0.0000001", 0),
+        ("<answer>0.0000002x</answer>", "0.0000001", 0),
+        ("<answer>1, 2, \\ldots, 10</answer>", "\\{1, 2, 10\\}", 0),
+        ("<answer>\\{1, 2, \\ldots, 10\\}</answer>", "\\{1, 2, \\ldots, 10\\}", 1),
+        ("<answer>(1,5)</answer>", "\\{1,5\\}", 0),
+        ("<answer>x^2</answer>", "x^2+C", 0),
+        ("<answer>3</answer>", "3\\pi", 0),
+        ("<answer>1-10</answer>", "\\{1,10\\}", 0),
+        ("<answer>1000001</answer>", "1000000", 0),
         ("<answer>5</answer>", "", None),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.rewards import functions
-from qerl_jax.rewards.answers import extract_answer, parse_number, same_answer, unbox
+from qerl_jax.rewards.answers import parse_number, same_answer, unbox
 from qerl_jax.rewards.functions import RewardError, load_reward, score
 from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed
 
@@ -129,16 +129,51 @@ def test_same_answer(given, gold, equal):
     assert same_answer(given, gold) is equal
 
 
-def test_answer_takes_the_last_block():
-    assert extract_answer("<answer>1</answer> no: <answer> 2\n</answer>") == "2"
-    assert extract_answer("the answer is 2") is None
-    assert extract_answer("</answer><answer>3") is None
-    assert extract_answer("<answer>1<answer>2</answer> and </answer><answer>") == "2"
-    assert functions.answer(completions=["<answer> 42 </answer>", "42", "<answer>41</answer>"], answer=["42"] * 3) == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+# Completions of a model that learned the tags and nothing else, and gold answers: short, in perfect form, wrong.
+COLLAPSED = [
+    ("<think>16-3-4=9</think><answer>9</answer>", "18"),
+    ("<think>\n5 * 12 = 60\n</think>\n<answer>60</answer>", "55"),
+    ("<think>She has 3 left.</think>\n<answer>\n3\n</answer>", "13"),
+    ("<think></think><answer>0</answer>", "540"),
+    ("So \\boxed{7}.", "70"),
+    ("The answer is 1 or 2 or 3.", "2"),
+    ("\\boxed{1}, \\boxed{2}, \\boxed{3}", "2"),  # candidates are not answers
+    ("<answer>1</answer> <answer>2</answer> <answer>3</answer>", "2"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "codeforces"])
+def test_nothing_is_paid_for_form(name):
+    """No default reward of a dataset can be raised without being right."""
+    pytest.importorskip("math_verify")
+    texts, golds = zip(*COLLAPSED, strict=True)
+    for reward in PRESETS[name].rewards:
+        assert load_reward(reward)(completions=texts, answer=golds) == [0.0] * len(texts), reward
+        right = [f"<think>…</think><answer>{gold}</answer>" for gold in golds]
+        assert load_reward(reward)(completions=right, answer=golds) == [1.0] * len(texts), reward
+
+
+# How numbers are written, beside the gold answer, and whether it is the same one.
+NOTATION = [
+    ("9{,}500", "9500", True), ("$7{,}250$", "7,250", True), ("1\\frac{1}{2}", "1.5", True),
+    ("1\\frac12", "3/2", True), ("2 3/4", "2.75", True), ("-1\\frac{1}{2}", "-1.5", True), ("–5", "-5", True),
+    ("−5", "-5", True), ("**73**", "73", True), ("10 000", "10000", True), ("10\\,000", "10000", True),
+    ("1 234 567", "1234567", True), ("3,5", "3.5", True), ("3,500", "3500", True), ("\\frac12", "0.5", True),
+    ("\\text{18 dollars}", "18", True), ("\\$18", "18", True),
+    ("3,500", "3.5", False), ("1 2", "12", False), ("3\\frac{1}{2}", "1.5", False), ("3–5", "-5", False),
+    ("3-5", "5", False), ("5 000", "5", False), ("3, 5", "3.5", False),
+    ("0.33", "1/3", False), ("1, 2", "2", False), ("–5", "5", False), ("7 \\frac{1}{2}", "7", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["answer", "math_verify", "dapo"])
+def test_one_notation_for_all(name):
+    if name == "math_verify":
+        pytest.importorskip("math_verify")
+    for given, gold, equal in NOTATION:
+        for form in ("<answer>{}</answer>", "so \\boxed{{{}}}."):
+            value = load_reward(name)(completions=[form.format(given)], answer=[gold])
+            assert value == [float(equal)], (given, gold, form)
 
 
 def test_formats():

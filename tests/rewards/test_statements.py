@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from qerl_jax.evaluation.grading import STATED, grader_of
 from qerl_jax.rewards import statements
 from qerl_jax.rewards.functions import load_reward
 
@@ -13,16 +14,45 @@ from qerl_jax.rewards.functions import load_reward
 @pytest.mark.parametrize(
     ("text", "stated"),
     [
-        ("<answer> 5 </answer> \\boxed{6}", "5"),
-        ("so \\boxed{4} and \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        # The last statement counts, whatever its form.
+        ("<answer> 5 </answer> \\boxed{6}", "6"),
+        ("\\boxed{6}, so <answer> 5\n</answer>", "5"),
         ("The answer is 7. The final answer is $8$. I hope it is correct.", "$8$"),
-        ("The answer is 7", "7"),
+        ("The answer is 7.\n#### 8", "8"),
+        ("#### 8\nAnswer: 7", "7"),
+        ("<answer>1<answer>2</answer> and </answer><answer>", "2"),
+        ("<answer>thus \\boxed{4} apples</answer>", "4"),
+        # Forms.
         ("The answer is: 7.5\nDone", "7.5"),
+        ("**Final Answer:** 18 dollars. Good.", "18 dollars"),
+        ("**Answer**: **73**", "73"),
+        ("The final answer is:\n\\[\n\\frac{1}{2}\n\\]", "\\frac{1}{2}"),
+        ("Final Answer:\n12", "12"),
+        ("\\fbox{3}", "3"),
+        ("\\boxed {\\text{odd}}", "\\text{odd}"),
+        # Boxes that stand together are one answer, each value once; others are not added up.
+        ("so $\\boxed{4}$ and $\\boxed{\\frac{1}{2}}$.", "4, \\frac{1}{2}"),
+        ("$x = \\boxed{1}$ or $x = \\boxed{2}$", "1, 2"),
+        ("\\[\\boxed{7}\\]\n\\[\\boxed{7}\\]", "7"),
+        ("\\boxed{4}, no: \\boxed{3}", "3"),
+        ("\\boxed{4}\n\n\\boxed{3}", "3"),
+        ("Case 1 gives \\boxed{4} apples, case 2 gives \\boxed{5}.", "5"),
+        # What has no end is no statement, nor is a number that merely occurs, a heading or a sentence about answers.
+        ("\\boxed{3} or rather \\boxed{12", "3"),
+        ("The final answer is \\(\\boxed{12", None),
+        ("</answer><answer>3", None),
         ("It is 7.", None),
+        ("#### Step 1: add 2 and 3", None),
+        ("#### 1. Add them", None),
+        ("\\boxed{3}. The answer is in dollars.", "3"),
+        ("\\boxed{3}: the answer is obtained by adding 5 to the boys, " + "then halving what is left" * 3, "3"),
+        ("The answer is Evelyn.", "Evelyn"),
+        ("The final answer is:\n\\[\n\\boxed{8", None),
+        ("", None),
     ],
 )
-def test_formula_statement(text, stated):
-    assert statements.formula_statement(text) == stated
+def test_stated_answer(text, stated):
+    assert statements.stated_answer(text) == stated
 
 
 @pytest.mark.parametrize(
@@ -63,24 +93,35 @@ def test_solution_statement(text, stated):
     assert statements.solution_statement(text) == stated
 
 
-@pytest.mark.parametrize("name", statements.STATEMENTS)
+@pytest.mark.parametrize("name", STATED)
 def test_a_reward_reads_an_answer_in_its_form(name):
     """What extraction takes out of the form is what was put in, and is correct where it is the gold answer."""
     if name == "math_verify":
         pytest.importorskip("math_verify")
-    extract, form = statements.STATEMENTS[name]
+    reward = load_reward(name)
+    grader = grader_of(name, reward)
     for text in ("12", "\\frac{1}{2}", "1,234"):
-        completion = form.replace("{}", text)
-        assert extract(completion) == text
-        assert load_reward(name)(completions=[completion], answer=[text]) == [1]
+        completion = grader.stating(text)
+        assert grader.extract(completion) == text
+        assert reward(completions=[completion, f"\\boxed{{{text}}}"], answer=[text] * 2) == [1, 1]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["The answer is " * 4000, "final answer is" * 4000, "####" * 8000, "\\boxed{" * 4000, "answer is " + "1" * 30_000],
+    [
+        *("The answer is " * 4000, "final answer is" * 4000, "####" * 8000, "#### \n" * 8000, "\\boxed{" * 4000),
+        *("answer is " + "1" * 30_000, "<answer>" * 4000, "\\boxed{1}" * 4000, "Answer: $$" + " " * 30_000),
+        *("\\boxed{1}" + " \n" * 15_000 + "\\boxed{2}", "answer" + " " * 30_000, "answer" + "*_" * 15_000),
+    ],
 )
 def test_a_degenerate_completion_costs_no_time(text):
-    for name in ("formula", "chain_of_thought", "minerva", "solution"):
+    readers = (
+        statements.stated_answer,
+        statements.chain_of_thought_statement,
+        statements.minerva_statement,
+        statements.solution_statement,
+    )
+    for name in readers:
         started = time.process_time()
-        getattr(statements, f"{name}_statement")(text)
+        name(text)
         assert time.process_time() - started < 0.2, name
