@@ -47,6 +47,7 @@ _SAME = (
     "adapter",
     "prompt_column",
     "answer_column",
+    "prompt_format",
     "system_prompt",
     "overlong_prompts",
     "max_completion_length",
@@ -162,7 +163,7 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
         tokenizer,
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
-        system_prompt=config.system_prompt,
+        system_prompt=config.system_message,
         max_prompt_length=config.max_prompt_length,
         overlong_prompts=config.overlong_prompts,
         limit=arguments.samples,
@@ -216,8 +217,8 @@ def _check(arguments: Any, config: Config) -> None:
             "weight_format 'full' is a way to train: evaluate the model that `python -m qerl_jax.export RUN OUT --as "
             "merged` writes, without it"
         )
-    if arguments.few_shot is not None and config.system_prompt is not None:
-        raise ValueError("few_shot has no system prompt: leave out system_prompt")
+    if arguments.few_shot is not None and config.system_message is not None:
+        raise ValueError("few_shot has no system prompt: leave out system_prompt and prompt_format")
     for name in ("output", "records"):
         if getattr(arguments, name) is not None:
             check_file_writable(Path(getattr(arguments, name)), name)

@@ -36,7 +36,10 @@ def test_round_trip_through_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ("learning-rate: 1e-5\nsigma_end: 1.0e-04", {"learning_rate": 1e-5, "sigma_end": 1e-4}),
+        (
+            "learning-rate: 1e-5\nsigma_start: 1e-2\nsigma_end: 1.0e-04",
+            {"learning_rate": 1e-5, "sigma_start": 1e-2, "sigma_end": 1e-4},
+        ),
         ("max_steps: 1e2\nlora_alpha: 16", {"max_steps": 100, "lora_alpha": 16.0}),
         ("seed: 010\nsave_steps: '7'\nbeta: +.5", {"seed": 10, "save_steps": 7, "beta": 0.5}),
         ("model: 010\nsystem_prompt: 3.10\nadapter: yes", {"model": "010", "system_prompt": "3.10", "adapter": "yes"}),
@@ -94,10 +97,10 @@ def test_a_value_of_python_that_is_no_such_number(value):
 
 
 def test_defaults_that_decide_what_a_run_computes():
-    """The paper's (§4 and appendix), else those of the released scripts."""
+    """The paper's (§4 and appendix), else those of the released scripts, but for learning rate and noise."""
     expected = {
         "batch_size": 128, "num_generations": 8, "num_iterations": 1, "max_steps": -1, "num_train_epochs": 1.0,
-        "learning_rate": 1e-5, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "weight_decay": 0.1,
+        "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "weight_decay": 0.1,
         "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 0.2,
         "lora_rank": 32, "lora_alpha": None, "use_rslora": False, "train_norms": False,
         "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
@@ -106,7 +109,7 @@ def test_defaults_that_decide_what_a_run_computes():
         "dynamic_sampling": False, "max_refill_rounds": 4, "reward_timeout": 20.0, "overlong_buffer": None,
         "max_prompt_length": 512, "max_completion_length": 4096, "seed": 0,
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        "sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": 10, "noise_schedule": "exponential",
+        "sigma_start": 0.0, "sigma_end": 0.0, "num_stages": 10, "noise_schedule": "exponential",
         "noise_formula": "qerl", "noise_target": "norms",
         "eval_samples": 200, "eval_num_generations": 1, "eval_temperature": 0.6, "eval_top_p": 0.95,
     }  # fmt: skip
@@ -167,9 +170,10 @@ def test_defaults_that_decide_what_a_run_computes():
         ("{lora_rank: 0, train_norms: true, noise_target: lora}", ["noise_target 'lora' contradicts lora_rank 0"]),
         ("noise_target: adapters", ["noise_target 'adapters'", "['norms', 'lora']"]),
         ("lora_target_modules: [q_proj, x_proj]", ["x_proj", "down_proj"]),
-        ("sigma_end: 0", ["sigma_end 0"]),
-        ("sigma_start: 0", ["sigma_start 0", "sigma_end 0.0005"]),
-        ("num_stages: 2", ["num_stages 2", "'qerl'"]),
+        ("sigma_start: 1e-2", ["sigma_end 0"]),
+        ("sigma_end: 5e-4", ["sigma_start 0", "sigma_end 0.0005"]),
+        ("{num_stages: 2, sigma_start: 1e-2, sigma_end: 5e-4}", ["num_stages 2", "'qerl'"]),
+        ("{prompt_format: boxed, system_prompt: Be brief.}", ["'boxed'", "'Be brief.'"]),
         ("delta: 1.1", ["delta 1.1", "0.28"]),
         ("importance_sampling_floor: 3", ["importance_sampling_floor 3", "cap 2.0"]),
         ("{importance_sampling_mode: token_mask, importance_sampling_cap: null}", ["'token_mask'", "no meaning"]),
@@ -240,8 +244,8 @@ def test_rewards_come_from_the_dataset_unless_named():
         config = with_rewards(Config(**fields))
         return dict(zip(config.reward_funcs, config.reward_weights, strict=True))
 
-    assert rewards() == {"answer": 2.0, "soft_format": 0.2}
-    assert rewards(dataset=("bigmath", "math")) == {"math_verify": 1.0, "soft_format": 0.2}
+    assert rewards() == {"answer": 1.0}
+    assert rewards(dataset=("bigmath", "math")) == {"math_verify": 1.0}
     assert rewards(dataset="dapomath", reward_funcs=("answer", "strict_format")) == {"answer": 1, "strict_format": 1}
     assert rewards(reward_funcs="answer", reward_weights=[3]) == {"answer": 3}
     with pytest.raises(DataError, match="name reward_funcs"):

@@ -48,7 +48,7 @@ def test_the_table_names_fields_and_reasons():
         (["--use_vllm", "True"], "use --rollout-backend (vllm;"),
         (
             ["--noise_scheduler", "False"],
-            "use --sigma-start and --sigma-end (on for every format; 0 and 0 turn it off)",
+            "use --sigma-start and --sigma-end (QeRL: 1e-2 and 5e-4; 0 and 0 (the default): no noise)",
         ),
         (["--max_seq_length", "2500"], "use --max-prompt-length and --max-completion-length"),
         (["--sync_ref_model", "True"], "--sync-ref-model is a name of TRL without a counterpart: the reference of"),

@@ -36,12 +36,14 @@ OF_SCRIPT = {f"dapo_qwen2.5-{s}_{f}_single_gpu.sh": f"release-{s}-{f}" for s in 
 OF_SCRIPT["llama3.1_8b_nemotron.sh"] = "release-llama3.1-8b-nvfp4"
 BASELINES = [(size, stored) for size in ("3b", "7b") for stored in ("nf4", "mxfp4")]  # in the paper's GSM8K tables
 MORE_DATA = [f"release-{name}-7b-nvfp4" for name in ("dapomath", "miromind", "codeforces")]
+SMALL = ("nvfp4", "bf16", "nf4")
 FIELDS = typing.get_type_hints(Config)
 
 
 def test_every_recipe_is_there():
     papers = [f"{d}-{s}-{f}" for d, s in TWINS for f in ("nvfp4", "bf16")]
     papers += [f"gsm8k-{size}-{stored}" for size, stored in BASELINES]
+    papers += [f"gsm8k-0.5b-{stored}" for stored in SMALL]  # not the paper's
     assert assets.recipes() == sorted(["tiny", *papers, *OF_SCRIPT.values(), *MORE_DATA])
     assert OF_SCRIPT.keys() == SCRIPTS.keys()
 
@@ -86,6 +88,7 @@ def test_other_datasets_of_the_7b_script(name):
     changed = {key: ours[key] for key in ours if ours[key] != base[key]}
     dataset = name.split("-")[1]
     lengths = {"max_prompt_length": 1024, "max_completion_length": 8192}
+    assert [changed.pop(name) for name in ("prompt_format", "reward_funcs", "reward_weights")] == [None] * 3
     assert changed == lengths | {"dataset": [dataset], "output_dir": f"runs/{name}"}
     assert with_rewards(recipe(name)).reward_funcs == tuple(PRESETS[dataset].rewards)
 
@@ -127,6 +130,28 @@ def test_baselines_differ_in_format_and_noise_alone(size, stored):
     changed = {key: ours[key] for key in ours if ours[key] != base[key]}
     noise = {"sigma_start": 0.0, "sigma_end": 0.0}
     assert changed == noise | {"weight_format": stored, "output_dir": f"runs/gsm8k-{size}-{stored}"}
+
+
+@pytest.mark.parametrize("stored", SMALL)
+def test_recipes_of_half_a_billion_parameters(stored):
+    """They differ in the weights' format alone, and pay for correctness alone."""
+    ours, base = (to_mapping(recipe(f"gsm8k-0.5b-{name}")) for name in (stored, "nvfp4"))
+    own = {"weight_format": stored, "output_dir": f"runs/gsm8k-0.5b-{stored}"}
+    assert ours == base | own
+    expected = {
+        "dataset": ["gsm8k"], "prompt_format": "boxed", "reward_funcs": ["answer"], "batch_size": 256,
+        "num_generations": 8, "num_iterations": 1, "max_steps": 100, "max_prompt_length": 256,
+        "max_completion_length": 512, "learning_rate": 1.5e-4, "lora_rank": 32, "sigma_start": 0, "sigma_end": 0,
+        "eval_samples": 1319, "eval_temperature": 0.6, "eval_top_p": 0.95,
+    }  # fmt: skip
+    assert {name: ours[name] for name in expected} == expected
+
+
+def test_every_recipe_names_learning_rate_and_noise():
+    """Defaults of both are no recipe's: a change of them changes no published run."""
+    for name in assets.recipes():
+        words = {line.split(":")[0] for line in assets.find_config(name).read_text().splitlines()}
+        assert {"learning_rate", "sigma_start", "sigma_end"} <= words, name
 
 
 @pytest.mark.parametrize(("dataset", "size"), TWINS)

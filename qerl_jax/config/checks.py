@@ -72,6 +72,8 @@ def _of_lists(c: Config) -> Iterator[str]:
         for name, weight in zip(c.dataset, c.dataset_weights, strict=False):
             if weight <= 0:
                 yield f"dataset_weights must be above 0, got {weight} for {name!r}: leave that dataset out"
+    if c.prompt_format is not None and c.system_prompt is not None:
+        yield f"prompt_format {c.prompt_format!r} and system_prompt {c.system_prompt[:40]!r}: give one of them"
     if c.reward_funcs == ():
         yield "reward_funcs is empty: there would be nothing to learn from"
     if c.reward_weights is not None:

@@ -1,6 +1,7 @@
 """The fields of a training run: one flat frozen dataclass with TRL's names, checked when it is made.
 
-Defaults are the paper's (QeRL, arXiv 2510.11696, §4 and appendix); `configs/` holds complete recipes.
+Defaults are the paper's (QeRL, arXiv 2510.11696, §4 and appendix), but for noise, which is off, and learning rate;
+`configs/` holds complete recipes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 from qerl_jax.config.foreign import without_foreign
 from qerl_jax.config.values import ConfigError, coerce
+from qerl_jax.data.presets import PROMPT_FORMATS
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
 from qerl_jax.untrusted import shown
@@ -79,8 +81,12 @@ class Config:
     """Answer column of such a file; only the text after the last "####" counts, as in GSM8K."""
     reward_columns: tuple[str, ...] = ()
     """Further columns passed to the rewards, each as a list of that name."""
+    prompt_format: Literal["boxed", "think_answer"] | None = None
+    """System message of every prompt by the form of the answer that it asks for: "boxed", Qwen's
+    "Please reason step by step, and put your final answer within \\boxed{}."; "think_answer", QeRL's <think> and
+    <answer>. None: that of the dataset, "boxed" for mathematics, unless the model's chat template asks for a form."""
     system_prompt: str | None = None
-    """System message of every prompt, replacing any other. None: that of the dataset or prompt; "": none."""
+    """System message of every prompt, replacing any other. None: that of prompt_format, dataset or prompt; "": none."""
     max_prompt_length: int = 512
     """Longest prompt in tokens, chat template included."""
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
@@ -117,8 +123,9 @@ class Config:
     """Completions per step, of `batch_size / num_generations` prompts."""
     num_iterations: int = 1
     """Optimizer updates per rollout, each over the whole batch."""
-    learning_rate: float = 1e-5
-    """Peak learning rate."""
+    learning_rate: float = 1e-4
+    """Peak learning rate. The paper's, for models from 3B on, are 1e-5 and 5e-6; a model of 0.5B learned best at 1.5e-4
+    of 5e-5, 1.5e-4 and 5e-4."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up: cosine to zero, linear to zero, or none."""
     warmup_ratio: float = 0.1
@@ -226,10 +233,10 @@ class Config:
     batch_invariant: bool = False
     """Completions do not depend, to the bit, on their batch or the schedule of the rollout; slower."""
 
-    sigma_start: float = 1e-2
-    """Standard deviation of the noise in the first noisy stage; 0 (with sigma_end 0): no noise."""
-    sigma_end: float = 5e-4
-    """Standard deviation of the noise in the last stage."""
+    sigma_start: float = 0.0
+    """Standard deviation of the noise in the first noisy stage; the paper's is 1e-2. 0 (with sigma_end 0): no noise."""
+    sigma_end: float = 0.0
+    """Standard deviation of the noise in the last stage; the paper's is 5e-4."""
     num_stages: int = 10
     """Number of stages of the noise schedule; the first has no noise."""
     noise_schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
@@ -324,6 +331,11 @@ class Config:
     def loaded_format(self) -> str | None:
         """The format in which weights are loaded: `weight_format`, or unquantized where all weights are trained."""
         return "bf16" if self.is_full else self.weight_format
+
+    @property
+    def system_message(self) -> str | None:
+        """`system_prompt`, or that of `prompt_format`; None: the datasets' own."""
+        return PROMPT_FORMATS.get(self.prompt_format) if self.system_prompt is None else self.system_prompt
 
     @property
     def lora(self) -> LoraConfig:

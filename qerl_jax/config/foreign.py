@@ -179,7 +179,9 @@ FOREIGN: dict[str, Foreign] = {
     ),
     "off_policy_mask_threshold": Foreign("TRL", (), "no sequence is masked for its KL"),
     # noise
-    "noise_scheduler": Foreign("QeRL", ("sigma_start", "sigma_end"), "on for every format; 0 and 0 turn it off"),
+    "noise_scheduler": Foreign(
+        "QeRL", ("sigma_start", "sigma_end"), "QeRL: 1e-2 and 5e-4; 0 and 0 (the default): no noise"
+    ),
 }
 """Names that are no fields here. A name that is a field here means the same, but where `docs/migration.md` says so."""
 

@@ -1,9 +1,10 @@
 """Published datasets as data: location, columns, filters, system prompt, rewards.
 
-The first six are the sets of QeRL's `utils/data.py` and `qerl.py`, from the same places, with the same columns, filters
-and rewards; the system prompts ask for the same formats in our own words. The others are sets of mathematics for
-training (`math`) and evaluation. Departures: GSM8K gets the system prompt that its reward needs (QeRL's is commented
-out), and gold answers keep their commas, which the reward understands.
+The first six are the sets of QeRL's `utils/data.py` and `qerl.py`, from the same places, with the same columns and
+filters. The others are sets of mathematics for training (`math`) and evaluation. Departures: mathematical problems ask
+for `\\boxed{}`, which published models know, and pay for correctness alone; QeRL asks for `<think>` and `<answer>` and
+pays 0.2 for the tags (`prompt_format: think_answer` and the `release-*` recipes). A Qwen2.5-Coder-0.5B-Instruct learned
+the tags and nothing else from it (`tools/results/notes/real-weights.md`). Gold answers keep their commas.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from types import MappingProxyType
 
 from qerl_jax.rewards.answers import parse_number, unbox
 
-THINK_SYSTEM_PROMPT = (
-    "Solve the problem step by step. Put your reasoning between <think> and </think>, then give only the final "
-    "answer between <answer> and </answer>."
+PROMPT_FORMATS = MappingProxyType(
+    {
+        "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",  # Qwen2.5-Math's own
+        "think_answer": (
+            "Solve the problem step by step. Put your reasoning between <think> and </think>, then give only the "
+            "final answer between <answer> and </answer>."
+        ),
+    }
 )
+"""System prompts by the form of the answer that they ask for (`prompt_format`)."""
 ANSWER_LINE_SYSTEM_PROMPT = (
     'Solve the problem step by step. End with a line that holds nothing but "Answer: " and the final answer.'
 )
@@ -88,9 +95,9 @@ class Preset:
     solution_column: str | None = None
 
 
-NUMBER_REWARDS = MappingProxyType({"answer": 2.0, "soft_format": 0.2})
+NUMBER_REWARDS = MappingProxyType({"answer": 1.0})
 """Rewards of GSM8K, the generated problems and plain files."""
-_FORMULA_REWARDS = MappingProxyType({"math_verify": 1.0, "soft_format": 0.2})
+_FORMULA_REWARDS = MappingProxyType({"math_verify": 1.0})
 _ANSWER_LINE_REWARDS = MappingProxyType({"dapo": 1.0})
 
 
@@ -102,7 +109,7 @@ def _contest(name: str, prompt_column: str = "problem") -> Preset:
         splits=("test",),
         prompt_column=prompt_column,
         answers=(("answer", whole_answer), ("solution", boxed_answer)),
-        system_prompt=THINK_SYSTEM_PROMPT,
+        system_prompt=PROMPT_FORMATS["boxed"],
         rewards=_FORMULA_REWARDS,
     )
 
@@ -113,7 +120,7 @@ _BIGMATH = Preset(
     splits=("train",),
     prompt_column="prompt",
     answers=(("solution", whole_answer),),
-    system_prompt=THINK_SYSTEM_PROMPT,
+    system_prompt=PROMPT_FORMATS["boxed"],
     rewards=_FORMULA_REWARDS,
     max_prompt_characters=1024,
 )
@@ -126,7 +133,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             splits=("train", "test"),
             prompt_column="question",
             answers=(("answer", hash_answer),),
-            system_prompt=THINK_SYSTEM_PROMPT,
+            system_prompt=PROMPT_FORMATS["boxed"],
             rewards=NUMBER_REWARDS,
             solution_column="answer",
         ),
@@ -168,7 +175,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             splits=("train", "test"),
             prompt_column="problem",
             answers=(("answer", whole_answer), ("solution", boxed_answer)),
-            system_prompt=THINK_SYSTEM_PROMPT,
+            system_prompt=PROMPT_FORMATS["boxed"],
             rewards=_FORMULA_REWARDS,
             solution_column="solution",
         ),
@@ -178,7 +185,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             splits=("test",),
             prompt_column="problem",
             answers=(("answer", whole_answer),),
-            system_prompt=THINK_SYSTEM_PROMPT,
+            system_prompt=PROMPT_FORMATS["boxed"],
             rewards=_FORMULA_REWARDS,
         ),
         "aime24": _contest("aime24"),

@@ -15,7 +15,7 @@ from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, split_
 from qerl_jax.data.presets import (
     NUMBER_REWARDS,
     PRESETS,
-    THINK_SYSTEM_PROMPT,
+    PROMPT_FORMATS,
     Preset,
     Unusable,
     gold_answer,
@@ -90,6 +90,7 @@ def load_dataset(
     *,
     reward_columns: Sequence[str] = (),
     system_prompt: str | None = None,
+    asks_itself: bool = False,
     limit: int | None = None,
     first_id: int = 0,
 ) -> Dataset:
@@ -105,6 +106,7 @@ def load_dataset(
       seed: seed of the generated problems.
       reward_columns: further columns for the rewards, besides the preset's own.
       system_prompt: replaces the dataset's own and that of a conversation; "" for none.
+      asks_itself: the model's chat template asks for an answer's form: the dataset's own system prompt is left out.
       limit: largest number of problems.
       first_id: id of the first record.
 
@@ -122,8 +124,11 @@ def load_dataset(
         generator, size = GENERATED_SPLITS[split]
         rows = arithmetic.problems(generator, size if limit is None else min(size, limit), seed)
         problems = [Problem(first_id + i, question, answer) for i, (question, answer) in enumerate(rows)]
-        return Dataset(name, problems, system_prompt or "", len(problems))
+        own = "" if asks_itself else PROMPT_FORMATS["boxed"]
+        return Dataset(name, problems, own if system_prompt is None else system_prompt, len(problems))
     preset = preset_of(name) or _plain(prompt_column, answer_column)
+    if asks_itself:
+        preset = dataclasses.replace(preset, system_prompt="")
     return _load(name, split, preset, reward_columns, system_prompt, limit, first_id)
 
 
@@ -226,7 +231,13 @@ def _nearest(name: str) -> str | None:
 def _plain(prompt_column: str, answer_column: str) -> Preset:
     """A file or directory of no preset."""
     return Preset(
-        "", None, ("train", "test"), prompt_column, ((answer_column, gold_answer),), THINK_SYSTEM_PROMPT, NUMBER_REWARDS
+        hub_id="",
+        subset=None,
+        splits=("train", "test"),
+        prompt_column=prompt_column,
+        answers=((answer_column, gold_answer),),
+        system_prompt=PROMPT_FORMATS["boxed"],
+        rewards=NUMBER_REWARDS,
     )
 
 

@@ -56,6 +56,7 @@ def load_encoded(
         answer_column,
         reward_columns=reward_columns,
         system_prompt=system_prompt,
+        asks_itself=asks_for_answer(tokenizer),
         limit=limit,
         first_id=first_id,
     )
@@ -142,6 +143,12 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str, use_temp
     return _token_ids(texts, tokenizer, cut, add_special_tokens=False)
 
 
+def asks_for_answer(tokenizer: Any) -> bool:
+    """Whether the chat template itself asks for an answer's form, as those of Qwen2.5-Math and the bundled policy."""
+    template = getattr(tokenizer, "chat_template", None)
+    return isinstance(template, str) and ("boxed{" in template or "<answer>" in template)
+
+
 def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]], add_generation_prompt: bool = True) -> list[str]:
     """The tokenizer's chat template on several conversations, by default up to the start of the assistant's turn.
     Raises whatever the template raises.
@@ -193,6 +200,17 @@ def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
 
 
 def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Text of every completion without its final EOS; other special tokens stay, because rewards look for them."""
-    ended = np.asarray(rollout.finish) == FinishReason.EOS
-    return [tokenizer.decode(ids[:-1] if eos else ids) for ids, eos in zip(completion_ids(rollout), ended, strict=True)]
+    """Text of every completion without its final EOS; other special tokens stay, because rewards look for them. It
+    begins with the `<think>` that a chat template opens in the prompt (DeepSeek-R1, Qwen3), whose end it holds.
+    """
+    ended, opened = np.asarray(rollout.finish) == FinishReason.EOS, opened_block(tokenizer)
+    pairs = zip(completion_ids(rollout), ended, strict=True)
+    return [opened + tokenizer.decode(ids[:-1] if eos else ids) for ids, eos in pairs]
+
+
+def opened_block(tokenizer: Any) -> str:
+    """The `<think>`, with the white space after it, that ends every prompt of the chat template; "" for others."""
+    if "<think>" not in (getattr(tokenizer, "chat_template", None) or ""):
+        return ""
+    (text,) = apply_template(tokenizer, [[{"role": "user", "content": "?"}]])
+    return text[text.rindex("<think>") :] if text.rstrip().endswith("<think>") else ""

@@ -199,7 +199,7 @@ def load_problems(config: Config, policy: Policy, console: Console) -> tuple[Pro
         tokenizer=policy.tokenizer,
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
-        system_prompt=config.system_prompt,
+        system_prompt=config.system_message,
         max_prompt_length=config.max_prompt_length,
         overlong_prompts=config.overlong_prompts,
     )

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, THINK_SYSTEM_PROMPT, hash_answer
+from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, PROMPT_FORMATS, hash_answer
 from qerl_jax.data.problems import DataError, load_dataset
 from qerl_jax.rewards import functions, sandbox
 from qerl_jax.rewards.code import code
@@ -187,14 +187,17 @@ def test_two_subsets_side_by_side_are_not_mixed_up(tmp_path):
         load_dataset(f"bigmath:{tmp_path}", "train")
 
 
-def test_gsm8k_gets_the_system_prompt_its_reward_needs():
-    """In QeRL it is commented out, so that nothing asks for the `<answer>` that is scored."""
-    dataset = load_dataset(f"gsm8k:{FIXTURES / 'gsm8k'}", "train")
-    assert dataset.system_prompt == THINK_SYSTEM_PROMPT
-    for name, preset in PRESETS.items():
-        if "soft_format" in preset.rewards:
-            tags = re.findall(r"</?(?:think|answer)>", preset.system_prompt)
-            assert tags == ["<think>", "</think>", "<answer>", "</answer>"], name
+def test_mathematics_asks_as_qwen_does():
+    """Qwen2.5-Math's own system prompt, to the letter; QeRL's tags are a choice."""
+    boxed = "Please reason step by step, and put your final answer within " + chr(92) + "boxed{}."
+    mathematics = {name for name, preset in PRESETS.items() if preset.system_prompt == boxed}
+    assert mathematics == set(PRESETS) - {"dapomath", "miromind", "codeforces"}
+    tags = re.findall(r"</?(?:think|answer)>", PROMPT_FORMATS["think_answer"])
+    assert tags == ["<think>", "</think>", "<answer>", "</answer>"]
+    path = f"gsm8k:{FIXTURES / 'gsm8k'}"
+    assert load_dataset(path, "train").system_prompt == load_dataset("arithmetic", "train").system_prompt == boxed
+    assert load_dataset(path, "train", asks_itself=True).system_prompt == ""
+    assert load_dataset(path, "train", asks_itself=True, system_prompt="Hi").system_prompt == "Hi"
     assert "Answer: " in ANSWER_LINE_SYSTEM_PROMPT == PRESETS["miromind"].system_prompt
     assert "```python" in PRESETS["codeforces"].system_prompt
 
@@ -253,16 +256,11 @@ def test_code_runs_the_tests_that_come_with_the_problems():
 
 
 def test_rewards_of_datasets():
-    assert dict(dataset_rewards(["gsm8k"])) == {"answer": 2.0, "soft_format": 0.2}
-    assert dict(dataset_rewards([f"bigmath:{FIXTURES / 'bigmath'}", "math"])) == {
-        "math_verify": 1.0,
-        "soft_format": 0.2,
-    }
+    assert dict(dataset_rewards(["gsm8k"])) == {"answer": 1.0}
+    assert dict(dataset_rewards([f"bigmath:{FIXTURES / 'bigmath'}", "math"])) == {"math_verify": 1.0}
     assert dict(dataset_rewards(["dapomath", "miromind"])) == {"dapo": 1.0} and dict(
         dataset_rewards(["codeforces"])
     ) == {"code": 1.0}
     assert dataset_rewards(["arithmetic"]) == dataset_rewards([str(FIXTURES / "gsm8k")]) == dataset_rewards(["gsm8k"])
-    with pytest.raises(
-        DataError, match=r"different rewards \(gsm8k \['answer', 'soft_format'\], dapomath \['dapo'\]\)"
-    ):
+    with pytest.raises(DataError, match=r"different rewards \(gsm8k \['answer'\], dapomath \['dapo'\]\)"):
         dataset_rewards(["gsm8k", "dapomath"])

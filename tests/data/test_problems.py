@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from qerl_jax.data.files import DataError, open_file, split_files
-from qerl_jax.data.presets import THINK_SYSTEM_PROMPT, Unusable, boxed_answer, gold_answer
+from qerl_jax.data.presets import PROMPT_FORMATS, Unusable, boxed_answer, gold_answer
 from qerl_jax.data.problems import Problem, load_dataset
 
 ROWS = [
@@ -33,7 +33,7 @@ def write(path, rows):
 def test_local_files(tmp_path, suffix):
     dataset = load_dataset(write(tmp_path / f"data{suffix}", ROWS), "train")
     assert dataset.problems == [Problem(0, "How many?", "4"), Problem(1, "Cost?", "1,200")]
-    assert dataset.system_prompt == THINK_SYSTEM_PROMPT and dataset.notes == () and dataset.size == 2
+    assert dataset.system_prompt == PROMPT_FORMATS["boxed"] and dataset.notes == () and dataset.size == 2
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -182,7 +182,7 @@ TURNS = tuple((turn["role"], turn["content"]) for turn in CHAT)
         ("own", None, "own"),
         ("own", "other", "other"),
         ("own", "", None),
-        (None, None, THINK_SYSTEM_PROMPT),
+        (None, None, PROMPT_FORMATS["boxed"]),
         (None, "other", "other"),
         (None, "", None),
     ],
