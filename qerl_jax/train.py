@@ -184,7 +184,8 @@ class _Arguments(Config):
     config: str | None = None
     """YAML file with these fields, or the name of a bundled recipe; flags override it."""
     dry_run: bool = False
-    """Show the resolved config, the parameters and a memory estimate, and run nothing."""
+    """Show the resolved config, the parameters, a memory estimate, the first prompt and what the rewards pay for a
+    right, a wrong and an unreadable answer; train nothing."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -54,7 +54,7 @@ def test_the_guide_runs(tmp_path):
         [sys.executable, "guide.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "Dry run: nothing was loaded" in run.stdout and "step 3  sigma 0.0005" in run.stdout
+    assert "Dry run: no weights were loaded" in run.stdout and "step 3  sigma 0.0005" in run.stdout
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").exists()
     metrics = (tmp_path / "runs" / "pens" / "metrics.jsonl").read_text()
     assert metrics.count("rewards/my_reward.py:brevity/mean") == 2

@@ -10,10 +10,13 @@ from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import endless_note
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
+from qerl_jax.run.sample import sample_lines
 
 
 def show_dry_run(config: Config, console: Console) -> None:
-    """Print config, parameters and memory. Raises as `memory_report` does; nothing is loaded, run or written."""
+    """Print config, parameters, memory, the first prompt and what the rewards pay. Raises as `memory_report` and
+    `sample_lines` do; no weights are loaded, nothing is trained or written.
+    """
     report = memory_report(config, device_bytes())
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(report))
@@ -26,10 +29,12 @@ def show_dry_run(config: Config, console: Console) -> None:
         )
     if note := endless_note(report.model):
         console.print(note, soft_wrap=True, markup=False)
+    for line in sample_lines(config):
+        console.print(line, soft_wrap=True, markup=False)
     files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"
     console.print(
         f"{config.model}: {report.model.parameter_count() / 1e6:,.1f} M parameters, projections in {report.stored}, "
-        f"{files}. Dry run: nothing was loaded, run or written.",
+        f"{files}. Dry run: no weights were loaded, nothing was written.",
         soft_wrap=True,
         markup=False,
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import types
 from pathlib import Path
 
 import pytest
 
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Problem
-from qerl_jax.data.prompts import encode, encode_problems, load_encoded, to_prompts
+from qerl_jax.data.prompts import asks_for_answer, encode, encode_problems, load_encoded, opened_block, to_prompts
 from qerl_jax.io.assets import model_path
 from qerl_jax.io.tokenizer import load_tokenizer
+from qerl_jax.rewards.functions import soft_format, strict_format
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +151,28 @@ def test_what_was_left_out_is_told(tmp_path, tokenizer):
     assert notes == [*dataset.notes, f"{path}: dropped 1 of 2 prompts longer than 64 tokens"]
     items, _, notes = load_encoded(str(path), "train", tokenizer, **options, overlong_prompts="truncate_left")
     assert len(items) == 2 and notes[1] == f"{path}: cut the beginning of 1 of 2 prompts longer than 64 tokens"
+
+
+@pytest.mark.parametrize(
+    ("ending", "opened"),
+    [("<think>\n", "<think>\n"), ("<think>\n\n</think>\n\n", ""), ("", "")],
+)
+def test_the_block_that_a_template_opens(ending, opened):
+    """DeepSeek-R1's and Qwen3's templates end the prompt in `<think>`, whose end alone is in the completion."""
+
+    class Tokenizer:
+        chat_template = "{{ messages }}<think>"
+
+        def apply_chat_template(self, turns, tokenize, add_generation_prompt):
+            return [f"<user>{turn[0]['content']}<assistant>{ending}" for turn in turns]
+
+    assert opened_block(Tokenizer()) == opened
+    text = opened + "5</think>\n<answer>5</answer>"
+    assert soft_format(completions=[text]) == strict_format(completions=[text]) == [float(bool(opened))]
+
+
+def test_templates_that_ask_for_an_answers_form():
+    """Their models get no system prompt of the dataset's: that of Qwen2.5-Math, and the bundled policy's."""
+    assert asks_for_answer(load_tokenizer(model_path("tiny")))
+    for template, asks in (("put your final answer within \\boxed{}.", True), ("You are Qwen.", False), (None, False)):
+        assert asks_for_answer(types.SimpleNamespace(chat_template=template)) is asks
