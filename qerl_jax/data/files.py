@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 FILE_KINDS = (".jsonl", ".json", ".parquet")
 _ROWS_AT_ONCE = 256  # parquet rows a read: few, because a row of a code dataset can hold a megabyte of tests
 
@@ -68,12 +70,18 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
     if twice:
         raise DataError(f"{path} has two columns {twice[0]!r}")
 
+    # A float32 2.55 is 2.549999952316284 as a Python float: the shortest decimal of its own type is what was written.
+    singles = {field.name for field in file.schema_arrow if field.type == pyarrow.float32()}
+
     def records() -> Iterator[tuple[str, dict[str, Any]]]:
         number = itertools.count(1)
         try:
             with file:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name for name in names if name in wanted]):
-                    yield from ((f"row {next(number)}", row) for row in batch.to_pylist())
+                    for row in batch.to_pylist():
+                        for name in singles & row.keys():
+                            row[name] = None if row[name] is None else float(str(np.float32(row[name])))
+                        yield f"row {next(number)}", row
         except broken as error:
             raise bad(error) from error
 

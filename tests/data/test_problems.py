@@ -284,3 +284,13 @@ def test_only_wanted_columns_of_a_parquet_file_are_read(tmp_path):
     source = open_file(path, {"question", "absent"})
     assert source.columns == ["question", "answer", "proof"]
     assert list(source.records) == [("row 1", {"question": "q"})]
+
+
+def test_a_float32_gold_is_the_decimal_that_was_written(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    answers = pyarrow.array([2.55, 0.1, 3.0], pyarrow.float32())
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["p", "q", "r"], "answer": answers}), tmp_path / "a.parquet")
+    dataset = load_dataset(str(tmp_path / "a.parquet"), "train")
+    assert [problem.answer for problem in dataset.problems] == ["2.55", "0.1", "3"]
