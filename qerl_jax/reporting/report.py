@@ -16,6 +16,7 @@ from qerl_jax.config import Config, to_mapping
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.io.files import write_text
 from qerl_jax.io.run_files import PLOTS_DIR, REPORT_FILE
+from qerl_jax.reporting import health
 
 PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _SHOWN = {
@@ -118,6 +119,7 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
         return int(sum(row.get(key) or 0 for row in metrics))
 
     notes = [f"- {hook} is not the config's but `{name}`." for hook, name in ending.hooks.items()]
+    notes += [f"- At the end {sentence}." for sentence in health.warnings(metrics).values()]
     if skipped := total("skipped"):
         notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
     if failed := total("completions/failed"):

@@ -27,7 +27,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """Metrics of a step: those of the update, and of its completions and rewards.
 
-    `accuracy` is the share of completions to which the reward `correctness` gives more than 0, as in an evaluation.
+    `accuracy` is the share of completions to which the reward `correctness` gives more than 0, of those to which it
+    gives a value; NaN where it gives none.
     `reward_std` is the mean over groups of the standard deviation within each; lengths are in tokens, times in seconds.
     `sampling/entropy` is the mean entropy of the sampled policy (under noise) over all completion tokens, in nats.
     `rewards/NAME/FLAG_rate` is the share of completions in which no answer could be read (`parse_failure`), that met a
@@ -38,11 +39,12 @@ def step_metrics(
     clipped = np.asarray(rollout.finish) == FinishReason.LENGTH
     ended = lengths[~clipped]
     grouped = experience.rewards.reshape(-1, num_generations)
+    verdicts = experience.reward_parts[correctness].tolist()
     metrics = {name: float(value) for name, value in update.items()}
     metrics |= {
         "reward": _mean(experience.rewards),
         "reward_std": _mean([_deviation(group) for group in grouped]),
-        "accuracy": float(np.mean(np.asarray(experience.reward_parts[correctness]) > 0)),
+        "accuracy": _mean([float(value > 0) for value in verdicts if not math.isnan(value)]),
         "frac_reward_zero_std": float(equal_groups(experience.rewards, num_generations).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),

@@ -13,6 +13,7 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.io.checkpoint import Checkpointer
 from qerl_jax.io.run_files import CONFIG_FILE, NONFINITE_DIR
+from qerl_jax.reporting import health
 from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
@@ -77,6 +78,8 @@ class Recorder:
     def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
         self._run, self._first, self._tokens = run, step, tokens
         self._metrics: dict[str, float] = {}
+        self._rows: list[dict[str, float]] = []  # of this process
+        self._warned: set[str] = set()
         self._newest: TrainState | None = None  # state after the newest step of this process
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
@@ -124,6 +127,7 @@ class Recorder:
         self.curves.log(step, metrics)
         write_completions(run.directory, step, completion_columns(experience, batch.advantages))
         self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
+        self._rows.append(metrics)
         self._skips.count(step, metrics["skipped"] == run.config.num_iterations)
         return metrics
 
@@ -135,6 +139,7 @@ class Recorder:
         self._newest, self.phases.step = state, step + 1
         self._skips.check(step == config.num_rollouts)
         self._progress.update(step, self._metrics)
+        self._warn(step)
         self.stopped = self._signals.requested  # read once: a later signal counts for the next step
         if not self.stopped and getattr(self._run.console, "is_closed", False):
             self.stopped = signal.SIGPIPE
@@ -146,6 +151,13 @@ class Recorder:
                     self._newest = None
                     raise
         return self.stopped != 0
+
+    def _warn(self, step: int) -> None:
+        """Say once of each kind that nothing, or the wrong thing, is learned."""
+        for kind, sentence in health.warnings(self._rows).items():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self._run.console.print(f"step {step}: {sentence}", soft_wrap=True, markup=False)
 
     def _save_after_error(self) -> None:
         """Save the state after the newest finished step, also where the output directory was deleted; the error that

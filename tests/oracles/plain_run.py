@@ -274,7 +274,7 @@ class PlainRun:
         metrics = update | {
             "reward": mean(rewards),
             "reward_std": float(np.mean([deviation(one) for one in groups])),
-            "accuracy": float(np.mean([row["parts"][correctness] > 0 for row in rows])),
+            "accuracy": mean([float(v > 0) for v in (row["parts"][correctness] for row in rows) if v == v]),
             "frac_reward_zero_std": float(np.mean([is_equal(one) for one in groups])),
             "sampling/entropy": float(np.mean([value for row in rows for value in row["entropies"]])),
             "completions/mean_length": float(np.mean(lengths)),

@@ -1,0 +1,79 @@
+"""Signs that a run learns nothing, or the wrong thing, read off the rows of metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+DEAD_STEPS = 3
+"""Steps in a row without a learning signal, before that is said."""
+WINDOW = 10
+"""Steps that are averaged: the first ones of a run are compared with the newest."""
+
+
+def warnings(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Kind -> one sentence with what to try, for what the newest steps show; empty for a healthy run.
+
+    Args:
+      rows: metrics of all steps from the first, values that are not finite as None or NaN.
+    """
+    found = dict(_dead(rows[-DEAD_STEPS:])) if len(rows) >= DEAD_STEPS else {}
+    if len(rows) >= 2 * WINDOW:
+        found |= dict(_drifted(rows[:WINDOW], rows[-WINDOW:]))
+    return found
+
+
+def _dead(last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    steps = f"in {len(last)} steps in a row"
+    if all(_value(row, "reward") is None for row in last):
+        yield (
+            "no reward",
+            f"no completion had a reward {steps}: nothing is learned; what do the rewards return None for?",
+        )
+    elif all(_value(row, "frac_reward_zero_std") == 1 for row in last):
+        yield (
+            "equal rewards",
+            f"the rewards of every group were equal {steps}: nothing is learned; try easier or harder problems, a "
+            "larger num_generations, or another prompt, and read completions/",
+        )
+    if all(_value(row, "completions/clipped_ratio") == 1 for row in last):
+        yield "truncated", f"all completions were cut off {steps}: raise max_completion_length, or lower learning_rate"
+
+
+def _drifted(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    def change(name: str) -> tuple[float, float]:
+        return tuple(_mean(rows, name) for rows in (first, last))
+
+    (reward, new_reward), (accuracy, new_accuracy) = change("reward"), change("accuracy")
+    (length, new_length), (entropy, new_entropy) = change("completions/mean_length"), change("entropy")
+    is_flat = new_accuracy < accuracy + 0.01
+    if is_flat and new_reward > reward + 0.05:
+        yield (
+            "paid for something else",
+            f"the reward rose from {reward:.2f} to {new_reward:.2f}, accuracy stayed ({accuracy:.1%} to "
+            f"{new_accuracy:.1%}): something else than being right is paid for; look at rewards/*/mean, reward_funcs",
+        )
+    if is_flat and new_length < length / 3:
+        yield (
+            "shorter",
+            f"completions shrank from {length:.0f} to {new_length:.0f} tokens, accuracy did not rise: read "
+            "completions/; take another prompt_format or reward, or a smaller learning_rate",
+        )
+    if new_entropy < min(0.05, entropy / 4):
+        yield (
+            "entropy",
+            f"the entropy fell from {entropy:.2f} to {new_entropy:.3f} nats a token: samples hardly differ; try a "
+            "smaller learning_rate or a larger epsilon_high",
+        )
+
+
+def _value(row: Mapping[str, Any], name: str) -> float | None:
+    value = row.get(name)
+    return None if value is None or value != value else value
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    values = [value for row in rows if (value := _value(row, name)) is not None]
+    return float(np.mean(values)) if values else float("nan")
