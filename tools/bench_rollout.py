@@ -58,7 +58,7 @@ OURS = {  # our kernels, by their names in a profile
 }
 
 
-class _UnknownLengths(engine._Run):
+class _UnknownLengths(engine._Decoder):
     """Completions end at their limits on the device; the host assumes the largest limit for all of them."""
 
     def __init__(self, *args) -> None:
@@ -95,7 +95,8 @@ class Case:
         if isinstance(limits, int):
             limits = np.full(self.prompts.tokens.shape[0], limits)
         key = keys.for_step(0, keys.Purpose.SAMPLE, i)
-        with unittest.mock.patch.object(engine, "_Run", _UnknownLengths if self.limits is not None else engine._Run):
+        decoder = engine._Decoder if self.limits is None else _UnknownLengths
+        with unittest.mock.patch.object(engine, "_Decoder", decoder):
             return generate(self.policy, self.prompts, self.sampling, key, self.engine, limits)
 
     def seconds(self, repeats: int, limits: np.ndarray | int | None) -> float:
