@@ -112,17 +112,6 @@ def test_an_experiment_goes_on_where_it_failed(experiment, tmp_path, capsys):
     assert "| accuracy_after | fast − plain | 3 | 27, 17 | +10 " in capsys.readouterr().out
 
 
-def test_a_directory_of_another_plan_is_refused(experiment, tmp_path, capsys):
-    assert experiment("--cells", "plain", "--seeds", "1")[0] == 0
-    plan = tmp_path / "plan.yaml"
-    plan.write_text(plan.read_text().replace("10.0", "1e-4"))
-    assert experiment("--cells", "plain")[0] == 2
-    assert "plain-1.yaml was begun with learning_rate 10.0, now it is 0.0001" in capsys.readouterr().err
-    plan.write_text(plan.read_text().replace("noisy", "loud", 1))
-    assert experiment("--list")[0] == 2
-    assert "compare names ['noisy'], the cells are ['fast', 'loud', 'plain']" in capsys.readouterr().err
-
-
 def test_the_bundled_plans_are_configs(claims, tmp_path):
     """Every run of them, by the program's own reader."""
     plans = sorted((claims.ROOT / "tools" / "plans").glob("*.yaml"))
