@@ -36,7 +36,7 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -105,12 +105,15 @@ class Deviation:
     relative: float
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line. Exit code 1 beyond the bound, 2 with a one-line error message for bad input."""
-    return command.run(lambda: _run(sys.argv[1:] if argv is None else argv))
+def main(argv: list[str] | None = None, load: Callable[..., Policy] = load_policy) -> int:
+    """Command line. Exit code 1 beyond the bound, 2 with a one-line error message for bad input.
+
+    `load` has the signature of `load_policy`, for another implementation of what is compared.
+    """
+    return command.run(lambda: _run(sys.argv[1:] if argv is None else argv, load))
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], load: Callable[..., Policy]) -> int:
     arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.compare", inspect.getdoc(_Arguments))
     if missing := missing_packages(arguments.adapter is not None):
         raise ConfigError(f"the comparison needs {' and '.join(missing)}: pip install {' '.join(missing)}")
@@ -124,7 +127,7 @@ def _run(argv: Sequence[str]) -> int:
     prompts = _prompts(path, config, arguments.prompts)
     with console.status("computing here"):
         lora = LoraConfig(0) if adapter is None else None
-        found = our_outputs(load_policy(path, arguments.weight_format, lora, dtype, adapter), prompts)
+        found = our_outputs(load(path, arguments.weight_format, lora, dtype, adapter), prompts)
     with console.status("computing in PyTorch"):
         wanted, reference = reference_outputs(path, adapter, arguments.weight_format, "float32", prompts)
     if dtype == jnp.float32:
