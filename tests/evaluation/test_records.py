@@ -1,21 +1,18 @@
-"""Records of an evaluation: what a kill may leave, what is refused, and a real process that is killed."""
+"""Records of an evaluation: what a kill may leave, what is refused, and how an evaluation goes on."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import runs
 
+from qerl_jax import generate
+from qerl_jax.command import STOPPED
+from qerl_jax.data.arithmetic import problems
 from qerl_jax.evaluate import main
 from qerl_jax.evaluation.records import RecordsError, open_records
 from qerl_jax.evaluation.summary import Item
-from qerl_jax.run.devices import DETERMINISTIC_FLAGS
 
 SETTINGS = {"temperature": 0.6, "dataset": "arithmetic", "samples": None}
 IDS = [3, 5, 8, 9, 11]
@@ -44,12 +41,12 @@ def test_items_come_back(tmp_path):
 
 
 def test_every_cut_leaves_whole_parts(tmp_path):
-    """The file of a process that was killed after any of its bytes."""
+    """The file of a process that was killed after some of its bytes, most of them about the ends of lines."""
     path = tmp_path / "records.jsonl"
     write(path, IDS)
     whole = path.read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
-    for size in range(len(whole) + 1):
+    for size in sorted({0, *range(1, len(whole), 29), *(end + by for end in ends for by in (-1, 0, 1))}):
         path.write_bytes(whole[:size])
         items = sum(end <= size for end in ends) - 1
         kept = 5 if items == 5 else max(items, 0) // 2 * 2
@@ -61,17 +58,20 @@ def test_every_cut_leaves_whole_parts(tmp_path):
     ("change", "words"),
     [
         ({"temperature": 0.0}, "were written with temperature 0.6, this call has 0.0: name another file"),
-        ({"dataset": "gsm8k"}, "dataset 'arithmetic', this call has 'gsm8k'"),
         ({"few_shot": "wei"}, "few_shot None, this call has 'wei'"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, change, words):
+    """Also one that only the file or only this call has."""
     path = tmp_path / "records.jsonl"
     write(path, IDS[:2])
     before = path.read_bytes()
     with pytest.raises(RecordsError, match=words):
         write(path, IDS[2:4], SETTINGS | change)
     assert path.read_bytes() == before
+    write(tmp_path / "other.jsonl", IDS[:2], SETTINGS | {"few_shot": "wei"})
+    with pytest.raises(RecordsError, match="few_shot 'wei', this call has None"):
+        write(tmp_path / "other.jsonl", IDS[2:4])
 
 
 @pytest.mark.parametrize("content", ["", "\n", "{}\n", "[1]\n", "not JSON\n", '{"settings": 3, "version": 1}\n', "x"])
@@ -123,49 +123,34 @@ def test_one_process_at_a_time(tmp_path):
         pass
 
 
-FLAGS = ["--dataset", "arithmetic", "--samples", "12", "--num-generations", "3", "--batch-size", "4",
-         "--dtype", "float32", "--max-completion-length", "48", "--problems-at-once", "2",
-         "--deterministic"]  # fmt: skip
+FLAGS = ["--dataset", "arithmetic", "--samples", "8", "--num-generations", "3", "--batch-size", "4",
+         "--dtype", "float32", "--max-completion-length", "12", "--problems-at-once", "2"]  # fmt: skip
 
 
-def start(*flags: str) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "qerl_jax.evaluate", "tiny", *FLAGS, *flags]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
-
-
-def test_a_killed_evaluation_ends_as_if_nobody_had_killed_it(tmp_path, monkeypatch, capsys):
-    """SIGKILL after some parts, in the next one; then the same records and the same result, byte for byte. Other
-    settings are refused, and the finished records need no model.
+def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, capsys):
+    """Ctrl-C in the third of four parts; then the same records and the same result, byte for byte, of the problems of
+    the test split. Other settings are refused.
     """
-    through, killed = tmp_path / "through.jsonl", tmp_path / "killed.jsonl"
-    flags = [os.environ.get("XLA_FLAGS", ""), *DETERMINISTIC_FLAGS]
-    monkeypatch.setenv("XLA_FLAGS", " ".join(flags))  # in this process JAX has started already
+    through, stopped, calls = tmp_path / "through.jsonl", tmp_path / "stopped.jsonl", []
     assert main(["tiny", *FLAGS, "--records", str(through), "--output", str(tmp_path / "through.json")]) == 0
-    process = start("--records", str(killed))
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        if killed.exists() and killed.read_bytes().count(b"\n") >= 5:
-            break
-        time.sleep(0.001)
-    assert process.poll() is None, process.communicate()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    there = killed.read_bytes()
-    assert 5 <= there.count(b"\n") < 13 and through.read_bytes().startswith(there)
-    output = finish(start("--records", str(killed), "--output", str(tmp_path / "killed.json")))
-    lines = there.count(b"\n") - 1
-    assert f"{lines // 2 * 2} of 12 problems are in the records" in output
-    assert killed.read_bytes() == through.read_bytes()
-    assert (tmp_path / "killed.json").read_bytes() == (tmp_path / "through.json").read_bytes()
+
+    def interrupted(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    assert main(["tiny", *FLAGS, "--records", str(stopped)], interrupted) == STOPPED
+    there = stopped.read_bytes()
+    assert there.count(b"\n") == 5 and through.read_bytes().startswith(there)
+    capsys.readouterr()
+    assert main(["tiny", *FLAGS, "--records", str(stopped), "--output", str(tmp_path / "stopped.json")]) == 0
+    assert "4 of 8 problems are in the records" in capsys.readouterr().out
+    assert stopped.read_bytes() == through.read_bytes()
+    assert (tmp_path / "stopped.json").read_bytes() == (tmp_path / "through.json").read_bytes()
     result = runs.read_json(tmp_path / "through.json")
-    assert result["problems"] == 12 and set(result["estimates"]) == {"avg@3", "pass@2", "pass@3", "maj@3"}
-    assert main(["tiny", *FLAGS, "--records", str(killed), "--temperature", "0.5"]) == 2
+    assert result["problems"] == 8 and set(result["estimates"]) == {"avg@3", "pass@2", "pass@3", "maj@3"}
+    items = [json.loads(line) for line in through.read_text().splitlines()[1:]]
+    assert [(item["prompt"], item["gold"]) for item in items] == problems("heldout", 8)
+    assert main(["tiny", *FLAGS, "--records", str(stopped), "--temperature", "0.5"]) == 2
     assert "with temperature 0.6, this call has 0.5" in capsys.readouterr().err

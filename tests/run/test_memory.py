@@ -26,8 +26,10 @@ from qerl_jax.run.prepare import load
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
 
-@pytest.mark.parametrize("stored", ["bf16", "nvfp4", "mxfp4", "nf4", "full"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [("bf16", "float32"), ("nvfp4", "bfloat16"), ("mxfp4", "float32"), ("nf4", "bfloat16"), ("full", "bfloat16")],
+)
 def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
     """Shape, dtype and place of every array of the tiny policy as it is really loaded; so all their bytes are exact."""
     config = runs.config(tmp_path, weight_format=stored, dtype=dtype, lora_rank=0 if stored == "full" else 4)
@@ -89,6 +91,14 @@ def test_cache_is_the_real_one(tmp_path):
         memory_report(runs.config(tmp_path, rollout_memory_gb=1e-6))
 
 
+def test_a_cache_with_several_slot_counts_by_hand(tmp_path):
+    """Keys and values of a token are 2 · 2 heads · 32 · 4 bytes in each of 4 layers. 96 completions of 24 tokens and
+    their 24 prompts of 96; while 48 survivors move, and later 24, the keys or values of one layer exist twice.
+    """
+    config = runs.config(tmp_path, batch_size=96)
+    assert memory_report(config).memory.cache == 4 * 512 * (96 * 24 + 24 * 96) + 48 * 24 * 256
+
+
 def test_the_evaluations_cache_is_the_real_one(tmp_path):
     """Three sequences at a time of prompts with one completion each; what `rollout_memory_gb` allows; none without."""
     changes = {"eval_dataset": "arithmetic", "eval_batch_size": 3, "eval_num_generations": 1}
@@ -106,8 +116,9 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
     assert (without.eval_cache, without.eval_sequences, without.evaluation) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("missing", ["a Hopper GPU", None], ids=["xla", "mosaic_gpu"])
-@pytest.mark.parametrize(("size", "gigabytes"), [("3B", 2.8), ("7B", 5.9), ("14B", 10.6), ("32B", 20.7)])
+@pytest.mark.parametrize(
+    ("size", "gigabytes", "missing"), [("3B", 2.8, None), ("7B", 5.9, "a Hopper GPU"), ("32B", 20.7, None)]
+)
 def test_weights_of_published_sizes(size, gigabytes, missing, monkeypatch):
     """The paper's table of weights in NVFP4, to its last figure, from config.json alone, packed for the kernels or not.
     Its 3B counts the tied head twice. The keys and values of a whole rollout, about which nothing is asked here, would
