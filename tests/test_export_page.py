@@ -165,6 +165,7 @@ def test_a_recipe_goes_back_to_its_flags(script):
             assert str(found) == value if isinstance(found, str | bool) else float(found) == float(value), flag
 
 
+@pytest.mark.nightly
 def test_what_is_trained_is_served(tmp_path, monkeypatch, capfd):
     """Our four commands, the lines for transformers and peft, and vLLM's, as the exports print them."""
     monkeypatch.chdir(tmp_path)

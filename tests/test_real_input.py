@@ -41,7 +41,7 @@ def half_billion(tmp_path_factory, data):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_greedy_ids_are_those_of_whole_forward_passes(half_billion):
     """The engine at the true shapes (head dim 64, seven query heads a key head, tied head) against no cache at all."""
     policy = fp32_policy(half_billion, rank=4)
@@ -53,7 +53,7 @@ def test_greedy_ids_are_those_of_whole_forward_passes(half_billion):
         assert ids == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_steps_stopped_resumed_exported_and_evaluated(half_billion, data, tmp_path):
     directory = tmp_path / "run"
     flags = [

@@ -98,7 +98,9 @@ def test_a_complete_checkpoint_is_not_written_again(state, saved, tmp_path):
     assert files() == before
 
 
-@pytest.mark.parametrize("damage", ["removed", "cut", "emptied"])
+@pytest.mark.parametrize(
+    "damage", ["cut", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("removed", "emptied"))]
+)
 def test_a_torn_checkpoint_is_refused_in_one_line_or_restored_as_saved(state, saved, tmp_path, damage, capfd):
     """Each file in turn. Without its manifest the checkpoint is incomplete: the one before it counts."""
     newest, refused = tmp_path / "checkpoints" / "2", 0
@@ -137,8 +139,7 @@ def test_a_checkpoint_of_another_config_or_model(state, saved):
         Checkpointer(saved, keep=None).restore(wider)
 
 
-@pytest.mark.parametrize("limit", [0, 100, 4_000, 20_000])
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize(("limit", "keep"), [(0, 2), (100, 1), (4_000, 2), (20_000, 1)])
 def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, tmp_path, limit, keep, capfd):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     checkpoints = Checkpointer(tmp_path, keep)

@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 import runs
 
+from qerl_jax import train
 from qerl_jax.config import dump
 from qerl_jax.reporting.metrics import read_metrics
 
@@ -34,7 +35,7 @@ def flaky(prompts, completions, answer, **columns):
 """
 
 
-def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raises(tmp_path):
+def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raises(tmp_path, capfd):
     """Step 1 is graded, in step 2 one group hangs, in step 3 one worker dies, in step 4 the reward raises: three steps
     of metrics, exit code 2 with the reason, and the checkpoints from before.
     """
@@ -47,10 +48,9 @@ def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raise
     )  # fmt: skip
     file = tmp_path / "config.yaml"
     file.write_text(dump(config))
-    process = runs.start(file)
-    output, _ = process.communicate(timeout=300)
-    text = " ".join(output.split())
-    assert process.returncode == 2 and f"error: reward '{name}' raised ValueError('no more')" in text
+    code, said = train.main(["--config", str(file)]), capfd.readouterr()
+    text = " ".join((said.out + said.err).split())
+    assert code == 2 and f"error: reward '{name}' raised ValueError('no more')" in text
     assert text.count("met the time limit (reward_timeout)") == 1 and "4 of 8 completions met" in text
     rows = read_metrics(tmp_path / "run")
     assert [row[f"rewards/{name}/timeout_rate"] for row in rows] == [0, 0.5, 0]

@@ -6,6 +6,7 @@ import json
 import re
 
 import numpy as np
+import pytest
 import small
 from command_lines import lines, training
 
@@ -22,6 +23,7 @@ def some(completions, **_):
 STEPS = 10
 
 
+@pytest.mark.nightly
 def test_no_program_is_compiled_after_the_second_step(tmp_path, capfd, monkeypatch):
     """Prompts of 10 to 200 tokens, completions of 1 to 24 that mostly end by EOS, so that survivors move into fewer
     slots; dynamic sampling replaces another number of groups in each step. All that evaluation and first step call is

@@ -98,7 +98,7 @@ def test_jax_leaves_vllm_its_share():
     assert environment == {MEMORY: "0.54"}
 
 
-@pytest.mark.parametrize("program", ["train", "evaluate"])
+@pytest.mark.parametrize("program", ["train", pytest.param("evaluate", marks=pytest.mark.nightly)])
 def test_the_programs_ask_before_a_device_starts(program):
     """With a reader of the environment in the place of what starts the device."""
     code = f"""

@@ -64,8 +64,9 @@ class Panic(BaseException):
     """As a library in Rust raises it."""
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), Panic()], ids=repr)
-@pytest.mark.parametrize("deleted", ["nothing", "checkpoints", "all"])
+@pytest.mark.parametrize(
+    ("error", "deleted"), [(ValueError("no"), "nothing"), (KeyboardInterrupt(), "checkpoints"), (Panic(), "all")]
+)
 def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, monkeypatch, error, deleted):
     """Step 3 is saved, step 4 finished, step 5 raises; meanwhile somebody may have deleted what was there."""
     run, recorder, state = running
