@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import qerl_jax
 from qerl_jax.config import Config
 
@@ -78,20 +76,15 @@ def is_torch(name: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("layer", "path"), modules(), ids=lambda value: value.stem if isinstance(value, Path) else value
-)
-def test_imports_point_downwards(layer: str, path: Path):
-    for name in imported(path):
-        other = layer_of(name)
-        if other in LEVEL and other != layer:
-            assert LEVEL[other] < LEVEL[layer], f"{path.relative_to(ROOT)} ({layer}) imports {name}"
+def test_imports_point_downwards():
+    for layer, path in modules():
         forbidden = FORBIDDEN.get(layer, set())
-        assert other not in forbidden and name.split(".")[0] not in forbidden, (
-            f"{path.relative_to(ROOT)} imports {name}"
-        )
-        assert name != "qerl_jax.io.torch_reference" or layer == "compare", f"{path.relative_to(ROOT)} imports {name}"
-        assert path == WITH_TORCH or not is_torch(name), f"{path.relative_to(ROOT)} imports {name}"
+        for name in imported(path):
+            other, where = layer_of(name), f"{path.relative_to(ROOT)} ({layer}) imports {name}"
+            assert other not in LEVEL or other == layer or LEVEL[other] < LEVEL[layer], where
+            assert other not in forbidden and name.split(".")[0] not in forbidden, where
+            assert name != "qerl_jax.io.torch_reference" or layer == "compare", where
+            assert path == WITH_TORCH or not is_torch(name), where
 
 
 def test_torch_is_imported_in_functions_alone():
@@ -174,13 +167,10 @@ def test_all_names_of_the_api_exist():
 
 
 IMPORT_PROBE = """
-import json, sys, time
-started = time.process_time()
+import json, sys
 import qerl_jax
-seconds = time.process_time() - started  # not the wall clock: a busy machine says nothing of the import
 from jax._src import xla_bridge
 print(json.dumps({
-    "seconds": seconds,
     "backends": sorted(xla_bridge._backends),
     "heavy": sorted({"torch", "transformers", "datasets", "matplotlib", "tyro", "pyarrow"} & set(sys.modules)),
 }))
@@ -188,12 +178,6 @@ print(json.dumps({
 
 
 def test_import_is_light_and_starts_no_device():
-    runs = [
-        json.loads(
-            subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True).stdout
-        )
-        for _ in range(2)
-    ]
-    assert runs[0]["backends"] == []
-    assert runs[0]["heavy"] == []
-    assert min(run["seconds"] for run in runs) < 3
+    probe = [sys.executable, "-c", IMPORT_PROBE]
+    found = json.loads(subprocess.run(probe, capture_output=True, text=True, check=True).stdout)
+    assert found == {"backends": [], "heavy": []}

@@ -159,11 +159,6 @@ def test_keys_that_change_nothing_are_read_over(copied, plain):
     [
         ({"bnb_4bit_quant_type": "fp4"}, "quantization_config has bnb_4bit_quant_type 'fp4', NF4 has 'nf4'"),
         ({"load_in_8bit": True}, "quantization_config has load_in_8bit True, NF4 has False"),
-        ({"load_in_4bit": False}, "quantization_config has load_in_4bit False, NF4 has True"),
-        (
-            {"bnb_4bit_quant_storage": "bfloat16"},
-            "quantization_config has bnb_4bit_quant_storage 'bfloat16', NF4 has 'uint8'",
-        ),
     ],
 )
 def test_other_configs_of_bitsandbytes_are_refused(copied, plain, section, said):
@@ -189,22 +184,15 @@ def unquantized(tensors) -> None:
         ("plain", fp4, f"'{STATE.replace('nf4', 'fp4')}': '{Q}' is stored as 'fp4', supported is 'nf4'"),
         ("plain", state(quant_type="fp4"), f"'{STATE}' has quant_type 'fp4', expected is 'nf4'"),
         ("plain", state(blocksize=128), f"'{STATE}' has blocksize 128, expected is 64"),
-        ("plain", state(shape=[64, 256]), f"'{STATE}' has shape [64, 256], expected is [128, 128]"),
-        ("plain", state(nested_blocksize=256), f"'{STATE}' has nested_blocksize 256, expected is None"),
         ("double", state(nested_blocksize=None), f"'{STATE}' has nested_blocksize None, expected is 256"),
         ("double", state(nested_offset="x"), f"'{STATE}' has nested_offset 'x', which must be a finite number"),
-        ("double", state(nested_offset=10**400), f"'{STATE}' has nested_offset 1000"),
         ("plain", lambda t: t.pop(STATE), f"tensor '{STATE}' is missing from the checkpoint"),
-        ("plain", element("weight.quant_state.bitsandbytes__nf4", 0, 1), f"'{STATE}' is not JSON: "),
-        ("plain", lambda t: t.pop(f"{Q}.weight.absmax"), f"tensor '{Q}.weight.absmax' is missing"),
         (
             "plain",
             element("weight.absmax", 5, np.nan),
             f"'{Q}.weight.absmax'[5] is nan, must lie between 0 and 3.39e+38",
         ),
-        ("plain", element("weight.absmax", 5, -1), f"'{Q}.weight.absmax'[5] is -1.0, must lie between 0 and 3.39e+38"),
         ("plain", element("weight.quant_map", 3, -0.4), f"'{Q}.weight.quant_map'[3] is -0.4"),
-        ("double", lambda t: t.pop(f"{Q}.weight.nested_quant_map"), f"'{Q}.weight.nested_quant_map' is missing"),
         ("double", element("weight.nested_absmax", 0, np.inf), f"'{Q}.weight.absmax'[0] is "),
         ("plain", unquantized, f"'{Q}' is not quantized (weight is float32), but config.json says NF4"),
     ],

@@ -19,10 +19,8 @@ PUBLISHED = {
     "1.5B": ("Qwen2.5-1.5B/config.json", 1.54, (1536, 8960, 28, 12, 2, 151936), True, 1e-6),
     "3B": ("Qwen2.5-3B/config.json", 3.09, (2048, 11008, 36, 16, 2, 151936), True, 1e-6),
     "7B": ("Qwen2.5-7B/config.json", 7.61, (3584, 18944, 28, 28, 4, 152064), False, 1e-6),
-    "7B-other-copy": ("Qwen2.5-7B/config.llmprof.json", 7.61, (3584, 18944, 28, 28, 4, 152064), False, 1e-6),
     "14B": ("Qwen2.5-14B/config.json", 14.7, (5120, 13824, 48, 40, 8, 152064), False, 1e-5),
     "32B": ("Qwen2.5-32B/config.json", 32.5, (5120, 27648, 64, 40, 8, 152064), False, 1e-5),
-    "32B-other-copy": ("Qwen2.5-32B/config.llmprof.json", 32.5, (5120, 27648, 64, 40, 8, 152064), False, 1e-5),
     "32B-Instruct": ("Qwen2.5-32B-Instruct/config.json", 32.5, (5120, 27648, 64, 40, 8, 152064), False, 1e-6),
     "72B": ("Qwen2.5-72B/config.json", 72.7, (8192, 29568, 80, 64, 8, 152064), False, 1e-5),
 }

@@ -103,8 +103,9 @@ def test_a_tied_head_may_stand_in_the_file_once_more(tmp_path):
     assert_trees_equal(fp32_policy(twice).frozen, fp32_policy(tmp_path / "tied").frozen)
 
 
-@pytest.mark.parametrize("missing", ["a Hopper GPU", None], ids=["xla", "mosaic_gpu"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("missing", "dtype"), [("a Hopper GPU", jnp.float32), (None, jnp.bfloat16)], ids=["xla", "mosaic_gpu"]
+)
 def test_dtypes_and_formats(micro_dir, dtype, missing, monkeypatch):
     """4-bit weights are packed where the kernels run and nowhere else."""
     monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: missing)
@@ -202,16 +203,12 @@ F8 = ml_dtypes.float8_e4m3fn
     ("change", "named"),
     [
         (lambda t: t.pop(f"{Q}.weight"), (f"'{Q}.weight' is missing",)),
-        (lambda t: t.pop("lm_head.weight"), ("'lm_head.weight' is missing",)),
         (_set("model.layers.2.extra", np.ones(2, np.float32)), ("'model.layers.2.extra'", "no place")),
         (_set(f"{Q}.weight", np.ones((64, 63), np.float32)), (f"'{Q}.weight'", "[64, 63]", "[64, 64]")),
-        (_set(f"{Q}.bias", np.ones((64, 1), np.float32)), (f"'{Q}.bias'", "[64, 1]", "[64]")),
         (_set(NORM, np.ones(65, np.float32)), (f"'{NORM}'", "[65]", "[64]")),
         (_set(f"{Q}.weight", np.ones((64, 64), np.int32)), (f"'{Q}.weight'", "int32", "bfloat16")),
         (_poison(f"{Q}.weight", (3, 4), np.nan), (f"'{Q}.weight'", "not finite")),
-        (_poison("model.embed_tokens.weight", (3, 4), np.inf), ("'model.embed_tokens.weight'", "not finite")),
         (_poison(NORM, 4, -np.inf), (f"'{NORM}'", "not finite")),
-        (_poison(f"{Q}.bias", 4, np.nan), (f"'{Q}.bias'", "not finite")),
     ],
 )
 def test_defects_of_a_plain_checkpoint(micro_dir, tmp_path, change, named):
@@ -223,18 +220,13 @@ def test_defects_of_a_plain_checkpoint(micro_dir, tmp_path, change, named):
     ("change", "named"),
     [
         (lambda t: t.pop(f"{Q}.weight_scale"), (f"'{Q}.weight_scale' is missing",)),
-        (lambda t: t.pop(f"{Q}.weight_global_scale"), (f"'{Q}.weight_global_scale' is missing",)),
         (_poison(f"{Q}.weight_scale", (5, 1), F8(np.nan)), (f"'{Q}.weight_scale'[5, 1] is nan",)),
-        (_poison(f"{Q}.weight_scale", (5, 1), F8(-2.0)), (f"'{Q}.weight_scale'[5, 1] is -2",)),
         (_poison(f"{Q}.weight_scale", (0, 0), F8(-0.0)), (f"'{Q}.weight_scale'[0, 0] is -0",)),
-        (_poison(f"{Q}.weight_global_scale", 0, np.nan), (f"'{Q}.weight_global_scale' is nan",)),
         (_poison(f"{Q}.weight_global_scale", 0, 0.0), (f"'{Q}.weight_global_scale' is 0.0",)),
-        (_poison(f"{Q}.weight_global_scale", 0, -3.0), (f"'{Q}.weight_global_scale' is -3.0",)),
         (
             _set(f"{Q}.weight_packed", np.ones((128, 128), np.uint8)),
             (f"'{Q}.weight_packed'", "[128, 128]", "[128, 64]"),
         ),
-        (_set(f"{Q}.weight_packed", np.ones((128, 64), np.int8)), (f"'{Q}.weight_packed'", "int8", "uint8")),
         (_set(f"{Q}.weight_scale", np.ones((128, 8), np.float32)), (f"'{Q}.weight_scale'", "float32", "float8_e4m3fn")),
         (_set(f"{Q}.zero_point", np.ones(2, np.float32)), (f"'{Q}.zero_point'", "no place")),
     ],
