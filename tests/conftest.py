@@ -59,7 +59,7 @@ LONGEST = {
     *("test_bad_runs.py", "test_compare.py", "test_full_run.py", "test_fuzz.py", "test_kills.py", "test_learning.py"),
     *("test_research.py", "test_three_steps.py", "test_train.py", "test_update.py", "test_vllm_commands.py"),
     *("test_batch_invariant.py", "test_engine.py", "test_export_page.py", "test_programs.py"),
-    "test_vllm_engine.py",
+    *("test_docs.py", "test_vllm_engine.py"),
 }
 
 # Third-party warnings only, each for one message of one library; everything else is an error (pyproject).

@@ -164,7 +164,7 @@ def test_twins_differ_only_where_they_must(dataset, size):
 
 @pytest.mark.parametrize(("dataset", "size"), TWINS)
 @pytest.mark.parametrize("stored", ["nvfp4", "bf16"])
-def test_values_are_the_papers_and_fit_the_gpu(dataset, size, stored, monkeypatch):
+def test_values_are_the_papers(dataset, size, stored):
     config = recipe(f"{dataset}-{size}-{stored}")
     group, iterations, length = {"gsm8k": (8, 4, 4096), "bigmath": (16, 1, 8192)}[dataset]
     assert (config.num_generations, config.num_iterations, config.max_completion_length) == (group, iterations, length)
@@ -175,7 +175,14 @@ def test_values_are_the_papers_and_fit_the_gpu(dataset, size, stored, monkeypatc
     assert config.output_dir == f"runs/{dataset}-{size}-{stored}" and config.dataset == (dataset,)
     assert config.model == f"Qwen2.5-{size.upper()}-Instruct"
     assert with_rewards(config).reward_funcs == tuple(PRESETS[dataset].rewards)
-    limit = 141e9 if (size, stored) == ("32b", "bf16") else 80e9
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "stored"),
+    [("gsm8k", "3b", "bf16"), ("gsm8k", "7b", "nvfp4"), ("bigmath", "14b", "nvfp4"), ("bigmath", "32b", "bf16")],
+)
+def test_recipes_fit_the_gpu_that_they_name(dataset, size, stored, monkeypatch):
+    config, limit = recipe(f"{dataset}-{size}-{stored}"), 141e9 if size == "32b" else 80e9
     monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)  # as on the GPU that the recipe names
     planned = memory_report(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size.upper()}")), limit)
     memory = planned.memory
