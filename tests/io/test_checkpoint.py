@@ -31,7 +31,11 @@ from qerl_jax.types import TrainState
 def state(tmp_path_factory) -> TrainState:
     """A state whose adapters are large enough that orbax keeps their bytes without a checksum of its own."""
     config = Config(
-        model=str(small.nvfp4(tmp_path_factory.mktemp("model") / "m")), lora_rank=64, train_norms=True, max_steps=10
+        model=str(small.nvfp4(tmp_path_factory.mktemp("model") / "m")),
+        lora_rank=64,
+        learning_rate=1e-5,
+        train_norms=True,
+        max_steps=10,
     )
     return init_state(load_policy(config.model, lora=config.lora), config)
 

@@ -49,7 +49,7 @@ def wandb(tmp_path, monkeypatch):
 def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     run = tmp_path / "run-7"
-    config = Config(model="m", report_to=("wandb",))
+    config = Config(model="m", report_to=("wandb",), learning_rate=3e-5)
     sinks.check(config)
     curves = sinks.Sinks(config, run, 0)
     curves.log(1, {"reward": 0.5, "kl": math.nan})
@@ -57,7 +57,7 @@ def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
     login, (_, start), *rest = wandb.calls
     assert login == ("login", True)  # before anything of the run is touched
     assert (start["project"], start["name"], start["dir"], start["id"]) == ("mine", "run-7", str(run), None)
-    assert start["config"]["learning_rate"] == 1e-5 and start["resume"] is None
+    assert start["config"]["learning_rate"] == 3e-5 and start["resume"] is None
     assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
     sinks.Sinks(config, run, 1)  # a resumed run continues the same curve
     assert (wandb.calls[-1][1]["id"], wandb.calls[-1][1]["resume"]) == ("abc123", "allow")
