@@ -7,14 +7,14 @@ import sys
 from types import ModuleType
 
 from qerl_jax import aqn, keys
+from qerl_jax.checkpoint.adapter import export_adapter, import_adapter
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.data.problems import Problem, load_dataset
 from qerl_jax.data.prompts import completion_texts, encode_problems, to_prompts
 from qerl_jax.evaluation import evaluate
-from qerl_jax.io.adapter import export_adapter, import_adapter
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.load import load_policy
-from qerl_jax.io.quantize import quantize_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rewards.functions import load_reward, score

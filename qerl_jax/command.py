@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import jax
 
-from qerl_jax.io.files import one_line
+from qerl_jax.atomic import one_line
 
 FAILED, STOPPED = 2, 130
 

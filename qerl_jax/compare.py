@@ -47,13 +47,13 @@ from jaxtyping import Float
 from rich.console import Console
 
 from qerl_jax import command
+from qerl_jax.checkpoint import hf_config
+from qerl_jax.checkpoint.adapter_reader import AdapterReader
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy, stored_scheme
+from qerl_jax.checkpoint.tokenizer import load_tokenizer, refuse_other_tokenizer
+from qerl_jax.checkpoint.torch_reference import Outputs, missing_packages, reference_outputs
 from qerl_jax.config import ConfigError, flags
-from qerl_jax.io import hf_config
-from qerl_jax.io.adapter_reader import AdapterReader
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import load_policy, stored_scheme
-from qerl_jax.io.tokenizer import load_tokenizer, refuse_other_tokenizer
-from qerl_jax.io.torch_reference import Outputs, missing_packages, reference_outputs
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs

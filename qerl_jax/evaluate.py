@@ -16,9 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from qerl_jax import command
+from qerl_jax.atomic import check_file_writable, write_json
 from qerl_jax.backends.vllm_engine import VllmEngine, Weights
 from qerl_jax.backends.vllm_settings import VERSION, engine_options
 from qerl_jax.backends.vllm_settings import check as check_vllm
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.hf_config import model_config
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError, flags
 from qerl_jax.data.few_shot import few_shot
@@ -27,11 +32,6 @@ from qerl_jax.evaluation import Evaluation, sampled_items, summarize
 from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.evaluation.harness import Generate
 from qerl_jax.evaluation.records import open_records
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.files import check_file_writable, write_json
-from qerl_jax.io.hf_config import model_config
-from qerl_jax.io.load import load_policy
-from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards

@@ -20,22 +20,22 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from qerl_jax import command
+from qerl_jax.atomic import atomic_directory
 from qerl_jax.backends.vllm_settings import RANKS
+from qerl_jax.checkpoint import hf_config, names
+from qerl_jax.checkpoint.adapter import write_adapter
+from qerl_jax.checkpoint.adapter_reader import AdapterReader
+from qerl_jax.checkpoint.check import check_names
+from qerl_jax.checkpoint.load import stored_scheme
+from qerl_jax.checkpoint.of_run import Source, find_source, trained_weights, write_trained_adapter
+from qerl_jax.checkpoint.policy_tensors import DenseTensors, Replaced
+from qerl_jax.checkpoint.quantize import write_quantized
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR
+from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
+from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, refuse_other_tokenizer
+from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import ConfigError, flags
-from qerl_jax.io import hf_config, names
-from qerl_jax.io.adapter import write_adapter
-from qerl_jax.io.adapter_reader import AdapterReader
-from qerl_jax.io.files import atomic_directory
-from qerl_jax.io.load import stored_scheme
-from qerl_jax.io.policy_tensors import DenseTensors, Replaced
-from qerl_jax.io.quantize import write_quantized
-from qerl_jax.io.rewrite import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
-from qerl_jax.io.run_files import ADAPTER_DIR
-from qerl_jax.io.safetensors import CheckpointError, TensorSource, open_checkpoint
-from qerl_jax.io.tensor_names import check_names
-from qerl_jax.io.tokenizer import TOKENIZER_FILES, refuse_other_tokenizer
-from qerl_jax.io.trained import Source, find_source, trained_weights, write_trained_adapter
-from qerl_jax.untrusted import shown
+from qerl_jax.messages import shown
 
 KINDS = ("peft", "vllm", "merged")
 Progress = Callable[[str, int, int], None]
@@ -72,8 +72,8 @@ def export(
     Returns the commands that use it.
 
     Raises:
-      ConfigError: another `kind`, nothing to export (`io.trained.find_source`), or an adapter of a run that trained all
-        weights.
+      ConfigError: another `kind`, nothing to export (`checkpoint.of_run.find_source`), or an adapter of a run that
+        trained all weights.
       FileExistsError: `out` exists, without `overwrite`; or it is or holds a source, or is no export.
       CheckpointError: an adapter or tokenizer that is not the base's, a damaged file, or a tensor that was read back
         otherwise than it was written; nothing is at `out` then.

@@ -1,4 +1,4 @@
-"""`python -m qerl_jax.quantize IN OUT`: the command line of `qerl_jax.io.quantize`."""
+"""`python -m qerl_jax.quantize IN OUT`: the command line of `qerl_jax.checkpoint.quantize`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from qerl_jax import command
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.quantize import FORMATS, quantize_checkpoint
 from qerl_jax.config import ConfigError, flags
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.quantize import FORMATS, quantize_checkpoint
-from qerl_jax.untrusted import shown
+from qerl_jax.messages import shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,10 @@ from jaxtyping import Array
 from rich.console import Console
 
 from qerl_jax import aqn, command, keys
+from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
-from qerl_jax.io import assets
-from qerl_jax.io.checkpoint import latest_step
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.columns import reward_columns

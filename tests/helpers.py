@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import keys
-from qerl_jax.io.load import load_policy
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models.distribution import sample
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 
+from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.checkpoint.run_files import CONFIG_FILE
 from qerl_jax.config import Config
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.run_files import CONFIG_FILE
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run.prepare import load

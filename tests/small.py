@@ -9,10 +9,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.io import assets
-from qerl_jax.io import safetensors as st
-from qerl_jax.io.hf_config import parse_config
-from qerl_jax.io.quantize import quantize_checkpoint
+from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint import safetensors as st
+from qerl_jax.checkpoint.hf_config import parse_config
+from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.models.config import tensors_of
 
 CONFIG = {

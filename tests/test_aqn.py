@@ -12,7 +12,7 @@ import pytest
 from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with_norm_offsets
 
 from qerl_jax import aqn
-from qerl_jax.io.adapter import map_norms
+from qerl_jax.checkpoint.adapter import map_norms
 from qerl_jax.models.lora import LoraConfig, init_lora
 
 KEY = jax.random.key(5)

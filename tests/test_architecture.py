@@ -23,10 +23,11 @@ LAYERS = [
     ("qerl_kernels",),
     ("compilation",),
     ("programs",),
-    ("types",),
-    ("keys", "aqn", "models", "rewards", "untrusted"),
-    ("config", "rollout", "data"),
-    ("io", "rl"),
+    ("types", "messages"),
+    ("keys", "aqn", "models", "rewards", "atomic"),
+    ("rollout", "data"),
+    ("config",),
+    ("checkpoint", "rl"),
     ("evaluation", "backends"),
     ("reporting",),
     ("run",),
@@ -37,7 +38,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # config reads the shapes of an adapter and a format's name; types only numbers: nothing below them may import config.
 FORBIDDEN = {"rewards": {"jax", "flax", "models"}, "models": {"config"}, "types": {"config", "models"}}
 
-WITH_TORCH = PACKAGE / "io" / "torch_reference.py"  # the only module that runs PyTorch, for `compare` alone
+WITH_TORCH = PACKAGE / "checkpoint" / "torch_reference.py"  # the only module that runs PyTorch, for `compare` alone
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -83,7 +84,7 @@ def test_imports_point_downwards():
             other, where = layer_of(name), f"{path.relative_to(ROOT)} ({layer}) imports {name}"
             assert other not in LEVEL or other == layer or LEVEL[other] < LEVEL[layer], where
             assert other not in forbidden and name.split(".")[0] not in forbidden, where
-            assert name != "qerl_jax.io.torch_reference" or layer == "compare", where
+            assert name != "qerl_jax.checkpoint.torch_reference" or layer == "compare", where
             assert path == WITH_TORCH or not is_torch(name), where
 
 

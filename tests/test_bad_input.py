@@ -17,9 +17,9 @@ import test_export_command
 from command_lines import ROWS, assert_says, error_of, evaluation, lines, training
 
 from qerl_jax import train
+from qerl_jax.checkpoint import names
 from qerl_jax.compare import main as compare
 from qerl_jax.evaluate import main as evaluate
-from qerl_jax.io import names
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_ahead")
 

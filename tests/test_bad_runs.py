@@ -23,10 +23,10 @@ import small
 from command_lines import ROWS, assert_says, error_of, evaluation, lines, replaced, training
 
 from qerl_jax import train
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.command import STOPPED
 from qerl_jax.evaluate import main as evaluate
-from qerl_jax.io.checkpoint import Checkpointer, latest_step
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl import step as update_step

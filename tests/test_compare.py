@@ -20,14 +20,14 @@ from helpers import fp32_policy, randomized, with_norm_offsets
 from oracles import torch_qwen2
 
 from qerl_jax import compare
+from qerl_jax.checkpoint import safetensors as st
+from qerl_jax.checkpoint import torch_reference
+from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.hf_config import model_config
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
+from qerl_jax.checkpoint.torch_reference import Outputs
 from qerl_jax.compare import Deviation, deviations, main, rounding_bounds
-from qerl_jax.io import safetensors as st
-from qerl_jax.io import torch_reference
-from qerl_jax.io.adapter import export_adapter
-from qerl_jax.io.hf_config import model_config
-from qerl_jax.io.load import load_policy
-from qerl_jax.io.tokenizer import load_tokenizer
-from qerl_jax.io.torch_reference import Outputs
 
 
 def rows(said: str) -> dict[str, list[float]]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from qerl_jax.checkpoint import assets
 from qerl_jax.config import FREE_ON_RESUME, Config, ConfigError, differences, dump, load, to_mapping
 from qerl_jax.data.files import DataError
-from qerl_jax.io import assets
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, out_of_memory
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.recorder import checkpoint_is_due

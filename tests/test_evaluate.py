@@ -13,10 +13,10 @@ from command_lines import replaced
 from helpers import randomized
 
 import qerl_jax
+from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.evaluate import main
-from qerl_jax.io.adapter import export_adapter
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 
 SHORT = ["--max-completion-length", "4", "--batch-size", "4", "--dtype", "float32"]

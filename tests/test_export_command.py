@@ -22,12 +22,12 @@ from command_lines import assert_says, error_of
 from helpers import assert_trees_equal, randomized, with_norm_offsets
 from oracles import torch_qwen2
 
+from qerl_jax.checkpoint import safetensors as st
+from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.config import Config
 from qerl_jax.export import main
-from qerl_jax.io import safetensors as st
-from qerl_jax.io.adapter import export_adapter
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory

@@ -27,10 +27,10 @@ from test_docs import ROOT, blocks
 from transformers import AutoTokenizer
 
 from qerl_jax import train
+from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import load, to_mapping
 from qerl_jax.config.foreign import FOREIGN
-from qerl_jax.io import assets
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.config import LAYER_NORMS
 from qerl_jax.models.lora import PROJECTIONS
 from qerl_jax.reporting.metrics import read_metrics

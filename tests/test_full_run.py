@@ -16,9 +16,9 @@ from helpers import fp32_policy
 from rich.console import Console
 
 from qerl_jax import train
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.config import ConfigError
 from qerl_jax.export import export
-from qerl_jax.io.assets import model_path
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards

@@ -26,10 +26,10 @@ from command_lines import time_limit
 from oracles.stored_bytes import loaded_bytes
 
 from qerl_jax import train
+from qerl_jax.checkpoint import names
+from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config, to_mapping
-from qerl_jax.io import names
-from qerl_jax.io.adapter import export_adapter
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.run import lifecycle, prepare
 from qerl_jax.types import Policy

@@ -16,8 +16,8 @@ import runs
 import small
 
 from qerl_jax import train
+from qerl_jax.checkpoint.orbax import MANIFEST_FILE
 from qerl_jax.config import dump
-from qerl_jax.io.checkpoint import MANIFEST_FILE
 from qerl_jax.reporting.metrics import read_metrics
 
 FEW, MANY = 4, 40  # steps of a run: of the quick test, of the nightly one

@@ -13,10 +13,10 @@ from helpers import assert_trees_equal
 from rich.console import Console
 
 from qerl_jax import train
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.evaluation import evaluate
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare

@@ -13,11 +13,11 @@ from helpers import assert_trees_equal, fp32_policy
 from oracles import llm_compressor, mxfp4_goldens, numpy_formats
 
 from qerl_jax import load_policy, quantize
+from qerl_jax.checkpoint import hf_config
+from qerl_jax.checkpoint.policy_tensors import DenseTensors
+from qerl_jax.checkpoint.quantize import quantize_checkpoint
+from qerl_jax.checkpoint.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save
 from qerl_jax.config import Config
-from qerl_jax.io import hf_config
-from qerl_jax.io.policy_tensors import DenseTensors
-from qerl_jax.io.quantize import quantize_checkpoint
-from qerl_jax.io.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save
 from qerl_jax.run.abstract import stored_format
 
 DATA = Path(__file__).parent / "data"

@@ -14,13 +14,13 @@ from helpers import assert_trees_equal, fp32_policy
 from oracles import llm_compressor, nf4_goldens, numpy_formats
 
 from qerl_jax import load_policy, policy_logits, quantize
+from qerl_jax.checkpoint import layout_nf4
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.layout_nf4 import NF4
+from qerl_jax.checkpoint.policy_tensors import DenseTensors
+from qerl_jax.checkpoint.quantize import quantize_checkpoint
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
 from qerl_jax.config import Config
-from qerl_jax.io import layout_nf4
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.layout_nf4 import NF4
-from qerl_jax.io.policy_tensors import DenseTensors
-from qerl_jax.io.quantize import quantize_checkpoint
-from qerl_jax.io.safetensors import CheckpointError, Tensors, open_checkpoint
 from qerl_jax.models.formats import Nf4, nf4
 from qerl_jax.run.abstract import abstract_run, tree_bytes
 

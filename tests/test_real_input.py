@@ -15,8 +15,8 @@ import pytest
 import runs
 from helpers import fp32_policy, plain_rollout
 
+from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.command import STOPPED
-from qerl_jax.io.peft_config import adapter_config
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import Engine, Sampling, completion_ids

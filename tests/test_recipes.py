@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from qerl_kernels import dispatch
 
+from qerl_jax.checkpoint import assets
 from qerl_jax.config import Config, load, to_mapping
 from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.config.values import coerce
 from qerl_jax.data.presets import PRESETS
-from qerl_jax.io import assets
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.memory import memory_report
 from qerl_jax.train import main

@@ -13,9 +13,9 @@ import pytest
 from helpers import assert_trees_equal, logprobs_of
 
 from qerl_jax import aqn
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.config import Config
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rl import optimizer

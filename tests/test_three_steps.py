@@ -17,8 +17,8 @@ from oracles.plain_run import PlainRun
 from rich.console import Console
 
 from qerl_jax import train
-from qerl_jax.io.adapter import adapter_tensors, norm_tensors
-from qerl_jax.io.load import load_policy
+from qerl_jax.checkpoint.adapter import adapter_tensors, norm_tensors
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.types import FinishReason

@@ -19,12 +19,12 @@ from command_lines import replaced
 from rich.console import Console
 
 from qerl_jax import train
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.command import STOPPED
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.data.problems import GENERATED_SPLITS, Problem
 from qerl_jax.evaluation import evaluate
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards

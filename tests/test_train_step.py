@@ -14,18 +14,18 @@ from flax import nnx
 from rich.console import Console
 
 from qerl_jax import train
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode_problems
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.evaluation import Evaluation
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.load import Rewards
-from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan
 from qerl_jax.rl.state import AdamW
 from qerl_jax.run import lifecycle

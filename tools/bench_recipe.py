@@ -39,9 +39,9 @@ from rich.console import Console
 from timing import peak_bytes
 
 from qerl_jax import train
+from qerl_jax.checkpoint.run_files import METRICS_FILE
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
-from qerl_jax.io.run_files import METRICS_FILE
-from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run import prepare
 from qerl_jax.run.devices import device_bytes, use_device_memory

@@ -33,11 +33,11 @@ import numpy as np
 from make_checkpoint import SIZES, hf_config
 from record import add_commit, shell, write_rows
 
-from qerl_jax.io import names
-from qerl_jax.io.hf_config import parse_config
-from qerl_jax.io.layout_nvfp4 import QUANTIZATION_CONFIG
-from qerl_jax.io.peft_config import peft_config
-from qerl_jax.io.safetensors import save
+from qerl_jax.checkpoint import names
+from qerl_jax.checkpoint.hf_config import parse_config
+from qerl_jax.checkpoint.layout_nvfp4 import QUANTIZATION_CONFIG
+from qerl_jax.checkpoint.peft_config import peft_config
+from qerl_jax.checkpoint.safetensors import save
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 
 SHORT = 32

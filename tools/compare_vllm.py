@@ -32,11 +32,11 @@ from record import ROOT, add_commit, meta
 from qerl_jax import LoraConfig, Policy, Prompts, Rollout, Sampling, aqn, generate, keys, load_policy, policy_logits
 from qerl_jax.backends.vllm_engine import VllmEngine, Weights
 from qerl_jax.backends.vllm_settings import check, engine_options
+from qerl_jax.checkpoint.adapter import norm_tensors
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.config import Config
 from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.prompts import encode
-from qerl_jax.io.adapter import norm_tensors
-from qerl_jax.io.assets import model_path
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.run.devices import use_device_memory
 from qerl_jax.types import completion_ids

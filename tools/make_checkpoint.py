@@ -17,10 +17,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.io.files import atomic_directory, write_json
-from qerl_jax.io.hf_config import parse_config
-from qerl_jax.io.layout_nvfp4 import NVFP4, QUANTIZATION_CONFIG
-from qerl_jax.io.safetensors import DTYPES, INDEX_FILE, Spec, save
+from qerl_jax.atomic import atomic_directory, write_json
+from qerl_jax.checkpoint.hf_config import parse_config
+from qerl_jax.checkpoint.layout_nvfp4 import NVFP4, QUANTIZATION_CONFIG
+from qerl_jax.checkpoint.safetensors import DTYPES, INDEX_FILE, Spec, save
 from qerl_jax.models.config import ModelConfig, tensors_of
 
 # size: hidden, ffn, layers, heads, kv heads, head dim, vocab, tied (arXiv 2412.15115, table 1, and the published

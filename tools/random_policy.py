@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from make_checkpoint import hf_config
 from qerl_kernels.formats import Nvfp4
 
-from qerl_jax.io.hf_config import parse_config
-from qerl_jax.io.load import build_policy
-from qerl_jax.io.weights import kernel_form
+from qerl_jax.checkpoint.hf_config import parse_config
+from qerl_jax.checkpoint.load import build_policy
+from qerl_jax.checkpoint.reader import kernel_form
 from qerl_jax.models.config import TensorSpec
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig

@@ -16,8 +16,8 @@ import jax
 from make_checkpoint import SIZES, hf_config
 from qerl_kernels import dispatch
 
+from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.config import Config
-from qerl_jax.io.hf_config import parse_config
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import choose_shapes
 from qerl_jax.run.abstract import abstract_trees, tree_bytes

@@ -24,11 +24,11 @@ import numpy as np
 from jaxtyping import Array
 
 from qerl_jax.backends.vllm_rollout import VllmError, assemble, row_seeds, sampling_arguments
-from qerl_jax.io import hf_config, names
-from qerl_jax.io.adapter import adapter_tensors, norm_tensors, write_adapter
-from qerl_jax.io.adapter_reader import AdapterReader
-from qerl_jax.io.safetensors import open_checkpoint
-from qerl_jax.io.tokenizer import refuse_other_tokenizer
+from qerl_jax.checkpoint import hf_config, names
+from qerl_jax.checkpoint.adapter import adapter_tensors, norm_tensors, write_adapter
+from qerl_jax.checkpoint.adapter_reader import AdapterReader
+from qerl_jax.checkpoint.safetensors import open_checkpoint
+from qerl_jax.checkpoint.tokenizer import refuse_other_tokenizer
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout.engine import check_positions, occurrences
@@ -55,7 +55,7 @@ class Weights:
 
     config: LoraConfig
     lora: dict[str, np.ndarray]
-    """PEFT name -> f32 array (`io.adapter.adapter_tensors`); empty: no adapter."""
+    """PEFT name -> f32 array (`checkpoint.adapter.adapter_tensors`); empty: no adapter."""
     norms: dict[str, np.ndarray]
     """Name in the base checkpoint -> f32[D], the 2 L layer norms."""
 

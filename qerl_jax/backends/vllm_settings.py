@@ -6,8 +6,8 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.checkpoint import hf_config
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.io import hf_config
 
 VERSION = "0.22.1"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that max_lora_rank may have

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from qerl_jax.config.foreign import without_foreign
 from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.data.presets import PROMPT_FORMATS
+from qerl_jax.messages import shown
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
-from qerl_jax.untrusted import shown
 
 
 def _with_known_names(cls: type) -> type:

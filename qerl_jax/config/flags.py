@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 from qerl_jax.config.fields import Config, descriptions
 from qerl_jax.config.foreign import without_foreign
 from qerl_jax.config.values import ConfigError, coerce
-from qerl_jax.untrusted import shown
+from qerl_jax.messages import shown
 
 T = TypeVar("T")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

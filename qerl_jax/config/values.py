@@ -9,7 +9,7 @@ import typing
 from decimal import Decimal
 from typing import Any, Literal
 
-from qerl_jax.untrusted import is_unicode, shown
+from qerl_jax.messages import is_unicode, shown
 
 LARGEST_INT = 2**31 - 1  # counts and seeds are int32 on the device
 _LARGEST, _SMALLEST = {int: LARGEST_INT, float: 3.4e38}, 1.2e-38  # normal float32

@@ -21,8 +21,8 @@ from qerl_jax.data.presets import (
     gold_answer,
     whole_answer,
 )
+from qerl_jax.messages import is_unicode
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
-from qerl_jax.untrusted import is_unicode
 
 MAX_CHARACTERS = 1_000_000
 """Longest text of a prompt's message or an answer: some 250,000 tokens, encoded in a second."""

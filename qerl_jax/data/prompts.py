@@ -13,8 +13,8 @@ import numpy as np
 from qerl_jax.data.few_shot import FewShot, with_examples
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import MAX_CHARACTERS, Dataset, Problem, load_dataset
+from qerl_jax.messages import shown
 from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
-from qerl_jax.untrusted import shown
 
 OVERLONG = ("drop", "truncate_left", "error")
 _TEXTS_AT_ONCE = 1024

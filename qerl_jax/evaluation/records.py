@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qerl_jax.atomic import check_file_writable, naming
 from qerl_jax.evaluation.summary import Item
-from qerl_jax.io.files import check_file_writable, naming
 
 VERSION = 1
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from qerl_jax.evaluation.grading import CORRECT, CRASH, NO_GOLD, TIMEOUT, UNREADABLE, VERDICTS
 from qerl_jax.evaluation.statistics import Estimate, bootstrap, interval, ks, pass_at_k, sampling_error
+from qerl_jax.messages import shown
 from qerl_jax.rewards import functions
 from qerl_jax.types import FinishReason
-from qerl_jax.untrusted import shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.atomic import naming, write_json, write_text
+from qerl_jax.checkpoint.run_files import COMPLETIONS_DIR, EVALUATION_FILE, METRICS_FILE
+from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.evaluation import Evaluation
-from qerl_jax.io.files import naming, write_json, write_text
-from qerl_jax.io.run_files import COMPLETIONS_DIR, EVALUATION_FILE, METRICS_FILE
-from qerl_jax.io.safetensors import CheckpointError, read_json
 
 
 def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:

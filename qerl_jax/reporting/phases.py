@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qerl_jax.io.files import write_json
-from qerl_jax.io.run_files import HEARTBEAT_FILE
+from qerl_jax.atomic import write_json
+from qerl_jax.checkpoint.run_files import HEARTBEAT_FILE
 
 
 class Phases:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.io.run_files import PLOTS_DIR
+from qerl_jax.checkpoint.run_files import PLOTS_DIR
 
 _INK, _SECOND = "#1f5fa8", "#c2571a"
 

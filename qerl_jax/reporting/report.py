@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax.atomic import write_text
+from qerl_jax.checkpoint.run_files import PLOTS_DIR, REPORT_FILE
 from qerl_jax.config import Config, to_mapping
 from qerl_jax.evaluation import Evaluation
-from qerl_jax.io.files import write_text
-from qerl_jax.io.run_files import PLOTS_DIR, REPORT_FILE
 from qerl_jax.reporting import health
 
 PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from qerl_jax.atomic import one_line, write_json
+from qerl_jax.checkpoint.run_files import TENSORBOARD_DIR, WANDB_FILE
 from qerl_jax.config import Config, ConfigError, to_mapping
-from qerl_jax.io.files import one_line, write_json
-from qerl_jax.io.run_files import TENSORBOARD_DIR, WANDB_FILE
 
 _MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 

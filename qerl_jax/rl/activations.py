@@ -11,8 +11,8 @@ import jax
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
-from qerl_jax.rl import flash
-from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl import flash_attention
+from qerl_jax.rl.micro_batches import PackShape
 
 
 class Keeps(enum.Enum):
@@ -93,8 +93,8 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
     attention = 4 * itemsize * t * heads
     if itemsize == 2:
         rest += 4 * t * model.num_heads  # statistics of the softmax
-        segments = max(flash.views(kind)[1] for kind in pack.kinds())
-        of_prefixes = flash.row_segments(pack.prefixes)
+        segments = max(flash_attention.views(kind)[1] for kind in pack.kinds())
+        of_prefixes = flash_attention.row_segments(pack.prefixes)
         # cuDNN's, for every segment as long as a row: sums of dq in fp32, dk and dv of all query heads in bf16.
         attention += 8 * t * heads * max(segments, of_prefixes)
         attention += 4 * model.num_heads * t * (segments + of_prefixes)  # statistics by segment

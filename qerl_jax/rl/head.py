@@ -22,7 +22,7 @@ from qerl_jax.rl.layer import LayerShape
 from qerl_jax.rl.logprobs import add_head_gradient, logprobs_entropy_and_gradients
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.metrics import Sums, add_sums, empty_sums, token_sums
-from qerl_jax.rl.packing import Assignment, Packed, last_of_prompts, pack, packed_tokens, predictors
+from qerl_jax.rl.micro_batches import Assignment, Packed, last_of_prompts, pack, packed_tokens, predictors
 from qerl_jax.types import Batch, Sampling
 
 LossInputs = dict[str, Array]

@@ -23,9 +23,9 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import RecordingExecutor
 from qerl_jax.models.qwen2 import DecoderLayer, merge_layer
 from qerl_jax.programs import program
-from qerl_jax.rl.attention import segment_attention, segment_attention_backward
-from qerl_jax.rl.flash import Statistics
-from qerl_jax.rl.packing import Packed, PackShape
+from qerl_jax.rl.flash_attention import Statistics
+from qerl_jax.rl.micro_batches import Packed, PackShape
+from qerl_jax.rl.segment_attention import segment_attention, segment_attention_backward
 
 
 @functools.partial(

@@ -14,9 +14,9 @@ import jax
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.rl import flash
+from qerl_jax.rl import flash_attention
 from qerl_jax.rl.activations import Keeps, XlaMatmuls, layer_bytes, peak_bytes, xla_matmuls
-from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import TrainState
 
@@ -192,7 +192,7 @@ def _pack(config: Config, longest: int, sequences: int, rows: int, budget: int =
     suffixes = min(rows, -(-2 * tokens // min(suffix, 512)))
     prefixes = min(suffixes, -(-suffixes // config.num_generations) + 1)
     pack = PackShape(tokens, prefixes, suffixes, longest, prefix, suffix)
-    short = tokens // flash.rows_of(tokens, min(_SHORT, pack.longest_segment))
+    short = tokens // flash_attention.rows_of(tokens, min(_SHORT, pack.longest_segment))
     if pack.longest_segment <= short:
         return pack
     beside_long = min(suffixes, -(-tokens // min(suffix, short)))

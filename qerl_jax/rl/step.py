@@ -26,8 +26,8 @@ from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
+from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, assign_any, prompts_of
 from qerl_jax.rl.optimizer import apply_gradients, zeros_like
-from qerl_jax.rl.packing import Assignment, Packed, PackShape, assign, assign_any, prompts_of
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
 from qerl_jax.rl.state import outside_layers, trained_trees
 from qerl_jax.types import Batch, TrainState

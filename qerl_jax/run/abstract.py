@@ -13,12 +13,12 @@ from qerl_kernels import dispatch
 from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
+from qerl_jax.checkpoint import hf_config
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.layouts import LAYOUTS
+from qerl_jax.checkpoint.load import build_policy
+from qerl_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.config import Config
-from qerl_jax.io import hf_config
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.layouts import LAYOUTS
-from qerl_jax.io.load import build_policy
-from qerl_jax.io.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.models import formats
 from qerl_jax.models.config import ModelConfig, TensorSpec
 from qerl_jax.models.formats import Weight

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qerl_jax.config import Config, ConfigError, dump
-from qerl_jax.io.files import check_writable, write_text
-from qerl_jax.io.run_files import (
+from qerl_jax.atomic import check_writable, write_text
+from qerl_jax.checkpoint.run_files import (
     CHECKPOINTS_DIR,
     COMPLETIONS_DIR,
     CONFIG_FILE,
@@ -20,6 +19,7 @@ from qerl_jax.io.run_files import (
     NONFINITE_DIR,
     OWNED,
 )
+from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.types import Batch
 

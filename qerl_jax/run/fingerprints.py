@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from qerl_jax.checkpoint import assets
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem
-from qerl_jax.io import assets
 from qerl_jax.rewards.functions import BUILT_IN, reward_file
 
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12

@@ -11,13 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qerl_jax.config import Config
-from qerl_jax.evaluation import Evaluation, evaluate
-from qerl_jax.evaluation.grading import grader_of
-from qerl_jax.io.adapter import export_adapter
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.hub import is_hub_id
-from qerl_jax.io.run_files import (
+from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.hub import is_hub_id
+from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.checkpoint.run_files import (
     ADAPTER_DIR,
     CHECKPOINTS_DIR,
     COMPLETIONS_DIR,
@@ -25,6 +22,9 @@ from qerl_jax.io.run_files import (
     PLOTS_DIR,
     REPORT_FILE,
 )
+from qerl_jax.config import Config
+from qerl_jax.evaluation import Evaluation, evaluate
+from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.reporting.metrics import cut_back, read_metrics, rows_until
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table

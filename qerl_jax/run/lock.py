@@ -9,9 +9,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from qerl_jax.atomic import naming
+from qerl_jax.checkpoint.run_files import LOCK_FILE
 from qerl_jax.config import ConfigError
-from qerl_jax.io.files import naming
-from qerl_jax.io.run_files import LOCK_FILE
 
 
 @contextlib.contextmanager

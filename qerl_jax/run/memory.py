@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.safetensors import open_checkpoint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan

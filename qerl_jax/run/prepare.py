@@ -14,14 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.backends.vllm_settings import engine_options
+from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.hf_config import model_config, stored_format
+from qerl_jax.checkpoint.load import load_policy, stored_scheme
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import ProblemStream
-from qerl_jax.io import assets
-from qerl_jax.io.hf_config import model_config, stored_format
-from qerl_jax.io.load import load_policy, stored_scheme
 from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards

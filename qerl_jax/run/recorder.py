@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from jaxtyping import Array
 
+from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.checkpoint.run_files import CONFIG_FILE, NONFINITE_DIR
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.run_files import CONFIG_FILE, NONFINITE_DIR
 from qerl_jax.reporting import health
 from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
 from qerl_jax.reporting.phases import Phases

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.hf_config import model_config
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem, asks_for_answer, encode_problems, load_encoded
-from qerl_jax.io import assets
-from qerl_jax.io.hf_config import model_config
-from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.rewards.answers import parse_number
 from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score

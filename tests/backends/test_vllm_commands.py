@@ -9,8 +9,8 @@ import pytest
 import runs
 
 from qerl_jax import aqn, keys, load_policy
+from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.evaluate import main as evaluate
-from qerl_jax.io.adapter import export_adapter
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.train import main, train

@@ -21,8 +21,8 @@ from qerl_jax import LoraConfig, Prompts, Sampling, aqn, generate, keys, load_po
 from qerl_jax.backends.vllm_engine import VllmEngine, Weights
 from qerl_jax.backends.vllm_rollout import VllmError, assemble
 from qerl_jax.backends.vllm_settings import check, engine_options
+from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.io.adapter import export_adapter
 from qerl_jax.types import FinishReason, completion_ids
 
 LISTS = [[5, 6, 7], [9], [11, 12, 13, 14]]
@@ -264,7 +264,7 @@ from pathlib import Path
 from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.config import Config
-from qerl_jax.io.hf_config import model_config
+from qerl_jax.checkpoint.hf_config import model_config
 base = Path(sys.argv[1])
 engine = VllmEngine(engine_options(Config(rollout_backend="vllm"), base, 10, 6, 0, 0.4), model_config(base))
 print(engine._process.pid, flush=True)

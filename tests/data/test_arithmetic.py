@@ -10,6 +10,7 @@ import operator
 import pytest
 from transformers import AutoTokenizer
 
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.data import arithmetic
 from qerl_jax.data.arithmetic import (
     HELD_OUT_NUMBERS,
@@ -19,7 +20,6 @@ from qerl_jax.data.arithmetic import (
     given_numbers,
     problems,
 )
-from qerl_jax.io.assets import model_path
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import runs
 
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.few_shot import PUBLISHED, few_shot, with_examples
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode
 from qerl_jax.evaluate import main
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.types import FinishReason, Rollout
 
 # SHA-256 of the prompt for "What is 1 + 1?", put together from the tables of lm-evaluation-harness 0.4.13 by

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import asks_for_answer, encode, encode_problems, load_encoded, opened_block, to_prompts
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.rewards.functions import soft_format, strict_format
 
 

@@ -14,11 +14,11 @@ import pytest
 from flax import nnx
 
 from qerl_jax import keys
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.problems import Problem
 from qerl_jax.evaluation import Evaluation, evaluate, harness
 from qerl_jax.evaluation.statistics import Estimate
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.tokenizer import load_tokenizer
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed

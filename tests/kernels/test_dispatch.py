@@ -9,7 +9,7 @@ import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.formats import Mxfp4, PackedNvfp4
 
-from qerl_jax.io.weights import kernel_form
+from qerl_jax.checkpoint.reader import kernel_form
 
 
 def on(monkeypatch, capability: str | None, version: str = "0.11.2") -> None:

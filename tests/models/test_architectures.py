@@ -13,9 +13,9 @@ from oracles import torch_qwen2
 from updates import make_batch, make_config
 
 from qerl_jax import Sampling, aqn, generate, grpo_step, init_state, keys, token_logprobs
-from qerl_jax.io.hf_config import model_config, parse_config
-from qerl_jax.io.quantize import quantize_checkpoint
-from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.checkpoint.hf_config import model_config, parse_config
+from qerl_jax.checkpoint.quantize import quantize_checkpoint
+from qerl_jax.checkpoint.safetensors import CheckpointError
 
 SHAPES = {
     "llama, plain rotary": ("Llama", {"rms_norm_eps": 1e-5}),

@@ -15,8 +15,8 @@ from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul import reference
 from safetensors import safe_open
 
-from qerl_jax.io.quantize import quantize_checkpoint
-from qerl_jax.io.safetensors import Tensors, open_checkpoint
+from qerl_jax.checkpoint.quantize import quantize_checkpoint
+from qerl_jax.checkpoint.safetensors import Tensors, open_checkpoint
 from qerl_jax.models.formats import mxfp4, nf4, nvfp4
 
 BF16 = ml_dtypes.bfloat16

@@ -11,7 +11,7 @@ import pytest
 from helpers import fp32_policy, logits_of, logprobs_of, randomized
 from oracles import torch_qwen2
 
-from qerl_jax.io.load import load_policy
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models import cache as kv
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout import decode

@@ -10,7 +10,7 @@ import numpy as np
 from qerl_kernels.nvfp4_matmul.packing import unpack
 
 from oracles import nf4_goldens
-from qerl_jax.io import names
+from qerl_jax.checkpoint import names
 from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import Nf4, PackedNvfp4, Weight
 from qerl_jax.types import Policy

@@ -9,7 +9,7 @@ import resource
 import pyarrow.parquet
 import pytest
 
-from qerl_jax.io.safetensors import CheckpointError
+from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.reporting import metrics as sink
 from qerl_jax.reporting.plots import write_plots
 

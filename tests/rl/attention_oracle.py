@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.models.attention import masked_attention
-from qerl_jax.rl.packing import Assignment, Packed
+from qerl_jax.rl.micro_batches import Assignment, Packed
 
 
 def visible(assignment: Assignment, packed: Packed) -> np.ndarray:

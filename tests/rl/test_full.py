@@ -15,9 +15,9 @@ from oracles import torch_qwen2
 from oracles.torch_updates import TorchUpdates
 from updates import ROWS, make_batch, make_config
 
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.programs import compile_calls, shapes_of
 from qerl_jax.rl.state import current_policy, init_state, make_optimizer

@@ -18,8 +18,8 @@ from oracles import torch_qwen2
 from oracles.torch_updates import TorchUpdates
 from updates import ROWS, make_batch, make_config
 
+from qerl_jax.checkpoint.adapter import map_adapters, map_norms
 from qerl_jax.config import Config
-from qerl_jax.io.adapter import map_adapters, map_norms
 from qerl_jax.rl import head, layer, optimizer
 from qerl_jax.rl import step as rl_step
 from qerl_jax.rl.metrics import empty_sums

@@ -15,13 +15,13 @@ from oracles import torch_qwen2
 from oracles.plain_step import plain_grpo_step
 from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.compilation import CompilationCounter
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import compile_calls, record, shapes_of
 from qerl_jax.rl import step
 from qerl_jax.rl.activations import XlaMatmuls
-from qerl_jax.rl.packing import assign
+from qerl_jax.rl.micro_batches import assign
 from qerl_jax.rl.plan import _cost, _micro_batches, _pack, choose_plan, make_update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import assigned, grpo_step

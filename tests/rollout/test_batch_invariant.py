@@ -12,8 +12,8 @@ import pytest
 import small
 from helpers import fp32_policy, randomized
 
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import load_policy
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout import prefill
 from qerl_jax.rollout.engine import generate

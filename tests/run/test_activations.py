@@ -12,7 +12,7 @@ from updates import make_config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.activations import Keeps, LayerBytes, XlaMatmuls, layer_bytes, peak_bytes
-from qerl_jax.rl.packing import PackShape
+from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, choose_plan
 
 PACK = PackShape(128, 1, 1, 128, 64, 64)

@@ -11,7 +11,7 @@ import small
 from command_lines import lines, training
 
 from qerl_jax import programs, train
-from qerl_jax.io.run_files import METRICS_FILE
+from qerl_jax.checkpoint.run_files import METRICS_FILE
 from qerl_jax.programs import Ahead
 
 REWARD = """

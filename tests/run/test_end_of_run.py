@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 from helpers import assert_trees_equal, randomized
 
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config
-from qerl_jax.io.load import load_policy
 from qerl_jax.rl.state import init_state
 from qerl_jax.run.lifecycle import export_trained
 

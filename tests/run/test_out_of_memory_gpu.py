@@ -18,7 +18,7 @@ import small
 from command_lines import ROWS, error_of, lines, replaced, training
 
 from qerl_jax import train
-from qerl_jax.io.checkpoint import latest_step
+from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.reporting.metrics import read_metrics
 
 pytestmark = [

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import pytest
 import small
 
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.config import Config, load
 from qerl_jax.data.stream import ProblemStream
-from qerl_jax.io.checkpoint import Checkpointer, latest_step
-from qerl_jax.io.load import load_policy
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.metrics import append_metrics
 from qerl_jax.rewards.load import Rewards

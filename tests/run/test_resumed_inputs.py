@@ -13,12 +13,12 @@ import pytest
 import small
 from rich.console import Console
 
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
-from qerl_jax.io.checkpoint import Checkpointer
-from qerl_jax.io.load import load_policy
-from qerl_jax.io.safetensors import CheckpointError
 from qerl_jax.reporting.metrics import append_metrics, cut_back
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory

@@ -9,10 +9,10 @@ import json
 import pytest
 from rich.console import Console
 
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config
 from qerl_jax.data.arithmetic import problems
-from qerl_jax.io.assets import model_path
-from qerl_jax.io.load import load_policy
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.run.prepare import load_problems
 

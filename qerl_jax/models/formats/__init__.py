@@ -1,6 +1,6 @@
 """Weight formats of a frozen projection: `Dense`, `Nvfp4`, `Mxfp4`, `Nf4`, and `PackedNvfp4`, the form of NVFP4 and
 MXFP4 weights that the kernels read. Each format has a file with its NumPy quantizer; how checkpoints store it is in
-`io.layouts`.
+`checkpoint.layouts`.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Engine:
 
 class LLM:
     def __init__(self, model, *, load_format="auto", enable_lora=False, **options):
-        from qerl_jax.io.hf_config import model_config
+        from qerl_jax.checkpoint.hf_config import model_config
 
         note(event="start", model=model, load_format=load_format, enable_lora=enable_lora, **options)
         if FAULT == "start":
@@ -118,8 +118,8 @@ class LLM:
     def policy(self, adapter):
         import jax.numpy as jnp
 
-        from qerl_jax.io.adapter import map_norms
-        from qerl_jax.io.load import load_policy
+        from qerl_jax.checkpoint.adapter import map_norms
+        from qerl_jax.checkpoint.load import load_policy
         from qerl_jax.models.lora import LoraConfig
 
         path = adapter and Path(adapter.lora_path)

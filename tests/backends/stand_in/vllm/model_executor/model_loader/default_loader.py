@@ -7,6 +7,6 @@ class DefaultModelLoader:
             raise ValueError(f"Unknown load_format: {load_config.load_format}")
 
     def load_weights(self, model, model_config):
-        from qerl_jax.io.safetensors import open_checkpoint
+        from qerl_jax.checkpoint.safetensors import open_checkpoint
 
         model.load_weights(open_checkpoint(Path(model_config.model)).items())

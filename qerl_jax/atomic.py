@@ -1,0 +1,148 @@
+"""Directories and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.messages import shown
+
+
+@contextlib.contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory beside `target` that takes its place when the block ends without an error, and vanishes
+    when it does not. What a killed writer of the same target left is removed; if it was killed between the two
+    renames, the old directory returns to its place first. Raises FileExistsError while another process writes there.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock, path = _claim(target)
+    temporary, old = path.with_suffix(".tmp"), path.with_suffix(".old")
+    try:
+        _tidy(target, path)
+        temporary.mkdir(mode=0o700)
+        yield temporary
+        temporary.chmod(0o755)
+        if os.path.lexists(target):
+            old.mkdir()
+            os.replace(target, old / "was")
+        os.replace(temporary, target)
+    finally:
+        _remove(target, [temporary, old, path])
+        os.close(lock)
+
+
+def _claim(target: Path) -> tuple[int, Path]:
+    """A new file beside `target`, open and locked by this process, and its path."""
+    while True:
+        lock, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".lock", dir=target.parent)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(name):  # not removed by another writer before it was locked
+            return lock, Path(name)
+        os.close(lock)
+
+
+def _tidy(target: Path, own: Path) -> None:
+    """Remove what killed writers of a target left beside it. Raises FileExistsError if another one is alive."""
+    rests = list(target.parent.glob(f".{glob.escape(target.name)}.????????.*"))
+    rests = [rest for rest in rests if rest.suffix in (".tmp", ".old", ".lock") and rest.name != own.name]
+    if any(_is_locked(rest) for rest in rests if rest.suffix == ".lock"):
+        raise FileExistsError(f"{target} is being written by another process: wait for its end, or name another place")
+    _remove(target, rests)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # gone, or a file system without locks
+        pass
+    return False
+
+
+def _remove(target: Path, rests: Iterable[Path]) -> None:
+    """Put an old directory back where none is, and remove the rest."""
+    for rest in rests:
+        if rest.suffix == ".old" and os.path.lexists(rest / "was") and not os.path.lexists(target):
+            os.replace(rest / "was", target)
+        if rest.suffix == ".lock":
+            rest.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a kill or a full disk leaves the old one; a link stays, and its target is
+    replaced. A device or a pipe is written to. Raises OSError naming the path.
+    """
+    with naming(path):
+        if path.exists() and not path.is_file():
+            with path.open("w", encoding="utf-8") as file:
+                file.write(text)
+            return
+        target = path.resolve() if path.is_symlink() else path
+        temporary = target.with_name(f".{target.name}.tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the operating system name `path`: one raised by a write (disk full, say) names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_writable(directory: Path, name: str) -> None:
+    """Raise OSError if a directory can neither be written nor made, before hours of work are lost; `name` is the option
+    that asked for it.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            directory.lstat()  # raises for a name that none can have: too long, or with a zero byte
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        trouble = "is not a directory" if not there.is_dir() else "may not be written by this user"
+        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except (ValueError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"{name} {shown(str(directory))} cannot be written: {reason}") from error
+    if not writable:
+        raise OSError(f"{name} {directory} cannot be written: {there} {trouble}")
+
+
+def check_file_writable(path: Path, name: str) -> None:
+    """Raise OSError if `write_text` cannot write a path; `name` is the option that asked for it."""
+    if path.is_dir():
+        raise OSError(f"{name} {path} is a directory: name a file")
+    if not path.exists() or path.is_file():
+        check_writable((path.resolve() if path.is_symlink() else path).parent, f"the directory of {name}")
+    elif not os.access(path, os.W_OK):
+        raise OSError(f"{name} {path} cannot be written: it may not be written by this user")
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and message of a library's error, line breaks and the middle of a long text left out."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 400 else f"{text[:200]} … {text[-200:]}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file in one step."""
+    write_text(path, json.dumps(value, indent=2) + "\n")

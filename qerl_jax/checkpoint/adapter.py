@@ -1,0 +1,164 @@
+"""PEFT adapters in and out: LoRA of the seven projections, and trained layer norms as `modules_to_save`; without LoRA,
+the norms alone as PEFT's LN_TUNING.
+
+vLLM refuses an adapter with norms in it: `python -m qerl_jax.export RUN OUT --as vllm` writes what it serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.atomic import atomic_directory, write_json
+from qerl_jax.checkpoint import names, safetensors
+from qerl_jax.checkpoint.adapter_reader import WEIGHTS_FILE, AdapterReader, lora_key, norm_key
+from qerl_jax.checkpoint.peft_config import CONFIG_FILE, norms_config, peft_config
+from qerl_jax.models.config import LAYER_NORMS
+from qerl_jax.models.lora import Lora, LoraConfig
+from qerl_jax.types import Policy
+
+
+def import_adapter(policy: Policy, directory: Path) -> Policy:
+    """The policy with the adapter's values, and its norms where it carries them (the others become `base_norms`).
+
+    Raises:
+      ValueError: its rank, scale or target modules differ from the policy's `lora_config`.
+      CheckpointError: a tensor (also one of `modules_to_save`) is missing, unknown, misshapen or not finite.
+    """
+    source = AdapterReader(directory, policy.config)
+    ours = dataclasses.replace(policy.lora_config, dropout=source.config.dropout)
+    if _shape(ours) != _shape(source.config):
+        raise ValueError(f"{directory / CONFIG_FILE} describes {source.config}, the policy was asked for {ours}")
+
+    def lora(path: tuple[str | int, ...], layer: int, part: str, old: Lora) -> Lora:
+        a, b = source.lora(layer, part)
+        return dataclasses.replace(old, a=jnp.asarray(a).T, b=jnp.asarray(b).T)
+
+    def norm(layer: int, name: str, old: jax.Array) -> jax.Array:
+        value = source.norm(layer, name)
+        return old if value is None else jnp.asarray(value)
+
+    adapters, norms = map_adapters(lora, policy.lora), map_norms(norm, policy.norms)
+    base = policy.norms if policy.base_norms is None and source.has_norms else policy.base_norms
+    return policy.replace(lora=adapters, norms=norms, base_norms=base, lora_config=ours)
+
+
+def _shape(config: LoraConfig) -> tuple:
+    return (config.rank, config.scale, set(config.target_modules)) if config.rank else (0,)
+
+
+def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_model: str | None = None) -> None:
+    """Write the policy's adapters as a PEFT directory, atomically. Norms without adapters (`lora_rank` 0) are written
+    as PEFT's LN_TUNING.
+
+    Args:
+      policy: any policy.
+      dst: directory; an adapter in it is replaced, other files in it stay.
+      norms: include the layer norms, as `modules_to_save` that `peft` loads.
+      base_model: path or hub id written as `base_model_name_or_path`; None: the one that the policy was loaded from.
+
+    Raises ValueError if there is nothing to export, no base model to name, or a value that is not finite;
+    FileExistsError if `dst` holds files but no adapter.
+    """
+    has_lora = bool(jax.tree.leaves(policy.lora))
+    if not (has_lora or norms):
+        raise ValueError("the policy has no adapters (lora_rank 0), and norms is False: nothing to export")
+    base_model = base_model or policy.source
+    if not base_model:
+        raise ValueError("the policy was not loaded from a directory: name the base model in base_model")
+    lora, layer_norms = adapter_tensors(policy), norm_tensors(policy) if norms else {}
+    for name, value in (lora | layer_norms).items():
+        if not np.isfinite(value).all():
+            raise ValueError(f"{dst} is not written: {name!r} holds a value that is not finite")
+    others = _other_files(Path(dst))
+    with atomic_directory(Path(dst)) as directory:
+        write_adapter(directory, policy.lora_config, lora, layer_norms, base_model)
+        for entry in others:
+            copy = shutil.copytree if entry.is_dir() else shutil.copy2
+            copy(entry, directory / entry.name)
+
+
+def write_adapter(
+    directory: Path,
+    config: LoraConfig,
+    lora: Mapping[str, np.ndarray],
+    norms: Mapping[str, np.ndarray],
+    base_model: str,
+) -> None:
+    """Write a PEFT adapter into an empty directory.
+
+    Args:
+      directory: where to write.
+      config: its shape.
+      lora: PEFT name -> f32 array (`adapter_tensors`); empty: the norms alone, as LN_TUNING.
+      norms: name in the base checkpoint -> f32[D] (`norm_tensors`); empty: none.
+      base_model: written as `base_model_name_or_path`.
+    """
+    saved = {norm_key(name, alone=not lora): value for name, value in norms.items()}
+    values = peft_config(config, base_model) if lora else norms_config(base_model)
+    if lora and norms:
+        values["modules_to_save"] = list(LAYER_NORMS)
+    write_json(directory / CONFIG_FILE, values)
+    safetensors.save(directory / WEIGHTS_FILE, {**lora, **saved})
+
+
+def _other_files(directory: Path) -> list[Path]:
+    """Entries of an adapter directory that no export writes (`vllm` is an earlier version's)."""
+    entries = sorted(directory.iterdir()) if directory.is_dir() else []
+    if entries and not (directory / CONFIG_FILE).exists():
+        raise FileExistsError(
+            f"{directory} holds {entries[0].name!r} but no {CONFIG_FILE}: it is no adapter to replace"
+        )
+    return [entry for entry in entries if entry.name not in (CONFIG_FILE, WEIGHTS_FILE, "vllm")]
+
+
+def adapter_tensors(policy: Policy) -> dict[str, np.ndarray]:
+    """PEFT name -> fp32 array of every adapter."""
+    tensors = {}
+
+    def collect(path: tuple[str | int, ...], layer: int, part: str, lora: Lora) -> Lora:
+        for matrix, value in (("A", lora.a), ("B", lora.b)):
+            tensors[lora_key(layer, part, matrix)] = np.ascontiguousarray(np.asarray(value, np.float32).T)
+        return lora
+
+    map_adapters(collect, policy.lora)
+    return tensors
+
+
+def norm_tensors(policy: Policy) -> dict[str, np.ndarray]:
+    """Name in the base checkpoint -> fp32 array of every layer norm."""
+    tensors = {}
+
+    def collect(layer: int, name: str, weight: jax.Array) -> jax.Array:
+        tensors[names.layer_norm(layer, name)] = np.asarray(weight, np.float32)
+        return weight
+
+    map_norms(collect, policy.norms)
+    return tensors
+
+
+def map_adapters(function: Callable[[tuple, int, str, Lora], Lora], lora: Any) -> Any:
+    """Apply `function(tree path, layer, part, Lora)` to every adapter of a policy's lora tree."""
+
+    def visit(path, leaf: Lora) -> Lora:
+        keys = tuple(entry.key for entry in path)
+        return function(keys, keys[1], keys[-1], leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, lora, is_leaf=lambda node: isinstance(node, Lora))
+
+
+def map_norms(function: Callable[[int, str, jax.Array], jax.Array], norms: Any) -> Any:
+    """Apply `function(layer, name, weight)` to every layer norm of a policy's norms tree."""
+
+    def visit(path, leaf: jax.Array) -> jax.Array:
+        keys = tuple(entry.key for entry in path)
+        return function(keys[1], keys[2], leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, norms)

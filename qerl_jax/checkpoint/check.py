@@ -1,0 +1,88 @@
+"""The tensors that a checkpoint must hold by its config, checked by their headers: the one guard of every reader."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from qerl_jax.checkpoint import names
+from qerl_jax.checkpoint.layouts import LAYOUTS, Expected, Layout
+from qerl_jax.checkpoint.safetensors import FLOATS, CheckpointError, TensorSource
+from qerl_jax.models.config import ModelConfig, tensors_of
+
+
+def check_names(tensors: TensorSource, config: ModelConfig, scheme: str | None) -> None:
+    """Raise CheckpointError, naming file, key and both values, for a tensor that is missing, misshapen, of another
+    dtype or unknown, and for projections some of which are quantized and some not.
+
+    Args:
+      tensors: the checkpoint.
+      config: its shape.
+      scheme: layout of its quantized weights, a key of `LAYOUTS`; None if it is not quantized.
+    """
+    _refuse_input_scales(tensors)
+    layout = None if scheme is None else LAYOUTS[scheme]
+    expected: Expected = {}
+    optional = {names.LM_HEAD} if config.tie_word_embeddings else set()
+    for spec in tensors_of(config):
+        for layer in spec.places(config.num_layers):
+            for module, (name, shape) in zip(spec.modules(layer), spec.stored(layer).items(), strict=True):
+                if spec.kind == "projection":
+                    _refuse_other_form(tensors, module, layout)
+                if spec.kind == "projection" and layout is not None:
+                    expected |= layout.expected(tensors, module, shape)
+                    optional |= {f"{module}.{suffix}" for suffix in layout.unused}
+                else:
+                    expected[name] = shape, FLOATS
+    check_tensors(tensors, expected, optional)
+
+
+def check_tensors(tensors: TensorSource, expected: Expected, optional: Container[str] = ()) -> None:
+    """Raise CheckpointError, naming file, key and both values, for a tensor that is missing, misshapen, of another
+    dtype, or neither expected nor optional.
+    """
+    for name, (shape, dtypes) in expected.items():
+        tensors.require(name)
+        dtype, found = tensors.spec(name)
+        where = f"{tensors.file_of(name)}: {name!r}"
+        if found != shape:
+            raise CheckpointError(f"{where} has shape {list(found)}, the config asks for {list(shape)}")
+        if dtype.name not in dtypes:
+            raise CheckpointError(f"{where} has dtype {dtype.name}, expected one of {list(dtypes)}")
+    unknown = sorted(
+        name for name in tensors if name not in expected and name not in optional and not names.is_unused(name)
+    )
+    if unknown:
+        raise CheckpointError(
+            f"{tensors.file_of(unknown[0])}: {len(unknown)} tensors have no place in the model, first {unknown[0]!r}"
+        )
+
+
+def _refuse_input_scales(tensors: TensorSource) -> None:
+    """Refuse ModelOpt's AWQ where it left channel scales to be multiplied with the inputs of projections."""
+    found = sorted(name for name in tensors if name.endswith(".pre_quant_scale"))
+    if found:
+        raise CheckpointError(
+            f"{tensors.file_of(found[0])}: {len(found)} scales of projections' inputs, first {found[0]!r}: ModelOpt's "
+            "AWQ folds only some of them into weights, and none is applied here; llm-compressor's AWQModifier folds "
+            "all of them"
+        )
+
+
+def _refuse_other_form(tensors: TensorSource, module: str, layout: Layout | None) -> None:
+    """Refuse a projection that is quantized where config.json says it is not, or the other way round."""
+    plain = f"{module}.weight"
+    if layout is None:
+        for scales in (f"{module}.{other.scales}" for other in LAYOUTS.values()):
+            if scales in tensors:
+                raise CheckpointError(
+                    f"{tensors.file_of(scales)}: {scales!r} quantizes {module!r}, but config.json has no "
+                    "quantization_config"
+                )
+        return
+    codes = f"{module}.{layout.codes}"
+    stored = codes if codes in tensors else plain
+    if stored in tensors and tensors.spec(stored)[0].name in FLOATS:
+        raise CheckpointError(
+            f"{tensors.file_of(stored)}: {module!r} is not quantized ({stored.rpartition('.')[2]} is "
+            f"{tensors.spec(stored)[0].name}), but config.json says {layout.weight_format.upper()}"
+        )

@@ -1,0 +1,148 @@
+"""NVFP4 as compressed-tensors (llm-compressor) and NVIDIA's ModelOpt store it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from qerl_kernels.formats import NVFP4_BLOCK, Nvfp4
+
+from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
+from qerl_jax.messages import shown
+from qerl_jax.models.formats import nvfp4
+
+_E4M3_LARGEST = 0x7E
+# Bounds of a global scale as a multiplier: normal in fp32, and code · scale · multiplier at most its largest number.
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max) / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)
+# ModelOpt's algorithms whose weights have the layout of NVFP4. That of AWQ also tells that inputs of some projections
+# may be scaled; `tensor_names` refuses those.
+_MODELOPT = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
+# What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean a block-scaled FP4.
+_FP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+
+QUANTIZATION_CONFIG = {
+    "config_groups": {
+        "group_0": {
+            "format": "nvfp4-pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": NVFP4_BLOCK,
+                "num_bits": 4,
+                "observer": "memoryless_minmax",
+                "observer_kwargs": {},
+                "scale_dtype": "torch.float8_e4m3fn",
+                "strategy": "tensor_group",
+                "symmetric": True,
+                "type": "float",
+                "zp_dtype": None,
+            },
+        }
+    },
+    "format": "nvfp4-pack-quantized",
+    "global_compression_ratio": None,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "sparsity_config": {},
+    "transform_config": {},
+    "version": "0.19.0",
+}
+"""`quantization_config` of llm-compressor 0.14.0.1."""
+
+
+def describes_compressed(section: Mapping[str, Any], where: str, packed: str, group_size: int) -> bool:
+    """Whether a `quantization_config` is compressed-tensors' of the format `packed`, with FP4 weights in groups of
+    `group_size`.
+    """
+    if section.get("quant_method") != "compressed-tensors" or section.get("format") != packed:
+        return False
+    groups = section.get("config_groups") or {}
+    for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
+        weights = (group.get("weights") if isinstance(group, dict) else None) or {}
+        for key, expected in {**_FP4_WEIGHTS, "group_size": group_size}.items():
+            if not isinstance(weights, dict) or weights.get(key, expected) != expected:
+                raise CheckpointError(
+                    f"{where}: config_groups.{name}.weights is {shown(weights)}, {packed[:5].upper()} has {key} "
+                    f"{expected!r}"
+                )
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nvfp4Layout:
+    """A `Layout` of codes, E4M3 block scales and one fp32 global scale, by which values are divided or multiplied."""
+
+    name: str
+    codes: str
+    global_scale: str
+    unused: tuple[str, ...]
+    divides: bool
+    scales: str = "weight_scale"
+    weight_format: str = "nvfp4"
+
+    def describes(self, section: Mapping[str, Any], where: str) -> bool:
+        return describes_compressed(section, where, "nvfp4-pack-quantized", NVFP4_BLOCK)
+
+    def expected(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> dict:
+        n, k = shape
+        return {
+            f"{module}.{self.codes}": ((n, k // 2), ("uint8",)),
+            f"{module}.{self.scales}": ((n, k // NVFP4_BLOCK), ("float8_e4m3fn",)),
+            f"{module}.{self.global_scale}": ((1,) if self.divides else (), ("float32",)),
+        }
+
+    def read(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> Nvfp4:
+        codes, scale_name, global_name = (f"{module}.{part}" for part in (self.codes, self.scales, self.global_scale))
+        value = tensors[global_name].reshape(-1)[0]
+        where = f"{tensors.file_of(global_name)}: {global_name!r} is {value}"
+        if not (np.isfinite(value) and value > 0):
+            raise CheckpointError(f"{where}, must be finite and above 0")
+        multiplier = 1 / float(value) if self.divides else float(value)
+        if not _SMALLEST <= multiplier <= _LARGEST:
+            raise CheckpointError(
+                f"{where}, which multiplies weights by {multiplier:.3g}; it must lie between {_SMALLEST:.3g} and "
+                f"{_LARGEST:.3g} for them to be numbers"
+            )
+        scales = tensors[scale_name]
+        bits = np.asarray(scales).view(np.uint8)
+        if bits.max() > _E4M3_LARGEST:  # sign bit set, or the NaN 0x7F
+            row, column = np.argwhere(bits > _E4M3_LARGEST)[0]
+            raise CheckpointError(
+                f"{tensors.file_of(scale_name)}: {scale_name!r}[{row}, {column}] is {scales[row, column]}, must be a "
+                "number of at least 0"
+            )
+        return Nvfp4(tensors[codes], scales, np.full(shape[0], value, np.float32), self.divides)
+
+    def stored(self, module: str, weight: Nvfp4, dtype: np.dtype) -> dict[str, np.ndarray]:
+        parts = {self.codes: weight.codes, self.scales: weight.scales, self.global_scale: weight.global_scale[:1]}
+        return {f"{module}.{suffix}": array for suffix, array in parts.items()}
+
+    def quantization_config(self, dtype: np.dtype) -> dict[str, Any]:
+        return QUANTIZATION_CONFIG
+
+
+class _ModelOptLayout(_Nvfp4Layout):
+    """Read only. Its section lies in config.json or in hf_quant_config.json, there under "quantization"."""
+
+    def describes(self, section: Mapping[str, Any], where: str) -> bool:
+        producer, nested = section.get("producer"), section.get("quantization")
+        is_producer = isinstance(producer, dict) and producer.get("name") == "modelopt"
+        if section.get("quant_method") not in ("modelopt", "modelopt_fp4") and not is_producer:
+            return False
+        algorithm = (nested if isinstance(nested, dict) else section).get("quant_algo")
+        if algorithm not in _MODELOPT:
+            raise CheckpointError(f"{where}: ModelOpt quant_algo {shown(algorithm)}, supported are {list(_MODELOPT)}")
+        return True
+
+
+NVFP4 = _Nvfp4Layout("compressed-tensors", "weight_packed", "weight_global_scale", ("input_global_scale",), True)
+MODELOPT = _ModelOptLayout("modelopt", "weight", "weight_scale_2", ("input_scale",), False)

@@ -1,0 +1,153 @@
+"""What a run trained: where it is, and the tensors of its newest checkpoint by Hugging Face's names. A run that was
+stopped has its adapter there only, and so has every run its weights that trained all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from qerl_jax.checkpoint import assets, hf_config, names
+from qerl_jax.checkpoint.adapter import write_adapter
+from qerl_jax.checkpoint.adapter_reader import lora_key
+from qerl_jax.checkpoint.hub import is_hub_id
+from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
+from qerl_jax.checkpoint.peft_config import CONFIG_FILE as ADAPTER_CONFIG
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CONFIG_FILE
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.config import load as load_config
+from qerl_jax.messages import shown
+from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, ModelConfig, hf_module
+
+# Paths of a `TrainState`'s arrays in a checkpoint.
+_LORA = re.compile(r"lora/layers/(\d+)/\w+/\w+/lora/(\w+)/([ab])")
+_NORM = re.compile(r"norms/layers/(\d+)/(\w+)/weight")
+_WEIGHT = re.compile(r"weights/layers/(\d+)/(?:self_attn|mlp)/(\w+)/(weight|bias)(?:/values)?")
+_OUTSIDE = {
+    "weights/embed_tokens": names.EMBED,
+    "weights/norm/weight": names.FINAL_NORM,
+    "weights/lm_head": names.LM_HEAD,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A trained policy on the disk.
+
+    Attributes:
+      directory: the run or adapter.
+      base: model directory.
+      base_model: the base's name: hub id, or absolute path.
+      weight_format: format into which an unquantized base was quantized while loading; None: as stored.
+      adapter: PEFT directory; None where the newest checkpoint holds what was trained.
+      config: the run's; None for an adapter.
+      step: step of that checkpoint; None with an adapter.
+    """
+
+    directory: Path
+    base: Path
+    base_model: str
+    weight_format: str | None
+    adapter: Path | None
+    config: Config | None = None
+    step: int | None = None
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the model."""
+        return hf_config.model_config(self.base)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights were trained."""
+        return self.config is not None and self.config.is_full
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the base was quantized while loading."""
+        return self.weight_format not in (None, "bf16") and hf_config.stored_format(self.base) is None
+
+
+def find_source(directory: Path, base: str | None = None, weight_format: str | None = None) -> Source:
+    """The policy of a run's directory, or of an adapter and its base.
+
+    Raises ConfigError where neither is there, where an adapter's base is not named, or for a `weight_format` that is
+    not the run's.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory: name a run or an adapter")
+    if (directory / ADAPTER_CONFIG).exists():
+        if base is None:
+            named = hf_config.read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+            raise ConfigError(
+                f"{directory} is an adapter: name its base with --base (its {ADAPTER_CONFIG} has {shown(named)})"
+            )
+        return Source(directory, assets.model_path(base), _name(base), weight_format, directory)
+    config_file, adapter = directory / CONFIG_FILE, directory / ADAPTER_DIR
+    if not config_file.exists():
+        raise ConfigError(f"{directory} is neither a run with {CONFIG_FILE} nor an adapter with {ADAPTER_CONFIG}")
+    config = load_config(config_file)
+    if weight_format not in (None, config.weight_format):
+        raise ConfigError(
+            f"--weight-format {weight_format!r} is not what the run was trained with: {config_file} has weight_format "
+            f"{config.weight_format!r}"
+        )
+    step = None
+    if config.is_full or not adapter.is_dir():
+        adapter, step = None, latest_step(directory)
+        if step is None:
+            nothing = "no" if config.is_full else f"neither {ADAPTER_DIR}/ nor a"
+            raise ConfigError(f"{directory} holds {nothing} complete checkpoint: nothing to export yet")
+    base = base or config.model
+    return Source(directory, assets.model_path(base), _name(base), config.loaded_format, adapter, config, step)
+
+
+def _name(base: str) -> str:
+    return base if is_hub_id(base) else str(assets.model_path(base).absolute())
+
+
+def write_trained_adapter(source: Source, directory: Path) -> None:
+    """Write the adapter of a run's checkpoint into an empty directory, as the run itself would export it; no other
+    array is read. Raises CheckpointError for a checkpoint that is damaged.
+    """
+    arrays = Checkpointer(source.directory, keep=None).read(source.step, ("lora/", "norms/", "reference_norms/"))
+    found = ((_LORA.fullmatch(name), array) for name, array in arrays.items())
+    lora = {
+        lora_key(int(match[1]), match[2], match[3].upper()): np.ascontiguousarray(array.T)
+        for match, array in found
+        if match
+    }
+    moved = source.config.train_norms or any(name.startswith("reference_norms/") for name in arrays)
+    write_adapter(directory, source.config.lora, lora, _norms(arrays) if moved else {}, source.base_model)
+
+
+def trained_weights(source: Source) -> dict[str, np.ndarray]:
+    """fp32 masters of a checkpoint of full fine-tuning; a head that is tied to the embedding is not among them.
+
+    Raises CheckpointError for a checkpoint that is damaged.
+    """
+    arrays = Checkpointer(source.directory, keep=None).read(source.step, ("weights/", "norms/"))
+    masters = {_OUTSIDE[name]: array for name, array in arrays.items() if name in _OUTSIDE} | _norms(arrays)
+    for name, array in arrays.items():
+        if match := _WEIGHT.fullmatch(name):
+            masters |= _parts(source.model, int(match[1]), match[2], match[3], array)
+    return masters
+
+
+def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    found = {match: array for name, array in arrays.items() if (match := _NORM.fullmatch(name))}
+    return {names.layer_norm(int(match[1]), match[2]): array for match, array in found.items()}
+
+
+def _parts(model: ModelConfig, layer: int, module: str, kind: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """A layer's weight or bias by name; that of a fused projection in its parts."""
+    if module in HEAD_NORMS:
+        return {f"{hf_module(f'self_attn.{module}', layer)}.weight": array}
+    parts, shapes = FUSED_PROJECTIONS.get(module, (module,)), model.projection_shapes()
+    ends = np.cumsum([shapes[part][0] for part in parts])
+    rows = np.split(array, ends[:-1])
+    return {f"{names.projection(layer, part)}.{kind}": own for part, own in zip(parts, rows, strict=True)}

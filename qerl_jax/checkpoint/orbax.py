@@ -1,0 +1,262 @@
+"""Checkpoints with orbax: atomic, the newest few kept, bit-exact.
+
+A checkpoint is `checkpoints/STEP/`: the arrays of a `TrainState` by their path in the tree, as orbax writes them, and
+`manifest.json`, written last: the config, fingerprints of the run's inputs, every array's dtype and shape. Without it a
+checkpoint is incomplete and as good as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from qerl_jax.atomic import one_line, write_json
+from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR
+from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
+from qerl_jax.config import ConfigError, differences, to_mapping
+from qerl_jax.types import TrainState
+
+MANIFEST_FILE = "manifest.json"
+
+
+class Checkpointer:
+    """Checkpoints of one run directory.
+
+    Args:
+      directory: the run's output_dir.
+      keep: how many to keep. None: the directory is only read.
+      inputs: fingerprint of each of the run's inputs by its name; kept in manifests and compared with them.
+    """
+
+    def __init__(self, directory: str | Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
+        self.inputs = dict(inputs)
+        self.directory = (Path(directory) / CHECKPOINTS_DIR).absolute()
+        self._keep = keep  # not orbax's max_to_keep: that deletes the old one before the new one has its manifest
+        with _quiet():  # absl warns of a setting that read_only implies
+            options = ocp.CheckpointManagerOptions(
+                enable_async_checkpointing=False,
+                cleanup_tmp_directories=keep is not None,
+                create=keep is not None,
+                read_only=keep is None,
+            )
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def latest_step(self) -> int | None:
+        """Step of the newest complete checkpoint; None without one."""
+        return max(self._complete(), default=None)
+
+    def incomplete_steps(self) -> list[int]:
+        """Steps whose manifest is missing: a kill came before it was written, or someone took it away."""
+        return sorted(set(self._manager.all_steps()) - set(self._complete()))
+
+    def save(self, state: TrainState) -> None:
+        """Write the state at its step, also over an incomplete one; a complete one that is already there is left alone.
+        Those beyond the limit go when the new one is complete.
+
+        Raises OSError naming the directory if it cannot be written, on a full disk for one; what was written of it is
+        removed, and the checkpoints before it are as they were.
+        """
+        step = int(state.step)
+        if step in self._complete():
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted
+        arrays, path = _flatten(state), self.directory / str(step)
+        earlier = self.latest_step()
+        kept = "there is no earlier one" if earlier is None else f"the one of step {earlier} is there to resume from"
+        needed, free = sum(leaf.nbytes for leaf in arrays.values()), shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise OSError(
+                f"checkpoint {path} cannot be written: up to {needed:,} bytes are needed, {free:,} are free; {kept}"
+            )
+        failure = ""
+        with _quiet():
+            try:
+                if step in self.incomplete_steps():
+                    self._manager.delete(step)
+                arguments = ocp.args.Composite(state=ocp.args.StandardSave(arrays))
+                self._manager.save(step, args=arguments, force=True)
+                self._manager.wait_until_finished()
+                write_json(path / MANIFEST_FILE, _manifest(arrays, state, self.inputs))
+            except Exception as error:  # orbax and tensorstore raise what they meet, a ValueError for a full disk
+                failure = one_line(error)
+            if failure:
+                self._remove(step)
+                gc.collect()  # here, because the failed tasks of orbax print their traces when they are collected
+        if failure:
+            raise OSError(f"checkpoint {path} cannot be written: {failure}; {kept}")
+        self._prune()
+
+    def restore(self, state: TrainState, step: int | None = None) -> TrainState:
+        """The newest (or a given) checkpoint in the place of `state`, which gives structure, shapes and config.
+
+        Raises:
+          FileNotFoundError: no checkpoint there.
+          ConfigError: it belongs to another config, or to other inputs without `allow_changed_inputs`; names the
+            fields with both values.
+          CheckpointError: it cannot be read, or its arrays are not the state's.
+        """
+        step = self.latest_step() if step is None else step
+        if step is None:
+            raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
+        path, target = self.directory / str(step), _flatten(state)
+        manifest = self._read_manifest(step)
+        config, arrays = manifest["config"], manifest["arrays"]
+        different = differences(state.config, config)
+        if different:
+            raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
+        if not state.config.allow_changed_inputs:
+            self._check_inputs(path, manifest.get("inputs"))
+        needs_norms = state.config.train_norms and state.config.beta > 0
+        if not needs_norms and not any(name.startswith("reference_norms/") for name in arrays):
+            # Written when only `train_norms` with `beta` kept a reference: the run goes on with the one it had.
+            state = state.replace(reference_norms=None)
+            target = _flatten(state)
+        _check_arrays(path, arrays, _shapes(target), self._remedy(step))
+        arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
+        composite = ocp.args.Composite(state=arguments)
+        restored = self._orbax(step, lambda: self._manager.restore(step, args=composite))["state"]
+        leaves, treedef = jax.tree.flatten(state)
+        return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])
+
+    def read(self, step: int, prefixes: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as
+        `restore` does.
+        """
+        path, manifest = self.directory / str(step), self._read_manifest(step)
+        wanted = {
+            name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+            for name, (dtype, shape) in manifest["arrays"].items()
+            if name.startswith(prefixes)
+        }
+        types = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
+        arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=types, partial_restore=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return self._orbax(step, lambda: reader.restore(path / "state", args=arguments)) if wanted else {}
+
+    def close(self) -> None:
+        """Finish pending writes, and deletions that a kill interrupted."""
+        self._prune()
+        self._manager.close()
+
+    def _prune(self) -> None:
+        """Delete what is older than the newest few complete checkpoints, each one's manifest first: a kill in between
+        leaves an incomplete one.
+        """
+        newest = sorted(self._complete())[-self._keep :] if self._keep else []
+        for step in [step for step in self._manager.all_steps() if newest and step < newest[0]]:
+            (self.directory / str(step) / MANIFEST_FILE).unlink(missing_ok=True)
+            self._manager.delete(step)
+
+    def _remove(self, step: int) -> None:
+        """Remove what a failed save left, until nothing comes after: orbax raises while others of its threads write."""
+        settled = 0
+        for _ in range(100):
+            rests = [rest for rest in (self.directory / str(step), *self.directory.glob(f"{step}.*")) if rest.exists()]
+            for rest in rests:
+                shutil.rmtree(rest, ignore_errors=True)
+            settled = 0 if rests else settled + 1
+            if settled == 5:
+                return
+            time.sleep(0.1)
+
+    def _complete(self) -> list[int]:
+        return [step for step in self._manager.all_steps() if (self.directory / str(step) / MANIFEST_FILE).exists()]
+
+    def _read_manifest(self, step: int) -> dict[str, Any]:
+        path = self.directory / str(step) / MANIFEST_FILE
+        try:
+            manifest = read_json(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self._remedy(step)}") from error
+        if not all(isinstance(manifest.get(name), dict) for name in ("config", "arrays")):
+            raise CheckpointError(f"{path} holds {sorted(manifest)}, expected config and arrays; {self._remedy(step)}")
+        return manifest
+
+    def _remedy(self, step: int) -> str:
+        earlier = [other for other in self._complete() if other < step]
+        instead = f"resume from step {max(earlier)}" if earlier else "start from the beginning"
+        return f"delete {self.directory / str(step)} to {instead}"
+
+    def _check_inputs(self, path: Path, saved: Any) -> None:
+        """Manifests of older versions hold no inputs."""
+        for name, now in self.inputs.items():
+            was = saved.get(name, now) if isinstance(saved, dict) else now
+            if was != now:
+                raise ConfigError(
+                    f"{path}: {name} is not what it was when the checkpoint was saved (SHA-256 {str(was)[:12]}…, now "
+                    f"{now[:12]}…): put it back, or resume with --allow-changed-inputs"
+                )
+
+    def _orbax(self, step: int, read: Callable[[], Any]) -> Any:
+        """What orbax reads of a checkpoint. What it raises of a damaged one, or of another version, is one line."""
+        failure = ""
+        with _quiet():
+            try:
+                return read()
+            except Exception as error:
+                failure = one_line(error)
+            time.sleep(0.5)  # others of its threads still call the event loop, which is closed
+            gc.collect()  # as in `save`
+        raise CheckpointError(f"{self.directory / str(step)} cannot be restored: {failure}; {self._remedy(step)}")
+
+
+def latest_step(directory: Path) -> int | None:
+    """Step of the newest complete checkpoint of a run directory, found without opening any; None without one."""
+    manifests = (directory / CHECKPOINTS_DIR).glob(f"*/{MANIFEST_FILE}")
+    return max((int(path.parent.name) for path in manifests if path.parent.name.isdecimal()), default=None)
+
+
+def _manifest(arrays: dict[str, Any], state: TrainState, inputs: dict[str, str]) -> dict[str, Any]:
+    return {
+        "config": to_mapping(state.config),
+        "inputs": inputs,
+        "arrays": _shapes(arrays),
+    }
+
+
+def _check_arrays(path: Path, saved: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"{path}: array {name!r} was saved as {saved.get(name)}, this run's is {wanted.get(name)}: the "
+                f"checkpoint is of another model; {remedy}"
+            )
+
+
+def _shapes(arrays: dict[str, Any]) -> dict[str, list]:
+    return {name: [array.dtype.name, list(array.shape)] for name, array in arrays.items()}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Before it raises, orbax logs a failed write once for every array, and tensorstore's threads call an event loop
+    that is closed by then; each with its trace, which would bury the one line that says what happened.
+    """
+    level, hook = logging.root.manager.disable, sys.unraisablehook
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(level)
+
+
+def _flatten(state: TrainState) -> dict[str, Any]:
+    """path -> array; a flat dict survives any change of container types."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+    }

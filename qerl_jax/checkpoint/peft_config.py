@@ -1,0 +1,130 @@
+"""`adapter_config.json` of PEFT: read into a `LoraConfig`, and written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.checkpoint.hf_config import read_json
+from qerl_jax.checkpoint.safetensors import CheckpointError
+from qerl_jax.config.values import LARGEST_INT
+from qerl_jax.messages import shown
+from qerl_jax.models.config import LAYER_NORMS
+from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+_KNOWN = frozenset(  # keys of PEFT's LoraConfig that are read here, or say nothing about a trained LoRA's values
+    {
+        *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "target_modules", "modules_to_save"),
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("init_lora_weights", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+    }
+)
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that subtract from the base's weights
+
+
+def adapter_config(directory: Path) -> LoraConfig:
+    """Shape of a PEFT adapter; rank 0 for layer norms alone (LN_TUNING).
+
+    Raises CheckpointError for what a plain LoRA of the seven projections cannot express (DoRA, rank patterns, other
+    modules, biases).
+    """
+    path = directory / CONFIG_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: an adapter is a PEFT directory")
+    config = read_json(path)
+    if config.get("peft_type") == "LN_TUNING":
+        return _norms_alone(path, config)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{path}: peft_type is {shown(config.get('peft_type'))}, supported are 'LORA' and 'LN_TUNING'"
+        )
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{path}: bias is {shown(config['bias'])}, supported is 'none'")
+    for key in sorted(config.keys() - _KNOWN):  # DoRA, rank patterns, and what later versions of PEFT bring
+        if not _unset(config[key]):
+            raise CheckpointError(f"{path}: {key} is {shown(config[key])}, which is not supported")
+    if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
+        raise CheckpointError(
+            f"{path}: init_lora_weights is {shown(config['init_lora_weights'])}, which changes the base: convert the "
+            "adapter to a plain LoRA"
+        )
+    modules, saved = config.get("target_modules") or [], config.get("modules_to_save") or []
+    for key, value in (("target_modules", modules), ("modules_to_save", saved)):
+        if value != "all-linear" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise CheckpointError(f"{path}: {key} is {shown(value)}, it must be a list of names")
+    targets = PROJECTIONS if modules == "all-linear" else tuple(p for p in PROJECTIONS if p in modules)
+    if modules != "all-linear" and len(targets) != len(modules):
+        raise CheckpointError(f"{path}: target_modules {sorted(modules)} go beyond the projections {list(PROJECTIONS)}")
+    extra = set(saved) - set(LAYER_NORMS)
+    if extra:
+        raise CheckpointError(
+            f"{path}: modules_to_save {sorted(extra)}, supported are the layer norms {list(LAYER_NORMS)}"
+        )
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0.0)
+    if type(rank) is not int or not 0 < rank <= LARGEST_INT:
+        raise CheckpointError(f"{path}: r is {shown(rank)}, it must be a whole number above 0")
+    if type(alpha) not in (int, float) or not 0 < alpha <= sys.float_info.max:
+        raise CheckpointError(f"{path}: lora_alpha is {shown(alpha)}, it must be a number above 0")
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise CheckpointError(f"{path}: lora_dropout is {shown(dropout)}, it must lie in [0, 1)")
+    if not isinstance(config.get("use_rslora", False), bool):
+        raise CheckpointError(f"{path}: use_rslora is {shown(config['use_rslora'])}, it must be true or false")
+    return LoraConfig(
+        rank=rank,
+        alpha=float(alpha),
+        use_rslora=config.get("use_rslora", False),
+        target_modules=targets,
+        dropout=float(dropout),
+    )
+
+
+def _norms_alone(path: Path, config: dict[str, Any]) -> LoraConfig:
+    for key in sorted(config.keys() - (_KNOWN - {"modules_to_save"})):
+        if not _unset(config[key]):
+            raise CheckpointError(f"{path}: {key} is {shown(config[key])}, which is not supported with LN_TUNING")
+    modules = config.get("target_modules")
+    if not isinstance(modules, list) or not modules or not set(modules) <= set(LAYER_NORMS):
+        raise CheckpointError(
+            f"{path}: target_modules is {shown(modules)}, with LN_TUNING it must list layer norms of "
+            f"{list(LAYER_NORMS)}"
+        )
+    return LoraConfig(rank=0)
+
+
+def _unset(value: Any) -> bool:
+    """Whether an option asks for nothing. 0 does ask: `layers_to_transform: 0` is the first layer."""
+    return value is None or value is False or value in ([], {}, "")
+
+
+def peft_config(config: LoraConfig, base_model: str) -> dict[str, Any]:
+    """`adapter_config.json` of a LoRA without norms."""
+    return {
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": config.effective_alpha,
+        "lora_dropout": config.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": config.rank,
+        "target_modules": list(config.target_modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": config.use_rslora,
+    }
+
+
+def norms_config(base_model: str) -> dict[str, Any]:
+    """`adapter_config.json` of the layer norms alone."""
+    return {
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "peft_type": "LN_TUNING",
+        "target_modules": list(LAYER_NORMS),
+        "task_type": "CAUSAL_LM",
+    }

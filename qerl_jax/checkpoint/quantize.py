@@ -1,0 +1,123 @@
+"""Quantize a checkpoint, to NVFP4 byte for byte as llm-compressor does. Memory holds a shard's quantized tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qerl_jax.atomic import atomic_directory
+from qerl_jax.checkpoint import hf_config
+from qerl_jax.checkpoint.check import check_names
+from qerl_jax.checkpoint.layouts import WRITTEN
+from qerl_jax.checkpoint.reader import max_magnitude
+from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
+from qerl_jax.checkpoint.write import check_output, write_checkpoint
+from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
+from qerl_jax.models.formats import Weight, nvfp4, quantizer
+
+FORMATS = tuple(WRITTEN)
+
+
+def quantize_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    weight_format: str = "nvfp4",
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Quantize the seven projections of every layer; all other tensors are copied unchanged, shard by shard.
+
+    The bytes and `quantization_config` of NVFP4 are those of llm-compressor 0.14.0.1 (`oneshot` with
+    `QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])`, compressed-tensors 0.19.0) on the
+    same bf16 or fp32 checkpoint, stored in the dtype that its config.json names. q, k and v share one global scale, and
+    so do gate and up: fused kernels need a single one.
+
+    Args:
+      src: Hugging Face directory, bf16, fp16 or fp32, single or sharded.
+      dst: directory to write, in one atomic step.
+      weight_format: "nvfp4"; "mxfp4", in the bytes of compressed-tensors 0.20.0 (`mxfp4-pack-quantized`); or "nf4", in
+        those of transformers with bitsandbytes 0.50.2 on a CPU, without double quantization.
+      overwrite: replace an existing `dst`.
+      progress: called with the numbers of tensors done and of all.
+
+    Raises:
+      FileExistsError: `dst` exists, without `overwrite`; or it is or holds the source, or is no model directory.
+      OSError: `dst` cannot be written.
+      CheckpointError: the checkpoint is quantized already, incomplete or not finite; or input features are no whole
+        blocks of the format (16, MXFP4 32, NF4 64).
+      ValueError: another `weight_format`.
+    """
+    src, dst = Path(src), Path(dst)
+    if weight_format not in FORMATS:
+        raise ValueError(f"weight_format {weight_format!r} is not one of {list(FORMATS)}, which can be written")
+    check_output([src], dst, overwrite)
+    config = hf_config.model_config(src)
+    if (scheme := hf_config.stored_format(src)) is not None:
+        raise CheckpointError(f"{src}: the checkpoint is quantized already ({scheme})")
+    tensors = open_checkpoint(src)
+    check_names(tensors, config, None)
+    with atomic_directory(dst) as directory:
+        raw_config = hf_config.read_json(src / "config.json")
+        write_quantized(src, directory, tensors, raw_config, config, weight_format, progress)
+
+
+def write_quantized(
+    src: Path,
+    directory: Path,
+    tensors: TensorSource,
+    raw_config: dict[str, Any],
+    config: ModelConfig,
+    weight_format: str = "nvfp4",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    leave_out: Container[str] = (),
+) -> None:
+    """Quantize into an empty directory.
+
+    Args:
+      src: directory of the other files.
+      directory: where to write.
+      tensors: an unquantized checkpoint of the names and shapes of `config` (`check_names`).
+      raw_config: its config.json.
+      config: its shape.
+      weight_format, progress: as for `quantize_checkpoint`.
+      leave_out: names of files of `src` that are not copied.
+    """
+    layout = WRITTEN[weight_format]
+    projections = [spec for spec in tensors_of(config) if spec.kind == "projection"]
+    places = {
+        name: (spec, layer) for spec in projections for layer in range(config.num_layers) for name in spec.stored(layer)
+    }
+
+    @functools.cache
+    def quantizer_of(spec: TensorSpec, layer: int) -> Callable[[np.ndarray], Weight]:
+        """That of the fused parts, which may lie in several shards."""
+        largest = 0.0
+        if weight_format == "nvfp4":  # the others' blocks share nothing
+            largest = max(max_magnitude(tensors, name, tensors[name]) for name in spec.stored(layer))
+        return quantizer(
+            weight_format, largest, nvfp4.common_dtype(tensors.spec(name)[0] for name in spec.stored(layer))
+        )
+
+    def convert(name: str) -> dict[str, np.ndarray]:
+        if name not in places:
+            return {name: tensors[name]}
+        quantize, array = quantizer_of(*places[name]), tensors[name]
+        try:
+            return layout.stored(name.removesuffix(".weight"), quantize(array), array.dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
+
+    section = layout.quantization_config(tensors.spec(min(places))[0])
+    write_checkpoint(
+        src,
+        directory,
+        tensors,
+        {**raw_config, "quantization_config": section},
+        convert,
+        lambda done: progress(done, len(tensors)),
+        leave_out,
+    )

@@ -1,0 +1,140 @@
+"""Tensors of a checkpoint, checked and brought into a weight format: the reading half of `checkpoint.load`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from qerl_kernels import dispatch
+from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
+
+from qerl_jax.checkpoint import names
+from qerl_jax.checkpoint.check import check_names
+from qerl_jax.checkpoint.layouts import LAYOUTS
+from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
+from qerl_jax.models.config import ModelConfig, TensorSpec
+from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, Weight, nvfp4, quantizer
+
+
+class WeightReader:
+    """Reads the tensors of a checkpoint by the table of its config.
+
+    Args:
+      tensors: the checkpoint, checked by `check_names`.
+      config: its shape.
+      scheme: layout of its quantized weights, a key of `LAYOUTS`; None if it is not quantized.
+      weight_format: format into which unquantized projections are quantized, one of `WEIGHT_FORMATS`.
+      dtype: compute dtype, the dtype of dense weights and biases.
+      matmul_kernel: as in `load_policy`.
+
+    It and its methods raise CheckpointError for a missing, misshapen, unknown or non-finite tensor, with its file and
+    name.
+    """
+
+    def __init__(
+        self,
+        tensors: TensorSource,
+        config: ModelConfig,
+        scheme: str | None,
+        weight_format: str,
+        dtype: DTypeLike,
+        matmul_kernel: str,
+    ):
+        check_names(tensors, config, scheme)
+        self.tensors, self.config, self.weight_format = tensors, config, weight_format
+        self.layout = None if scheme is None else LAYOUTS[scheme]
+        self.dtype, self.matmul_kernel = dtype, matmul_kernel
+
+    def read(self, spec: TensorSpec, layer: int | None = None) -> Weight | np.ndarray:
+        """A tensor on the host: a projection dense or quantized, a bias in the compute dtype, a norm in fp32, and a
+        table as it is stored, memory-mapped.
+        """
+        if spec.kind == "projection":
+            return self.projection(list(zip(spec.modules(layer), spec.stored(layer).values(), strict=True)))
+        arrays = [self._finite(name)[0] for name in spec.stored(layer)]
+        if spec.kind == "table":
+            return arrays[0]
+        return np.concatenate(arrays).astype(np.float32 if spec.kind == "norm" else self.dtype, copy=False)
+
+    def to_device(self, value: Weight | np.ndarray | None) -> Weight | jax.Array | None:
+        """A projection in the form that the matmul kernel reads; None and any other array unchanged."""
+        value = jax.tree.map(jnp.asarray, value)
+        return kernel_form(value, self.dtype, self.matmul_kernel) if isinstance(value, Weight) else value
+
+    def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
+        """A fused projection on the host, dense or quantized; parts (module name, shape) are concatenated by rows."""
+        if self.layout is not None:
+            return _concatenate([self.layout.read(self.tensors, module, shape) for module, shape in parts])
+        arrays, largest = zip(*(self._finite(f"{module}.weight") for module, _ in parts), strict=True)
+        if self.weight_format == "bf16":
+            return Dense(np.concatenate(arrays).astype(self.dtype, copy=False))
+        quantize = quantizer(self.weight_format, max(largest), nvfp4.common_dtype(array.dtype for array in arrays))
+        try:
+            return _concatenate([quantize(array) for array in arrays])
+        except ValueError as error:  # input features that are no whole blocks
+            raise ValueError(f"{parts[0][0]}: {error}") from error
+
+    def _finite(self, name: str) -> tuple[np.ndarray, float]:
+        """An unquantized tensor and its largest magnitude; every value is finite in the compute dtype."""
+        array = self.tensors[name]
+        largest = max_magnitude(self.tensors, name, array)
+        if not np.isfinite(jnp.asarray(largest, self.dtype)):
+            raise CheckpointError(
+                f"{self.tensors.file_of(name)}: {name!r} holds a value of magnitude {largest:.3g}, which "
+                f"{jnp.dtype(self.dtype).name} cannot hold"
+            )
+        return array, largest
+
+    def refuse_other_head(self) -> None:
+        """Raise CheckpointError if a tied model stores its head once more and that differs from its embedding."""
+        if not self.config.tie_word_embeddings or names.LM_HEAD not in self.tensors:
+            return
+        head, embedding = self.tensors[names.LM_HEAD], self.tensors[names.EMBED]
+        is_same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+        bits = f"u{head.dtype.itemsize}"
+        if not is_same or not np.array_equal(head.view(bits), embedding.view(bits)):
+            raise CheckpointError(
+                f"{self.tensors.file_of(names.LM_HEAD)}: {names.LM_HEAD!r} differs from {names.EMBED!r}, but "
+                "config.json says tie_word_embeddings true"
+            )
+
+
+def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
+    """Largest |value| of a tensor. Raises CheckpointError naming file and tensor if a value is not finite."""
+    try:
+        return nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
+    except ValueError as error:
+        raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
+
+
+def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
+    """The weight in the form that `matmul_kernel` reads: unchanged for "xla", packed for "mosaic_gpu", and for "auto"
+    packed where the Pallas kernels can run.
+
+    An MXFP4 weight whose exponents span too wide a range for the packed form is left unpacked, with one warning.
+
+    Raises ValueError if "mosaic_gpu" cannot run, with the missing requirement, or if the weight is not 4-bit.
+    """
+    missing = dispatch.missing_for_mosaic_gpu(dtype)
+    if matmul_kernel == "mosaic_gpu":
+        if not isinstance(weight, Nvfp4 | Mxfp4):
+            raise ValueError(
+                f"matmul_kernel {matmul_kernel!r} needs NVFP4 or MXFP4 weights, these are {type(weight).__name__}"
+            )
+        dispatch.choose("nvfp4_matmul", matmul_kernel, missing)
+    if matmul_kernel == "xla" or not isinstance(weight, Nvfp4 | Mxfp4):
+        return weight
+    return (
+        pack(weight)
+        if dispatch.choose("nvfp4_matmul", None, missing or missing_for_packing(weight)) == "mosaic_gpu"
+        else weight
+    )
+
+
+def _concatenate(parts: list[Nvfp4] | list[Mxfp4] | list[Nf4]) -> Weight:
+    """Concatenate the parts of a fused projection: every field has a row for each output feature.
+
+    On the host, because the device would need twice the memory and one more program for each shape.
+    """
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -1,0 +1,228 @@
+"""Safetensors files: headers read, checked and written by the `safetensors` package, tensors mapped from the file.
+
+The package's numpy front end copies each tensor and does not know E4M3; mapping does neither.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+
+from qerl_jax.checkpoint.names import is_unused
+from qerl_jax.messages import shown
+
+DTYPES = {
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "I16": np.dtype(np.int16),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+FLOATS = ("bfloat16", "float16", "float32")  # what an unquantized weight may be stored in
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it claims to be; the message names file, key and both values."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises OSError, or CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, nested too deep
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+Spec = tuple[np.dtype, tuple[int, ...]]
+
+
+class TensorSource(Mapping[str, np.ndarray]):
+    """The tensors of a checkpoint by name: those of files (`Tensors`), or values computed when they are asked for."""
+
+    @abc.abstractmethod
+    def spec(self, name: str) -> Spec:
+        """dtype and shape without touching the data."""
+
+    @abc.abstractmethod
+    def file_of(self, name: str) -> Path:
+        """The file a tensor stands in, or is computed from."""
+
+    @abc.abstractmethod
+    def where(self) -> str:
+        """The files, for errors."""
+
+    def require(self, name: str) -> None:
+        """Raise CheckpointError naming the files if there is no such tensor."""
+        if name not in self:
+            raise CheckpointError(f"{self.where()}: tensor {name!r} is missing from the checkpoint")
+
+
+class Overlay(TensorSource):
+    """The names, files, dtypes and shapes of another checkpoint; a subclass computes the values of some tensors."""
+
+    def __init__(self, tensors: TensorSource):
+        self._tensors = tensors
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def where(self) -> str:
+        """The files of the checkpoint."""
+        return self._tensors.where()
+
+    def file_of(self, name: str) -> Path:
+        """The file of the checkpoint's own tensor."""
+        return self._tensors.file_of(name)
+
+    def spec(self, name: str) -> Spec:
+        """dtype and shape."""
+        return self._tensors.spec(name)
+
+
+class Tensors(TensorSource):
+    """Read-only view of one or several safetensors files; arrays are memory-mapped and read on first use.
+
+    Raises CheckpointError for a file that the `safetensors` package refuses (cut short, overlapping tensors, a size
+    that is not that of the shape), for a dtype that is not in `DTYPES`, and for a tensor that two files hold.
+    """
+
+    def __init__(self, files: Iterable[Path]):
+        self._files = list(files)
+        self._entries: dict[str, tuple[Path, Spec, int]] = {}
+        for path in self._files:
+            for name, entry in _entries(path).items():
+                if name in self._entries:
+                    raise CheckpointError(f"tensor {name!r} stands in both {self._entries[name][0]} and {path}")
+                self._entries[name] = entry
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        path, (dtype, shape), begin = self._entries[name]
+        if math.prod(shape) == 0:
+            return np.empty(shape, dtype)
+        # The offset need not suit the dtype's alignment (the format promises none), so map bytes and reinterpret them.
+        raw = np.memmap(path, np.uint8, "r", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
+        return raw.view(dtype).reshape(shape)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would map the tensor
+        return name in self._entries
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def where(self) -> str:
+        """The file, or the directory and the number of its files."""
+        return str(self._files[0]) if len(self._files) == 1 else f"{self._files[0].parent} ({len(self._files)} files)"
+
+    def file_of(self, name: str) -> Path:
+        """The file a tensor stands in."""
+        return self._entries[name][0]
+
+    def spec(self, name: str) -> Spec:
+        """dtype and shape without touching the data."""
+        return self._entries[name][1]
+
+
+def _entries(path: Path) -> dict[str, tuple[Path, Spec, int]]:
+    """File, dtype and shape, and first byte of each tensor of a file."""
+    try:
+        with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise CheckpointError(f"{path} is damaged, or was cut short ({size:,} bytes): {error}") from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error}") from error
+    specs: dict[str, Spec] = {}
+    for name, entry in slices.items():
+        if entry.get_dtype() not in DTYPES:
+            raise CheckpointError(f"{path}: {name!r} has dtype {entry.get_dtype()}, known are {sorted(DTYPES)}")
+        specs[name] = DTYPES[entry.get_dtype()], tuple(entry.get_shape())
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in specs.items()}
+    # Tensors follow each other to the end of the file without a gap: the package refuses any other file.
+    begin, entries = path.stat().st_size - sum(sizes.values()), {}
+    for name, spec in specs.items():
+        entries[name] = (path, spec, begin)
+        begin += sizes[name]
+    return entries
+
+
+def open_checkpoint(directory: Path) -> Tensors:
+    """The tensors of a Hugging Face model directory, single file or sharded. Where both are there, the single file
+    counts, as in transformers.
+
+    Raises:
+      FileNotFoundError: no weights there.
+      CheckpointError: a shard that the index names is missing or lacks a tensor that the index puts there.
+    """
+    index_path = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).exists():
+        return Tensors([directory / SINGLE_FILE])
+    if not index_path.exists():
+        raise FileNotFoundError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    weight_map = read_index(index_path)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (directory / shard).is_file()]
+    if missing:
+        raise CheckpointError(f"{index_path} names {len(shards)} shards, of which {missing} are missing")
+    tensors = Tensors(directory / shard for shard in shards)
+    for name, shard in weight_map.items():
+        if is_unused(name) and name not in tensors:  # older indices name rotary frequencies that nobody saves any more
+            continue
+        if name not in tensors or tensors.file_of(name).name != shard:
+            where = tensors.file_of(name).name if name in tensors else "no shard"
+            raise CheckpointError(f"{index_path} puts {name!r} into {shard}, found in {where}")
+    return tensors
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """tensor name -> shard file name."""
+    weight_map = read_json(path).get("weight_map")
+    if not weight_map or not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{path}: weight_map must map tensor names to file names, got {shown(weight_map)}")
+    return weight_map
+
+
+def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a file, replaced if it exists; the caller makes the whole directory atomic. Raises OSError."""
+    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # alive until they are written
+    specs = {
+        name: TensorSpec(dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+        for name, array in arrays.items()
+    }
+    try:
+        serialize_file(specs, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

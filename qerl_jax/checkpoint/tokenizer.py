@@ -1,0 +1,120 @@
+"""A model directory's tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.atomic import one_line
+from qerl_jax.checkpoint.safetensors import CheckpointError
+from qerl_jax.data.prompts import apply_template
+from qerl_jax.messages import shown
+
+_VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja"),
+)
+_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
+
+# Modules that warn of Mistral's pattern, in one or another version of transformers.
+_WARNING_LOGGERS = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
+_PROBE = "What is 17 times 23?"
+_importing = threading.Lock()
+
+
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
+    """The directory's tokenizer, or None where it has no file of one. Never asks a hub.
+
+    Args:
+      path: model directory.
+      vocab_size: rows of the embedding, which every id of the tokenizer must have.
+
+    Raises CheckpointError for files that make no tokenizer, a chat template that fails on a user's message or drops
+    it, or ids beyond the embedding.
+    """
+    present = [name for name in _FILES if (path / name).exists()]
+    if not present:
+        return None
+    if not any(all((path / name).is_file() for name in names) for names in _VOCABULARIES):
+        raise CheckpointError(
+            f"{path} holds {present} but neither tokenizer.json nor vocab.json with merges.txt: the tokenizer has no "
+            "vocabulary"
+        )
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install PyTorch
+    with _importing:  # a second thread would find a half of it
+        from transformers import AutoTokenizer
+
+    try:
+        with _without_mistral_warning():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer(_PROBE)
+        largest = max(tokenizer.get_vocab().values(), default=-1)
+    except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
+        raise CheckpointError(f"{path}: the tokenizer files {present} cannot be read: {one_line(error)}") from error
+    if tokenizer.chat_template:
+        _check_template(path, tokenizer)
+    if vocab_size is not None and largest >= vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer's ids reach {largest}, but the embedding has vocab_size {vocab_size} rows"
+        )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _without_mistral_warning() -> Iterator[None]:
+    """Without transformers' warning of "an incorrect regex pattern", which is meant for tokenizers of Mistral. Versions
+    give it for any directory whose config.json does not say otherwise. Ids are those of the file's own pattern.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "fix_mistral_regex" not in record.getMessage()
+
+    loggers = [logging.getLogger(name) for name in _WARNING_LOGGERS]
+    for logger in loggers:
+        logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_other)
+
+
+def _check_template(path: Path, tokenizer: Any) -> None:
+    try:
+        (text,) = apply_template(tokenizer, [[{"role": "user", "content": _PROBE}]])
+    except Exception as error:  # a template is a program and may raise anything
+        raise CheckpointError(f"{path}: the chat template fails on a user's message: {one_line(error)}") from error
+    if _PROBE not in text:
+        raise CheckpointError(
+            f"{path}: the chat template loses the user's message; of {_PROBE!r} it makes {shown(text)}"
+        )
+
+
+def refuse_other_tokenizer(base: Path, adapter: Path) -> None:
+    """Raise CheckpointError naming both directories if an adapter's directory has a tokenizer and it is not the base's:
+    it would be one of two which the policy was trained with. Another padding token is none that a policy sees.
+    """
+    theirs = load_tokenizer(adapter)
+    if theirs is None:
+        return
+    ours = load_tokenizer(base)
+    if ours is None:
+        raise CheckpointError(f"{adapter} has a tokenizer, {base} has none: put the policy's into the base's directory")
+    ids = ours.get_vocab(), theirs.get_vocab()
+    other = sorted(token for token in ids[0].keys() | ids[1].keys() if ids[0].get(token) != ids[1].get(token))
+    compared = {f"the id of {token!r}": tuple(vocabulary.get(token) for vocabulary in ids) for token in other[:1]}
+    for name in ("chat_template", "bos_token", "eos_token"):
+        compared[name] = tuple(getattr(tokenizer, name) for tokenizer in (ours, theirs))
+    compared[f"the encoding of {_PROBE!r}"] = tuple(tokenizer(_PROBE)["input_ids"] for tokenizer in (ours, theirs))
+    for name, (here, there) in compared.items():
+        if here != there:
+            raise CheckpointError(
+                f"{adapter}: the tokenizer is not the base's: {name} is {shown(there)}, in {base} it is "
+                f"{shown(here)}; remove the one that the policy was not trained with"
+            )

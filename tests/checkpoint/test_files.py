@@ -1,0 +1,86 @@
+"""Files and directories appear whole or not at all, and what was there is not lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from qerl_jax.atomic import atomic_directory, check_file_writable, check_writable, write_json, write_text
+
+
+def test_a_device_and_a_pipe_are_written_to(tmp_path):
+    write_json(tmp_path / "null", 1)
+    os.unlink(tmp_path / "null")
+    (tmp_path / "null").symlink_to(os.devnull)
+    write_text(tmp_path / "null", "gone")
+    assert (tmp_path / "null").is_char_device()
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    check_file_writable(tmp_path / "pipe", "output")
+    write_text(tmp_path / "pipe", "text")
+    reader.join(timeout=10)
+    assert read == ["text"] and (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["null", "pipe"]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "file")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("a\0b", "embedded null byte"), ("a" * 5000, "File name too long"), ("a" * 300, "File name too long")],
+)
+def test_a_directory_that_no_system_can_name(tmp_path, name, reason):
+    """It was taken for one that is not there yet, and the error came later, without the option's name."""
+    with pytest.raises(OSError, match=rf"^output_dir '/.* cannot be written: {reason}$"):
+        check_writable(tmp_path / name, "output_dir")
+    check_writable(tmp_path / "new" / "directory", "output_dir")
+
+
+def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeypatch):
+    """By an error between the two renames at once, after a kill there with the next writer."""
+    target, replace = tmp_path / "adapter", os.replace
+    target.mkdir()
+    (target / "file").write_text("old")
+
+    def failing(source, destination):
+        if destination == target and str(source).endswith(".tmp"):
+            raise OSError("no")
+        replace(source, destination)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no"), atomic_directory(target) as directory:
+        (directory / "file").write_text("new")
+        patch.setattr(os, "replace", failing)
+    assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    (tmp_path / ".adapter.abcdefgh.old").mkdir()
+    (tmp_path / ".adapter.abcdefgh.tmp").mkdir()
+    (tmp_path / ".adapter.abcdefgh.lock").touch()
+    target.rename(tmp_path / ".adapter.abcdefgh.old/was")
+    with pytest.raises(ZeroDivisionError), atomic_directory(target):
+        raise ZeroDivisionError
+    assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_two_writers_of_one_directory_do_not_destroy_each_other(tmp_path):
+    """The second is refused while the first writes, and its refusal leaves the first's files alone."""
+    target = tmp_path / "out"
+    with atomic_directory(target) as first:
+        (first / "file").write_text("first")
+        with pytest.raises(FileExistsError, match=r"out is being written by another process"), atomic_directory(target):
+            raise AssertionError("not reached")
+        with atomic_directory(tmp_path / "other"):
+            pass
+    assert (target / "file").read_text() == "first"
+    with atomic_directory(target) as second:
+        (second / "file").write_text("second")
+    assert (target / "file").read_text() == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]

@@ -1,0 +1,84 @@
+"""Models of the hub by name: which files are asked for, and one line where they cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from qerl_jax import train
+from qerl_jax.checkpoint import hub
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.config import ConfigError
+from qerl_jax.evaluate import main as evaluate
+from qerl_jax.quantize import main as quantize
+
+SMALL = ["config.json", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+INDEX, SHARDS = "model.safetensors.index.json", [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+OTHERS = [".gitattributes", "LICENSE", "README.md", "pytorch_model.bin", "onnx/config.json", "original/m.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [(False, SMALL), (True, sorted([*SMALL, INDEX, *SHARDS]))], ids=["dry run", "run"]
+)
+def test_files_asked_of_the_hub(weights, expected, tmp_path, monkeypatch):
+    """The hub's own filter applies the patterns to the files of a Qwen2.5 repository."""
+    asked = {}
+
+    def snapshot_download(repo_id: str, **patterns: list[str]) -> str:
+        files = filter_repo_objects(sorted([*SMALL, INDEX, *SHARDS, *OTHERS]), **patterns)
+        asked[repo_id] = list(files)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert model_path("Qwen/Qwen2.5-0.5B-Instruct", weights) == tmp_path
+    assert asked == {"Qwen/Qwen2.5-0.5B-Instruct": expected}
+
+
+def test_paths_are_never_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("models/qwen", "./a/b", "/a/b", "a/b/c", "Qwen2.5-7B-Instruct", "../b", "tiny"):
+        assert not hub.is_hub_id(path), path
+    assert hub.is_hub_id("Qwen/Qwen2.5-7B-Instruct")
+
+
+def test_a_bare_name_that_is_no_directory_tells_of_the_hub(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--config", "release-7b-nvfp4", "--dry-run"]) == 2
+    words = "model directory Qwen2.5-7B-Instruct does not exist; a model of the hub is named ORGANIZATION/NAME"
+    assert capfd.readouterr().err.strip() == f"error: {words}"
+
+
+def test_offline_is_one_line_in_every_command(tmp_path, capfd):
+    """The tests run with HF_HUB_OFFLINE=1 and an empty cache of this name."""
+    name, words = "nobody/no-such-model", "model nobody/no-such-model is no directory here, and it cannot be downloaded"
+    for main, arguments in (
+        (train.main, ["--model", name, "--output-dir", str(tmp_path / "run")]),
+        (train.main, ["--model", name, "--output-dir", str(tmp_path / "run"), "--dry-run"]),
+        (evaluate, [name]),
+        (quantize, [name, str(tmp_path / "out")]),
+    ):
+        assert main(arguments) == 2
+        said = capfd.readouterr().err.strip()
+        assert said.count("\n") == 0 and said.startswith(f"error: {words}") and "name a directory with" in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_refusals_of_the_hub_say_what_to_do(monkeypatch):
+    def refuse(kind: type[Exception]):
+        def snapshot_download(*_: object, **__: object) -> Path:
+            raise kind("refused", response=None)
+
+        return snapshot_download
+
+    for kind, words in (
+        (huggingface_hub.errors.GatedRepoError, "see https://huggingface.co/a/b, then set HF_TOKEN"),
+        (huggingface_hub.errors.RepositoryNotFoundError, "the hub has no model of that name"),
+    ):
+        monkeypatch.setattr(kind, "__init__", lambda self, *_, **__: Exception.__init__(self, "refused"))
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse(kind))
+        with pytest.raises(ConfigError, match=words):
+            hub.download("a/b", weights=True)

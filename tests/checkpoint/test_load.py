@@ -1,0 +1,344 @@
+"""Directories to policies: single and sharded, tied and untied, and every defect named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_trees_equal, fp32_policy
+from oracles import torch_qwen2
+from qerl_kernels import dispatch
+from qerl_kernels.nvfp4_matmul.packing import unpack
+
+from qerl_jax.checkpoint import load
+from qerl_jax.checkpoint import safetensors as st
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.safetensors import CheckpointError
+from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, PackedNvfp4, mxfp4, nf4, nvfp4
+from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def assert_refused(folder: Path, named: tuple[str, ...]) -> None:
+    """Loading fails with a message that holds every word, and the file unless a tensor is missing from it."""
+    with pytest.raises(CheckpointError) as error:
+        fp32_policy(folder)
+    for word in named:
+        assert word in str(error.value)
+    if "missing" not in named[0]:
+        assert str(folder / st.SINGLE_FILE) in str(error.value)
+
+
+def rewritten(source: Path, target: Path, change=lambda tensors: None) -> Path:
+    """A single-file copy of a checkpoint after `change(dict of arrays)`."""
+    target.mkdir(parents=True)
+    tensors = {name: np.array(array) for name, array in st.open_checkpoint(source).items()}
+    change(tensors)
+    st.save(target / st.SINGLE_FILE, tensors)
+    for name in ("config.json", "generation_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+    return target
+
+
+def with_config(folder: Path, **changes) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def micro_dir(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("micro") / "m"
+    torch_qwen2.make(path, seed=0, hidden_size=64, intermediate_size=128)
+    return path
+
+
+@pytest.fixture(scope="module")
+def nvfp4_dir(data) -> Path:
+    return data / "nvfp4/fixture-compressed-tensors-tiny-qwen2"
+
+
+def test_sharded_equals_single(tiny_dir, tmp_path):
+    assert len(list(tiny_dir.glob("*.safetensors"))) == 3
+    single = rewritten(tiny_dir, tmp_path / "single")
+    assert_trees_equal(fp32_policy(single).frozen, fp32_policy(tiny_dir).frozen)
+
+
+def test_every_leaf_is_the_files_tensor(micro_dir):
+    """Fused projections are their parts, one below the other; every parameter is used once."""
+    tensors = st.open_checkpoint(micro_dir)
+    policy = fp32_policy(micro_dir)
+    layer = policy.frozen["layers"][1]
+    prefix = "model.layers.1."
+    for block, fused, parts in (("self_attn", "qkv_proj", "qkv"), ("mlp", "gate_up_proj", ("gate", "up"))):
+        expected = np.concatenate([tensors[f"{prefix}{block}.{p}_proj.weight"] for p in parts])
+        np.testing.assert_array_equal(layer[block][fused]["weight"].values, expected)
+    bias = np.concatenate([tensors[f"{prefix}self_attn.{p}_proj.bias"] for p in "qkv"])
+    np.testing.assert_array_equal(layer["self_attn"]["qkv_proj"]["bias"], bias)
+    norms = policy.norms["layers"][1]
+    np.testing.assert_array_equal(norms["input_layernorm"]["weight"], tensors[f"{prefix}input_layernorm.weight"])
+    count = sum(leaf.size for leaf in jax.tree.leaves((policy.frozen, policy.norms)))
+    assert count == sum(array.size for array in tensors.values()) == policy.config.parameter_count()
+
+
+def test_a_tied_head_may_stand_in_the_file_once_more(tmp_path):
+    torch_qwen2.make(tmp_path / "tied", seed=1, tie_word_embeddings=True)
+
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    twice = rewritten(tmp_path / "tied", tmp_path / "twice", add)
+    assert_trees_equal(fp32_policy(twice).frozen, fp32_policy(tmp_path / "tied").frozen)
+
+
+@pytest.mark.parametrize(
+    ("missing", "dtype"), [("a Hopper GPU", jnp.float32), (None, jnp.bfloat16)], ids=["xla", "mosaic_gpu"]
+)
+def test_dtypes_and_formats(micro_dir, dtype, missing, monkeypatch):
+    """4-bit weights are packed where the kernels run and nowhere else."""
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: missing)
+    for name, kind in (("bf16", Dense), (None, Dense), ("nvfp4", Nvfp4), ("mxfp4", Mxfp4), ("nf4", Nf4)):
+        policy = load_policy(micro_dir, name, LoraConfig(rank=2), dtype)
+        layer = policy.frozen["layers"][0]
+        for block, fused in (
+            ("self_attn", "qkv_proj"),
+            ("self_attn", "o_proj"),
+            ("mlp", "gate_up_proj"),
+            ("mlp", "down_proj"),
+        ):
+            weight = layer[block][fused]["weight"]
+            packed = missing is None and kind in (Nvfp4, Mxfp4)
+            assert isinstance(weight, PackedNvfp4) == packed
+            assert isinstance(unpack(weight) if packed else weight, kind)
+        assert policy.frozen["embed_tokens"].dtype == dtype == policy.dtype
+        assert {x.dtype for x in jax.tree.leaves((policy.norms, policy.lora))} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4"])
+def test_layers_quantized_in_threads_keep_their_places(tmp_path, monkeypatch, weight_format):
+    """Five different layers by three threads: each is the quantization of its own tensors, told in order."""
+    monkeypatch.setattr(load, "_THREADS", 3)
+    torch_qwen2.make(tmp_path / "m", seed=2, hidden_size=64, intermediate_size=128, num_hidden_layers=5)
+    tensors = st.open_checkpoint(tmp_path / "m")
+    told: list[tuple[int, int]] = []
+    policy = load_policy(
+        tmp_path / "m",
+        weight_format,
+        LoraConfig(rank=0),
+        matmul_kernel="xla",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(done, 5) for done in range(1, 6)]
+    for i in range(5):
+        layer = policy.frozen["layers"][i]
+        for block, fused, parts in (
+            ("self_attn", "qkv_proj", ("q", "k", "v")),
+            ("self_attn", "o_proj", ("o",)),
+            ("mlp", "gate_up_proj", ("gate", "up")),
+            ("mlp", "down_proj", ("down",)),
+        ):
+            matrix = np.concatenate([tensors[f"model.layers.{i}.{block}.{part}_proj.weight"] for part in parts])
+            quantize = {"nvfp4": nvfp4.quantize, "mxfp4": mxfp4.quantize, "nf4": nf4.quantize}[weight_format]
+            assert_trees_equal(layer[block][fused]["weight"], quantize(matrix))
+
+
+@pytest.mark.parametrize(
+    "targets", [PROJECTIONS, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj", "k_proj")], ids=len
+)
+def test_fresh_adapters(micro_dir, targets):
+    """A uniform within 1 / sqrt(K), B zero, one for each target and layer, another for every seed."""
+    policies = [
+        load_policy(micro_dir, lora=LoraConfig(3, 6.0, target_modules=targets), seed=s, dtype=jnp.float32)
+        for s in (0, 1)
+    ]
+    from qerl_jax.checkpoint.adapter import map_adapters
+
+    seen, previous = {}, {}
+    for policy, found in zip(policies, (previous, seen), strict=True):
+        map_adapters(lambda path, layer, part, lora, found=found: found.setdefault((layer, part), lora), policy.lora)
+    assert set(seen) == {(layer, part) for layer in range(2) for part in targets}
+    shapes = policies[0].config.projection_shapes()
+    drawn = []
+    for (layer, part), lora in seen.items():
+        n, k = shapes[part]
+        assert lora.a.shape == (k, 3) and lora.b.shape == (3, n) and lora.scale == 2.0
+        a = np.asarray(lora.a)
+        assert 0.8 / k**0.5 < np.abs(a).max() <= 1 / k**0.5 and (np.asarray(lora.b) == 0).all()
+        drawn += [a.tobytes(), np.asarray(previous[layer, part].a).tobytes()]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_rank_zero_has_no_adapters(micro_dir):
+    assert jax.tree.leaves(load_policy(micro_dir, lora=LoraConfig(rank=0)).lora) == []
+
+
+def _set(name, value):
+    return lambda tensors: tensors.__setitem__(name, value)
+
+
+def _poison(name, index, value):
+    def change(tensors):
+        tensors[name][index] = value
+
+    return change
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+F8 = ml_dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop(f"{Q}.weight"), (f"'{Q}.weight' is missing",)),
+        (_set("model.layers.2.extra", np.ones(2, np.float32)), ("'model.layers.2.extra'", "no place")),
+        (_set(f"{Q}.weight", np.ones((64, 63), np.float32)), (f"'{Q}.weight'", "[64, 63]", "[64, 64]")),
+        (_set(NORM, np.ones(65, np.float32)), (f"'{NORM}'", "[65]", "[64]")),
+        (_set(f"{Q}.weight", np.ones((64, 64), np.int32)), (f"'{Q}.weight'", "int32", "bfloat16")),
+        (_poison(f"{Q}.weight", (3, 4), np.nan), (f"'{Q}.weight'", "not finite")),
+        (_poison(NORM, 4, -np.inf), (f"'{NORM}'", "not finite")),
+    ],
+)
+def test_defects_of_a_plain_checkpoint(micro_dir, tmp_path, change, named):
+    folder = rewritten(micro_dir, tmp_path / "bad", change)
+    assert_refused(folder, named)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop(f"{Q}.weight_scale"), (f"'{Q}.weight_scale' is missing",)),
+        (_poison(f"{Q}.weight_scale", (5, 1), F8(np.nan)), (f"'{Q}.weight_scale'[5, 1] is nan",)),
+        (_poison(f"{Q}.weight_scale", (0, 0), F8(-0.0)), (f"'{Q}.weight_scale'[0, 0] is -0",)),
+        (_poison(f"{Q}.weight_global_scale", 0, 0.0), (f"'{Q}.weight_global_scale' is 0.0",)),
+        (
+            _set(f"{Q}.weight_packed", np.ones((128, 128), np.uint8)),
+            (f"'{Q}.weight_packed'", "[128, 128]", "[128, 64]"),
+        ),
+        (_set(f"{Q}.weight_scale", np.ones((128, 8), np.float32)), (f"'{Q}.weight_scale'", "float32", "float8_e4m3fn")),
+        (_set(f"{Q}.zero_point", np.ones(2, np.float32)), (f"'{Q}.zero_point'", "no place")),
+    ],
+)
+def test_defects_of_a_quantized_checkpoint(nvfp4_dir, tmp_path, change, named):
+    folder = rewritten(nvfp4_dir, tmp_path / "bad", change)
+    assert_refused(folder, named)
+
+
+UNUSED = {
+    "activation scales of W4A4": [f"{Q}.input_global_scale"],
+    "KV cache, ModelOpt": ["model.layers.0.self_attn.k_proj.k_scale", "model.layers.0.self_attn.v_proj.v_scale"],
+    "KV cache, compressed-tensors": ["model.layers.1.self_attn.k_scale", "model.layers.1.self_attn.v_scale"],
+    "KV cache, deprecated": ["model.layers.1.self_attn.kv_scale"],
+    "rotary frequencies": ["model.layers.1.self_attn.rotary_emb.inv_freq"],
+}
+
+
+@pytest.mark.parametrize("names", UNUSED.values(), ids=UNUSED)
+def test_tensors_that_are_known_and_unused(nvfp4_dir, tmp_path, names):
+    def add(tensors):
+        tensors |= dict.fromkeys(names, np.ones(1, np.float32))
+
+    folder = rewritten(nvfp4_dir, tmp_path / "more", add)
+    assert_trees_equal(fp32_policy(folder).frozen, fp32_policy(nvfp4_dir).frozen)
+
+
+def test_an_index_may_name_frequencies_that_no_shard_holds(tiny_dir, tmp_path):
+    shutil.copytree(tiny_dir, tmp_path / "m")
+    path = tmp_path / "m" / st.INDEX_FILE
+    index = json.loads(path.read_text())
+    shard = next(iter(index["weight_map"].values()))
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = shard
+    path.write_text(json.dumps(index))
+    assert_trees_equal(fp32_policy(tmp_path / "m").frozen, fp32_policy(tiny_dir).frozen)
+
+
+def test_modelopt_with_its_own_config_file_alone(data, tmp_path):
+    source = data / "nvfp4/fixture-modelopt-tiny-qwen2"
+    shutil.copytree(source, tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    section = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "m" / "hf_quant_config.json").write_text(json.dumps(section))
+    assert_trees_equal(fp32_policy(tmp_path / "m").frozen, fp32_policy(source).frozen)
+
+
+def test_config_and_weights_that_contradict(nvfp4_dir, tiny_dir, tmp_path):
+    folder = with_config(rewritten(nvfp4_dir, tmp_path / "a"), quantization_config=None)
+    with pytest.raises(CheckpointError, match=r"quantizes .*, but config\.json has no quantization_config"):
+        fp32_policy(folder)
+    section = json.loads((nvfp4_dir / "config.json").read_text())["quantization_config"]
+    folder = with_config(rewritten(tiny_dir, tmp_path / "b"), quantization_config=section)
+    with pytest.raises(CheckpointError, match=r"is not quantized \(weight is bfloat16\), but config\.json says NVFP4"):
+        fp32_policy(folder)
+    for name in ("bf16", "nf4"):
+        with pytest.raises(ValueError, match=f"holds NVFP4 weights .*'{name}'"):
+            load_policy(nvfp4_dir, name)
+
+
+def test_arguments_that_cannot_be(micro_dir, tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none"))):
+        load_policy(tmp_path / "none")
+    with pytest.raises(ValueError, match="'int4' is not one of"):
+        load_policy(micro_dir, "int4")
+    with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
+        load_policy(micro_dir, dtype=jnp.float16)
+    narrow = tmp_path / "narrow"
+    torch_qwen2.make(narrow, seed=0, hidden_size=40)
+    with pytest.raises(
+        ValueError, match=r"self_attn.q_proj: NF4 needs input features divisible by 64, got a weight of .* x 40"
+    ):
+        load_policy(narrow, "nf4")
+
+
+def test_tokenizer_is_optional_and_exact(data, micro_dir):
+    assert fp32_policy(micro_dir).tokenizer is None
+    from qerl_jax.checkpoint.load import load_tokenizer
+
+    tokenizer = load_tokenizer(data / "qwen2.5_tokenizer")
+    for case in json.loads((data / "qwen2.5_tokenizer/golden_encodings.json").read_text()):
+        assert tokenizer.encode(case["text"]) == case["ids"]
+        assert tokenizer.decode(case["ids"]) == case["text"]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.startswith("<|im_start|>system\n") and text.endswith(
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+LOAD = """
+import importlib.util, json, sys
+from pathlib import Path
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)  # as if not installed
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
+place = Path(sys.argv[1])
+tokenizer, cases = load_tokenizer(place), json.loads((place / "golden_encodings.json").read_text())
+print(sum(tokenizer.encode(case["text"]) == case["ids"] for case in cases), len(cases))
+"""
+
+
+def test_nothing_is_said_while_a_sound_tokenizer_loads(data, tmp_path):
+    """Neither of PyTorch's absence nor of the pattern of Mistral's tokenizers, of which transformers warns where
+    config.json names no model_type; the ids of all golden encodings are exact.
+    """
+    shutil.copytree(data / "qwen2.5_tokenizer", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "model")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    exact, count = map(int, run.stdout.split())
+    assert run.stderr == "" and exact == count > 5

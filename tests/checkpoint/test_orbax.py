@@ -1,0 +1,222 @@
+"""A run's checkpoints: damage is named and never restored, a failed save leaves the earlier ones as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+import small
+from rich.console import Console
+
+from qerl_jax.checkpoint import orbax as checkpoint
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import MANIFEST_FILE, Checkpointer
+from qerl_jax.checkpoint.safetensors import CheckpointError
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.reporting.metrics import append_metrics
+from qerl_jax.rl.state import init_state
+from qerl_jax.run import lifecycle
+from qerl_jax.types import TrainState
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory) -> TrainState:
+    """A state whose adapters are large enough that orbax keeps their bytes without a checksum of its own."""
+    config = Config(
+        model=str(small.nvfp4(tmp_path_factory.mktemp("model") / "m")),
+        lora_rank=64,
+        learning_rate=1e-5,
+        train_norms=True,
+        max_steps=10,
+    )
+    return init_state(load_policy(config.model, lora=config.lora), config)
+
+
+def at(state: TrainState, step: int) -> TrainState:
+    """The state of a step, whose every part is other than that of every other step."""
+    noise = np.random.default_rng(step)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        by = noise.normal(size=leaf.shape) if jnp.issubdtype(leaf.dtype, jnp.floating) else step
+        return leaf + jnp.asarray(by, leaf.dtype)
+
+    parts = {name: jax.tree.map(moved, getattr(state, name)) for name in ("lora", "norms", "opt_state")}
+    return state.replace(step=jnp.int32(step), cursor=jnp.int32(7 * step), **parts)
+
+
+def assert_same(one: TrainState, other: TrainState) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory) -> Path:
+    """A run with checkpoints of steps 1 and 2. Tests copy it."""
+    directory = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpointer(directory, 3)
+    for step in (1, 2):
+        checkpoints.save(at(state, step))
+    checkpoints.close()
+    return directory
+
+
+def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
+    """Step, cursor, adapters and optimizer of the newest checkpoint."""
+    directory = tmp_path / "run"
+    shutil.copytree(saved, directory)
+    for step in (1, 2):
+        append_metrics(directory, step, {"num_tokens": step})
+    config = dataclasses.replace(state.config, output_dir=str(directory), resume="auto")
+    checkpoints = Checkpointer(directory, 3)
+    assert_same(lifecycle.restore(config, checkpoints, state, Console(quiet=True), {}), at(state, 2))
+    checkpoints.close()
+
+
+def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
+    checkpoints = Checkpointer(tmp_path, 2)
+    for step in (1, 2, 3):
+        checkpoints.save(at(state, step))
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["2", "3"]
+    assert_same(checkpoints.restore(state), at(state, 3))
+    assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=2), at(state, 2))
+
+
+def test_a_complete_checkpoint_is_not_written_again(state, saved, tmp_path):
+    """A signal may ask for one in a step that has just been saved."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+
+    def files() -> dict[Path, tuple]:
+        found = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+    before = files()
+    Checkpointer(tmp_path, 3).save(at(state, 2))
+    assert files() == before
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("removed", "emptied"))]
+)
+def test_a_torn_checkpoint_is_refused_in_one_line_or_restored_as_saved(state, saved, tmp_path, damage, capfd):
+    """Each file in turn. Without its manifest the checkpoint is incomplete: the one before it counts."""
+    newest, refused = tmp_path / "checkpoints" / "2", 0
+    files = [path.relative_to(saved) for path in (saved / "checkpoints" / "2").rglob("*") if path.is_file()]
+    for file in files:
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+        path = tmp_path / file
+        os.truncate(path, path.stat().st_size // 2 if damage == "cut" else 0)
+        if damage == "removed":
+            path.unlink()
+        checkpoints = Checkpointer(tmp_path, 3)
+        expected = 1 if damage == "removed" and file.name == MANIFEST_FILE else 2
+        assert checkpoints.incomplete_steps() == ([] if expected == 2 else [2])
+        try:
+            assert_same(checkpoints.restore(state), at(state, expected))
+        except CheckpointError as error:
+            refused += 1
+            assert str(newest) in str(error) and "\n" not in str(error)
+            assert f"delete {newest} to resume from step 1" in str(error)
+            assert_same(checkpoints.restore(state, step=1), at(state, 1))
+    assert refused >= 3  # orbax does not read all of its files
+    output = capfd.readouterr()
+    assert "Traceback" not in output.err + output.out
+
+
+def test_a_checkpoint_of_another_config_or_model(state, saved):
+    other = Config(**{**vars(state.config), "learning_rate": 3e-4, "seed": 5})
+    with pytest.raises(ConfigError, match=r"checkpoints/2 .*seed: 0 -> 5") as error:
+        Checkpointer(saved, keep=None).restore(state.replace(config=other))
+    assert "learning_rate: 1e-05 -> 0.0003" in str(error.value)
+    wider = state.replace(norms=jax.tree.map(lambda leaf: jnp.ones(leaf.size + 1), state.norms))
+    with pytest.raises(
+        CheckpointError, match=r"was saved as \['float32', \[16\]\], this run's is \['float32', \[17\]\]"
+    ):
+        Checkpointer(saved, keep=None).restore(wider)
+
+
+@pytest.mark.parametrize(("limit", "keep"), [(0, 2), (100, 1), (4_000, 2), (20_000, 1)])
+def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, tmp_path, limit, keep, capfd):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    checkpoints = Checkpointer(tmp_path, keep)
+    with runs.full_disk(limit), pytest.raises(OSError, match="cannot be written") as error:
+        checkpoints.save(at(state, 3))
+    path = tmp_path / "checkpoints" / "3"
+    assert str(error.value).startswith(f"checkpoint {path} cannot be written: ")
+    assert str(error.value).endswith("the one of step 2 is there to resume from")
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "2"]
+    assert_same(Checkpointer(tmp_path, keep).restore(state), at(state, 2))
+    checkpoints.save(at(state, 3))  # once there is room again
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "2", "3"][-keep:]
+    assert_same(Checkpointer(tmp_path, keep).restore(state), at(state, 3))
+    output = capfd.readouterr()
+    assert "Traceback" not in output.err + output.out
+
+
+def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, saved, tmp_path, monkeypatch):
+    """KeyboardInterrupt stands for it: nothing in `save` catches it."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "write_json", killed)
+        Checkpointer(tmp_path, 1).save(at(state, 3))
+    again = Checkpointer(tmp_path, 1)
+    assert again.incomplete_steps() == [3]
+    assert_same(again.restore(state), at(state, 2))
+    again.save(at(state, 3))
+    assert [path.name for path in again.directory.iterdir()] == ["3"]
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted(state, saved, tmp_path, monkeypatch):
+    """Half deleted it is incomplete, and goes when the run ends."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    checkpoints = Checkpointer(tmp_path, 2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints._manager, "delete", killed)
+        checkpoints.save(at(state, 3))
+    again = Checkpointer(tmp_path, 2)
+    assert again.incomplete_steps() == [1] and again.latest_step() == 3
+    again.close()
+    assert sorted(path.name for path in again.directory.iterdir()) == ["2", "3"]
+
+
+def test_a_full_disk(state, tmp_path):
+    """A real file system of 1 MB that fills up, where this user may mount one."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        checkpoints, step = Checkpointer(tmp_path / "run", 5), 0
+        with pytest.raises(
+            OSError, match=rf"{tmp_path}/run/checkpoints/\d cannot be written: .*to resume from"
+        ) as error:
+            for step in range(1, 9):
+                checkpoints.save(at(state, step))
+        assert "No space left on device" in str(error.value) or "are free" in str(error.value)
+        assert step > 1
+        assert_same(Checkpointer(tmp_path / "run", 5).restore(state), at(state, step - 1))
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_disk_too_small_is_noticed_before_writing(state, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    with pytest.raises(OSError, match=rf"up to {needed:,} bytes are needed, 1,000 are free; there is no earlier one"):
+        Checkpointer(tmp_path, 2).save(state)
