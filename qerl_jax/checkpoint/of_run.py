@@ -21,7 +21,7 @@ from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CONFIG_FILE
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.messages import shown
-from qerl_jax.models.config import FUSED_PROJECTIONS, HEAD_NORMS, ModelConfig, hf_module
+from qerl_jax.models.config import ModelConfig, tensors_of
 
 # Paths of a `TrainState`'s arrays in a checkpoint.
 _LORA = re.compile(r"lora/layers/(\d+)/\w+/\w+/lora/(\w+)/([ab])")
@@ -145,9 +145,6 @@ def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _parts(model: ModelConfig, layer: int, module: str, kind: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """A layer's weight or bias by name; that of a fused projection in its parts."""
-    if module in HEAD_NORMS:
-        return {f"{hf_module(f'self_attn.{module}', layer)}.weight": array}
-    parts, shapes = FUSED_PROJECTIONS.get(module, (module,)), model.projection_shapes()
-    ends = np.cumsum([shapes[part][0] for part in parts])
-    rows = np.split(array, ends[:-1])
-    return {f"{names.projection(layer, part)}.{kind}": own for part, own in zip(parts, rows, strict=True)}
+    spec = next(spec for spec in tensors_of(model) if spec.in_layer and spec.path[-2:] == (module, kind))
+    ends = np.cumsum([rows for _, rows in spec.parts])
+    return dict(zip(spec.stored(layer), np.split(array, ends[:-1]), strict=True))
