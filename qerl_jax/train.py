@@ -177,9 +177,8 @@ def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Exp
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments(Config):
-    """Train a Qwen2.5, Qwen3 or Llama 3 policy with GRPO, on a quantized base or in bf16. Without --config and --model it runs the bundled tiny
-    policy (configs/tiny.yaml).
-    """
+    """Train a Qwen2.5, Qwen3 or Llama 3 policy with GRPO, on a quantized base or in bf16. Without --config and
+    --model it runs the bundled tiny policy (configs/tiny.yaml)."""
 
     config: str | None = None
     """YAML file with these fields, or the name of a bundled recipe; flags override it."""
