@@ -231,6 +231,11 @@ def _commands(kind: str, source: Source, reader: AdapterReader | None, out: Path
         return [f"vllm serve {place}", f"python -m qerl_jax.quantize {place} {shlex.quote(f'{out}-nvfp4')}"]
     if kind == "peft":
         chosen = f" --weight-format {source.weight_format}" if source.quantizes else ""
+        config = source.config
+        if config is not None and config.system_prompt is not None:
+            chosen += f" --system-prompt {shlex.quote(config.system_prompt)}"
+        elif config is not None and config.prompt_format is not None:
+            chosen += f" --prompt-format {config.prompt_format}"
         return [f"python -m qerl_jax.evaluate {shlex.quote(source.base_model)}{chosen} --adapter {place}"]
     has_base = reader.has_norms or source.quantizes
     served = f"{place}/{BASE_PART}" if has_base else shlex.quote(source.base_model)

@@ -1,7 +1,8 @@
-"""Values that users gave, in messages and files."""
+"""Values that users gave: how a message shows them, and JSON whose every key counts."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -23,3 +24,19 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON value. Raises ValueError for what is no JSON, and for a key that an object has twice, of which Python
+    takes the last; RecursionError for what is nested too deep.
+    """
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {shown(key)} is given twice")
+        found[key] = value
+    return found

@@ -259,6 +259,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
         dynamic_sampling=False,
         max_completion_length=4,
         reward_funcs="spy",
+        reward_weights=(1.0,),
     )
     config = with_rewards(config)
     console = Console(record=True)

@@ -269,7 +269,7 @@ def read_run(job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
         "mean_entropy": column("sampling/entropy").mean(),
         "last_entropy": column("sampling/entropy")[-LAST:].mean(),
         "last_length": column("completions/mean_length")[-LAST:].mean(),
-        "mean_kl": column("sampling/kl").mean(),
+        "mean_kl": np.nanmean(column("sampling/kl")) if metrics else math.nan,  # null where no row was trained
     }
     figures = {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
     own = {f"set/{name}": value for name, value in job.overrides.items()}

@@ -104,7 +104,7 @@ def write_adapter(
     saved = {norm_key(name, alone=not lora): value for name, value in norms.items()}
     values = peft_config(config, base_model) if lora else norms_config(base_model)
     if lora and norms:
-        values["modules_to_save"] = list(LAYER_NORMS)
+        values["modules_to_save"] = [norm for norm in LAYER_NORMS if any(f".{norm}." in name for name in saved)]
     write_json(directory / CONFIG_FILE, values)
     safetensors.save(directory / WEIGHTS_FILE, {**lora, **saved})
 

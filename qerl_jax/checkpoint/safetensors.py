@@ -6,7 +6,6 @@ The package's numpy front end copies each tensor and does not know E4M3; mapping
 from __future__ import annotations
 
 import abc
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from qerl_jax.checkpoint.names import is_unused
-from qerl_jax.messages import shown
+from qerl_jax.messages import parse_json, shown
 
 DTYPES = {
     "I64": np.dtype(np.int64),
@@ -47,7 +46,7 @@ class CheckpointError(ValueError):
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises OSError, or CheckpointError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, nested too deep
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -104,6 +104,8 @@ FOREIGN: dict[str, Foreign] = {
     "num_generations_eval": Foreign("TRL", ("eval_num_generations",)),
     "gradient_checkpointing": Foreign("TRL, QeRL", ("update_memory_gb",), "layers are recomputed where memory asks"),
     "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
+    "kv_cache_dtype": Foreign("an earlier version", (), "keys and values have the compute dtype"),
+    "watchdog_seconds": Foreign("an earlier version", (), "the heartbeat says which phase runs since when"),
     "activation_offloading": Foreign("TRL", ("update_memory_gb",), "layers that do not fit are recomputed instead"),
     "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
     "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
@@ -187,10 +189,13 @@ FOREIGN: dict[str, Foreign] = {
 
 
 _OFF = {  # values that ask for what holds here anyway, besides None, and false, 0 and "none" of what has no counterpart
-    "false": "fp16 load_in_4bit use_quantization full_finetuning ln gradient_checkpointing use_gradient_checkpointing "
-    "use_vllm float8_kv_cache overwrite_output_dir resume_from_checkpoint use_bias_correction_kl",
+    "false": "activation_offloading fp16 load_in_4bit use_quantization full_finetuning ln gradient_checkpointing "
+    "use_gradient_checkpointing use_vllm float8_kv_cache overwrite_output_dir resume_from_checkpoint "
+    "use_bias_correction_kl",
     "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size",
     "no": "eval_strategy",
+    "auto": "kv_cache_dtype",
+    "1800": "watchdog_seconds",
 }
 
 

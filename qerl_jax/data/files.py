@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from qerl_jax.messages import parse_json
 
 FILE_KINDS = (".jsonl", ".json", ".parquet")
 _ROWS_AT_ONCE = 256  # parquet rows a read: few, because a row of a code dataset can hold a megabyte of tests
@@ -95,7 +96,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             place = f"line {number}"
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = parse_json(line.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, {place} is not UTF-8 text: {error}") from error
             except (ValueError, RecursionError) as error:
@@ -105,7 +106,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except (ValueError, RecursionError) as error:

@@ -127,7 +127,7 @@ def load_dataset(
         own = "" if asks_itself else PROMPT_FORMATS["boxed"]
         return Dataset(name, problems, own if system_prompt is None else system_prompt, len(problems))
     preset = preset_of(name) or _plain(prompt_column, answer_column)
-    if asks_itself:
+    if asks_itself and preset.system_prompt in PROMPT_FORMATS.values():
         preset = dataclasses.replace(preset, system_prompt="")
     return _load(name, split, preset, reward_columns, system_prompt, limit, first_id)
 

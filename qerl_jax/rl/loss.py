@@ -81,8 +81,8 @@ class TokenLoss(Protocol):
     `beta` times the KL penalty, averages as `loss_type` says, and differentiates in `logp` and `entropy`.
 
     A function that also has an argument `entropy` gets the policy's entropy at each token, with its gradient. One whose
-    losses are constant where the advantage is 0 may say so by an attribute `vanishes_with_advantage = True`: such rows
-    are then left out of the passes.
+    losses are 0 where the advantage is 0 may say so by an attribute `vanishes_with_advantage = True`, which a subclass
+    does not inherit: such rows are then left out of the passes, and of the metrics.
 
     Args:
       logp: f32[B, T], log-probabilities under the policy being trained.
@@ -210,7 +210,8 @@ class LossSettings:
     @property
     def vanishes_with_advantage(self) -> bool:
         """Whether a row of advantage 0 has loss and gradient 0: a built-in loss (or one that says so), no penalty."""
-        return self.beta == 0 and getattr(self.token_loss, "vanishes_with_advantage", False)
+        said = vars(type(self.token_loss)) | getattr(self.token_loss, "__dict__", {})  # a subclass may add a term
+        return self.beta == 0 and said.get("vanishes_with_advantage", False)
 
     @property
     def uses_entropy(self) -> bool:

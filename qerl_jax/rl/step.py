@@ -164,7 +164,8 @@ def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool) -> list[Micr
     if isinstance(batch.lengths, jax.ShapeDtypeStruct):
         none = Assignment(np.full(plan.pack.suffixes, -1, np.int32), np.zeros(plan.pack.suffixes, np.int32))
         return [MicroBatch(none, kind) for kind in plan.pack.kinds()]
-    if isinstance(batch.lengths, jax.core.Tracer) or isinstance(batch.loss_mask, jax.core.Tracer):
+    known = (batch.lengths, batch.loss_mask, batch.advantages)
+    if any(isinstance(array, jax.core.Tracer) for array in known):
         kind = plan.pack.holding(plan.pack.longest_segment)
         return [MicroBatch(some, kind) for some in assign_any(batch.tokens.shape[0], plan.pack).micro_batches()]
     tokens, lengths, prompt_lengths, mask, advantages = jax.device_get(

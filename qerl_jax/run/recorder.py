@@ -14,7 +14,7 @@ from qerl_jax.checkpoint.run_files import CONFIG_FILE, NONFINITE_DIR
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.reporting import health
-from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, write_completions
+from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, read_metrics, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.sinks import Sinks
@@ -78,7 +78,7 @@ class Recorder:
     def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
         self._run, self._first, self._tokens = run, step, tokens
         self._metrics: dict[str, float] = {}
-        self._rows: list[dict[str, float]] = []  # of this process
+        self._rows: list[dict[str, Any]] = list(read_metrics(run.directory))
         self._warned: set[str] = set()
         self._newest: TrainState | None = None  # state after the newest step of this process
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
@@ -136,8 +136,8 @@ class Recorder:
         because nobody reads its output any more. Raises ValueError for a run that only skips updates.
         """
         config, step = self._run.config, int(state.step)
-        self._newest, self.phases.step = state, step + 1
         self._skips.check(step == config.num_rollouts)
+        self._newest, self.phases.step = state, step + 1
         self._progress.update(step, self._metrics)
         self._warn(step)
         self.stopped = self._signals.requested  # read once: a later signal counts for the next step

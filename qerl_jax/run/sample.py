@@ -11,7 +11,7 @@ from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
-from qerl_jax.data.presets import PRESETS
+from qerl_jax.data.presets import PRESETS, PROMPT_FORMATS
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem, asks_for_answer, encode_problems, load_encoded
 from qerl_jax.rewards.answers import parse_number
@@ -67,7 +67,8 @@ def sample_lines(config: Config) -> Iterator[str]:
 def _first(config: Config, name: str, tokenizer: Any) -> EncodedProblem:
     """The first problem of a dataset; of one on the hub a made-up one."""
     if preset := PRESETS.get(name):
-        own = "" if asks_for_answer(tokenizer) else preset.system_prompt
+        is_asked = asks_for_answer(tokenizer) and preset.system_prompt in PROMPT_FORMATS.values()
+        own = "" if is_asked else preset.system_prompt
         system = own if config.system_message is None else config.system_message
         problem = Problem(0, f"(a problem of {name})", "42")
         return encode_problems([problem], tokenizer, system, config.max_prompt_length, "truncate_left")[0][0]

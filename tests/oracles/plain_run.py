@@ -324,6 +324,7 @@ def _of_update(loss: float, norm: float, every: dict[str, np.ndarray]) -> dict[s
         "loss": loss,
         "grad_norm": norm,
         "tokens": len(mismatch),
+        "trained_tokens": len(mismatch),
         "sampling/sampling_logp_difference/mean": float(np.abs(mismatch).mean()),
         "sampling/sampling_logp_difference/max": float(np.abs(mismatch).max()),
         "sampling/kl": float((ratio - 1 - mismatch).mean()),

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import dense, visible
-from test_sequence_packing import CASES
+from test_micro_batches import CASES
 
-from qerl_jax.rl import flash
+from qerl_jax.rl import flash_attention
 from qerl_jax.rl.micro_batches import PackShape, assign, pack
 
 
@@ -84,16 +84,16 @@ def backward_by_definition(q, k, v, statistics, out, d_out, segments, parameters
 
 @functools.partial(jax.jit, static_argnames="shape")
 def forward_and_backward(q, k, v, d_out, packed, shape):
-    out, statistics = flash.forward(q, k, v, packed, shape)
+    out, statistics = flash_attention.forward(q, k, v, packed, shape)
     out = jnp.where(packed.real[:, None, None], out, 0)
-    return out, *flash.backward(q, k, v, out, statistics, d_out, packed, shape)
+    return out, *flash_attention.backward(q, k, v, out, statistics, d_out, packed, shape)
 
 
 @pytest.mark.parametrize(("case", "tokens"), [("groups", 41), *((case, 40) for case in CASES)])
 def test_both_calls_together_are_the_attention_of_each_sequence(monkeypatch, case, tokens):
     """With 40 tokens in four rows, or in five where all segments are short; with 41 in one."""
-    monkeypatch.setattr(flash, "_cudnn_forward", forward_by_definition)
-    monkeypatch.setattr(flash, "_cudnn_backward", backward_by_definition)
+    monkeypatch.setattr(flash_attention, "_cudnn_forward", forward_by_definition)
+    monkeypatch.setattr(flash_attention, "_cudnn_backward", backward_by_definition)
     lengths, prompt_lengths, prompts = map(np.array, CASES[case])
     shape = PackShape(tokens, 3, 6, 20, 10, 10, short=8, suffixes_beside_long=3)
     rng = np.random.default_rng(0)
@@ -103,7 +103,7 @@ def test_both_calls_together_are_the_attention_of_each_sequence(monkeypatch, cas
         real = packed.real[:, None, None]
         q, k, v, d_out = (jnp.where(real, x, 0) for x in (q, k, v, d_out))
         kind = shape.holding(int(packed.lengths.max()))
-        assert flash.views(kind)[0] == (1 if tokens == 41 else 5 if packed.lengths.max() <= 8 else 4)
+        assert flash_attention.views(kind)[0] == (1 if tokens == 41 else 5 if packed.lengths.max() <= 8 else 4)
         found = forward_and_backward(q, k, v, d_out, packed, kind)
         for own, wanted in zip(found, dense(q, k, v, d_out, visible(some, packed)), strict=True):
             np.testing.assert_allclose(jnp.where(real, own, 0), wanted, atol=1e-5)
@@ -114,9 +114,9 @@ def test_cudnns_operations_take_what_they_are_given():
     shape = PackShape(2560, 5, 9, 1280, 256, 1024)
     packed = jax.eval_shape(lambda n: pack(assign_nothing(9), n, n, shape), jax.ShapeDtypeStruct((12,), jnp.int32))
     q, k = (jax.ShapeDtypeStruct((2560, heads, 128), jnp.bfloat16) for heads in (28, 4))
-    out, statistics = jax.eval_shape(lambda *a: flash.forward(*a, shape), q, k, k, packed)
+    out, statistics = jax.eval_shape(lambda *a: flash_attention.forward(*a, shape), q, k, k, packed)
     assert (out.shape, statistics.shape, statistics.dtype) == (q.shape, (2560, 28), jnp.float32)
-    gradients = jax.eval_shape(lambda *a: flash.backward(*a, shape), q, k, k, out, statistics, out, packed)
+    gradients = jax.eval_shape(lambda *a: flash_attention.backward(*a, shape), q, k, k, out, statistics, out, packed)
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 

@@ -20,7 +20,7 @@ from jax.stages import Compiled
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.programs import Recorded, record
-from qerl_jax.rl import attention, flash
+from qerl_jax.rl import flash_attention, segment_attention
 from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.plan import make_update_plan, recomputation
@@ -126,8 +126,8 @@ def without_cudnn() -> None:
         mean = (statistics.mean() + jax.lax.optimization_barrier(work).mean()).astype(q.dtype)
         return [d_out * mean, k * d_out[:, :, :kv_heads], v * (out * q)[:, :, :kv_heads]]
 
-    attention.is_flash = lambda dtype: dtype == jnp.bfloat16
-    flash._cudnn_forward, flash._cudnn_backward = forward, backward
+    segment_attention.is_flash = lambda dtype: dtype == jnp.bfloat16
+    flash_attention._cudnn_forward, flash_attention._cudnn_backward = forward, backward
 
 
 def for_h200(each: Recorded) -> Compiled:
