@@ -103,3 +103,11 @@ def test_pages_use_the_fields_words():
                 if found := re.search(rf"\b{word}\b", text, re.IGNORECASE):
                     wrong.append(f"{where}: {found[0]!r}: {better}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_script_of_ci_names_tests_that_exist():
+    named = re.findall(r"tests/[\w/]+\.py(?:::\w+)?", (ROOT / ".ci" / "run").read_text())
+    assert len(named) > 3
+    for path, _, test in (name.partition("::") for name in named):
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
+        assert (ROOT / path).is_file(), path
