@@ -92,7 +92,7 @@ def test_a_noise(run, tmp_path, monkeypatch, capsys):
     assert [row["entropy"] for row in rows] == [None if math.isnan(seen[1]) else seen[1] for seen in names["seen"]]
     report = (tmp_path / "noise" / "report.md").read_text()
     assert "- sigma is not the config's but `research.sigma`." in report
-    assert {path.name for path in (tmp_path / "noise" / "plots").iterdir()} >= {"reward.png", "entropy.png"}
+    assert {path.name for path in (tmp_path / "noise" / "plots").iterdir()} >= {"reward.png", "accuracy.png"}
 
     def stop(metrics, state):
         if int(state.step) == 2:

@@ -209,11 +209,11 @@ def recomputation(plan: UpdatePlan) -> str:
 def out_of_memory(plan: UpdatePlan) -> str:
     """The error of an update that did not fit: what was planned, and what to lower."""
     limit = plan.device_bytes
-    of_device = " for a device without a limit" if limit is None else f", of the device's {limit / 1e9:.1f} GB"
-    again = "" if limit else "; or pass plan=make_update_plan(state, frozen, device_bytes()), which knows the device"
+    unknown = ", for no device (make_update_plan(state, frozen, device_bytes()) makes a plan for this one)"
+    of_device = unknown if limit is None else f", of the device's {limit / 1e9:.1f} GB"
     kept, working = plan.kept_bytes / 1e9, plan.working_bytes / 1e9
     return (
         f"the update ran out of memory: micro-batches of {plan.pack.tokens} tokens were planned with {kept:.1f} GB of "
         f"activations and {working:.1f} GB for one program{of_device}; lower update_memory_gb below {kept:.1f} (layers "
-        f"are then recomputed), tokens_per_micro_batch or logprob_chunk_size, and make the plan again{again}"
+        "are then recomputed), tokens_per_micro_batch or logprob_chunk_size, and make the plan again"
     )
