@@ -10,16 +10,9 @@ _LONGEST = 1000  # characters of an answer that can state a number; the patterns
 _NUMBER = re.compile(r"(?:[-+]\s*)?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}|((?:[-+]\s*)?\d[\d,]*)\s*/\s*(\d[\d,]*)")
 _DIGIT = re.compile(r"\d")
-# LaTeX and Markdown around a number, reduced to plain text.
-_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}|(?<!\S)\*\*([^*]+)\*\*(?!\w)")
-_DEGREES = re.compile(r"\^(?:\\circ|\{\\circ\})")
-_REMOVED = re.compile(r"\\[()\[\],!;:$]|\$|^[#\s]+")
-_DASHES = re.compile(r"[−–‒]")  # minus, en dash, figure dash
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: |~|\\ |[\u00a0\u2009\u202f])\d{3})+(?![\d,])")  # 10 000
-_SHORT = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")  # \frac12
-_MIXED = re.compile(r"(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+) +(\d+)/(\d+)")
 _THOUSANDS = re.compile(r"(?<!\d)[1-9]\d{0,2},\d{3}(?!\d)")
 _DECIMAL_COMMA = re.compile(r"(?<![\d.,])(\d+),(\d+)(?![\d.,]|\s*,)")
+_TUPLE = re.compile(r"[(\[][-+\d.\s]*,[-+\d.,\s]*[)\]]")  # a point, an interval, a list: no thousands, no decimals
 # Allowed beside a number: words, a variable it is assigned to, currencies, punctuation. No operators.
 _WORD = re.compile(r"(?:[^\W\d_]['’-]?)+")
 _ASSIGNED = re.compile(r"(?<!\S)[^\W\d_]\s*=\s*$|=\s*$")
@@ -28,7 +21,9 @@ _UNITS = frozenset({"a", "m", "g", "l", "h", "s"})  # other single letters are v
 _ATTACHED = re.compile(r"(?<=\d)(?=(?:[mglhs]|[cmk]m|[mk]g|ml|lb|ft|hr|[ap]m|[a-z]{3,})\b)")  # units, as in 5km
 _SCALES = {"k": 3, "hundred": 2, "thousand": 3, "million": 6, "billion": 9}  # powers of ten
 _SCALED = re.compile(rf"({_NUMBER.pattern})(?:\s*(hundred|thousand|million|billion)\b|([kK])\b)")
-_COMPUTATION = re.compile(r"\A[\d\s.,$()+*/×÷-]*\d[\d\s.,$()+*/×÷-]*=")  # the left side of 2 + 3 = 5
+_COMPUTATION = re.compile(  # the left side of 2 + 3 = 5
+    r"\A(?=[^=]*\d)(?:[\d\s.,$()+*/×÷-]|\\[dt]?frac\{[\d.,]+\}\{[\d.,]+\})+="
+)
 _CHANGES = re.compile(  # words that change the value of the number beside them
     "pi|sqrt|root|log|ln|sin|cos|tan|exp|squared|cubed|plus|minus|factorial|negative|not|"
     "hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|halves|halved|twice|thrice|doubled?|tripled?"
@@ -52,17 +47,20 @@ def parse_number(text: str, decimal_comma: bool = False) -> Fraction | None:
     `\\frac{3}{4}`) and `\\boxed{…}`; with `decimal_comma` also `3,5` as 3.5, but `3,500` is 3500. A number inside an
     expression does not count: one that touches a letter (`B3`,
     `2x`), is next to an operator, a variable or a word that changes its value (`x^2`, `2\\sqrt{x}`, `2 dozen`,
-    `half of 4`) or makes it a bound (`less than 5`), or belongs to a label (`Room 3`). A text of more than 1000
-    characters states no number.
+    `half of 4`) or makes it a bound (`less than 5`), or belongs to a label (`Room 3`) or tuple (`(1,100)`). A
+    text of more than 1000 characters states no number.
     """
     if len(text) > _LONGEST:
         return None
-    text = _DASHES.sub("-", unbox(text)).replace("{,}", ",").strip()
-    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    text = _MIXED.sub(_improper, _SHORT.sub(r"\\frac{\1}{\2}", _REMOVED.sub("", text)))
+    text = unbox(text).strip()
+    for pattern, replacement in _LATEX if "\\" in text or "{" in text else ():
+        text = pattern.sub(replacement, text)
+    for pattern, replacement in _NOTATION:
+        text = pattern.sub(replacement, text)
+    if _TUPLE.search(text):
+        return None
     if decimal_comma and not _THOUSANDS.search(text):
         text = _DECIMAL_COMMA.sub(r"\1.\2", text)
-    text = _DEGREES.sub("°", _WRAPPED.sub(lambda match: match[1] or match[2] or "", text)).strip()
     text = _SCALED.sub(_plain, _ATTACHED.sub(" ", _COMPUTATION.sub("", text))).strip()
     fraction = _FRACTION.search(text)
     if fraction and not _DIGIT.search(text[: fraction.start()] + text[fraction.end() :]):
@@ -122,6 +120,11 @@ def _improper(match: re.Match) -> str:
     return f"{whole * below + above}/{below}" if 0 < above < below else match[0]
 
 
+def _digits(match: re.Match) -> str:
+    """A number in groups without the spaces between them."""
+    return re.sub(r"\D", "", match[0])
+
+
 def _plain(match: re.Match) -> str:
     """A number with its scale in digits: 1450000 for "1.45 million". The text itself where it states none."""
     try:
@@ -129,6 +132,37 @@ def _plain(match: re.Match) -> str:
     except InvalidOperation:
         return match[0]
     return f"{value.scaleb(_SCALES[(match[2] or match[3]).lower()]):f}" if abs(value.adjusted()) < 1000 else match[0]
+
+
+_TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf)\{([^{}]*)\}"
+# How numbers are written, reduced to plain text, in this order: LaTeX, then all notations.
+_LATEX = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\{,\}", ","),  # 9{,}500
+        (r"\\(?:display|text)style(?![A-Za-z])|\\!", ""),
+        (r"\\(?:times|cdot)(?![A-Za-z])", "×"),
+        (r"\\div(?![A-Za-z])", "÷"),
+        (r"\\approx(?![A-Za-z])", "≈"),  # states its number, as "about" does
+        (r"\\[ ,;:]|\\q?quad(?![A-Za-z])", " "),
+        (r"\A\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*\Z", r"\1"),  # {42}
+        (rf"({_TEXT})\s*\^(?:[23]|\{{[23]\}})", r"\1"),  # \text{ft}^2
+        (r"\^(?:\\circ|\{\\circ\})", "°"),
+    )
+)
+_NOTATION = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        ("[−–‒]", "-"),  # minus, en dash, figure dash
+        (r"(?<![\d.,])\d{1,3}(?:[ ~\u00a0\u2009\u202f]\d{3})+(?![\d,])", _digits),  # 10 000
+        (r"\\[()\[\]$]|\$|^[#\s]+", ""),
+        (r"\\[dt]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),  # \frac12
+        (r"(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+) +(\d+)/(\d+)", _improper),
+        (rf"{_TEXT}|(?<!\S)\*\*([^*]+)\*\*(?!\w)", lambda match: match[1] or match[2] or ""),
+        (r"(?<=ft|[cmk]m|in)(?:\^(?:[23]|\{[23]\})|[²³])", ""),
+        (r"\A\s+|\s+\Z", ""),
+    )
+)
 
 
 def _decimal(text: str) -> Fraction | None:

@@ -19,6 +19,7 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
 _ELLIPSIS = re.compile(r"\\[lc]?dots|…|\.\.\.")
 _NO_PLAIN_NUMBER = re.compile(r"%|\d_|[A-Za-z]\s*=")  # shares, bases, equations: for math-verify
+_DECIMAL_COMMA = re.compile(r"\$?-?0,\d+\$?")  # `1,2` is a list of two numbers
 _PLAIN = re.compile(r"[-+\d.,\s$]+|\$?[-+]?\\[dt]?frac\{-?\d+\}\{\d+\}\$?")
 _BRACED_PAIR = re.compile(r"\$?\\\{[^,{}]+,[^,{}]+\\\}\$?")
 _PARENTHESIZED = re.compile(r"\$?(?:\\left)?[(\[].*[)\]]\$?")
@@ -67,7 +68,8 @@ def _verify(completion: str, gold: str) -> float | None:
 
 def _by_text(stated: str, gold: str) -> float | None:
     """The verdict on answers that need no algebra: numbers, words, bases, ellipses, intervals; None for others."""
-    expected = None if _NO_PLAIN_NUMBER.search(gold) else parse_number(gold, decimal_comma="." in stated)
+    decimal = "." in stated and _DECIMAL_COMMA.fullmatch(gold.strip()) is not None
+    expected = None if _NO_PLAIN_NUMBER.search(gold) else parse_number(gold, decimal_comma=decimal)
     if expected is not None and not _NO_PLAIN_NUMBER.search(stated):
         given = parse_number(stated, decimal_comma="," not in gold)
         if given == expected:

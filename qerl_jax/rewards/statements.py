@@ -22,7 +22,18 @@ _MARK = re.compile(  # each alternative begins with a letter of its own, without
 _BETWEEN_BOXES = re.compile(
     r"(?:[ \t,;$&.:]|\n(?!\s*\n)|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\}|\\q?quad\b|\\[()\[\],; ]|[A-Za-z]\w?\s*=)*"
 )
-_HEADING = re.compile(r"\d+\.\s|step\b", re.IGNORECASE)
+_HEADING = re.compile(r"\d+[.)]\s|step\b", re.IGNORECASE)
+_CHECKED = re.compile(r"(?:check|verif)\w*:?(?:\s+(?:of|the|my|our|this|final))*\s*\Z", re.IGNORECASE)
+_REASON = re.compile(r",?\s+(?:because|since)\b")
+_ITEM = re.compile(r"[ \t]*(?:[-+*•]|\d{1,2}[.)])[ \t]+(\S[^\n]*)")
+_BEGIN_OF_LIST = re.compile(r"[ \t*_]*\n\s*?(?=[ \t]*(?:[-+*•]|\d{1,2}[.)])[ \t])")
+_BEGINS_WITH_VALUE = re.compile(  # a number or formula
+    r"[\s*_\"'`“~≈•+−–([-]*(?:[€£¥]?\s*\.?\d|\$|\\[A-Za-z(\[$]|[A-Za-z]\w?\s*=)"
+)
+_LEAD = re.compile(  # an announcement before the answer in a tag or box
+    r"[#*_\s]*(\\text\w*\{\s*)?(?:the\s+)?(?:final\s+)?answer(?:[*_ \t]*:|\s+is\b)[*_\s]*:?[*_\s]*(?(1)\}\s*)",
+    re.IGNORECASE,
+)
 _DISPLAY = re.compile(r"\s*(?:\\\[|\$\$)(.*?)(?:\\\]|\$\$)", re.DOTALL)
 _VALUE = re.compile(r"\d|\\[A-Za-z]|\$")
 _WORD = re.compile(r"\w")
@@ -39,24 +50,53 @@ def stated_answer(completion: str) -> str | None:
     Statements are `\\boxed{…}` (or `\\fbox`), `<answer>…</answer>`, a line that begins with `####`, and "the answer is
     …" or "Answer: …" up to the end of its sentence or display. Boxes that stand together (`\\boxed{1}` and
     `\\boxed{2}`) are one answer of several values, "1, 2"; statements in different places are not added up. A statement
-    without an end (`\\boxed{12`) is none. A sentence that is long, or without a number or formula, counts only where
-    nothing else is stated.
+    without an end (`\\boxed{12`) is none. A sentence or `####` that is long, or without a number or formula, counts
+    only where nothing else is stated; after a box or tag it has to begin with a number or formula.
     """
-    marks, weak = list(_MARK.finditer(completion))[-_MOST_MARKS:], None
+    marks, weak = _outer(completion, list(_MARK.finditer(completion))[-_MOST_MARKS:]), None
     while marks:
         kind = marks[-1][0][0]
         text = _STATED.get(kind, _announced)(completion, marks)
-        if text and (kind in _STATED or (len(text) <= _SHORT and _VALUE.search(text))):
-            return text
+        if text and (kind in _ENCLOSING or _is_value(completion, marks, text)):
+            lead = _LEAD.match(text)
+            return (text[lead.end() :].strip("*_ \n") if lead else None) or text
         weak = weak or (text if text and _WORD.search(text) else None)
         marks.pop()
     return weak
 
 
+def _outer(completion: str, marks: list[re.Match]) -> list[re.Match]:
+    """The marks without announcements and "####" inside a closed tag or box: those belong to its contents."""
+    kept, inside = [], 0
+    for mark in marks:
+        if mark[0][0] in _ENCLOSING:
+            inside = max(inside, _end(completion, mark) or 0)
+        elif mark.start() < inside:
+            continue
+        kept.append(mark)
+    return kept
+
+
+def _end(completion: str, mark: re.Match) -> int | None:
+    """Where the contents of a tag or box end; None where it is not closed."""
+    if mark[0][0] == "\\":
+        return _closing_brace(completion, mark.end())
+    end = completion.find("</answer>", mark.end())
+    return None if end < 0 else end
+
+
+def _is_value(completion: str, marks: list[re.Match], text: str) -> bool:
+    """Whether a sentence states a value, rather than speaks about it or about an answer in a box or tag before it."""
+    if len(text) > _SHORT or not _VALUE.search(text):
+        return False
+    if _BEGINS_WITH_VALUE.match(completion, marks[-1].end()):
+        return True
+    return not any(mark[0][0] in _ENCLOSING and _end(completion, mark) for mark in marks[:-1])
+
+
 def _tagged(completion: str, marks: list[re.Match]) -> str | None:
-    begin = marks[-1].end()
-    end = completion.find("</answer>", begin)
-    return None if end < 0 else completion[begin:end].strip()
+    end = _end(completion, marks[-1])
+    return None if end is None else completion[marks[-1].end() : end].strip()
 
 
 def _hashed(completion: str, marks: list[re.Match]) -> str | None:
@@ -69,13 +109,28 @@ def _hashed(completion: str, marks: list[re.Match]) -> str | None:
 
 
 def _announced(completion: str, marks: list[re.Match]) -> str | None:
-    """The first sentence after the mark, or the display that follows it."""
+    """The first sentence after the mark, or the display or list that follows it; no check of an answer."""
     begin = marks[-1].end()
     rest = completion[begin : begin + _LONGEST]
+    if _CHECKED.search(completion, max(marks[-1].start() - 40, 0), marks[-1].start()):
+        return None
     if display := _DISPLAY.match(rest):
         return display[1].strip() or None
-    text = (_clean(rest.lstrip(" \t*_\n").partition("\n")[0]) or "").strip("*_ ")
+    sentences = _items(rest) or [rest.lstrip(" \t*_\n").partition("\n")[0]]
+    values = [_REASON.split(_clean(sentence) or "", maxsplit=1)[0].strip("*_ ") for sentence in sentences]
+    text = ", ".join(dict.fromkeys(values))
     return None if "boxed{" in text else text or None  # a box that was not closed
+
+
+def _items(text: str) -> list[str]:
+    """The items of a list that begins on the next line, without their markers."""
+    begin = _BEGIN_OF_LIST.match(text)
+    items: list[str] = []
+    item = _ITEM.match(text, begin.end()) if begin else None
+    while item:
+        items.append(item[1])
+        item = _ITEM.match(text, item.end() + 1)
+    return items
 
 
 def _boxed(completion: str, marks: list[re.Match]) -> str | None:
@@ -101,6 +156,7 @@ def _closing_brace(text: str, begin: int) -> int | None:
     return None
 
 
+_ENCLOSING = frozenset("\\<")
 _STATED = MappingProxyType({"\\": _boxed, "<": _tagged, "#": _hashed})
 """How a statement is read, by the first character of its mark; `_announced` for the word "answer"."""
 

@@ -68,7 +68,7 @@ def test_dapo(completion, gold, value):
         ("<answer>\\boxed{2}, \\boxed{1}</answer>", "1, 2", 1),
         ("\\boxed{1} or \\boxed{2}", "2", 0),
         ("<answer>0.333333</answer>", "\\frac{1}{3}", 1),
-        ("<answer>1.22</answer>", "1,22", 1),
+        ("<answer>0.22</answer>", "0,22", 1),
         ("<answer>0.333</answer>", "\\frac{1}{3}", 0),
         ("<answer>1.414214</answer>", "\\sqrt{2}", 1),
         ("<answer>50\\%</answer>", "0.5", 1),
