@@ -23,7 +23,9 @@ _BETWEEN_BOXES = re.compile(
     r"(?:[ \t,;$&.:]|\n(?!\s*\n)|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\}|\\q?quad\b|\\[()\[\],; ]|[A-Za-z]\w?\s*=)*"
 )
 _HEADING = re.compile(r"\d+[.)]\s|step\b", re.IGNORECASE)
-_CHECKED = re.compile(r"(?:check|verif)\w*:?(?:\s+(?:of|the|my|our|this|final))*\s*\Z", re.IGNORECASE)
+_CHECKED = re.compile(
+    r"\b(?:check(?:ing)?|verify(?:ing)?|verification)(?:\s+(?:of|the|my|our|this|final))*\s*\Z", re.IGNORECASE
+)
 _REASON = re.compile(r",?\s+(?:because|since)\b")
 _ITEM = re.compile(r"[ \t]*(?:[-+*•]|\d{1,2}[.)])[ \t]+(\S[^\n]*)")
 _BEGIN_OF_LIST = re.compile(r"[ \t*_]*\n\s*?(?=[ \t]*(?:[-+*•]|\d{1,2}[.)])[ \t])")
@@ -67,6 +69,8 @@ def stated_answer(completion: str) -> str | None:
 
 def _outer(completion: str, marks: list[re.Match]) -> list[re.Match]:
     """The marks without announcements and "####" inside a closed tag or box: those belong to its contents."""
+    if len({mark[0][0] in _ENCLOSING for mark in marks}) < 2:
+        return marks
     kept, inside = [], 0
     for mark in marks:
         if mark[0][0] in _ENCLOSING:

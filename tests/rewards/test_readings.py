@@ -21,6 +21,7 @@ AFTER = [  # a heading or prose after a box or tag speaks about it
     ("\\boxed{42}\n\n#### Final Result", "42", 1), ("\\boxed{42}\n#### 2) Check", "42", 1),
     ("\\boxed{42}\n\nThe answer is correct because 40 + 2 = 42.", "42", 1),
     ("\\boxed{42}\n\nThe answer is 42 because 40 + 2 = 42.", "42", 1),
+    ("**Verified answer:** 42", "42", 1), ("Check: 6 * 7. The answer is 42.", "42", 1),
     ("\\boxed{3}\nCheck answer: 3*4=12", "3", 1), ("\\boxed{3}\nVerify the answer: 3*4=12", "3", 1),
     ("<answer>42</answer>\nThe answer is more than 40.", "42", 1),
     ("\\boxed{41}, no. The answer is 42.", "42", 1), ("\\boxed{41}, no. The answer is 42.", "41", 0),
