@@ -57,6 +57,7 @@ def parse_number(text: str, decimal_comma: bool = False) -> Fraction | None:
         text = pattern.sub(replacement, text)
     for pattern, replacement in _NOTATION:
         text = pattern.sub(replacement, text)
+    text = text.strip()
     if _TUPLE.search(text):
         return None
     if decimal_comma and not _THOUSANDS.search(text):
@@ -160,7 +161,6 @@ _NOTATION = tuple(
         (r"(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+) +(\d+)/(\d+)", _improper),
         (rf"{_TEXT}|(?<!\S)\*\*([^*]+)\*\*(?!\w)", lambda match: match[1] or match[2] or ""),
         (r"(?<=ft|[cmk]m|in)(?:\^(?:[23]|\{[23]\})|[²³])", ""),
-        (r"\A\s+|\s+\Z", ""),
     )
 )
 

@@ -26,14 +26,14 @@ _HEADING = re.compile(r"\d+[.)]\s|step\b", re.IGNORECASE)
 _CHECKED = re.compile(
     r"\b(?:check(?:ing)?|verify(?:ing)?|verification)(?:\s+(?:of|the|my|our|this|final))*\s*\Z", re.IGNORECASE
 )
-_REASON = re.compile(r",?\s+(?:because|since)\b")
+_REASON = re.compile(r",?\s(?:because|since)\b")
 _ITEM = re.compile(r"[ \t]*(?:[-+*•]|\d{1,2}[.)])[ \t]+(\S[^\n]*)")
-_BEGIN_OF_LIST = re.compile(r"[ \t*_]*\n\s*?(?=[ \t]*(?:[-+*•]|\d{1,2}[.)])[ \t])")
+_BEGIN_OF_LIST = re.compile(r"[ \t*_]*\n\s*(?=(?:[-+*•]|\d{1,2}[.)])[ \t])")
 _BEGINS_WITH_VALUE = re.compile(  # a number or formula
-    r"[\s*_\"'`“~≈•+−–([-]*(?:[€£¥]?\s*\.?\d|\$|\\[A-Za-z(\[$]|[A-Za-z]\w?\s*=)"
+    r"[\s*_\"'`“~≈•€£¥+−–([-]*(?:\.?\d|\$|\\[A-Za-z(\[$]|[A-Za-z]\w?\s*=)"
 )
 _LEAD = re.compile(  # an announcement before the answer in a tag or box
-    r"[#*_\s]*(\\text\w*\{\s*)?(?:the\s+)?(?:final\s+)?answer(?:[*_ \t]*:|\s+is\b)[*_\s]*:?[*_\s]*(?(1)\}\s*)",
+    r"[#*_\s]*(\\text\w*\{\s*)?(?:the\s+)?(?:final\s+)?answer(?:[*_ \t]*:|\s+is\b:?)[*_\s]*(?(1)\}\s*)",
     re.IGNORECASE,
 )
 _DISPLAY = re.compile(r"\s*(?:\\\[|\$\$)(.*?)(?:\\\]|\$\$)", re.DOTALL)
@@ -121,7 +121,7 @@ def _announced(completion: str, marks: list[re.Match]) -> str | None:
     if display := _DISPLAY.match(rest):
         return display[1].strip() or None
     sentences = _items(rest) or [rest.lstrip(" \t*_\n").partition("\n")[0]]
-    values = [_REASON.split(_clean(sentence) or "", maxsplit=1)[0].strip("*_ ") for sentence in sentences]
+    values = [_REASON.split(_clean(sentence) or "", maxsplit=1)[0].strip("*_ \t") for sentence in sentences]
     text = ", ".join(dict.fromkeys(values))
     return None if "boxed{" in text else text or None  # a box that was not closed
 

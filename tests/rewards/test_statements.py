@@ -112,6 +112,9 @@ def test_a_reward_reads_an_answer_in_its_form(name):
         *("The answer is " * 4000, "final answer is" * 4000, "####" * 8000, "#### \n" * 8000, "\\boxed{" * 4000),
         *("answer is " + "1" * 30_000, "<answer>" * 4000, "\\boxed{1}" * 4000, "Answer: $$" + " " * 30_000),
         *("\\boxed{1}" + " \n" * 15_000 + "\\boxed{2}", "answer" + " " * 30_000, "answer" + "*_" * 15_000),
+        *("<answer>\\text{answer:" + "*" * 30_000 + "</answer>", ("Answer:\n" + " " * 900) * 32),
+        *(("answer is a" + " " * 900 + "b") * 32, "The answer is x5\n\\boxed{" * 4000, "answer: x5 <answer>" * 4000),
+        *("Answer:\n" + "- 4\n" * 8000, "\\boxed{1}" + "answer: x5\n" * 4000),
     ],
 )
 def test_a_degenerate_completion_costs_no_time(text):
