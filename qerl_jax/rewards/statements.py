@@ -60,7 +60,7 @@ def stated_answer(completion: str) -> str | None:
         kind = marks[-1][0][0]
         text = _STATED.get(kind, _announced)(completion, marks)
         if text and (kind in _ENCLOSING or _is_value(completion, marks, text)):
-            lead = _LEAD.match(text)
+            lead = _LEAD.match(text) if len(text) > len("answer:") else None
             return (text[lead.end() :].strip("*_ \n") if lead else None) or text
         weak = weak or (text if text and _WORD.search(text) else None)
         marks.pop()
@@ -69,7 +69,7 @@ def stated_answer(completion: str) -> str | None:
 
 def _outer(completion: str, marks: list[re.Match]) -> list[re.Match]:
     """The marks without announcements and "####" inside a closed tag or box: those belong to its contents."""
-    if len({mark[0][0] in _ENCLOSING for mark in marks}) < 2:
+    if len(marks) < 2 or len({mark[0][0] in _ENCLOSING for mark in marks}) < 2:
         return marks
     kept, inside = [], 0
     for mark in marks:
