@@ -15,7 +15,7 @@ from qerl_kernels.batch_invariant import ordered
 
 from qerl_jax.types import Sampling
 
-_DIGIT = 4  # bits of the threshold found in one pass over the vocabulary
+_DIGIT = 3  # bits of the threshold found in one pass over the vocabulary
 
 
 def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float32[Array, "... V"]:
@@ -28,34 +28,41 @@ def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float
         return jnp.where(jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True), logits, -jnp.inf)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        logits = _keep_top(logits, lambda kept: jnp.sum(kept, axis=-1), sampling.top_k)
+        order = _sortable(logits)
+        threshold = _threshold(order, lambda kept: jnp.sum(kept, axis=-1), sampling.top_k, bits=32)
+        logits = jnp.where(order >= threshold[..., None], logits, -jnp.inf)
     if sampling.top_p < 1:
         p = jax.nn.softmax(logits, axis=-1)
-        logits = _keep_top(logits, lambda kept: jnp.sum(jnp.where(kept, p[..., None, :], 0), axis=-1), sampling.top_p)
+        order = jax.lax.bitcast_convert_type(p, jnp.uint32)  # the bits of floats in [0, 1] order alike and begin with 00
+        threshold = _threshold(order, lambda kept: jnp.sum(jnp.where(kept, p, 0), axis=-1), sampling.top_p, bits=30)
+        logits = jnp.where(order >= threshold[..., None], logits, -jnp.inf)
     if sampling.min_p > 0:
         lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     return logits
 
 
-def _keep_top(
-    logits: Float32[Array, "... V"], measure: Callable[[Bool[Array, "... C V"]], Array], target: float
-) -> Float32[Array, "... V"]:
-    """Keep the smallest set of most likely tokens whose measure (count or probability) reaches `target`; keep all where
-    no set does.
+def _threshold(
+    order: UInt32[Array, "... V"], measure: Callable[[Bool[Array, "... V"]], Array], target: float, bits: int
+) -> UInt32[Array, ...]:
+    """The largest threshold at or above which the tokens' measure (count or probability) reaches `target`; 0 where it
+    never does, so that all tokens stay.
 
-    Radix search instead of a sort: the threshold is found digit by digit, highest first, among the integers that order
-    like the logits. Each of eight passes measures the sets above all 16 values of a digit and keeps the highest value
-    that still reaches the target.
+    Radix search instead of a sort: the threshold is found digit by digit, highest first. The measures of the seven
+    values of a digit are sums of their own, which XLA takes in one pass over the vocabulary; as one sum with an axis of
+    candidates it read the vocabulary once for each of them.
+
+    Args:
+      order: integers below 2^bits that order as the tokens do.
     """
-    sortable = _sortable(logits)
-    threshold = jnp.zeros(logits.shape[:-1], jnp.uint32)
-    for shift in range(32 - _DIGIT, -1, -_DIGIT):
-        candidates = threshold[..., None] + (jnp.arange(1 << _DIGIT, dtype=jnp.uint32) << shift)
-        reached = measure(sortable[..., None, :] >= candidates[..., :, None]) >= target
-        digit = jnp.maximum(jnp.sum(reached, axis=-1, dtype=jnp.uint32), 1) - 1  # the measure falls along candidates
+    threshold = jnp.zeros(order.shape[:-1], jnp.uint32)
+    for shift in range((bits - 1) // _DIGIT * _DIGIT, -1, -_DIGIT):
+        digit = jnp.zeros_like(threshold)
+        for value in range(1, 1 << min(_DIGIT, bits - shift)):
+            candidate = threshold + jnp.uint32(value << shift)
+            digit += measure(order >= candidate[..., None]) >= target  # the measure falls along the values
         threshold += digit << shift
-    return jnp.where(sortable >= threshold[..., None], logits, -jnp.inf)
+    return threshold
 
 
 def _sortable(values: Float32[Array, "... V"]) -> UInt32[Array, "... V"]:
