@@ -55,6 +55,7 @@ from qerl_jax.checkpoint.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.checkpoint.torch_reference import Outputs, missing_packages, reference_outputs
 from qerl_jax.config import ConfigError, flags
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.types import Policy
@@ -80,7 +81,7 @@ class _Arguments:
     """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
     adapter: str | None = None
     """PEFT directory, norms included."""
-    weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4"] | None = None
+    weight_format: Literal[*WEIGHT_FORMATS] | None = None
     """Format into which an unquantized model is quantized while loading. None: the stored one."""
     dtype: Literal["float32", "stored"] = "float32"
     """Arithmetic here: float32, or the dtype that the model's config.json names. The reference is always float32."""

@@ -36,6 +36,7 @@ from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, refuse_other_tokenize
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import ConfigError, flags
 from qerl_jax.messages import shown
+from qerl_jax.models.formats import WEIGHT_FORMATS
 
 KINDS = ("peft", "vllm", "merged")
 Progress = Callable[[str, int, int], None]
@@ -256,7 +257,7 @@ class _Arguments:
     base: str | None = None
     """Model that an adapter belongs to: Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny". None: the
     run's; for a run that was moved away from its model, the model's new place."""
-    weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4"] | None = None
+    weight_format: Literal[*WEIGHT_FORMATS] | None = None
     """Format into which an unquantized base was quantized while loading. None: the run's; for an adapter, none."""
     overwrite: bool = False
     """Replace out if it is an earlier export."""

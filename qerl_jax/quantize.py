@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from qerl_jax import command
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.quantize import FORMATS, quantize_checkpoint
+from qerl_jax.checkpoint.layouts import WRITTEN
+from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.config import ConfigError, flags
 from qerl_jax.messages import shown
 
@@ -39,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.quantize", inspect.getdoc(_Arguments))
-    if arguments.format not in FORMATS:
-        raise ConfigError(f"--format {shown(arguments.format)} is not one of {list(FORMATS)}")
+    if arguments.format not in WRITTEN:
+        raise ConfigError(f"--format {shown(arguments.format)} is not one of {list(WRITTEN)}")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     src = model_path(arguments.src)  # a download has a progress bar of its own

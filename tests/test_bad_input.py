@@ -89,8 +89,8 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
     "unknown quantization method": (
         small.bf16,
         config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        f"{CONFIG}: quantization is {{'quant_method': 'gptq'}}; supported are 'compressed-tensors' in "
-        "'nvfp4-pack-quantized' or 'mxfp4-pack-quantized', 'modelopt' in NVFP4, and 'bitsandbytes' in NF4",
+        f"{CONFIG}: quantization is {{'quant_method': 'gptq'}}; supported are ['compressed-tensors', "
+        "'modelopt', 'compressed-tensors, MXFP4', 'bitsandbytes']",
     ),
     "quantized twice over": (
         small.nvfp4,

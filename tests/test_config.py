@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import re
-import typing
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from qerl_jax.checkpoint import assets
 from qerl_jax.config import FREE_ON_RESUME, Config, ConfigError, differences, dump, load, to_mapping
 from qerl_jax.data.files import DataError
-from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, out_of_memory
@@ -352,8 +350,3 @@ def test_each_group_of_settings_holds_its_fields():
     assert config.engine == engine and config.eval_engine == dataclasses.replace(engine, slots=11)
     assert config.resampling_rounds == 0
     assert dataclasses.replace(config, dynamic_sampling=True).resampling_rounds == 3
-
-
-def test_every_weight_format_can_be_asked_for():
-    formats = typing.get_args(typing.get_args(typing.get_type_hints(Config)["weight_format"])[0])
-    assert set(formats) == {*WEIGHT_FORMATS, "full"}

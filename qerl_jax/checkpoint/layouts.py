@@ -68,8 +68,11 @@ class WrittenLayout(Layout, Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (NVFP4, MODELOPT, MXFP4, NF4)}
-WRITTEN: dict[str, WrittenLayout] = {layout.weight_format: layout for layout in (NVFP4, MXFP4, NF4)}
-"""The layout in which each weight format is written."""
+WRITTEN: dict[str, WrittenLayout] = {}
+"""The layout in which each weight format is written: its first."""
+for _layout in LAYOUTS.values():
+    if isinstance(_layout, WrittenLayout):
+        WRITTEN.setdefault(_layout.weight_format, _layout)
 
 
 def layout_of(section: Mapping[str, Any], where: str) -> str:
@@ -78,7 +81,4 @@ def layout_of(section: Mapping[str, Any], where: str) -> str:
         if layout.describes(section, where):
             return name
     found = {key: section[key] for key in ("quant_method", "format", "quant_algo") if key in section}
-    raise CheckpointError(
-        f"{where}: quantization is {shown(found)}; supported are 'compressed-tensors' in 'nvfp4-pack-quantized' or "
-        "'mxfp4-pack-quantized', 'modelopt' in NVFP4, and 'bitsandbytes' in NF4"
-    )
+    raise CheckpointError(f"{where}: quantization is {shown(found)}; supported are {list(LAYOUTS)}")

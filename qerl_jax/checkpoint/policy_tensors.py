@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32
-from qerl_kernels.nvfp4_matmul import reference as fp4
 from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.checkpoint import hf_config, names
@@ -24,7 +23,7 @@ from qerl_jax.checkpoint.layouts import LAYOUTS
 from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.safetensors import Overlay, Spec, TensorSource, open_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS
-from qerl_jax.models.formats import Dense, Nf4, Weight, nf4
+from qerl_jax.models.formats import Weight, format_of
 
 _FUSED_WITH = {part: parts for parts in FUSED_PROJECTIONS.values() for part in parts}
 
@@ -121,11 +120,9 @@ def _merged(
 
 
 @jax.jit
-def dense_values(weight: Weight) -> Float[Array, "N K"]:
-    """The values of a projection on the host, dense or 4-bit in its canonical form, in fp32."""
-    if isinstance(weight, Nf4):
-        return nf4.dequantize(weight)
-    return jnp.asarray(weight.values, jnp.float32) if isinstance(weight, Dense) else fp4.dequantize(weight)
+def dense_values(weight: Weight) -> Float32[Array, "N K"]:
+    """The values of a projection on the host, dense or 4-bit in its canonical form."""
+    return format_of(weight).values(weight)
 
 
 class Replaced(Overlay):

@@ -17,9 +17,7 @@ from qerl_jax.checkpoint.reader import max_magnitude
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.checkpoint.write import check_output, write_checkpoint
 from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
-from qerl_jax.models.formats import Weight, nvfp4, quantizer
-
-FORMATS = tuple(WRITTEN)
+from qerl_jax.models.formats import FORMATS, Weight, nvfp4
 
 
 def quantize_checkpoint(
@@ -52,8 +50,8 @@ def quantize_checkpoint(
       ValueError: another `weight_format`.
     """
     src, dst = Path(src), Path(dst)
-    if weight_format not in FORMATS:
-        raise ValueError(f"weight_format {weight_format!r} is not one of {list(FORMATS)}, which can be written")
+    if weight_format not in WRITTEN:
+        raise ValueError(f"weight_format {weight_format!r} is not one of {list(WRITTEN)}, which can be written")
     check_output([src], dst, overwrite)
     config = hf_config.model_config(src)
     if (scheme := hf_config.stored_format(src)) is not None:
@@ -95,11 +93,10 @@ def write_quantized(
     @functools.cache
     def quantizer_of(spec: TensorSpec, layer: int) -> Callable[[np.ndarray], Weight]:
         """That of the fused parts, which may lie in several shards."""
-        largest = 0.0
-        if weight_format == "nvfp4":  # the others' blocks share nothing
-            largest = max(max_magnitude(tensors, name, tensors[name]) for name in spec.stored(layer))
-        return quantizer(
-            weight_format, largest, nvfp4.common_dtype(tensors.spec(name)[0] for name in spec.stored(layer))
+        stored = spec.stored(layer)
+        dtype = nvfp4.common_dtype(tensors.spec(name)[0] for name in stored)
+        return FORMATS[weight_format].quantizer(
+            lambda: max(max_magnitude(tensors, name, tensors[name]) for name in stored), dtype
         )
 
     def convert(name: str) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.layouts import LAYOUTS
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
 from qerl_jax.models.config import ModelConfig, TensorSpec
-from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, Weight, nvfp4, quantizer
+from qerl_jax.models.formats import FORMATS, Dense, Mxfp4, Nvfp4, Weight, nvfp4
 
 
 class WeightReader:
@@ -67,9 +67,10 @@ class WeightReader:
         if self.layout is not None:
             return _concatenate([self.layout.read(self.tensors, module, shape) for module, shape in parts])
         arrays, largest = zip(*(self._finite(f"{module}.weight") for module, _ in parts), strict=True)
-        if self.weight_format == "bf16":
+        quantizer = FORMATS[self.weight_format].quantizer
+        if quantizer is None:
             return Dense(np.concatenate(arrays).astype(self.dtype, copy=False))
-        quantize = quantizer(self.weight_format, max(largest), nvfp4.common_dtype(array.dtype for array in arrays))
+        quantize = quantizer(lambda: max(largest), nvfp4.common_dtype(array.dtype for array in arrays))
         try:
             return _concatenate([quantize(array) for array in arrays])
         except ValueError as error:  # input features that are no whole blocks
@@ -132,7 +133,7 @@ def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
     )
 
 
-def _concatenate(parts: list[Nvfp4] | list[Mxfp4] | list[Nf4]) -> Weight:
+def _concatenate(parts: list[Weight]) -> Weight:
     """Concatenate the parts of a fused projection: every field has a row for each output feature.
 
     On the host, because the device would need twice the memory and one more program for each shape.

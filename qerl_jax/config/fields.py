@@ -20,6 +20,7 @@ from qerl_jax.config.foreign import without_foreign
 from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.data.presets import PROMPT_FORMATS
 from qerl_jax.messages import shown
+from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
 
@@ -59,7 +60,7 @@ class Config:
     ORGANIZATION/NAME, which is downloaded, or "tiny", the bundled policy."""
     adapter: str | None = None
     """PEFT adapter directory to start from; its rank and targets must be those asked for here."""
-    weight_format: Literal["bf16", "nvfp4", "mxfp4", "nf4", "full"] | None = None
+    weight_format: Literal[*WEIGHT_FORMATS, "full"] | None = None
     """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored. "full": no adapters;
     all weights are trained, in fp32, and computed with in `dtype`. No adapter is exported then: `python -m
     qerl_jax.export RUN OUT --as merged` writes the model."""

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.batch_invariant import in_blocks
-from qerl_kernels.nvfp4_matmul import reference as fp4
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.lora_input import LoraX
+from qerl_kernels.nvfp4_matmul.reference import no_gradient
 from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import fp32_matmul
 
-from qerl_jax.models.formats import Dense, Nf4, PackedNvfp4, Weight, nf4, rounded
+from qerl_jax.models.formats import Dense, PackedNvfp4, Weight, format_of
 from qerl_jax.models.lora import Lora
 
 # GEMMs of an fp32 model must be fp32 too: a GPU's default would be tf32, three digits.
@@ -95,25 +94,9 @@ def _lora_delta(rows: Float[Array, "M K"], adapters: list[Lora], n: int) -> Floa
 
 @jax.custom_vjp
 def _matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, "M N"]:
-    matrix, row_scale = _factors(weight, rows.dtype)
+    matrix, row_scale = format_of(weight).factors(weight, rows.dtype)
     y = fp32_matmul(rows, matrix.T)
     return y if row_scale is None else y * row_scale
-
-
-def _factors(weight: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
-    """The weight as a matrix in the compute dtype and an fp32 factor for each output row (None: all 1).
-
-    In bf16, NVFP4 and MXFP4 stay exact (`bf16_parts`). NF4 has fp32 block scales within the sum over K, so its values
-    are rounded to bf16, as in QLoRA.
-    """
-    if isinstance(weight, Dense):
-        values = rounded(weight.values, dtype) if weight.values.dtype == jnp.float32 else weight.values
-        return values.astype(dtype), None
-    if isinstance(weight, Nf4):
-        return nf4.dequantize(weight).astype(dtype), None
-    if dtype == jnp.bfloat16:
-        return fp4.bf16_parts(weight)
-    return fp4.dequantize(weight).astype(dtype), None
 
 
 def _matmul_fwd(rows, weight):
@@ -123,11 +106,11 @@ def _matmul_fwd(rows, weight):
 
 def _matmul_bwd(residual, dy):
     weight, rows = residual
-    matrix, row_scale = _factors(weight, rows.dtype)
+    matrix, row_scale = format_of(weight).factors(weight, rows.dtype)
     dy = (dy if row_scale is None else dy * row_scale).astype(rows.dtype)
     d_rows = fp32_matmul(dy, matrix).astype(rows.dtype)
     if not isinstance(weight, Dense):
-        return d_rows, jax.tree.map(fp4.no_gradient, weight)
+        return d_rows, jax.tree.map(no_gradient, weight)
     return d_rows, Dense(fp32_matmul(dy.T, rows).astype(weight.values.dtype))
 
 

@@ -19,9 +19,8 @@ from qerl_jax.checkpoint.layouts import LAYOUTS
 from qerl_jax.checkpoint.load import build_policy
 from qerl_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.config import Config
-from qerl_jax.models import formats
 from qerl_jax.models.config import ModelConfig, TensorSpec
-from qerl_jax.models.formats import Weight
+from qerl_jax.models.formats import FORMATS, Weight
 from qerl_jax.models.trees import weight_trees
 from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy, TrainState
@@ -78,7 +77,7 @@ def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kern
     def tensor(spec: TensorSpec) -> Weight | jax.Array:
         if spec.kind != "projection":
             return jnp.zeros(spec.shape, jnp.float32 if spec.kind == "norm" else dtype)
-        weight = formats.zeros(stored, *spec.shape, dtype)
+        weight = FORMATS[stored].zeros(*spec.shape, dtype)
         if not runs or not isinstance(weight, Nvfp4 | Mxfp4):
             return weight
         return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))

@@ -11,6 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from qerl_jax.models.formats.format import Format
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -36,3 +38,20 @@ def rounded(values: Float32[Array, "*S"], dtype: DTypeLike) -> Float32[Array, "*
 @rounded.defjvp
 def _rounded_jvp(dtype, primals, tangents):
     return rounded(*primals, dtype), tangents[0]
+
+
+def _zeros(n: int, k: int, dtype: DTypeLike) -> Dense:
+    return Dense(jnp.zeros((n, k), dtype))
+
+
+def _values(weight: Dense) -> Float32[Array, "n k"]:
+    return jnp.asarray(weight.values, jnp.float32)
+
+
+def _factors(weight: Dense, dtype: DTypeLike) -> tuple[Float[Array, "n k"], None]:
+    """A trained fp32 weight is rounded to the compute dtype."""
+    values = rounded(weight.values, dtype) if weight.values.dtype == jnp.float32 else weight.values
+    return values.astype(dtype), None
+
+
+FORMAT = Format(Dense, _zeros, _values, _factors)

@@ -9,10 +9,14 @@ in [3.5, 7). On the bundled policy 22 % of the exponents differ, and the error o
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from qerl_kernels.formats import MXFP4_BLOCK, Mxfp4
+from qerl_kernels.nvfp4_matmul.reference import dequantize
 
-from qerl_jax.models.formats.nvfp4 import encode_e2m1, max_magnitude, pack_codes
+from qerl_jax.models.formats.format import Format
+from qerl_jax.models.formats.nvfp4 import encode_e2m1, fp4_factors, max_magnitude, pack_codes
 
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 · 2^2
 _ROUNDS_UP = 1.75 / 2
@@ -40,3 +44,10 @@ def check_input_features(n: int, k: int) -> None:
     """Raise ValueError if the input features of a weight [n, k] are no whole blocks."""
     if k % MXFP4_BLOCK:
         raise ValueError(f"MXFP4 needs input features divisible by {MXFP4_BLOCK}, got a weight of {n} x {k}")
+
+
+def _zeros(n: int, k: int, dtype: DTypeLike) -> Mxfp4:
+    return Mxfp4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // MXFP4_BLOCK), jnp.uint8))
+
+
+FORMAT = Format(Mxfp4, _zeros, dequantize, fp4_factors, lambda largest, dtype: quantize)

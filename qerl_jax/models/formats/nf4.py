@@ -13,8 +13,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, UInt8
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, UInt8
 
+from qerl_jax.models.formats.format import Format
 from qerl_jax.models.formats.nvfp4 import row_slices
 
 NF4_BLOCK = 64
@@ -103,3 +105,15 @@ def dequantize(weight: Nf4) -> Float32[Array, "n k"]:
     n, k = weight.shape
     values = jnp.asarray(NF4_VALUES, jnp.float32)[nibbles].reshape(n, k // NF4_BLOCK, NF4_BLOCK)
     return (values * weight.absmax[..., None]).reshape(n, k)
+
+
+def _zeros(n: int, k: int, dtype: DTypeLike) -> Nf4:
+    return Nf4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // NF4_BLOCK), jnp.float32))
+
+
+def _factors(weight: Nf4, dtype: DTypeLike) -> tuple[Float[Array, "n k"], None]:
+    """The fp32 block scales lie within the sum over k, so values are rounded to the compute dtype, as in QLoRA."""
+    return dequantize(weight).astype(dtype), None
+
+
+FORMAT = Format(Nf4, _zeros, dequantize, _factors, lambda largest, dtype: quantize)

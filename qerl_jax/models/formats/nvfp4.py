@@ -7,12 +7,18 @@ and then most scales of bf16 weights are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike
-from qerl_kernels.formats import NVFP4_BLOCK, Nvfp4
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+from qerl_kernels.formats import NVFP4_BLOCK, Mxfp4, Nvfp4
+from qerl_kernels.nvfp4_matmul import reference
+
+from qerl_jax.models.formats.format import Format, Quantizer
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -126,3 +132,23 @@ def row_slices(n: int, k: int) -> list[tuple[int, int]]:
     """Ranges of rows that hold some four million weights each."""
     rows = max(1, _ROWS_AT_ONCE // k)
     return [(start, min(n, start + rows)) for start in range(0, n, rows)]
+
+
+def quantizer(largest: Callable[[], float], dtype: DTypeLike) -> Quantizer:
+    """The parts of a fused projection share one global scale, as llm-compressor writes them."""
+    return functools.partial(quantize, divisor=global_scale(largest(), dtype))
+
+
+def fp4_factors(weight: Nvfp4 | Mxfp4, dtype: DTypeLike) -> tuple[Float[Array, "n k"], Float32[Array, " n"] | None]:
+    """In bf16 the matrix is exact (`bf16_parts`)."""
+    if dtype == jnp.bfloat16:
+        return reference.bf16_parts(weight)
+    return reference.dequantize(weight).astype(dtype), None
+
+
+def _zeros(n: int, k: int, dtype: DTypeLike) -> Nvfp4:
+    scales = jnp.zeros((n, k // NVFP4_BLOCK), jnp.float8_e4m3fn)
+    return Nvfp4(jnp.zeros((n, k // 2), jnp.uint8), scales, jnp.ones(n, jnp.float32), True)
+
+
+FORMAT = Format(Nvfp4, _zeros, reference.dequantize, fp4_factors, quantizer)
