@@ -107,9 +107,8 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(experience.rollout, advantages, rewards, config.mask_truncated_completions)
 
-    state = state.replace(cursor=state.cursor + experience.drawn)
     with recorder.phases("update"):
-        own = {"token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
+        own = {"drawn": experience.drawn, "token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
         state, update_metrics = grpo_step(state, run.policy.frozen, batch, run.plan, **own)
     metrics = recorder.record(state, experience, batch, update_metrics, sigma)
     if hooks.on_step is not None:

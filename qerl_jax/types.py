@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int8, Int32
 
 
@@ -39,12 +38,13 @@ class _Replace:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["frozen", "norms", "lora", "base_norms"],
-    meta_fields=["graphdef", "config", "lora_config"],
+    meta_fields=["config", "lora_config"],
     drop_fields=["tokenizer", "source"],
 )
 @dataclasses.dataclass(frozen=True)
 class Policy(_Replace):
-    """A language model split for training: frozen weights, layer norms, adapters.
+    """A language model split for training: frozen weights, layer norms, adapters. `models.qwen2.merge_model` makes the
+    NNX module of them.
 
     Attributes:
       frozen: weights besides the layer norms, in the compute dtype: projections, biases, embedding, head, final norm.
@@ -52,7 +52,6 @@ class Policy(_Replace):
       norms: the 2 L layer norms, fp32: `{"layers": {i: {"input_layernorm": {"weight"}, "post_attention_layernorm":
         {"weight"}}}}`.
       lora: adapters, fp32 master weights.
-      graphdef: the NNX structure; `nnx.merge(graphdef, frozen, norms, lora)` is the model.
       config: `qerl_jax.models.config.ModelConfig`.
       lora_config: `qerl_jax.models.lora.LoraConfig`, shape and PEFT metadata of the adapters.
       base_norms: the checkpoint's layer norms where an imported adapter replaced them, else None.
@@ -64,7 +63,6 @@ class Policy(_Replace):
     frozen: Any
     norms: Any
     lora: Any
-    graphdef: nnx.GraphDef
     config: Any
     lora_config: Any
     base_norms: Any = None
@@ -76,23 +74,11 @@ class Policy(_Replace):
         """Compute dtype, bf16 or fp32: the dtype of the embedding."""
         return self.frozen["embed_tokens"].dtype
 
-    def model(self) -> nnx.Module:
-        """The callable NNX module over these trees. Cheap; call it inside jit."""
-        return merge_model(self.graphdef, self.frozen, self.norms, self.lora)
-
-
-def merge_model(graphdef: nnx.GraphDef, frozen: Any, norms: Any, lora: Any) -> nnx.Module:
-    """The module of a split policy, its fp32 adapters as one copy in the compute dtype. An unadapted policy has an
-    empty lora tree.
-    """
-    dtype = frozen["embed_tokens"].dtype
-    return nnx.merge(graphdef, frozen, norms, jax.tree.map(lambda leaf: leaf.astype(dtype), lora))
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms", "weights"],
-    meta_fields=["graphdef", "model", "config", "optimizer"],
+    meta_fields=["model", "config", "optimizer"],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState(_Replace):
@@ -105,7 +91,6 @@ class TrainState(_Replace):
       opt_state: optax state of the trained trees.
       reference_norms: the checkpoint's norms, for the KL term, where `norms` were imported with an adapter or are
         trained; else None.
-      graphdef: the NNX structure.
       model: `qerl_jax.models.config.ModelConfig`.
       config: `qerl_jax.config.Config`.
       optimizer: an optax transformation, or the config's AdamW (`rl.state.AdamW`).
@@ -119,7 +104,6 @@ class TrainState(_Replace):
     lora: Any
     opt_state: Any
     reference_norms: Any
-    graphdef: nnx.GraphDef
     model: Any
     config: Any
     optimizer: Any

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Int32
 
@@ -28,7 +27,6 @@ from qerl_jax.checkpoint.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import PROJECTIONS, Lora, LoraConfig, init_lora
-from qerl_jax.models.qwen2 import Qwen2
 from qerl_jax.models.trees import layer_adapters, weight_trees
 from qerl_jax.types import Policy
 
@@ -100,8 +98,7 @@ def _load_tokenizer(path: Path, vocab_size: int, adapter: str | Path | None) -> 
 def build_policy(config: ModelConfig, frozen: Any, norms: Any, lora: LoraConfig, seed: int) -> Policy:
     """A policy over given trees (`models.trees.weight_trees`) with fresh adapters."""
     adapters = init_adapters(config, lora, seed)
-    graphdef = nnx.graphdef(Qwen2(config, frozen, norms, adapters))
-    return Policy(frozen, norms, adapters, graphdef=graphdef, config=config, lora_config=lora)
+    return Policy(frozen, norms, adapters, config=config, lora_config=lora)
 
 
 def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, Any]:

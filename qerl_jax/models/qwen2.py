@@ -31,6 +31,7 @@ from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
 from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm
+from qerl_jax.types import Policy
 
 
 class Attention(nnx.Module):
@@ -144,6 +145,14 @@ class DecoderLayer(nnx.Module):
 def merge_layer(config: ModelConfig, dtype: jnp.dtype, frozen: Any, norms: Any, lora: Any) -> DecoderLayer:
     """`DecoderLayer` with its fp32 adapters as one copy in the compute dtype."""
     return DecoderLayer(config, dtype, frozen, norms, jax.tree.map(lambda leaf: leaf.astype(dtype), lora))
+
+
+def merge_model(policy: Policy) -> Qwen2:
+    """The NNX module of a policy's trees, its fp32 adapters as one copy in the compute dtype. Cheap; call it inside
+    jit.
+    """
+    lora = jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora)
+    return Qwen2(policy.config, policy.frozen, policy.norms, lora)
 
 
 class Qwen2(nnx.Module):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.models.distribution import entropy_of, logits_of_targets
-from qerl_jax.models.qwen2 import Qwen2
+from qerl_jax.models.qwen2 import Qwen2, merge_model
 from qerl_jax.types import Policy, Sampling
 
 _FULL = Sampling(max_new_tokens=1)
@@ -25,7 +25,7 @@ def policy_logits(
     policy: Policy, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"] | None = None
 ) -> Float32[Array, "B T V"]:
     """All fp32 logits at once, for tests and small research models. Padding may stand on either side."""
-    model = policy.model()
+    model = merge_model(policy)
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     return model.logits(model(jnp.asarray(tokens), mask))
 
@@ -43,7 +43,7 @@ def hidden_states(
       attention_mask: True on real tokens; None: all.
     """
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
-    return jnp.stack(policy.model().residuals(jnp.asarray(tokens), mask))
+    return jnp.stack(merge_model(policy).residuals(jnp.asarray(tokens), mask))
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk"))
@@ -64,7 +64,7 @@ def token_logprobs(
       temperature: divides the logits.
       chunk: tokens whose logits exist at one time.
     """
-    model = policy.model()
+    model = merge_model(policy)
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     tokens = jnp.asarray(tokens)
     return logprobs_and_entropy(

@@ -121,7 +121,6 @@ def init_state(
         lora=policy.lora,
         opt_state=optimizer.init(trained_trees(policy.lora, policy.norms, weights, config)),
         reference_norms=base if keep_reference else None,
-        graphdef=policy.graphdef,
         model=policy.config,
         config=config,
         optimizer=optimizer,

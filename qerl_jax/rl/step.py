@@ -39,10 +39,11 @@ def grpo_step(
     batch: Batch,
     plan: UpdatePlan | None = None,
     *,
+    drawn: int | None = None,
     token_loss: TokenLoss | None = None,
     with_reference: bool = False,
 ) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
-    """Make `num_iterations` updates from one scored rollout.
+    """Make `num_iterations` updates from one scored rollout, and move `step` and `cursor` of the state on.
 
     The first update's ratio is `exp(logp − stop_gradient(logp))`; its log-probabilities are the `old_logp` of those
     that follow, so no extra forward pass is made. An update whose loss or gradient is not finite changes nothing and
@@ -61,6 +62,8 @@ def grpo_step(
       batch: `batch_size` rows.
       plan: how it is divided into micro-batches, and what of the forward pass runs twice to save memory, from
         `make_update_plan`, which knows the device's memory; None: as if that had no limit.
+      drawn: problems taken from the data stream for the batch, by which `state.cursor` moves on; None: those of the
+        batch.
       token_loss: a loss of your own (`TokenLoss`); None: that of `loss_type` (`built_in_loss`). Make it once, outside
         of the loop: programs are compiled for it, and again for another, unless the two compare as equal.
       with_reference: compute `reference_logp` for the token loss although `beta` is 0.
@@ -77,17 +80,18 @@ def grpo_step(
     """
     batch = checked(batch, state.config)
     plan = make_update_plan(state, frozen, longest=batch.tokens.shape[1]) if plan is None else plan
+    drawn = batch.tokens.shape[0] // state.config.num_generations if drawn is None else drawn
     state, frozen, batch = settled((state, frozen, batch))
     work = Work.of(state, frozen, batch, plan, token_loss, with_reference)
     try:
-        return jax.block_until_ready(_step(state, work))  # a lack of memory may come to light only when its results do
+        return jax.block_until_ready(_step(state, work, drawn))  # a lack of memory may show only here
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise MemoryError(out_of_memory(plan)) from error
 
 
-def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
+def _step(state: TrainState, work: Work, drawn: int) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
     micro_batches = assigned(work.plan, work.batch, work.loss.vanishes_with_advantage)
     completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
@@ -97,7 +101,8 @@ def _step(state: TrainState, work: Work) -> tuple[TrainState, dict[str, Float32[
         state, metrics, logprobs = _update(state, work, completions, micro_batches, old, iteration > 0, reference)
         updates.append(metrics)
         old = logprobs if iteration == 0 else old
-    return _next_step(state, updates)
+    (step, cursor), metrics = next_position(state.step, state.cursor, np.int32(drawn), updates)
+    return state.replace(step=step, cursor=cursor), metrics
 
 
 class MicroBatch(NamedTuple):
@@ -299,11 +304,8 @@ def _backward(
 
 
 @program
-def next_count(step: Array, updates: list[dict[str, Array]]) -> tuple[Array, dict[str, Array]]:
-    """The next step's count, and the metrics of the updates as one."""
-    return step + 1, over_updates(updates)
-
-
-def _next_step(state: TrainState, updates: list[dict[str, Array]]) -> tuple[TrainState, dict[str, Array]]:
-    step, metrics = next_count(state.step, updates)
-    return state.replace(step=step), metrics
+def next_position(
+    step: Array, cursor: Array, drawn: Array, updates: list[dict[str, Array]]
+) -> tuple[tuple[Array, Array], dict[str, Array]]:
+    """Step and cursor after a rollout of `drawn` problems, and the metrics of the updates as one."""
+    return (step + 1, cursor + drawn), over_updates(updates)

@@ -21,7 +21,7 @@ from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.distribution import sample
 from qerl_jax.models.lora import fuse_lora_a
-from qerl_jax.models.qwen2 import Qwen2
+from qerl_jax.models.qwen2 import Qwen2, merge_model
 from qerl_jax.programs import program
 from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import FinishReason, Policy, Sampling
@@ -172,7 +172,7 @@ def decode_chunk(
       The slots; a copy of `active` that the host reads while the next chunk runs; the sampled tokens, −1 where a slot
       was not active.
     """
-    model = policy.model()
+    model = merge_model(policy)
 
     def step(slots: Slots, _: None) -> tuple[Slots, Int32[Array, " S"]]:
         return _decode_step(model, policy.config.eos_token_ids, sampling, batch_invariant, prompt_cache, slots)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from qerl_jax import keys
 from qerl_jax.checkpoint.assets import model_path
@@ -47,7 +46,7 @@ def written():
     """
     tokenizer = load_tokenizer(model_path("tiny"))
     model = types.SimpleNamespace(pad_token_id=0)
-    policy = Policy(None, None, None, nnx.graphdef(nnx.Module()), model, LoraConfig(), tokenizer=tokenizer)
+    policy = Policy(None, None, None, model, LoraConfig(), tokenizer=tokenizer)
     calls = []
 
     def generate(policy, prompts, sampling, key, engine):

@@ -14,6 +14,7 @@ from oracles import torch_qwen2
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models import cache as kv
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.prefill import prefill
@@ -104,7 +105,7 @@ def test_keys_of_hundreds_are_rounded_alike_in_every_program(stories_dir):
 @jax.jit
 def _decoded(policy: Policy, tokens: jax.Array, prompts: decode.PromptCache, places: jax.Array) -> jax.Array:
     """Logits by one decode a token behind each row's prompt, which lies at its place of the cache."""
-    model, config = policy.model(), policy.config
+    model, config = merge_model(policy), policy.config
     own = kv.init_cache(len(tokens), 5, config.num_layers, config.num_kv_heads, config.head_dim, jnp.float32)
     prompt, logits = prompts.lengths[places], [model.logits(prompts.hidden[places])]
     for step in range(4):

@@ -15,10 +15,11 @@ from jaxtyping import Array, Float32
 
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
+from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.state import trained_trees
-from qerl_jax.types import Batch, TrainState, merge_model
+from qerl_jax.types import Batch, Policy, TrainState
 
 
 @functools.partial(jax.jit, static_argnames="token_loss")
@@ -52,7 +53,8 @@ def plain_grpo_step(
     if config.num_iterations > 1:
         state, more = jax.lax.scan(again, state, None, length=config.num_iterations - 1)
         metrics = {name: _combine(name, jnp.append(more[name], metrics[name])) for name in metrics}
-    return state.replace(step=state.step + 1), metrics
+    drawn = batch.tokens.shape[0] // config.num_generations
+    return state.replace(step=state.step + 1, cursor=state.cursor + drawn), metrics
 
 
 def _completion_rows(batch: Batch, width: int) -> dict[str, Array]:
@@ -107,7 +109,7 @@ def _loss(
     mask = rows["mask"]
 
     def evaluate(lora: Any, norms: Any) -> tuple[Array, Array]:
-        model = merge_model(state.graphdef, frozen, norms, lora)
+        model = merge_model(Policy(frozen, norms, lora, state.model, None))
         hidden = model(rows["tokens"], rows["attention_mask"])
         before = jnp.take_along_axis(hidden, rows["columns"][:, :, None] - 1, axis=1)
         return logprobs_and_entropy(model, before, rows["targets"], config.sampling, config.logprob_chunk_size)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from rich.console import Console
 
 from qerl_jax import train
@@ -70,11 +69,11 @@ class World:
             dynamic_sampling=rounds > 0, max_refill_rounds=rounds, reward_funcs=("half",), reward_weights=(2.0,),
         )  # fmt: skip
         tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-        graphdef, shape = nnx.graphdef(nnx.Dict()), SimpleNamespace(pad_token_id=0)
-        policy = Policy({}, {}, {}, graphdef, shape, lora_config=None, tokenizer=tokenizer)
+        shape = SimpleNamespace(pad_token_id=0)
+        policy = Policy({}, {}, {}, shape, lora_config=None, tokenizer=tokenizer)
         stream, rewards = Numbers((self.drawn,), None, 0), Rewards(half=self.reward)
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [])
-        state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, graphdef, shape, config, None)
+        state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, shape, config, None)
         return train.collect_experience(run, Phases(self.place, Console()), state, 0.0)
 
 

@@ -244,7 +244,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batc
     state, _ = grpo_step(init_state(micro, config), micro.frozen, batch)
     place = (0,) if field == "advantages" else (0, int(batch.prompt_lengths[0]))
     bad = batch.replace(**{field: getattr(batch, field).at[place].set(value)})
-    after, metrics = grpo_step(state, micro.frozen, bad)
+    after, metrics = grpo_step(state, micro.frozen, bad, drawn=11)
     if (field, value) == ("logprobs", -np.inf):  # an infinite importance weight, which the cap makes 2
         assert float(metrics["skipped"]) == 0
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.lora))
@@ -252,7 +252,9 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(micro, batc
     assert float(metrics["skipped"]) == 2
     for name in ("lora", "norms", "opt_state"):
         assert_trees_equal(getattr(after, name), getattr(state, name))
-    assert int(after.step) == int(state.step) + 1
+    assert [int(s.step) for s in (state, after)] == [1, 2]
+    prompts = len(batch.tokens) // config.num_generations
+    assert [int(s.cursor) for s in (state, after)] == [prompts, prompts + 11]
     again, metrics = grpo_step(after, micro.frozen, batch)
     assert float(metrics["skipped"]) == 0
     expected, _ = grpo_step(state, micro.frozen, batch)

@@ -14,6 +14,7 @@ from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomiz
 
 from qerl_jax import aqn, keys
 from qerl_jax.config import FREE_ON_RESUME
+from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.engine import generate, stream
@@ -101,7 +102,7 @@ def test_behaviour_logprobs_of_truncated_sampling_are_the_trainers(policy):
 
     @jax.jit
     def trainer(tokens, mask):
-        model = policy.model()
+        model = merge_model(policy)
         hidden = model(tokens, mask)[:, :-1]
         return logprobs_and_entropy(model, hidden, tokens[:, 1:], sampling, 16)[0]
 
