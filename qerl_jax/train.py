@@ -28,6 +28,7 @@ from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.columns import reward_columns
@@ -60,6 +61,7 @@ def train(
     with_reference: bool = False,
     optimizer: Any = None,
     on_step: Callable[[dict[str, float], TrainState], None] | None = None,
+    replicas: Replicas = ALONE,
 ) -> TrainState:
     """Run, or resume, the training that `config` describes; all output goes to `config.output_dir`.
 
@@ -73,6 +75,7 @@ def train(
       optimizer: as in `init_state`.
       on_step: `on_step(metrics, state)`, called when a step has been recorded, with its metrics and the state after it.
         What it raises ends the run like an error of the step.
+      replicas: the processes that share the run's work, each of which calls this function.
 
     A run with functions of its own is resumed by `train` with the same ones and `resume="auto"`: a checkpoint holds
     their fingerprints.
@@ -83,15 +86,16 @@ def train(
     after the current step, with a checkpoint; so does a closed output pipe.
     """
     hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
-    run, state = prepare(with_rewards(config), console or RunConsole(), hooks)
-    with locked(run.directory), run.programs, run.vllm or contextlib.nullcontext():
-        recorder, state = begin_run(run, state)
-        with run.rewards, recorder:
-            for _ in range(int(state.step), run.config.num_rollouts):
-                state = train_step(run, recorder, state)
-                if recorder.end_step(state):
-                    break
-        finish_run(run, recorder, state)
+    with replicas:
+        run, state = prepare(with_rewards(config), console or RunConsole(), hooks, replicas)
+        with locked(run.directory), run.programs, run.vllm or contextlib.nullcontext():
+            recorder, state = begin_run(run, state)
+            with run.rewards, recorder:
+                for _ in range(int(state.step), run.config.num_rollouts):
+                    state = train_step(run, recorder, state)
+                    if recorder.end_step(state):
+                        break
+            finish_run(run, recorder, state)
     return state
 
 

@@ -23,7 +23,7 @@ LAYERS = [
     ("qerl_kernels",),
     ("compilation",),
     ("programs",),
-    ("types", "messages"),
+    ("types", "messages", "parallel"),
     ("keys", "aqn", "models", "rewards", "atomic"),
     ("rollout", "data"),
     ("config",),

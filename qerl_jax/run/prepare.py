@@ -22,6 +22,7 @@ from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
@@ -54,6 +55,7 @@ class Run:
       plan: of every update; None: that of a device without limit.
       programs: compiles them before their first calls; None: each is compiled at its first call.
       vllm: what samples completions under `rollout_backend` vllm, else None.
+      replicas: the processes that share its work.
     """
 
     config: Config
@@ -67,6 +69,7 @@ class Run:
     plan: UpdatePlan | None = None
     programs: Ahead | None = None
     vllm: VllmEngine | None = None
+    replicas: Replicas = ALONE
 
     @property
     def resume_command(self) -> str:
@@ -80,7 +83,7 @@ class Run:
         return time.perf_counter() - (self.programs.waited if self.programs else 0.0)
 
 
-def prepare(config: Config, console: Console, hooks: Hooks) -> tuple[Run, TrainState]:
+def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas = ALONE) -> tuple[Run, TrainState]:
     """Check the config and load everything, before anything is written or deleted. The run's programs are compiled
     meanwhile. Returns the run and the state before its first step. Raises what `check` and `init_state` raise.
     """
@@ -122,7 +125,8 @@ def prepare(config: Config, console: Console, hooks: Hooks) -> tuple[Run, TrainS
     except BaseException:
         programs.cancel()
         raise
-    return Run(config, directory, console, policy, rewards, stream, eval_problems, hooks, plan, programs, vllm), state
+    inputs = config, directory, console, policy, rewards, stream, eval_problems
+    return Run(*inputs, hooks, plan, programs, vllm, replicas), state
 
 
 def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
