@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from qerl_jax.checkpoint.run_files import NONFINITE_DIR
+from qerl_jax.config import Config
+
+MAX_SKIPPED_STEPS = 10
+"""Steps in a row that may change nothing before a run is an error."""
 DEAD_STEPS = 3
 """Steps in a row without a learning signal, before that is said."""
 WINDOW = 10
@@ -25,9 +31,65 @@ def warnings(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
+def refuse_skipped(rows: Sequence[Mapping[str, Any]], config: Config) -> None:
+    """Raise ValueError if the updates of the last `MAX_SKIPPED_STEPS` steps were not finite."""
+    last = rows[-MAX_SKIPPED_STEPS:]
+    if len(last) == MAX_SKIPPED_STEPS and all(untrained(row, config) == _NOT_FINITE for row in last):
+        raise ValueError(f"steps {len(rows) - len(last) + 1} to {len(rows)} changed nothing: {_NOT_FINITE}")
+
+
+def refuse_untrained(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
+    """Raise ValueError if no step of a run that is over has trained anything. Returns the same sentence for a trial of
+    less than `DEAD_STEPS` steps which met equal rewards, as hard problems give them; "" for a run that has trained.
+    """
+    reasons = [untrained(row, config) for row in rows]
+    if not reasons or not all(reasons):
+        return ""
+    counts = collections.Counter(reasons).most_common()
+    said = counts[0][0] if len(counts) == 1 else "; ".join(f"{count} × {reason}" for reason, count in counts)
+    said = f"none of {len(rows)} steps trained anything: {said}"
+    if len(rows) < DEAD_STEPS and {_EQUAL, _CUT_OFF} & set(reasons):
+        return said
+    raise ValueError(said)
+
+
+_NOT_FINITE = (
+    f"loss, gradient or new parameters of every update were not finite (batches in {NONFINITE_DIR}/); lower "
+    "learning_rate, or look for values that are not finite in the model"
+)
+_FAILED = "the largest logit of every completion was not finite: look for values that are not finite in the model"
+_NO_REWARD = "no completion had a reward; what do the rewards return None for?"
+_CUT_OFF = "all completions were cut off at max_completion_length: raise it, or lower learning_rate"
+_LEFT_OUT = "every completion was left out of the loss"
+_EQUAL = (
+    "the rewards of every group were equal; try easier or harder problems, a larger num_generations, or another "
+    "prompt, and read completions/"
+)
+_NO_GRADIENT = "the gradient was 0"
+
+
+def untrained(row: Mapping[str, Any], config: Config) -> str | None:
+    """Why a step trained nothing, with what to try; None for one that did."""
+    if row.get("skipped") == config.num_iterations:
+        return _NOT_FINITE
+    if row.get("grad_norm") != 0:
+        return None
+    if row.get("completions/failed") == config.batch_size:
+        return _FAILED
+    if _value(row, "reward") is None:
+        return _NO_REWARD
+    if row.get("completions/clipped_ratio") == 1:
+        return _CUT_OFF
+    if row.get("tokens") == 0:
+        return _LEFT_OUT
+    return _EQUAL if row.get("frac_reward_zero_std") == 1 else _NO_GRADIENT
+
+
 def _dead(last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     steps = f"in {len(last)} steps in a row"
-    if all(_value(row, "reward") is None for row in last):
+    if all(row.get("skipped", 0) > 0 for row in last):
+        yield "not finite", f"updates were not finite and changed nothing {steps}: lower learning_rate"
+    elif all(_value(row, "reward") is None for row in last):
         yield (
             "no reward",
             f"no completion had a reward {steps}: nothing is learned; what do the rewards return None for?",
@@ -38,6 +100,8 @@ def _dead(last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
             f"the rewards of every group were equal {steps}: nothing is learned; try easier or harder problems, a "
             "larger num_generations, or another prompt, and read completions/",
         )
+    elif all(row.get("grad_norm") == 0 for row in last):
+        yield "no gradient", f"the gradient was 0 {steps}: nothing is learned; read completions/ and metrics.jsonl"
     if all(_value(row, "completions/clipped_ratio") == 1 for row in last):
         yield "truncated", f"all completions were cut off {steps}: raise max_completion_length, or lower learning_rate"
 

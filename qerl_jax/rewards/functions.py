@@ -94,6 +94,8 @@ BUILT_IN: dict[str, Reward] = {
     "qerl_exact": original.qerl_exact,
     "qerl_first_character": original.qerl_first_character,
 }
+LARGEST_TOTAL = 1e15
+"""Largest reward of a completion: the squares of a whole batch's stay finite in float32."""
 # Requirements checked when a reward is loaded, not at the first completion.
 _REQUIREMENTS = {"math_verify": mathematics.require_math_verify, "code": programs.require_sandbox}
 
@@ -155,15 +157,17 @@ def score(
     does not contribute to the update.
 
     Raises RewardError if a reward raises, returns the wrong number of values, or one that is neither a finite number
-    nor None.
+    nor None, and for a total beyond `LARGEST_TOTAL`.
     """
     rows = {"prompts": list(prompts), "completions": list(completions), "answer": list(answers)}
     rows |= {column: list(values) for column, values in columns.items()}
     each = {name: call(name, reward, rows) for name, reward in rewards.items()}
     totals = []
-    for row in zip(*each.values(), strict=True):
+    for i, row in enumerate(zip(*each.values(), strict=True)):
         known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
         totals.append(sum(known) if known else math.nan)
+        if abs(totals[-1]) > LARGEST_TOTAL:
+            raise RewardError(f"the rewards of completion {i}, {row}, add up to {totals[-1]:g}: more than squares bear")
     components = {
         name: [math.nan if value is None else float(value) for value in values] for name, values in each.items()
     }

@@ -10,7 +10,7 @@ from typing import Any, Self
 from jaxtyping import Array
 
 from qerl_jax.checkpoint.orbax import Checkpointer
-from qerl_jax.checkpoint.run_files import CONFIG_FILE, NONFINITE_DIR
+from qerl_jax.checkpoint.run_files import CONFIG_FILE
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.reporting import health
@@ -25,31 +25,6 @@ from qerl_jax.run.choose_rewards import largest_weight
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.signals import StopSignals
 from qerl_jax.types import Batch, TrainState
-
-MAX_SKIPPED_STEPS = 10
-"""Steps in a row that may change nothing before the run stops."""
-
-
-class Skips:
-    """Counts steps all of whose updates were skipped."""
-
-    def __init__(self) -> None:
-        self._first, self._last, self._trained = 0, 0, False
-
-    def count(self, step: int, is_skipped: bool) -> None:
-        """Take a finished step."""
-        self._trained |= not is_skipped
-        self._first, self._last = (self._first or step, step) if is_skipped else (0, 0)
-
-    def check(self, is_over: bool) -> None:
-        """Raise ValueError after `MAX_SKIPPED_STEPS` in a row, or at the end of a run that did nothing else."""
-        count = self._last - self._first + 1 if self._first else 0
-        if count >= MAX_SKIPPED_STEPS or (count and is_over and not self._trained):
-            raise ValueError(
-                f"steps {self._first} to {self._last} changed nothing: loss, gradient or new parameters of every "
-                f"update were not finite (batches in {NONFINITE_DIR}/); lower learning_rate, or look for values that "
-                "are not finite in the model"
-            )
 
 
 def checkpoint_is_due(step: int, config: Config) -> bool:
@@ -87,7 +62,6 @@ class Recorder:
         self.phases = Phases(run.directory, run.console, run.clock)
         self.phases.step = step + 1
         self.curves = Sinks(run.config, run.directory, step)
-        self._skips = Skips()
         self.stopped = 0
 
     def __enter__(self) -> Self:
@@ -128,15 +102,16 @@ class Recorder:
         write_completions(run.directory, step, completion_columns(experience, batch.advantages))
         self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
         self._rows.append(metrics)
-        self._skips.count(step, metrics["skipped"] == run.config.num_iterations)
         return metrics
 
     def end_step(self, state: TrainState) -> bool:
         """Show the recorded step; save a checkpoint if one is due. Returns whether the run is to stop: at a signal, or
-        because nobody reads its output any more. Raises ValueError for a run that only skips updates.
+        because nobody reads its output any more. Raises ValueError for a run that trains nothing.
         """
         config, step = self._run.config, int(state.step)
-        self._skips.check(step == config.num_rollouts)
+        health.refuse_skipped(self._rows, config)
+        if step == config.num_rollouts and (said := health.refuse_untrained(self._rows, config)):
+            self._run.console.print(said, soft_wrap=True, markup=False)
         self._newest, self.phases.step = state, step + 1
         self._progress.update(step, self._metrics)
         self._warn(step)

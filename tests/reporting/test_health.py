@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from qerl_jax.reporting.health import warnings
+import pytest
+
+from qerl_jax.config import Config
+from qerl_jax.reporting.health import MAX_SKIPPED_STEPS, refuse_skipped, refuse_untrained, warnings
 
 HEALTHY = {
     "reward": 0.3, "accuracy": 0.3, "frac_reward_zero_std": 0.4, "completions/clipped_ratio": 0.05,
-    "completions/mean_length": 300.0, "entropy": 0.3,
+    "completions/mean_length": 300.0, "entropy": 0.3, "grad_norm": 0.1, "skipped": 0.0, "tokens": 900.0,
+    "completions/failed": 0.0,
 }  # fmt: skip
 
 
@@ -31,6 +35,46 @@ def test_three_steps_without_a_signal():
     assert kinds(rows(3, reward=None, frac_reward_zero_std=1.0)) == {"no reward"}
     assert kinds(rows(3, reward=float("nan"), accuracy=None)) == {"no reward"}
     assert kinds(rows(3, completions__clipped_ratio=1.0)) == {"truncated"}
+    assert kinds(rows(3, grad_norm=0.0)) == {"no gradient"} and kinds(rows(3, skipped=1.0)) == {"not finite"}
+    assert kinds(rows(3, grad_norm=0.0, frac_reward_zero_std=1.0)) == {"equal rewards"}
+
+
+CONFIG = Config(batch_size=16, num_generations=8, num_iterations=2)
+SKIPPED, EQUAL = {"skipped": 2.0, "grad_norm": None}, {"grad_norm": 0.0, "frac_reward_zero_std": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (SKIPPED, "of every update were not finite"),
+        (EQUAL | {"completions__failed": 16.0, "reward": None}, "the largest logit of every completion"),
+        (EQUAL | {"reward": None, "tokens": 0.0}, "no completion had a reward"),
+        (EQUAL | {"completions__clipped_ratio": 1.0}, "all completions were cut off"),
+        ({"grad_norm": 0.0, "tokens": 0.0}, "left out of the loss"),
+        (EQUAL, "the rewards of every group were equal"),
+        ({"grad_norm": 0.0}, "the gradient was 0"),
+    ],
+)
+def test_a_run_that_trained_nothing_is_an_error(changes, words):
+    """Unless one step trained. Half of a step's updates are enough for that."""
+    idle = rows(3, **changes)
+    with pytest.raises(ValueError, match=f"none of 3 steps trained anything: .*{words}"):
+        refuse_untrained(idle, CONFIG)
+    assert refuse_untrained(idle + rows(1), CONFIG) == refuse_untrained(idle + rows(1, skipped=1.0), CONFIG) == ""
+
+
+def test_equal_rewards_of_a_trial_are_said_and_several_reasons_counted():
+    assert "the rewards of every group were equal" in refuse_untrained(rows(2, **EQUAL), CONFIG)
+    with pytest.raises(ValueError, match=r"3 × the rewards .*; 1 × the gradient"):
+        refuse_untrained(rows(1, grad_norm=0.0) + rows(3, **EQUAL), CONFIG)
+
+
+def test_skipped_steps_in_a_row_are_an_error_at_the_limit():
+    last = rows(MAX_SKIPPED_STEPS, **SKIPPED)
+    refuse_skipped(rows(1) + last[1:], CONFIG)
+    refuse_skipped(last + rows(1), CONFIG)
+    with pytest.raises(ValueError, match=f"steps 3 to {MAX_SKIPPED_STEPS + 2} changed nothing"):
+        refuse_skipped(rows(2) + last, CONFIG)
 
 
 def test_the_collapse_of_a_published_model():

@@ -281,6 +281,7 @@ def test_score_sums_weighted_and_none_means_not_applicable():
         (lambda **_: [1.0, np.float32("nan")], "for completion 1; expected a finite number"),
         (lambda **_: [np.ones(2), 1.0], "for completion 0; expected a finite number"),
         (lambda **_: [10**400, 1.0], "for completion 0; expected a finite number"),
+        (lambda **_: [1.0, 3e38], r"of completion 1, \(3e\+38,\), add up to 3e\+38"),
     ],
 )
 def test_score_refuses(reward, words):

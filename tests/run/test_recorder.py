@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -25,7 +26,7 @@ from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.prepare import Run
-from qerl_jax.run.recorder import MAX_SKIPPED_STEPS, Recorder, Skips
+from qerl_jax.run.recorder import Recorder
 from qerl_jax.run.signals import StopSignals
 from qerl_jax.types import TrainState
 
@@ -160,17 +161,21 @@ def test_a_stop_signal_is_a_request_the_second_acts_and_an_ignored_one_is_none(n
         signal.signal(number, before)
 
 
-def test_only_skipped_updates_are_an_error_at_the_limit_or_the_end():
-    skips = Skips()
-    for step in range(1, MAX_SKIPPED_STEPS):
-        skips.count(step, True)
-        skips.check(is_over=False)
-    with pytest.raises(ValueError, match=f"steps 1 to {MAX_SKIPPED_STEPS - 1} changed nothing"):
-        skips.check(is_over=True)
-    skips.count(MAX_SKIPPED_STEPS, False)
-    for step in range(MAX_SKIPPED_STEPS + 1, 2 * MAX_SKIPPED_STEPS):
-        skips.count(step, True)
-        skips.check(is_over=True)  # it has trained before
-    skips.count(2 * MAX_SKIPPED_STEPS + 1, True)
-    with pytest.raises(ValueError, match=f"steps {MAX_SKIPPED_STEPS + 1} to"):
-        skips.check(is_over=False)
+def row(step: int, **changes: float) -> dict[str, float]:
+    return {"step": step, "num_tokens": step, "skipped": 0, "grad_norm": 0.0, "reward": 0.0} | changes
+
+
+@pytest.mark.parametrize("before", [0.0, 0.5])
+def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, monkeypatch, before):
+    """Steps 1 and 2 ran before the resume, with this gradient norm; step 3 is the last."""
+    run, _, state = running
+    (run.directory / "metrics.jsonl").unlink()
+    for step in (1, 2):
+        append_metrics(run.directory, step, row(step, grad_norm=before, frac_reward_zero_std=1.0))
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=3))
+    recorder = Recorder(run, Checkpointer(run.directory, 1, {"model": "abc"}), 2, 2)
+    recorder._rows.append(row(3, frac_reward_zero_std=1.0))
+    ends = contextlib.nullcontext() if before else pytest.raises(ValueError, match="none of 3 steps trained anything")
+    with ends, recorder:
+        monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
+        recorder.end_step(after(state, 3))
