@@ -28,7 +28,7 @@ class Source:
 
     Attributes:
       where: the file, or the name of the dataset on the hub.
-      columns: column names (JSON: keys of the first record). Empty without records.
+      columns: column names that all records have; empty for JSON, whose records have keys of their own.
       records: (place, record): a place is "line 7" or "row 7", counted from 1.
     """
 
@@ -47,11 +47,7 @@ def open_file(path: Path, wanted: Collection[str]) -> Source:
         raise DataError(f"dataset file {path} does not end in one of {list(FILE_KINDS)}")
     if path.suffix == ".parquet":
         return _open_parquet(path, wanted)
-    records = iter(_json_lines(path) if path.suffix == ".jsonl" else _json_list(path))
-    first = next(records, None)
-    if first is None:
-        return Source(str(path), [], ())
-    return Source(str(path), sorted(first[1]), itertools.chain([first], records))
+    return Source(str(path), [], _json_lines(path) if path.suffix == ".jsonl" else _json_list(path))
 
 
 def _open_parquet(path: Path, wanted: Collection[str]) -> Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,17 +70,6 @@ class Dataset:
     notes: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Columns:
-    """Which columns of a source make a problem, and how."""
-
-    preset: Preset
-    answer: str | None
-    read_answer: Callable[[str], str]
-    extra: tuple[str, ...]
-    system: str | None  # replaces a conversation's own, "" removes it; None keeps it
-
-
 def load_dataset(
     name: str,
     split: str,
@@ -124,11 +113,10 @@ def load_dataset(
         generator, size = GENERATED_SPLITS[split]
         rows = arithmetic.problems(generator, size if limit is None else min(size, limit), seed)
         problems = [Problem(first_id + i, question, answer) for i, (question, answer) in enumerate(rows)]
-        own = "" if asks_itself else PROMPT_FORMATS["boxed"]
+        own = own_system_prompt(name, asks_itself)
         return Dataset(name, problems, own if system_prompt is None else system_prompt, len(problems))
     preset = preset_of(name) or _plain(prompt_column, answer_column)
-    if asks_itself and preset.system_prompt in PROMPT_FORMATS.values():
-        preset = dataclasses.replace(preset, system_prompt="")
+    preset = dataclasses.replace(preset, system_prompt=own_system_prompt(name, asks_itself))
     return _load(name, split, preset, reward_columns, system_prompt, limit, first_id)
 
 
@@ -153,9 +141,9 @@ def _load(
     problems: list[Problem] = []
     left_out: dict[str, tuple[int, str]] = {}
     size = 0
-    for place, record, columns in _records(sources, preset, extra, system_prompt):
+    for place, record in _records(sources, preset, extra):
         try:
-            problems.append(_problem(record, columns, first_id + size))
+            problems.append(_problem(record, preset, extra, system_prompt, first_id + size))
         except Unusable as error:
             count, first = left_out.get(str(error), (0, place))
             left_out[str(error)] = (count + 1, first)
@@ -186,6 +174,15 @@ def preset_of(name: str) -> Preset | None:
     """The preset of a dataset; None for generated problems and plain files. Raises DataError for an unknown name."""
     preset_name = None if name == arithmetic.NAME else _parse(name)[0]
     return PRESETS[preset_name] if preset_name else None
+
+
+def own_system_prompt(name: str, asks_itself: bool) -> str:
+    """The system prompt that a dataset comes with, "" for none: where the model's chat template asks for an answer's
+    form itself, none that asks for one. Raises DataError for an unknown name.
+    """
+    preset = preset_of(name)
+    own = preset.system_prompt if preset else PROMPT_FORMATS["boxed"]
+    return "" if asks_itself and own in PROMPT_FORMATS.values() else own
 
 
 def load_solutions(name: str, split: str) -> Dataset:
@@ -261,33 +258,41 @@ def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
 
 
 def _records(
-    sources: Iterable[Source], preset: Preset, extra: tuple[str, ...], system: str | None
-) -> Iterator[tuple[str, dict[str, Any], _Columns]]:
-    """(place, record, its columns) of all sources, one after the other."""
+    sources: Iterable[Source], preset: Preset, extra: tuple[str, ...]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, record) of all sources, one after the other. Raises DataError for a source that lacks a column, or of
+    which no record has it.
+    """
     for source in sources:
-        columns = _columns(source, preset, extra, system)
+        columns = set(source.columns)
+        if columns:
+            _check_columns(source.where, columns, preset, extra)
         for place, record in source.records:
-            yield f"{source.where}, {place}", record, columns
+            columns |= record.keys()
+            yield f"{source.where}, {place}", record
+        if columns:
+            _check_columns(source.where, columns, preset, extra)
 
 
-def _columns(source: Source, preset: Preset, extra: tuple[str, ...], system: str | None) -> _Columns:
-    """Which columns of a source to use. Raises DataError if it lacks one."""
-    answers = [(column, read) for column, read in preset.answers if column in source.columns]
-    missing = [column for column in (preset.prompt_column, *extra) if column not in source.columns]
-    if preset.answers and not answers:
-        missing.append(" or ".join(column for column, _ in preset.answers))
-    if source.columns and missing:
-        raise DataError(f"{source.where} has no column {missing[0]!r}; its columns are {source.columns}")
-    answer, read = answers[0] if answers else (None, gold_answer)
-    return _Columns(preset, answer, read, extra, system)
+def _check_columns(where: str, columns: set[str], preset: Preset, extra: tuple[str, ...]) -> None:
+    missing = [column for column in (preset.prompt_column, *extra) if column not in columns]
+    answers = [column for column, _ in preset.answers]
+    if answers and not columns & set(answers):
+        missing.append(" or ".join(answers))
+    if missing:
+        raise DataError(f"{where} has no column {missing[0]!r}; its columns are {sorted(columns)}")
 
 
-def _problem(record: Mapping[str, Any], columns: _Columns, problem_id: int) -> Problem:
-    """The problem of a record. Raises Unusable."""
-    preset, messages = columns.preset, None
+def _problem(
+    record: Mapping[str, Any], preset: Preset, extra: tuple[str, ...], system: str | None, problem_id: int
+) -> Problem:
+    """The problem of a record; `system` replaces a conversation's own system message, "" removes it, None keeps it.
+    Raises Unusable.
+    """
+    messages = None
     value = record.get(preset.prompt_column)
     if isinstance(value, list):
-        messages = _messages(value, columns)
+        messages = _messages(value, preset, system)
         prompt = messages[-1][1]
     else:
         prompt = _text(value, preset.prompt_column)
@@ -296,17 +301,17 @@ def _problem(record: Mapping[str, Any], columns: _Columns, problem_id: int) -> P
     if preset.max_prompt_characters is not None and len(prompt) > preset.max_prompt_characters:
         raise Unusable(f"{preset.prompt_column!r} over {preset.max_prompt_characters} characters")
     answer = ""
-    if columns.answer is not None:
-        text = _text(record.get(columns.answer), columns.answer)
+    if preset.answers:
+        column, read = next(((column, read) for column, read in preset.answers if column in record), preset.answers[0])
+        text = _text(record.get(column), column)
         try:
-            answer = columns.read_answer(text)
+            answer = read(text)
         except Unusable as error:
-            raise Unusable(f"{error} in {columns.answer!r}") from error
-    for column in columns.extra:
+            raise Unusable(f"{error} in {column!r}") from error
+    for column in extra:
         if record.get(column) is None:
             raise Unusable(f"no {column!r}")
-    extra = MappingProxyType({column: record.get(column) for column in columns.extra})
-    return Problem(problem_id, prompt, answer, messages, extra)
+    return Problem(problem_id, prompt, answer, messages, MappingProxyType({column: record[column] for column in extra}))
 
 
 def _text(value: Any, column: str) -> str:
@@ -330,9 +335,9 @@ def _legible(text: str, column: str) -> str:
     return text
 
 
-def _messages(value: list[Any], columns: _Columns) -> tuple[tuple[str, str], ...]:
+def _messages(value: list[Any], preset: Preset, system: str | None) -> tuple[tuple[str, str], ...]:
     """A conversation that the assistant continues, with the system message that was asked for."""
-    column, messages = columns.preset.prompt_column, []
+    column, messages = preset.prompt_column, []
     for message in value:
         if not isinstance(message, Mapping):
             raise Unusable(f"{column!r} is a list of something else than {{role, content}}")
@@ -342,6 +347,6 @@ def _messages(value: list[Any], columns: _Columns) -> tuple[tuple[str, str], ...
         messages.append((role, _legible(content, column)))
     if not messages or messages[-1][0] != "user":
         raise Unusable(f"{column!r} does not end with a user's message")
-    own = messages.pop(0)[1] if messages[0][0] == "system" else columns.preset.system_prompt
-    system = own if columns.system is None else columns.system
+    own = messages.pop(0)[1] if messages[0][0] == "system" else preset.system_prompt
+    system = own if system is None else system
     return (("system", system), *messages) if system else tuple(messages)

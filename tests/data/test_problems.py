@@ -55,15 +55,18 @@ def test_columns(tmp_path, suffix):
         load_dataset(path, "train", "problem", "solution", reward_columns=["answer"])
 
 
-def test_a_record_that_lacks_a_requested_column_is_left_out_and_counted(tmp_path):
-    """As one that lacks a column of its preset: the reward never sees None for it."""
+@pytest.mark.parametrize("first", range(5))
+def test_a_record_that_lacks_a_column_is_left_out_and_counted(tmp_path, first):
+    """The same in any order. The reward never sees None for a column that was asked for."""
     rows = [{"question": "p", "answer": "7", "level": 3}, {"question": "q", "answer": "8"},
-            {"question": "r", "answer": "9", "level": None}]  # fmt: skip
-    path = write(tmp_path / "data.jsonl", rows)
+            {"question": "r", "answer": "9", "level": None}, {"answer": "10"}, {"question": "s"}]  # fmt: skip
+    path = write(tmp_path / "data.jsonl", rows[first:] + rows[:first])
     dataset = load_dataset(path, "train", reward_columns=["level"])
-    assert [problem.extra["level"] for problem in dataset.problems] == [3] and dataset.size == 3
-    assert "left out 2 of 3 records: 2 × no 'level' (first: " in dataset.notes[0]
-    assert len(load_dataset(path, "train").problems) == 3
+    assert [problem.extra["level"] for problem in dataset.problems] == [3] and dataset.size == 5
+    assert "left out 4 of 5 records: " in dataset.notes[0]
+    for reason in ("2 × no 'level'", "1 × no 'question'", "1 × no 'answer'"):
+        assert f"{reason} (first: " in dataset.notes[0]
+    assert sorted(problem.prompt for problem in load_dataset(path, "train").problems) == ["p", "q", "r"]
 
 
 def test_a_number_behind_the_splits_name_is_another_name(tmp_path):
