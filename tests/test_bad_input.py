@@ -146,8 +146,9 @@ def test_datasets(case, place, capfd):
     small.nvfp4(place / "model")
     content, message = DATASETS[case]
     (place / "rows.jsonl").write_text(content)
-    assert_says(error_of(train.main, training(place), place, capfd), message)
-    assert_says(error_of(evaluate, evaluation(place), place, capfd), message)
+    calls = (train.main, training(place)), (train.main, training(place, "--dry-run")), (evaluate, evaluation(place))
+    for main, arguments in calls:
+        assert_says(error_of(main, arguments, place, capfd), message)
     assert not (place / "run").exists()
 
 

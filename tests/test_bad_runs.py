@@ -31,7 +31,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl import step as update_step
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run import recorder
+from qerl_jax.run import prepare, recorder
 
 PRESETS = Path(__file__).parent / "data" / "presets"
 
@@ -277,7 +277,7 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capf
         "def reward(completions, **columns):\n"
         "    global calls\n"
         "    calls += 1\n"
-        "    if calls > 4:\n"  # one for each of a step's two prompts
+        "    if calls > 5:\n"  # one before the run, then one for each of a step's two prompts
         "        raise KeyError('late')\n"
         "    return [float(len(text)) for text in completions]\n"
     )
@@ -377,17 +377,28 @@ REWARDS: dict[str, tuple[str, str]] = {
     "raises": ("raise KeyError('no such column')", "raised KeyError('no such column') in …mine.py, line 2"),
     "never returns": (
         "while True: pass",
-        "graded none of 2 tasks: 2 were stopped after reward_timeout 0.5 s, in 0 the process died",
+        "graded none of 1 tasks: 1 were stopped after reward_timeout 0.5 s, in 0 the process died",
+    ),
+    "asks for a column": (
+        "pass\n\ndef reward(completions, solution, **columns):\n    return [1.0] * len(completions)",
+        "raised TypeError(…'solution'…) in …mine.py, line 4: name solution in reward_columns, if the dataset has it…",
+    ),
+    "takes no columns": (
+        "pass\n\ndef reward(completions):\n    return [1.0] * len(completions)",
+        "raised TypeError(…) in …mine.py, line 4: it must take every column, the last as **columns",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REWARDS)
-def test_rewards_that_cannot_be_used(case, place, capfd):
-    """They end the run in its first step: nothing is recorded that was not graded."""
+def test_rewards_that_cannot_be_used(case, place, capfd, monkeypatch):
+    """A run and a dry run refuse them before any weights are loaded; nothing is written."""
     body, message = REWARDS[case]
     name = f"{place / 'mine.py'}:reward"
     (place / "mine.py").write_text(f"def reward(completions, **columns):\n    {body}\n")
+    monkeypatch.setattr(prepare, "load_policy", None)
     flags = ["--reward-funcs", name, "--reward-timeout", "0.5", "--reward-workers", "1"]
-    assert_says(error_of(train.main, training(place, *flags), place, capfd), f"reward '{name}' {message}")
-    assert read_metrics(place / "run") == [] and not any((place / "run/checkpoints").iterdir())
+    for more in [], ["--dry-run"]:
+        said = error_of(train.main, training(place, *flags, *more), place, capfd)
+        assert_says(said, f"reward '{name}' {message}")
+    assert not (place / "run").exists()

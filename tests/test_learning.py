@@ -80,7 +80,7 @@ def test_the_exported_adapter_is_the_checkpoint_and_beats_the_first_policy(learn
     checkpoints.close()
     assert int(state.step) == STEPS
     assert_trees_equal(exported.lora, state.lora)
-    problems = prepare.load_problems(config, exported, Console(quiet=True))[1]
+    problems = prepare.load_problems(config, exported.tokenizer, Console(quiet=True))[1]
     found = evaluate(exported, problems, config.eval_sampling, config.seed, engine=config.eval_engine)
     results = runs.read_json(directory / "evaluation.json")
     assert found.accuracy == results["after"]["accuracy"] > results["before"]["accuracy"] + 0.3

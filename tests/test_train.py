@@ -264,7 +264,7 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
     config = with_rewards(config)
     console = Console(record=True)
     policy = prepare.load(config)
-    stream, evaluation = prepare.load_problems(config, policy, console)
+    stream, evaluation = prepare.load_problems(config, policy.tokenizer, console)
     assert len(stream) == 10 and evaluation == []
     assert console.export_text().count("left out 1 of 6 records: 1 × empty 'question'") == 2
     assert [item.problem.id for items in stream.sets for item in items] == [*range(1, 6), *range(7, 12)]

@@ -6,8 +6,10 @@ None means "not applicable". Training passes the columns of `GIVEN_COLUMNS`; a d
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
+import inspect
 import math
 import re
 import sys
@@ -114,7 +116,10 @@ def load_reward(name: str) -> Reward:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"reward {name!r}: {path} failed to load: {error!r}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        place = f", line {line}," if line else ""
+        raise RewardError(f"reward {name!r}: {path}{place} failed to load: {error!r}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise RewardError(f"reward {name!r}: {path} has no function {function!r}")
@@ -188,7 +193,7 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
     except (RewardError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise RewardError(f"reward {name!r} raised {error!r}{_place(error)}") from error
+        raise RewardError(f"reward {name!r} raised {error!r}{_place(error, reward, rows)}") from error
     if not isinstance(values, list):
         raise RewardError(
             f"reward {name!r} returned a {type(given).__name__}, not one value for each completion in order"
@@ -207,11 +212,27 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
     return scores
 
 
-def _place(error: BaseException) -> str:
-    """The last line of the reward's own file that an error came through."""
+def _place(error: BaseException, reward: Reward, rows: Mapping[str, object]) -> str:
+    """The last line of the reward's own file that an error came through; where none of it ran, that of its definition
+    and the columns that it asks for and nobody has.
+    """
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is `call`
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    if own := [frame for frame in frames if frame.filename == frames[0].filename]:
+        return f" in {own[-1].filename}, line {own[-1].lineno}"
+    code = getattr(reward, "__code__", None)
+    place = f" in {code.co_filename}, line {code.co_firstlineno}" if code else ""
+    with contextlib.suppress(TypeError, ValueError):  # it has no signature
+        parameters = inspect.signature(reward).parameters.values()
+        asked = [
+            p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        if missing := [column for column in asked if column not in rows]:
+            return (
+                f"{place}: name {', '.join(missing)} in reward_columns, if the dataset has it (the answer is `answer`)"
+            )
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return f"{place}: it must take every column, the last as **columns"
+    return place
 
 
 def _score_of(value: Any) -> float | None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
+from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, dump
+from qerl_jax.data import arithmetic
+from qerl_jax.data.presets import PRESETS
+from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import endless_note
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
+from qerl_jax.run.prepare import load_problems
 from qerl_jax.run.sample import sample_lines
 
 
 def show_dry_run(config: Config, console: Console) -> None:
-    """Print config, parameters, memory, the first prompt and what the rewards pay. Raises as `memory_report` and
-    `sample_lines` do; no weights are loaded, nothing is trained or written.
+    """Print config, parameters, memory, the first prompt and what the rewards pay. Raises as `memory_report`,
+    `load_problems` and the rewards do; no weights are loaded, nothing is trained or written.
     """
     report = memory_report(config, device_bytes())
     console.print(dump(config), markup=False, soft_wrap=True)
@@ -29,8 +38,13 @@ def show_dry_run(config: Config, console: Console) -> None:
         )
     if note := endless_note(report.model):
         console.print(note, soft_wrap=True, markup=False)
-    for line in sample_lines(config):
-        console.print(line, soft_wrap=True, markup=False)
+    directory = assets.model_path(config.model, weights=False)
+    tokenizer = load_tokenizer(directory, report.model.vocab_size)
+    if tokenizer is None:
+        console.print("The model directory has no tokenizer yet: no prompt is shown.", markup=False)
+    else:
+        for line in sample_lines(config, tokenizer, local_problems(config, tokenizer, console)):
+            console.print(line, soft_wrap=True, markup=False)
     files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"
     console.print(
         f"{config.model}: {report.model.parameter_count() / 1e6:,.1f} M parameters, projections in {report.stored}, "
@@ -38,6 +52,21 @@ def show_dry_run(config: Config, console: Console) -> None:
         soft_wrap=True,
         markup=False,
     )
+
+
+def local_problems(config: Config, tokenizer: Any, console: Console) -> list[EncodedProblem]:
+    """The training problems, read as a run does, of the datasets that are not on the hub; so are those evaluated."""
+    local = tuple(name for name in config.dataset if name not in PRESETS)
+    evaluated = None if config.eval_dataset in PRESETS else config.eval_dataset
+    if not local and not evaluated:
+        return []
+    chosen = dataclasses.replace(
+        config, dataset=local or (arithmetic.NAME,), dataset_weights=None, eval_dataset=evaluated
+    )
+    stream, _ = load_problems(chosen, tokenizer, console)
+    if local == config.dataset:
+        config.with_max_steps(len(stream))
+    return [item for items in stream.sets for item in items] if local else []
 
 
 def _gb(count: int) -> str:

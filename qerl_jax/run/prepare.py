@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -36,6 +37,7 @@ from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.memory import refuse_oversized_update
 from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
+from qerl_jax.run.sample import try_rewards
 from qerl_jax.types import Policy, TrainState
 
 
@@ -94,13 +96,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     console.print(use_compilation_cache(config.compilation_cache_dir), soft_wrap=True, markup=False)
     if note := missing_kernels_note(config.matmul_kernel):
         console.print(note, soft_wrap=True, markup=False)
-    rewards = load_rewards(
-        config.reward_funcs,
-        config.reward_workers,
-        config.reward_timeout,
-        functools.partial(console.print, soft_wrap=True, markup=False),
-        config.allow_code_execution,
-    )
+    rewards = ready_rewards(config, console)
     assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
     limit = device_bytes()
     refuse_oversized_update(config, limit)
@@ -115,7 +111,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
             choose_shapes(policy, *sizes, config.engine, free_device_bytes())  # does it fit?
         if note := endless_note(policy.config):
             console.print(note, soft_wrap=True, markup=False)
-        stream, eval_problems = load_problems(config, policy, console)
+        stream, eval_problems = load_problems(config, loaded.tokenizer, console)
         config = config.with_max_steps(len(stream))
         state = init_state(policy, config, hooks.optimizer)
         # Again: weights in an unusual form, or a number of steps that the dataset decides, have other programs.
@@ -124,9 +120,23 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None
     except BaseException:
         programs.cancel()
+        rewards.close()
         raise
     inputs = config, directory, console, policy, rewards, stream, eval_problems
     return Run(*inputs, hooks, plan, programs, vllm, replicas), state
+
+
+def ready_rewards(config: Config, console: Console) -> Rewards:
+    """The rewards, loaded and called once. Raises RewardError, and DataError for a dataset without a first problem."""
+    warn = functools.partial(console.print, soft_wrap=True, markup=False)
+    grading = config.reward_workers, config.reward_timeout, warn, config.allow_code_execution
+    rewards = load_rewards(config.reward_funcs, *grading)
+    try:
+        try_rewards(config, rewards)
+    except BaseException:
+        rewards.close()
+        raise
+    return rewards
 
 
 def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
@@ -196,11 +206,11 @@ def load(config: Config, console: Console | None = None) -> Policy:
         )
 
 
-def load_problems(config: Config, policy: Policy, console: Console) -> tuple[ProblemStream, list[EncodedProblem]]:
+def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[ProblemStream, list[EncodedProblem]]:
     """The training problems as an endless stream, and the problems of the evaluation (empty without one)."""
     load = functools.partial(
         load_encoded,
-        tokenizer=policy.tokenizer,
+        tokenizer=tokenizer,
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
         system_prompt=config.system_message,

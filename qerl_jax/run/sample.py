@@ -1,87 +1,110 @@
-"""The first prompt of a run as the model sees it, and what its rewards pay for a right, a wrong and an unreadable
-answer: for `--dry-run`.
+"""The rewards of a run on its first problem, before anything is compiled; and for `--dry-run` that problem's prompt as
+the model sees it, with what the rewards pay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qerl_jax.checkpoint import assets
-from qerl_jax.checkpoint.hf_config import model_config
-from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
-from qerl_jax.data.presets import PRESETS, PROMPT_FORMATS
-from qerl_jax.data.problems import Problem
-from qerl_jax.data.prompts import EncodedProblem, asks_for_answer, encode_problems, load_encoded
+from qerl_jax.data.presets import PRESETS
+from qerl_jax.data.problems import Problem, load_dataset, own_system_prompt
+from qerl_jax.data.prompts import EncodedProblem, asks_for_answer, encode_problems
 from qerl_jax.rewards.answers import parse_number
 from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
-from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rewards.load import Rewards, load_rewards
+
+Pay = tuple[list[float], dict[str, list[float]]]
 
 
-def sample_lines(config: Config) -> Iterator[str]:
-    """Lines to print. Of a dataset on the hub a made-up problem stands for the first one; nothing is downloaded. Every
-    other dataset is read up to its first usable problem.
-
-    Raises DataError for a dataset that lacks a column, RewardError for a reward that cannot be loaded or called.
+def try_rewards(config: Config, rewards: Rewards) -> None:
+    """Call the rewards once on the first problem of every dataset, so that what they lack is said before anything is
+    compiled. Raises DataError for a dataset that lacks a column, RewardError for a reward that fails.
     """
-    directory = assets.model_path(config.model, weights=False)
-    tokenizer = load_tokenizer(directory, model_config(directory).vocab_size)
-    if tokenizer is None:
-        yield "The model directory has no tokenizer yet: no prompt is shown."
-        return
-    items = [_first(config, name, tokenizer) for name in config.dataset]
+    for name in config.dataset:
+        if name in PRESETS and not _has_columns(config, name):
+            problem = _made_up(name)
+        else:
+            dataset = load_dataset(
+                name,
+                "train",
+                config.prompt_column,
+                config.answer_column,
+                reward_columns=config.reward_columns,
+                limit=1,
+            )
+            problem = dataset.problems[0]
+        _pay(config, rewards, problem, _texts(config, problem, tagged=False))
+
+
+def sample_lines(config: Config, tokenizer: Any, items: Sequence[EncodedProblem]) -> Iterator[str]:
+    """Lines to print.
+
+    Args:
+      config: with its rewards filled in.
+      tokenizer: the model's.
+      items: the problems of its datasets that are not on the hub, of which nothing is downloaded: without any, a
+        made-up problem stands for the first one.
+    """
+    item = items[0] if items else _encoded(config, config.dataset[0], tokenizer)
     yield "The first prompt:"
-    prompt = tokenizer.decode(list(items[0].tokens))
+    prompt = tokenizer.decode(list(item.tokens))
     yield prompt
-    problem = items[0].problem
-    if "code" in config.reward_funcs or not problem.answer:
+    problem = item.problem
+    if not items and _has_columns(config, config.dataset[0]):
         return
+    texts = _texts(config, problem, tagged="<answer>" in prompt)
+    with load_rewards(
+        config.reward_funcs, config.reward_workers and 1, config.reward_timeout, print, config.allow_code_execution
+    ) as rewards:
+        totals, parts = _pay(config, rewards, problem, texts)
+    weights = ", ".join(f"{w:g} × {name}" for name, w in zip(config.reward_funcs, config.reward_weights, strict=True))
+    yield f"The reward is {weights}. It pays, where the answer is {problem.answer!r}:"
+    for i, (kind, text) in enumerate(texts.items()):
+        each = ", ".join(f"{name} {parts[name][i]:g}" for name in config.reward_funcs)
+        yield f"  {totals[i]:g} for {kind} answer, {text!r} ({each})"
+
+
+def _texts(config: Config, problem: Problem, tagged: bool) -> dict[str, str]:
+    """Completions by kind. Where no answer is known, or programs are run, only one that states nothing."""
+    texts = {"an unreadable": "I do not know."}
+    if "code" in config.reward_funcs or not problem.answer:
+        return texts
     number = parse_number(problem.answer)
     wrong = "0" if number is None else str(number + 1)
-    texts = [f"So it is \\boxed{{{problem.answer}}}.", f"So it is \\boxed{{{wrong}}}.", "I do not know."]
-    if "<answer>" in prompt:
-        texts[:2] = [f"<think>…</think><answer>{text}</answer>" for text in (problem.answer, wrong)]
+    form = "<think>…</think><answer>{}</answer>" if tagged else "So it is \\boxed{{{}}}."
+    return {"a right": form.format(problem.answer), "a wrong": form.format(wrong)} | texts
+
+
+def _pay(config: Config, rewards: Rewards, problem: Problem, texts: dict[str, str]) -> Pay:
+    """Totals and components of the rewards for completions of a problem."""
+    count = len(texts)
     columns = reward_columns(
-        [problem.extra] * 3,
-        [0] * 3,
-        [16] * 3,
+        [problem.extra] * count,
+        [0] * count,
+        [16] * count,
         config.max_completion_length,
         config.overlong_tokens,
         config.reward_timeout,
     )
-    with load_rewards(
-        config.reward_funcs, config.reward_workers and 1, config.reward_timeout, print, config.allow_code_execution
-    ) as rewards:
-        totals, parts = score(
-            rewards, config.reward_weights, [problem.prompt] * 3, texts, [problem.answer] * 3, **columns
-        )
-    weights = ", ".join(f"{w:g} × {name}" for name, w in zip(config.reward_funcs, config.reward_weights, strict=True))
-    yield f"The reward is {weights}. It pays, where the answer is {problem.answer!r}:"
-    for i, kind in enumerate(("a right", "a wrong", "an unreadable")):
-        each = ", ".join(f"{name} {parts[name][i]:g}" for name in config.reward_funcs)
-        yield f"  {totals[i]:g} for {kind} answer, {texts[i]!r} ({each})"
+    rows = [problem.prompt] * count, list(texts.values()), [problem.answer] * count
+    return score(rewards, config.reward_weights, *rows, **columns)
 
 
-def _first(config: Config, name: str, tokenizer: Any) -> EncodedProblem:
-    """The first problem of a dataset; of one on the hub a made-up one."""
-    if preset := PRESETS.get(name):
-        is_asked = asks_for_answer(tokenizer) and preset.system_prompt in PROMPT_FORMATS.values()
-        own = "" if is_asked else preset.system_prompt
-        system = own if config.system_message is None else config.system_message
-        problem = Problem(0, f"(a problem of {name})", "42")
-        return encode_problems([problem], tokenizer, system, config.max_prompt_length, "truncate_left")[0][0]
-    items, _, _ = load_encoded(
-        name,
-        "train",
-        tokenizer,
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        system_prompt=config.system_message,
-        max_prompt_length=config.max_prompt_length,
-        overlong_prompts="truncate_left",
-        reward_columns=config.reward_columns,
-        limit=1,
-    )
-    return items[0]
+def _has_columns(config: Config, name: str) -> bool:
+    """Whether rewards get columns of a preset that only its records have."""
+    return bool(config.reward_columns or PRESETS[name].extra)
+
+
+def _made_up(name: str) -> Problem:
+    """A problem in the place of the first one of a dataset on the hub."""
+    return Problem(0, f"(a problem of {name})", "42")
+
+
+def _encoded(config: Config, name: str, tokenizer: Any) -> EncodedProblem:
+    """The made-up problem as tokens."""
+    own = own_system_prompt(name, asks_for_answer(tokenizer))
+    system = own if config.system_message is None else config.system_message
+    return encode_problems([_made_up(name)], tokenizer, system, config.max_prompt_length, "truncate_left")[0][0]

@@ -34,7 +34,7 @@ def test_training_and_evaluation_read_their_own_splits(tmp_path, generated):
     evaluated = "arithmetic" if generated else str(tmp_path)
     config = Config(model="tiny", dataset=(str(tmp_path), "arithmetic"), eval_dataset=evaluated, eval_samples=3)
     policy = load_policy(model_path("tiny"), lora=LoraConfig(0))
-    stream, evaluation = load_problems(config, policy, Console(quiet=True))
+    stream, evaluation = load_problems(config, policy.tokenizer, Console(quiet=True))
     files, generator = (
         [(one.problem.id, one.problem.prompt, one.problem.answer) for one in part] for part in stream.sets
     )
