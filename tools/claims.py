@@ -124,7 +124,7 @@ def read_plan(path: Path, out: Path) -> tuple[list[Job], list[tuple[str, str]]]:
     if unknown := sorted(set(plan) ^ (keys & set(plan) | {"config", "seeds", "cells"})):
         raise PlanError(f"{path}: {unknown} is unknown or missing; a plan has {sorted(keys)}")
     base = Path(plan["config"])
-    base = base if base.suffix else ROOT / "configs" / f"{base}.yaml"
+    base = base if base.suffix == ".yaml" else ROOT / "configs" / f"{base}.yaml"
     if not base.is_file():
         raise PlanError(f"{path}: config {plan['config']} is neither a file nor a bundled recipe")
     common = settings(base.read_text(), base) | (plan.get("common") or {})

@@ -33,9 +33,7 @@ def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float
         logits = jnp.where(order >= threshold[..., None], logits, -jnp.inf)
     if sampling.top_p < 1:
         p = jax.nn.softmax(logits, axis=-1)
-        order = jax.lax.bitcast_convert_type(
-            p, jnp.uint32
-        )  # the bits of floats in [0, 1] order alike and begin with 00
+        order = jax.lax.bitcast_convert_type(p, jnp.uint32)  # bits of floats in [0, 1] order alike, the first two are 0
         threshold = _threshold(order, lambda kept: jnp.sum(jnp.where(kept, p, 0), axis=-1), sampling.top_p, bits=30)
         logits = jnp.where(order >= threshold[..., None], logits, -jnp.inf)
     if sampling.min_p > 0:
