@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float32, Int8, Int32
 
 
@@ -151,9 +152,33 @@ class Prompts(_Replace):
         return cls(*(jax.device_put(np.asarray(x, np.int32)) for x in (tokens, lengths, ids)))
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["temperature"], meta_fields=["top_k", "top_p", "min_p"]
+)
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """The distribution over the next token as programs take it: `Sampling` without lengths and counts. Another
+    temperature is another array, for which nothing is compiled again; truncation is static.
+
+    Attributes:
+      temperature: divides the logits; None: greedy.
+      top_k, top_p, min_p: as in `Sampling`.
+    """
+
+    temperature: Float32[ArrayLike, ""] | None
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens have probability 0."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling(_Replace):
-    """Sampling settings. Hashable: static under jit.
+    """Sampling settings. Hashable.
 
     Attributes:
       max_new_tokens: longest completion in tokens, EOS included.
@@ -185,9 +210,10 @@ class Sampling(_Replace):
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
 
     @property
-    def truncates(self) -> bool:
-        """Whether some tokens have probability 0."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    def distribution(self) -> Distribution:
+        """The distribution that tokens are drawn from."""
+        temperature = np.float32(self.temperature) if self.temperature else None
+        return Distribution(temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclasses.dataclass(frozen=True)

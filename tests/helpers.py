@@ -58,7 +58,7 @@ def plain_rollout(
     of `policy_logits`.
     """
     forward = jax.jit(logits_after or (lambda policy, tokens, _: policy_logits(policy, tokens)))
-    draw = jax.jit(sample, static_argnums=1)
+    draw = jax.jit(sample)
     rows = []
     for p, prompt in enumerate(prompts):
         for g in range(sampling.num_generations):
@@ -68,7 +68,9 @@ def plain_rollout(
             while len(logprobs) < sampling.max_new_tokens and finish == FinishReason.LENGTH:
                 padded = np.array([ids + [0] * (width - len(ids))], np.int32)
                 logits = forward(policy, padded, len(prompt))[:, len(ids) - 1]
-                token, logprob, _ = draw(logits, sampling, keys.for_positions(row_key, jnp.array([len(ids)])))
+                token, logprob, _ = draw(
+                    logits, sampling.distribution, keys.for_positions(row_key, jnp.array([len(ids)]))
+                )
                 ids.append(int(token[0]))
                 logprobs.append(float(logprob[0]))
                 finish = FinishReason.EOS if ids[-1] in policy.config.eos_token_ids else FinishReason.LENGTH

@@ -55,7 +55,9 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
         arrays = np.zeros(16, np.int32), *2 * (np.zeros(ROWS, np.int32),)
         prefills = record(prefill, policy, prompt_cache, *arrays, WIDTH, invariant)
         programs += [each.traced.lower() for each in prefills if each.function.__name__ == "prefill_layer"]
-        programs.append(decode.decode_chunk.lower(policy, prompt_cache, slots, Sampling(WIDTH), 2, invariant))
+        programs.append(
+            decode.decode_chunk.lower(policy, prompt_cache, slots, Sampling(WIDTH).distribution, 2, invariant)
+        )
     for program in programs:
         found = products(program)
         assert len(found) >= 20  # a layer: four weights, seven adapters, scores and values

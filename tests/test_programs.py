@@ -131,7 +131,7 @@ def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
 
 def test_what_the_weights_decide_is_compiled_after_them(tmp_path):
     """ModelOpt's scales multiply and llm-compressor's divide: config.json does not say which, and every program that
-    reads them is another one. So are the optimizer's where the dataset decides the number of steps.
+    reads them is another one.
     """
     small.modelopt(tmp_path / "model")
     config, known = config_of(tmp_path), {}
@@ -140,9 +140,21 @@ def test_what_the_weights_decide_is_compiled_after_them(tmp_path):
     more = record(rehearse_step, config, Hooks(), policy, init_state(policy, config), None, known=known)
     assert set(names_of(more)) == {"cast_lora", "prefill_layer", "decode_chunk", "forward_and_keep", "backward"}
     assert len(more) < len(before)
-    longer = config.with_max_steps(1000)
-    more = record(rehearse_step, longer, Hooks(), policy, init_state(policy, longer), None, known=known)
-    assert longer == config or sorted(names_of(more)) == ["apply", "stays_finite"]
+
+
+def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_programs(tmp_path):
+    """Those numbers are arrays; truncation, which changes the work, is not."""
+    small.bf16(tmp_path / "model")
+
+    def found(*flags: str) -> set:
+        return signatures(rehearse_run, config_of(tmp_path, *flags), Hooks(), None)
+
+    first = found()
+    numbers = ["--learning-rate", "3e-5", "--max-steps", "700", "--warmup-ratio", "0.3", "--max-grad-norm", "0.7"]
+    assert (
+        found(*numbers, "--temperature", "0.6", "--seed", "5", "--sigma-start", "0.1", "--sigma-end", "0.01") == first
+    )
+    assert found("--top-k", "5") != first
 
 
 def test_a_call_waits_for_its_own_program_only():

@@ -13,31 +13,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from qerl_kernels.batch_invariant import ordered
 
-from qerl_jax.types import Sampling
+from qerl_jax.types import Distribution
 
 _DIGIT = 3  # bits of the threshold found in one pass over the vocabulary
 
 
-def sampled_logits(logits: Float32[Array, "... V"], sampling: Sampling) -> Float32[Array, "... V"]:
+def sampled_logits(logits: Float32[Array, "... V"], distribution: Distribution) -> Float32[Array, "... V"]:
     """Logits of the sampled distribution: divided by the temperature, −inf for dropped tokens.
 
     top-k, then top-p over the remaining tokens, then min-p; each is a threshold on the logit, so that tokens tied with
-    the last kept one stay. At temperature 0 the logits are not scaled and only the most likely token stays.
+    the last kept one stay. Greedy, the logits are not scaled and only the most likely token stays.
     """
-    if sampling.temperature == 0:
+    if distribution.temperature is None:
         return jnp.where(jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True), logits, -jnp.inf)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
+    logits = logits / distribution.temperature
+    if 0 < distribution.top_k < logits.shape[-1]:
         order = _sortable(logits)
-        threshold = _threshold(order, lambda kept: jnp.sum(kept, axis=-1), sampling.top_k, bits=32)
+        threshold = _threshold(order, lambda kept: jnp.sum(kept, axis=-1), distribution.top_k, bits=32)
         logits = jnp.where(order >= threshold[..., None], logits, -jnp.inf)
-    if sampling.top_p < 1:
+    if distribution.top_p < 1:
         p = jax.nn.softmax(logits, axis=-1)
         order = jax.lax.bitcast_convert_type(p, jnp.uint32)  # bits of floats in [0, 1] order alike, the first two are 0
-        threshold = _threshold(order, lambda kept: jnp.sum(jnp.where(kept, p, 0), axis=-1), sampling.top_p, bits=30)
+        threshold = _threshold(order, lambda kept: jnp.sum(jnp.where(kept, p, 0), axis=-1), distribution.top_p, bits=30)
         logits = jnp.where(order >= threshold[..., None], logits, -jnp.inf)
-    if sampling.min_p > 0:
-        lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)
+    if distribution.min_p > 0:
+        lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(distribution.min_p)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     return logits
 
@@ -72,23 +72,23 @@ def _sortable(values: Float32[Array, "... V"]) -> UInt32[Array, "... V"]:
 
 
 def sample(
-    logits: Float32[Array, "B V"], sampling: Sampling, keys: Array, batch_invariant: bool = False
+    logits: Float32[Array, "B V"], distribution: Distribution, keys: Array, batch_invariant: bool = False
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"], Float32[Array, " B"]]:
     """Sample one token a row, with its log-probability under the sampled distribution and the entropy of the policy,
     in nats (both 0 for greedy decoding).
 
     Args:
       logits: logits of the model.
-      sampling: temperature and truncation.
+      distribution: temperature and truncation.
       keys: one random key for each row, so that the sample of a row does not depend on its neighbours.
       batch_invariant: fix the summation order; the rows are then one block (`in_blocks`).
     """
-    if sampling.temperature == 0:
+    if distribution.temperature is None:
         tokens = jnp.argmax(logits, axis=-1)
         return tokens.astype(jnp.int32), *[jnp.zeros(tokens.shape, jnp.float32)] * 2
-    kept = sampled_logits(logits, sampling)
-    total, entropy = normalizer_and_entropy(logits / sampling.temperature)
-    if sampling.truncates:
+    kept = sampled_logits(logits, distribution)
+    total, entropy = normalizer_and_entropy(logits / distribution.temperature)
+    if distribution.truncates:
         total = jax.nn.logsumexp(kept, axis=-1)
     if batch_invariant:  # XLA may fuse the draw with these sums or with the maximum
         kept, total, entropy, keys = ordered(kept, total, entropy, keys)
@@ -112,18 +112,18 @@ def normalizer_and_entropy(logits: Float32[Array, "B V"]) -> tuple[Float32[Array
 
 
 def logits_of_targets(
-    logits: Float32[Array, "C V"], targets: Int32[Array, " C"], sampling: Sampling
+    logits: Float32[Array, "C V"], targets: Int32[Array, " C"], distribution: Distribution
 ) -> Float32[Array, "C V"]:
     """Logits of the distribution from which the targets were sampled: over the temperature, −inf where it truncates.
 
     The targets are always kept, because the sampler kept them: with equal logits the kept set is the set sampled from.
     The kept set has no gradient.
     """
-    if not sampling.truncates:
-        return logits / sampling.temperature
-    kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), sampling))
+    if not distribution.truncates:
+        return logits / distribution.temperature
+    kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), distribution))
     kept |= jnp.arange(logits.shape[-1]) == targets[:, None]
-    return jnp.where(kept, logits / sampling.temperature, -jnp.inf)
+    return jnp.where(kept, logits / distribution.temperature, -jnp.inf)
 
 
 def entropy_of(logprobs: Float32[Array, "C V"]) -> Float32[Array, " C"]:

@@ -23,7 +23,7 @@ from qerl_jax.rl.logprobs import add_head_gradient, logprobs_entropy_and_gradien
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.metrics import Sums, add_sums, empty_sums, token_sums
 from qerl_jax.rl.micro_batches import Assignment, Packed, last_of_prompts, pack, packed_tokens, predictors
-from qerl_jax.types import Batch, Sampling
+from qerl_jax.types import Batch, Distribution
 
 LossInputs = dict[str, Array]
 """The head's view of a batch: [B, C] `targets` i32, `mask` bool, `behaviour`, `weights` f32; `advantages` f32[B]."""
@@ -35,18 +35,16 @@ class HeadShape:
 
     Attributes:
       layer: the layers' shape.
-      sampling: temperature and truncation.
       chunk: tokens whose logits exist at one time.
     """
 
     layer: LayerShape
-    sampling: Sampling
     chunk: int
 
     @classmethod
     def of(cls, layer: LayerShape, config: Config) -> HeadShape:
         """That of a config."""
-        return cls(layer, config.sampling, config.logprob_chunk_size)
+        return cls(layer, config.logprob_chunk_size)
 
 
 @program(static_argnames=("loss_type", "limit"))
@@ -120,6 +118,7 @@ def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Arra
 @program(static_argnames="shape", donate_argnames="into")
 def head_logprobs(
     shape: HeadShape,
+    distribution: Distribution,
     frozen: Any,
     x: Float32[Array, "T D"],
     packed: Packed,
@@ -130,6 +129,7 @@ def head_logprobs(
 
     Args:
       shape: static.
+      distribution: the one sampled from.
       frozen: "norm" and "head".
       x: the residual stream after the last layer.
       packed: the micro-batch.
@@ -137,7 +137,7 @@ def head_logprobs(
       into: donated.
     """
     mask = _own(completions["mask"], packed, False)
-    logprobs, _, _ = _head(shape, frozen, x, packed, completions, mask, ())
+    logprobs, _, _ = _head(shape, distribution, frozen, x, packed, completions, mask, ())
     return into.at[packed.rows].set(logprobs, mode="drop")
 
 
@@ -145,6 +145,7 @@ def head_logprobs(
 def head_loss(
     shape: HeadShape,
     loss: LossSettings,
+    distribution: Distribution,
     frozen: Any,
     x: Float32[Array, "T D"],
     packed: Packed,
@@ -160,6 +161,7 @@ def head_loss(
 
     Args:
       shape, loss: static.
+      distribution: the one sampled from.
       frozen: "norm", the final norm's weight, and "head", the output embedding; in fp32 where they are trained.
       x: the residual stream after the last layer.
       packed: the micro-batch.
@@ -178,7 +180,7 @@ def head_loss(
     """
     mask = _own(completions["mask"], packed, False)
     of = ("logprobs", "entropy") if loss.uses_entropy else ("logprobs",)
-    logprobs, entropy, pullback = _head(shape, frozen, x, packed, completions, mask, of)
+    logprobs, entropy, pullback = _head(shape, distribution, frozen, x, packed, completions, mask, of)
     behaviour, weights, old, reference = (
         None if array is None else _own(array, packed, 0)
         for array in (completions["behaviour"], completions["weights"], old, reference)
@@ -227,7 +229,7 @@ def _own(array: Array, packed: Packed, empty: Any) -> Array:
     return array.at[packed.rows].get(mode="fill", fill_value=empty)
 
 
-def _head(shape, frozen, x, packed, completions, mask, of):
+def _head(shape, distribution, frozen, x, packed, completions, mask, of):
     """(log-probabilities [S, C], entropy [S, C], pullback of those named in `of` to x and to the weights outside of
     layers), 0 outside of the mask.
     """
@@ -249,7 +251,7 @@ def _head(shape, frozen, x, packed, completions, mask, of):
     targets = _own(completions["targets"], packed, 0).reshape(-1)[inside]
     states = hidden.at[places].get(mode="fill", fill_value=0)
     logprobs, entropy, gradients = logprobs_entropy_and_gradients(
-        matrix, states, targets, count, shape.sampling, shape.chunk, of
+        matrix, states, targets, count, distribution, shape.chunk, of
     )
 
     def spread(values: Array) -> Array:
@@ -263,7 +265,7 @@ def _head(shape, frozen, x, packed, completions, mask, of):
         if gradient is None:
             return d_x, None
         name = "lm_head" if "lm_head" in gradient else "embed_tokens"
-        d_head = add_head_gradient(gradient[name], matrix, states, targets, count, own, shape.sampling, shape.chunk)
+        d_head = add_head_gradient(gradient[name], matrix, states, targets, count, own, distribution, shape.chunk)
         return d_x, gradient | {name: d_head, "norm": {"weight": gradient["norm"]["weight"] + d_norm}}
 
     return spread(logprobs), spread(entropy), pullback

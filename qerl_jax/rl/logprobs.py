@@ -14,9 +14,8 @@ from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.models.distribution import entropy_of, logits_of_targets
 from qerl_jax.models.qwen2 import Qwen2, merge_model
-from qerl_jax.types import Policy, Sampling
+from qerl_jax.types import Distribution, Policy, Sampling
 
-_FULL = Sampling(max_new_tokens=1)
 CHUNK = 1024
 
 
@@ -68,17 +67,21 @@ def token_logprobs(
     mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
     tokens = jnp.asarray(tokens)
     return logprobs_and_entropy(
-        model, model(tokens, mask)[:, :-1], tokens[:, 1:], _FULL.replace(temperature=temperature), chunk
+        model, model(tokens, mask)[:, :-1], tokens[:, 1:], Sampling(1, temperature).distribution, chunk
     )[0]
 
 
 def logprobs_and_entropy(
-    model: Qwen2, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"], sampling: Sampling, chunk: int = CHUNK
+    model: Qwen2,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    distribution: Distribution,
+    chunk: int = CHUNK,
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
     """Log-probability of each target and entropy of each position, in nats, `chunk` tokens at a time.
 
-    Where `sampling` truncates, the distribution is renormalized over the tokens that this model keeps and the target,
-    which the sampler kept: with equal logits that is the set sampled from.
+    Where `distribution` truncates, it is renormalized over the tokens that this model keeps and the target, which the
+    sampler kept: with equal logits that is the set sampled from.
     """
     batch, length, width = hidden.shape
     count = batch * length
@@ -90,7 +93,7 @@ def logprobs_and_entropy(
     @jax.checkpoint
     def one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         states, tokens = inputs
-        scaled = logits_of_targets(model.logits(states), tokens, sampling)
+        scaled = logits_of_targets(model.logits(states), tokens, distribution)
         normalizer = jax.nn.logsumexp(scaled, axis=-1)
         chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
         return chosen - normalizer, entropy_of(scaled - normalizer[:, None])
@@ -100,10 +103,10 @@ def logprobs_and_entropy(
 
 
 def _logprobs(
-    head: Float[Array, "V D"], hidden: Float[Array, "C D"], targets: Int[Array, " C"], sampling: Sampling
+    head: Float[Array, "V D"], hidden: Float[Array, "C D"], targets: Int[Array, " C"], distribution: Distribution
 ) -> tuple[Float32[Array, "C V"], Bool[Array, "C V"]]:
     """Log-probabilities of all tokens, and which is the target."""
-    scaled = logits_of_targets(fp32_matmul(hidden, head.T), targets, sampling)
+    scaled = logits_of_targets(fp32_matmul(hidden, head.T), targets, distribution)
     logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
     return logprobs, jnp.arange(head.shape[0]) == targets[:, None]
 
@@ -113,7 +116,7 @@ def logprobs_entropy_and_gradients(
     hidden: Float[Array, "T D"],
     targets: Int[Array, " T"],
     count: Int[Array, ""],
-    sampling: Sampling,
+    distribution: Distribution,
     chunk: int = CHUNK,
     of: tuple[str, ...] = ("logprobs",),
 ) -> tuple[Float32[Array, " T"], Float32[Array, " T"], dict[str, Float32[Array, "T D"]]]:
@@ -133,7 +136,7 @@ def logprobs_entropy_and_gradients(
       hidden: after the final norm; the first `count` rows are read.
       targets: token that follows each.
       count: rows that count; the results of the others are 0.
-      sampling: temperature and truncation, as in `logprobs_and_entropy`; the kept set has no gradient.
+      distribution: temperature and truncation, as in `logprobs_and_entropy`; the kept set has no gradient.
       chunk: tokens whose logits exist at one time.
       of: gradients to compute, of "logprobs" and "entropy".
     """
@@ -147,10 +150,10 @@ def logprobs_entropy_and_gradients(
         start = i * chunk
         states = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
         wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk)
-        logprobs, is_target = _logprobs(head, states, wanted, sampling)
+        logprobs, is_target = _logprobs(head, states, wanted, distribution)
         found = {"logprobs": jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1), "entropy": entropy_of(logprobs)}
         for name in of:
-            d_logits = (_d_scaled(name, logprobs, is_target) / sampling.temperature).astype(hidden.dtype)
+            d_logits = (_d_scaled(name, logprobs, is_target) / distribution.temperature).astype(hidden.dtype)
             found[f"d_{name}"] = fp32_matmul(d_logits, head)
         within = (start + jnp.arange(chunk) < count)[:, None]
         return {
@@ -182,7 +185,7 @@ def add_head_gradient(
     targets: Int[Array, " T"],
     count: Int[Array, ""],
     d_values: dict[str, Float32[Array, " T"]],
-    sampling: Sampling,
+    distribution: Distribution,
     chunk: int = CHUNK,
 ) -> Float32[Array, "V D"]:
     """The total with the gradient of the output embedding added: a second pass over the vocabulary, once the loss is
@@ -190,7 +193,7 @@ def add_head_gradient(
 
     Args:
       total: gradient so far.
-      head, hidden, targets, count, sampling, chunk: as in `logprobs_entropy_and_gradients`.
+      head, hidden, targets, count, distribution, chunk: as in `logprobs_entropy_and_gradients`.
       d_values: gradient of the loss to "logprobs" and "entropy", either or both; 0 beyond `count`.
     """
     chunk = min(chunk, hidden.shape[0])
@@ -202,8 +205,8 @@ def add_head_gradient(
     def one(i: Array, total: Array) -> Array:
         rows = (hidden, targets, d_values)
         states, wanted, weights = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk), rows)
-        logprobs, is_target = _logprobs(head, states, wanted, sampling)
+        logprobs, is_target = _logprobs(head, states, wanted, distribution)
         d_scaled = sum(weight[:, None] * _d_scaled(name, logprobs, is_target) for name, weight in weights.items())
-        return total + fp32_matmul((d_scaled / sampling.temperature).astype(hidden.dtype).T, states)
+        return total + fp32_matmul((d_scaled / distribution.temperature).astype(hidden.dtype).T, states)
 
     return jax.lax.fori_loop(0, (count + chunk - 1) // chunk, one, total)

@@ -14,7 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32
 
 from qerl_jax.programs import program
@@ -43,17 +46,19 @@ def apply_gradients(
     squares = zeros_like(sums["loss"])
     for part in parts:
         squares = add_squares(part, squares)
-    metrics, factor, finite = finish(state.config.max_grad_norm, sums, squares)
+    metrics, factor, finite = finish(np.float32(state.config.max_grad_norm), sums, squares)
     whole = whole_of(state)
     if isinstance(state.optimizer, AdamW):
+        update = Partial(AdamW.update, state.optimizer)
         before, join = [at_layer(whole, i) for i in range(len(gradients))], from_layers
         before += [] if outside is None else [outside_layers(whole)]
     else:
+        update = Partial(state.optimizer.update)
         before, join, parts = [whole], lambda trees: trees[0], [from_layers(parts)]
     for old, part in zip(before, parts, strict=True):
-        finite = stays_finite(state.optimizer, old, part, factor, finite)
+        finite = stays_finite(update, old, part, factor, finite)
     jax.block_until_ready(finite)  # the last activations are freed then; else the next state would be beside them
-    after = [apply(state.optimizer, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
+    after = [apply(update, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
     return state.replace(**join(after)), metrics | {"skipped": skipped(finite)}
 
 
@@ -85,9 +90,9 @@ def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
     return total + jnp.sum(jnp.square(_as_one(jax.tree.leaves(gradient))))
 
 
-@program(static_argnums=0)
+@program
 def finish(
-    max_norm: float, sums: Sums, squares: Float32[Array, ""]
+    max_norm: Float32[ArrayLike, ""], sums: Sums, squares: Float32[Array, ""]
 ) -> tuple[dict[str, Array], Float32[Array, ""], Bool[Array, ""]]:
     """The update's metrics, the factor that clips the gradient, at most 1, and whether loss and gradient are finite."""
     metrics = mean_metrics(sums)
@@ -95,42 +100,42 @@ def finish(
     return metrics, max_norm / jnp.maximum(norm, max_norm), jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
 
 
-@program(static_argnums=0)
+@program
 def stays_finite(
-    optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> Bool[Array, ""]:
     """Whether everything so far is finite, and the optimizer's state and the parameters after its step.
 
     Args:
-      optimizer: static.
+      update: an optimizer's step; its numbers are arrays.
       before: "opt_state" and the trained trees, of one layer, of none or of all.
       gradient: gradient of the trained trees.
       factor: from `finish`.
       finite: from `finish`, or from this function for the parts before.
     """
     by_shape = collections.defaultdict(list)
-    for leaf in jax.tree.leaves(_stepped(optimizer, before, gradient, factor)):
+    for leaf in jax.tree.leaves(_stepped(update, before, gradient, factor)):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             by_shape[leaf.shape].append(jnp.abs(leaf).astype(jnp.float32))
     largest = [functools.reduce(jnp.maximum, leaves) for leaves in by_shape.values()]  # NaN if one is
     return finite & jnp.isfinite(_as_one(largest)).all()
 
 
-@program(static_argnums=0, donate_argnums=2)
+@program(donate_argnums=2)
 def apply(
-    optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     """The optimizer's state and the parameters after its step, or `before` where an update is not finite. Arguments as
     in `stays_finite`, `finite` from the last part; the gradient is donated.
     """
-    after = _stepped(optimizer, before, gradient, factor)
+    after = _stepped(update, before, gradient, factor)
     return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)
 
 
-def _stepped(optimizer: Any, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
+def _stepped(update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
     params = {name: before[name] for name in gradient}
     gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
-    updates, opt_state = optimizer.update(gradient, before["opt_state"], params)
+    updates, opt_state = update(gradient, before["opt_state"], params)
     return {"opt_state": opt_state, **optax.apply_updates(params, updates)}
 
 

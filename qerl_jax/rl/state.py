@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
@@ -21,17 +22,28 @@ from qerl_jax.programs import program
 from qerl_jax.types import Policy, TrainState
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["learning_rate", "warmup", "updates"],
+    meta_fields=["lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"],
+)
 @dataclasses.dataclass(frozen=True)
 class AdamW:
     """AdamW with the settings of a config, as an optax transformation: `init` and `update`. Equal settings are equal
-    optimizers, for which nothing is compiled again; the functions of two calls of `optax.adamw` never are.
+    optimizers, for which nothing is compiled again; the functions of two calls of `optax.adamw` never are. Nor is
+    anything for other numbers of the learning rate, which programs take as arrays.
+
+    Attributes:
+      learning_rate: the largest.
+      warmup: updates until it is reached, from zero.
+      updates: those of the run.
+      lr_scheduler_type, adam_beta1, adam_beta2, adam_epsilon, weight_decay: as in `Config`.
     """
 
-    learning_rate: float
+    learning_rate: Float32[ArrayLike, ""]
+    warmup: Int32[ArrayLike, ""]
+    updates: Int32[ArrayLike, ""]
     lr_scheduler_type: str
-    warmup_ratio: float
-    num_rollouts: int
-    num_iterations: int
     adam_beta1: float
     adam_beta2: float
     adam_epsilon: float
@@ -39,8 +51,11 @@ class AdamW:
 
     @classmethod
     def of(cls, config: Config) -> AdamW:
-        """That of a config, whose fields have the same names."""
-        return cls(*(getattr(config, field.name) for field in dataclasses.fields(cls)))
+        """That of a config; the warm-up takes `ceil(warmup_ratio · updates)`."""
+        updates = config.num_rollouts * config.num_iterations
+        warmup = math.ceil(config.warmup_ratio * updates)
+        others = (getattr(config, field.name) for field in dataclasses.fields(cls)[3:])
+        return cls(np.float32(config.learning_rate), np.int32(warmup), np.int32(updates), *others)
 
     def init(self, params: Any) -> Any:
         """The state before the first update."""
@@ -52,22 +67,21 @@ class AdamW:
 
 
 def learning_rate(config: Config | AdamW) -> optax.Schedule:
-    """`update count -> learning rate`: a linear warm-up from zero over `ceil(warmup_ratio · updates)`, then the decay
-    of `lr_scheduler_type`, as transformers' schedulers.
+    """`update count -> learning rate`: a linear warm-up from zero, then the decay of `lr_scheduler_type`, as
+    transformers' schedulers. (optax's schedules take no arrays as their settings.)
     """
-    total = config.num_rollouts * config.num_iterations
-    warmup = math.ceil(config.warmup_ratio * total)
-    match config.lr_scheduler_type:
-        case "cosine":
-            after = optax.cosine_decay_schedule(config.learning_rate, max(total - warmup, 1))
-        case "linear":
-            after = optax.linear_schedule(config.learning_rate, 0.0, max(total - warmup, 1))
-        case _:
-            after = optax.constant_schedule(config.learning_rate)
-    return optax.join_schedules([optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1)), after], [warmup])
+    settings = config if isinstance(config, AdamW) else AdamW.of(config)
+
+    def rate(count: Int32[ArrayLike, ""]) -> Float32[Array, ""]:
+        warmup, decay = settings.warmup, jnp.maximum(settings.updates - settings.warmup, 1)
+        done = jnp.clip(count - warmup, 0, decay) / decay
+        after = {"cosine": (1 + jnp.cos(jnp.pi * done)) / 2, "linear": 1 - done}.get(settings.lr_scheduler_type, 1.0)
+        return settings.learning_rate * jnp.where(count < warmup, count / jnp.maximum(warmup, 1), after)
+
+    return rate
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit
 def learning_rate_at(optimizer: AdamW, updates: Int32[ArrayLike, ""]) -> Float32[Array, ""]:
     """The learning rate of the next update, after so many."""
     return jnp.asarray(learning_rate(optimizer)(updates), jnp.float32)

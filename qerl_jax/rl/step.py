@@ -235,7 +235,7 @@ def _reference(state: TrainState, work: Work, completions: head.LossInputs, micr
         for i, trained in enumerate(layers):
             x = layer.forward(shape, work.frozen["layers"][i], trained, x, packed)
         arguments = head_of(work.frozen), x, packed, completions, logprobs
-        logprobs = head.head_logprobs(work.head_shape, *arguments)
+        logprobs = head.head_logprobs(work.head_shape, state.config.sampling.distribution, *arguments)
     return logprobs
 
 
@@ -260,7 +260,8 @@ def _update(
         shape = work.layer_shape(some.kind)
         x, kept = _forward(work, shape, layers, x, packed)
         arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs, outside
-        d_x, sums, logprobs, outside = head.head_loss(work.head_shape, work.loss, head_of(weights), *arrays)
+        settings = work.head_shape, work.loss, state.config.sampling.distribution
+        d_x, sums, logprobs, outside = head.head_loss(*settings, head_of(weights), *arrays)
         del x, arrays
         d_x = _backward(work, shape, layers, gradients, kept, d_x, packed)
         if outside is not None:

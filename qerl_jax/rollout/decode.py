@@ -24,7 +24,7 @@ from qerl_jax.models.lora import fuse_lora_a
 from qerl_jax.models.qwen2 import Qwen2, merge_model
 from qerl_jax.programs import program
 from qerl_jax.rollout.shapes import RolloutShapes
-from qerl_jax.types import FinishReason, Policy, Sampling
+from qerl_jax.types import Distribution, FinishReason, Policy
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["cache", "hidden", "lengths"], meta_fields=[])
@@ -162,9 +162,14 @@ def admit(slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, Ar
     )
 
 
-@program(donate_argnames="slots", static_argnames=("sampling", "steps", "batch_invariant"))
+@program(donate_argnames="slots", static_argnames=("steps", "batch_invariant"))
 def decode_chunk(
-    policy: Policy, prompt_cache: PromptCache, slots: Slots, sampling: Sampling, steps: int, batch_invariant: bool
+    policy: Policy,
+    prompt_cache: PromptCache,
+    slots: Slots,
+    distribution: Distribution,
+    steps: int,
+    batch_invariant: bool,
 ) -> tuple[Slots, Bool[Array, " S"], Int32[Array, "T S"]]:
     """Decode `steps` tokens in every active slot.
 
@@ -175,7 +180,7 @@ def decode_chunk(
     model = merge_model(policy)
 
     def step(slots: Slots, _: None) -> tuple[Slots, Int32[Array, " S"]]:
-        return _decode_step(model, policy.config.eos_token_ids, sampling, batch_invariant, prompt_cache, slots)
+        return _decode_step(model, policy.config.eos_token_ids, distribution, batch_invariant, prompt_cache, slots)
 
     slots, sampled = jax.lax.scan(step, slots, None, length=steps)
     return slots, jnp.copy(slots.active), sampled
@@ -184,7 +189,7 @@ def decode_chunk(
 def _decode_step(
     model: Qwen2,
     eos_ids: tuple[int, ...],
-    sampling: Sampling,
+    distribution: Distribution,
     batch_invariant: bool,
     prompt_cache: PromptCache,
     slots: Slots,
@@ -195,7 +200,7 @@ def _decode_step(
 
     def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array, Array]:
         logits = model.logits(hidden)
-        return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, sampling, token_keys, batch_invariant)
+        return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, distribution, token_keys, batch_invariant)
 
     prompt_lengths = prompt_cache.lengths[slots.prompt_slots]
     token_keys = keys.for_positions(slots.keys, prompt_lengths + slots.lengths)

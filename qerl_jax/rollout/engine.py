@@ -148,11 +148,6 @@ def check_positions(config: ModelConfig, prompt_length: int, completion_length: 
         )
 
 
-def _chunk_steps(max_new_tokens: int, engine: Engine) -> int:
-    """Decode steps of a chunk: at most `engine.chunk`, so that equal chunks reach the longest completion."""
-    return -(-max_new_tokens // -(-max_new_tokens // engine.chunk))
-
-
 def _check_prompts(prompts: Prompts, vocab_size: int) -> None:
     tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
     if len(lengths) == 0:
@@ -197,13 +192,13 @@ class _Decoder:
         count, width = prompts.tokens.shape
         group, most = sampling.num_generations, sampling.max_new_tokens
         self.policy, self.key, self.batch_invariant = policy, key, engine.batch_invariant
-        self.sampling = sampling.replace(stop=())
+        self.distribution = sampling.distribution
         self.tokens, self.lengths, self.ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
         self.first_samples = group * occurrences(self.ids)  # a prompt that comes again continues its samples
         self.limits = limits
         self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
         self.prefill_shapes = prefill_shapes(count, width, engine.batch_invariant, self.shapes.holds(count * group))
-        self.chunk = _chunk_steps(most, engine)
+        self.most, self.chunk = most, engine.chunk
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
         self.stop = StopStrings(sampling.stop, policy.tokenizer)
@@ -241,7 +236,9 @@ class _Decoder:
 
     def result(self, prompts: Prompts) -> Rollout:
         """The rollout, once all sequences have ended."""
-        return assemble(prompts, self.slots.completions, self.sampling, self.policy.config.pad_token_id)
+        return assemble(
+            prompts, self.slots.completions, self.schedule.group, self.most, self.policy.config.pad_token_id
+        )
 
     def _begin(self) -> None:
         self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
@@ -250,7 +247,7 @@ class _Decoder:
 
     def _decode_chunk(self) -> tuple[Array, Array]:
         self.slots, active, sampled = decode.decode_chunk(
-            self.policy, self.prompt_cache, self.slots, self.sampling, self.chunk, self.batch_invariant
+            self.policy, self.prompt_cache, self.slots, self.distribution, self.chunk, self.batch_invariant
         )
         return active, sampled
 
@@ -351,11 +348,10 @@ class _Chunk:
     sampled: Array
 
 
-@program(static_argnames=("sampling", "pad"))
-def assemble(prompts: Prompts, completions: decode.Completions, sampling: Sampling, pad: int) -> Rollout:
-    """Prompt and completion of each row, contiguous from column 0."""
+@program(static_argnames=("group", "limit", "pad"))
+def assemble(prompts: Prompts, completions: decode.Completions, group: int, limit: int, pad: int) -> Rollout:
+    """Prompt and completion of each row, contiguous from column 0, for completions of up to `limit` tokens."""
     count, width = prompts.tokens.shape
-    group, limit = sampling.num_generations, sampling.max_new_tokens
     prompt_lengths = jnp.repeat(prompts.lengths, group)
     columns = jnp.arange(width + limit)
     position = columns - prompt_lengths[:, None]  # within the completion

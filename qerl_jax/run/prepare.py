@@ -114,7 +114,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         stream, eval_problems = load_problems(config, loaded.tokenizer, console)
         config = config.with_max_steps(len(stream))
         state = init_state(policy, config, hooks.optimizer)
-        # Again: weights in an unusual form, or a number of steps that the dataset decides, have other programs.
+        # Again: weights in an unusual form have other programs.
         plan = make_update_plan(state, policy.frozen, limit)
         programs.submit(rehearse_step, config, hooks, policy, state, plan)
         vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None

@@ -55,7 +55,7 @@ def logits() -> np.ndarray:
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_filters_equal_the_slow_ones_and_transformers(logits, sampling):
-    ours = np.asarray(jax.nn.softmax(sampled_logits(jnp.asarray(logits), sampling)))
+    ours = np.asarray(jax.nn.softmax(sampled_logits(jnp.asarray(logits), sampling.distribution)))
     np.testing.assert_allclose(ours, [slow(row, sampling) for row in logits], atol=1e-6)
     scores = torch.tensor(logits)
     processors = [TemperatureLogitsWarper(sampling.temperature)]
@@ -69,21 +69,28 @@ def test_filters_equal_the_slow_ones_and_transformers(logits, sampling):
 
 def test_tokens_tied_with_the_last_kept_one_stay():
     logits = jnp.asarray([[2.0, 1.0, 1.0, 0.0]])
-    assert np.isfinite(sampled_logits(logits, Sampling(1, top_k=2)))[0].tolist() == [True, True, True, False]
+    assert np.isfinite(sampled_logits(logits, Sampling(1, top_k=2).distribution))[0].tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("sampling", [SETTINGS[0], SETTINGS[1], SETTINGS[-1]], ids=str)
 def test_entropy_is_that_of_the_softmax_at_the_temperature_before_truncation(logits, sampling):
     rows = np.concatenate([logits, logits[:1] + 64, 1e4 * logits[:1], np.eye(30, dtype=np.float32)[:1]])
     rows = np.concatenate([rows, np.where(np.arange(30) < 12, logits[1:2], -np.inf)])
-    entropy = sample(jnp.asarray(rows), sampling, jax.random.split(jax.random.key(0), len(rows)))[2]
+    entropy = sample(jnp.asarray(rows), sampling.distribution, jax.random.split(jax.random.key(0), len(rows)))[2]
     p = np.array([slow(row, Sampling(1, sampling.temperature)) for row in rows])
     np.testing.assert_allclose(entropy, -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=1), atol=2e-5)
 
 
 def test_greedy_takes_the_first_of_the_likeliest():
     logits = jnp.asarray([[0.0, 5.0, 5.0], [3.0, 1.0, 2.0]])
-    tokens, logprobs, entropy = sample(logits, Sampling(1, temperature=0), jax.random.split(jax.random.key(0), 2))
+    tokens, logprobs, entropy = sample(
+        logits, Sampling(1, temperature=0).distribution, jax.random.split(jax.random.key(0), 2)
+    )
     assert tokens.tolist() == [1, 0] and logprobs.tolist() == entropy.tolist() == [0.0, 0.0]
 
 
@@ -96,7 +103,7 @@ def test_draws_follow_the_distribution_and_report_its_logprob(sampling):
     count = 20_000
     logits = jnp.broadcast_to(jnp.asarray(row), (count, 9))
     keys = jax.random.split(jax.random.key(3), count)
-    tokens, logprobs, _ = jax.jit(sample, static_argnums=1)(logits, sampling, keys)
+    tokens, logprobs, _ = jax.jit(sample)(logits, sampling.distribution, keys)
     p = slow(row, sampling)
     observed = np.bincount(np.asarray(tokens), minlength=9)
     assert observed[p == 0].sum() == 0
@@ -114,9 +121,9 @@ def test_draws_follow_the_distribution_and_report_its_logprob(sampling):
 
 def test_a_rows_draw_depends_on_its_own_key_and_logits_only(logits):
     keys = jax.random.split(jax.random.key(4), 8)
-    whole = sample(jnp.asarray(logits), Sampling(1), keys)
+    whole = sample(jnp.asarray(logits), Sampling(1).distribution, keys)
     for row in (0, 5):
-        alone = sample(jnp.asarray(logits[row : row + 1]), Sampling(1), keys[row : row + 1])
+        alone = sample(jnp.asarray(logits[row : row + 1]), Sampling(1).distribution, keys[row : row + 1])
         assert int(alone[0][0]) == int(whole[0][row]) and float(alone[1][0]) == pytest.approx(
             float(whole[1][row]), abs=1e-6
         )

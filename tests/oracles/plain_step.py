@@ -112,7 +112,9 @@ def _loss(
         model = merge_model(Policy(frozen, norms, lora, state.model, None))
         hidden = model(rows["tokens"], rows["attention_mask"])
         before = jnp.take_along_axis(hidden, rows["columns"][:, :, None] - 1, axis=1)
-        return logprobs_and_entropy(model, before, rows["targets"], config.sampling, config.logprob_chunk_size)
+        return logprobs_and_entropy(
+            model, before, rows["targets"], config.sampling.distribution, config.logprob_chunk_size
+        )
 
     logprobs, entropy = evaluate(params["lora"], params.get("norms", state.norms))
     reference = None

@@ -55,7 +55,7 @@ def full(hidden, head, targets, temperature):
 def test_values_equal_the_full_softmax(case, chunk, temperature):
     hidden, head, targets = case
     sampling = Sampling(1, temperature=temperature)
-    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling, chunk)
+    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling.distribution, chunk)
     expected, expected_entropy = full(hidden, head, targets, temperature)
     np.testing.assert_allclose(logp, expected, atol=1e-5)
     np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
@@ -67,7 +67,7 @@ def test_gradients_equal_those_of_the_full_softmax(case, chunk):
     probes = jnp.asarray(np.random.default_rng(1).normal(size=(2, B, T)), jnp.float32)
 
     def ours(hidden, head):
-        both = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6), chunk)
+        both = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6).distribution, chunk)
         return sum(jnp.sum(probe * value) for probe, value in zip(probes, both, strict=True))
 
     def plain(hidden, head):
@@ -97,7 +97,7 @@ def test_the_heads_gradients_equal_those_of_the_full_logits(case, sampling):
     expected = logp.gather(-1, torch.tensor(targets).long()[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     arrays = head.T, jnp.asarray(hidden), jnp.asarray(targets), jnp.int32(count)
     for of in (("logprobs", "entropy"), ()):
-        logp, entropy, found = logprobs_entropy_and_gradients(*arrays, sampling, 4, of)
+        logp, entropy, found = logprobs_entropy_and_gradients(*arrays, sampling.distribution, 4, of)
         assert tuple(found) == of
         for got, want in zip((logp, entropy), expected, strict=True):
             np.testing.assert_allclose(got[:count], want.detach()[:count], atol=1e-5)
@@ -110,12 +110,16 @@ def test_the_heads_gradients_equal_those_of_the_full_logits(case, sampling):
 
 def test_entropy_in_closed_form():
     hidden, targets = jnp.ones((1, 2, 1)), jnp.zeros((1, 2), int)
-    uniform = logprobs_and_entropy(Head(jnp.zeros((1, V))), hidden, targets, Sampling(1), 2)
+    uniform = logprobs_and_entropy(Head(jnp.zeros((1, V))), hidden, targets, Sampling(1).distribution, 2)
     np.testing.assert_allclose(uniform[1], np.log(V), rtol=1e-6)
     np.testing.assert_allclose(uniform[0], -np.log(V), rtol=1e-6)
-    certain = logprobs_and_entropy(Head(jnp.full((1, V), -1e9).at[0, 0].set(0)), hidden, targets, Sampling(1), 2)
+    certain = logprobs_and_entropy(
+        Head(jnp.full((1, V), -1e9).at[0, 0].set(0)), hidden, targets, Sampling(1).distribution, 2
+    )
     np.testing.assert_allclose(certain[1], 0, atol=1e-6)
-    half = logprobs_and_entropy(Head(jnp.full((1, V), -jnp.inf).at[0, :2].set(3.0)), hidden, targets, Sampling(1), 2)
+    half = logprobs_and_entropy(
+        Head(jnp.full((1, V), -jnp.inf).at[0, :2].set(3.0)), hidden, targets, Sampling(1).distribution, 2
+    )
     np.testing.assert_allclose(half[1], np.log(2), rtol=1e-6)
 
 
@@ -124,7 +128,7 @@ def test_no_array_of_the_size_of_all_logits(case):
     hidden, head, targets = case
 
     def loss(hidden):
-        return logprobs_and_entropy(Head(head), hidden, targets, Sampling(1), 2)[0].sum()
+        return logprobs_and_entropy(Head(head), hidden, targets, Sampling(1).distribution, 2)[0].sum()
 
     sizes = set()
 
@@ -150,7 +154,7 @@ def test_no_array_of_the_size_of_all_logits(case):
 def test_truncated_distributions_are_renormalized_over_the_kept_set_and_the_target(case, sampling):
     """Slow set arithmetic; the target is in the set whatever this model thinks of it: the sampler had kept it."""
     hidden, head, targets = case
-    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling, 3)
+    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling.distribution, 3)
     logits = np.asarray(product(hidden, head), np.float64) / sampling.temperature
     outside = 0
     for b in range(B):

@@ -63,7 +63,7 @@ def compiled(function: Any, states: Any, *static: Any) -> str:
 
 def main() -> None:
     states = abstract_chunk()
-    program = compiled(decode.decode_chunk, states, Sampling(256), 16, False)
+    program = compiled(decode.decode_chunk, states, Sampling(256).distribution, 16, False)
     (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
     body = launches.read_text().split("  body:\n")[1].splitlines()
     inside = [line for line in body if line.startswith("    ")]  # thunks of the body; nested ones are indented further

@@ -32,7 +32,7 @@ def plain(text: str) -> str:
 def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
     """Reductions of one chunk."""
     states = decode_for_h200.abstract_chunk(slots, sys.argv[1])
-    program = decode_for_h200.compiled(decode.decode_chunk, states, sampling, 4, batch_invariant)
+    program = decode_for_h200.compiled(decode.decode_chunk, states, sampling.distribution, 4, batch_invariant)
     found = set()
     for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL):
         if "fused" in name and re.search(r" (reduce|reduce-window|dot)\(", body):

@@ -104,7 +104,7 @@ def test_behaviour_logprobs_of_truncated_sampling_are_the_trainers(policy):
     def trainer(tokens, mask):
         model = merge_model(policy)
         hidden = model(tokens, mask)[:, :-1]
-        return logprobs_and_entropy(model, hidden, tokens[:, 1:], sampling, 16)[0]
+        return logprobs_and_entropy(model, hidden, tokens[:, 1:], sampling.distribution, 16)[0]
 
     mask = np.asarray(rollout.completion_mask)[:, 1:]
     expected = np.asarray(trainer(rollout.tokens, rollout.attention_mask))

@@ -74,7 +74,7 @@ def ints(*sizes: int) -> list[jax.ShapeDtypeStruct]:
 )
 def test_decoding_traces_layers_of_one_shape_once(traced, kernel, times):
     policy, _ = abstract_trees(MODEL, "nvfp4", config_of(matmul_kernel=kernel))
-    decode.decode_chunk.trace(*states(policy), Sampling(8), 4, False)
+    decode.decode_chunk.trace(*states(policy), Sampling(8).distribution, 4, False)
     assert traced == times
 
 
