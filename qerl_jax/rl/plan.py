@@ -61,7 +61,11 @@ class UpdatePlan:
 
 
 def make_update_plan(
-    state: TrainState, frozen: Any, device_bytes: float | None = None, longest: int | None = None
+    state: TrainState,
+    frozen: Any,
+    device_bytes: float | None = None,
+    longest: int | None = None,
+    replicas: int = 1,
 ) -> UpdatePlan:
     """The plan of all updates of a run, made once.
 
@@ -70,6 +74,7 @@ def make_update_plan(
       device_bytes: memory that the process may use on the device, of which weights, state and gradient take a part;
         None: no limit, so that nothing is recomputed.
       longest: tokens of a batch's rows; None: `max_prompt_length + max_completion_length`.
+      replicas: processes that share the micro-batches.
     """
     config: Config = state.config
     free = None
@@ -80,7 +85,7 @@ def make_update_plan(
     longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
     itemsize = frozen["embed_tokens"].dtype.itemsize
     xla = xla_matmuls(frozen["layers"], itemsize)
-    plan = choose_plan(state.model, itemsize, config, config.batch_size, longest, free, xla)
+    plan = choose_plan(state.model, itemsize, config, config.batch_size, longest, free, xla, replicas)
     return dataclasses.replace(plan, device_bytes=device_bytes)
 
 
@@ -92,11 +97,13 @@ def choose_plan(
     longest: int,
     free_bytes: float | None,
     xla: XlaMatmuls = XlaMatmuls(),  # noqa: B008  # a constant
+    replicas: int = 1,
 ) -> UpdatePlan:
     """The micro-batch that is computed fastest in the memory there is, up to the size from which more gains nothing.
 
     A larger one shares more prompts and runs nearer to the full rate; where its activations do not fit, layers
-    recompute some of them, which may cost more than it gains (`_cost`).
+    recompute some of them, which may cost more than it gains (`_cost`). Several replicas are busy together with as many
+    micro-batches as a multiple of theirs.
 
     Args:
       model: its shape.
@@ -106,6 +113,7 @@ def choose_plan(
       longest: tokens of a batch's rows, prompt and completion.
       free_bytes: for activations; None: no limit.
       xla: memory that the frozen layers need where XLA multiplies.
+      replicas: as in `make_update_plan`.
     """
     if config.update_memory_gb is not None:
         free_bytes = config.update_memory_gb * 1e9
@@ -117,7 +125,7 @@ def choose_plan(
         candidates = [_pack(config, longest, 1, rows, budget)]
     plans = [_plan(model, itemsize, config, pack, free_bytes, xla) for pack in candidates]
     fitting = [plan for plan in plans if not plan.lacking_bytes]
-    return min(fitting, key=lambda plan: _cost(model, config, rows, plan)) if fitting else plans[-1]
+    return min(fitting, key=lambda plan: _cost(model, config, rows, plan, replicas)) if fitting else plans[-1]
 
 
 def _plan(
@@ -147,12 +155,13 @@ def _plan(
     return dataclasses.replace(plan, lacking_bytes=lacking)
 
 
-def _cost(model: ModelConfig, config: Config, rows: int, plan: UpdatePlan) -> float:
+def _cost(model: ModelConfig, config: Config, rows: int, plan: UpdatePlan, replicas: int = 1) -> float:
     """Relative time of an update whose completions are all as long as they may be."""
     shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
     share = (shapes["gate_proj"] + shapes["up_proj"]) / sum(shapes.values())
     passes = 4 + 2 * (plan.recomputed + share * plan.recomputed_gate_up) / model.num_layers
-    return _micro_batches(config, rows, plan.pack) * (plan.pack.tokens + _LATENCY) * passes
+    busiest = -(-_micro_batches(config, rows, plan.pack) // replicas)
+    return busiest * (plan.pack.tokens + _LATENCY) * passes
 
 
 def _micro_batches(config: Config, rows: int, pack: PackShape) -> int:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float32
 from qerl_jax.compilation import settled
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import program
 from qerl_jax.rl import head, layer
 from qerl_jax.rl.activations import Keeps
@@ -29,6 +30,7 @@ from qerl_jax.rl.metrics import over_updates
 from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, assign_any, prompts_of
 from qerl_jax.rl.optimizer import apply_gradients, zeros_like
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
+from qerl_jax.rl.reduction import over_replicas
 from qerl_jax.rl.state import outside_layers, trained_trees
 from qerl_jax.types import Batch, TrainState
 
@@ -42,6 +44,7 @@ def grpo_step(
     drawn: int | None = None,
     token_loss: TokenLoss | None = None,
     with_reference: bool = False,
+    replicas: Replicas = ALONE,
 ) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     """Make `num_iterations` updates from one scored rollout, and move `step` and `cursor` of the state on.
 
@@ -67,6 +70,9 @@ def grpo_step(
       token_loss: a loss of your own (`TokenLoss`); None: that of `loss_type` (`built_in_loss`). Make it once, outside
         of the loop: programs are compiled for it, and again for another, unless the two compare as equal.
       with_reference: compute `reference_logp` for the token loss although `beta` is 0.
+      replicas: the processes that share the work, each with the same state, batch and plan. Each computes some of the
+        micro-batches, the same ones in all updates; gradients and metrics are summed before the optimizer's step, which
+        each makes. Not under `jit` with more than one.
 
     Returns:
       The next state, and scalar metrics averaged over the updates (`skipped` summed). `tokens` are those in the loss,
@@ -77,12 +83,13 @@ def grpo_step(
       ValueError: the batch contradicts the config, naming both values, or lacks the behaviour log-probabilities that
         the importance weight needs (`rl.checks`).
       MemoryError: the device has too little memory, with what to lower. `state` is as it was.
+      ReplicaError: another replica failed.
     """
     batch = checked(batch, state.config)
     plan = make_update_plan(state, frozen, longest=batch.tokens.shape[1]) if plan is None else plan
     drawn = batch.tokens.shape[0] // state.config.num_generations if drawn is None else drawn
     state, frozen, batch = settled((state, frozen, batch))
-    work = Work.of(state, frozen, batch, plan, token_loss, with_reference)
+    work = Work.of(state, frozen, batch, plan, token_loss, with_reference, replicas)
     try:
         return jax.block_until_ready(_step(state, work, drawn))  # a lack of memory may show only here
     except jax.errors.JaxRuntimeError as error:
@@ -93,7 +100,7 @@ def grpo_step(
 
 def _step(state: TrainState, work: Work, drawn: int) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
-    micro_batches = assigned(work.plan, work.batch, work.loss.vanishes_with_advantage)
+    micro_batches = assigned(work.plan, work.batch, work.loss.vanishes_with_advantage, work.replicas)
     completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
     reference = _reference(state, work, completions, micro_batches) if work.needs_reference else None
     old, updates = no_logprobs(completions), []
@@ -129,6 +136,7 @@ class Work(NamedTuple):
       needs_reference: whether anything reads the reference's log-probabilities.
       frozen: `policy.frozen`.
       batch: the batch.
+      replicas: those that share the micro-batches.
     """
 
     plan: UpdatePlan
@@ -139,6 +147,7 @@ class Work(NamedTuple):
     needs_reference: bool
     frozen: Any
     batch: Batch
+    replicas: Replicas = ALONE
 
     @classmethod
     def of(
@@ -149,22 +158,23 @@ class Work(NamedTuple):
         plan: UpdatePlan,
         token_loss: TokenLoss | None,
         with_reference: bool,
+        replicas: Replicas = ALONE,
     ) -> Work:
         """That of `grpo_step`'s arguments."""
         config: Config = state.config
         shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
         head_shape, loss = head.HeadShape.of(shape, config), LossSettings.of(config, token_loss)
         keeps, needs_reference = plan.layers(state.model.num_layers), with_reference or config.beta > 0
-        return cls(plan, keeps, shape, head_shape, loss, needs_reference, frozen, batch)
+        return cls(plan, keeps, shape, head_shape, loss, needs_reference, frozen, batch, replicas)
 
     def layer_shape(self, kind: PackShape) -> layer.LayerShape:
         """What the layers' programs are compiled for in a kind of micro-batch."""
         return dataclasses.replace(self.shape, pack=kind)
 
 
-def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool) -> list[MicroBatch]:
-    """The sequences of each micro-batch: those with a token in the loss and, under `needs_advantage`, an advantage
-    other than 0. For the shapes of a batch (`programs.record`) an empty one of each kind.
+def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Replicas = ALONE) -> list[MicroBatch]:
+    """The sequences of each micro-batch of this replica: those with a token in the loss and, under `needs_advantage`,
+    an advantage other than 0. For the shapes of a batch (`programs.record`) an empty one of each kind.
     """
     if isinstance(batch.lengths, jax.ShapeDtypeStruct):
         none = Assignment(np.full(plan.pack.suffixes, -1, np.int32), np.zeros(plan.pack.suffixes, np.int32))
@@ -179,11 +189,11 @@ def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool) -> list[Micr
     trains = mask.any(axis=1) & ((advantages != 0) | (not needs_advantage))
     lengths = np.where(trains, lengths, 0)
     longest = np.maximum(prompt_lengths, lengths - prompt_lengths)
-    prompts = prompts_of(tokens, prompt_lengths)
+    found = assign(lengths, prompt_lengths, prompts_of(tokens, prompt_lengths), plan.pack).micro_batches()
+    filled = [some for some in found if (some.rows >= 0).any()]
     return [
-        MicroBatch(some, plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max(initial=0))))
-        for some in assign(lengths, prompt_lengths, prompts, plan.pack).micro_batches()
-        if (some.rows >= 0).any()
+        MicroBatch(some, plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max())))
+        for some in (filled[i] for i in replicas.share(len(filled)))
     ]
 
 
@@ -266,7 +276,7 @@ def _update(
         d_x = _backward(work, shape, layers, gradients, kept, d_x, packed)
         if outside is not None:
             outside = head.embed_backward(outside, d_x, work.batch, packed)
-    state, metrics = apply_gradients(state, gradients, sums, outside)
+    state, metrics = apply_gradients(state, *over_replicas(work.replicas, gradients, sums, outside))
     return state, metrics, logprobs
 
 

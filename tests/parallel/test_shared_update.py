@@ -1,0 +1,133 @@
+"""The update of several replicas against that of one process; `rl/test_update.py` compares the latter with padded
+rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_trees_equal, fp32_policy, randomized, with_norm_offsets
+from replicas import on_replicas
+from updates import LENGTH, make_batch, make_config
+
+from qerl_jax.parallel import Replicas
+from qerl_jax.rl.optimizer import whole_of
+from qerl_jax.rl.plan import choose_plan, make_update_plan
+from qerl_jax.rl.reduction import over_replicas
+from qerl_jax.rl.state import init_state
+from qerl_jax.rl.step import assigned, grpo_step
+
+ROWS, MICRO_BATCHES = 22, 5
+
+
+def batch_of(seed: int):
+    """Rows of different lengths; one is masked whole, one has advantage 0."""
+    batch = make_batch(64, seed, ROWS)
+    return batch.replace(loss_mask=batch.loss_mask.at[3].set(False), advantages=batch.advantages.at[7].set(0))
+
+
+def few_rows(plan):
+    """A plan of micro-batches of at most five sequences."""
+    return dataclasses.replace(plan, pack=dataclasses.replace(plan.pack, suffixes=5, prefixes=5))
+
+
+@pytest.fixture(scope="module")
+def policy(micro_dir):
+    return with_norm_offsets(randomized(fp32_policy(micro_dir, rank=2), 1, 0.3), 2)
+
+
+@pytest.fixture(scope="module")
+def alone(policy):
+    """State, batch, plan, and the update of one process: four iterations with KL, capped weights and trained norms."""
+    config = make_config(
+        batch_size=ROWS, num_iterations=4, importance_sampling_cap=1.2, beta=0.1, train_norms=True, max_grad_norm=0.3
+    )
+    state = init_state(policy, config)
+    plan = few_rows(make_update_plan(state, policy.frozen, longest=LENGTH))
+    batch = batch_of(0)
+    assert len(assigned(plan, batch, needs_advantage=False)) == MICRO_BATCHES
+    return state, batch, plan, grpo_step(state, policy.frozen, batch, plan)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_the_update_is_that_of_one_process(policy, alone, count):
+    """Uneven deals of five micro-batches: 3 and 2; 2, 2 and 1; one each and two replicas without any."""
+    state, batch, plan, (wanted, metrics) = alone
+    found = on_replicas(count, lambda replicas: grpo_step(state, policy.frozen, batch, plan, replicas=replicas))
+    for after, reported in found:
+        assert_trees_equal((whole_of(after), reported), (whole_of(found[0][0]), found[0][1]))
+        for name in ("lora", "norms"):
+            for a, b in zip(*(jax.tree.leaves(getattr(x, name)) for x in (after, wanted)), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
+        assert set(reported) == set(metrics)
+        for name, value in metrics.items():
+            np.testing.assert_allclose(reported[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert float(metrics["tokens"]) == np.asarray(batch.loss_mask).sum()
+
+
+def test_each_micro_batch_has_one_replica(policy, alone):
+    _, batch, plan, _ = alone
+    shares = [assigned(plan, batch, False, Replicas(index, 3)) for index in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 1]
+    rows = np.concatenate([some.assignment.rows for share in shares for some in share])
+    assert sorted(rows[rows >= 0]) == [row for row in range(ROWS) if row != 3]
+
+
+def test_the_weights_outside_of_layers_are_summed_too(micro_dir):
+    policy = fp32_policy(micro_dir, rank=0)
+    config = make_config(batch_size=ROWS, weight_format="full", lora_rank=0)
+    state = init_state(policy, config)
+    plan = few_rows(make_update_plan(state, policy.frozen, longest=LENGTH))
+    wanted, metrics = grpo_step(state, policy.frozen, batch_of(1), plan)
+    found = on_replicas(2, lambda replicas: grpo_step(state, policy.frozen, batch_of(1), plan, replicas=replicas))
+    for after, reported in found:
+        for a, b in zip(jax.tree.leaves(whole_of(after)), jax.tree.leaves(whole_of(wanted)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(reported["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+    assert not np.array_equal(wanted.weights["embed_tokens"], state.weights["embed_tokens"])
+
+
+def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(policy, alone):
+    state, batch, plan, _ = alone
+    [first, *_] = assigned(plan, batch, needs_advantage=False)
+    row = int(first.assignment.rows[0])  # of the first replica
+    batch = batch.replace(advantages=batch.advantages.at[row].set(jnp.nan))
+    found = on_replicas(2, lambda replicas: grpo_step(state, policy.frozen, batch, plan, replicas=replicas))
+    for after, metrics in found:
+        assert float(metrics["skipped"]) == 4
+        assert_trees_equal(whole_of(after), whole_of(state))
+
+
+def test_sums_and_extremes_are_over_all_replicas():
+    """Also where a replica has no token: its sums are 0, its extremes infinite."""
+    sums = [
+        {"loss": 1.0, "tokens": 9.0, "trained_tokens": 4.0, "a/max": 2.0, "a/min": -1.0},
+        {"loss": 0.5, "tokens": 9.0, "trained_tokens": 5.0, "a/max": 3.0, "a/min": 0.0},
+        {"loss": 0.0, "tokens": 9.0, "trained_tokens": 0.0, "a/max": -np.inf, "a/min": np.inf},
+    ]
+    sums = jax.tree.map(jnp.float32, sums)
+    gradients = [[{"lora": jnp.full(3, 10.0**i)}] for i in range(3)]
+    found = on_replicas(3, lambda replicas: over_replicas(replicas, gradients[replicas.index], sums[replicas.index]))
+    for gradient, total, outside in found:
+        np.testing.assert_array_equal(gradient[0]["lora"], [111.0] * 3)
+        assert {name: float(value) for name, value in total.items()} == {
+            "loss": 1.5,
+            "tokens": 9.0,
+            "trained_tokens": 9.0,
+            "a/max": 3.0,
+            "a/min": -1.0,
+        }
+        assert outside is None
+
+
+@pytest.mark.parametrize(("count", "prompts"), [(1, 4), (8, 4), (16, 2), (32, 1)])
+def test_the_plan_has_a_micro_batch_for_each_replica(policy, count, prompts):
+    """32 groups of two, 512 + 512 tokens each: the best micro-batch for one device has four groups, in 8 micro-batches
+    (`rl/test_update.py`), of which more than 8 replicas would leave some idle."""
+    config = make_config(logprob_chunk_size=1, max_prompt_length=512, max_completion_length=512)
+    model = dataclasses.replace(policy.config, num_layers=8)
+    plan = choose_plan(model, 2, config, 64, 1024, None, replicas=count)
+    assert plan.pack.tokens == prompts * 3 * 512
