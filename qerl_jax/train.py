@@ -34,11 +34,13 @@ from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
 from qerl_jax.rl.advantages import group_advantages, make_batch
-from qerl_jax.rl.experience import Experience, equal_groups, replace_equal_groups
+from qerl_jax.rl.experience import Experience, equal_groups, gather_experience, replace_equal_groups
 from qerl_jax.rl.loss import TokenLoss
+from qerl_jax.rl.reduction import check_same_state
 from qerl_jax.rl.state import current_policy
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.shares import generate_share
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.devices import use_device_memory
 from qerl_jax.run.directory import resume_command
@@ -48,7 +50,7 @@ from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.lock import locked
 from qerl_jax.run.prepare import Run, check, prepare
 from qerl_jax.run.recorder import Recorder
-from qerl_jax.types import FinishReason, Rollout, TrainState
+from qerl_jax.types import FinishReason, Prompts, Rollout, TrainState
 
 
 def train(
@@ -113,7 +115,8 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
 
     with recorder.phases("update"):
         own = {"drawn": experience.drawn, "token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
-        state, update_metrics = grpo_step(state, run.policy.frozen, batch, run.plan, **own)
+        state, update_metrics = grpo_step(state, run.policy.frozen, batch, run.plan, replicas=run.replicas, **own)
+        check_same_state(run.replicas, state)
     metrics = recorder.record(state, experience, batch, update_metrics, sigma)
     if hooks.on_step is not None:
         hooks.on_step(metrics, state)
@@ -140,10 +143,17 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
         problems = run.stream.at(int(state.cursor) + resampling_round * config.num_prompts, config.num_prompts)
         prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)
         key = keys.for_round(step_key, resampling_round)
+
+        def completed(prompts: Prompts, key: Array = key) -> Rollout:
+            return sample(actor, prompts, config.sampling, key, config.engine)
+
         with phases("rollout"):
-            rollout = jax.block_until_ready(sample(actor, prompts, config.sampling, key, config.engine))
+            rollout = jax.block_until_ready(generate_share(run.replicas, prompts, completed))
         with phases("grading"):
-            fresh = grade(run, problems, rollout)
+            fresh = grade(run, problems, rollout) if rollout else None
+        if run.replicas.count > 1:
+            with phases("gather"):
+                fresh = gather_experience(run.replicas, fresh, problems, actor.config.pad_token_id)
         experience = replace_equal_groups(experience, fresh, config.num_generations) if experience else fresh
         if not equal_groups(experience.rewards, config.num_generations).any():
             break
@@ -151,8 +161,8 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
 
 
 def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Experience:
-    """Score the completions of P problems. The reward of a completion whose largest logit was not finite is NaN: it
-    counts in no mean of its group and leaves the loss.
+    """Score the completions of P problems, or of some of them. The reward of a completion whose largest logit was not
+    finite is NaN: it counts in no mean of its group and leaves the loss.
     """
     config = run.config
     rows = [problems[p].problem for p in np.asarray(rollout.prompt_index)]

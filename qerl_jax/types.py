@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections import Counter
 from typing import Any
 
 import jax
@@ -111,7 +112,9 @@ class TrainState(_Replace):
     weights: Any = None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "lengths", "ids"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "lengths", "ids", "occurrences"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class Prompts(_Replace):
     """Right-padded prompts.
@@ -119,12 +122,30 @@ class Prompts(_Replace):
     Attributes:
       tokens: token ids, padding after `lengths`.
       lengths: tokens of each prompt.
-      ids: id of the problem. Sampling keys depend on it, and on how often it came before in the call.
+      ids: id of the problem. Sampling keys depend on it, and on how often it came before.
+      occurrences: how often each id came before; None: among these prompts.
     """
 
     tokens: Int32[Array, "P T"]
     lengths: Int32[Array, " P"]
     ids: Int32[Array, " P"]
+    occurrences: Int32[Array, " P"] | None = None
+
+    def earlier(self) -> Int32[np.ndarray, " P"]:
+        """`occurrences`, counted where they are not given."""
+        if self.occurrences is not None:
+            return np.asarray(self.occurrences)
+        seen: Counter[int] = Counter()
+        found = np.zeros(len(self.ids), np.int32)
+        for place, name in enumerate(np.asarray(self.ids).tolist()):
+            found[place] = seen[name]
+            seen[name] += 1
+        return found
+
+    def part(self, places: Int32[np.ndarray, " Q"]) -> Prompts:
+        """Some of the prompts, whose samples are those that they have beside the others."""
+        arrays = self.tokens, self.lengths, self.ids, self.earlier()
+        return Prompts(*(jax.device_put(np.asarray(array)[places]) for array in arrays))
 
     @classmethod
     def from_lists(

@@ -20,6 +20,7 @@ from qerl_jax.data.prompts import encode_problems
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.parallel import ALONE
 from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
@@ -155,7 +156,7 @@ def test_the_update(step):
     the problems of all rounds counted.
     """
     state, frozen, batch, plan, own = step.calls.update
-    assert plan is PLAN and own == {"drawn": 4, "token_loss": None, "with_reference": False}
+    assert plan is PLAN and own == {"replicas": ALONE, "drawn": 4, "token_loss": None, "with_reference": False}
     assert frozen == "frozen" and state.norms is step.before.norms and state.lora == "trained"
     assert state.step is step.before.step and state.cursor is step.before.cursor
     rewards = np.array([2.1, 0.0, np.nan, 0.1, 2.1, np.nan])  # 2 · spy + 0.25 · other; other gives no value to row 1

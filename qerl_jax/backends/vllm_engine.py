@@ -31,7 +31,7 @@ from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.checkpoint.tokenizer import refuse_other_tokenizer
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.rollout.engine import check_positions, occurrences
+from qerl_jax.rollout.engine import check_positions
 from qerl_jax.rollout.stop import truncate_at_stop
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
@@ -182,7 +182,7 @@ class VllmEngine:
         check_positions(self._model, tokens.shape[1], sampling.max_new_tokens)
         group = sampling.num_generations
         rows = np.repeat(np.arange(len(lengths)), group)
-        numbers = np.repeat(group * occurrences(ids), group) + np.tile(np.arange(group), len(lengths))
+        numbers = np.repeat(group * prompts.earlier(), group) + np.tile(np.arange(group), len(lengths))
         shared = sampling_arguments(sampling, self._model.eos_token_ids)
         arguments = [shared | {"seed": seed} for seed in row_seeds(key, ids[rows], numbers)]
         completions = self._ask(("complete", ([tokens[p, : lengths[p]].tolist() for p in rows], arguments)), "rollout")

@@ -16,9 +16,11 @@ from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, encode_problems, to_prompts
 from qerl_jax.evaluation.grading import NO_GOLD, WRONG, Grader, grader_of
 from qerl_jax.evaluation.summary import Evaluation, Item, summarize
+from qerl_jax.parallel import ALONE, Replicas, in_order
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.outcomes import Reward
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.shares import generate_share
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling
 
 Generate = Callable[[Policy, Prompts, Sampling, Array, Engine | None], Rollout]
@@ -38,6 +40,7 @@ def evaluate(
     engine: Engine | None = None,
     reward: Reward | Grader = ANSWER,
     sample: Generate | None = None,
+    replicas: Replicas = ALONE,
 ) -> Evaluation:
     """Sample completions of every problem with the policy's own (noise-free) norms and count the correct ones.
 
@@ -50,6 +53,7 @@ def evaluate(
       engine: how to roll out; None: 64 completions at a time.
       reward: what is correct: a completion to which it gives more than 0. A `Grader` also extracts answers, for maj@n.
       sample: what samples completions; None: `generate`.
+      replicas: the processes that share the problems; each gets the whole result.
     """
     if not isinstance(problems[0], EncodedProblem):
         problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
@@ -59,7 +63,9 @@ def evaluate(
     def complete(prompts: Prompts, key: Array) -> Rollout:
         return (sample or generate)(policy, prompts, sampling, key, engine)
 
-    [items] = sampled_items(complete, policy.tokenizer, policy.config.pad_token_id, problems, grader, seed)
+    [items] = sampled_items(
+        complete, policy.tokenizer, policy.config.pad_token_id, problems, grader, seed, replicas=replicas
+    )
     return summarize(items, votes=grader.extract is not None)
 
 
@@ -72,9 +78,10 @@ def sampled_items(
     seed: int = 0,
     at_once: int | None = None,
     start: int = 0,
+    replicas: Replicas = ALONE,
 ) -> Iterator[list[Item]]:
     """Items of `at_once` problems after the other (None: of all), from number `start` on, a multiple of it.
-    `complete(prompts, key)` samples their completions.
+    `complete(prompts, key)` samples their completions, those of its own problems on each of several replicas.
 
     A part is a function of the arguments and its place alone, so that an evaluation which begins again at a later part
     samples what it would have sampled there: all parts have the width of the longest prompt.
@@ -83,9 +90,12 @@ def sampled_items(
     key = keys.for_step(seed, keys.Purpose.EVALUATE, 0)
     for first in range(start, len(problems), at_once or len(problems)):
         part = list(problems[first : first + (at_once or len(problems))])
-        rollout = complete(to_prompts(part, width, pad_token_id), key)
-        texts = completion_texts(rollout, tokenizer)
-        yield graded_items([item.problem for item in part], texts, rollout, grader)
+        prompts = to_prompts(part, width, pad_token_id)
+        rollout, items = generate_share(replicas, prompts, lambda prompts: complete(prompts, key)), []
+        if rollout:
+            own = [part[place].problem for place in replicas.share(len(part))]
+            items = graded_items(own, completion_texts(rollout, tokenizer), rollout, grader)
+        yield in_order(replicas.gather(items))
 
 
 def graded_items(problems: Sequence[Problem], texts: Sequence[str], rollout: Rollout, grader: Grader) -> list[Item]:

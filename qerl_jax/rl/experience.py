@@ -7,12 +7,14 @@ Axes: B completions = P prompts · G group, row = p · G + g.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float32
 
+from qerl_jax.parallel import Replicas
 from qerl_jax.types import Rollout
 
 
@@ -81,6 +83,48 @@ def replace_equal_groups(old: Experience, fresh: Experience, num_generations: in
         resampled=old.resampled + len(sources),
         resampling_rounds=old.resampling_rounds + 1,
     )
+
+
+def gather_experience(replicas: Replicas, own: Experience | None, problems: Sequence[Any], pad: int) -> Experience:
+    """The experience of all replicas, the same on each, in the order of one process.
+
+    Args:
+      replicas: those that share a rollout.
+      own: this one's groups, with the `prompt_index` of all; None: it has none.
+      problems: all P.
+      pad: the token behind a row's.
+
+    Raises ReplicaError where another replica failed.
+    """
+    shares = [share for share in replicas.gather(own and _to_send(own)) if share is not None]
+    rollouts, rewards, parts, texts, [width, *_] = zip(*shares, strict=True)
+    order = np.argsort(np.concatenate([rollout.prompt_index for rollout in rollouts]), kind="stable")
+
+    def join(*arrays: np.ndarray) -> np.ndarray:
+        if arrays[0].ndim == 2:
+            fill = pad if arrays[0].dtype.kind == "i" else 0
+            arrays = [np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=fill) for a in arrays]
+        return np.concatenate(arrays)[order]
+
+    completions = [text for share in texts for text in share]
+    return Experience(
+        problems=list(problems),
+        rollout=jax.tree.map(lambda *arrays: jax.device_put(join(*arrays)), *rollouts),
+        completions=[completions[row] for row in order],
+        rewards=join(*rewards),
+        reward_parts={name: join(*(share[name] for share in parts)) for name in parts[0]},
+        drawn=len(problems),
+    )
+
+
+def _to_send(own: Experience) -> tuple[Rollout, np.ndarray, dict[str, np.ndarray], list[str], int]:
+    """What other replicas do not know: rollout, without the columns that no row fills, rewards, their parts and texts;
+    and the rollout's width.
+    """
+    rollout = jax.device_get(own.rollout)
+    longest, width = rollout.lengths.max(), rollout.tokens.shape[1]
+    rollout = jax.tree.map(lambda array: array[:, :longest] if array.ndim == 2 else array, rollout)
+    return rollout, own.rewards, own.reward_parts, own.completions, width
 
 
 def _rows(groups: np.ndarray, num_generations: int) -> np.ndarray:

@@ -11,13 +11,12 @@ Axes: B sequences, P prompts, G group (row = p · G + g), T tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Generator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from qerl_jax.compilation import as_committed
 from qerl_jax.models.config import ModelConfig
@@ -58,8 +57,8 @@ def generate(
 ) -> Rollout:
     """Sample `sampling.num_generations` completions of each prompt.
 
-    The samples of a row depend on `key`, its prompt's id, its index in the group, how often that id came before in the
-    call, and its logits; on nothing else of the batch.
+    The samples of a row depend on `key`, its prompt's id, its index in the group, how often that id came before
+    (`Prompts.occurrences`), and its logits; on nothing else of the batch.
 
     Args:
       policy: policy with the (noisy or clean) norms and adapters to sample from; `stop` strings need its tokenizer.
@@ -173,16 +172,6 @@ def _check_limits(limits: Sequence[int] | None, prompts: Prompts, sampling: Samp
     return np.repeat(limits, group) if len(limits) == count else limits
 
 
-def occurrences(ids: np.ndarray) -> np.ndarray:
-    """How often each prompt's id came before it."""
-    seen: Counter[int] = Counter()
-    found = np.zeros(len(ids), np.int32)
-    for place, name in enumerate(ids.tolist()):
-        found[place] = seen[name]
-        seen[name] += 1
-    return found
-
-
 class _Decoder:
     """One rollout: device state and host schedule."""
 
@@ -194,7 +183,7 @@ class _Decoder:
         self.policy, self.key, self.batch_invariant = policy, key, engine.batch_invariant
         self.distribution = sampling.distribution
         self.tokens, self.lengths, self.ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
-        self.first_samples = group * occurrences(self.ids)  # a prompt that comes again continues its samples
+        self.first_samples = group * prompts.earlier()  # a prompt that comes again continues its samples
         self.limits = limits
         self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
         self.prefill_shapes = prefill_shapes(count, width, engine.batch_invariant, self.shapes.holds(count * group))
@@ -236,9 +225,8 @@ class _Decoder:
 
     def result(self, prompts: Prompts) -> Rollout:
         """The rollout, once all sequences have ended."""
-        return assemble(
-            prompts, self.slots.completions, self.schedule.group, self.most, self.policy.config.pad_token_id
-        )
+        group, pad = self.schedule.group, self.policy.config.pad_token_id
+        return assemble(prompts.tokens, prompts.lengths, self.slots.completions, group, self.most, pad)
 
     def _begin(self) -> None:
         self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
@@ -349,10 +337,19 @@ class _Chunk:
 
 
 @program(static_argnames=("group", "limit", "pad"))
-def assemble(prompts: Prompts, completions: decode.Completions, group: int, limit: int, pad: int) -> Rollout:
-    """Prompt and completion of each row, contiguous from column 0, for completions of up to `limit` tokens."""
-    count, width = prompts.tokens.shape
-    prompt_lengths = jnp.repeat(prompts.lengths, group)
+def assemble(
+    prompts: Int32[Array, "P L"],
+    lengths: Int32[Array, " P"],
+    completions: decode.Completions,
+    group: int,
+    limit: int,
+    pad: int,
+) -> Rollout:
+    """Prompt and completion of each row, contiguous from column 0, from the tokens and lengths of the prompts, for
+    completions of up to `limit` tokens.
+    """
+    count, width = prompts.shape
+    prompt_lengths = jnp.repeat(lengths, group)
     columns = jnp.arange(width + limit)
     position = columns - prompt_lengths[:, None]  # within the completion
     inside = (position >= 0) & (position < completions.lengths[:, None])
@@ -360,7 +357,7 @@ def assemble(prompts: Prompts, completions: decode.Completions, group: int, limi
     def shifted(array: Array) -> Array:
         return jnp.take_along_axis(array, jnp.clip(position, 0, limit - 1), axis=1)
 
-    prompt = jnp.pad(jnp.repeat(prompts.tokens, group, axis=0), ((0, 0), (0, limit)))
+    prompt = jnp.pad(jnp.repeat(prompts, group, axis=0), ((0, 0), (0, limit)))
     tokens = jnp.where(position < 0, prompt, jnp.where(inside, shifted(completions.tokens), pad))
     return Rollout(
         tokens,

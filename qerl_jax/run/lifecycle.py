@@ -145,10 +145,11 @@ def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
 
 def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
     """Evaluate `state`'s noise-free policy and keep the result as `name`."""
-    if name == "before" and run.programs and run.vllm is None:
+    own = len(run.replicas.share(len(run.eval_problems)))
+    if name == "before" and run.programs and run.vllm is None and own:
         longest = max(len(problem.tokens) for problem in run.eval_problems)
         policy = run.policy.replace(norms=state.norms, lora=state.lora)
-        run.programs.submit(rehearse_evaluation, run.config, policy, len(run.eval_problems), longest)
+        run.programs.submit(rehearse_evaluation, run.config, policy, own, longest)
     with recorder.phases("evaluation"):
         result = evaluate_state(run, state)
         recorder.evaluations.put(name, result)
@@ -169,4 +170,5 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
             engine=config.eval_engine,
             reward=grader_of(reward, rewards[reward]),
             sample=run.vllm and run.vllm.generate,
+            replicas=run.replicas,
         )

@@ -101,13 +101,13 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     limit = device_bytes()
     refuse_oversized_update(config, limit)
     programs = Ahead(done=functools.partial(console.print, markup=False))
-    programs.submit(rehearse_run, config, hooks, limit)
+    programs.submit(rehearse_run, config, hooks, limit, replicas)
     try:
         loaded = load(config, console)
         policy = committed(loaded).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         lengths = config.max_prompt_length, config.max_completion_length
         if config.rollout_backend == "jax":
-            sizes = config.num_prompts, config.num_generations, *lengths
+            sizes = len(replicas.share(config.num_prompts)) or 1, config.num_generations, *lengths
             choose_shapes(policy, *sizes, config.engine, free_device_bytes())  # does it fit?
         if note := endless_note(policy.config):
             console.print(note, soft_wrap=True, markup=False)
@@ -115,8 +115,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         config = config.with_max_steps(len(stream))
         state = init_state(policy, config, hooks.optimizer)
         # Again: weights in an unusual form have other programs.
-        plan = make_update_plan(state, policy.frozen, limit)
-        programs.submit(rehearse_step, config, hooks, policy, state, plan)
+        plan = make_update_plan(state, policy.frozen, limit, replicas=replicas.count)
+        programs.submit(rehearse_step, config, hooks, policy, state, plan, replicas)
         vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None
     except BaseException:
         programs.cancel()

@@ -93,7 +93,7 @@ class Recorder:
         run, step = self._run, int(state.step)
         if update_metrics["skipped"] > 0:
             run_directory.dump_batch(run.directory, step, batch)
-        timing = self.phases.take("rollout", "grading", "update")
+        timing = self.phases.take("rollout", "grading", "update", *(["gather"] if run.replicas.count > 1 else []))
         metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
         metrics |= run_metrics(experience, state, sigma, self._tokens, len(run.stream))
         metrics["compilations"] = len(self._compilations.take())

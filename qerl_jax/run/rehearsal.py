@@ -9,8 +9,10 @@ import numpy as np
 from qerl_jax import aqn, keys
 from qerl_jax.compilation import committed
 from qerl_jax.config import Config
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
+from qerl_jax.rl.reduction import check_same_state
 from qerl_jax.rl.state import current_policy
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import engine
@@ -19,13 +21,21 @@ from qerl_jax.run.hooks import Hooks
 from qerl_jax.types import Policy, Rollout, TrainState
 
 
-def rehearse_run(config: Config, hooks: Hooks, device_bytes: float | None) -> None:
+def rehearse_run(config: Config, hooks: Hooks, device_bytes: float | None, replicas: Replicas = ALONE) -> None:
     """`rehearse_step` from the model's config.json alone, with the plan for a device of so much memory."""
     policy, state = committed(abstract_run(config, hooks.optimizer))
-    rehearse_step(config, hooks, policy, state, make_update_plan(state, policy.frozen, device_bytes))
+    plan = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas.count)
+    rehearse_step(config, hooks, policy, state, plan, replicas)
 
 
-def rehearse_step(config: Config, hooks: Hooks, policy: Policy, state: TrainState, plan: UpdatePlan | None) -> None:
+def rehearse_step(
+    config: Config,
+    hooks: Hooks,
+    policy: Policy,
+    state: TrainState,
+    plan: UpdatePlan | None,
+    replicas: Replicas = ALONE,
+) -> None:
     """The calls of programs in `train.train_step`, for `programs.record`.
 
     Args:
@@ -33,21 +43,25 @@ def rehearse_step(config: Config, hooks: Hooks, policy: Policy, state: TrainStat
       hooks: functions of the user's.
       policy, state: those the run starts with, or their shapes, committed to a device.
       plan: of its updates.
+      replicas: those that share its work.
     """
     clean = getattr(state, config.noise_target)
     # A function of the user's may read values.
     noisy = clean if hooks.perturb else hooks.noisy(config, clean, 0.0, keys.for_step(0, keys.Purpose.AQN, 0))
     aqn.count_perturbed(clean, noisy)
     actor = current_policy(policy, state).replace(**{config.noise_target: noisy})
-    if config.rollout_backend == "jax":
-        sizes, key = (config.num_prompts, config.max_prompt_length), keys.for_step(0, keys.Purpose.SAMPLE, 0)
+    prompts = len(replicas.share(config.num_prompts))
+    if config.rollout_backend == "jax" and prompts:
+        sizes, key = (prompts, config.max_prompt_length), keys.for_step(0, keys.Purpose.SAMPLE, 0)
         rollout = engine.rehearse(actor, *sizes, config.sampling, key, config.engine)
-    else:
+    if config.rollout_backend != "jax" or replicas.count > 1:  # it comes from the host
         rollout = rollout_shape(config.batch_size, config.max_prompt_length + config.max_completion_length)
     rewards = jnp.asarray(np.zeros(config.batch_size, np.float32))
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)
-    grpo_step(state, policy.frozen, batch, plan, token_loss=hooks.token_loss, with_reference=hooks.with_reference)
+    own = {"token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
+    state, _ = grpo_step(state, policy.frozen, batch, plan, replicas=replicas, **own)
+    check_same_state(replicas, state)
 
 
 def rollout_shape(rows: int, width: int) -> Rollout:
@@ -62,6 +76,6 @@ def rollout_shape(rows: int, width: int) -> Rollout:
 
 
 def rehearse_evaluation(config: Config, policy: Policy, prompts: int, prompt_length: int) -> None:
-    """The calls of programs in the evaluation of a policy, for `programs.record`."""
+    """The calls of programs in the evaluation of a policy on so many prompts, for `programs.record`."""
     key = keys.for_step(0, keys.Purpose.EVALUATE, 0)
     engine.rehearse(policy, prompts, prompt_length, config.eval_sampling, key, config.eval_engine)

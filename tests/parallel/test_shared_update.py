@@ -16,7 +16,7 @@ from updates import LENGTH, make_batch, make_config
 from qerl_jax.parallel import Replicas
 from qerl_jax.rl.optimizer import whole_of
 from qerl_jax.rl.plan import choose_plan, make_update_plan
-from qerl_jax.rl.reduction import over_replicas
+from qerl_jax.rl.reduction import check_same_state, over_replicas
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import assigned, grpo_step
 
@@ -121,6 +121,28 @@ def test_sums_and_extremes_are_over_all_replicas():
             "a/min": -1.0,
         }
         assert outside is None
+
+
+def test_states_that_differ_in_a_bit_end_the_run(alone):
+    """Of one layer's adapter, or of the optimizer; also where two elements are exchanged."""
+    state, *_ = alone
+
+    def changed(change):
+        return jax.tree.map(lambda leaf: change(leaf) if leaf.ndim == 2 else leaf, state.lora)
+
+    def check(other):
+        def one(replicas):
+            return check_same_state(replicas, other if replicas.index else state)
+
+        return on_replicas(2, one)
+
+    assert check(jax.tree.map(jnp.copy, state)) == [None, None]
+    count = jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, state.opt_state)
+    bit = changed(lambda leaf: leaf.at[0, 0].set(jnp.nextafter(leaf[0, 0], 2.0)))
+    swapped = changed(lambda leaf: leaf.at[0, :2].set(leaf[0, :2][::-1]))
+    for other in (state.replace(lora=bit), state.replace(lora=swapped), state.replace(opt_state=count)):
+        for error in check(other):
+            assert str(error).startswith("the replicas differ in the state after step 0, by layer: [[")
 
 
 @pytest.mark.parametrize(("count", "prompts"), [(1, 4), (8, 4), (16, 2), (32, 1)])

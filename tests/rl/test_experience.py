@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replicas import on_replicas
 from rich.console import Console
 
 from qerl_jax import train
@@ -17,6 +18,7 @@ from qerl_jax.config import Config
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.experience import Experience, equal_groups
@@ -63,7 +65,7 @@ class World:
         pairs = [map(int, text.split()) for text in completions]
         return [0.0 if member else self.table[token - 100] / 2 for member, token in pairs]
 
-    def collect(self, rounds: int) -> Experience:
+    def collect(self, rounds: int, replicas: Replicas = ALONE) -> Experience:
         config = Config(
             model="m", batch_size=PROMPTS * GROUP, num_generations=GROUP, max_prompt_length=4,
             dynamic_sampling=rounds > 0, max_refill_rounds=rounds, reward_funcs=("half",), reward_weights=(2.0,),
@@ -72,9 +74,11 @@ class World:
         shape = SimpleNamespace(pad_token_id=0)
         policy = Policy({}, {}, {}, shape, lora_config=None, tokenizer=tokenizer)
         stream, rewards = Numbers((self.drawn,), None, 0), Rewards(half=self.reward)
-        run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [])
+        run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [], replicas=replicas)
         state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, shape, config, None)
-        return train.collect_experience(run, Phases(self.place, Console()), state, 0.0)
+        place = self.place / str(replicas.index)
+        place.mkdir(exist_ok=True)
+        return train.collect_experience(run, Phases(place, Console()), state, 0.0)
 
 
 def check(experience: Experience, items: list[int], world: World) -> None:
@@ -117,6 +121,17 @@ def test_resampling_goes_on_until_all_teach(setting):
     experience = world.collect(4)
     check(experience, [4, 8, 2], world)
     assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 2, 2)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_replicas_replace_the_groups_that_one_process_would(setting, count):
+    """Three groups a round: two and one, one each, or a replica without any. Equal groups are on all of them."""
+    world = World(setting, 0, 0, 2, 0, 3, 0, 0, 0, 5)
+    for experience in on_replicas(count, lambda replicas: world.collect(4, replicas)):
+        check(experience, [4, 8, 2], world)
+        assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 2, 2)
+        assert experience.rollout.tokens.shape == (6, 3)
+    assert world.drawn.count((0, 3)) == count  # each reads the stream of all
 
 
 def test_rounds_are_bounded_and_what_is_left_stays(setting):
