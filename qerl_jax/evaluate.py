@@ -38,7 +38,7 @@ from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.engine import check_positions, generate
 from qerl_jax.rollout.shapes import endless_note
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import make_deterministic, missing_kernels_note, use_device_memory
+from qerl_jax.run.devices import kernels_note, make_deterministic, use_device_memory
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
 from qerl_jax.types import Prompts, Rollout
 
@@ -147,7 +147,7 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
     if config.deterministic:
         make_deterministic()
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)
-    if config.rollout_backend == "jax" and (note := missing_kernels_note(config.matmul_kernel)):
+    if config.rollout_backend == "jax" and (note := kernels_note(config.matmul_kernel)):
         print(note, flush=True)
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":

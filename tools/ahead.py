@@ -49,7 +49,7 @@ def load(executable: bytes, *args: Any) -> Callable:
 
 def _start() -> None:
     h200.use_compilers()
-    h200.assume_hopper()
+    h200.assume()
 
 
 def _compile(build: Callable, program: tuple, options: dict | None) -> bytes | str:

@@ -90,7 +90,7 @@ def skinny_config(*values: Any) -> Any:
 
 def takes_adapters(kernel: str, m: int, n: int, k: int, config: tuple, lora: tuple) -> bool:
     """Whether a kernel can take this LoRA input within itself."""
-    from qerl_kernels.dispatch import SMEM_BYTES
+    from qerl_kernels.gpu import H200
     from qerl_kernels.nvfp4_matmul.lora_input import can_fuse
 
     form, rank, widths, _ = lora
@@ -101,7 +101,7 @@ def takes_adapters(kernel: str, m: int, n: int, k: int, config: tuple, lora: tup
         return how.fits(n, k, rank) and can_fuse(n, shapes, how.tile_n if is_own else 16)
     how = gemm_config(*config)
     partials = form == "partials"
-    if partials and (len(widths) > 1 or m > min(how.tile_m, 64) or how.smem_bytes(True, True) > SMEM_BYTES):
+    if partials and (len(widths) > 1 or m > min(how.tile_m, 64) or how.smem_bytes(True, True) > H200.smem_bytes):
         return False
     return form in ("whole", "partials") and how.fits(has_lora=True) and how.can_fuse_lora(n, shapes)
 

@@ -1,4 +1,4 @@
-"""Compiling for an H200 on a machine without a GPU: the flags, the target, and scripts in processes of their own.
+"""Compiling for a GPU on a machine without one: the flags, the target, and scripts in processes of their own.
 
 XLA reads its flags once, when jax is first asked for a device: `use_compilers` comes before that.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+
+if TYPE_CHECKING:
+    from qerl_kernels.gpu import Gpu
 
 TARGET = Path(__file__).parent / "h200.txtpb"
 BY_PTXAS = ("--xla_gpu_enable_libnvptxcompiler=false", "--xla_gpu_enable_libnvjitlink=false")  # a program, no library
@@ -63,29 +67,46 @@ def use_compilers(cuda: Path | None = None, *flags: str) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def assume_hopper() -> None:
-    """Makes dispatch pick the kernels: it would ask the default device, which is not the target."""
+def assume(gpu: Gpu | None = None) -> None:
+    """Makes dispatch pick the kernels for a GPU, None for an H200: it would ask the default device, which is not the
+    target."""
     from qerl_kernels import dispatch
+    from qerl_kernels import gpu as gpus
 
     dispatch.missing_for_mosaic_gpu = lambda dtype: None
+    dispatch.this_gpu = lambda: gpu or gpus.H200
 
 
-def lower(jitted: Callable, args: Any, *static: Any) -> jax.stages.Lowered:
-    """A jitted function lowered for one H200.
+def target(gpu: Gpu | None) -> str:
+    """XLA's description of a GPU: an H200's, with other values unless it is None."""
+    if gpu is None:
+        return TARGET.read_text()
+    major, minor = divmod(gpu.arch, 10)
+    feature = "feature_extension: ACCELERATED_FEATURES" if gpu.arch >= 90 else ""
+    capability = f"cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}"
+    text = re.sub("cuda_compute_capability {.*}", capability, TARGET.read_text())
+    text = re.sub("core_count: .*", f"core_count: {gpu.sms}", text)
+    return re.sub("shared_memory_per_block_optin: .*", f"shared_memory_per_block_optin: {gpu.smem_bytes}", text)
+
+
+def lower(jitted: Callable, args: Any, *static: Any, gpu: Gpu | None = None) -> jax.stages.Lowered:
+    """A jitted function lowered for one GPU.
 
     Args:
       jitted: the result of `jax.jit`.
       args: its positional arguments, arrays as `jax.ShapeDtypeStruct`.
       static: static arguments behind `args`.
+      gpu: the target, None for an H200.
     """
-    import jax.experimental.mosaic.gpu  # tells XLA where the runtime is that the kernels' host code calls
+    import jax.experimental.mosaic.gpu as mgpu  # tells XLA where the runtime is that the kernels' host code calls
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target(gpu))
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), args)
+    mgpu.utils._infer_arch = lambda: divmod(gpu.arch, 10) if gpu else (9, 0)  # it would take any target for Hopper
     with jax.set_mesh(mesh):
         return jitted.trace(*args, *static).lower(lowering_platforms=("cuda",))
 

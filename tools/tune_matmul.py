@@ -27,13 +27,14 @@ from typing import TypeVar
 
 import ahead
 from matmul_programs import CALLS, RANK, Timer, Trial, all_programs, build, counted_prologue, present, prologues
+from qerl_kernels.gpu import H200
 from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SkinnyConfig
 from record import add_commit, meta
 
 T = TypeVar("T")
-TABLE = pathlib.Path(tuning.__file__).parent / tuning.TABLE
+TABLE = tuning.path_of(H200.table)
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
 FIRST_CALLS = 3  # timed calls of a config in the first round
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 
 import jax
 
+from qerl_kernels.gpu import H200, Gpu, gpu_of, user_table
+
 log = logging.getLogger("qerl_kernels")
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-SMS = 132  # H100 and H200 (SXM), for which the kernels are tuned
-SMEM_BYTES = 227 * 1024  # shared memory that a CTA may have there
-# Clusters, by their number of CTAs, that an H200 holds at a time with one CTA an SM, as its driver says
-# (cuOccupancyMaxActiveClusters). A cluster lies within one GPC, so that clusters of three, four or sixteen CTAs leave
-# some SMs idle. Other chips of the kind may differ by a few.
-RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 16: 7}
+MIN_ARCH = 80  # the first with bf16 in its tensor cores, and with `cp.async`
 
 
 @functools.cache
@@ -23,16 +21,38 @@ def say_once(message: str) -> None:
     log.warning(message)
 
 
+def this_gpu() -> Gpu:
+    """The default device. An H200 where that is no NVIDIA GPU: what programs are compiled and estimated for there."""
+    return facts(jax.devices()[0]) or H200
+
+
+def facts(device: jax.Device) -> Gpu | None:
+    """What the kernels know of a device, with the user's own tuning table where there is one; None for other devices
+    than NVIDIA GPUs."""
+    arch = _arch(device)
+    if arch is None:
+        return None
+    own = user_table(device.device_kind)
+    return gpu_of(device.device_kind, arch, getattr(device, "core_count", H200.sms), str(own) if own.exists() else None)
+
+
+def _arch(device: jax.Device) -> int | None:
+    """Compute capability times ten; None where the device has none."""
+    found = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))
+    return 10 * int(found[1]) + int(found[2]) if device.platform == "gpu" and found else None
+
+
 def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike) -> str | None:
     """What keeps the Mosaic GPU kernels from running on the default device with activations of `dtype`; None where
     they run."""
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"jax 0.11 or later (this is {jax.__version__})"
     device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"a Hopper GPU (the default device is {device.platform})"
-    if str(getattr(device, "compute_capability", "")) != "9.0":
-        return f"a Hopper GPU, compute capability 9.0 (this is {device.device_kind}, {device.compute_capability})"
+    arch = _arch(device)
+    if arch is None:
+        return f"an NVIDIA GPU (the default device is {device.platform})"
+    if arch < MIN_ARCH:
+        return f"compute capability 8.0 or later (this is {device.device_kind}, {device.compute_capability})"
     if dtype != jax.numpy.bfloat16:
         return f"bf16 activations (these are {jax.numpy.dtype(dtype).name})"
     return None

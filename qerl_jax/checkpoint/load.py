@@ -55,7 +55,7 @@ def load_policy(
       dtype: compute dtype, bfloat16 or float32; also of dense weights.
       adapter: PEFT directory to start from, norms included.
       seed: seed of the initial LoRA A.
-      matmul_kernel: "xla"; "mosaic_gpu": the Pallas kernels for 4-bit weights on a Hopper GPU; or "auto": those where
+      matmul_kernel: "xla"; "mosaic_gpu": the Pallas kernels for 4-bit weights on an NVIDIA GPU; or "auto": those where
         they can run.
       progress: called with the number of layers loaded and the number of all layers.
 

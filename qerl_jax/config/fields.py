@@ -67,8 +67,8 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
     matmul_kernel: Literal["auto", "xla", "mosaic_gpu"] = "auto"
-    """GEMM with 4-bit weights: "xla"; "mosaic_gpu", the Pallas kernels (Hopper GPU, bf16, jax 0.11); "auto": the
-    kernels where they can run, else XLA."""
+    """GEMM with 4-bit weights: "xla"; "mosaic_gpu", the Pallas kernels (NVIDIA GPU from 8.0 on, bf16, jax 0.11);
+    "auto": the kernels where they can run, else XLA."""
 
     dataset: tuple[str, ...] = ("gsm8k",)
     """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),

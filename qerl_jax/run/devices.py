@@ -10,6 +10,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import jax
+from qerl_kernels import dispatch
+from qerl_kernels.gpu import H200, Gpu
 
 KERNELS_NEED_JAX = (0, 11)
 KERNELS_NEED_PYTHON = (3, 12)  # the oldest that jax 0.11 supports
@@ -44,10 +46,11 @@ def free_device_bytes() -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
 
 
-def missing_kernels_note(
+def kernels_note(
     matmul_kernel: str, device: Any = None, jax_version: str = jax.__version__, python: str = platform.python_version()
 ) -> str | None:
-    """A line for users of a Hopper GPU whose jax is older than the kernels need, with the remedy; None elsewhere.
+    """A line for users of an NVIDIA GPU: what to install where jax is older than the kernels need, else which kernels
+    run where not all do or where their configs are another GPU's; None elsewhere.
 
     Args:
       matmul_kernel: as in Config; "xla" asks for no kernels, so that none are missed.
@@ -55,16 +58,30 @@ def missing_kernels_note(
       jax_version, python: as installed.
     """
     device, version = device or jax.devices()[0], tuple(int(part) for part in jax_version.split(".")[:2])
-    is_hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")) == "9.0"
-    if matmul_kernel == "xla" or not is_hopper or version >= KERNELS_NEED_JAX:
+    gpu = dispatch.facts(device)
+    if matmul_kernel == "xla" or gpu is None or gpu.arch < dispatch.MIN_ARCH:
         return None
+    if version >= KERNELS_NEED_JAX:
+        return _tier_note(gpu)
     needed, needed_python = ".".join(map(str, KERNELS_NEED_JAX)), ".".join(map(str, KERNELS_NEED_PYTHON))
     is_old = tuple(map(int, python.split(".")[:2])) < KERNELS_NEED_PYTHON
     upgrade = f"in an environment of Python {needed_python} or later (this is {python}), " if is_old else ""
     return (
-        f"WARNING: {device.device_kind}: running without the Hopper kernels, several times slower: they need jax "
+        f"WARNING: {device.device_kind}: running without the GPU kernels, several times slower: they need jax "
         f"{needed} or later (this is {jax_version}). To use them: {upgrade}pip install -U 'jax[cuda13]>={needed}'"
     )
+
+
+def _tier_note(gpu: Gpu) -> str | None:
+    """None on an H100 or H200 (SXM), on which all was measured."""
+    if gpu.tier == "wgmma" and gpu.sms == H200.sms:
+        return None
+    words = f"{gpu.name} (compute capability {gpu.arch / 10}): "
+    if gpu.tier == "warp":
+        words += "4-bit decode of up to 128 sequences by kernels, prefill and update by dequantization and cuBLAS; "
+    if gpu.has_own_table:
+        return words + f"configs of {gpu.table}"
+    return words + "configs timed on another GPU, speeds never measured here: python -m qerl_jax.tune times them"
 
 
 def make_deterministic() -> None:

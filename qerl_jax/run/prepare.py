@@ -32,7 +32,7 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import choose_shapes, endless_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import device_bytes, free_device_bytes, make_deterministic, missing_kernels_note
+from qerl_jax.run.devices import device_bytes, free_device_bytes, kernels_note, make_deterministic
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.memory import refuse_oversized_update
@@ -94,7 +94,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     if config.deterministic:
         make_deterministic()
     console.print(use_compilation_cache(config.compilation_cache_dir), soft_wrap=True, markup=False)
-    if note := missing_kernels_note(config.matmul_kernel):
+    if note := kernels_note(config.matmul_kernel):
         console.print(note, soft_wrap=True, markup=False)
     rewards = ready_rewards(config, console)
     assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size

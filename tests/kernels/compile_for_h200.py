@@ -87,7 +87,7 @@ def refuse_copies(program: str) -> None:
 
 
 def step_program(layers: int) -> None:
-    h200.assume_hopper()
+    h200.assume()
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     chain = [case for _ in range(layers) for case in cases.LAYER_7B]
     weights = [weight(*cases.SHAPES[case]) for case in chain]
@@ -149,7 +149,7 @@ def rope_program(rows: int, heads: int, kv_heads: int, width: int) -> None:
 
 def swiglu_gradient_program(tokens: int, hidden: int, inner: int) -> None:
     """The backward pass of an MLP with adapters: of all arrays of gate's and up's size one is made, their gradients."""
-    h200.assume_hopper()
+    h200.assume()
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     pair = lambda n, k: (bf16(k, 32), bf16(32, n))  # noqa: E731
 

@@ -1,8 +1,8 @@
 """The numpy machine: a second backend of `ptx`, which computes kernels' instructions for all threads of a CTA.
 
 A value is an array of one element for each thread, a word an integer, a flag a boolean. Copies arrive as late as the
-program's waits allow, or at once: so that data read too early, or overwritten too early, is wrong. A read outside an
-array, or of memory that nobody has written or another warp may be writing, fails.
+program's waits allow, or at once: so that data read too early, or overwritten too early, is wrong. An instruction that
+the target lacks, a read outside an array, or of memory that nobody has written or another warp may be writing, fails.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ptx_interpreter import interpret
+from qerl_kernels.gpu import H200
+from qerl_kernels.ptx.instructions import require
 from qerl_kernels.ptx.launch import Position
 
 POISON = 0xFF  # fills unwritten memory: a NaN as bf16 and as fp32
@@ -33,15 +35,16 @@ class NumpyLaunch:
     def __init__(self, eager: bool = False):
         self.eager, self.ctas = eager, []
 
-    def __call__(self, emit, inputs, out, *, name, clusters, ctas, warps, shared_bytes):
+    def __call__(self, emit, inputs, out, *, name, clusters, ctas, warps, shared_bytes, gpu=H200):
         """Runs `emit` and returns the outputs; each of their bytes is written, and once."""
         del name
         shapes, structure = jax.tree.flatten(out)
         memory = Memory(*map(np.asarray, inputs), *(np.zeros(each.shape, each.dtype) for each in shapes))
         shared, size = laid_out(shared_bytes)
+        assert size <= gpu.smem_bytes
 
         def run(cluster: Cluster, index: int, rank: int) -> None:
-            machine = NumpyMachine(32 * warps, size, memory, rank, cluster, self.eager)
+            machine = NumpyMachine(32 * warps, size, memory, rank, cluster, self.eager, gpu.arch)
             self.ctas.append(machine)
             position = Position(np.int64(index), np.int64(rank), np.arange(32 * warps))
             emit(machine, position, list(memory.begins), shared)
@@ -136,7 +139,9 @@ class NumpyMachine:
         rank: int = 0,
         cluster: Cluster | None = None,
         eager: bool = False,
+        arch: int = H200.arch,
     ):
+        self.arch = arch
         self.memory, self.threads, self.rank, self.cluster, self.eager = memory, threads, rank, cluster, eager
         self.shared = np.full(shared_bytes, POISON, np.uint8)
         self.active = np.ones(threads, bool)
@@ -154,6 +159,8 @@ class NumpyMachine:
 
     def asm(self, text: str, out: str, *inputs, effects: bool = False):
         del effects
+        if "mul.rn.bf16x2" in text:
+            require(self.arch, "mul_bf16")
         return interpret(text, out, [self.every(value) for value in inputs])
 
     def wrote(self, places: np.ndarray, thread: np.ndarray) -> None:
@@ -318,13 +325,15 @@ class NumpyMachine:
     # ---- barriers and the cluster ----
 
     def cluster_rank(self):
+        require(self.arch, "cluster_rank")
         return np.int64(self.rank)
 
     def init_mbarriers(self, barriers, thread):
+        require(self.arch, "init_mbarriers")
         self.expected = {int(at): size for at, size in barriers}
 
     def cluster_wait(self):
-        pass
+        require(self.arch, "cluster_wait")
 
     def cta_sync(self):
         assert self.active.all()
@@ -332,6 +341,7 @@ class NumpyMachine:
         self.writing[:], self.reading[:] = -1, -1
 
     def st_async(self, at, rank, values, barrier, flag=None, byte: int = 0):
+        require(self.arch, "st_async")
         on = self.active & (self.every(1 if flag is None else flag) != 0)
         data = np.stack([self.every(value)[on] for value in values], 1).astype(np.float32).view(np.uint8)
         places, ranks = self.shared_places(self.every(at) + byte, data.shape[1], on), self.every(rank)[on]
@@ -339,6 +349,7 @@ class NumpyMachine:
             self.cluster.send(int(to), int(barrier), places[ranks == to], data[ranks == to])
 
     def mbarrier_wait(self, barrier):
+        require(self.arch, "mbarrier_wait")
         if self.active.any():
             for places, data in self.cluster.receive(self.rank, int(barrier), self.expected[int(barrier)]):
                 assert (self.shared[places] == POISON).all()  # nobody else's

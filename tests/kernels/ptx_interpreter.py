@@ -113,7 +113,8 @@ def _step(registers: dict, guard: str, name: str, parts: list[str]) -> None:
             found = registers[low] | registers[high] << U32(16)
         case "mov.b32" | "mov.b16":
             found = value(1)
-        case "mul.rn.bf16x2":
+        case "mul.rn.bf16x2" | "fma.rn.bf16x2":
+            assert name[0] == "m" or (value(3) == U32(0x80008000)).all()  # of −0.0, which changes no product
             product = [bf16_of(value(1), half) * bf16_of(value(2), half) for half in range(2)]
             bits = [p.astype(np.float32).view(U32) for p in product]
             assert not any((b & U32(0xFFFF)).any() for b in bits)  # exact

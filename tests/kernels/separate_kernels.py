@@ -41,7 +41,7 @@ def program(*widths: int) -> jax.stages.Lowered:
 
 
 def main() -> None:
-    h200.assume_hopper()
+    h200.assume()
     compiled: list[int] = []
     first, second, third = program(1024, 2048), program(2048, 4096), program(8192)
     separate = kernel_programs(first) | kernel_programs(second)

@@ -1,6 +1,6 @@
 """The plain path of the decode prologues against NumPy in fp64, and what their entry points refuse."""
 
-import types
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from qerl_kernels.decode_prologue import config
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
+from qerl_kernels.gpu import gpu_of
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
 
 EPS = 1e-6
@@ -86,10 +87,18 @@ def test_refusals():
             lora_prologue(x, a, (16,), implementation="mosaic_gpu")
 
 
-def test_a_chip_too_small_for_the_clusters_is_named(monkeypatch):
-    assert config.missing_for_kernel(64, [32]) is None
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=114)])
-    assert "132 SMs (this GPU has 114)" in config.missing_for_kernel(64, [32])
+@pytest.mark.parametrize("gpu", [gpu_of("H100 PCIe", 90, 114), gpu_of("RTX 3090", 86, 82)])
+def test_without_clusters_of_16_each_cta_is_alone(gpu):
+    """In the shared memory of the smallest; they share out the features, each once, where no sum crosses them."""
+    for kind, ranks, partials in (("silu", (32,), True), ("plain", (32,) * 3, True), ("silu", (), False)):
+        for tokens, features in itertools.product((1, 8, 32, 128), (896, 3584, 18944, 29568)):
+            spec = config.PrologueSpec(kind, tokens, features, ranks, partials=partials)
+            found = config.best_config(spec, gpu)
+            assert found.cluster == found.column_splits == 1 < found.k_splits
+            assert sum(config.shared_bytes(spec, found).values()) <= 95 * 1024
+            k_tiles = features // config.K_TILE
+            of_cta = -(-k_tiles // found.k_splits)
+            assert found.warps * -(-of_cta // found.warps) * found.k_splits >= k_tiles
 
 
 @pytest.mark.parametrize(
@@ -123,7 +132,7 @@ def test_split_k_takes_every_k_tile_once(features, ranks):
         spec = config.PrologueSpec("silu", tokens, features, ranks, partials=True)
         found = config.best_config(spec)
         assert found.column_splits == 1
-        assert -(-tokens // (8 * found.token_tiles)) * found.k_splits <= config.MAX_CLUSTERS
+        assert -(-tokens // (8 * found.token_tiles)) * found.k_splits <= 7
         of_cta = -(-features // config.K_TILE // (found.cluster * found.k_splits))
         assert found.warps * -(-of_cta // found.warps) * found.cluster * found.k_splits >= features // config.K_TILE
         if features == 18944:

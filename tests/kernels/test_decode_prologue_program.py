@@ -8,6 +8,7 @@ from numpy_machine import NumpyLaunch
 from qerl_kernels.decode_prologue import kernel
 from qerl_kernels.decode_prologue.config import PrologueConfig as Config
 from qerl_kernels.decode_prologue.config import PrologueSpec as Spec
+from qerl_kernels.gpu import H200, gpu_of
 
 FEATURES = 896  # 28 k-tiles: 7 for each of 4 CTAs, 2 steps of 4 warps, the second of which lacks one
 
@@ -20,7 +21,8 @@ def bits(array) -> np.ndarray:
 def run(spec: Spec, config: Config, inputs: list, a) -> list:
     """`kernel.fused_prologue` on the numpy machine."""
     launch = NumpyLaunch()
-    found = kernel.run(launch, spec, config, inputs, a)
+    gpu = H200 if config.cluster > 1 else gpu_of("RTX 3090", 86, 82)  # a CTA alone has neither clusters nor mbarriers
+    found = kernel.run(launch, spec, config, inputs, a, gpu)
     if spec.kind == "norm" and spec.columns % 32 == 0:  # whole sectors but for lora_x
         assert sum(cta.used for cta in launch.ctas) > 0.94 * sum(cta.moved for cta in launch.ctas)
     return list(found)
@@ -49,6 +51,8 @@ NORM = {"eps": EPS, "residual": True}
         (Spec("silu", 11, FEATURES, (16, 16), eps=EPS), [Config(4, 4, 1, 2), Config(4, 4, 2, 1, column_splits=2)]),
         (Spec("silu", 3, FEATURES), [Config(4, 4, 1, 1)]),
         (Spec("plain", 17, FEATURES, (40,)), [Config(4, 4, 3, 2)]),
+        (Spec("silu", 11, FEATURES, (16, 16), eps=EPS), [Config(1, 8, 2, 2), Config(1, 8, 1, 1, column_splits=2)]),
+        (Spec("plain", 17, FEATURES, (40,)), [Config(1, 4, 3, 2)]),
     ],
     ids=lambda value: f"{value.kind}{value.tokens}-{value.columns}" if isinstance(value, Spec) else "",
 )
@@ -76,7 +80,8 @@ def test_without_a_residual():
 
 @pytest.mark.parametrize("kind", ["silu", "plain"])
 @pytest.mark.parametrize(
-    ("tokens", "config"), [(3, Config(4, 4, 1, 1, k_splits=2)), (19, Config(4, 4, 3, 1, k_splits=3))]
+    ("tokens", "config"),
+    [(3, Config(4, 4, 1, 1, k_splits=2)), (19, Config(4, 4, 3, 1, k_splits=3)), (11, Config(1, 4, 2, 2, k_splits=4))],
 )
 def test_split_k_partials(kind, tokens, config):
     spec = Spec(kind, tokens, FEATURES, (16, 8), partials=True)

@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy_machine import NumpyMachine
+from numpy_machine import NumpyLaunch, NumpyMachine
 from ptx_interpreter import bf16_of
+from qerl_kernels.gpu import gpu_of
 from qerl_kernels.nvfp4_matmul import cases, dequant, packing
+from qerl_kernels.nvfp4_matmul.dequantize import kernel
 from qerl_kernels.nvfp4_matmul.gemm import transposed
 
 U32, BF16 = np.uint32, jnp.bfloat16
@@ -107,3 +109,14 @@ def feature_of_row() -> np.ndarray:
 def test_transposed_store():
     y = np.random.default_rng(0).normal(size=(64, 32)).astype(BF16)
     np.testing.assert_array_equal(store_transposed(y)[:, feature_of_row()], y.T)
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 320), (80, 336)])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_whole_weight(n, k, arch):
+    """Bit for bit, with tiles that reach past the weight; each byte is written once."""
+    packed = packing.pack(cases.random_weight(jax.random.key(n), n, k))
+    found = kernel.run(NumpyLaunch(), packed, gpu_of("", arch, 1))
+    np.testing.assert_array_equal(
+        np.asarray(found).view(np.uint16), np.asarray(packing.packed_parts(packed)[0]).view(np.uint16)
+    )

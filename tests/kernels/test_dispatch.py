@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.formats import Mxfp4, PackedNvfp4
+from qerl_kernels.gpu import H200
 
 from qerl_jax.checkpoint.reader import kernel_form
 
@@ -25,11 +26,13 @@ def on(monkeypatch, capability: str | None, version: str = "0.11.2") -> None:
 @pytest.mark.parametrize(
     "capability, version, dtype, missing",
     [
-        ("8.0", "0.11.2", jnp.bfloat16, "a Hopper GPU, compute capability 9.0 (this is GPU 8.0, 8.0)"),
-        ("10.0", "0.12.0", jnp.bfloat16, "a Hopper GPU, compute capability 9.0 (this is GPU 10.0, 10.0)"),
+        ("7.5", "0.11.2", jnp.bfloat16, "compute capability 8.0 or later (this is GPU 7.5, 7.5)"),
+        ("8.0", "0.11.2", jnp.bfloat16, None),
+        ("12.0", "0.12.0", jnp.bfloat16, None),
+        ("gfx942", "0.12.0", jnp.bfloat16, "an NVIDIA GPU (the default device is gpu)"),
         ("9.0", "0.10.2", jnp.bfloat16, "jax 0.11 or later (this is 0.10.2)"),
         ("9.0", "0.11.2", jnp.float32, "bf16 activations (these are float32)"),
-        (None, "0.11.2", jnp.bfloat16, "a Hopper GPU (the default device is cpu)"),
+        (None, "0.11.2", jnp.bfloat16, "an NVIDIA GPU (the default device is cpu)"),
         ("9.0", "1.0.0", jnp.bfloat16, None),
     ],
 )
@@ -61,3 +64,27 @@ def test_mxfp4_of_a_wide_span_stays_as_it_is_and_is_said_once(monkeypatch, caplo
             "nvfp4_matmul: the XLA path runs, because Mosaic GPU needs the block exponents of a row to span at most 30 "
             "binades (they span 31)"
         ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "sms", "smem_kib", "clusters", "tier"),
+    [
+        ("9.0", 132, 227, [132, 66, 39, 30, 7], "wgmma"),
+        ("9.0", 114, 227, [114, 57, 33, 25, 0], "wgmma"),  # H100 PCIe: 14 of its SMs' GPCs may lack 16
+        ("8.0", 108, 163, [108, 0, 0, 0, 0], "warp"),
+        ("8.9", 128, 99, [128, 0, 0, 0, 0], "warp"),
+        ("12.0", 170, 99, [170, 0, 0, 0, 0], "warp"),
+        ("10.3", 148, 227, [148, 0, 0, 0, 0], "warp"),
+    ],
+)
+def test_facts_of_a_gpu(monkeypatch, capability, sms, smem_kib, clusters, tier):
+    on(monkeypatch, capability)
+    jax.devices()[0].core_count = sms
+    gpu = dispatch.this_gpu()
+    assert (gpu.arch / 10, gpu.sms, gpu.smem_bytes, gpu.tier) == (float(capability), sms, smem_kib * 1024, tier)
+    assert [gpu.resident_clusters(ctas) for ctas in (1, 2, 3, 4, 16)] == clusters
+
+
+def test_without_a_gpu_the_facts_are_those_of_an_h200(monkeypatch):
+    on(monkeypatch, None)
+    assert dispatch.this_gpu() == H200

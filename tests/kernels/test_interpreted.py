@@ -13,9 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy_machine import Memory, NumpyMachine
-from qerl_kernels.decode_attention import combine, consumer
+from qerl_kernels.decode_attention import combine, consumer, stages
 from qerl_kernels.decode_attention import kernel as attention
 from qerl_kernels.decode_attention.config import AttentionConfig
+from qerl_kernels.gpu import H200
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.gemm import epilogue, kernel, mainloop, operand, producer, reduce_partials, transposed
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig as Config
@@ -24,6 +25,7 @@ from test_decode_attention_program import tile_scores, with_values
 from test_dequant import dequantize, dequantize_transposed, load_transposed, store_transposed, swizzle
 
 BF16 = jnp.bfloat16
+ONE_SM = dataclasses.replace(H200, sms=1)
 TILE = shaped((64, 64), BF16)
 
 # ---- the GEMM ----
@@ -129,7 +131,7 @@ def test_gemm(gemms, config, m, n, k, ranks, parts):
             t = [lora_x.sum(0).astype(BF16)]
         delta = [np.asarray(a, np.float64) @ np.asarray(of_b, np.float64) for a, of_b in zip(t, b, strict=True)]
         expected += scale * np.concatenate(delta, axis=1)
-    y = kernel.gemm(x, packed, config, bias=bias, lora_x=lora_x, lora_b=b, scale=scale, sms=1)
+    y = kernel.gemm(x, packed, config, bias=bias, lora_x=lora_x, lora_b=b, scale=scale, gpu=ONE_SM)
     assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2.0**-8 * np.abs(expected) + 1e-4)
 
 
@@ -145,7 +147,7 @@ def test_gemm_dx(gemms, config, m, n, k):
     matrix, row = (np.asarray(part, np.float64) for part in packing.packed_parts(packed))
     dy = jax.random.normal(jax.random.key(1), (m, n), BF16)
     expected = np.asarray(dy, np.float64) @ (matrix * row[:, None])
-    dx = np.asarray(transposed.gemm_dx(dy, packed, config, sms=1), np.float64)
+    dx = np.asarray(transposed.gemm_dx(dy, packed, config, gpu=ONE_SM), np.float64)
     assert np.all(np.abs(dx - expected) <= 2.0**-8 * np.abs(expected) + 1e-4)
 
 
@@ -188,7 +190,7 @@ def attentions(monkeypatch):
     for name, value in {"load": load, "keep": keep, "receive": receive, "warpgroup_sync": lambda: None}.items():
         monkeypatch.setattr(combine, name, value)
     fence = lambda: lambda emit: plgpu.commit_smem  # noqa: E731
-    monkeypatch.setattr(consumer, "plgpu", Namespace(plgpu, inline_mgpu=fence))
+    monkeypatch.setattr(stages, "plgpu", Namespace(plgpu, inline_mgpu=fence))
     with interpreting(monkeypatch):
         yield
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue.api import lora_prologue
-from qerl_kernels.nvfp4_matmul import api, packing, reference
+from qerl_kernels.gpu import H200
+from qerl_kernels.nvfp4_matmul import api, packing, reference, tuning
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm, split_lora_x
 from qerl_kernels.nvfp4_matmul.route import Problem, Route
@@ -56,7 +57,8 @@ def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
     x = jax.random.normal(keys[0], (130, 208), jnp.bfloat16)
     a = [jax.random.normal(key, (208, 8), jnp.bfloat16) for key in keys[1:]]
     adapters = tuple((8, 104, 104 * i, 1.0) for i in range(2))
-    route = Route(Problem(130, 208, 208, adapters, False, "mosaic_gpu", True), "gemm", None, LoraForm.WHOLE, True)
+    problem = Problem(130, 208, 208, adapters, False, "mosaic_gpu", True, H200)
+    route = Route(problem, "gemm", tuning.BATCH_INVARIANT, LoraForm.WHOLE, True)
     whole, by_kernel = api._compute_lora_x(route, x, a, None)
     assert by_kernel is None
     for exact, part in zip(a, whole, strict=True):

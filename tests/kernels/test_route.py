@@ -12,8 +12,10 @@ import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue import kernel as prologue_kernel
 from qerl_kernels.decode_prologue import reference
+from qerl_kernels.gpu import H200, gpu_of
 from qerl_kernels.nvfp4_matmul import cases, packing, tuning
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.dequantize import kernel as dequantize_kernel
 from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
@@ -48,24 +50,28 @@ def calls(monkeypatch):
     def given(shrunk):
         return None if shrunk is None else "parts" if shrunk.ndim == 3 else "whole"
 
-    def few(x, weight, config, *, bias=None, lora_x=None, lora_a=None, lora_b=(), scale=1.0):
+    def few(x, weight, config, *, bias=None, lora_x=None, lora_a=None, lora_b=(), scale=1.0, gpu):
+        assert gpu == dispatch.this_gpu()
         assert x.shape[0] <= config.tile_m and config.computes_lora_x == (lora_a is not None)
         assert lora_x is None or lora_a is None
         made.append(("few", x.shape[0], "a" if lora_a is not None else given(lora_x)))
         return whole(x, weight, lora_x, lora_a, lora_b, scale, bias)
 
-    def many(x, weight, config, *, bias=None, lora_x=None, lora_b=(), scale=1.0):
+    def many(x, weight, config, *, bias=None, lora_x=None, lora_b=(), scale=1.0, gpu):
+        assert gpu == H200
         made.append(("many", x.shape[0], given(lora_x)))
         assert lora_x is None or lora_x.ndim == 2 or config.takes_partials(x.shape[0], [b.shape for b in lora_b])
         return whole(x, weight, lora_x, None, lora_b, scale, bias)
 
-    def many_dx(dy, weight, config):
+    def many_dx(dy, weight, config, *, gpu):
+        assert gpu == H200
         made.append(("many", dy.shape[0], None))
         matrix, row = packing.packed_parts(weight)
         return (dy.astype(jnp.float32) * row @ matrix.astype(jnp.float32)).astype(dy.dtype)
 
-    def shrink(spec, config, inputs, a):
+    def shrink(spec, config, inputs, a, gpu):
         [x] = inputs
+        assert config.cluster == (16 if gpu == H200 else 1) and gpu == dispatch.this_gpu()
         assert (spec.kind, spec.partials) == ("plain", False) and x.dtype == a.dtype == jnp.bfloat16
         assert x.shape == (spec.tokens, spec.features) and a.shape == (spec.features, sum(spec.ranks))
         made.append(("shrink", spec.tokens, spec.ranks))
@@ -76,7 +82,7 @@ def calls(monkeypatch):
         tuning.Row("forward", N, K, 64, CONFIG, None),
         tuning.Row("dx", N, K, 64, CONFIG, None),
     ]
-    monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
+    monkeypatch.setattr(tuning, "table", lambda name: tuple(rows))
     monkeypatch.setattr(skinny_kernel, "skinny_matmul", few)
     monkeypatch.setattr(kernel, "gemm", many)
     monkeypatch.setattr(transposed, "gemm_dx", many_dx)
@@ -130,7 +136,7 @@ def test_partials_are_reduced(calls, monkeypatch, widths, ranks):
     """In the skinny kernel; in the other one for one adapter, before it for several; by XLA; and where `vmap` makes
     many rows of few."""
     row = tuning.Row("forward", N, K, 8, dataclasses.replace(SKINNY, computes_lora_x=False), 1.0)
-    monkeypatch.setattr(tuning, "table", lambda: (row, tuning.Row("forward", N, K, 64, CONFIG, None)))
+    monkeypatch.setattr(tuning, "table", lambda name: (row, tuning.Row("forward", N, K, 64, CONFIG, None)))
     x, weight, loras = draw(8, widths, ranks)
     form = lambda m: route(m, weight, loras, x.dtype).lora_form  # noqa: E731
     assert form(8) is LoraForm.PARTIALS
@@ -267,11 +273,38 @@ def test_shapes_that_the_prologue_kernel_refuses_go_to_xla(calls, ranks, k, more
     all_near(got, value_and_gradients(product, arguments, implementation="xla"))
 
 
-def test_on_a_gpu_that_is_too_small_xla_computes_lora_x(calls, monkeypatch):
-    product, arguments = draw_for_gradients(8, (512,), (32,))
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=114)])
-    value_and_gradients(product, arguments)
-    assert "shrink" not in [call[0] for call in calls]
+@pytest.mark.parametrize(
+    ("rows", "kernels"),
+    [
+        (5, [("shrink", 5, (32, 8)), ("few", 5, "whole"), ("dequantize", "8.9")]),
+        (70, [("shrink", 70, (32, 8)), *(("few", m, "whole") for m in (32, 32, 6)), ("dequantize", "8.9")]),
+        (129, [("dequantize", "8.9")] * 2),
+    ],
+)
+def test_a_gpu_without_wgmma(calls, monkeypatch, rows, kernels):
+    """Up to 128 rows the skinny kernel, 32 at a time, in CTAs of no cluster; more rows, and the gradient in x, by a
+    weight that a kernel dequantizes. Nothing calls the other GEMM. A batch of few rows may be many."""
+
+    def dequantize(weight, *, gpu):
+        calls.append(("dequantize", str(gpu.arch / 10)))
+        return packing.packed_parts(weight)[0]
+
+    monkeypatch.setattr(dispatch, "this_gpu", lambda: gpu_of("RTX 4090", 89, 128))
+    monkeypatch.setattr(
+        tuning,
+        "table",
+        lambda name: tuple(tuning.Row("forward", N, K, m, SkinnyConfig(m, 2, 4, 1, 2), None) for m in (8, 32)),
+    )
+    monkeypatch.setattr(dequantize_kernel, "dequantize", dequantize)
+    product, arguments = draw_for_gradients(rows, (448, 64), (32, 8))
+    got = value_and_gradients(product, arguments)
+    assert calls == kernels
+    all_near(got, value_and_gradients(product, arguments, implementation="xla"))
+    x, pairs = arguments
+    all_near(jax.vmap(product, (0, None))(jnp.stack([x] * 30), pairs), [got[0]] * 30)
+    assert calls[-1][0] == "dequantize"
+    near(product(x, pairs, batch_invariant=True), got[0])
+    assert calls[-1][0] == "dequantize"
 
 
 @pytest.mark.parametrize(("how", "batch"), [("vmap", 3), ("scan", 3), ("remat", 3), ("inner", 12)])
@@ -323,7 +356,7 @@ def test_a_batch_of_adapters_outside_the_gemm(calls):
 )
 def test_which_adapters_the_gemm_adds(adapters, is_fused):
     """Those that lie end to end from feature 0 on and share a scale; XLA adds any other."""
-    found = route_problem(Problem(4096, *cases.SHAPES["qkv_7b"], adapters, False, "mosaic_gpu", False))
+    found = route_problem(Problem(4096, *cases.SHAPES["qkv_7b"], adapters, False, "mosaic_gpu", False, H200))
     assert (found.kernel, found.is_fused) == ("gemm", is_fused)
 
 

@@ -104,7 +104,7 @@ def test_a_gemm_that_computes_x_a_is_called_so(monkeypatch):
     loras = adapters(k, (768, 256), 32)
     found = {}
     for how in (config, plain):
-        monkeypatch.setattr(tuning, "table", lambda how=how: (tuning.Row("forward", n, k, 8, how, 5.0),))
+        monkeypatch.setattr(tuning, "table", lambda name, how=how: (tuning.Row("forward", n, k, 8, how, 5.0),))
         form = LoraForm.A if how.computes_lora_x else LoraForm.PARTIALS
         assert route(8, packed, loras, x.dtype).lora_form is form
         found[how] = np.asarray(kernel(x, packed, None, loras), np.float64)

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from qerl_kernels.gpu import H200
 from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
@@ -48,17 +49,17 @@ def test_the_direction_decides_which_features_count(monkeypatch):
     """dx has as many features as the weight has columns. A timed row is taken as it is, for the m and the shape it was
     timed at."""
     row = tuning.Row("dx", 37888, 3584, 4096, WIDE, None)
-    monkeypatch.setattr(tuning, "table", lambda: (row,))
+    monkeypatch.setattr(tuning, "table", lambda name: (row,))
     assert tuning.config_for(4096, 37888, 3584, transposed=True).tile_m == 232
-    monkeypatch.setattr(tuning, "table", lambda: (dataclasses.replace(row, us=1500.0),))
+    monkeypatch.setattr(tuning, "table", lambda name: (dataclasses.replace(row, us=1500.0),))
     assert tuning.config_for(4096, 37888, 3584, transposed=True) == WIDE
     assert tuning.config_for(4000, 37888, 3584, transposed=True).tile_m < 256
     assert tuning.config_for(4096, 37824, 3584, transposed=True).tile_m == 232
 
 
 def test_clusters_that_fit():
-    assert [GemmConfig(64, cluster=n).resident_clusters(132) for n in (1, 2, 3, 4)] == [132, 66, 39, 30]
-    assert GemmConfig(64, cluster=3, ctas_per_sm=2).resident_clusters(132) == 78
+    assert [GemmConfig(64, cluster=n).resident_clusters(H200) for n in (1, 2, 3, 4)] == [132, 66, 39, 30]
+    assert GemmConfig(64, cluster=3, ctas_per_sm=2).resident_clusters(H200) == 78
 
 
 def test_clusters_that_share_tiles_are_left_alone():
@@ -91,7 +92,7 @@ def test_a_row_may_hold_either_kernel(monkeypatch):
     stored = json.loads(json.dumps([tuning.to_json(row) for row in rows]))
     assert [row["kernel"] for row in stored] == ["skinny", "gemm"]
     assert [tuning.from_json(row) for row in stored] == rows
-    monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
+    monkeypatch.setattr(tuning, "table", lambda name: tuple(rows))
     for m in range(1, 9):
         assert tuning.config_for(m, 4608, 3584) == config
     assert isinstance(tuning.config_for(9, 4608, 3584), GemmConfig)
@@ -112,14 +113,14 @@ def test_x_a_is_computed_only_where_the_adapters_allow_it(monkeypatch):
     assert stored[0]["config"]["computes_lora_x"] is True and [tuning.from_json(row) for row in stored] == rows
     plain = dataclasses.replace(config, computes_lora_x=False)
     assert "computes_lora_x" not in tuning.to_json(dataclasses.replace(rows[0], config=plain))["config"]
-    monkeypatch.setattr(tuning, "table", lambda: tuple(rows))
+    monkeypatch.setattr(tuning, "table", lambda name: tuple(rows))
     three = [(32, 3584), (16, 512), (32, 512)]
     assert tuning.config_for(8, 4608, 3584, adapters=three) == config
     assert tuning.config_for(8, 4608, 3584) == plain
     assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3648), (32, 960)]) == plain
     deeper = dataclasses.replace(config, stages=3)
     assert [rank for rank in (0, 8, 32, 64, 72) if deeper.fits(4608, 3584, rank)] == [8]
-    monkeypatch.setattr(tuning, "table", lambda: (dataclasses.replace(rows[0], config=deeper),))
+    monkeypatch.setattr(tuning, "table", lambda name: (dataclasses.replace(rows[0], config=deeper),))
     assert tuning.config_for(8, 4608, 3584, adapters=[(16, 4608)]) == deeper
     assert tuning.config_for(8, 4608, 3584, adapters=[(64, 4608)]) == dataclasses.replace(deeper, computes_lora_x=False)
 

@@ -81,7 +81,7 @@ def main() -> None:
 def use_compilers(*flags: str) -> None:
     """XLA's own products are not tuned: that takes a GPU."""
     h200.use_compilers(None, *h200.BY_PTXAS, "--xla_gpu_autotune_level=0", *flags)
-    h200.assume_hopper()
+    h200.assume()
 
 
 if __name__ == "__main__":

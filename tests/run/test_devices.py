@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from qerl_kernels.gpu import user_table
 
 from qerl_jax.run.devices import (
     DETERMINISTIC_FLAGS,
     MEMORY,
+    kernels_note,
     make_deterministic,
-    missing_kernels_note,
     use_device_memory,
 )
 
@@ -55,12 +56,13 @@ def test_jaxs_inner_module_is_needed_only_by_those_who_ask(monkeypatch):
         ("0.10.2", "9.0", "auto", "3.12.1", ["pip install -U 'jax[cuda13]>=0.11'"]),
         ("0.10.2", "9.0", "xla", "3.11.9", None),
         ("0.11.0", "9.0", "auto", "3.12.1", None),
-        ("0.10.2", "8.0", "auto", "3.11.9", None),
+        ("0.10.2", "8.0", "auto", "3.11.9", ["jax 0.11 or later"]),
+        ("0.10.2", "7.5", "auto", "3.11.9", None),
     ],
 )
-def test_a_hopper_gpu_with_an_older_jax_is_told_what_to_install(version, capability, kernel, python, words):
+def test_a_gpu_with_an_older_jax_is_told_what_to_install(version, capability, kernel, python, words):
     device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="NVIDIA H100")
-    note = missing_kernels_note(kernel, device, version, python)
+    note = kernels_note(kernel, device, version, python)
     if words is None:
         assert note is None
         return
@@ -68,8 +70,27 @@ def test_a_hopper_gpu_with_an_older_jax_is_told_what_to_install(version, capabil
     assert ("Python 3.12" in note) == python.startswith("3.11")
 
 
+def test_a_gpu_on_which_nothing_was_measured_is_told_so(tmp_path, monkeypatch):
+    """What runs, and whose configs: those of `tune` once it has left a table."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def note(capability, sms):
+        device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="GPU A", core_count=sms)
+        return kernels_note("auto", device, "0.11.2")
+
+    assert note("9.0", 132) is None
+    assert note("9.0", 114).startswith("GPU A (compute capability 9.0): configs timed on another GPU")
+    ada = note("8.9", 128)
+    assert "prefill and update by dequantization" in ada and ada.endswith("python -m qerl_jax.tune times them")
+    own = user_table("GPU A")
+    own.parent.mkdir(parents=True)
+    own.write_text("{}")
+    assert own.is_relative_to(tmp_path) and note("8.9", 128).endswith(f"configs of {own}")
+    assert "never" not in note("9.0", 114)
+
+
 def test_a_cpu_is_told_nothing():
-    assert missing_kernels_note("auto") is None
+    assert kernels_note("auto") is None
 
 
 def test_too_late_is_an_error(monkeypatch):

@@ -64,7 +64,7 @@ def decode_attention(
         return in_blocks(one, q, prompt_index, prompt_lengths, k, v, lengths, size=1)
     from qerl_kernels.decode_attention import kernel  # jax ≥ 0.11: imported where it runs
 
-    return kernel.decode_attention(*arrays, scale)
+    return kernel.decode_attention(*arrays, scale, gpu=dispatch.this_gpu())
 
 
 def _missing(q: Array, prompt_k: Array, k: Array) -> str | None:

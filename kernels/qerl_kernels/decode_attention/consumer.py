@@ -16,9 +16,9 @@ from qerl_kernels.decode_attention import combine
 from qerl_kernels.decode_attention.combine import Partial, over_rows, over_tokens
 from qerl_kernels.decode_attention.config import KV_TILE, QUERIES, WARP_TOKENS
 from qerl_kernels.decode_attention.layouts import ACCUMULATOR, B_OPERAND, MERGED, PER_QUERY
+from qerl_kernels.decode_attention.stages import CopiedStages, TmaStages
 from qerl_kernels.decode_attention.warp_mma import add_values, scores, store_output
 from qerl_kernels.decode_attention.work import Shared, Work
-from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.load import load
 
 LOG2_E = 1.4426950408889634
@@ -26,16 +26,18 @@ M_INIT = -1e30  # running maximum at first: finite, so that m − m is 0 where t
 SHAPE = (4, WARP_TOKENS, QUERIES)
 
 
-def consume(work: Work, shared: Shared, scale: float) -> None:
+def consume(work: Work, shared: Shared, scale: float, stages: TmaStages | CopiedStages) -> None:
     """The mainloop over this CTA's splits, and the output of the pair in CTA 0.
 
     Args:
       work: indices of the CTA.
       shared: its shared memory.
       scale: scale of the scores times log2(e).
+      stages: who fills them.
     """
     ctas = work.config.ctas
-    consumer = _Consumer(work, shared, scale)
+    stages.start()
+    consumer = _Consumer(work, shared, scale, stages)
     if ctas > 1:
         combine.cluster_wait()  # while the first tile is on its way
     if work.config.splits == 1:
@@ -58,8 +60,8 @@ def consume(work: Work, shared: Shared, scale: float) -> None:
 class _Consumer:
     """Queries and the mainloop. `use` counts the stages that were used."""
 
-    def __init__(self, work: Work, shared: Shared, scale: float):
-        self.work, self.shared, self.scale = work, shared, scale
+    def __init__(self, work: Work, shared: Shared, scale: float, stages: TmaStages | CopiedStages):
+        self.work, self.shared, self.scale, self.stages = work, shared, scale, stages
         self.q = load(work.refs.q.at[pl.ds(work.first_query, QUERIES)], B_OPERAND)
         warp, token = (plgpu.broadcasted_iota(jnp.int32, SHAPE, axis, layout=ACCUMULATOR) for axis in (0, 1))
         self.token = warp * WARP_TOKENS + token
@@ -71,17 +73,17 @@ class _Consumer:
         prompt_left = work.prompt_tokens - tile * KV_TILE
         own_left = work.own_tokens - (tile - work.prompt_tiles) * KV_TILE
         tokens = jnp.where(is_prompt, prompt_left, own_left)
-        stage = self._wait(use)
+        stage = self.stages.wait(use)
         tile_scores = scores(self.q, self.shared.stages.at[stage])
-        self._release(stage)
+        self.stages.release(stage, use, is_values=False)
         tile_scores = jnp.where(self.token < tokens, tile_scores * self.scale, -jnp.inf)
         higher = jnp.maximum(m, tile_scores.max(axis=1))
         rescale = jnp.exp2(m - higher)
         weights = jnp.exp2(tile_scores - over_tokens(higher, SHAPE))
         total = total * over_tokens(rescale, SHAPE) + weights
-        stage = self._wait(use + 1)
+        stage = self.stages.wait(use + 1)
         out = add_values(out * over_tokens(rescale, out.shape), weights, self.shared.stages.at[stage], tokens)
-        self._release(stage)
+        self.stages.release(stage, use + 1, is_values=True)
         return use + 2, higher, total, out
 
     def attend_split(self, use: jax.Array, split: jax.Array) -> tuple[jax.Array, Partial]:
@@ -115,21 +117,6 @@ class _Consumer:
         first, width = self.work.first_slot, self.work.width
         add = lambda i, so_far: combine.merge(so_far, combine.receive(self.shared.inbox.at[first + i], width))  # noqa: E731
         return lax.fori_loop(0, self.work.sent, add, partial)
-
-    def _wait(self, use: jax.Array) -> jax.Array:
-        """The stage of a use, once its copy has come."""
-        stage = lax.rem(use, self.work.config.stages)
-        plgpu.barrier_wait(self.shared.full.at[stage])
-        return stage
-
-    def _release(self, stage: jax.Array) -> None:
-        """Arrives on the barrier of a stage that this thread has read, so that TMA may fill it anew.
-
-        The fence orders the reads before the writes of the copy engine. Without it the arrival does not wait for an
-        `ldmatrix` under way: about one pair in a thousand to ten thousand was torn.
-        """
-        plgpu.inline_mgpu()(lambda ctx: PtxMachine().fence_proxy_async())()
-        plgpu.barrier_arrive(self.shared.empty.at[stage])
 
 
 def _empty_partial(width: int) -> Partial:

@@ -1,4 +1,4 @@
-"""Split-KV flash decoding for Hopper in Pallas Mosaic GPU: see `api.decode_attention` for the equation.
+"""Split-KV flash decoding in Pallas Mosaic GPU: see `api.decode_attention` for the equation.
 
 Order of the sums. The tokens of a pair (one sequence, one key/value head), prompt first, lie in KV tiles of 64, none of
 which mixes prompt and own tokens. Tile i belongs to split i mod 4, and the splits are merged in order. So the order of
@@ -10,6 +10,9 @@ stage each. In the consumer warpgroup (`consumer`) each warp has 16 of a tile's 
 softmax. The tensor cores multiply by `mma.m16n8k16` with the tokens in m and the queries, of which there are at most
 eight, in n (`warp_mma`). At the end of a split the warps' partials are merged through shared memory. CTA 0 of a cluster
 gets the partials of the others through distributed shared memory (`combine`), divides, and writes the result.
+
+On GPUs of tier "warp" a cluster has one CTA and there is no producer: each warp copies its own tokens by `cp.async`
+(`stages`). The order of the sums is the same.
 
 Tokens past the lengths are not loaded, but for the rest of the last tile: there scores are set to -inf and values to 0,
 so that the caches may hold anything. A prompt is read from HBM once for the sequences that follow one another in the
@@ -49,12 +52,14 @@ from qerl_kernels.decode_attention.config import (
 from qerl_kernels.decode_attention.consumer import LOG2_E, consume
 from qerl_kernels.decode_attention.kv_tiles import smem_transforms
 from qerl_kernels.decode_attention.producer import produce
+from qerl_kernels.decode_attention.stages import CopiedStages, TmaStages
 from qerl_kernels.decode_attention.work import Global, Shared, Work
+from qerl_kernels.gpu import H200, Gpu
 
 
 # A jit of its own, although the callers are jitted: a program then lowers and compiles each shape once, not once for
 # every layer.
-@functools.partial(jax.jit, static_argnames=("scale", "config"))
+@functools.partial(jax.jit, static_argnames=("scale", "config", "gpu"))
 def decode_attention(
     q: jax.Array,
     prompt_k: jax.Array,
@@ -67,36 +72,41 @@ def decode_attention(
     scale: float,
     *,
     config: AttentionConfig | None = None,
+    gpu: Gpu = H200,
 ) -> jax.Array:
     """As `api.decode_attention`: bf16, caches with a multiple of 8 slots, H 64 or 128, at most 8 query
     heads a key/value head.
 
     Args:
       config: kernel configuration; None for `config.best_config`. Changes no bit.
+      gpu: the GPU. Changes no bit.
     """
     rows, heads, width = q.shape
     kv_heads = k.shape[1]
-    config = config or best_config(rows * kv_heads, width)
+    config = config or best_config(rows * kv_heads, width, gpu)
     padding = max(0, QUERIES - rows * heads)  # the kernel reads eight queries at a time
     q = jnp.pad(q.reshape(rows * heads, width), ((0, padding), (0, 0)))
+    by_tma = gpu.tier != "warp"
+    if not by_tma and (config.ctas > 1 or config.stages % 2):
+        raise ValueError(f"decode_attention: {config} takes TMA and clusters, this is for {gpu.name}")
+    barriers = plgpu.Barrier(num_barriers=config.stages)
+    work = {"kv_heads": kv_heads, "group": heads // kv_heads, "config": config}
     call = plgpu.kernel(
-        functools.partial(_body, kv_heads=kv_heads, group=heads // kv_heads, scale=scale * LOG2_E, config=config),
+        functools.partial(_body if by_tma else _body_of_warps, **work, scale=scale * LOG2_E),
         out_type=jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         grid=(rows * kv_heads,),
         grid_names=("pair",),
-        cluster=(config.ctas,),
-        cluster_names=("cta",),
-        num_threads=2,
+        **({"cluster": (config.ctas,), "cluster_names": ("cta",)} if by_tma else {}),
+        num_threads=2 if by_tma else 1,
         thread_name="warpgroup",
         scratch_types={
             "stages": plgpu.SMEM((config.stages, KV_TILE, width), k.dtype, transforms=smem_transforms(width, k.dtype)),
-            "full": plgpu.Barrier(num_barriers=config.stages),
-            "empty": plgpu.Barrier(num_barriers=config.stages),
+            **({"full": barriers, "empty": barriers} if by_tma else {}),
             "warp_max": plgpu.SMEM((4, QUERIES), jnp.float32),
             "warp_sum": plgpu.SMEM((4, QUERIES), jnp.float32),
             "outputs": plgpu.SMEM((4, width, QUERIES), jnp.float32, transforms=OUTPUT_TRANSFORMS),
             "inbox": plgpu.SMEM((partial_slots(config.ctas), partial_bytes(width) // 4), jnp.float32),
-            "mbarrier": plgpu.SMEM((2,), jnp.uint32),
+            **({"mbarrier": plgpu.SMEM((2,), jnp.uint32)} if by_tma else {}),
         },
         kernel_name=f"decode_attention_h{width}",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
@@ -118,4 +128,10 @@ def _body(*refs, kv_heads: int, group: int, scale: float, config: AttentionConfi
 
     @pl.when(work.warpgroup == 0)
     def _():
-        consume(work, shared, scale)
+        consume(work, shared, scale, TmaStages(work, shared))
+
+
+def _body_of_warps(*refs, kv_heads: int, group: int, scale: float, config: AttentionConfig, **scratch) -> None:
+    """One CTA of tier "warp": a consumer warpgroup, whose warps fill the stages."""
+    work, shared = Work(Global(*refs), config, kv_heads, group, is_cluster=False), Shared(**scratch)
+    consume(work, shared, scale, CopiedStages(work, shared))

@@ -34,17 +34,17 @@ class Shared(NamedTuple):
     """References to shared memory: pipeline stages with their barriers, the warps' sums, and the inbox.
 
     The inbox has slots for split-KV partials: in CTA 0 those that other CTAs send; slot 0 is a CTA's own running
-    partial where it has several splits.
+    partial where it has several splits. Barriers and mbarrier: where a producer fills the stages.
     """
 
     stages: jax.Ref
-    full: jax.Ref
-    empty: jax.Ref
     warp_max: jax.Ref
     warp_sum: jax.Ref
     outputs: jax.Ref
     inbox: jax.Ref
-    mbarrier: jax.Ref
+    full: jax.Ref | None = None
+    empty: jax.Ref | None = None
+    mbarrier: jax.Ref | None = None
 
 
 class Work:
@@ -60,9 +60,10 @@ class Work:
       group: query heads of a key/value head.
     """
 
-    def __init__(self, refs: Global, config: AttentionConfig, kv_heads: int, group: int):
+    def __init__(self, refs: Global, config: AttentionConfig, kv_heads: int, group: int, is_cluster: bool = True):
         self.refs, self.config, self.group = refs, config, group
-        self.warpgroup, self.pair, self.cta = (lax.axis_index(name) for name in ("warpgroup", "pair", "cta"))
+        self.warpgroup, self.pair = (lax.axis_index(name) for name in ("warpgroup", "pair"))
+        self.cta = lax.axis_index("cta") if is_cluster else jnp.int32(0)
         row = lax.div(self.pair, kv_heads)
         self.width = refs.out.shape[1]
         self.prompt_tokens = refs.prompt_lengths[row]  # the three loads together: one latency

@@ -31,8 +31,9 @@ def rms_norm_prologue(
     ranks: Sequence[int] = (),
     *,
     dtype: DTypeLike,
+    lora_form: LoraForm = LoraForm.WHOLE,
     implementation: str | None = None,
-) -> tuple[Float32[Array, "M K"], Float[Array, "M K"], Float[Array, "M S"] | None]:
+) -> tuple[Float32[Array, "M K"], Float[Array, "M K"], LoraX | None]:
     """`s = x + delta`, `y = w ⊙ s / sqrt(mean(s²) + eps)`, `lora_x = y A`: residual add, RMSNorm and LoRA's `x A`.
 
     s and the norm are computed in fp32, y is rounded once; lora_x is accumulated in fp32 and rounded once. The kernel
@@ -47,6 +48,8 @@ def rms_norm_prologue(
       a: A of the adapters side by side, in `dtype`; None: lora_x is None.
       ranks: LoRA ranks of the adapters, in that order.
       dtype: dtype of y and lora_x; bf16 for the kernel.
+      lora_form: form of lora_x that the GEMM takes, as for `silu_mul_prologue`. A kernel that computes the norm leaves
+        it whole in any case. Where clusters have one CTA, XLA computes the norm and `lora_prologue` lora_x.
       implementation: "mosaic_gpu" or "xla"; None picks (on a GPU it logs once why where it is not Mosaic GPU).
 
     Returns:
@@ -55,10 +58,13 @@ def rms_norm_prologue(
     Raises:
       ValueError: the ranks do not sum to the columns of A, or the implementation asked for cannot run here.
     """
-    if _choose("rms_norm_prologue", x, dtype, a, ranks, implementation) == "xla":
+    is_kernel = _choose("rms_norm_prologue", x, dtype, a, ranks, implementation) == "mosaic_gpu"
+    if not is_kernel or config.cluster_of(dispatch.this_gpu()) == 1:
         s = x if delta is None else x + delta
         y = ops.rms_norm(s, weight, eps, dtype)
-        return s, y, _lora_x(y, a, ranks)
+        if is_kernel and a is not None:
+            return s, y, lora_prologue(y, a, ranks, lora_form=lora_form, implementation="mosaic_gpu")
+        return s, y, _lora_x(y, a, ranks, lora_form)
     inputs = (x, weight) if delta is None else (x, delta, weight)
     out = _launch("rms_norm_prologue", x, inputs, a, ranks, eps=eps, residual=delta is not None)
     out = out if delta is not None else (x, *out)
@@ -107,7 +113,7 @@ def lora_prologue(
 
 def fused_lora_x(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks: Sequence[int]) -> Array | None:
     """`x A` [M, S] by the kernel, for callers that run on Mosaic GPU anyway and have XLA's matmul at hand; None where
-    XLA is faster (above 128 tokens) or the kernel does not take these shapes or this GPU.
+    XLA is faster (above 128 tokens) or the kernel does not take these shapes.
 
     `vmap` over x makes one call with more rows, by XLA where they are too many; `vmap` over A runs on XLA.
     """
@@ -156,4 +162,5 @@ def _launch(name: str, x: Array, inputs: tuple, a: Array | None, ranks: Sequence
     from qerl_kernels.decode_prologue import kernel  # jax ≥ 0.11: imported where it runs
 
     spec = config.PrologueSpec(KINDS[name], x.shape[0], _features(name, x), tuple(ranks), **more)
-    return kernel.fused_prologue(spec, config.best_config(spec), inputs, a)
+    gpu = dispatch.this_gpu()
+    return kernel.fused_prologue(spec, config.best_config(spec, gpu), inputs, a, gpu)

@@ -1,4 +1,4 @@
-"""Fused prologue of a decode projection for Hopper: residual add + RMSNorm, or SiLU · up, or nothing; LoRA's `x A`.
+"""Fused prologue of a decode projection: residual add + RMSNorm, or SiLU · up, or nothing; LoRA's `x A`.
 
     norm    s = x + delta;  r = sqrt(mean(s²) + eps);  y = w ⊙ s / r;  lora_x = (w ⊙ s) A / r
     silu    y = silu(gate) · up;                                       lora_x = y A
@@ -12,7 +12,8 @@ several, where there are more k-tiles than warps). More clusters may work on the
 - `k_splits`, where y needs no sum over the features and the GEMM takes split-K partials: they share out the features.
   Each reads its part of x and of A and leaves an fp32 partial.
 Sums over a cluster cross its CTAs through distributed shared memory (`rms_norm`, `lora`). A norm's two exchanges do not
-wait for each other: the `mma` operand is w ⊙ s, rounded to bf16 as y is, and 1 / r scales the sums.
+wait for each other: the `mma` operand is w ⊙ s, rounded to bf16 as y is, and 1 / r scales the sums. A cluster of one
+CTA has no exchange and runs on any GPU from sm_80 on; a norm, whose rows outgrow the registers of one SM, takes more.
 
 Determinism. The order of every sum depends on K, the cluster size and the number of warps alone. So a token's bits
 depend neither on the other tokens nor on their number (split-K partials: on their number).
@@ -33,10 +34,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from qerl_kernels.decode_prologue.config import MAX_CLUSTERS, TOKEN_TILE, PrologueConfig, PrologueSpec
+from qerl_kernels.decode_prologue.config import PrologueConfig, PrologueSpec, max_clusters, shared_bytes
 from qerl_kernels.decode_prologue.lora import LoraProjection
 from qerl_kernels.decode_prologue.rms_norm import RmsNorm
 from qerl_kernels.decode_prologue.thread import Thread, Words
+from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 from qerl_kernels.ptx import arithmetic
 from qerl_kernels.ptx.instructions import PtxMachine
@@ -59,21 +61,14 @@ def outputs(spec: PrologueSpec, config: PrologueConfig) -> list[jax.ShapeDtypeSt
     return out
 
 
-def shared_bytes(spec: PrologueSpec, config: PrologueConfig) -> dict[str, int]:
-    """Bytes of each array in a CTA's shared memory."""
-    tokens, columns = TOKEN_TILE * config.token_tiles, spec.columns // config.column_splits
-    sizes = {"barriers_s": 16}  # two mbarriers
-    if spec.kind == "norm":
-        sizes |= {"squares_s": 4 * config.warps * tokens, "all_squares_s": 4 * tokens * config.cluster}
-    if columns:
-        sizes |= {"lora_sums_s": 4 * config.warps * tokens * columns, "lora_totals_s": 4 * tokens * columns}
-    return sizes
-
-
 # A jit of its own: a program lowers and compiles each shape once, not once for every layer.
-@functools.partial(jax.jit, static_argnames=("spec", "config"))
+@functools.partial(jax.jit, static_argnames=("spec", "config", "gpu"))
 def fused_prologue(
-    spec: PrologueSpec, config: PrologueConfig, inputs: Sequence[jax.Array], a: jax.Array | None
+    spec: PrologueSpec,
+    config: PrologueConfig,
+    inputs: Sequence[jax.Array],
+    a: jax.Array | None,
+    gpu: Gpu = H200,
 ) -> tuple[jax.Array, ...]:
     """The equations of the module's docstring.
 
@@ -83,20 +78,26 @@ def fused_prologue(
       inputs: norm: x f32 [M, K], (delta bf16 [M, K],) w f32 [K]. silu: gate and up, bf16 [M, 2 K]. plain: x bf16
         [M, K].
       a: bf16 [K, C]; None without adapters.
+      gpu: the GPU.
 
     Returns:
       norm: (s f32 if `spec.residual`,) y; silu: y; then, with adapters, lora_x [M, MAX_RANK · adapters]; all bf16 but
       s. With `spec.partials` lora_x is f32 [config.k_splits, M, C].
     """
-    return run(launch, spec, config, inputs, a)
+    return run(launch, spec, config, inputs, a, gpu)
 
 
 def run(
-    launch: Callable, spec: PrologueSpec, config: PrologueConfig, inputs: Sequence[jax.Array], a: jax.Array | None
+    launch: Callable,
+    spec: PrologueSpec,
+    config: PrologueConfig,
+    inputs: Sequence[jax.Array],
+    a: jax.Array | None,
+    gpu: Gpu = H200,
 ) -> tuple[jax.Array, ...]:
     """`fused_prologue` with `ptx.launch.launch` or with that of another machine."""
     return launch(
-        functools.partial(emit, spec=spec, config=config),
+        functools.partial(emit, spec=spec, config=config, gpu=gpu),
         [*inputs, *([] if a is None else [a])],
         tuple(outputs(spec, config)),
         name=f"decode_prologue_{spec.kind}" + ("_lora" if spec.columns else ""),
@@ -104,6 +105,7 @@ def run(
         ctas=config.cluster,
         warps=config.warps,
         shared_bytes=shared_bytes(spec, config),
+        gpu=gpu,
     )
 
 
@@ -115,13 +117,16 @@ def emit(
     *,
     spec: PrologueSpec,
     config: PrologueConfig,
+    gpu: Gpu,
 ) -> None:
     """The instructions of one thread. `pointers`: the inputs, A and the outputs of `fused_prologue`."""
     thread = Thread(machine, spec, config, position, pointers, shared)
     norm = RmsNorm(thread) if spec.kind == "norm" else None
     lora = LoraProjection(thread) if spec.columns else None
     exchanges = [(thread.squares_barrier, norm), (thread.lora_barrier, lora)]
-    machine.init_mbarriers([(barrier, part.exchanged_bytes) for barrier, part in exchanges if part], thread.index)
+    is_cluster = config.cluster > 1
+    if is_cluster:
+        machine.init_mbarriers([(barrier, part.exchanged_bytes) for barrier, part in exchanges if part], thread.index)
 
     rows = [norm.load_rows(k_tile) for k_tile in range(thread.k_tiles_of_warp)] if norm else []
     a = [lora.load_a(k_tile) for k_tile in range(config.prefetch)] if lora else []
@@ -130,14 +135,15 @@ def emit(
     fetched = [load(k_tile) for k_tile in range(thread.k_tiles_of_warp if norm else config.prefetch)]
     if lora and not spec.partials:
         lora.zero_padding()
-    machine.cluster_wait()
+    if is_cluster:
+        machine.cluster_wait()
 
     # A norm adds up its squares before A has come, where A is small. (A value loaded before a branch and used behind it
     # is waited for together with all others; without the branch the assembler waits for x before it issues the other
     # loads.) And where clusters share SMs, registers are worth more than early loads.
     is_small = norm and (config.token_tiles == 1 or thread.columns <= FEW_COLUMNS)
-    is_crowded = config.clusters(spec.tokens) > MAX_CLUSTERS
-    with contextlib.nullcontext() if is_small or is_crowded else _opaque_branch(thread):
+    is_crowded = config.clusters(spec.tokens) > max_clusters(gpu)
+    with contextlib.nullcontext() if is_small or is_crowded or not is_cluster else _opaque_branch(thread):
         if norm:
             _finish_norm(norm, lora, rows, fetched, a)
         else:

@@ -5,7 +5,8 @@ which features and columns share an `mma`. Features: the thread's first or secon
 lies in registers. Columns: those of row g are neighbours (`_run`, e.g. 4 g ... 4 g + 3 of each 32), so that threads
 read whole sectors of A, and one byte permutation of two features' words makes an operand.
 
-Each CTA gets by `st.async` its share of the sums of all CTAs, adds them up and stores that share of lora_x.
+In a cluster each CTA gets by `st.async` its share of the sums of all CTAs, adds them up and stores that share of
+lora_x.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ class LoraProjection:
             of_warps = [machine.load_shared(at, 4, byte=4 * self.sum_count * w) for w in range(config.warps)]
             total = [tree_sum(values) for values in zip(*of_warps, strict=True)]
             place = thread.shared["lora_totals_s"] + (thread.rank * share + index % share) * 4
-            machine.st_async(place, index // share, total, thread.lora_barrier, index < self.sum_count)
+            if config.cluster > 1:
+                machine.st_async(place, index // share, total, thread.lora_barrier, index < self.sum_count)
+            else:
+                machine.store_shared(place, total, index < self.sum_count)
 
     def finish(self, norm: RmsNorm | None) -> None:
         """This CTA's share of lora_x: the sums of all CTAs, added up, scaled by a norm's 1 / rms, and stored."""
@@ -117,7 +121,10 @@ class LoraProjection:
                 to = thread.lora_x + (token * (MAX_RANK * len(spec.ranks)) + self._padded(column)) * 2
             factor = norm.inverse_rms(tile, row) if norm else None
             jobs.append((thread.shared["lora_totals_s"] + local * 4, factor, to, exists))
-        machine.mbarrier_wait(thread.lora_barrier)
+        if config.cluster > 1:
+            machine.mbarrier_wait(thread.lora_barrier)
+        else:
+            machine.cta_sync()
         for at, factor, to, exists in jobs:
             total = tree_sum([machine.load_shared(at, byte=4 * share * rank)[0] for rank in range(config.cluster)])
             if factor is not None:

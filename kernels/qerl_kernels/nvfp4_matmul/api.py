@@ -114,7 +114,7 @@ def _compute_lora_x(
         return [], None
     all_a = jnp.concatenate(each_a, axis=1) if all_a is None else all_a
     ranks = route.problem.ranks
-    if route.kernel != "xla" and not route.problem.batch_invariant:
+    if route.config is not None and not route.problem.batch_invariant:
         lora_x = fused_lora_x(x, all_a, ranks)
         if lora_x is not None:
             return split_lora_x(lora_x, ranks), lora_x
@@ -131,14 +131,11 @@ def _xla_matmul(route: Route, a: Float[Array, "M K"], b: Float[Array, "K N"], dt
 def _all_terms(route: Route, x, weight, bias, of_each: list[Array], pairs, lora_x: Array | None = None) -> Array:
     """All terms of y. `lora_x`: the array from which `of_each` was taken, where there is one."""
     n = weight.shape[0]
-    if route.kernel == "xla":
-        matrix, row = packed_parts(weight)
-        y = _xla_matmul(route, x, matrix.astype(x.dtype).T) * row
-        y = y if bias is None else y + bias.astype(jnp.float32)
-        y = y + _lora_terms(route, of_each, pairs, n) if pairs else y
+    if route.config is None:
+        y = _by_library(route, x, weight, bias, of_each, [b for _, b in pairs])
     elif pairs and not route.is_fused:
         y = _call_kernel(route.without_lora(), x, weight, bias)
-        y = y.astype(jnp.float32) + _lora_terms(route, of_each, pairs, n)
+        y = y.astype(jnp.float32) + _lora_terms(route, of_each, [b for _, b in pairs], n)
     elif pairs:
         lora_x = join_lora_x(of_each) if lora_x is None else lora_x
         y = _call_kernel(route.given_lora_x(), x, weight, bias, lora_x, tuple(b for _, b in pairs))
@@ -147,10 +144,30 @@ def _all_terms(route: Route, x, weight, bias, of_each: list[Array], pairs, lora_
     return y.astype(x.dtype)
 
 
-def _lora_terms(route: Route, of_each: list[Array], pairs, n: int) -> Float32[Array, "M N"]:
+def _by_library(route: Route, x, weight: PackedNvfp4, bias, of_each: list[Array], lora_b) -> Float32[Array, "M N"]:
+    """All terms of y by XLA."""
+    matrix, row = _parts(route, weight, x)
+    y = _xla_matmul(route, x, matrix.astype(x.dtype).T) * row
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return y + _lora_terms(route, of_each, lora_b, weight.shape[0]) if lora_b else y
+
+
+def _parts(route: Route, weight: PackedNvfp4, x: Array) -> tuple[Array, Array]:
+    """`packing.packed_parts`, by a kernel where the route says so: not before x is there, so that the matrices of
+    several projections do not wait in memory."""
+    if route.kernel == "xla":
+        return packed_parts(weight)
+    from qerl_kernels.nvfp4_matmul.dequantize.kernel import dequantize  # jax ≥ 0.11: imported where it runs
+
+    words, _ = jax.lax.optimization_barrier((weight.words, x))
+    weight = dataclasses.replace(weight, words=words)
+    return dequantize(weight, gpu=route.problem.gpu), weight.multiplier[: weight.shape[0]]
+
+
+def _lora_terms(route: Route, of_each: list[Array], lora_b, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
     out = jnp.zeros((of_each[0].shape[0], n), jnp.float32)
-    for (_, width, offset, scale), own, (_, b) in zip(route.problem.adapters, of_each, pairs, strict=True):
+    for (_, width, offset, scale), own, b in zip(route.problem.adapters, of_each, lora_b, strict=True):
         out = out.at[:, offset : offset + width].add(scale * _xla_matmul(route, own, b))
     return out
 
@@ -203,14 +220,23 @@ def _launch(route: Route, x, weight: PackedNvfp4, bias, lora_x, lora_b) -> Array
     """The kernel of the route, given `x A`."""
     from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed  # jax ≥ 0.11: imported where it runs
 
+    if route.config is None:  # more rows than there were when the LoRA term was to be fused
+        of_each = [] if lora_x is None else _each(lora_x, len(x), route.problem.ranks, x.dtype)
+        return _by_library(route, x, weight, bias, of_each, lora_b).astype(x.dtype)
     if route.problem.transposed:
-        return transposed.gemm_dx(x, weight, route.config)
+        return transposed.gemm_dx(x, weight, route.config, gpu=route.problem.gpu)
     if route.kernel == "skinny":
         return _launch_skinny(route.given_lora_x(), x, weight, bias, lora_b, lora_x=lora_x)
     if lora_x is not None and lora_x.ndim == 3 and route.lora_form is not LoraForm.PARTIALS:
         lora_x = join_lora_x(lora_x_of_each(lora_x, len(x), route.problem.ranks, x.dtype))
     scale = route.problem.adapters[0][-1] if lora_b else 1.0
-    return kernel.gemm(x, weight, route.config, bias=bias, lora_x=lora_x, lora_b=lora_b, scale=scale)
+    terms = {"bias": bias, "lora_x": lora_x, "lora_b": lora_b, "scale": scale}
+    return kernel.gemm(x, weight, route.config, **terms, gpu=route.problem.gpu)
+
+
+def _each(lora_x: LoraX, m: int, ranks: list[int], dtype) -> list[Array]:
+    """`lora_x_of_each`, also of one adapter alone that kept its rank (`join_lora_x`)."""
+    return [lora_x] if lora_x.shape == (m, *ranks) else lora_x_of_each(lora_x, m, ranks, dtype)
 
 
 def _launch_skinny(route: Route, x, weight: PackedNvfp4, bias, lora_b, lora_x=None, a=None) -> Array:
@@ -218,8 +244,15 @@ def _launch_skinny(route: Route, x, weight: PackedNvfp4, bias, lora_b, lora_x=No
     from qerl_kernels.nvfp4_matmul.skinny import kernel  # jax ≥ 0.11: imported where it runs
 
     scale = route.problem.adapters[0][-1] if lora_b else 1.0
-    terms = {"bias": bias, "lora_x": lora_x, "lora_a": a, "lora_b": lora_b, "scale": scale}
-    return kernel.skinny_matmul(x, weight, route.config, **terms)
+    terms = {"bias": bias, "lora_a": a, "lora_b": lora_b, "scale": scale, "gpu": route.problem.gpu}
+    step = route.config.tile_m
+    if len(x) <= step:
+        return kernel.skinny_matmul(x, weight, route.config, lora_x=lora_x, **terms)
+    blocks = [slice(i, i + step) for i in range(0, len(x), step)]
+    of_rows = lambda rows: None if lora_x is None else lora_x[..., rows, :]  # noqa: E731
+    return jnp.concatenate(
+        [kernel.skinny_matmul(x[rows], weight, route.config, lora_x=of_rows(rows), **terms) for rows in blocks]
+    )
 
 
 def _backward(route: Route, residual, dy):
@@ -266,15 +299,16 @@ def _alike(adapters: Sequence[tuple[int, int, int, float]]) -> list[list[int]]:
 
 def _input_gradient(route: Route, dy, weight: PackedNvfp4) -> Array:
     """`dy · W`. Unequal row multipliers are applied to dy first, as ratios to the largest (one bf16 rounding)."""
-    if route.kernel == "xla":
-        matrix, row = packed_parts(weight)
+    of_dx = route.dx()
+    if of_dx.config is None:
+        matrix, row = _parts(of_dx, weight, dy)
         return fp32_matmul((dy * row).astype(dy.dtype), matrix.astype(dy.dtype))
     if not weight.uniform:
         row = weight.multiplier[: weight.shape[0]]
         largest = jnp.max(jnp.abs(row))
         dy = (dy * (row / largest)).astype(dy.dtype)
         weight = dataclasses.replace(weight, multiplier=jnp.full_like(weight.multiplier, largest))
-    return _call_kernel(route.dx(), dy, weight, None)
+    return _call_kernel(of_dx, dy, weight, None)
 
 
 _matmul.defvjp(_forward, _backward)

@@ -6,6 +6,8 @@ arithmetic is inline PTX, because it is the inner loop: 17 instructions for eigh
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from qerl_kernels.nvfp4_matmul.packing import SCALE_BIAS, SCALE_MASK, TILE
-from qerl_kernels.ptx.instructions import PtxMachine
+from qerl_kernels.ptx.instructions import SINCE, PtxMachine
 from qerl_kernels.ptx.values import I32, element
 
 WORDS = plgpu.Layout.WG_STRIDED((4, 128), vec_size=4)
@@ -41,6 +43,9 @@ shr.b32 u, $4, 3;
 lop3.b32 t, u, 0x01C001C0, t, 0xEA;
 mul.rn.bf16x2 $3, t, $6;
 }"""
+# Before sm_90 there is no `mul` of bf16 pairs: the product − 0.0, which is exact.
+_DEQUANTIZE_BY_FMA = DEQUANTIZE.replace(".reg .b32 t, u;", ".reg .b32 t, u, z;\nmov.b32 z, 0x80008000;")
+_DEQUANTIZE_BY_FMA = re.sub(r"mul.rn.bf16x2 (.*);", r"fma.rn.bf16x2 \1, z;", _DEQUANTIZE_BY_FMA)
 # $0, $1: the scale of row g and of row g + 8, twice each. $2: word of scales, already rotated.
 _SCALES = f"""{{
 .reg .b32 p;
@@ -72,12 +77,13 @@ def as_fragments(registers: list[list[ir.Value]]) -> mgpu.FragmentedArray:
 
 def weight_fragments(machine: PtxMachine, words: list[I32], scales: list[I32]) -> list[list[I32]]:
     """A thread's four words and two words of scales of a tile -> its registers of A for each of the four k16 steps."""
+    text = DEQUANTIZE if machine.arch >= SINCE["mul_bf16"] else _DEQUANTIZE_BY_FMA
     out = []
     for k16_step, word in enumerate(words):
         pair = scales[k16_step // 2]
         if k16_step % 2:
             [pair] = machine.asm("shf.r.wrap.b32 $0, $1, $1, 8;", "r", pair)
-        out.append(machine.asm(DEQUANTIZE, "rrrr", word, *machine.asm(_SCALES, "rr", pair)))
+        out.append(machine.asm(text, "rrrr", word, *machine.asm(_SCALES, "rr", pair)))
     return out
 
 

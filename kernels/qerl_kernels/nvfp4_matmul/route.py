@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from qerl_kernels import dispatch
 from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.gpu import Gpu
 from qerl_kernels.nvfp4_matmul import tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
@@ -46,6 +47,7 @@ class Problem:
       transposed: True for dx.
       implementation: "mosaic_gpu" or "xla".
       batch_invariant: a row's bits do not depend on the number of rows or on the other rows.
+      gpu: the GPU.
     """
 
     m: int
@@ -55,6 +57,7 @@ class Problem:
     transposed: bool
     implementation: str
     batch_invariant: bool
+    gpu: Gpu
 
     @property
     def ranks(self) -> list[int]:
@@ -81,8 +84,8 @@ class Route:
 
     Attributes:
       problem: the GEMM.
-      kernel: "gemm", "skinny" or "xla".
-      config: tuning config of the kernel; None for XLA.
+      kernel: "gemm", "skinny", "dequantize" (the weight by a kernel, the product by XLA) or "xla".
+      config: tuning config of the kernel; None for "dequantize" and "xla".
       lora_form: LoRA input that it takes.
       is_fused: whether the kernel adds the LoRA term; otherwise XLA adds it to the kernel's rounded result.
     """
@@ -145,24 +148,32 @@ def problem_of(
 ) -> Problem:
     """The forward `Problem` of these arguments, as for `route`."""
     adapters = tuple((*lora.b.shape, int(lora.offset), float(lora.scale)) for lora in loras)
-    return Problem(m, *weight.shape, adapters, False, implementation, batch_invariant)
+    return Problem(m, *weight.shape, adapters, False, implementation, batch_invariant, dispatch.this_gpu())
 
 
 def route_problem(problem: Problem) -> Route:
     """`route` of a `Problem`."""
     has_lora = bool(problem.adapters)
     if problem.implementation == "xla":
-        return Route(problem, "xla", None, LoraForm.WHOLE if has_lora else LoraForm.NONE, False)
+        return _by_library(problem, "xla")
     fused = _config(problem, problem.lora_b_shapes) if has_lora and problem.is_one_lora_term else None
     config = _config(problem, []) if fused is None else fused
+    if config is None:
+        return _by_library(problem, "dequantize")
     kernel = "gemm" if isinstance(config, GemmConfig) else "skinny"
     return Route(problem, kernel, config, _lora_form(problem, fused), fused is not None)
+
+
+def _by_library(problem: Problem, kernel: str) -> Route:
+    """XLA multiplies, and adds the adapters in fp32 before the result is rounded."""
+    return Route(problem, kernel, None, LoraForm.WHOLE if problem.adapters else LoraForm.NONE, False)
 
 
 def _config(problem: Problem, adapters: list[tuple[int, int]]) -> GemmConfig | SkinnyConfig | None:
     return tuning.config_for(
         problem.m, problem.n, problem.k,
         transposed=problem.transposed, adapters=adapters, batch_invariant=problem.batch_invariant,
+        gpu=problem.gpu,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The config of each GEMM: a table found by `tools/tune_matmul.py` and stored as data, one file for a kind of GPU.
+"""The config of each GEMM: a table found by `python -m qerl_jax.tune` and stored as data, one file for a kind of GPU.
 
 A row of the table: kernel ("gemm" or "skinny"), direction ("forward" or "dx"), n, k, m (the largest m it was tuned
 for), the fields of that kernel's config, and the microseconds measured; null where the row is the choice of the tuner's
@@ -13,14 +13,16 @@ import functools
 import itertools
 import json
 import math
+import pathlib
 from collections.abc import Sequence
 from importlib import resources
 
-from qerl_kernels.dispatch import SMS
+from qerl_kernels.gpu import H200, Gpu
+from qerl_kernels.nvfp4_matmul import lora_input
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SkinnyConfig
 
-TABLE = "tuning_h200.json"
+MAX_SKINNY_M = 4 * MAX_M  # rows up to which tier "warp" runs the skinny kernel, for 32 rows at a time: not measured
 MAX_TUNED_M = 128  # above, a config may take a smaller tile_m than the table says
 # What a k-tile costs beside its rows, in rows: 49 ns and 1.16 ns a row (tools/results/notes/matmul.md).
 K_TILE_ROWS = 42
@@ -66,10 +68,14 @@ def to_json(row: Row) -> dict:
 
 
 @functools.cache
-def table() -> tuple[Row, ...]:
-    """All rows of the file, read once."""
-    stored = json.loads(resources.files("qerl_kernels.nvfp4_matmul").joinpath(TABLE).read_text())["rows"]
-    return tuple(map(from_json, stored))
+def table(name: str = H200.table) -> tuple[Row, ...]:
+    """All rows of a file, read once; `name`: as `Gpu.table`."""
+    return tuple(map(from_json, json.loads(path_of(name).read_text())["rows"]))
+
+
+def path_of(name: str) -> pathlib.Path:
+    """The file of a table: beside this module unless `name` is a path."""
+    return pathlib.Path(str(resources.files("qerl_kernels.nvfp4_matmul").joinpath(name)))
 
 
 def config_for(
@@ -80,9 +86,11 @@ def config_for(
     transposed: bool = False,
     adapters: Sequence[tuple[int, int]] = (),
     batch_invariant: bool = False,
+    gpu: Gpu = H200,
 ) -> GemmConfig | SkinnyConfig | None:
     """The config for x [m, k] (transposed: dy [m, n]) and a weight [n, k]; its class names the kernel. None where the
-    adapters cannot be added within the kernel. A skinny config computes `x A` only where these adapters allow it.
+    adapters cannot be added within the kernel, and, without adapters, where this GPU has no kernel for this GEMM. A
+    skinny config computes `x A` only where these adapters allow it.
 
     Args:
       m: rows of x.
@@ -91,20 +99,26 @@ def config_for(
       transposed: the config of dx.
       adapters: shape of B, [rank, features], of each adapter that the kernel is to add.
       batch_invariant: one config for every m, which cuts sums along the contraction in the same places whatever m is.
+      gpu: the GPU.
     """
+    if gpu.tier == "warp":
+        can_fuse = not adapters or lora_input.can_fuse(n, adapters)
+        if transposed or batch_invariant or m > MAX_SKINNY_M or not can_fuse:
+            return None
+        return _nearest_row(min(m, MAX_M), n, k, False, gpu).config.specialize(n, adapters, gpu)
     if n < MIN_FEATURES or k < MIN_FEATURES:
         config = PLAINEST
     elif batch_invariant:
         config = BATCH_INVARIANT
     else:
-        row = _nearest_row(m, n, k, transposed)
+        row = _nearest_row(m, n, k, transposed, gpu)
         if isinstance(row.config, SkinnyConfig):
             # The skinny kernel takes more adapters than the other, but `vmap` may still make m large: the same are
             # fused.
             can_fuse = not adapters or GemmConfig(tile_m=8, warpgroups_n=1).can_fuse_lora(n, adapters)
-            return row.config.specialize(n, adapters) if can_fuse else None
+            return row.config.specialize(n, adapters, gpu) if can_fuse else None
         is_timed = row.us is not None and (row.n, row.k, row.m) == (n, k, m)
-        config = row.config if is_timed else balance_waves(row.config, m, k if transposed else n)
+        config = row.config if is_timed else balance_waves(row.config, m, k if transposed else n, gpu.sms)
     return fit_lora(config, n, adapters) if adapters else config
 
 
@@ -118,7 +132,7 @@ def fit_lora(config: GemmConfig, n: int, adapters: Sequence[tuple[int, int]]) ->
     return None
 
 
-def balance_waves(config: GemmConfig, m: int, n: int) -> GemmConfig:
+def balance_waves(config: GemmConfig, m: int, n: int, sms: int = H200.sms) -> GemmConfig:
     """`config` with the tile_m, up to its own, that keeps the SMs busy to the end; n: output features of the GEMM.
 
     CTAs that walk alone over whole tiles take ⌈tiles / SMs⌉ waves. 448 tiles with a tile_m of 256, for example, take
@@ -126,7 +140,7 @@ def balance_waves(config: GemmConfig, m: int, n: int) -> GemmConfig:
     """
     if m <= MAX_TUNED_M or config.cluster > 1 or config.mma_sync:
         return config
-    ctas = SMS * config.ctas_per_sm
+    ctas = sms * config.ctas_per_sm
 
     def cost(tile_m: int) -> int:
         tiles = -(-m // tile_m) * -(-n // config.tile_n)
@@ -135,8 +149,8 @@ def balance_waves(config: GemmConfig, m: int, n: int) -> GemmConfig:
     return dataclasses.replace(config, tile_m=min(range(config.tile_m, min(64, config.tile_m) - 1, -8), key=cost))
 
 
-def _nearest_row(m: int, n: int, k: int, transposed: bool) -> Row:
-    rows = [row for row in table() if row.direction == ("dx" if transposed else "forward")]
+def _nearest_row(m: int, n: int, k: int, transposed: bool, gpu: Gpu) -> Row:
+    rows = [row for row in table(gpu.table) if row.direction == ("dx" if transposed else "forward")]
 
     def distance(row: Row) -> float:
         return abs(math.log(n / row.n)) + abs(math.log(k / row.k))

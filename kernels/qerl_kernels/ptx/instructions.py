@@ -23,8 +23,33 @@ MMA = (
 )
 
 
+# Compute capability, times ten, from which on a GPU has an instruction; sm_80 has all others (PTX ISA, "Target ISA").
+SINCE = {
+    "cluster_rank": 90,
+    "fence_proxy_async": 90,
+    "init_mbarriers": 90,
+    "cluster_wait": 90,
+    "mbarrier_wait": 90,
+    "st_async": 90,
+    "mul_bf16": 90,
+}
+
+
+def require(arch: int, instruction: str) -> None:
+    """Raises ValueError where a GPU has no such instruction: the compiler's own refusal may end the process."""
+    if arch < SINCE.get(instruction, 80):
+        raise ValueError(f"{instruction} needs compute capability {SINCE[instruction] / 10}, this is for {arch / 10}")
+
+
 class PtxMachine:
-    """Emits the instructions of one thread; see `values` for its arithmetic."""
+    """Emits the instructions of one thread; see `values` for its arithmetic.
+
+    Attributes:
+      arch: compute capability of the target times ten.
+    """
+
+    def __init__(self, arch: int = 90):
+        self.arch = arch
 
     # ---- values and control ----
 
@@ -62,6 +87,7 @@ class PtxMachine:
 
     def cluster_rank(self) -> I32:
         """Rank of this CTA in its cluster."""
+        require(self.arch, "cluster_rank")
         return self.asm("mov.u32 $0, %cluster_ctarank;", "r")[0]
 
     def cluster_and_rank(self, ctas: int) -> tuple[I32, I32]:
@@ -165,6 +191,7 @@ class PtxMachine:
 
     def fence_proxy_async(self) -> None:
         """Orders this thread's accesses to shared memory with those of the copy engine and of `wgmma`."""
+        require(self.arch, "fence_proxy_async")
         self.asm("fence.proxy.async.shared::cta;", "", effects=True)
 
     # ---- barriers and the cluster ----
@@ -180,6 +207,7 @@ class PtxMachine:
     def init_mbarriers(self, barriers: Sequence[tuple[I32, int | I32]], thread: I32) -> None:
         """Thread 0 prepares each (mbarrier, bytes that the cluster will send to it), and every thread announces to the
         cluster that those of its CTA are prepared."""
+        require(self.arch, "init_mbarriers")
         text = ".reg .pred p; .reg .b64 state; setp.eq.b32 p, $0, 0;"
         operands = [at for at, _ in barriers] + [size for _, size in barriers if not isinstance(size, int)]
         names = iter(f"${i}" for i in range(1 + len(barriers), 1 + len(operands)))
@@ -194,10 +222,12 @@ class PtxMachine:
 
     def cluster_wait(self) -> None:
         """Waits until every CTA of the cluster has announced its mbarriers."""
+        require(self.arch, "cluster_wait")
         self.asm("barrier.cluster.wait.aligned;", "", effects=True)
 
     def mbarrier_wait(self, barrier: I32) -> None:
         """Waits for the first phase: all expected bytes have come."""
+        require(self.arch, "mbarrier_wait")
         text = """
         .reg .pred done;
         WAIT:
@@ -213,6 +243,7 @@ class PtxMachine:
     ) -> None:
         """1, 2 or 4 fp32 values to the address `at` in the shared memory of another CTA of the cluster, and their bytes
         to its mbarrier. The instruction counts the bytes beside the data, so that the sender needs no fence."""
+        require(self.arch, "st_async")
         count = len(values)
         names = [f"${i + 3}" for i in range(count)]
         text, guard = ".reg .b32 far, bar;", ""

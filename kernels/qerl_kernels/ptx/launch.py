@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from qerl_kernels.gpu import Gpu
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.values import I32, Ptr
 
@@ -36,6 +37,7 @@ def launch(
     ctas: int,
     warps: int,
     shared_bytes: Mapping[str, int],
+    gpu: Gpu,
 ) -> Any:
     """Runs a kernel.
 
@@ -49,6 +51,7 @@ def launch(
       ctas: CTAs of a cluster.
       warps: warps of a CTA, a multiple of 4.
       shared_bytes: bytes of each array in a CTA's shared memory, multiples of 4.
+      gpu: the target.
 
     Returns:
       The outputs, in the structure of `out`.
@@ -63,7 +66,7 @@ def launch(
 
         def program(ctx, *operands):
             del ctx
-            machine = PtxMachine()
+            machine = PtxMachine(gpu.arch)
             *pointers, all_s = operands
             pointers = [Ptr(mgpu.utils.memref_ptr(ref)) for ref in pointers]
             shared = {

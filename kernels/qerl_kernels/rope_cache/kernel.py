@@ -1,4 +1,4 @@
-"""Rotary embedding and cache write for Hopper: see `api.rope_and_cache` for the equation.
+"""Rotary embedding and cache write, on any GPU from sm_80 on: see `api.rope_and_cache` for the equation.
 
 The kernel is bound by latency: a thread loads four pairs (i, i + H/2) of a head, their cosines and sines and the slot
 of its sequence, all at once, rotates, and stores. Products and their sum are rounded one by one, as in XLA, so that the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from qerl_kernels.dispatch import RESIDENT_CLUSTERS, SMEM_BYTES, SMS
+from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul import lora_input
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
@@ -16,7 +16,7 @@ MAX_PARTIALS_M = 64
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """Tile sizes and pipeline of the kernel; found by `tools/tune_matmul.py`.
+    """Tile sizes and pipeline of the kernel, which runs on Hopper alone; found by `tools/tune_matmul.py`.
 
     M, N and K are those of the GEMM: rows of x, output features and contraction; for dx the weight's n is the K.
 
@@ -87,7 +87,7 @@ class GemmConfig:
         # with lookahead a few words spill where there are more consumers, as compiling showed
         spills = self.consumers > (3 if self.cluster > 2 else 5)
         return (
-            self.smem_bytes(has_lora) * self.ctas_per_sm <= SMEM_BYTES
+            self.smem_bytes(has_lora) * self.ctas_per_sm <= H200.smem_bytes
             and threads * self.ctas_per_sm <= 2048
             and self.consumers <= 7
             and 1 <= self.cluster <= 4
@@ -103,7 +103,7 @@ class GemmConfig:
     def takes_partials(self, m: int, shapes: Sequence[tuple[int, int]]) -> bool:
         """Whether the kernel should be given `x A` of adapters with B of these shapes as split-K partials: there is one
         adapter, one tile has all m rows, shared memory has room, and it is the faster way."""
-        has_room = self.smem_bytes(True, has_partials=True) * self.ctas_per_sm <= SMEM_BYTES
+        has_room = self.smem_bytes(True, has_partials=True) * self.ctas_per_sm <= H200.smem_bytes
         return len(shapes) == 1 and m <= min(self.tile_m, MAX_PARTIALS_M) and has_room
 
     def register_split(self, reduces_partials: bool = False) -> tuple[int, int] | None:
@@ -123,7 +123,6 @@ class GemmConfig:
             producer = (at_launch // 128 - self.consumers * consumer) // 8 * 8
         return producer, consumer
 
-    def resident_clusters(self, sms: int) -> int:
-        """Clusters that a GPU with so many SMs should hold at a time."""
-        resident = RESIDENT_CLUSTERS[self.cluster] if sms == SMS else sms // self.cluster
-        return max(1, resident * self.ctas_per_sm)
+    def resident_clusters(self, gpu: Gpu) -> int:
+        """Clusters that a GPU should hold at a time."""
+        return max(1, gpu.resident_clusters(self.cluster) * self.ctas_per_sm)

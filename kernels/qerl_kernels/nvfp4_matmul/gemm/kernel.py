@@ -25,8 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from qerl_kernels.dispatch import SMEM_BYTES, SMS
 from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul.gemm.barriers import Barriers, declare_barriers
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.cta import Cta, Gmem, WeightOperand
@@ -43,7 +43,7 @@ from qerl_kernels.nvfp4_matmul.packing import TILE
 
 # A jit of its own, although the callers are jitted: a program then lowers and compiles each shape once, not once for
 # every layer (0.27 s + 0.3 s a call otherwise: minutes for the hundreds of GEMMs of a training step).
-@functools.partial(jax.jit, static_argnames=("config", "scale", "sms"))
+@functools.partial(jax.jit, static_argnames=("config", "scale", "gpu"))
 def gemm(
     x: jax.Array,
     weight: PackedNvfp4,
@@ -53,7 +53,7 @@ def gemm(
     lora_x: jax.Array | None = None,
     lora_b: Sequence[jax.Array] = (),
     scale: float = 1.0,
-    sms: int = SMS,
+    gpu: Gpu = H200,
 ) -> jax.Array:
     """The forward equation of the module's docstring: x bf16 [m, k] -> bf16 [m, n].
 
@@ -67,7 +67,7 @@ def gemm(
         f32 [partials, m, rank].
       lora_b: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
       scale: LoRA scale alpha / R.
-      sms: SMs of the GPU.
+      gpu: the GPU, of tier "wgmma".
 
     Raises:
       ValueError: the config fits neither the GPU nor these shapes, or `lora_x` has another shape or dtype than stated.
@@ -92,13 +92,15 @@ def gemm(
     if bias is not None:
         bias = jnp.pad(bias, (0, weight.multiplier.shape[0] - n))
     extra = (*(() if bias is None else (bias,)), *((lora_x, *lora_b) if lora_b else ()))
-    return launch(x, weight, FORWARD, config, terms, extra, n, sms)[:m, :n]
+    return launch(x, weight, FORWARD, config, terms, extra, n, gpu)[:m, :n]
 
 
-def _check_config(config: GemmConfig, terms: Terms) -> None:
+def _check_config(config: GemmConfig, terms: Terms, gpu: Gpu) -> None:
+    if gpu.tier != "wgmma":  # LLVM would end the process
+        raise ValueError(f"gemm: wgmma takes compute capability 9.0, this is {gpu.name}, {gpu.arch / 10}")
     smem = config.smem_bytes(terms.has_lora, terms.has_partials)
-    if smem > SMEM_BYTES:
-        raise ValueError(f"gemm: {config} needs {smem} bytes of shared memory, a CTA has {SMEM_BYTES}")
+    if smem > gpu.smem_bytes:
+        raise ValueError(f"gemm: {config} needs {smem} bytes of shared memory, a CTA has {gpu.smem_bytes}")
     if config.lookahead and (config.stages < 2 or config.mma_sync):  # with one stage its consumer would wait for itself
         raise ValueError(f"gemm: lookahead takes wgmma and two stages, this is {config}")
 
@@ -117,18 +119,18 @@ def launch(
     terms: Terms,
     extra: Sequence[jax.Array],
     n: int,
-    sms: int,
+    gpu: Gpu,
 ) -> jax.Array:
     """y [m, n padded to a multiple of 64] of padded inputs. `extra`: bias, `x A` and B, those of `terms`; n: output
     features of the GEMM."""
-    _check_config(config, terms)
+    _check_config(config, terms, gpu)
     m, k = x.shape
     m_tiles, n_tiles = -(-m // config.tile_m), -(-n // config.tile_n)
     grid = TileGrid(
         m_tiles=m_tiles,
         n_tiles=n_tiles,
         k_iterations=-(-k // (TILE * config.stage_k_tiles * config.unroll)) * config.unroll,
-        clusters=min(m_tiles * n_tiles, config.resident_clusters(sms)),
+        clusters=min(m_tiles * n_tiles, config.resident_clusters(gpu)),
     )
     words = operand.words(weight.words)
     weight_tiles = operand.place(config.warpgroups_n, config.stage_k_tiles)

@@ -17,8 +17,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from qerl_kernels.dispatch import SMS
 from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul.dequant import DEQUANTIZE, as_fragments
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.kernel import launch, pad_rows
@@ -79,15 +79,15 @@ add.u32 $0, s, $2;
 add.u32 $1, u, $2;"""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sms"))
-def gemm_dx(dy: jax.Array, weight: PackedNvfp4, config: GemmConfig, *, sms: int = SMS) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("config", "gpu"))
+def gemm_dx(dy: jax.Array, weight: PackedNvfp4, config: GemmConfig, *, gpu: Gpu = H200) -> jax.Array:
     """The equation of the module's docstring: dy bf16 [m, n] -> bf16 [m, k].
 
     Args:
       dy: gradient of the GEMM's output.
       weight: the packed weight, with one multiplier for all its rows.
       config: the tuning config.
-      sms: SMs of the GPU.
+      gpu: the GPU, of tier "wgmma".
 
     Raises:
       ValueError: the config fits neither the GPU nor these shapes.
@@ -95,7 +95,7 @@ def gemm_dx(dy: jax.Array, weight: PackedNvfp4, config: GemmConfig, *, sms: int 
     (n, k), m = weight.shape, dy.shape[0]
     if dy.shape != (m, n):
         raise ValueError(f"gemm_dx: dy is {dy.shape}, the weight {n} x {k}")
-    return launch(pad_rows(dy), weight, TRANSPOSED, config, Terms(), (), k, sms)[:m, :k]
+    return launch(pad_rows(dy), weight, TRANSPOSED, config, Terms(), (), k, gpu)[:m, :k]
 
 
 class Transposed:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from qerl_kernels.dispatch import SMEM_BYTES
+from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
@@ -97,13 +97,14 @@ class SkinnyConfig:
         sizes = SharedLayout(self, rank).arrays()
         return sum(kib(size) for name, size in sizes.items() if name != "arrived_s") + 1024
 
-    def fits(self, n: int, k: int, rank: int = 0) -> bool:
+    def fits(self, n: int, k: int, rank: int = 0, gpu: Gpu = H200) -> bool:
         """Whether an SM can hold a CTA, and the weight [n, k] divides into such CTAs.
 
         Args:
           n: output features.
           k: input features.
           rank: the largest LoRA rank, above 0 where the kernel computes `x A`.
+          gpu: the GPU.
         """
         return (
             self.tile_m in (8, 16, 24, 32)
@@ -114,10 +115,11 @@ class SkinnyConfig:
             and self.stages >= 1
             and math.ceil(n / TILE) * 4 % self.m16_tiles == 0
             and math.ceil(k / TILE) >= self.cluster
-            and self._fits_sm(rank)
+            and (self.cluster == 1 or gpu.tier == "wgmma")
+            and self._fits_sm(rank, gpu)
         )
 
-    def specialize(self, n: int, adapters: Sequence[tuple[int, int]] = ()) -> SkinnyConfig:
+    def specialize(self, n: int, adapters: Sequence[tuple[int, int]] = (), gpu: Gpu = H200) -> SkinnyConfig:
         """The config for a weight with n output features and these adapters.
 
         Four m16 tiles in a CTA take the place of eight that do not divide n. `x A` is computed in the kernel only where
@@ -126,22 +128,23 @@ class SkinnyConfig:
         Args:
           n: output features.
           adapters: shape of B, [rank, features], of each adapter.
+          gpu: the GPU.
         """
         config = self
         if math.ceil(n / TILE) * 4 % config.m16_tiles:
             config = dataclasses.replace(config, m16_tiles=4)
         if config.computes_lora_x:
             rank = max((rank for rank, _ in adapters), default=0)
-            is_able = can_fuse(n, adapters, config.tile_n) and config._fits_sm(rank)
+            is_able = can_fuse(n, adapters, config.tile_n) and config._fits_sm(rank, gpu)
             config = dataclasses.replace(config, computes_lora_x=is_able)
         return config
 
-    def _fits_sm(self, rank: int) -> bool:
+    def _fits_sm(self, rank: int, gpu: Gpu) -> bool:
         """Whether shared memory and registers suffice."""
         rank_tiles = SharedLayout(self, rank).rank_tiles
         return (
             (0 < rank <= TILE or not self.computes_lora_x)
-            and self.smem_bytes(rank) <= SMEM_BYTES
+            and self.smem_bytes(rank) <= gpu.smem_bytes
             and (self.m16_tiles + rank_tiles) * self.tile_m <= 192  # above, accumulators of several n8 tiles spill
             # Accumulators, x, multipliers, words and scales of two m16 tiles; the rest for addresses and an operand.
             and (self.m16_tiles + rank_tiles) * self.tile_m // 2

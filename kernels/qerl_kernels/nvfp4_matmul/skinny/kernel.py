@@ -1,4 +1,4 @@
-"""NVFP4 GEMM for decode batches (M ≤ 32) on Hopper.
+"""NVFP4 GEMM for decode batches (M ≤ 32): on Hopper, and with clusters of one CTA on any GPU from sm_80 on.
 
 Fixed launch and prologue cost is comparable to the weight traffic there.
 
@@ -50,6 +50,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul.dequant import weight_fragments
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse, describe, is_lora_x
 from qerl_kernels.nvfp4_matmul.packing import TILE
@@ -66,7 +67,7 @@ from qerl_kernels.ptx.values import F32, I32, Ptr, tree_sum
 
 
 # A jit of its own: a program lowers and compiles each shape once, not once for every layer.
-@functools.partial(jax.jit, static_argnames=("config", "scale"))
+@functools.partial(jax.jit, static_argnames=("config", "scale", "gpu"))
 def skinny_matmul(x: jax.Array, weight: PackedNvfp4, config: SkinnyConfig, **epilogue) -> jax.Array:
     """`run` on the GPU. `epilogue`: the bias and the arguments of LoRA."""
     return run(launch, x, weight, config, **epilogue)
@@ -83,6 +84,7 @@ def run(
     lora_a: jax.Array | None = None,
     lora_b: Sequence[jax.Array] = (),
     scale: float = 1.0,
+    gpu: Gpu = H200,
 ) -> jax.Array:
     """The equation of the module's docstring: x bf16 [m, k] -> bf16 [m, n], m up to `config.tile_m`.
 
@@ -98,11 +100,12 @@ def run(
       lora_a: then A of the adapters side by side, bf16 [k, sum of ranks].
       lora_b: B of each adapter, bf16 [rank, features]; together they cover the n features in order.
       scale: LoRA scale alpha / R.
+      gpu: the GPU.
 
     Raises:
       ValueError: the config fits neither the GPU nor these shapes, or an array has another shape or dtype than stated.
     """
-    _check(x, weight, config, bias, lora_x, lora_a, lora_b)
+    _check(x, weight, config, bias, lora_x, lora_a, lora_b, gpu)
     n, k = weight.shape
     padded = weight.multiplier.shape[0]
     x = jnp.pad(x, ((0, 0), (0, -k % TILE)))
@@ -119,7 +122,7 @@ def run(
     inputs = [x, weight.words, weight.scales, weight.multiplier]
     inputs += ([] if bias is None else [bias]) + ([a_or_lora_x, *lora_b] if lora_b else [])
     y = launch(
-        lambda *place: _Program(problem, config, *place).emit(),
+        lambda *place: _Program(problem, config, gpu, *place).emit(),
         inputs,
         jax.ShapeDtypeStruct((x.shape[0], padded), jnp.bfloat16),
         name=f"nvfp4_skinny_m{config.tile_m}{'_lora_x' if config.computes_lora_x else ''}",
@@ -127,17 +130,18 @@ def run(
         ctas=config.cluster,
         warps=config.warps,
         shared_bytes=SharedLayout(config, problem.rank).arrays(),
+        gpu=gpu,
     )
     return y[:, :n]
 
 
-def _check(x, weight, config, bias, lora_x, a, b) -> None:
+def _check(x, weight, config, bias, lora_x, a, b, gpu) -> None:
     """Refuses arrays that the kernel, which has addresses alone, would misread."""
     (n, k), m, shapes = weight.shape, x.shape[0], tuple(each.shape for each in b)
     ranks = [rank for rank, _ in shapes]
     if x.shape != (m, k) or m > config.tile_m or x.dtype != jnp.bfloat16:
         raise ValueError(f"skinny_matmul: x is {describe(x)}, the weight {n} x {k}, {config}")
-    if not config.fits(n, k, max(ranks, default=0)):
+    if not config.fits(n, k, max(ranks, default=0), gpu):
         raise ValueError(f"skinny_matmul: {config} does not fit an SM or {n} x {k} features, adapters {shapes}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"skinny_matmul: the bias is {describe(bias)}, the weight {n} x {k}")
@@ -163,6 +167,7 @@ class _Program:
         self,
         problem: SkinnyProblem,
         config: SkinnyConfig,
+        gpu: Gpu,
         machine: PtxMachine,
         position: Position,
         pointers: list[Ptr],
@@ -183,7 +188,7 @@ class _Program:
         self.thread = Thread(machine, position.rank, is_first, first_tile, position.thread, warp, lane, g, q, memory)
         self.reduction = Reduction(config, self.layout, self.thread, shared)
         a_or_lora_x, *b = rest or [None]
-        self.lora = LoraTerm(problem, config, self.layout, self.thread, shared, a_or_lora_x, b)
+        self.lora = LoraTerm(problem, config, self.layout, self.thread, shared, a_or_lora_x, b, gpu.sms)
         self.mainloop = Mainloop(Pipeline(self.lora, words, scales, x), weight_fragments)
 
     def emit(self) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from qerl_kernels.dispatch import SMS
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.skinny.config import LORA_ROW_BYTES, SharedLayout, SkinnyConfig, SkinnyProblem
@@ -42,6 +41,7 @@ class LoraTerm:
       shared: address of each array in shared memory.
       lora_x: address of `x A`, or of A where the kernel computes `x A`; None without adapters.
       b: address of each B.
+      sms: SMs of the GPU.
     """
 
     problem: SkinnyProblem
@@ -51,6 +51,7 @@ class LoraTerm:
     shared: dict[str, I32]
     lora_x: Ptr | None
     b: list[Ptr]
+    sms: int
 
     # ---- x A given ----
 
@@ -70,7 +71,7 @@ class LoraTerm:
             b = [machine.load_global(base + (at + width * (2 * i)), 1, flag)[0] for i in range(4)]
             jobs.append((exists, b, [self._load_lora_x(n8, column + first, flag) for n8 in range(config.n8_tiles)]))
         ctas = config.clusters(self.problem.n) * config.cluster
-        max_words = MAX_HELD_ALONE if ctas <= SMS and config.warps <= 8 else MAX_HELD
+        max_words = MAX_HELD_ALONE if ctas <= self.sms and config.warps <= 8 else MAX_HELD
         if len(jobs) * config.n8_tiles * 4 * self.problem.partials > max_words:
             return [(exists, b, list(map(self._summed, lora_x))) for exists, b, lora_x in jobs]
         return jobs

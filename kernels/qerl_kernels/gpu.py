@@ -1,0 +1,74 @@
+"""The facts of a GPU that decide which kernels run on it, and with which configs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+KIB = 1024
+# Shared memory that a CTA may have, by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
+SMEM_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+# Clusters, by their number of CTAs, that an H200 holds at a time with one CTA an SM, as its driver says
+# (cuOccupancyMaxActiveClusters). A cluster lies within one GPC, so that clusters of three, four or sixteen CTAs leave
+# some SMs idle.
+H200_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 16: 7}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as the kernels see it.
+
+    Attributes:
+      name: the driver's name of it.
+      arch: compute capability times ten.
+      sms: streaming multiprocessors.
+      smem_bytes: shared memory that a CTA may have.
+      table: tuning table of its GEMMs: a file of `nvfp4_matmul/`, or the path of the user's own.
+    """
+
+    name: str
+    arch: int
+    sms: int
+    smem_bytes: int
+    table: str
+
+    @property
+    def tier(self) -> str:
+        """Which kernels run. "wgmma": all, as they are tuned for Hopper. "warp": those of `mma.sync` and `cp.async`, in
+        clusters of one CTA; larger GEMMs by dequantization and XLA's library."""
+        return "wgmma" if self.arch == 90 else "warp"
+
+    @property
+    def has_own_table(self) -> bool:
+        """Whether the table is the user's own."""
+        return os.path.isabs(self.table)
+
+    def resident_clusters(self, ctas: int) -> int:
+        """Clusters of so many CTAs, one CTA an SM, that the GPU holds at a time; 0 where it is not known to hold any.
+
+        Hopper GPUs with other numbers of SMs have other GPCs: in proportion, and no clusters of more than 8 CTAs, which
+        the driver may refuse.
+        """
+        if self.tier == "warp":
+            return self.sms if ctas == 1 else 0
+        if self.sms >= 132:
+            return H200_CLUSTERS[ctas]
+        return H200_CLUSTERS[ctas] * self.sms // 132 if ctas <= 8 else 0
+
+
+def user_table(name: str) -> Path:
+    """Where `python -m qerl_jax.tune` keeps the table of a GPU of this name."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "qerl-jax" / "tuning" / f"{re.sub('[^A-Za-z0-9]+', '-', name).strip('-').lower()}.json"
+
+
+def gpu_of(name: str, arch: int, sms: int, table: str | None = None) -> Gpu:
+    """The facts of a GPU from what the driver says of it; `table`: of the user, None for the one that comes with the
+    kernels."""
+    shipped = "tuning_h200.json" if arch == 90 else "tuning_warp.json"
+    return Gpu(name, arch, sms, SMEM_BYTES.get(arch, 99) * KIB, table or shipped)
+
+
+H200 = gpu_of("NVIDIA H200", 90, 132)

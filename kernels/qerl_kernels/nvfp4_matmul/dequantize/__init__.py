@@ -1,0 +1,1 @@
+"""Dequantization of a whole packed weight."""

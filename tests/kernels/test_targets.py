@@ -1,0 +1,86 @@
+"""The kernels of tier "warp" compile for compute capabilities 8.0 to 12.0, without spills; what needs Hopper is refused
+in Python, before LLVM, which may end the process. Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler
+packages."""
+
+import pathlib
+import re
+import subprocess
+
+import h200
+import jax.numpy as jnp
+import pytest
+from qerl_kernels.gpu import gpu_of
+
+TARGETS = {80: 108, 86: 82, 89: 128, 100: 148, 103: 148, 120: 170}  # SMs of an A100, RTX 3090, 4090, B200, B300, 5090
+KERNELS = {"nvfp4_dequantize": 1, "nvfp4_skinny": 3, "decode_prologue": 4, "decode_attention": 2, "rope_and_cache": 1}
+nightly = pytest.mark.nightly
+
+
+def compiled(arch: int, tmp_path: pathlib.Path, *more: str) -> list[tuple[str, str, str]]:
+    """(name, PTX, the assembler's report) of each kernel."""
+    if missing := h200.missing("bin/ptxas"):
+        pytest.skip(missing)
+    run = h200.run(pathlib.Path(__file__).parent / "compile_for_targets.py", str(arch), str(TARGETS[arch]), *more)
+    found = []
+    for part in re.split(r"(?=^\.version )", run.stdout + run.stderr, flags=re.M):
+        if entry := re.search(r"\.entry (\w+)", part):
+            source = tmp_path / f"{len(found)}.ptx"
+            source.write_text(part.rsplit("}\n", 1)[0] + "}\n")
+            target = re.search(r"^\.target (\w+)", part, flags=re.M)[1]
+            assert target == f"sm_{arch}" + "a" * (arch >= 90)
+            command = [h200.cuda_dir() / "bin/ptxas", "-v", f"-arch={target}", source, "-o", tmp_path / "cubin"]
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            found.append((entry[1], part, report))
+    return found
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_compiles(arch, tmp_path):
+    kernels = compiled(arch, tmp_path)
+    for name, count in KERNELS.items():
+        assert len([found for found, *_ in kernels if name in found]) == count, name
+    for name, ptx, report in kernels:
+        assert "0 bytes spill stores, 0 bytes spill loads" in report, (name, report)
+        multiplies = any(word in name for word in ("skinny", "attention", "_lora"))
+        assert ("mma.sync.aligned.m16n8k16" in ptx) == multiplies, name
+        assert not re.search(r"wgmma|mapa|st\.async|cp\.async\.bulk|mbarrier\.|barrier\.cluster", ptx), name
+
+
+@nightly
+@pytest.mark.parametrize("arch", [80, 86, 120])
+def test_every_config_of_the_table_compiles(arch, tmp_path):
+    for name, _, report in compiled(arch, tmp_path, "all"):
+        assert "0 bytes spill stores, 0 bytes spill loads" in report, (name, report)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_what_takes_hopper_is_refused_before_the_compiler(arch):
+    pytest.importorskip("jax", "0.11")
+    from qerl_kernels.decode_attention import kernel as attention
+    from qerl_kernels.decode_attention.config import AttentionConfig
+    from qerl_kernels.nvfp4_matmul import cases, packing
+    from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
+    from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+    from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
+    from qerl_kernels.nvfp4_matmul.tuning import PLAINEST
+    from qerl_kernels.ptx.instructions import PtxMachine
+
+    gpu, packed = (
+        gpu_of("GPU A", arch, TARGETS[arch]),
+        packing.pack(cases.random_weight(jnp.zeros(2, "uint32"), 128, 128)),
+    )
+    x = jnp.zeros((8, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"wgmma takes compute capability 9\.0, this is GPU A"):
+        kernel.gemm(x, packed, PLAINEST, gpu=gpu)
+    with pytest.raises(ValueError, match=r"wgmma takes compute capability 9\.0, this is GPU A"):
+        transposed.gemm_dx(x, packed, PLAINEST, gpu=gpu)
+    with pytest.raises(ValueError, match="does not fit an SM"):
+        skinny_matmul(x, packed, SkinnyConfig(8, 2, 4, 2, 1), gpu=gpu)
+    cache, lengths = jnp.zeros((8, 1, 8, 64), jnp.bfloat16), jnp.zeros(8, jnp.int32)
+    args = x.reshape(8, 2, 64), cache, cache, lengths, lengths, cache, cache, lengths
+    for config in (AttentionConfig(2, 4), AttentionConfig(1, 3)):
+        with pytest.raises(ValueError, match="takes TMA and clusters, this is for GPU A"):
+            attention.decode_attention(*args, scale=1.0, config=config, gpu=gpu)
+    if arch < 90:
+        with pytest.raises(ValueError, match=r"cluster_wait needs compute capability 9\.0, this is for 8"):
+            PtxMachine(arch).cluster_wait()
