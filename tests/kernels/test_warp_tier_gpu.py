@@ -1,0 +1,51 @@
+"""The kernels of tier "warp" on a Hopper GPU, which runs instructions of sm_80, with the shared memory of an RTX 4090:
+the tests of Hopper's kernels against fp64, with poisoned memory and repeats, on what is called there."""
+
+import jax
+import numpy as np
+import pytest
+from gpu_oracle import needs_gpu, weight_of
+from qerl_kernels import dispatch
+from qerl_kernels.gpu import gpu_of
+from qerl_kernels.nvfp4_matmul import packing
+from qerl_kernels.nvfp4_matmul.dequantize.kernel import dequantize
+from test_decode_attention_gpu import (  # noqa: F401
+    test_a_row_does_not_depend_on_the_others,
+    test_every_group,
+    test_every_model_at_every_edge,
+    test_idle_rows_give_zero_and_lengths_of_the_prompt_alone,
+    test_long_caches,
+)
+from test_decode_attention_gpu import test_a_thousand_runs_give_the_same_bits as test_attention_repeats  # noqa: F401
+from test_decode_prologue_gpu import test_ranks, test_split_k_partials  # noqa: F401
+from test_matmul_gpu import (  # noqa: F401
+    test_a_thousand_runs_give_the_same_bits,
+    test_adapters,
+    test_adapters_and_their_gradients,
+    test_any_shape,
+    test_batch_invariant_rows_do_not_depend_on_the_others,
+    test_gradients_agree_with_xla,
+    test_mxfp4,
+    test_transformations,
+)
+
+pytestmark = needs_gpu
+ADA = gpu_of("a GPU of sm_89", 89, 132)
+
+
+@pytest.fixture(autouse=True)
+def ada(monkeypatch):
+    """Every kernel is called as for this GPU."""
+    monkeypatch.setattr(dispatch, "this_gpu", lambda: ADA)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 80), (4608, 3584), (3584, 18944)])
+def test_a_dequantized_weight_is_exact(n, k):
+    packed = packing.pack(weight_of(n, k, seed=n))
+    expected = packing.packed_parts(packed)[0]
+    for _ in range(20):
+        found = dequantize(packed, gpu=ADA)
+        np.testing.assert_array_equal(np.asarray(found).view(np.uint16), np.asarray(expected).view(np.uint16))
