@@ -23,7 +23,7 @@ class Gpu:
     Attributes:
       name: the driver's name of it.
       arch: compute capability times ten.
-      sms: streaming multiprocessors.
+      sms: number of its SMs.
       smem_bytes: shared memory that a CTA may have.
       table: tuning table of its GEMMs: a file of `nvfp4_matmul/`, or the path of the user's own.
     """
