@@ -38,18 +38,17 @@ def cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace) -> st
     )
     with unittest.mock.patch.object(dispatch, "missing_for_mosaic_gpu", lambda dtype: None):
         policy, state = abstract_trees(parse_config(hf_config(size), {}, size), stored, config)
-    memory = estimate_memory(policy, state, config, gigabytes * 1e9)
     free = SHARE * gigabytes * 1e9 - tree_bytes((policy.frozen, state))
-    if memory.update_plan.lacking_bytes or free <= 0:
-        return "–"
     decode_bytes = 12 * policy.config.vocab_size * args.batch
     engine = dataclasses.replace(config.engine, memory_gb=max(free - decode_bytes, 1) / 1e9)
     lengths = args.prompt_len, args.completion_len
     try:
+        plan = estimate_memory(policy, state, config, gigabytes * 1e9).update_plan
         slots = choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, engine).slots
     except ValueError:
         return "–"
-    plan = memory.update_plan
+    if plan.lacking_bytes or free <= 0:
+        return "–"
     keeps_all = plan.recomputed == plan.recomputed_gate_up == 0
     again = "" if keeps_all else f", {recomputation(plan)}"
     return f"{plan.pack.tokens} tokens{again}; {slots} decoded"

@@ -22,7 +22,8 @@ from qerl_jax.types import TrainState
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 5120 * 3584  # tokens x hidden size beyond which a micro-batch gains nothing on an H200
-_MOST_TOKENS = 8192
+_LAYER_FLOP = 3e11  # of a layer's forward pass: below, its programs end before the host has launched the next ones
+_MOST_TOKENS = 8192, 20480  # of a micro-batch; the second where 8192 tokens of a layer are below `_LAYER_FLOP`
 _SHORT = 1024  # tokens, about: a longer segment is long (`PackShape`)
 _LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
@@ -118,7 +119,7 @@ def choose_plan(
     if config.update_memory_gb is not None:
         free_bytes = config.update_memory_gb * 1e9
     budget = config.tokens_per_micro_batch
-    target = min(_FULL_RATE / model.hidden_size, _MOST_TOKENS) if budget is None else budget
+    target = _target_tokens(model) if budget is None else budget
     most = max((n for n in range(1, rows + 1) if _tokens(config, longest, n) <= target), default=1)
     candidates = [_pack(config, longest, sequences, rows) for sequences in range(most, 0, -1)]
     if budget is not None:
@@ -126,6 +127,13 @@ def choose_plan(
     plans = [_plan(model, itemsize, config, pack, free_bytes, xla) for pack in candidates]
     fitting = [plan for plan in plans if not plan.lacking_bytes]
     return min(fitting, key=lambda plan: _cost(model, config, rows, plan, replicas)) if fitting else plans[-1]
+
+
+def _target_tokens(model: ModelConfig) -> float:
+    """Tokens of a micro-batch from which more gains nothing: the device runs at its full rate, ahead of it the host."""
+    most, more = _MOST_TOKENS
+    flop = 2 * most * sum(n * k for n, k in model.projection_shapes().values())
+    return min(_FULL_RATE / model.hidden_size, most if flop >= _LAYER_FLOP else more)
 
 
 def _plan(

@@ -15,8 +15,10 @@ from oracles import torch_qwen2
 from oracles.plain_step import plain_grpo_step
 from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 
+from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.compilation import CompilationCounter
+from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import compile_calls, record, shapes_of
 from qerl_jax.rl import step
@@ -332,6 +334,17 @@ def test_programs_do_not_grow_with_the_depth(tmp_path):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize(("size", "tokens"), [("0.5B", 17408), ("1.5B", 4352), ("7B", 4352)])
+def test_micro_batches_are_large_where_a_layer_is_small(tool, size, tokens):
+    """256 completions of 256 + 512 tokens: four groups of eight at a time at 0.5B, whose layers would wait for the
+    host, and one from 1.5B on. Less memory, here for 5 GB of activations at 0.5B, takes precedence.
+    """
+    model = parse_config(tool("make_checkpoint").hf_config(size), {}, size)
+    config = Config(batch_size=256, num_generations=8, max_prompt_length=256, max_completion_length=512)
+    assert choose_plan(model, 2, config, 256, 768, None).pack.tokens == tokens
+    assert choose_plan(model, 2, config, 256, 768, 5e9).pack.tokens <= 4352
+
+
 def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
     """As memory falls: fewer sequences at a time, layers that drop gate and up, layers that drop all but their input.
     Sequences of 1024 tokens, of which 512 are the completion's at most; groups of two.
@@ -343,8 +356,8 @@ def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
         return choose_plan(model, 2, config, 64, 1024, free)
 
     unlimited = plan_in(None)
-    # 4 prompts and 8 completions at a time: 64 take 8 · 6144 tokens; of 10 at a time, the most below 8192, 7 · 7680.
-    assert unlimited.recomputed == 0 and unlimited.pack.tokens == 12 * 512
+    # 8 prompts and 16 completions at a time: 64 take 4 · 12,288 tokens; of 26, the most below 20,480, 3 · 19,968.
+    assert unlimited.recomputed == 0 and unlimited.pack.tokens == 24 * 512
     needed = unlimited.kept_bytes + unlimited.working_bytes
     assert plan_in(needed) == unlimited
     less = plan_in(needed // 2)
