@@ -206,13 +206,19 @@ def test_the_record(step):
     }
     assert metrics == {name: pytest.approx(value, rel=1e-6, abs=1e-7) for name, value in wanted.items()}
     lengths = np.asarray(experience.rollout.lengths)
-    assert run_metrics(experience, state, sigma, 1000, 15) == {
-        "aqn/sigma": sigma,
-        "aqn/norms": 4,
-        "learning_rate": pytest.approx(step.config.learning_rate * 6 / 10),  # update 6 of a warm-up of 10
-        "num_tokens": 1000 + int(lengths.sum()),
-        "epoch": pytest.approx((CURSOR + 4) / 15),
-    }
+    for skipped in (0, 1, 2):  # of two updates; 7 of the 8 before and in this step changed something
+        state = state.replace(opt_state=state.optimizer.init(norms(0.0)))
+        state = state.replace(
+            opt_state=jax.tree.map(lambda leaf: leaf + 7 if leaf.ndim == 0 else leaf, state.opt_state)
+        )
+        rate = step.config.learning_rate * (5 + skipped) / 10  # a warm-up of 10, which skipped updates do not count in
+        assert run_metrics(experience, state, skipped, sigma, 1000, 15) == {
+            "aqn/sigma": sigma,
+            "aqn/norms": 4,
+            "learning_rate": pytest.approx(rate),
+            "num_tokens": 1000 + int(lengths.sum()),
+            "epoch": pytest.approx((CURSOR + 4) / 15),
+        }
     columns = completion_columns(experience, batch.advantages)
     first, second = step.run.stream.at(CURSOR, 1)[0].problem, step.run.stream.at(CURSOR + 3, 1)[0].problem
     problems = [first] * 3 + [second] * 3

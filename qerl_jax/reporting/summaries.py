@@ -71,21 +71,22 @@ def step_metrics(
 
 
 def run_metrics(
-    experience: Experience, state: TrainState, sigma: float, tokens: int, problems: int
+    experience: Experience, state: TrainState, skipped: float, sigma: float, tokens: int, problems: int
 ) -> dict[str, float]:
-    """Progress of a run after a step: noise, learning rate, tokens, epochs.
+    """Progress of a run after a step: noise, learning rate (that of the step's first update), tokens, epochs.
 
     Args:
       experience: scored rollout of the step.
       state: state after the step.
+      skipped: updates of the step that were not finite; the schedule does not count them.
       sigma: standard deviation of the noise.
       tokens: tokens seen before the step.
       problems: size of the dataset.
     """
-    config, step = state.config, int(state.step) - 1
-    rate = {}
+    config, rate = state.config, {}
     if isinstance(state.optimizer, AdamW):  # one of the user's has a rate of its own, or none
-        rate["learning_rate"] = float(learning_rate_at(state.optimizer, step * config.num_iterations))
+        before = AdamW.count(state.opt_state) - (config.num_iterations - int(skipped))
+        rate["learning_rate"] = float(learning_rate_at(state.optimizer, before))
     return {
         **rate,
         "aqn/sigma": sigma,

@@ -65,6 +65,11 @@ class AdamW:
         """What to add to `params`, and the next state."""
         return make_optimizer(self).update(gradient, state, params)
 
+    @staticmethod
+    def count(state: Any) -> int:
+        """Updates that have changed something, of an optimizer's state."""
+        return int(state[0].count)
+
 
 def learning_rate(config: Config | AdamW) -> optax.Schedule:
     """`update count -> learning rate`: a linear warm-up from zero, then the decay of `lr_scheduler_type`, as

@@ -95,7 +95,9 @@ class Recorder:
             run_directory.dump_batch(run.directory, step, batch)
         timing = self.phases.take("rollout", "grading", "update", *(["gather"] if run.replicas.count > 1 else []))
         metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
-        metrics |= run_metrics(experience, state, sigma, self._tokens, len(run.stream))
+        metrics |= run_metrics(
+            experience, state, float(update_metrics["skipped"]), sigma, self._tokens, len(run.stream)
+        )
         metrics["compilations"] = len(self._compilations.take())
         append_metrics(run.directory, step, metrics)
         self.curves.log(step, metrics)
