@@ -39,11 +39,10 @@ def ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
-def bootstrap(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES) -> dict[str, Estimate]:
-    """Mean of each list of P values, one a problem, with its percentile bootstrap interval over problems (Efron &
-    Tibshirani 1993, chapter 13): all lists are resampled together, from one fixed seed.
-
-    Where all problems have the same value 0 or 1, resampling knows no spread: the interval is Wilson's.
+def estimates(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES) -> dict[str, Estimate]:
+    """Mean of each list of P values, one a problem, with its interval over problems: Wilson's where all of them are 0
+    or 1, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for which all lists are resampled
+    together, from one fixed seed.
     """
     columns = {name: np.array(column, np.float64) for name, column in values.items()}
     count = len(next(iter(columns.values())))
@@ -53,9 +52,10 @@ def bootstrap(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES)
             means[name].append(weights @ column / count)
     found = {}
     for name, column in columns.items():
-        low, high = np.quantile(np.concatenate(means[name]), (0.025, 0.975))
-        if (column == column[0]).all() and column[0] in (0.0, 1.0):
-            low, high = wilson(float(column[0]), count)
+        if np.isin(column, (0.0, 1.0)).all():
+            low, high = wilson(float(column.mean()), count)
+        else:
+            low, high = np.quantile(np.concatenate(means[name]), (0.025, 0.975))
         found[name] = Estimate(float(column.mean()), float(low), float(high))
     return found
 
@@ -81,17 +81,3 @@ def sampling_error(correct: Float64[np.ndarray, "P n"]) -> float | None:
     """
     count, n = correct.shape
     return float(np.sqrt(correct.var(axis=1, ddof=1).sum() / n) / count) if n > 1 else None
-
-
-def interval(correct: Float64[np.ndarray, "P n"]) -> tuple[float, float]:
-    """95 % interval of the mean in closed form.
-
-    n = 1: Wilson's score interval. n > 1: normal approximation over the problems' means, because completions of one
-    problem are not independent.
-    """
-    count, n = correct.shape
-    mean = float(correct.mean())
-    if n == 1:
-        return wilson(mean, count)
-    half = _Z95 * float(correct.mean(axis=1).std(ddof=1)) / math.sqrt(count) if count > 1 else 1.0
-    return max(0.0, mean - half), min(1.0, mean + half)

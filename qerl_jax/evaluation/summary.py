@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.evaluation.grading import CORRECT, CRASH, NO_GOLD, TIMEOUT, UNREADABLE, VERDICTS
-from qerl_jax.evaluation.statistics import Estimate, bootstrap, interval, ks, pass_at_k, sampling_error
+from qerl_jax.evaluation.statistics import Estimate, estimates, ks, pass_at_k, sampling_error
 from qerl_jax.messages import shown
 from qerl_jax.rewards import functions
 from qerl_jax.types import FinishReason
@@ -97,7 +97,7 @@ class Evaluation:
 
     Attributes:
       accuracy: share of correct completions: pass@1, which over n > 1 completions a problem is avg@n.
-      low, high: 95 % interval of it, in closed form (`statistics.interval`).
+      low, high: 95 % interval of it, that of its estimate.
       pass_at_k: share of problems with at least one correct completion among `generations`.
       format: share of completions with think and answer blocks.
       truncated: share of completions cut off at the token limit.
@@ -111,7 +111,7 @@ class Evaluation:
       ungraded: ids of the problems whose gold answer cannot be read.
       sampling_error: standard error of `accuracy` over other completions of the same problems
         (`statistics.sampling_error`); None with one completion of each.
-      estimates: figures by name (avg@n or pass@1, pass@k, maj@n), each with its bootstrap interval over problems.
+      estimates: figures by name (avg@n or pass@1, pass@k, maj@n), each with its 95 % interval over problems.
     """
 
     accuracy: float
@@ -149,7 +149,7 @@ class Evaluation:
     def table(self) -> list[str]:
         """Lines for people: every estimate, then what else was counted."""
         completions = "1 completion" if self.generations == 1 else f"{self.generations} completions"
-        lines = [f"{self.problems} problems, {completions} of each; intervals: bootstrap over problems"]
+        lines = [f"{self.problems} problems, {completions} of each; intervals: over problems"]
         lines += [f"{name} {_percent(*estimate)}" for name, estimate in self.estimates.items()]
         if self.sampling_error is not None:
             name, points = mean_name(self.generations), 100 * self.sampling_error
@@ -195,7 +195,6 @@ def summarize(items: Sequence[Item], votes: bool = True) -> Evaluation:
         raise ValueError(f"none of {len(items)} gold answers can be read; the first is {items[0].gold!r}")
     n = len(graded[0].completions)
     correct = np.array([[verdict == CORRECT for verdict in item.verdicts] for item in graded], np.float64)
-    low, high = interval(correct)
     values = {mean_name(n): correct.mean(axis=1).tolist()}
     for k in ks(n)[1:]:
         values[f"pass@{k}"] = [pass_at_k(n, item.correct, k) for item in graded]
@@ -203,9 +202,10 @@ def summarize(items: Sequence[Item], votes: bool = True) -> Evaluation:
         values[f"maj@{n}"] = [is_majority_correct(item) for item in graded]
     verdicts = Counter(verdict for item in graded for verdict in item.verdicts)
     finish = Counter(reason for item in graded for reason in item.finish)
-    total = correct.size
+    total, found = correct.size, estimates(values)
+    accuracy, low, high = found[mean_name(n)]
     return Evaluation(
-        accuracy=float(correct.mean()),
+        accuracy=accuracy,
         low=low,
         high=high,
         pass_at_k=float((correct.max(axis=1) > 0).mean()),
@@ -221,7 +221,7 @@ def summarize(items: Sequence[Item], votes: bool = True) -> Evaluation:
         ungradable=verdicts[TIMEOUT] + verdicts[CRASH],
         ungraded=tuple(item.id for item in items if not item.is_graded),
         sampling_error=sampling_error(correct),
-        estimates=bootstrap(values),
+        estimates=found,
     )
 
 

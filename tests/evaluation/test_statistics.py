@@ -8,21 +8,16 @@ import math
 import numpy as np
 import pytest
 
-from qerl_jax.evaluation.statistics import bootstrap, interval, ks, pass_at_k, sampling_error, wilson
+from qerl_jax.evaluation.statistics import estimates, ks, pass_at_k, sampling_error
 
 
-def test_wilson_interval():
-    # Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, and 0 of 20.
-    low, high = interval(np.repeat([1.0, 0.0], [81, 182])[:, None])
-    assert (low, high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    low, high = interval(np.zeros((20, 1)))
-    assert (low, high) == pytest.approx((0.0, 0.1611), abs=5e-5)
-
-
-def test_interval_over_problems_treats_completions_as_dependent():
-    correct = np.repeat([[1.0], [0.0], [1.0], [1.0]], 100, axis=1)
-    mean, half = 0.75, 1.959964 * np.std([1, 0, 1, 1], ddof=1) / 2
-    assert interval(correct) == pytest.approx((mean - half, min(1, mean + half)), abs=1e-6)
+def test_shares_of_problems_have_wilsons_interval():
+    """Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, 15 of 148 and 0 of 20. The bootstrap's
+    is of zero width where all problems agree.
+    """
+    for right, count, bounds in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))):
+        found = estimates({"a": [1.0] * right + [0.0] * (count - right), "b": [0.5] * count})
+        assert found["a"] == pytest.approx((right / count, *bounds), abs=5e-5) and found["b"] == (0.5, 0.5, 0.5)
 
 
 def test_sampling_error_is_the_spread_of_evaluations_of_the_same_problems():
@@ -62,8 +57,8 @@ def test_bootstrap_has_the_width_of_the_normal_approximation():
     standard error √(0.025 · 0.975 / 10,000) / φ(1.96) = 0.027 standard deviations of the mean; 0.1 are allowed.
     """
     random = np.random.default_rng(7)
-    values = {"a": random.random(500).round(2).tolist(), "b": (random.random(500) < 0.3).astype(float).tolist()}
-    for name, estimate in bootstrap(values).items():
+    values = {"a": random.random(500).round(2).tolist(), "b": (random.random(500) < 0.3) / 2}
+    for name, estimate in estimates(values).items():
         mean, deviation = np.mean(values[name]), np.std(values[name]) / math.sqrt(500)
         assert estimate.value == pytest.approx(mean)
         assert estimate.low == pytest.approx(mean - 1.96 * deviation, abs=0.1 * deviation)
@@ -71,21 +66,13 @@ def test_bootstrap_has_the_width_of_the_normal_approximation():
 
 
 def test_bootstrap_of_three_problems_is_the_exact_distribution():
-    """27 resamples of (0, 0, 1): the mean is 0 with probability 8/27, 1 with 1/27, which is over 2.5 %."""
-    estimate = bootstrap({"a": [0.0, 0.0, 1.0]})["a"]
-    assert estimate == (pytest.approx(1 / 3), 0.0, 1.0)
-    estimate = bootstrap({"a": [0.0, 0.0, 0.0, 1.0]})["a"]  # 1 with 1/256: below it
-    assert estimate == (0.25, 0.0, 0.75)
+    """27 resamples of (0, 0, ½): the mean is 0 with probability 8/27, ½ with 1/27, which is over 2.5 %."""
+    assert estimates({"a": [0.0, 0.0, 0.5]})["a"] == (pytest.approx(1 / 6), 0.0, 0.5)
+    estimate = estimates({"a": [0.0, 0.0, 0.0, 0.5]})["a"]  # ½ with 1/256: below it
+    assert estimate == (0.125, 0.0, 0.375)
 
 
 def test_bootstrap_repeats_and_does_not_depend_on_the_other_estimates():
     random = np.random.default_rng(1)
     a, b = random.random(40).tolist(), random.random(40).tolist()
-    assert bootstrap({"a": a})["a"] == bootstrap({"b": b, "a": a})["a"]
-
-
-def test_where_all_problems_agree_the_interval_is_wilsons():
-    """30 wrong of 30: no resample has another mean, but the accuracy may well be 0.1."""
-    estimates = bootstrap({"none": [0.0] * 30, "all": [1.0] * 30, "half": [0.5] * 30})
-    assert estimates["none"] == (0.0, *wilson(0.0, 30)) and estimates["none"].high == pytest.approx(0.1135, abs=5e-5)
-    assert estimates["all"] == (1.0, *wilson(1.0, 30)) and estimates["half"] == (0.5, 0.5, 0.5)
+    assert estimates({"a": a})["a"] == estimates({"b": b, "a": a})["a"]

@@ -118,16 +118,16 @@ class PlainRun:
             key_of(s["seed"], EVALUATE, 0), self.eos,
         )  # fmt: skip
         assert not any("<answer>" in self._text(row) for row in rows)
+        z = 1.959963984540054
         return {
+            "high": z**2 / (len(self.evaluated) + z**2),  # Wilson's bound
             "truncated": float(np.mean([row["finish"] == LENGTH for row in rows])),
             "mean_length": float(np.mean([len(row["new"]) for row in rows])),
             "problems": len(self.evaluated),
             "generations": s["eval_num_generations"],
             "unreadable": 1.0,
             "sampling_error": 0.0,  # none right
-        } | dict.fromkeys(
-            ("accuracy", "low", "high", "pass_at_k", "format", "failed", "maj_at_k", "ties", "ungradable"), 0
-        )
+        } | dict.fromkeys(("accuracy", "low", "pass_at_k", "format", "failed", "maj_at_k", "ties", "ungradable"), 0)
 
     def _step(self, step: int) -> None:
         s, group = self.s, self.s["num_generations"]
