@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import re
 
 import jax
 
-from qerl_kernels.gpu import H200, Gpu, gpu_of, user_table
+from qerl_kernels.gpu import H200, Gpu, gpu_of
+from qerl_kernels.nvfp4_matmul import tuning
 
 log = logging.getLogger("qerl_kernels")
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
@@ -27,13 +29,19 @@ def this_gpu() -> Gpu:
 
 
 def facts(device: jax.Device) -> Gpu | None:
-    """What the kernels know of a device, with the user's own tuning table where there is one; None for other devices
-    than NVIDIA GPUs."""
+    """What the kernels know of a device, with its own tuning table where there is a sound one (one that is not is said
+    once); None for other devices than NVIDIA GPUs."""
     arch = _arch(device)
     if arch is None:
         return None
-    own = user_table(device.device_kind)
-    return gpu_of(device.device_kind, arch, getattr(device, "core_count", H200.sms), str(own) if own.exists() else None)
+    smem_bytes = getattr(device, "shared_memory_per_block_optin", None)
+    gpu = gpu_of(device.device_kind, arch, getattr(device, "core_count", H200.sms), smem_bytes)
+    for path in tuning.own_tables(gpu):
+        if fault := tuning.fault_of(str(path), gpu):
+            say_once(f"{path}: left out, {fault}; python -m qerl_jax.tune makes a new one")
+        else:
+            return dataclasses.replace(gpu, own_table=str(path))
+    return gpu
 
 
 def _arch(device: jax.Device) -> int | None:

@@ -25,14 +25,14 @@ class Gpu:
       arch: compute capability times ten.
       sms: number of its SMs.
       smem_bytes: shared memory that a CTA may have.
-      table: tuning table of its GEMMs: a file of `nvfp4_matmul/`, or the path of the user's own.
+      own_table: path of a tuning table of its GEMMs that were timed on this GPU; None: there is none.
     """
 
     name: str
     arch: int
     sms: int
     smem_bytes: int
-    table: str
+    own_table: str | None = None
 
     @property
     def tier(self) -> str:
@@ -41,9 +41,9 @@ class Gpu:
         return "wgmma" if self.arch == 90 else "warp"
 
     @property
-    def has_own_table(self) -> bool:
-        """Whether the table is the user's own."""
-        return os.path.isabs(self.table)
+    def table(self) -> str:
+        """The tuning table for GEMMs that its own does not have: a file of `nvfp4_matmul/`."""
+        return "tuning_h200.json" if self.tier == "wgmma" else "tuning_warp.json"
 
     def resident_clusters(self, ctas: int) -> int:
         """Clusters of so many CTAs, one CTA an SM, that the GPU holds at a time; 0 where it is not known to hold any.
@@ -58,17 +58,20 @@ class Gpu:
         return H200_CLUSTERS[ctas] * self.sms // 132 if ctas <= 8 else 0
 
 
+def slug(name: str) -> str:
+    """A GPU's name as part of a file's name."""
+    return re.sub("[^A-Za-z0-9]+", "-", name).strip("-").lower()
+
+
 def user_table(name: str) -> Path:
-    """Where `python -m qerl_jax.tune` keeps the table of a GPU of this name."""
+    """Where `python -m qerl_jax.tune` keeps the tuning table of a GPU of this name."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "qerl-jax" / "tuning" / f"{re.sub('[^A-Za-z0-9]+', '-', name).strip('-').lower()}.json"
+    return cache / "qerl-jax" / "tuning" / f"{slug(name)}.json"
 
 
-def gpu_of(name: str, arch: int, sms: int, table: str | None = None) -> Gpu:
-    """The facts of a GPU from what the driver says of it; `table`: of the user, None for the one that comes with the
-    kernels."""
-    shipped = "tuning_h200.json" if arch == 90 else "tuning_warp.json"
-    return Gpu(name, arch, sms, SMEM_BYTES.get(arch, 99) * KIB, table or shipped)
+def gpu_of(name: str, arch: int, sms: int, smem_bytes: int | None = None) -> Gpu:
+    """The facts of a GPU without a table of its own; `smem_bytes` None: those of its compute capability."""
+    return Gpu(name, arch, sms, SMEM_BYTES.get(arch, 99) * KIB if smem_bytes is None else smem_bytes)
 
 
 H200 = gpu_of("NVIDIA H200", 90, 132)

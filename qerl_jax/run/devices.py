@@ -50,7 +50,7 @@ def kernels_note(
     matmul_kernel: str, device: Any = None, jax_version: str = jax.__version__, python: str = platform.python_version()
 ) -> str | None:
     """A line for users of an NVIDIA GPU: what to install where jax is older than the kernels need, else which kernels
-    run where not all do or where their configs are another GPU's; None elsewhere.
+    run and whether their configs were timed on this GPU; None elsewhere.
 
     Args:
       matmul_kernel: as in Config; "xla" asks for no kernels, so that none are missed.
@@ -72,16 +72,19 @@ def kernels_note(
     )
 
 
-def _tier_note(gpu: Gpu) -> str | None:
-    """None on an H100 or H200 (SXM), on which all was measured."""
-    if gpu.tier == "wgmma" and gpu.sms == H200.sms:
-        return None
-    words = f"{gpu.name} (compute capability {gpu.arch / 10}): "
-    if gpu.tier == "warp":
-        words += "4-bit decode of up to 128 sequences by kernels, prefill and update by dequantization and cuBLAS; "
-    if gpu.has_own_table:
-        return words + f"configs of {gpu.table}"
-    return words + "configs timed on another GPU, speeds never measured here: python -m qerl_jax.tune times them"
+def _tier_note(gpu: Gpu) -> str:
+    """Which kernels run on this GPU, and whose configs they have."""
+    if gpu.tier == "wgmma":
+        words = "4-bit kernels for prefill, decode and update; "
+    else:
+        words = "4-bit kernels for decode of up to 128 sequences, prefill and update by dequantization and cuBLAS; "
+    if gpu.own_table:
+        words += f"configs of {gpu.own_table}"
+    elif gpu.tier == "wgmma" and gpu.sms == H200.sms:  # an H100 or GH200 (SXM) has the same SMs
+        words += "configs timed on an H200"
+    else:
+        words += "configs timed on no such GPU, speeds never measured here: python -m qerl_jax.tune MODEL times them"
+    return f"{gpu.name} (compute capability {gpu.arch / 10}): {words}"
 
 
 def make_deterministic() -> None:

@@ -1,5 +1,6 @@
 """What keeps the kernels from running is named: on other GPUs, other versions, other weights."""
 
+import json
 import types
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.formats import Mxfp4, PackedNvfp4
-from qerl_kernels.gpu import H200
+from qerl_kernels.gpu import H200, user_table
+from qerl_kernels.nvfp4_matmul import tuning
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
 from qerl_jax.checkpoint.reader import kernel_form
 
@@ -78,8 +81,12 @@ def test_mxfp4_of_a_wide_span_stays_as_it_is_and_is_said_once(monkeypatch, caplo
     ],
 )
 def test_facts_of_a_gpu(monkeypatch, capability, sms, smem_kib, clusters, tier):
+    """As of JAX's device; shared memory by compute capability where that does not say."""
     on(monkeypatch, capability)
     jax.devices()[0].core_count = sms
+    jax.devices()[0].shared_memory_per_block_optin = 100 * 1024
+    assert dispatch.this_gpu().smem_bytes == 100 * 1024
+    del jax.devices()[0].shared_memory_per_block_optin
     gpu = dispatch.this_gpu()
     assert (gpu.arch / 10, gpu.sms, gpu.smem_bytes, gpu.tier) == (float(capability), sms, smem_kib * 1024, tier)
     assert [gpu.resident_clusters(ctas) for ctas in (1, 2, 3, 4, 16)] == clusters
@@ -88,3 +95,39 @@ def test_facts_of_a_gpu(monkeypatch, capability, sms, smem_kib, clusters, tier):
 def test_without_a_gpu_the_facts_are_those_of_an_h200(monkeypatch):
     on(monkeypatch, None)
     assert dispatch.this_gpu() == H200
+
+
+ROW = {"kernel": "skinny", "direction": "forward", "n": 3584, "k": 3584, "m": 8, "us": 9.5,
+       "config": {"tile_m": 8, "m16_tiles": 1, "warps": 8, "cluster": 1, "stages": 2}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stored", "fault"),
+    [
+        ({"meta": {"gpu": "GPU 8.9"}, "rows": [ROW]}, None),
+        ("{", "no tuning table (JSONDecodeError"),
+        ([], "no tuning table (TypeError"),
+        ({"meta": {"gpu": "GPU 8.9"}, "rows": [ROW | {"m": "8"}]}, "no tuning table (TypeError"),
+        ({"meta": {"gpu": "GPU 8.9"}, "rows": [ROW | {"kernel": "wide"}]}, "no tuning table (KeyError: 'wide')"),
+        ({"meta": {"gpu": "GPU 8.6"}, "rows": [ROW]}, "timed on GPU 8.6, this is GPU 8.9"),
+        ({"meta": {"gpu": "GPU 8.9"}, "rows": [ROW | {"config": ROW["config"] | {"cluster": 2}}]}, "does not run"),
+        ({"meta": {"gpu": "GPU 8.9"}, "rows": [ROW | {"config": ROW["config"] | {"stages": 99}}]}, "does not run"),
+    ],
+)  # fmt: skip
+def test_a_gpu_takes_its_own_table_where_that_is_sound(monkeypatch, tmp_path, caplog, stored, fault):
+    """Its rows come before those of the tier's; what is no table for this GPU is left out in one line."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    on(monkeypatch, "8.9")
+    borrowed = tuning.config_for(8, 3584, 3584, gpu=dispatch.this_gpu())
+    path = user_table("GPU 8.9")
+    path.parent.mkdir(parents=True)
+    path.write_text(stored if isinstance(stored, str) else json.dumps(stored))
+    gpus = [dispatch.this_gpu() for _ in range(2)]
+    assert gpus[0].own_table == (None if fault else str(path))
+    found = tuning.config_for(8, 3584, 3584, gpu=gpus[0])
+    assert found == (borrowed if fault else SkinnyConfig(**ROW["config"])) and found != (
+        borrowed if not fault else None
+    )
+    assert tuning.config_for(32, 3584, 3584, gpu=gpus[0]).tile_m == 32  # for more rows, the tier's table
+    said = [record.message for record in caplog.records]
+    assert len(said) == (1 if fault else 0) and all(f"{path}: left out, " in one and fault in one for one in said)

@@ -55,7 +55,7 @@ def test_jaxs_inner_module_is_needed_only_by_those_who_ask(monkeypatch):
         ("0.10.2", "9.0", "auto", "3.11.9", ["jax 0.11 or later (this is 0.10.2)", "Python 3.12", "jax[cuda13]>=0.11"]),
         ("0.10.2", "9.0", "auto", "3.12.1", ["pip install -U 'jax[cuda13]>=0.11'"]),
         ("0.10.2", "9.0", "xla", "3.11.9", None),
-        ("0.11.0", "9.0", "auto", "3.12.1", None),
+        ("0.11.0", "9.0", "xla", "3.12.1", None),
         ("0.10.2", "8.0", "auto", "3.11.9", ["jax 0.11 or later"]),
         ("0.10.2", "7.5", "auto", "3.11.9", None),
     ],
@@ -70,21 +70,22 @@ def test_a_gpu_with_an_older_jax_is_told_what_to_install(version, capability, ke
     assert ("Python 3.12" in note) == python.startswith("3.11")
 
 
-def test_a_gpu_on_which_nothing_was_measured_is_told_so(tmp_path, monkeypatch):
-    """What runs, and whose configs: those of `tune` once it has left a table."""
+def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have(tmp_path, monkeypatch):
+    """Those of `tune` once it has left a table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def note(capability, sms):
         device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="GPU A", core_count=sms)
         return kernels_note("auto", device, "0.11.2")
 
-    assert note("9.0", 132) is None
-    assert note("9.0", 114).startswith("GPU A (compute capability 9.0): configs timed on another GPU")
+    assert note("9.0", 132).startswith("GPU A (compute capability 9.0): 4-bit kernels for prefill, decode and update")
+    assert note("9.0", 132).endswith("configs timed on an H200")
+    assert "never measured here" in note("9.0", 114)
     ada = note("8.9", 128)
-    assert "prefill and update by dequantization" in ada and ada.endswith("python -m qerl_jax.tune times them")
+    assert "update by dequantization" in ada and ada.endswith("python -m qerl_jax.tune MODEL times them")
     own = user_table("GPU A")
     own.parent.mkdir(parents=True)
-    own.write_text("{}")
+    own.write_text('{"meta": {"gpu": "GPU A"}, "rows": []}')
     assert own.is_relative_to(tmp_path) and note("8.9", 128).endswith(f"configs of {own}")
     assert "never" not in note("9.0", 114)
 

@@ -3,7 +3,8 @@
 A row of the table: kernel ("gemm" or "skinny"), direction ("forward" or "dx"), n, k, m (the largest m it was tuned
 for), the fields of that kernel's config, and the microseconds measured; null where the row is the choice of the tuner's
 model, or that of a similar shape. A shape that is not in the table takes the row of the shape nearest to it in log n
-and log k. "prologue_us": microseconds of the decode prologue where it was counted when this row was chosen.
+and log k. Rows of a GPU's own table, which may be few, come before those of the table of its tier. "prologue_us":
+microseconds of the decode prologue where it was counted when this row was chosen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pathlib
 from collections.abc import Sequence
 from importlib import resources
 
-from qerl_kernels.gpu import H200, Gpu
+from qerl_kernels.gpu import H200, Gpu, slug, user_table
 from qerl_kernels.nvfp4_matmul import lora_input
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SkinnyConfig
@@ -71,6 +72,31 @@ def to_json(row: Row) -> dict:
 def table(name: str = H200.table) -> tuple[Row, ...]:
     """All rows of a file, read once; `name`: as `Gpu.table`."""
     return tuple(map(from_json, json.loads(path_of(name).read_text())["rows"]))
+
+
+def own_tables(gpu: Gpu) -> list[pathlib.Path]:
+    """The tables timed on this GPU: the user's, and one that comes with the kernels; such as there are."""
+    return [path for path in (user_table(gpu.name), path_of(f"tuning_{slug(gpu.name)}.json")) if path.exists()]
+
+
+@functools.cache
+def fault_of(path: str, gpu: Gpu) -> str | None:
+    """Why a file is no tuning table for this GPU; None where it is one."""
+    try:
+        stored, rows = json.loads(pathlib.Path(path).read_text()), table(path)
+        if (name := stored["meta"]["gpu"]) != gpu.name:
+            return f"timed on {name}, this is {gpu.name}"
+        return next((f"{row} does not run on {gpu.name}" for row in rows if not _runs(row, gpu)), None)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"no tuning table ({type(error).__name__}: {error})"
+
+
+def _runs(row: Row, gpu: Gpu) -> bool:
+    if row.direction not in ("forward", "dx") or min(row.n, row.k, row.m) < 1:
+        return False
+    if isinstance(row.config, GemmConfig):
+        return gpu.tier == "wgmma" and row.config.fits()
+    return row.direction == "forward" and row.config.fits(row.n, row.k, 8 * row.config.computes_lora_x, gpu)
 
 
 def path_of(name: str) -> pathlib.Path:
@@ -150,11 +176,16 @@ def balance_waves(config: GemmConfig, m: int, n: int, sms: int = H200.sms) -> Ge
 
 
 def _nearest_row(m: int, n: int, k: int, transposed: bool, gpu: Gpu) -> Row:
-    rows = [row for row in table(gpu.table) if row.direction == ("dx" if transposed else "forward")]
+    """The row of the nearest shape that has one for m rows or more, and of its rows that for the fewest; where no shape
+    has one, that for the most."""
+    tables = [table(name) for name in (gpu.table, gpu.own_table) if name]
+    every = {(row.direction, row.n, row.k, row.m): row for rows in tables for row in rows}
+    rows = [row for row in every.values() if row.direction == ("dx" if transposed else "forward")]
+    rows = [row for row in rows if row.m >= m] or rows
 
     def distance(row: Row) -> float:
         return abs(math.log(n / row.n)) + abs(math.log(k / row.k))
 
     nearest = min(distance(row) for row in rows)
     same_shape = sorted((row for row in rows if distance(row) == nearest), key=lambda row: row.m)
-    return next((row for row in same_shape if row.m >= m), same_shape[-1])
+    return same_shape[0] if same_shape[0].m >= m else same_shape[-1]
