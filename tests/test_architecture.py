@@ -24,7 +24,7 @@ LAYERS = [
     ("compilation",),
     ("programs",),
     ("types", "messages", "parallel"),
-    ("keys", "aqn", "models", "rewards", "atomic"),
+    ("keys", "aqn", "models", "rewards", "atomic", "cluster"),
     ("rollout", "data"),
     ("config",),
     ("checkpoint", "rl"),

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.parallel import ReplicaError, Replicas
+from qerl_jax.cluster import join, leave
+from qerl_jax.parallel import ReplicaError
 
 
 def main(coordinator: str, index: int, count: int) -> None:
-    replicas = Replicas.join(coordinator, index, count)
+    replicas = join(coordinator, index, count)
     small = replicas.gather({"texts": ["é" * index], "numbers": np.arange(index)})
     say([[part["texts"], part["numbers"].tolist()] for part in small])
     large = replicas.gather(np.arange(1_500_000 * index) * (index + 1))  # 0 and 12 MB: several chunks, unequal sizes
@@ -33,6 +34,7 @@ def main(coordinator: str, index: int, count: int) -> None:
         say(str(error))
     except KeyError:
         say("raised")
+    leave(replicas)
 
 
 def say(value: object) -> None:

@@ -1,0 +1,217 @@
+"""The link between replicas that are processes of `jax.distributed`, each with one device.
+
+Small messages travel through its key-value store, large arrays and sums between the devices. In each process a thread
+watches the others: where one fails or dies, `ReplicaError` is raised in the main thread, whatever that does.
+
+Axes: D replicas, X elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Array, Float32, UInt32
+
+from qerl_jax.parallel import ReplicaError, Replicas, Values
+from qerl_jax.programs import program
+
+LOST = signal.SIGUSR2
+"""Tells a process that another one of its run is dead."""
+
+_AXIS = "replica"
+_WATCH_SECONDS = 1.0
+_POLL_MS = 1000  # between two looks for signals while waiting for other replicas
+_HANG_SECONDS = 30  # time in which the main thread must take notice of a dead replica
+_LEAVE_SECONDS = 10  # time that the process with the key-value store gives the others to leave before it
+
+
+def join(
+    coordinator: str | None = None,
+    index: int | None = None,
+    count: int | None = None,
+    device: int | None = None,
+    heartbeat_seconds: int = 30,
+) -> Replicas:
+    """Meet the other processes, before JAX starts a device; from the main thread. `leave` is the end.
+
+    Args:
+      coordinator: HOST:PORT where process 0 listens; None: `jax.distributed` asks SLURM, MPI or Kubernetes for it, the
+        index and the count.
+      index: of this process.
+      count: processes.
+      device: its GPU, among those that it sees; None: the only one, or the cluster's choice.
+      heartbeat_seconds: a process of which nothing was heard for so long counts as dead.
+    """
+    from jax._src import distributed  # the key-value store has no public name
+
+    jax.config.update("jax_enable_recoverability", True)  # else the death of one aborts all others at once
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        index,
+        None if device is None else [device],
+        "deactivate" if coordinator else None,
+        heartbeat_timeout_seconds=heartbeat_seconds,
+    )
+    state = distributed.global_state
+    if state.num_processes == 1:
+        return Replicas()
+    return Replicas(state.process_id, state.num_processes, Cluster(state.client, state.process_id, state.num_processes))
+
+
+def leave(replicas: Replicas) -> None:
+    """Disconnect a process that came by `join`, after its last exchange or its failure. Process 0, with which the
+    key-value store ends, waits a while for the others.
+    """
+    if isinstance(replicas.link, Cluster):
+        replicas.link.leave()
+
+
+class Cluster:
+    """The link between the processes of `jax.distributed`.
+
+    Args:
+      client: of its key-value store.
+      index, count: as in `Replicas`.
+    """
+
+    def __init__(self, client: Any, index: int, count: int):
+        self._client, self._index, self._count, self._number = client, index, count, 0
+        self._failure = "another process of the run is dead"
+        self._is_over, self._is_told = threading.Event(), threading.Event()
+        signal.signal(LOST, self._raise)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """As in `Link`."""
+        number, self._number = self._number, self._number + 1
+        self._client.key_value_set_bytes(_key(number, self._index), message)
+        messages = [message if i == self._index else self._get(_key(number, i)) for i in range(self._count)]
+        if number:  # whoever is at this exchange has read the one before
+            self._client.key_value_delete(_key(number - 1, self._index))
+        return messages
+
+    def announce(self, message: bytes) -> None:
+        """As in `Link`."""
+        self._is_over.set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first failure stays
+            self._client.key_value_set_bytes(_key("failed"), message)
+
+    def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
+        """As in `Link`."""
+        return np.asarray(_over_devices(_gathered, jax.device_put(words)))
+
+    def all_reduce(self, values: Values) -> Values:
+        """As in `Link`."""
+        return _over_devices(_reduced, values)
+
+    def leave(self) -> None:
+        """See the function `leave`."""
+        self._is_over.set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # one of them is dead
+            if self._index:
+                self._client.key_value_set_bytes(_key("left", self._index), b"")
+            else:
+                end = time.monotonic() + _LEAVE_SECONDS
+                for other in range(1, self._count):
+                    left_ms = max(1, int(1000 * (end - time.monotonic())))
+                    self._client.blocking_key_value_get_bytes(_key("left", other), left_ms)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.distributed.shutdown()
+        self._watcher.join(_WATCH_SECONDS)
+
+    def _get(self, key: str) -> bytes:
+        while True:
+            try:
+                return self._client.blocking_key_value_get_bytes(key, _POLL_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise ReplicaError(f"the other replicas are out of reach: {error}") from error
+
+    def _watch(self) -> None:
+        """Raise in the main thread what ended another process. One that waits for the dead one's device forever ends
+        here.
+        """
+        while not self._is_over.wait(_WATCH_SECONDS):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # this process leaves
+                # It returns when all others have called it or are dead.
+                alive = self._client.get_live_nodes(list(range(self._count)))
+                said = self._failure_of_others(alive)
+                if said and not self._is_over.is_set():
+                    self._failure = said
+                    signal.pthread_kill(threading.main_thread().ident, LOST)
+                    if not self._is_told.wait(_HANG_SECONDS):
+                        print(f"error: {said}", file=sys.stderr, flush=True)
+                        os._exit(2)
+
+    def _failure_of_others(self, alive: Any) -> str | None:
+        if (message := self._look(_key("failed"))) is not None:
+            return pickle.loads(message)
+        for index in range(self._count):
+            if index not in alive and self._look(_key("left", index)) is None:
+                return f"replica {index} is dead"
+        return None
+
+    def _look(self, key: str) -> bytes | None:
+        try:
+            return self._client.key_value_try_get_bytes(key)
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    def _raise(self, *_: object) -> None:
+        self._is_told.set()
+        if not self._is_over.is_set():
+            self._is_over.set()
+            raise ReplicaError(self._failure)
+
+
+def _key(*parts: object) -> str:
+    return "/".join(map(str, ("qerl_jax", *parts)))
+
+
+def replica_mesh() -> jax.sharding.Mesh:
+    """The device of each process, by its index. Raises ValueError for a process with several."""
+    devices = sorted(jax.devices(), key=lambda device: device.process_index)
+    if len(devices) != jax.process_count():
+        raise ValueError(f"{jax.process_count()} replicas have {len(devices)} devices, expected one each")
+    return jax.sharding.Mesh(np.array(devices), (_AXIS,))
+
+
+def _over_devices(collective: Callable, values: Any) -> Any:
+    """The replicated result of a program over the arrays of all devices, end to end."""
+    mesh = replica_mesh()
+    sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
+    shape = (mesh.size * values.size,)
+    if isinstance(values, jax.ShapeDtypeStruct):
+        result = collective(mesh, jax.ShapeDtypeStruct(shape, values.dtype, sharding=sharding))
+        return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=SingleDeviceSharding(jax.local_devices()[0]))
+    everywhere = jax.make_array_from_single_device_arrays(shape, sharding, [values])
+    return collective(mesh, everywhere).addressable_data(0)
+
+
+def _on_each(mesh: jax.sharding.Mesh, function: Callable, values: Array) -> Array:
+    own, same = PartitionSpec(_AXIS), PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=same, check_vma=False)(values)
+
+
+@program(static_argnums=0)
+def _gathered(mesh: jax.sharding.Mesh, words: UInt32[Array, " DX"]) -> UInt32[Array, "D X"]:
+    return _on_each(mesh, lambda own: jax.lax.all_gather(own, _AXIS), words)
+
+
+@program(static_argnums=0)
+def _reduced(mesh: jax.sharding.Mesh, values: Float32[Array, " DX"]) -> Float32[Array, " X"]:
+    return _on_each(mesh, lambda own: jax.lax.psum(own, _AXIS), values)
