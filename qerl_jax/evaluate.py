@@ -36,7 +36,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.engine import check_positions, generate
-from qerl_jax.rollout.shapes import endless_note
+from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import kernels_note, make_deterministic, use_device_memory
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
@@ -190,8 +190,7 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
             longest = max(len(item.tokens) for item in problems)
             stop = (shots.stop,) if shots else ()
             sample = _sampler(config, directory, model, tokenizer, longest, stop, stack, generate)
-            if note := endless_note(model):
-                print(note, flush=True)
+            print(ending_note(model, tokenizer), flush=True)
             parts = sampled_items(
                 sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items)
             )

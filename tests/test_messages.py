@@ -15,15 +15,17 @@ import pyarrow.parquet
 import pytest
 import small
 
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.checkpoint.safetensors import INDEX_FILE, CheckpointError, read_index
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data import prompts
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import MAX_CHARACTERS, load_dataset
 from qerl_jax.messages import shown
 from qerl_jax.rewards.mathematics import dapo
-from qerl_jax.rollout.shapes import endless_note
+from qerl_jax.rollout.shapes import ending_note
 
 HUGE = 10**401
 
@@ -79,10 +81,13 @@ def test_sizes_that_are_too_large_together():
         parse_config({**small.CONFIG, "hidden_size": 2**30, "vocab_size": 2**31 - 1, "head_dim": 2}, {}, "config.json")
 
 
-def test_a_model_without_an_end_token_is_told():
+def test_the_tokens_that_end_a_completion_are_told():
+    tokenizer = load_tokenizer(model_path("tiny"))
     config = parse_config({**small.CONFIG, "eos_token_id": None}, {}, "config.json")
-    assert "no eos_token_id" in endless_note(config)
-    assert endless_note(parse_config(small.CONFIG, {}, "config.json")) is None
+    assert "name no EOS token: every completion goes on to" in ending_note(config, tokenizer)
+    config = parse_config(small.CONFIG, {"eos_token_id": 0}, "config.json")
+    assert ending_note(config, tokenizer) == "a completion ends with '<|endoftext|>' (0) or '<|im_end|>' (2)"
+    assert ending_note(config, None) == "a completion ends with 0 or 2"
 
 
 def test_an_empty_index(tmp_path):

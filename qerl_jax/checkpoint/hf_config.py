@@ -10,6 +10,7 @@ from typing import Any
 
 from qerl_jax.checkpoint.layouts import layout_of
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
+from qerl_jax.checkpoint.tokenizer import eos_id
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.messages import shown
 from qerl_jax.models.config import ModelConfig, RopeScaling
@@ -42,11 +43,15 @@ def model_config(directory: Path) -> ModelConfig:
     config = read_json(path)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    return parse_config(config, generation, str(path))
+    return parse_config(config, generation, str(path), eos_id(directory))
 
 
-def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str) -> ModelConfig:
-    """`ModelConfig` from the two JSON objects as transformers 5 reads them; `where` names the file in errors."""
+def parse_config(
+    config: dict[str, Any], generation: dict[str, Any], where: str, tokenizer_eos: int | None = None
+) -> ModelConfig:
+    """`ModelConfig` from the two JSON objects as transformers 5 reads them. `where` names the file in errors.
+    `tokenizer_eos`: id of the tokenizer's `eos_token`, which ends a completion, too.
+    """
     _refuse_unsupported(config, where)
     theta, scaling = _rope(config, where)
 
@@ -69,6 +74,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any], where: str)
     _refuse_windows(config, num_layers, where)
     grouped = "num_key_value_heads" in config or config["model_type"] == "llama"
     eos = _token_ids("eos_token_id", config, generation, vocab, where)
+    if tokenizer_eos is not None and tokenizer_eos not in eos and 0 <= tokenizer_eos < vocab:
+        eos += (tokenizer_eos,)
     pad = _token_ids("pad_token_id", config, generation, vocab, where)
     fields = {
         "vocab_size": vocab,

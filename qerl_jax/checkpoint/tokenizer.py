@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.atomic import one_line
-from qerl_jax.checkpoint.safetensors import CheckpointError
+from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.data.prompts import apply_template
 from qerl_jax.messages import shown
 
@@ -64,6 +64,29 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             f"{path}: the tokenizer's ids reach {largest}, but the embedding has vocab_size {vocab_size} rows"
         )
     return tokenizer
+
+
+def eos_id(directory: Path) -> int | None:
+    """Id of the tokenizer's `eos_token` as transformers finds it, from the JSON files alone: programs are compiled
+    before transformers is imported. None where the files name none; what is wrong with them `load_tokenizer` says.
+    """
+
+    def read(name: str) -> dict[str, Any]:
+        return read_json(directory / name) if (directory / name).is_file() else {}
+
+    with contextlib.suppress(CheckpointError, AttributeError, KeyError, TypeError, ValueError):
+        config = read("tokenizer_config.json")
+        # Only a directory of the older form has its say in special_tokens_map.json, too.
+        names = config if "added_tokens_decoder" in config else config | read("special_tokens_map.json")
+        token = names.get("eos_token")
+        token = token["content"] if isinstance(token, dict) else token
+        ids = {entry["content"]: int(number) for number, entry in config.get("added_tokens_decoder", {}).items()}
+        if token is None or token in ids:
+            return ids.get(token)
+        whole = read("tokenizer.json")
+        ids = {entry["content"]: entry["id"] for entry in whole.get("added_tokens", [])} | read("added_tokens.json")
+        return ids[token] if token in ids else {**read("vocab.json"), **whole["model"]["vocab"]}[token]
+    return None
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
 
 OVERLONG = ("drop", "truncate_left", "error")
 _TEXTS_AT_ONCE = 1024
+_BLOCK_TOKENS = 16
+"""No fewer than `<think>` and the white space behind it take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,18 +118,21 @@ def encode_problems(
 
 def encode(problems: list[Problem], tokenizer: Any, system_prompt: str, use_template: bool = True) -> list[list[int]]:
     """Token ids of each prompt, ready for the assistant's turn. A conversation brings its own system message or none.
-    Without a chat template, or without `use_template`: all messages with a blank line between them. The text of a
-    control token inside a message, such as `<|im_end|>`, is encoded as text: only the template makes turns.
+    Without a chat template, or without `use_template`: all messages with a blank line between them, behind the BOS that
+    the tokenizer begins texts with, if any; never with the EOS that it may end them with. The text of a control token
+    inside a message, such as `<|im_end|>`, is encoded as text: only the template makes turns.
 
     Raises DataError where the chat template fails, or drops a message of the user or the system.
     """
     system = (("system", system_prompt),) if system_prompt else ()
     # The tokenizer is called without `verbose`: prompts that are too long are counted elsewhere.
     conversations = [problem.messages or (*system, ("user", problem.prompt)) for problem in problems]
-    conversations, cut = _cut_controls(conversations, tokenizer)
     if not (tokenizer.chat_template and use_template):
         texts = ["\n\n".join(content for _, content in messages) for messages in conversations]
-        return _token_ids(texts, tokenizer, cut)
+        found = tokenizer(texts, verbose=False, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        begin = _begin_ids(tokenizer)
+        return [begin + ids for ids in found]
+    conversations, cut = _cut_controls(conversations, tokenizer)
     turns = [[{"role": role, "content": content} for role, content in messages] for messages in conversations]
     try:
         texts = apply_template(tokenizer, turns)
@@ -140,7 +146,14 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str, use_temp
                 raise DataError(
                     f"the model's chat template drops the {role}'s turn: {content[:60]!r} is not in {text[:200]!r}"
                 )
-    return _token_ids(texts, tokenizer, cut, add_special_tokens=False)
+    return _token_ids(texts, tokenizer, cut)
+
+
+def _begin_ids(tokenizer: Any) -> list[int]:
+    """Ids that the tokenizer puts before a text."""
+    found = tokenizer("a", return_special_tokens_mask=True)
+    pairs = zip(found["input_ids"], found["special_tokens_mask"], strict=True)
+    return [number for number, _ in itertools.takewhile(lambda pair: pair[1], pairs)]
 
 
 def asks_for_answer(tokenizer: Any) -> bool:
@@ -178,18 +191,12 @@ def _cut_controls(conversations: list[Conversation], tokenizer: Any) -> tuple[li
     return [[(role, cut(content)) for role, content in messages] for messages in conversations], mark
 
 
-def _token_ids(texts: list[str], tokenizer: Any, cut: str, **options: bool) -> list[list[int]]:
-    """Token ids of each text, whose pieces between the marks `cut` are encoded by themselves."""
-    if not cut:
-        return tokenizer(texts, verbose=False, **options)["input_ids"]
-    encoded = []
-    for text in texts:
-        first, *rest = text.split(cut)
-        pieces = tokenizer([first], verbose=False, **options)["input_ids"]
-        if rest:
-            pieces += tokenizer(rest, verbose=False, add_special_tokens=False)["input_ids"]
-        encoded.append([number for piece in pieces for number in piece])
-    return encoded
+def _token_ids(texts: list[str], tokenizer: Any, cut: str) -> list[list[int]]:
+    """Token ids of each text of a template, whose pieces between the marks `cut` are encoded by themselves."""
+    pieces = [text.split(cut) if cut else [text] for text in texts]
+    found = tokenizer(list(itertools.chain(*pieces)), verbose=False, add_special_tokens=False)["input_ids"]
+    ids = iter(found)
+    return [list(itertools.chain(*itertools.islice(ids, len(part)))) for part in pieces]
 
 
 def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
@@ -201,16 +208,13 @@ def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
 
 def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
     """Text of every completion without its final EOS; other special tokens stay, because rewards look for them. It
-    begins with the `<think>` that a chat template opens in the prompt (DeepSeek-R1, Qwen3), whose end it holds.
+    begins with the `<think>` that its prompt ends in, as those of DeepSeek-R1's chat template do, whose end it holds.
     """
-    ended, opened = np.asarray(rollout.finish) == FinishReason.EOS, opened_block(tokenizer)
-    pairs = zip(completion_ids(rollout), ended, strict=True)
-    return [opened + tokenizer.decode(ids[:-1] if eos else ids) for ids, eos in pairs]
-
-
-def opened_block(tokenizer: Any) -> str:
-    """The `<think>`, with the white space after it, that ends every prompt of the chat template; "" for others."""
-    if "<think>" not in (getattr(tokenizer, "chat_template", None) or ""):
-        return ""
-    (text,) = apply_template(tokenizer, [[{"role": "user", "content": "?"}]])
-    return text[text.rindex("<think>") :] if text.rstrip().endswith("<think>") else ""
+    ended = np.asarray(rollout.finish) == FinishReason.EOS
+    starts, tokens = np.asarray(rollout.prompt_lengths), np.asarray(rollout.tokens)
+    texts = []
+    for row, (ids, eos) in enumerate(zip(completion_ids(rollout), ended, strict=True)):
+        end = tokenizer.decode(tokens[row, max(starts[row] - _BLOCK_TOKENS, 0) : starts[row]].tolist())
+        opened = re.search(r"<think>\s*\Z", end)
+        texts.append((opened[0] if opened else "") + tokenizer.decode(ids[:-1] if eos else ids))
+    return texts

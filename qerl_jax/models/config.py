@@ -51,7 +51,7 @@ class ModelConfig:
       rms_norm_eps: epsilon of every RMSNorm.
       tie_word_embeddings: True where the head is the embedding.
       max_position_embeddings: longest sequence the model was trained for, in tokens.
-      eos_token_ids: every id that ends a completion (config.json and generation_config.json).
+      eos_token_ids: every id that ends a completion (config.json, generation_config.json, the tokenizer's eos_token).
       pad_token_id: id of padding tokens, which every mask excludes.
       qkv_bias: whether q, k and v have a bias (Qwen2.5).
       qk_norm: whether every head of q and k passes an RMSNorm of its own before the rotary embedding (Qwen3). These

@@ -6,6 +6,7 @@ Axes: B sequences, P prompts, G group, T tokens, L layers.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -55,13 +56,15 @@ def kv_token_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
     return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def endless_note(model: ModelConfig) -> str | None:
-    """One sentence where no token ends a completion; None where one does."""
-    if model.eos_token_ids:
-        return None
-    return (
-        "config.json and generation_config.json name no eos_token_id: every completion goes on to max_completion_length"
-    )
+def ending_note(model: ModelConfig, tokenizer: Any) -> str:
+    """One sentence on the tokens that end a completion, where there are any. `tokenizer`: the model's, or None."""
+    if not model.eos_token_ids:
+        return (
+            "config.json, generation_config.json and the tokenizer name no EOS token: every completion goes on to "
+            "max_completion_length"
+        )
+    names = [f"{tokenizer.decode([i])!r} ({i})" if tokenizer else str(i) for i in model.eos_token_ids]
+    return f"a completion ends with {' or '.join(names)}"
 
 
 def choose_shapes(

@@ -15,7 +15,7 @@ from qerl_jax.data import arithmetic
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.rl.plan import recomputation
-from qerl_jax.rollout.shapes import endless_note
+from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
 from qerl_jax.run.prepare import load_problems
@@ -36,10 +36,9 @@ def show_dry_run(config: Config, console: Console) -> None:
             soft_wrap=True,
             markup=False,
         )
-    if note := endless_note(report.model):
-        console.print(note, soft_wrap=True, markup=False)
     directory = assets.model_path(config.model, weights=False)
     tokenizer = load_tokenizer(directory, report.model.vocab_size)
+    console.print(ending_note(report.model, tokenizer), soft_wrap=True, markup=False)
     if tokenizer is None:
         console.print("The model directory has no tokenizer yet: no prompt is shown.", markup=False)
     else:

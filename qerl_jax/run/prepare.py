@@ -29,7 +29,7 @@ from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import init_state
-from qerl_jax.rollout.shapes import choose_shapes, endless_note
+from qerl_jax.rollout.shapes import choose_shapes, ending_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import device_bytes, free_device_bytes, kernels_note, make_deterministic
@@ -109,8 +109,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         if config.rollout_backend == "jax":
             sizes = len(replicas.share(config.num_prompts)) or 1, config.num_generations, *lengths
             choose_shapes(policy, *sizes, config.engine, free_device_bytes())  # does it fit?
-        if note := endless_note(policy.config):
-            console.print(note, soft_wrap=True, markup=False)
+        console.print(ending_note(policy.config, loaded.tokenizer), soft_wrap=True, markup=False)
         stream, eval_problems = load_problems(config, loaded.tokenizer, console)
         config = config.with_max_steps(len(stream))
         state = init_state(policy, config, hooks.optimizer)

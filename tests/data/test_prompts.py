@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Problem
-from qerl_jax.data.prompts import asks_for_answer, encode, encode_problems, load_encoded, opened_block, to_prompts
+from qerl_jax.data.prompts import (
+    asks_for_answer,
+    completion_texts,
+    encode,
+    encode_problems,
+    load_encoded,
+    to_prompts,
+)
 from qerl_jax.rewards.functions import soft_format, strict_format
+from qerl_jax.types import FinishReason, Rollout
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +75,13 @@ def test_prompts_have_a_fixed_width_and_their_ids(tokenizer):
     assert [len(item.tokens) for item in kept] == prompts.lengths.tolist()
 
 
-class Plain:
-    """A tokenizer without a chat template, a token a character."""
-
-    chat_template = None
-
-    def __call__(self, texts, verbose):
-        return {"input_ids": [[ord(c) for c in text] for text in texts]}
-
-
-def test_prompt_without_a_chat_template():
+def test_prompt_without_a_chat_template(tokenizer):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
     chat = Problem(2, "c", "1", messages=(("user", "a"), ("assistant", "b"), ("user", "c")))
-    texts = ["".join(map(chr, ids)) for ids in encode([Problem(0, "p", "1"), Problem(1, "q", "1"), chat], Plain(), "s")]
+    texts = plain.batch_decode(encode([Problem(0, "p", "1"), Problem(1, "q", "1"), chat], plain, "s"))
     assert texts == ["s\n\np", "s\n\nq", "a\n\nb\n\nc"]
-    assert ["".join(map(chr, ids)) for ids in encode([Problem(0, "p", "1")], Plain(), "")] == ["p"]
+    assert plain.batch_decode(encode([Problem(0, "p", "1")], plain, "")) == ["p"]
 
 
 def test_conversations_pass_through_the_chat_template_as_they_are(tokenizer):
@@ -154,21 +158,35 @@ def test_what_was_left_out_is_told(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("ending", "opened"),
-    [("<think>\n", "<think>\n"), ("<think>\n\n</think>\n\n", ""), ("", "")],
+    ("end", "opened"),
+    [("<think>\n", "<think>\n"), ("\n<think>", "<think>"), ("<think>\n\n</think>\n\n", ""), ("", "")],
 )
-def test_the_block_that_a_template_opens(ending, opened):
-    """DeepSeek-R1's and Qwen3's templates end the prompt in `<think>`, whose end alone is in the completion."""
+def test_the_block_that_a_prompt_opens(tokenizer, end, opened):
+    """DeepSeek-R1's and Qwen3's templates end the prompt in `<think>`, whose end alone is in the completion. Rewards see
+    both; where the prompt ends otherwise, few-shot for example, they see the completion alone."""
+    said = "5</think>\n<answer>5</answer>"
+    prompt, completion = (tokenizer.encode(text, add_special_tokens=False) for text in ("What is 2 + 3?" + end, said))
+    tokens = jnp.asarray([[*prompt, *completion, 2, 0]])
+    lengths = jnp.asarray([len(prompt)]), jnp.asarray([tokens.shape[1] - 1])
+    finish = jnp.asarray([FinishReason.EOS], jnp.int8)
+    rollout = Rollout(tokens, jnp.zeros(tokens.shape), *lengths, finish, jnp.zeros(1, jnp.int32))
+    texts = completion_texts(rollout, tokenizer)
+    assert texts == [opened + said]
+    assert soft_format(completions=texts) == strict_format(completions=texts) == [float(bool(opened))]
 
-    class Tokenizer:
-        chat_template = "{{ messages }}<think>"
 
-        def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-            return [f"<user>{turn[0]['content']}<assistant>{ending}" for turn in turns]
-
-    assert opened_block(Tokenizer()) == opened
-    text = opened + "5</think>\n<answer>5</answer>"
-    assert soft_format(completions=[text]) == strict_format(completions=[text]) == [float(bool(opened))]
+def test_plain_prompts_begin_with_bos_and_never_end_with_eos(tokenizer):
+    """A post-processor that puts ids around every text, as those of Llama (BOS) and of models for embeddings (EOS)."""
+    control = "a<|im_end|>b"
+    wrapped = copy.deepcopy(tokenizer)
+    wrapped.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+    )
+    assert wrapped("ab")["input_ids"] == [1, *tokenizer("ab")["input_ids"], 2]
+    begin, *text = encode([Problem(0, control, "")], wrapped, "", use_template=False)[0]
+    assert begin == 1 and not {1, 2} & set(text) and tokenizer.decode(text) == control
+    assert encode([Problem(0, control, "")], tokenizer, "", use_template=False) == [text]
+    assert encode([SHORT], wrapped, "") == encode([SHORT], tokenizer, "")  # a template writes its own
 
 
 def test_templates_that_ask_for_an_answers_form():
