@@ -50,7 +50,7 @@ from qerl_jax import command
 from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.load import load_policy, stored_scheme
+from qerl_jax.checkpoint.load import accepted_quantization, load_policy
 from qerl_jax.checkpoint.tokenizer import load_tokenizer, refuse_other_tokenizer
 from qerl_jax.checkpoint.torch_reference import Outputs, missing_packages, reference_outputs
 from qerl_jax.config import ConfigError, flags
@@ -121,7 +121,7 @@ def _run(argv: Sequence[str], load: Callable[..., Policy]) -> int:
     console = Console(stderr=True)
     path, adapter = model_path(arguments.model), None if arguments.adapter is None else Path(arguments.adapter)
     config, dtype = hf_config.model_config(path), _dtype(path, arguments.dtype)
-    stored_scheme(path, arguments.weight_format)
+    accepted_quantization(path, arguments.weight_format)
     if adapter is not None:  # before hours of work
         AdapterReader(adapter, config)
         refuse_other_tokenizer(path, adapter)

@@ -26,7 +26,7 @@ from qerl_jax.checkpoint import hf_config, names
 from qerl_jax.checkpoint.adapter import write_adapter
 from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.check import check_names
-from qerl_jax.checkpoint.load import stored_scheme
+from qerl_jax.checkpoint.load import accepted_quantization
 from qerl_jax.checkpoint.of_run import Source, find_source, trained_weights, write_trained_adapter
 from qerl_jax.checkpoint.policy_tensors import DenseTensors, Replaced
 from qerl_jax.checkpoint.quantize import write_quantized
@@ -92,8 +92,8 @@ def export(
             "use --as merged"
         )
     check_output([source.base, directory, directory / ADAPTER_DIR], out, overwrite, adapters=True)
-    model, scheme = source.model, stored_scheme(source.base, source.weight_format)
-    check_names(open_checkpoint(source.base), model, scheme)
+    model, quantization = source.model, accepted_quantization(source.base, source.weight_format)
+    check_names(open_checkpoint(source.base), model, quantization)
     with tempfile.TemporaryDirectory() as temporary, atomic_directory(out) as building:
         if source.step is not None:
             say(f"exporting the newest checkpoint of {directory}, of step {source.step}")

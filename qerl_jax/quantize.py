@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from qerl_jax import command
 from qerl_jax.checkpoint.assets import model_path
@@ -14,6 +14,7 @@ from qerl_jax.checkpoint.layouts import WRITTEN
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.config import ConfigError, flags
 from qerl_jax.messages import shown
+from qerl_jax.models.config import PROJECTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,8 @@ class _Arguments:
     format: str = "nvfp4"
     """nvfp4 (as llm-compressor), mxfp4 (as compressed-tensors, mxfp4-pack-quantized) or nf4 (as transformers with
     bitsandbytes, without double quantization)."""
+    ignore: tuple[Literal[*PROJECTIONS], ...] = ()
+    """Projections to copy unquantized, such as `q_proj k_proj v_proj`; those of the same inputs together."""
     overwrite: bool = False
     """Replace dst if it exists."""
 
@@ -51,7 +54,7 @@ def _run(argv: Sequence[str]) -> int:
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        quantize_checkpoint(src, arguments.dst, arguments.format, arguments.overwrite, progress)
+        quantize_checkpoint(src, arguments.dst, arguments.format, arguments.overwrite, progress, arguments.ignore)
     print(f"wrote {arguments.dst}")
     return 0
 

@@ -69,7 +69,7 @@ def test_shards_index_and_config(quantized):
     assert index["metadata"]["total_size"] == sum(ours[name].nbytes for name in ours)
     config = json.loads((quantized / "config.json").read_text())
     assert config["quantization_config"] == GOLDEN["quantization_config"]
-    assert hf_config.stored_format(quantized) == "compressed-tensors"
+    assert hf_config.stored_quantization(quantized).layout.name == "compressed-tensors"
     assert (quantized / "generation_config.json").read_bytes() == (SOURCE / "generation_config.json").read_bytes()
 
 

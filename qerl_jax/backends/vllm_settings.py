@@ -33,8 +33,8 @@ def check(config: Config, base: Path, command: str = "rollout_backend") -> None:
             f"{asked} needs vLLM {VERSION}, and {found} is installed: the layer norms inside its model are written, "
             f"and each version has these elsewhere; pip install 'vllm=={VERSION}'"
         )
-    stored = hf_config.stored_format(base)
-    if stored == "modelopt":
+    stored = hf_config.stored_quantization(base)
+    if stored is not None and stored.layout.name == "modelopt":
         raise ConfigError(
             f"{asked} cannot run {base}, NVFP4 by ModelOpt: vLLM would round activations as well where the GPU can"
         )

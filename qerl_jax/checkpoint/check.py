@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from qerl_jax.checkpoint import names
-from qerl_jax.checkpoint.layouts import LAYOUTS, Expected, Layout
+from qerl_jax.checkpoint.layouts import LAYOUTS, Expected, Quantization
 from qerl_jax.checkpoint.safetensors import FLOATS, CheckpointError, TensorSource
 from qerl_jax.models.config import ModelConfig, tensors_of
 
 
-def check_names(tensors: TensorSource, config: ModelConfig, scheme: str | None) -> None:
+def check_names(tensors: TensorSource, config: ModelConfig, quantization: Quantization | None) -> None:
     """Raise CheckpointError, naming file, key and both values, for a tensor that is missing, misshapen, of another
-    dtype or unknown, and for projections some of which are quantized and some not.
+    dtype or unknown, and for projections that are fused here (q, k and v, gate and up) and not all quantized.
 
     Args:
       tensors: the checkpoint.
       config: its shape.
-      scheme: layout of its quantized weights, a key of `LAYOUTS`; None if it is not quantized.
+      quantization: of its weights (`stored_quantization`).
     """
     _refuse_input_scales(tensors)
-    layout = None if scheme is None else LAYOUTS[scheme]
     expected: Expected = {}
     optional = {names.LM_HEAD} if config.tie_word_embeddings else set()
     for spec in tensors_of(config):
         for layer in spec.places(config.num_layers):
+            if spec.kind == "projection" and quantization is not None:
+                _refuse_half_fused(tensors, spec.modules(layer), quantization)
             for module, (name, shape) in zip(spec.modules(layer), spec.stored(layer).items(), strict=True):
+                layout = None if quantization is None else quantization.layout_of(module)
                 if spec.kind == "projection":
-                    _refuse_other_form(tensors, module, layout)
+                    _refuse_other_form(tensors, module, quantization)
                 if spec.kind == "projection" and layout is not None:
                     expected |= layout.expected(tensors, module, shape)
                     optional |= {f"{module}.{suffix}" for suffix in layout.unused}
@@ -68,15 +70,27 @@ def _refuse_input_scales(tensors: TensorSource) -> None:
         )
 
 
-def _refuse_other_form(tensors: TensorSource, module: str, layout: Layout | None) -> None:
+def _refuse_half_fused(tensors: TensorSource, modules: Sequence[str], quantization: Quantization) -> None:
+    """Refuse parts of a fused projection only some of which are quantized."""
+    dense = [module for module in modules if quantization.layout_of(module) is None]
+    if dense and len(dense) < len(modules):
+        others = [module for module in modules if module not in dense]
+        raise CheckpointError(
+            f"{tensors.where()}: {dense[0]!r} is not quantized and {others[0]!r} is; they are one matrix here, so that "
+            "either all or none of the projections of the same inputs are quantized"
+        )
+
+
+def _refuse_other_form(tensors: TensorSource, module: str, quantization: Quantization | None) -> None:
     """Refuse a projection that is quantized where config.json says it is not, or the other way round."""
     plain = f"{module}.weight"
+    layout = None if quantization is None else quantization.layout_of(module)
     if layout is None:
+        said = "has no quantization_config" if quantization is None else "leaves it unquantized"
         for scales in (f"{module}.{other.scales}" for other in LAYOUTS.values()):
             if scales in tensors:
                 raise CheckpointError(
-                    f"{tensors.file_of(scales)}: {scales!r} quantizes {module!r}, but config.json has no "
-                    "quantization_config"
+                    f"{tensors.file_of(scales)}: {scales!r} quantizes {module!r}, but config.json {said}"
                 )
         return
     codes = f"{module}.{layout.codes}"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.checkpoint.layouts import layout_of
+from qerl_jax.checkpoint.layouts import Quantization, quantization_of
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.checkpoint.tokenizer import eos_id
 from qerl_jax.config.values import LARGEST_INT
@@ -212,9 +212,9 @@ def _token_ids(
     return tuple(ids)
 
 
-def stored_format(directory: Path) -> str | None:
-    """Layout of a model directory's quantized weights, a key of `LAYOUTS`, or None: by `quantization_config` of
-    config.json, or by ModelOpt's hf_quant_config.json where that says nothing.
+def stored_quantization(directory: Path) -> Quantization | None:
+    """How a model directory's weights are quantized, None if they are not: by `quantization_config` of config.json, or
+    by ModelOpt's hf_quant_config.json where that says nothing.
 
     Raises CheckpointError for a scheme that is neither NVFP4, MXFP4 nor NF4.
     """
@@ -222,4 +222,4 @@ def stored_format(directory: Path) -> str | None:
     section = _section("quantization_config", read_json(path), str(path))
     if not section and beside.exists():
         path, section = beside, read_json(beside)
-    return layout_of(section, str(path)) if section else None
+    return quantization_of(section, str(path)) if section else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,8 @@ class _Mxfp4Layout:
     def stored(self, module: str, weight: Mxfp4, dtype: np.dtype) -> dict[str, np.ndarray]:
         return {f"{module}.{self.codes}": weight.codes, f"{module}.{self.scales}": weight.exponents}
 
-    def quantization_config(self, dtype: np.dtype) -> dict[str, Any]:
-        return MXFP4_CONFIG
+    def quantization_config(self, dtype: np.dtype, ignored: Sequence[str]) -> dict[str, Any]:
+        return {**MXFP4_CONFIG, "ignore": [*ignored, *MXFP4_CONFIG["ignore"]]}
 
 
 MXFP4 = _Mxfp4Layout()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -111,7 +111,7 @@ class _Nf4Layout:
         }
         return {f"{module}.{suffix}": array for suffix, array in parts.items()}
 
-    def quantization_config(self, dtype: np.dtype) -> dict[str, Any]:
+    def quantization_config(self, dtype: np.dtype, ignored: Sequence[str]) -> dict[str, Any]:
         """As transformers 5.23 saves it; `dtype`: what transformers computes in."""
         return {
             "_load_in_4bit": True,
@@ -122,7 +122,7 @@ class _Nf4Layout:
             "bnb_4bit_use_double_quant": False,
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
-            "llm_int8_skip_modules": None,
+            "llm_int8_skip_modules": [*ignored, "lm_head"] if ignored else None,
             "llm_int8_threshold": 6.0,
             "load_in_4bit": True,
             "load_in_8bit": False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,8 +126,8 @@ class _Nvfp4Layout:
         parts = {self.codes: weight.codes, self.scales: weight.scales, self.global_scale: weight.global_scale[:1]}
         return {f"{module}.{suffix}": array for suffix, array in parts.items()}
 
-    def quantization_config(self, dtype: np.dtype) -> dict[str, Any]:
-        return QUANTIZATION_CONFIG
+    def quantization_config(self, dtype: np.dtype, ignored: Sequence[str]) -> dict[str, Any]:
+        return {**QUANTIZATION_CONFIG, "ignore": [*ignored, *QUANTIZATION_CONFIG["ignore"]]}
 
 
 class _ModelOptLayout(_Nvfp4Layout):

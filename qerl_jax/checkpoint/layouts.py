@@ -1,11 +1,15 @@
 """How checkpoints store quantized projections: one `Layout` for each, in a file for each weight format.
 
-A new one states the tensors of a projection, reads and checks their values, and knows itself by config.json.
+A new one states the tensors of a projection, reads and checks their values, and knows itself by config.json, which also
+names the projections that are left unquantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -62,8 +66,8 @@ class WrittenLayout(Layout, Protocol):
         """The tensors that store a module's weight, given in its canonical form; it was quantized from `dtype`."""
         ...
 
-    def quantization_config(self, dtype: np.dtype) -> dict[str, Any]:
-        """That of config.json."""
+    def quantization_config(self, dtype: np.dtype, ignored: Sequence[str]) -> dict[str, Any]:
+        """That of config.json, where the projections `ignored` are left unquantized."""
         ...
 
 
@@ -75,10 +79,59 @@ for _layout in LAYOUTS.values():
         WRITTEN.setdefault(_layout.weight_format, _layout)
 
 
-def layout_of(section: Mapping[str, Any], where: str) -> str:
-    """The key in `LAYOUTS` that a `quantization_config` describes. Raises CheckpointError for any other scheme."""
-    for name, layout in LAYOUTS.items():
+# Of compressed-tensors and ModelOpt, of ModelOpt's own file, and of bitsandbytes.
+_IGNORED = ("ignore", "exclude_modules", "llm_int8_skip_modules", "modules_to_not_convert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """What a `quantization_config` says.
+
+    Attributes:
+      layout: of the quantized projections.
+      ignored: names of the modules left unquantized: a module or the end of its name, one that holds it, a pattern with
+        asterisks (ModelOpt) or "re:" and a regular expression that its beginning matches (compressed-tensors).
+    """
+
+    layout: Layout
+    ignored: tuple[str, ...] = ()
+
+    def layout_of(self, module: str) -> Layout | None:
+        """That of a projection; None: it is not quantized."""
+        return None if any(_matches(name, module) for name in self.ignored) else self.layout
+
+
+def _matches(name: str, module: str) -> bool:
+    if name.startswith("re:"):
+        return re.match(name.removeprefix("re:"), module) is not None
+    if "*" in name:
+        return fnmatch.fnmatchcase(module, name)
+    return f".{module}".endswith(f".{name}") or module.startswith(f"{name}.")
+
+
+def quantization_of(section: Mapping[str, Any], where: str) -> Quantization:
+    """What a `quantization_config` describes. Raises CheckpointError for any other scheme, and for names of unquantized
+    modules that are none; `where` names the file.
+    """
+    for layout in LAYOUTS.values():
         if layout.describes(section, where):
-            return name
+            return Quantization(layout, _ignored(section, where))
     found = {key: section[key] for key in ("quant_method", "format", "quant_algo") if key in section}
     raise CheckpointError(f"{where}: quantization is {shown(found)}; supported are {list(LAYOUTS)}")
+
+
+def _ignored(section: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    nested = section.get("quantization")
+    names = []
+    for part in (section, nested if isinstance(nested, dict) else {}):
+        for key in _IGNORED:
+            value = part.get(key) or []
+            if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+                raise CheckpointError(f"{where}: {key} is {shown(value)}, must be a list of modules")
+            names += value
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise CheckpointError(f"{where}: {shown(name)} is no regular expression: {error}") from error
+    return tuple(names)

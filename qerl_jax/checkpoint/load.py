@@ -19,7 +19,7 @@ from jaxtyping import Int32
 from qerl_jax import keys
 from qerl_jax.checkpoint import assets, hf_config, hub
 from qerl_jax.checkpoint.adapter import import_adapter
-from qerl_jax.checkpoint.layouts import LAYOUTS
+from qerl_jax.checkpoint.layouts import Quantization
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.safetensors import open_checkpoint
@@ -137,8 +137,8 @@ def load_weights(
     host holds no more layers than these; they are copied to the device one by one. Arguments and errors as for
     `load_policy`.
     """
-    scheme = stored_scheme(path, weight_format)
-    reader = WeightReader(open_checkpoint(path), config, scheme, weight_format or "bf16", dtype, matmul_kernel)
+    quantization = accepted_quantization(path, weight_format)
+    reader = WeightReader(open_checkpoint(path), config, quantization, weight_format or "bf16", dtype, matmul_kernel)
     found: dict[tuple[TensorSpec, int | None], Any] = {}
     for spec in (spec for spec in tensors_of(config) if not spec.in_layer):
         value = reader.to_device(reader.read(spec))
@@ -149,19 +149,19 @@ def load_weights(
     return weight_trees(config, lambda spec, layer: found[spec, layer])
 
 
-def stored_scheme(path: Path, weight_format: str | None) -> str | None:
-    """`hf_config.stored_format`. Raises ValueError for a `weight_format` that is none, or that the checkpoint cannot be
-    brought into.
+def accepted_quantization(path: Path, weight_format: str | None) -> Quantization | None:
+    """`hf_config.stored_quantization`. Raises ValueError for a `weight_format` that is none, or that the checkpoint
+    cannot be brought into.
     """
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WEIGHT_FORMATS)}")
-    scheme = hf_config.stored_format(path)
-    if scheme is not None and weight_format not in (None, stored := LAYOUTS[scheme].weight_format):
+    quantization = hf_config.stored_quantization(path)
+    if quantization is not None and weight_format not in (None, stored := quantization.layout.weight_format):
         raise ValueError(
-            f"{path} holds {stored.upper()} weights ({scheme}); weight_format {weight_format!r} would need the "
-            "unquantized checkpoint"
+            f"{path} holds {stored.upper()} weights ({quantization.layout.name}); weight_format {weight_format!r} "
+            "would need the unquantized checkpoint"
         )
-    return scheme
+    return quantization
 
 
 def _load_layers(reader: WeightReader, config: ModelConfig, progress: Callable[[int, int], None]) -> list[dict]:

@@ -69,7 +69,7 @@ class Source:
     @property
     def quantizes(self) -> bool:
         """Whether the base was quantized while loading."""
-        return self.weight_format not in (None, "bf16") and hf_config.stored_format(self.base) is None
+        return self.weight_format not in (None, "bf16") and hf_config.stored_quantization(self.base) is None
 
 
 def find_source(directory: Path, base: str | None = None, weight_format: str | None = None) -> Source:

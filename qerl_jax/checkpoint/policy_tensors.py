@@ -19,7 +19,6 @@ from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax.checkpoint import hf_config, names
 from qerl_jax.checkpoint.adapter_reader import AdapterReader
-from qerl_jax.checkpoint.layouts import LAYOUTS
 from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.safetensors import Overlay, Spec, TensorSource, open_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS
@@ -49,10 +48,12 @@ class DenseTensors(TensorSource):
         dtype: DTypeLike = jnp.bfloat16,
     ):
         self.config, self.dtype, self._adapter = hf_config.model_config(base), np.dtype(dtype), adapter
-        self.scheme = hf_config.stored_format(base)
+        self.quantization = hf_config.stored_quantization(base)
         self._stored = open_checkpoint(base)
-        self._quantizes = self.scheme is None and weight_format not in (None, "bf16")
-        self._reader = WeightReader(self._stored, self.config, self.scheme, weight_format or "bf16", jnp.float32, "xla")
+        self._quantizes = self.quantization is None and weight_format not in (None, "bf16")
+        self._reader = WeightReader(
+            self._stored, self.config, self.quantization, weight_format or "bf16", jnp.float32, "xla"
+        )
         layers = range(self.config.num_layers)
         self._modules = {
             names.projection(layer, part): (layer, part) for layer in layers for part in self.config.projection_shapes()
@@ -91,9 +92,11 @@ class DenseTensors(TensorSource):
     def _dense_name(self, stored: str) -> str | None:
         """Name of a stored tensor here; None for scales, and for buffers that every library computes itself."""
         module, suffix = names.split_projection(stored)
-        if self.scheme is None or module not in self._modules or suffix == "bias":
-            return None if names.is_unused(stored) else stored
-        return f"{module}.weight" if suffix == LAYOUTS[self.scheme].codes else None
+        if module in self._modules and suffix != "bias" and self.quantization is not None:
+            layout = self.quantization.layout_of(module)
+            if layout is not None:
+                return f"{module}.weight" if suffix == layout.codes else None
+        return None if names.is_unused(stored) else stored
 
     def _projection(self, layer: int, part: str) -> np.ndarray:
         # Quantizing takes the parts of a fused projection together, because they share a global scale.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from qerl_jax.checkpoint.layouts import WRITTEN
 from qerl_jax.checkpoint.reader import max_magnitude
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.checkpoint.write import check_output, write_checkpoint
-from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
+from qerl_jax.models.config import FUSED_PROJECTIONS, PROJECTIONS, ModelConfig, TensorSpec, tensors_of
 from qerl_jax.models.formats import FORMATS, Weight, nvfp4
 
 
@@ -26,6 +26,7 @@ def quantize_checkpoint(
     weight_format: str = "nvfp4",
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    ignore: Collection[str] = (),
 ) -> None:
     """Quantize the seven projections of every layer; all other tensors are copied unchanged, shard by shard.
 
@@ -41,26 +42,43 @@ def quantize_checkpoint(
         those of transformers with bitsandbytes 0.50.2 on a CPU, without double quantization.
       overwrite: replace an existing `dst`.
       progress: called with the numbers of tensors done and of all.
+      ignore: projections that are copied unquantized in every layer, such as ("q_proj", "k_proj", "v_proj"); those that
+        are fused here together.
 
     Raises:
       FileExistsError: `dst` exists, without `overwrite`; or it is or holds the source, or is no model directory.
       OSError: `dst` cannot be written.
       CheckpointError: the checkpoint is quantized already, incomplete or not finite; or input features are no whole
         blocks of the format (16, MXFP4 32, NF4 64).
-      ValueError: another `weight_format`.
+      ValueError: another `weight_format`, or `ignore` with another name or a part of a fused projection.
     """
     src, dst = Path(src), Path(dst)
     if weight_format not in WRITTEN:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WRITTEN)}, which can be written")
+    _refuse_parts(ignore)
     check_output([src], dst, overwrite)
     config = hf_config.model_config(src)
-    if (scheme := hf_config.stored_format(src)) is not None:
-        raise CheckpointError(f"{src}: the checkpoint is quantized already ({scheme})")
+    if (quantization := hf_config.stored_quantization(src)) is not None:
+        raise CheckpointError(f"{src}: the checkpoint is quantized already ({quantization.layout.name})")
     tensors = open_checkpoint(src)
     check_names(tensors, config, None)
     with atomic_directory(dst) as directory:
         raw_config = hf_config.read_json(src / "config.json")
-        write_quantized(src, directory, tensors, raw_config, config, weight_format, progress)
+        write_quantized(src, directory, tensors, raw_config, config, weight_format, progress, ignore=ignore)
+
+
+def _refuse_parts(ignore: Collection[str]) -> None:
+    unknown = sorted(set(ignore) - set(PROJECTIONS))
+    if unknown:
+        raise ValueError(f"ignore names {unknown[0]!r}, which is not one of {list(PROJECTIONS)}")
+    if set(ignore) == set(PROJECTIONS):
+        raise ValueError("ignore names all projections, so that nothing would be quantized")
+    for parts in FUSED_PROJECTIONS.values():
+        named = [part for part in parts if part in ignore]
+        if named and len(named) < len(parts):
+            raise ValueError(
+                f"ignore names {named} of {list(parts)}, which are one matrix here: name all of them or none"
+            )
 
 
 def write_quantized(
@@ -72,6 +90,7 @@ def write_quantized(
     weight_format: str = "nvfp4",
     progress: Callable[[int, int], None] = lambda done, total: None,
     leave_out: Container[str] = (),
+    ignore: Collection[str] = (),
 ) -> None:
     """Quantize into an empty directory.
 
@@ -81,14 +100,15 @@ def write_quantized(
       tensors: an unquantized checkpoint of the names and shapes of `config` (`check_names`).
       raw_config: its config.json.
       config: its shape.
-      weight_format, progress: as for `quantize_checkpoint`.
+      weight_format, progress, ignore: as for `quantize_checkpoint`.
       leave_out: names of files of `src` that are not copied.
     """
     layout = WRITTEN[weight_format]
-    projections = [spec for spec in tensors_of(config) if spec.kind == "projection"]
-    places = {
-        name: (spec, layer) for spec in projections for layer in range(config.num_layers) for name in spec.stored(layer)
-    }
+    projections = [
+        (spec, layer) for layer in range(config.num_layers) for spec in tensors_of(config) if spec.kind == "projection"
+    ]
+    kept = [place for place in projections if set(ignore) & place[0].part_rows().keys()]
+    places = {name: place for place in projections if place not in kept for name in place[0].stored(place[1])}
 
     @functools.cache
     def quantizer_of(spec: TensorSpec, layer: int) -> Callable[[np.ndarray], Weight]:
@@ -108,7 +128,8 @@ def write_quantized(
         except ValueError as error:
             raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
 
-    section = layout.quantization_config(tensors.spec(min(places))[0])
+    ignored = [module for spec, layer in kept for module in spec.modules(layer)]
+    section = layout.quantization_config(tensors.spec(min(places))[0], ignored)
     write_checkpoint(
         src,
         directory,

@@ -11,7 +11,7 @@ from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
 
 from qerl_jax.checkpoint import names
 from qerl_jax.checkpoint.check import check_names
-from qerl_jax.checkpoint.layouts import LAYOUTS
+from qerl_jax.checkpoint.layouts import Quantization
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
 from qerl_jax.models.config import ModelConfig, TensorSpec
 from qerl_jax.models.formats import FORMATS, Dense, Mxfp4, Nvfp4, Weight, nvfp4
@@ -23,8 +23,9 @@ class WeightReader:
     Args:
       tensors: the checkpoint, checked by `check_names`.
       config: its shape.
-      scheme: layout of its quantized weights, a key of `LAYOUTS`; None if it is not quantized.
-      weight_format: format into which unquantized projections are quantized, one of `WEIGHT_FORMATS`.
+      quantization: of its weights; None if it is not quantized.
+      weight_format: format into which the projections of a checkpoint that is not quantized are, one of
+        `WEIGHT_FORMATS`.
       dtype: compute dtype, the dtype of dense weights and biases.
       matmul_kernel: as in `load_policy`.
 
@@ -36,14 +37,14 @@ class WeightReader:
         self,
         tensors: TensorSource,
         config: ModelConfig,
-        scheme: str | None,
+        quantization: Quantization | None,
         weight_format: str,
         dtype: DTypeLike,
         matmul_kernel: str,
     ):
-        check_names(tensors, config, scheme)
+        check_names(tensors, config, quantization)
         self.tensors, self.config, self.weight_format = tensors, config, weight_format
-        self.layout = None if scheme is None else LAYOUTS[scheme]
+        self.quantization = quantization
         self.dtype, self.matmul_kernel = dtype, matmul_kernel
 
     def read(self, spec: TensorSpec, layer: int | None = None) -> Weight | np.ndarray:
@@ -58,16 +59,21 @@ class WeightReader:
         return np.concatenate(arrays).astype(np.float32 if spec.kind == "norm" else self.dtype, copy=False)
 
     def to_device(self, value: Weight | np.ndarray | None) -> Weight | jax.Array | None:
-        """A projection in the form that the matmul kernel reads; None and any other array unchanged."""
+        """A projection in the form that the matmul kernel reads; None, any other array, and a projection left
+        unquantized in a quantized checkpoint, unchanged.
+        """
         value = jax.tree.map(jnp.asarray, value)
-        return kernel_form(value, self.dtype, self.matmul_kernel) if isinstance(value, Weight) else value
+        if not isinstance(value, Weight) or (self.quantization is not None and isinstance(value, Dense)):
+            return value
+        return kernel_form(value, self.dtype, self.matmul_kernel)
 
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         """A fused projection on the host, dense or quantized; parts (module name, shape) are concatenated by rows."""
-        if self.layout is not None:
-            return _concatenate([self.layout.read(self.tensors, module, shape) for module, shape in parts])
+        layout = None if self.quantization is None else self.quantization.layout_of(parts[0][0])
+        if layout is not None:
+            return _concatenate([layout.read(self.tensors, module, shape) for module, shape in parts])
         arrays, largest = zip(*(self._finite(f"{module}.weight") for module, _ in parts), strict=True)
-        quantizer = FORMATS[self.weight_format].quantizer
+        quantizer = None if self.quantization is not None else FORMATS[self.weight_format].quantizer
         if quantizer is None:
             return Dense(np.concatenate(arrays).astype(self.dtype, copy=False))
         quantize = quantizer(lambda: max(largest), nvfp4.common_dtype(array.dtype for array in arrays))

@@ -99,14 +99,18 @@ def _torch_model(path: Path, weight_format: str | None, options: dict[str, Any])
     """The base in transformers, and where the weights of a quantized one are from."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    scheme = hf_config.stored_format(path)
-    if scheme is None and weight_format in (None, "bf16"):
+    quantization = hf_config.stored_quantization(path)
+    if quantization is None and weight_format in (None, "bf16"):
         return AutoModelForCausalLM.from_pretrained(path, **_LOCAL, **options), ""
-    model, label = _decompressed(path, options) if scheme == "compressed-tensors" else (None, "")
+    model, label = (
+        _decompressed(path, options)
+        if quantization is not None and quantization.layout.name == "compressed-tensors"
+        else (None, "")
+    )
     is_decompressed = model is not None
     if not is_decompressed:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        if scheme is not None:
+        if quantization is not None:
             del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, **options)
         label = f", weights dequantized by our loader{label}"

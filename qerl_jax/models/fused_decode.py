@@ -1,4 +1,5 @@
-"""The fused executor: decode on packed weights in fewer kernels than `PlainExecutor`.
+"""The fused executor: decode on packed weights in fewer kernels than `PlainExecutor`; a projection that is left
+unquantized among them is multiplied by XLA.
 
 One prologue kernel computes the residual add, the RMSNorm and the LoRA input `x A` of the projection behind it (or
 SiLU·mul and `x A`, or `x A` alone; no `x A` where the GEMM computes it itself). What a projection adds to the residual
@@ -17,7 +18,7 @@ from qerl_kernels.decode_prologue.api import MAX_TOKENS, lora_prologue, rms_norm
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
 from qerl_kernels.nvfp4_matmul.route import Route, route
 
-from qerl_jax.models.formats import PackedNvfp4
+from qerl_jax.models.formats import Dense, PackedNvfp4
 from qerl_jax.models.lora import concat_lora_a
 from qerl_jax.models.modules import Projection, RMSNorm
 
@@ -26,12 +27,16 @@ DeferredResidual = tuple[Float32[Array, "B D"], Float[Array, "B D"] | None]
 
 
 def can_fuse_decode(projections: Iterable[Projection], batch: int) -> bool:
-    """Whether `FusedDecodeExecutor` takes a batch of that size and these projections: packed weights, and adapters of a
-    rank that the kernels take."""
-    return batch <= MAX_TOKENS and all(
-        isinstance(projection.weight.get_value(), PackedNvfp4)
-        and all(lora.b.shape[0] <= MAX_RANK for lora in projection.adapters())
-        for projection in projections
+    """Whether `FusedDecodeExecutor` takes a batch of that size and these projections: packed weights, some of them
+    perhaps dense, and adapters of a rank that the kernels take."""
+    projections = list(projections)
+    weights = [projection.weight.get_value() for projection in projections]
+    ranks = (lora.b.shape[0] for projection in projections for lora in projection.adapters())
+    return (
+        batch <= MAX_TOKENS
+        and any(isinstance(weight, PackedNvfp4) for weight in weights)
+        and all(isinstance(weight, PackedNvfp4 | Dense) for weight in weights)
+        and all(rank <= MAX_RANK for rank in ranks)
     )
 
 
@@ -60,7 +65,8 @@ class FusedDecodeExecutor:
     def swiglu_project(self, projection: Projection, gate_up: Float[Array, "B E"]) -> Float[Array, "B N"]:
         """SiLU·mul and `x A` in one kernel, then the GEMM."""
         chosen, a, ranks = _route(projection, gate_up.shape[0], gate_up.dtype)
-        x, lora_x = silu_mul_prologue(gate_up, a, ranks, lora_form=chosen.lora_form)
+        lora_form = LoraForm.NONE if chosen is None else chosen.lora_form
+        x, lora_x = silu_mul_prologue(gate_up, a, ranks, lora_form=lora_form)
         return projection(x, route=chosen, lora_x=lora_x)
 
     def add(self, residual: DeferredResidual, delta: Float[Array, "B D"]) -> DeferredResidual:
@@ -79,13 +85,18 @@ class FusedDecodeExecutor:
         return norm(x + delta)
 
 
-def _route(projection: Projection, m: int, dtype: jax.typing.DTypeLike) -> tuple[Route, Array | None, tuple[int, ...]]:
+def _route(
+    projection: Projection, m: int, dtype: jax.typing.DTypeLike
+) -> tuple[Route | None, Array | None, tuple[int, ...]]:
     """(route of the projection's GEMM for m rows, A of the adapters side by side for its prologue, their ranks).
 
-    A is None without adapters, and where the GEMM computes `x A` itself.
+    The route is None for a dense weight. A is None without adapters, and where the GEMM, or `linear` of a dense weight,
+    computes `x A` itself.
     """
-    loras = projection.adapters()
-    chosen = route(m, projection.weight.get_value(), loras, dtype)
+    loras, weight = projection.adapters(), projection.weight.get_value()
+    if isinstance(weight, Dense):
+        return None, None, ()
+    chosen = route(m, weight, loras, dtype)
     if chosen.lora_form in (LoraForm.NONE, LoraForm.A):
         return chosen, None, ()
     return chosen, concat_lora_a(loras).astype(dtype), tuple(lora.b.shape[0] for lora in loras)

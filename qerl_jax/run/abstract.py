@@ -15,7 +15,7 @@ from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.layouts import LAYOUTS
+from qerl_jax.checkpoint.layouts import Quantization
 from qerl_jax.checkpoint.load import build_policy
 from qerl_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.config import Config
@@ -36,14 +36,18 @@ def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainSt
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
     directory = model_path(config.model, weights=False)
-    model, stored = hf_config.model_config(directory), stored_format(directory, config)
-    return abstract_trees(model, stored, config, optimizer)
+    quantization = hf_config.stored_quantization(directory)
+    return abstract_trees(
+        hf_config.model_config(directory), stored_format(directory, config), config, optimizer, quantization
+    )
 
 
 def stored_format(directory: Path, config: Config) -> str:
-    """Format of the projections on the device, one of `WEIGHT_FORMATS`."""
-    scheme = hf_config.stored_format(directory)
-    return config.loaded_format or "bf16" if scheme is None else LAYOUTS[scheme].weight_format
+    """Format of the projections on the device, one of `WEIGHT_FORMATS`, but for those that a quantized checkpoint
+    leaves unquantized.
+    """
+    quantization = hf_config.stored_quantization(directory)
+    return config.loaded_format or "bf16" if quantization is None else quantization.layout.weight_format
 
 
 def has_weights(directory: Path) -> bool:
@@ -51,7 +55,13 @@ def has_weights(directory: Path) -> bool:
     return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
 
 
-def abstract_trees(model: ModelConfig, stored: str, config: Config, optimizer: Any = None) -> tuple[Policy, TrainState]:
+def abstract_trees(
+    model: ModelConfig,
+    stored: str,
+    config: Config,
+    optimizer: Any = None,
+    quantization: Quantization | None = None,
+) -> tuple[Policy, TrainState]:
     """Policy and first state of a run with `ShapeDtypeStruct` for arrays, traced from the code that makes real ones.
     Packed NVFP4 weights have one global scale for all rows, as this project and llm-compressor write them.
 
@@ -60,29 +70,33 @@ def abstract_trees(model: ModelConfig, stored: str, config: Config, optimizer: A
       stored: format of the projections, one of `WEIGHT_FORMATS`.
       config: config of the run.
       optimizer: as in `init_state`.
+      quantization: that of the checkpoint; None: all projections have the format.
     """
     config = config.with_max_steps(config.num_prompts)  # no shape depends on the number of steps
 
     def build() -> tuple[Policy, TrainState]:
-        frozen, norms = _zero_weights(model, stored, jnp.dtype(config.dtype), config.matmul_kernel)
+        frozen, norms = _zero_weights(model, stored, quantization, jnp.dtype(config.dtype), config.matmul_kernel)
         policy = build_policy(model, frozen, norms, config.lora, config.seed)
         return policy, init_state(policy, config, optimizer)
 
     return jax.eval_shape(build)
 
 
-def _zero_weights(model: ModelConfig, stored: str, dtype: DTypeLike, matmul_kernel: str) -> tuple[dict, dict]:
+def _zero_weights(
+    model: ModelConfig, stored: str, quantization: Quantization | None, dtype: DTypeLike, matmul_kernel: str
+) -> tuple[dict, dict]:
     runs = matmul_kernel == "mosaic_gpu" or (matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None)
 
-    def tensor(spec: TensorSpec) -> Weight | jax.Array:
+    def tensor(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
         if spec.kind != "projection":
             return jnp.zeros(spec.shape, jnp.float32 if spec.kind == "norm" else dtype)
-        weight = FORMATS[stored].zeros(*spec.shape, dtype)
+        is_dense = quantization is not None and quantization.layout_of(spec.modules(layer)[0]) is None
+        weight = FORMATS["bf16" if is_dense else stored].zeros(*spec.shape, dtype)
         if not runs or not isinstance(weight, Nvfp4 | Mxfp4):
             return weight
         return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))
 
-    return weight_trees(model, lambda spec, _: tensor(spec))
+    return weight_trees(model, tensor)
 
 
 def tree_bytes(tree: Any) -> int:

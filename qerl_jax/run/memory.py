@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -138,16 +139,14 @@ def _file_bytes(directory: Path) -> int | None:
 def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     """Rows of the parameter table: projections, embedding, biases, norms, adapters and optimizer state."""
     model: ModelConfig = policy.config
-    projections: list[Weight] = jax.tree.leaves(policy.frozen, is_leaf=lambda node: isinstance(node, Weight))
-    projections = [leaf for leaf in projections if isinstance(leaf, Weight)]
     dense = policy.dtype.name
+    projections: dict[str, list[Weight]] = {}
+    for leaf in jax.tree.leaves(policy.frozen, is_leaf=lambda node: isinstance(node, Weight)):
+        if isinstance(leaf, Weight):
+            projections.setdefault(dense if isinstance(leaf, Dense) else type(leaf).__name__, []).append(leaf)
     rows = [
-        ParameterRow(
-            f"{len(projections)} projections",
-            model.num_layers * sum(n * k for n, k in model.projection_shapes().values()),
-            dense if isinstance(projections[0], Dense) else type(projections[0]).__name__,
-            tree_bytes(projections),
-        )
+        ParameterRow(f"{len(own)} projections", sum(math.prod(w.shape) for w in own), stored, tree_bytes(own))
+        for stored, own in projections.items()
     ]
     tables = [policy.frozen["embed_tokens"], policy.frozen.get("lm_head")]
     name = "embedding (also the head)" if model.tie_word_embeddings else "embedding and head"

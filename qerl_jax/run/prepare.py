@@ -16,8 +16,8 @@ from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.checkpoint import assets
-from qerl_jax.checkpoint.hf_config import model_config, stored_format
-from qerl_jax.checkpoint.load import load_policy, stored_scheme
+from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
+from qerl_jax.checkpoint.load import accepted_quantization, load_policy
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
@@ -171,12 +171,13 @@ def check(config: Config) -> None:
     for name in config.dataset:
         check_dataset(name, "train")
     directory = assets.model_path(config.model, weights=False)
-    if config.is_full and (stored := stored_format(directory)):
+    if config.is_full and (stored := stored_quantization(directory)):
         raise ConfigError(
-            f"weight_format 'full' trains the unquantized weights, but {directory} holds quantized ones ({stored})"
+            f"weight_format 'full' trains the unquantized weights, but {directory} holds quantized ones "
+            f"({stored.layout.name})"
         )
     positions = model_config(directory).max_position_embeddings
-    stored_scheme(directory, config.loaded_format)
+    accepted_quantization(directory, config.loaded_format)
     if config.max_prompt_length + config.max_completion_length > positions:
         raise ConfigError(
             f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "

@@ -15,6 +15,7 @@ from oracles import llm_compressor, numpy_formats, torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.check import check_names
+from qerl_jax.checkpoint.hf_config import stored_quantization
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
@@ -84,4 +85,4 @@ def test_modelopts_awq(tmp_path):
     with pytest.raises(CheckpointError, match=said):
         fp32_policy(model)
     with pytest.raises(CheckpointError, match=said):
-        check_names(st.open_checkpoint(model), policy.config, "modelopt")
+        check_names(st.open_checkpoint(model), policy.config, stored_quantization(model))

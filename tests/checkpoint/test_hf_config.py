@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from qerl_jax.checkpoint.hf_config import model_config, parse_config, read_json, stored_format
-from qerl_jax.checkpoint.layouts import layout_of
+from qerl_jax.checkpoint.hf_config import model_config, parse_config, read_json, stored_quantization
+from qerl_jax.checkpoint.layouts import LAYOUTS, Quantization, quantization_of
 from qerl_jax.checkpoint.safetensors import CheckpointError
 
 # size -> config file, published parameter count in billions, [hidden, ffn, layers, heads, kv heads, vocab], tied, eps
@@ -186,10 +186,10 @@ def test_files_that_are_no_config(tmp_path):
 def test_quantization_sections_of_published_checkpoints(data):
     folder = data / "nvfp4"
     for name in ("compressed-tensors", "modelopt"):
-        assert stored_format(folder / f"fixture-{name}-tiny-qwen2") == name
+        assert stored_quantization(folder / f"fixture-{name}-tiny-qwen2") == Quantization(LAYOUTS[name], ("lm_head",))
     mixed = read_json(folder / "nvidia--Qwen3.6-27B-NVFP4_config.json")
     with pytest.raises(CheckpointError, match=r"here\.json.*MIXED_PRECISION"):
-        layout_of(mixed["quantization_config"], "here.json")
+        quantization_of(mixed["quantization_config"], "here.json")
     for name in ("nvidia--Qwen3.6-27B-NVFP4_config.json", "nvidia--Qwen3-235B-A22B-NVFP4_config.json"):
         with pytest.raises(CheckpointError, match=r"here\.json.*qwen3"):
             parse_config(read_json(folder / name), {}, "here.json")
@@ -215,7 +215,8 @@ def test_where_a_quantization_is_described(tmp_path, section, beside, expected):
     (tmp_path / "config.json").write_text(json.dumps({**MINIMAL, "quantization_config": section}))
     if beside is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    assert stored_format(tmp_path) == expected
+    found = stored_quantization(tmp_path)
+    assert found == (expected and Quantization(LAYOUTS[expected]))
 
 
 @pytest.mark.parametrize(
@@ -230,4 +231,4 @@ def test_where_a_quantization_is_described(tmp_path, section, beside, expected):
 )
 def test_other_quantizations_are_refused(section, named):
     with pytest.raises(CheckpointError, match=f"here.json.*{named}"):
-        layout_of(section, "here.json")
+        quantization_of(section, "here.json")

@@ -38,11 +38,13 @@ CONFIG = ModelConfig(
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def model_of(targets=ALL, rank=8):
-    """Random packed weights and adapters."""
+def model_of(targets=ALL, rank=8, dense=()):
+    """Random packed weights, those of the projections `dense` dense, and adapters."""
     rng = np.random.default_rng(0)
 
     def tensor(spec, layer):
+        if spec.kind == "projection" and spec.path[1] in dense:
+            return Dense(jnp.asarray(rng.normal(size=spec.shape) / spec.columns**0.5, jnp.float32))
         if spec.kind == "projection":
             return packing.pack(cases.random_weight(jax.random.key(rng.integers(1 << 30)), *spec.shape))
         if spec.kind == "norm":
@@ -73,9 +75,19 @@ def decoded(model, batch):
     return hidden, own
 
 
-@pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj"), ("k_proj", "up_proj", "down_proj"), ()])
-def test_fused_decode_equals_plain_decode(targets, monkeypatch):
-    model = model_of(targets)
+@pytest.mark.parametrize(
+    ("targets", "dense"),
+    [
+        (ALL, ()),
+        (ALL, ("qkv_proj",)),
+        (ALL, ("o_proj", "down_proj")),
+        (("q_proj", "v_proj"), ()),
+        (("k_proj", "up_proj", "down_proj"), ("gate_up_proj",)),
+        ((), ()),
+    ],
+)
+def test_fused_decode_equals_plain_decode(targets, dense, monkeypatch):
+    model = model_of(targets, dense=dense)
     assert fused_decode.can_fuse_decode(model.projections(), 5)
     ours = decoded(model, 5)
     monkeypatch.setattr(fused_decode, "can_fuse_decode", lambda projections, batch: False)
