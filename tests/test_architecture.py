@@ -32,7 +32,7 @@ LAYERS = [
     ("reporting",),
     ("run",),
     ("command",),
-    ("train", "evaluate", "quantize", "export", "compare"),
+    ("train", "evaluate", "quantize", "export", "compare", "tune"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # config reads the shapes of an adapter and a format's name; types only numbers: nothing below them may import config.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import h200
@@ -45,6 +45,16 @@ def load(executable: bytes, *args: Any) -> Callable:
     return serialize_executable.deserialize_and_load(
         code, inputs, jax.tree.structure(out), backend=device.client, execution_devices=[device]
     )
+
+
+def loader(executables: Mapping[tuple, bytes | str], build: Callable) -> Callable[..., Callable | str]:
+    """(arguments of `build`) -> the executable of that program, loaded, or the compiler's message."""
+
+    def loaded(*program: Any) -> Callable | str:
+        found = executables[program]
+        return found if isinstance(found, str) else load(found, *build(*program)[1])
+
+    return loaded
 
 
 def _start() -> None:

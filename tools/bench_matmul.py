@@ -18,10 +18,22 @@ import pathlib
 import ahead
 import jax
 import jax.numpy as jnp
-from matmul_programs import CALLS, MANY, RANK, ROTATE_BYTES, Timer, Trial, activations, all_programs, build, present
+from qerl_kernels.kernel_times import profiled
 from qerl_kernels.nvfp4_matmul import cases
+from qerl_kernels.nvfp4_matmul.tuner.trials import (
+    CALLS,
+    MANY,
+    RANK,
+    ROTATE_BYTES,
+    Timer,
+    Trial,
+    activations,
+    all_programs,
+    build,
+    gemm_of,
+    present,
+)  # fmt: skip
 from record import add_commit, write_rows
-from timing import profiled
 
 
 def cublas_us(case: str, m: int) -> float:
@@ -29,7 +41,7 @@ def cublas_us(case: str, m: int) -> float:
     n, k = cases.SHAPES[case]
     count = 1 if m >= MANY else math.ceil(ROTATE_BYTES / (2 * n * k))
     matrices = [jax.random.normal(jax.random.key(i), (k, n), jnp.bfloat16) for i in range(count)]
-    x, call = activations(case, "forward", m), jax.jit(jnp.matmul)
+    x, call = activations(gemm_of(case), "forward", m), jax.jit(jnp.matmul)
 
     def run() -> None:
         for i in range(CALLS):
@@ -49,21 +61,25 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
     groups = [
-        [Trial(case, m, way, present(case, m, way)) for m in args.tokens if way == "forward" or m >= MANY]
+        [
+            Trial(gemm_of(case), m, way, present(gemm_of(case), m, way))
+            for m in args.tokens
+            if way == "forward" or m >= MANY
+        ]
         for case, way in itertools.product(args.cases, ("forward", "dx"))
     ]
     groups = [group for group in groups if group]
     executables = dict(ahead.compile_all(build, all_programs(groups), args.jobs))
     rivals: dict[tuple[str, int], float] = {}
     for group in groups:
-        timer = Timer(group, executables)
+        timer = Timer(group, ahead.loader(executables, build))
         if timer.refused:
             raise SystemExit("\n".join(f"{trial}: {why}" for trial, why in timer.refused.items()))
         for trial, us in timer.times(group).items():
-            key = trial.case, trial.m
+            key = trial.gemm.name, trial.m
             rivals[key] = rivals[key] if key in rivals else cublas_us(*key)
-            n, k = cases.SHAPES[trial.case]
-            about = {"case": trial.case, "m": trial.m, "n": n, "k": k, "direction": trial.direction}
+            _, n, k, *_ = trial.gemm
+            about = {"case": trial.gemm.name, "m": trial.m, "n": n, "k": k, "direction": trial.direction}
             rank = RANK if trial.direction == "forward" else 0
             row = {**about, "lora_rank": rank, "impl": "qerl", "us": round(us, 2)}
             rival = {
@@ -75,7 +91,7 @@ def main() -> None:
             }
             write_rows(args.out, [row, rival], args.commit)
             print(
-                f"{trial.case:12s} {trial.direction:8s} m {trial.m:6d} {us:9.2f} us  "
+                f"{trial.gemm.name:12s} {trial.direction:8s} m {trial.m:6d} {us:9.2f} us  "
                 f"{n * k * 0.5625 / us / 1e6:5.2f} TB/s  {2.0 * trial.m * n * k / us / 1e6:6.1f} TFLOP/s  "
                 f"{rivals[key] / us:5.2f} x cublas_bf16",
                 flush=True,

@@ -30,9 +30,10 @@ import jax
 import numpy as np
 from make_checkpoint import SIZES
 from qerl_kernels.decode_prologue.api import MAX_TOKENS
+from qerl_kernels.kernel_times import profiled
 from random_policy import random_policy
 from record import add_commit, write_rows
-from timing import peak_bytes, profiled, timed_warm
+from timing import peak_bytes, timed_warm
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
 from qerl_jax.compilation import CACHE_OFF, use_compilation_cache

@@ -34,9 +34,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from make_checkpoint import SIZES
+from qerl_kernels.kernel_times import profiled
 from random_policy import random_policy
 from record import add_commit, write_rows
-from timing import COPIES, gaps, peak_bytes, profiled, timed
+from timing import COPIES, gaps, peak_bytes, timed
 
 from qerl_jax import (
     Config,

@@ -23,8 +23,8 @@ import ahead
 import jax
 import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases, config
+from qerl_kernels.kernel_times import kernel_medians
 from record import add_commit, meta
-from timing import kernel_medians
 
 CALLS, SKIPPED = 24, 4  # calls of a configuration; the first ones are not counted
 FIELDS = ("token_tiles", "column_splits", "k_splits", "warps", "prefetch")

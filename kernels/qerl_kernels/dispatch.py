@@ -37,11 +37,14 @@ def facts(device: jax.Device) -> Gpu | None:
     smem_bytes = getattr(device, "shared_memory_per_block_optin", None)
     gpu = gpu_of(device.device_kind, arch, getattr(device, "core_count", H200.sms), smem_bytes)
     for path in tuning.own_tables(gpu):
-        if fault := tuning.fault_of(str(path), gpu):
+        if fault := _fault_of(str(path), gpu):
             say_once(f"{path}: left out, {fault}; python -m qerl_jax.tune makes a new one")
         else:
             return dataclasses.replace(gpu, own_table=str(path))
     return gpu
+
+
+_fault_of = functools.cache(tuning.fault_of)  # a file is read once
 
 
 def _arch(device: jax.Device) -> int | None:

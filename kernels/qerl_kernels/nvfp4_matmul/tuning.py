@@ -79,7 +79,6 @@ def own_tables(gpu: Gpu) -> list[pathlib.Path]:
     return [path for path in (user_table(gpu.name), path_of(f"tuning_{slug(gpu.name)}.json")) if path.exists()]
 
 
-@functools.cache
 def fault_of(path: str, gpu: Gpu) -> str | None:
     """Why a file is no tuning table for this GPU; None where it is one."""
     try:

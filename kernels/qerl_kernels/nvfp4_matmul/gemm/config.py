@@ -16,7 +16,7 @@ MAX_PARTIALS_M = 64
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """Tile sizes and pipeline of the kernel, which runs on Hopper alone; found by `tools/tune_matmul.py`.
+    """Tile sizes and pipeline of the kernel, which runs on Hopper alone; found by `nvfp4_matmul.tuner`.
 
     M, N and K are those of the GEMM: rows of x, output features and contraction; for dx the weight's n is the K.
 

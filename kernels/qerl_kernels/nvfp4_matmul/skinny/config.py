@@ -55,7 +55,7 @@ class SkinnyProblem:
 
 @dataclasses.dataclass(frozen=True)
 class SkinnyConfig:
-    """Tuning config, found by `tools/tune_matmul.py`.
+    """Tuning config, found by `nvfp4_matmul.tuner`.
 
     Attributes:
       tile_m: largest number of rows of x (8, 16, 24 or 32).

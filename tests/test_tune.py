@@ -1,0 +1,133 @@
+"""`python -m qerl_jax.tune` with a clock that knows the fastest config of each GEMM."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from command_lines import assert_says, error_of
+from qerl_kernels.gpu import H200, gpu_of
+from qerl_kernels.nvfp4_matmul import tuning
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.tuner.search import halved
+from qerl_kernels.nvfp4_matmul.tuner.trials import gemm_of
+
+import qerl_jax
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.tune import ROWS, gemms_of, main, tune
+
+TINY = Path(qerl_jax.__file__).parent / "assets" / "tiny-qwen2"
+MODEL = ModelConfig(1000, 1024, 2816, 2, 16, 4, 64, 1e4, 1e-6, True, 512, (1,), 0)
+ADA = gpu_of("NVIDIA GeForce RTX 4090", 89, 128)
+
+
+class Clock:
+    """A config takes longer the more its stages and warps differ from three and eight. The present one and, as where
+    the compiler refuses, every config of `without` are not timed. Counted prologues: 2 us but where a GEMM computes
+    `x A` itself."""
+
+    def __init__(self, group, without=frozenset()):
+        self.group, self.without, self.rounds = group, without, []
+
+    def times(self, several, calls):
+        self.rounds.append((len(several), calls))
+        able = [trial for trial in several if trial.config not in self.without]
+        return {trial: 5 + self.distance(trial.config) for trial in able}
+
+    def distance(self, config):
+        return 100 if isinstance(config, GemmConfig) else abs(config.stages - 3) + abs(config.warps - 8) / 4
+
+    def prologue_us(self, trial):
+        return None if self.distance(trial.config) == 100 else 0.0 if trial.config.computes_lora_x else 2.0
+
+
+def test_the_table_has_the_fastest_config_of_every_gemm_and_dispatch_reads_it(tmp_path):
+    path, said, clocks = tmp_path / "tuning" / "4090.json", [], []
+
+    def clock_of(group):
+        clocks.append(Clock(group))
+        return clocks[-1]
+
+    tune(MODEL, ADA, path, 1000, said.append, clock_of)
+    stored = json.loads(path.read_text())
+    assert stored["meta"]["gpu"] == ADA.name and len(stored["rows"]) == len(said) == len(clocks) == 4 * 3
+    gpu = dataclasses.replace(ADA, own_table=str(path))
+    assert tuning.fault_of(str(path), gpu) is None
+    for clock in clocks:
+        first = clock.group[0]
+        every = {trial.config for trial in clock.group}
+        assert len(every) == len(clock.group) > 10 and all(config.cluster == 1 for config in every)
+        best = min(clock.distance(c) + (0 if c.computes_lora_x else 2) for c in every)
+        found = tuning.config_for(first.m, first.gemm.n, first.gemm.k, adapters=first.gemm.adapters, gpu=gpu)
+        assert clock.distance(found) + (0 if found.computes_lora_x else 2) == best
+        [row] = [row for row in stored["rows"] if (row["n"], row["k"], row["m"]) == (*first.gemm[1:3], first.m)]
+        assert row["us"] + row["prologue_us"] == 5 + best
+        sizes = [size for size, _ in clock.rounds]
+        assert sizes[0] == len(every) and sizes[1] == -(-sizes[0] // 2) and sizes[-1] == 2  # halved; then side by side
+    assert "qkv_proj 1536 x 1024, 8 sequences: " in said[0] and "us before)" in said[0]
+
+
+def test_another_model_adds_its_shapes_and_a_damaged_table_is_replaced(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text("{")
+    tune(MODEL, ADA, path, 4, str, Clock)
+    wider = dataclasses.replace(MODEL, intermediate_size=5632)
+    tune(wider, ADA, path, 4, str, Clock)  # qkv and o have the same shapes, gate_up and down others
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 6 * len(ROWS["warp"])
+
+
+def test_configs_that_do_not_run_are_left_out(tmp_path):
+    """Where none does, the table gets no row, and decode keeps the tier's."""
+    path, said = tmp_path / "table.json", []
+    present = {
+        tuning.config_for(m, g.n, g.k, adapters=g.adapters, gpu=ADA) for g in gemms_of(MODEL) for m in ROWS["warp"]
+    }
+    tune(MODEL, ADA, path, 1, said.append, lambda group: Clock(group, present))
+    assert not path.exists() and all("none of 1 configs runs" in line for line in said) and len(said) == 12
+
+
+def test_hopper_gpus_also_try_the_other_kernel(tmp_path):
+    groups = []
+    with pytest.raises(StopIteration):
+        tune(
+            MODEL,
+            dataclasses.replace(H200, sms=114),
+            tmp_path / "t.json",
+            10**6,
+            str,
+            lambda group: groups.append(group) or next(iter([])),
+        )
+    kinds = {type(trial.config).__name__ for trial in groups[0]}
+    assert kinds == {"GemmConfig", "SkinnyConfig"} and any(trial.config.cluster > 1 for trial in groups[0])
+
+
+def test_successive_halving():
+    """Ten: 3 calls each, then five 6, three 12, two 24."""
+    asked = []
+
+    def time(some, calls):
+        asked.append((len(some), calls))
+        return {one: abs(one - 7) for one in some}
+
+    assert next(iter(halved(range(10), time, 24))) == 7 and asked == [(10, 3), (5, 6), (3, 12), (2, 24)]
+
+
+def test_the_gemms_of_a_model_are_those_that_are_benchmarked():
+    shape = ModelConfig(152064, 3584, 18944, 28, 28, 4, 128, 1e6, 1e-6, False, 32768, (1,), 0)
+    wanted = [gemm_of(f"{name}_7b") for name in ("qkv", "o", "gate_up", "down")]
+    assert [gemm[1:] for gemm in gemms_of(shape)] == [gemm[1:] for gemm in wanted]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([str(TINY), "--most", "0"], "--most 0 is below 1"),
+        ([str(TINY)], "tuning needs …"),
+        (["MODEL"], "model directory MODEL does not exist…"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, expected, tmp_path, capfd):
+    assert_says(error_of(main, arguments, tmp_path, capfd), expected)
