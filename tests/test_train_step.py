@@ -246,8 +246,10 @@ def test_the_end_of_a_run(step, tmp_path, monkeypatch):
     recorder.evaluations = EvaluationResults(tmp_path)
     recorder.checkpoints = types.SimpleNamespace(close=lambda: None)
     recorder.curves = types.SimpleNamespace(log=lambda *_: None, close=lambda: None)
+    recorder.metrics, recorder.mend = types.SimpleNamespace(rows=[]), lambda: None
 
     def evaluate(*arguments, **named):
+        assert "exported" in made  # an evaluation that fails leaves the adapter
         made["evaluated"] = arguments, named
         return result
 

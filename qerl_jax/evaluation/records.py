@@ -33,11 +33,21 @@ class Records:
 
     def __init__(self, path: Path, file: BinaryIO, items: list[Item]):
         self._path, self._file, self.items = path, file, items
+        self._size = os.fstat(file.fileno()).st_size
 
     def append(self, items: Sequence[Item]) -> None:
-        """Write items, which are on the disk when this returns."""
+        """Write items, which are on the disk when this returns. Raises RecordsError where another program has removed
+        or changed the file: what is written after that would be no records.
+        """
+        there = self._path.stat() if self._path.exists() else None
+        own = os.fstat(self._file.fileno())
+        if there is None or (there.st_ino, there.st_size) != (own.st_ino, self._size):
+            raise RecordsError(
+                f"records {self._path} were removed or changed by another program after {len(self.items)} problems: "
+                "begin again, in a file that nothing else writes"
+            )
         _write(self._path, self._file, "".join(_line(dataclasses.asdict(item)) for item in items))
-        self.items += items
+        self.items, self._size = self.items + list(items), os.fstat(self._file.fileno()).st_size
 
 
 @contextlib.contextmanager

@@ -17,14 +17,38 @@ from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.evaluation import Evaluation
 
 
-def append_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Add one line; a value that is not finite is written as null, because JSON has no NaN."""
-    row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
-    path = directory / METRICS_FILE
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+class MetricsFile:
+    """metrics.jsonl of a run while it is written.
+
+    Attributes:
+      rows: those of the file, oldest first.
+    """
+
+    def __init__(self, directory: Path):
+        """Raises CheckpointError as `read_metrics` does."""
+        self.rows, self._path = read_metrics(directory), directory / METRICS_FILE
+        self._size = _size(self._path)
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one line, which is on the disk then; a value that is not finite is null, because JSON has no NaN."""
+        self.rows.append({"step": step, **{name: v if math.isfinite(v) else None for name, v in metrics.items()}})
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            self._size = os.fstat(file.fileno()).st_size
+
+    def mend(self) -> bool:
+        """Write all rows again where another program removed or cut the file; returns whether one did."""
+        if _size(self._path) == self._size:
+            return False
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._size = _size(self._path)
+        return True
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

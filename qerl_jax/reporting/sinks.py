@@ -6,9 +6,11 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
+
+from rich.console import Console
 
 from qerl_jax.atomic import one_line, write_json
 from qerl_jax.checkpoint.run_files import TENSORBOARD_DIR, WANDB_FILE
@@ -48,28 +50,40 @@ def check(config: Config) -> None:
 
 
 class Sinks:
-    """Every sink that `config.report_to` names.
+    """Every sink that `config.report_to` names. One that fails later than at its start is said once, and left out.
 
     Args:
       config: configuration of the run; W&B shows it beside the curves.
       directory: the run's output_dir, where the sinks keep their files.
       step: completed steps; a resumed run continues the same curves.
+      console: for that message.
     """
 
-    def __init__(self, config: Config, directory: Path, step: int):
+    def __init__(self, config: Config, directory: Path, step: int, console: Console):
         kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb}
-        self._sinks: list[Sink] = [kinds[name](config, directory, step) for name in config.report_to]
+        self._sinks: dict[str, Sink] = {name: kinds[name](config, directory, step) for name in config.report_to}
+        self._console = console
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a step's numbers, those that are finite."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        for sink in self._sinks:
-            sink.log(step, finite)
+        self._each(lambda sink: sink.log(step, finite))
 
     def close(self) -> None:
         """Write out everything."""
-        for sink in self._sinks:
-            sink.close()
+        self._each(lambda sink: sink.close())
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:  # a service that is away raises what its library likes
+                del self._sinks[name]
+                self._console.print(
+                    f"report_to {name!r} failed and is left out from here on: {one_line(error)}",
+                    soft_wrap=True,
+                    markup=False,
+                )
 
 
 class _TensorBoard:

@@ -25,7 +25,7 @@ from qerl_jax.checkpoint.run_files import (
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
-from qerl_jax.reporting.metrics import cut_back, read_metrics, rows_until
+from qerl_jax.reporting.metrics import cut_back, rows_until
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
@@ -88,19 +88,20 @@ def restore(
 
 
 def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
-    """Write plots and report; after the last step also evaluate, export the adapter (where there is one) and
-    print the summary.
+    """Write plots and report; after the last step also export the adapter (where there is one), before all that may
+    fail, evaluate, and print the summary.
     """
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
     recorder.checkpoints.close()
     is_done = last == config.num_rollouts
+    if is_done and not config.is_full:
+        export_trained(run.policy, state, directory / ADAPTER_DIR)
     if is_done and run.eval_problems and recorder.evaluations.get("after") is None:
         console.print("evaluating the trained policy on the same problems …", markup=False)
         _evaluate(run, recorder, state, "after")
     recorder.curves.close()
-    if is_done and not config.is_full:
-        export_trained(run.policy, state, directory / ADAPTER_DIR)
-    rows = read_metrics(directory)
+    recorder.mend()
+    rows = recorder.metrics.rows
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
     phases = recorder.phases

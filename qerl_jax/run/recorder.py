@@ -10,11 +10,11 @@ from typing import Any, Self
 from jaxtyping import Array
 
 from qerl_jax.checkpoint.orbax import Checkpointer
-from qerl_jax.checkpoint.run_files import CONFIG_FILE
+from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, COMPLETIONS_DIR, CONFIG_FILE, METRICS_FILE
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.reporting import health
-from qerl_jax.reporting.metrics import EvaluationResults, append_metrics, read_metrics, write_completions
+from qerl_jax.reporting.metrics import EvaluationResults, MetricsFile, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.sinks import Sinks
@@ -44,6 +44,7 @@ class Recorder:
 
     Attributes:
       checkpoints: as given.
+      metrics: of every step.
       evaluations: results before and after training.
       phases: times of rollout, grading, update, checkpoint and evaluation.
       curves: TensorBoard and Weights & Biases.
@@ -53,15 +54,15 @@ class Recorder:
     def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
         self._run, self._first, self._tokens = run, step, tokens
         self._metrics: dict[str, float] = {}
-        self._rows: list[dict[str, Any]] = list(read_metrics(run.directory))
         self._warned: set[str] = set()
         self._newest: TrainState | None = None  # state after the newest step of this process
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
+        self.metrics = MetricsFile(run.directory)
         self.evaluations = EvaluationResults(run.directory)
         self.phases = Phases(run.directory, run.console, run.clock)
         self.phases.step = step + 1
-        self.curves = Sinks(run.config, run.directory, step)
+        self.curves = Sinks(run.config, run.directory, step, run.console)
         self.stopped = 0
 
     def __enter__(self) -> Self:
@@ -99,11 +100,11 @@ class Recorder:
             experience, state, float(update_metrics["skipped"]), sigma, self._tokens, len(run.stream)
         )
         metrics["compilations"] = len(self._compilations.take())
-        append_metrics(run.directory, step, metrics)
+        self.mend()
+        self.metrics.append(step, metrics)
         self.curves.log(step, metrics)
         write_completions(run.directory, step, completion_columns(experience, batch.advantages))
         self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
-        self._rows.append(metrics)
         return metrics
 
     def end_step(self, state: TrainState) -> bool:
@@ -111,8 +112,8 @@ class Recorder:
         because nobody reads its output any more. Raises ValueError for a run that trains nothing.
         """
         config, step = self._run.config, int(state.step)
-        health.refuse_skipped(self._rows, config)
-        if step == config.num_rollouts and (said := health.refuse_untrained(self._rows, config)):
+        health.refuse_skipped(self.metrics.rows, config)
+        if step == config.num_rollouts and (said := health.refuse_untrained(self.metrics.rows, config)):
             self._run.console.print(said, soft_wrap=True, markup=False)
         self._newest, self.phases.step = state, step + 1
         self._progress.update(step, self._metrics)
@@ -129,9 +130,25 @@ class Recorder:
                     raise
         return self.stopped != 0
 
+    def mend(self) -> None:
+        """Write metrics and config again where another program removed or cut them, and say so: what was in the output
+        directory besides is lost.
+        """
+        directory, found = self._run.directory, [METRICS_FILE] if self.metrics.mend() else []
+        if not (directory / CONFIG_FILE).exists():
+            run_directory.write_config(directory, self._run.config)
+            found.append(CONFIG_FILE)
+        if found:
+            self._run.console.print(
+                f"another program removed or cut {' and '.join(found)} in {directory}: written again; see whether "
+                f"{COMPLETIONS_DIR}/ and {CHECKPOINTS_DIR}/ are whole",
+                soft_wrap=True,
+                markup=False,
+            )
+
     def _warn(self, step: int) -> None:
         """Say once of each kind that nothing, or the wrong thing, is learned."""
-        for kind, sentence in health.warnings(self._rows).items():
+        for kind, sentence in health.warnings(self.metrics.rows).items():
             if kind not in self._warned:
                 self._warned.add(kind)
                 self._run.console.print(f"step {step}: {sentence}", soft_wrap=True, markup=False)
@@ -143,8 +160,7 @@ class Recorder:
         state, step, console = self._newest, int(self._newest.step), self._run.console
         try:
             self.checkpoints.save(state)
-            if not (self._run.directory / CONFIG_FILE).exists():
-                run_directory.write_config(self._run.directory, self._run.config)
+            self.mend()
         except OSError as error:
             console.print(f"step {step + 1} failed; {error}", soft_wrap=True, markup=False)
         else:

@@ -21,7 +21,7 @@ from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import MANIFEST_FILE, Checkpointer
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.reporting.metrics import append_metrics
+from qerl_jax.reporting.metrics import MetricsFile
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle
 from qerl_jax.types import TrainState
@@ -73,7 +73,7 @@ def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(saved, directory)
     for step in (1, 2):
-        append_metrics(directory, step, {"num_tokens": step})
+        MetricsFile(directory).append(step, {"num_tokens": step})
     config = dataclasses.replace(state.config, output_dir=str(directory), resume="auto")
     checkpoints = Checkpointer(directory, 3)
     assert_same(lifecycle.restore(config, checkpoints, state, Console(quiet=True), {}), at(state, 2))

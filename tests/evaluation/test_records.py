@@ -113,6 +113,26 @@ def test_lines_that_are_no_items_are_named(tmp_path):
         write(path, [], expected=IDS[:2], at_once=1)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_text(""),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: (path.rename(path.with_name("kept")), path.write_bytes(path.with_name("kept").read_bytes())),
+    ],
+    ids=["removed", "emptied", "cut", "replaced"],
+)
+def test_a_file_that_changes_under_its_writer_is_an_error(tmp_path, change):
+    path = tmp_path / "records.jsonl"
+    with open_records(path, SETTINGS, IDS, 2, 2) as records:
+        records.append([item(3), item(5)])
+        records.append([])
+        change(path)
+        with pytest.raises(RecordsError, match="removed or changed by another program after 2 problems"):
+            records.append([item(8)])
+
+
 def test_one_process_at_a_time(tmp_path):
     path = tmp_path / "records.jsonl"
     with (

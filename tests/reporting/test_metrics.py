@@ -16,7 +16,7 @@ from qerl_jax.reporting.plots import write_plots
 
 def test_cut_back(tmp_path):
     for step in (1, 2, 3):
-        sink.append_metrics(tmp_path, step, {"reward": step / 2, "kl": math.nan, "num_tokens": 10 * step})
+        sink.MetricsFile(tmp_path).append(step, {"reward": step / 2, "kl": math.nan, "num_tokens": 10 * step})
         sink.write_completions(tmp_path, step, {"completion": ["a", "b"]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a kill in the middle of a line
@@ -45,12 +45,12 @@ def test_a_damaged_line_that_no_kill_explains_is_named(tmp_path, line):
 
 def test_a_full_disk_names_the_file(tmp_path):
     """A limit on the size of files stands for the full disk; the lines that are there stay."""
-    sink.append_metrics(tmp_path, 1, {"num_tokens": 5})
+    sink.MetricsFile(tmp_path).append(1, {"num_tokens": 5})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
     try:
         with pytest.raises(OSError, match=re.escape(f"{tmp_path / 'metrics.jsonl'} cannot be written: File too large")):
-            sink.append_metrics(tmp_path, 2, {"num_tokens": 9})
+            sink.MetricsFile(tmp_path).append(2, {"num_tokens": 9})
         with pytest.raises(OSError, match=r"completions/step_000002\.parquet cannot be written"):
             sink.write_completions(tmp_path, 2, {"completion": ["a", "b"]})
     finally:

@@ -7,9 +7,11 @@ import struct
 import sys
 
 import pytest
+from rich.console import Console
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.reporting import sinks
+from qerl_jax.reporting.console import RunConsole
 
 STAND_IN = """
 calls = []
@@ -33,6 +35,9 @@ def init(**arguments):
 """
 
 
+CONSOLE = Console(quiet=True)
+
+
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
     package = tmp_path / "site" / "wandb"
@@ -51,7 +56,7 @@ def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
     run = tmp_path / "run-7"
     config = Config(model="m", report_to=("wandb",), learning_rate=3e-5)
     sinks.check(config)
-    curves = sinks.Sinks(config, run, 0)
+    curves = sinks.Sinks(config, run, 0, CONSOLE)
     curves.log(1, {"reward": 0.5, "kl": math.nan})
     curves.close()
     login, (_, start), *rest = wandb.calls
@@ -59,7 +64,7 @@ def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
     assert (start["project"], start["name"], start["dir"], start["id"]) == ("mine", "run-7", str(run), None)
     assert start["config"]["learning_rate"] == 3e-5 and start["resume"] is None
     assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
-    sinks.Sinks(config, run, 1)  # a resumed run continues the same curve
+    sinks.Sinks(config, run, 1, CONSOLE)  # a resumed run continues the same curve
     assert (wandb.calls[-1][1]["id"], wandb.calls[-1][1]["resume"]) == ("abc123", "allow")
 
 
@@ -82,15 +87,28 @@ def test_wandb_that_does_not_start_is_one_line(tmp_path, wandb, monkeypatch):
     config = Config(model="m", report_to=("wandb",))
     monkeypatch.setattr(wandb, "init", init)
     with pytest.raises(ConfigError) as error:
-        sinks.Sinks(config, tmp_path, 0)
+        sinks.Sinks(config, tmp_path, 0, CONSOLE)
     assert str(error.value).endswith("W&B does not start: UsageError: api_key not configured. Run wandb login")
+
+
+def test_wandb_that_fails_in_a_run_is_said_once_and_left_out(tmp_path, wandb, capsys):
+    """The other curves go on."""
+    curves = sinks.Sinks(Config(model="m", report_to=("tensorboard", "wandb")), tmp_path, 0, RunConsole())
+    wandb.Run.log = wandb.Run.finish = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no\nnetwork"))
+    for step in (1, 2):
+        curves.log(step, {"reward": 0.5})
+    curves.close()
+    said = "report_to 'wandb' failed and is left out from here on: RuntimeError: no network\n"
+    assert capsys.readouterr().out == said
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert [event.step for event in events(file) if event.summary.value] == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"id": null}', "{", "1"])
 def test_a_damaged_wandb_file_is_named(tmp_path, wandb, text):
     (tmp_path / sinks.WANDB_FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"wandb\.json holds no id of a W&B run: delete the file"):
-        sinks.Sinks(Config(model="m", report_to=("wandb",)), tmp_path, 1)
+        sinks.Sinks(Config(model="m", report_to=("wandb",)), tmp_path, 1, CONSOLE)
     assert wandb.calls == []
 
 
@@ -110,14 +128,14 @@ def test_tensorboard_file_holds_the_scalars(tmp_path):
     pytest.importorskip("tensorboardX")
     config = Config(model="m", report_to=("tensorboard",))
     sinks.check(config)
-    curves = sinks.Sinks(config, tmp_path, 0)
+    curves = sinks.Sinks(config, tmp_path, 0, CONSOLE)
     curves.log(1, {"reward": 0.5, "rewards/answer/mean": 0.25, "kl": math.inf})
     curves.log(2, {"reward": 0.75})
     curves.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     scalars = [(e.step, v.tag, v.simple_value) for e in events(file) for v in e.summary.value]
     assert scalars == [(1, "reward", 0.5), (1, "rewards/answer/mean", 0.25), (2, "reward", 0.75)]
-    sinks.Sinks(config, tmp_path, 1).close()  # after a kill: step 2 will come again, the old one is purged
+    sinks.Sinks(config, tmp_path, 1, CONSOLE).close()  # after a kill: step 2 will come again, the old one is purged
     (again,) = set((tmp_path / "tensorboard").iterdir()) - {file}
     assert [e.step for e in events(again) if e.HasField("session_log")] == [2]
 
@@ -137,7 +155,7 @@ def test_unknown_sink_is_refused():
 
 
 def test_nothing_asked_for_nothing_written(tmp_path):
-    curves = sinks.Sinks(Config(model="m"), tmp_path, 0)
+    curves = sinks.Sinks(Config(model="m"), tmp_path, 0, CONSOLE)
     curves.log(1, {"reward": 0.5})
     curves.close()
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import socket
@@ -95,6 +96,19 @@ def test_overwrite_deletes_only_what_a_run_made(tmp_path):
     run_directory.clear(directory)
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert left == set(foreign)
+
+
+@pytest.mark.parametrize("name", ["run.lock", "config.yaml", "metrics.jsonl", "plots/reward.png", "wandb.json"])
+def test_a_link_in_the_place_of_a_runs_file_is_refused(tmp_path, name):
+    """In a directory that came from somebody else it may lead to any file of the user's."""
+    directory = tmp_path / "run"
+    made_by_a_run(directory)
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(tmp_path / "mine")
+    config = config_of(directory)
+    for change in ({}, {"resume": "auto", "overwrite": False}):
+        with pytest.raises(ConfigError, match=f"{name} is a link to {tmp_path}/mine, which the run would write to"):
+            run_directory.check(directory, dataclasses.replace(config, **change))
 
 
 def test_overwrite_follows_a_link_to_checkpoints_and_keeps_it(tmp_path):

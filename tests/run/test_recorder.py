@@ -21,7 +21,7 @@ from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.config import Config, load
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.reporting.console import RunConsole
-from qerl_jax.reporting.metrics import append_metrics
+from qerl_jax.reporting.metrics import MetricsFile, read_metrics
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
@@ -46,7 +46,7 @@ def running(tmp_path) -> tuple[Run, Recorder, TrainState]:
     checkpoints = Checkpointer(directory, 1, {"model": "abc"})
     run_directory.write_config(directory, config)
     for step in (1, 2):
-        append_metrics(directory, step, {"num_tokens": step, "kl": float("nan")})
+        MetricsFile(directory).append(step, {"num_tokens": step, "kl": float("nan")})
     return run, Recorder(run, checkpoints, 2, 2), state
 
 
@@ -80,6 +80,35 @@ def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, monkeypa
         raise error
     assert latest_step(run.directory) == 4
     assert_saved(run.directory, after(state, 4))
+    assert load(run.directory / "config.yaml").model == run.config.model
+    assert [row["step"] for row in read_metrics(run.directory)] == [1, 2]
+
+
+def lose(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        (lambda directory: None, ""),
+        (lambda directory: lose(directory / "metrics.jsonl"), "metrics.jsonl"),
+        (lambda directory: (directory / "metrics.jsonl").unlink(), "metrics.jsonl"),
+        (shutil.rmtree, "metrics.jsonl and config.yaml"),
+    ],
+)
+def test_what_another_program_takes_from_a_run_is_said_and_written_again(running, capsys, change, lost):
+    """The rows of earlier steps, too: else the record of the run would begin with the next step."""
+    run, recorder, _ = running
+    before = (run.directory / "metrics.jsonl").read_bytes()
+    change(run.directory)
+    recorder.mend()
+    assert (run.directory / "metrics.jsonl").read_bytes() == before
+    said = f"another program removed or cut {lost} in {run.directory}: written again; see whether completions/ and "
+    assert capsys.readouterr().out == (f"{said}checkpoints/ are whole\n" if lost else "")
+    recorder.metrics.append(3, {"num_tokens": 3})
+    recorder.mend()
+    assert [row["step"] for row in read_metrics(run.directory)] == [1, 2, 3] and capsys.readouterr().out == ""
     assert load(run.directory / "config.yaml").model == run.config.model
 
 
@@ -171,10 +200,10 @@ def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, m
     run, _, state = running
     (run.directory / "metrics.jsonl").unlink()
     for step in (1, 2):
-        append_metrics(run.directory, step, row(step, grad_norm=before, frac_reward_zero_std=1.0))
+        MetricsFile(run.directory).append(step, row(step, grad_norm=before, frac_reward_zero_std=1.0))
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=3))
     recorder = Recorder(run, Checkpointer(run.directory, 1, {"model": "abc"}), 2, 2)
-    recorder._rows.append(row(3, frac_reward_zero_std=1.0))
+    recorder.metrics.rows.append(row(3, frac_reward_zero_std=1.0))
     ends = contextlib.nullcontext() if before else pytest.raises(ValueError, match="none of 3 steps trained anything")
     with ends, recorder:
         monkeypatch.setattr(recorder._progress, "update", lambda *_: None)

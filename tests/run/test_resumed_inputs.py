@@ -19,7 +19,7 @@ from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
-from qerl_jax.reporting.metrics import append_metrics, cut_back
+from qerl_jax.reporting.metrics import MetricsFile, cut_back
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.fingerprints import fingerprints, model_fingerprint
@@ -96,7 +96,7 @@ def test_a_large_model_is_sampled_all_over(tmp_path):
 
 def written(directory: Path, steps: list[int]) -> Path:
     for step in steps:
-        append_metrics(directory, step, {"num_tokens": 10 * step})
+        MetricsFile(directory).append(step, {"num_tokens": 10 * step})
     return directory
 
 
