@@ -94,7 +94,8 @@ def write_text(path: Path, text: str) -> None:
         target = path.resolve() if path.is_symlink() else path
         temporary = target.with_name(f".{target.name}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)  # of a killed writer, or a link that somebody put there
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

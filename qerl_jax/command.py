@@ -46,11 +46,24 @@ def run(body: Callable[[], int], interrupted: Callable[[], str] = lambda: "inter
     return FAILED
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null in the place of standard streams that are closed (`>&-`). The next files to be opened would else
+    have their numbers, and get what is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode))
+
+
 def end(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code: at once unless it is 0, because other threads may be inside a
     compiler, which crashes an interpreter that shuts down, and a standard output that failed would fail once more. A
     run of Weights & Biases that failed is first reported by its own hook.
     """
+    open_standard_streams()
     code = main()
     is_reported = code == FAILED and getattr(sys.modules.get("wandb"), "run", None) is not None
     if code == 0 or is_reported:

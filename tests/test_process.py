@@ -60,6 +60,27 @@ def test_a_full_disk_behind_standard_output():
     assert (done.returncode, done.stderr) == (command.FAILED, "error: [Errno 28] No space left on device\n")
 
 
+CLOSED = """
+import os, subprocess, sys
+from qerl_jax import command
+def main():
+    print("to nowhere")
+    print("nor here", file=sys.stderr)
+    with open("file", "w") as file:
+        names = [os.readlink("/proc/self/fd/%d" % number) for number in range(3)]
+        print(file.fileno() > 2, names, subprocess.call(["sh", "-c", "echo nowhere"]), file=file, end="")
+    return 0
+command.end(lambda: command.run(main))
+"""
+
+
+def test_closed_standard_streams_get_into_no_file(tmp_path):
+    """`<&- >&- 2>&-`: the first file that is opened would be standard output."""
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", CLOSED]
+    assert subprocess.run(shell, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "file").read_text() == f"True {['/dev/null'] * 3} 0"
+
+
 def test_a_terminal_that_knows_ascii_alone(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))

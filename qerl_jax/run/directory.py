@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,11 @@ from qerl_jax.checkpoint.run_files import (
     COMPLETIONS_DIR,
     CONFIG_FILE,
     INCOMPLETE_COPY_FILE,
+    LOCK_FILE,
     METRICS_FILE,
     NONFINITE_DIR,
     OWNED,
+    WANDB_DIR,
 )
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.reporting.metrics import EvaluationResults
@@ -26,9 +30,14 @@ from qerl_jax.types import Batch
 
 def check(directory: Path, config: Config) -> None:
     """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither resumes nor overwrites,
-    or a resume path holds none; OSError if it cannot be written.
+    or a link in the place of such a file, or if a resume path holds none; OSError if it cannot be written.
     """
     check_writable(directory, "output_dir")
+    if link := next(_links(directory), None):
+        raise ConfigError(
+            f"output_dir {directory}: {link.relative_to(directory)} is a link to {os.readlink(link)}, which the run "
+            "would write to: remove it, or name another --output-dir"
+        )
     found = [name for name in OWNED if _holds(directory / name)]
     is_incomplete = INCOMPLETE_COPY_FILE in found
     here = config.resume == "auto" or Path(config.resume).resolve() == directory.resolve()
@@ -65,6 +74,16 @@ def check(directory: Path, config: Config) -> None:
         raise ConfigError(
             f"resume {config.resume!r} is neither 'never', 'auto' nor a run directory with {CHECKPOINTS_DIR}/"
         )
+
+
+def _links(directory: Path) -> Iterator[Path]:
+    """Links in the place of files that a run writes, as a directory from somebody else may hold. (A directory may be a
+    link, to a larger disk.)
+    """
+    for name, patterns in {LOCK_FILE: (), **OWNED}.items():
+        if name != WANDB_DIR:  # W&B makes links of its own
+            entries = [directory / name, *(entry for pattern in patterns for entry in (directory / name).glob(pattern))]
+            yield from (path for path in entries if path.is_symlink() and not path.is_dir())
 
 
 def _holds(path: Path) -> bool:
