@@ -402,3 +402,19 @@ def test_rewards_that_cannot_be_used(case, place, capfd, monkeypatch):
         said = error_of(train.main, training(place, *flags, *more), place, capfd)
         assert_says(said, f"reward '{name}' {message}")
     assert not (place / "run").exists()
+
+
+def test_a_dry_run_tries_the_rewards_on_every_dataset(tmp_path, capfd):
+    """Also where the model directory has no tokenizer yet, to make prompts by."""
+    model = small.bf16(tmp_path / "model", 1)
+    for file in small.TOKENIZER:
+        (model / file).unlink()
+    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
+    (tmp_path / "more.jsonl").write_text(lines([{"question": "What is @?", "answer": "1"}]))
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, completions, **_):\n    return [1 / ('@' not in p) for p in prompts]\n"
+    )
+    sets = ["--dataset", str(tmp_path / "rows.jsonl"), str(tmp_path / "more.jsonl")]
+    flags = training(tmp_path, *sets, "--reward-funcs", f"{tmp_path / 'mine.py'}:reward", "--dry-run")
+    said = error_of(train.main, flags, tmp_path, capfd)
+    assert_says(said, "reward '…mine.py:reward' raised ZeroDivisionError('division by zero') in …mine.py, line 2")

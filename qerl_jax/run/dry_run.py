@@ -14,11 +14,12 @@ from qerl_jax.config import Config, dump
 from qerl_jax.data import arithmetic
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
-from qerl_jax.run.prepare import load_problems
+from qerl_jax.run.prepare import load_problems, ready_rewards
 from qerl_jax.run.sample import sample_lines
 
 
@@ -26,6 +27,11 @@ def show_dry_run(config: Config, console: Console) -> None:
     """Print config, parameters, memory, the first prompt and what the rewards pay. Raises as `memory_report`,
     `load_problems` and the rewards do; no weights are loaded, nothing is trained or written.
     """
+    with ready_rewards(config, console, download=False) as rewards:
+        _show(config, rewards, console)
+
+
+def _show(config: Config, rewards: Rewards, console: Console) -> None:
     report = memory_report(config, device_bytes())
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(report))
@@ -40,9 +46,9 @@ def show_dry_run(config: Config, console: Console) -> None:
     tokenizer = load_tokenizer(directory, report.model.vocab_size)
     console.print(ending_note(report.model, tokenizer), soft_wrap=True, markup=False)
     if tokenizer is None:
-        console.print("The model directory has no tokenizer yet: no prompt is shown.", markup=False)
+        console.print("The model directory has no tokenizer yet: no prompt is made or shown.", markup=False)
     else:
-        for line in sample_lines(config, tokenizer, local_problems(config, tokenizer, console)):
+        for line in sample_lines(config, rewards, tokenizer, local_problems(config, tokenizer, console)):
             console.print(line, soft_wrap=True, markup=False)
     files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"
     console.print(

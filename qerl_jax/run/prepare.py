@@ -125,13 +125,15 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     return Run(*inputs, hooks, plan, programs, vllm, replicas), state
 
 
-def ready_rewards(config: Config, console: Console) -> Rewards:
-    """The rewards, loaded and called once. Raises RewardError, and DataError for a dataset without a first problem."""
+def ready_rewards(config: Config, console: Console, download: bool = True) -> Rewards:
+    """The rewards, loaded and called once, as `try_rewards` does. Raises RewardError, and DataError for a dataset
+    without a first problem.
+    """
     warn = functools.partial(console.print, soft_wrap=True, markup=False)
     grading = config.reward_workers, config.reward_timeout, warn, config.allow_code_execution
     rewards = load_rewards(config.reward_funcs, *grading)
     try:
-        try_rewards(config, rewards)
+        try_rewards(config, rewards, download)
     except BaseException:
         rewards.close()
         raise

@@ -14,18 +14,21 @@ from qerl_jax.data.prompts import EncodedProblem, asks_for_answer, encode_proble
 from qerl_jax.rewards.answers import parse_number
 from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
-from qerl_jax.rewards.load import Rewards, load_rewards
+from qerl_jax.rewards.load import Rewards
 
 Pay = tuple[list[float], dict[str, list[float]]]
 
 
-def try_rewards(config: Config, rewards: Rewards) -> None:
+def try_rewards(config: Config, rewards: Rewards, download: bool) -> None:
     """Call the rewards once on the first problem of every dataset, so that what they lack is said before anything is
-    compiled. Raises DataError for a dataset that lacks a column, RewardError for a reward that fails.
+    compiled. Without `download` those of the hub whose rewards get columns of their own are left out. Raises DataError
+    for a dataset that lacks a column, RewardError for a reward that fails.
     """
     for name in config.dataset:
         if name in PRESETS and not _has_columns(config, name):
             problem = _made_up(name)
+        elif name in PRESETS and not download:
+            continue
         else:
             dataset = load_dataset(
                 name,
@@ -39,11 +42,12 @@ def try_rewards(config: Config, rewards: Rewards) -> None:
         _pay(config, rewards, problem, _texts(config, problem, tagged=False))
 
 
-def sample_lines(config: Config, tokenizer: Any, items: Sequence[EncodedProblem]) -> Iterator[str]:
+def sample_lines(config: Config, rewards: Rewards, tokenizer: Any, items: Sequence[EncodedProblem]) -> Iterator[str]:
     """Lines to print.
 
     Args:
       config: with its rewards filled in.
+      rewards: these.
       tokenizer: the model's.
       items: the problems of its datasets that are not on the hub, of which nothing is downloaded: without any, a
         made-up problem stands for the first one.
@@ -56,10 +60,7 @@ def sample_lines(config: Config, tokenizer: Any, items: Sequence[EncodedProblem]
     if not items and _has_columns(config, config.dataset[0]):
         return
     texts = _texts(config, problem, tagged="<answer>" in prompt)
-    with load_rewards(
-        config.reward_funcs, config.reward_workers and 1, config.reward_timeout, print, config.allow_code_execution
-    ) as rewards:
-        totals, parts = _pay(config, rewards, problem, texts)
+    totals, parts = _pay(config, rewards, problem, texts)
     weights = ", ".join(f"{w:g} × {name}" for name, w in zip(config.reward_funcs, config.reward_weights, strict=True))
     yield f"The reward is {weights}. It pays, where the answer is {problem.answer!r}:"
     for i, (kind, text) in enumerate(texts.items()):

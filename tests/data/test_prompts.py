@@ -162,8 +162,8 @@ def test_what_was_left_out_is_told(tmp_path, tokenizer):
     [("<think>\n", "<think>\n"), ("\n<think>", "<think>"), ("<think>\n\n</think>\n\n", ""), ("", "")],
 )
 def test_the_block_that_a_prompt_opens(tokenizer, end, opened):
-    """DeepSeek-R1's and Qwen3's templates end the prompt in `<think>`, whose end alone is in the completion. Rewards see
-    both; where the prompt ends otherwise, few-shot for example, they see the completion alone."""
+    """DeepSeek-R1's and Qwen3's templates end the prompt in `<think>`, whose end alone is in the completion. Rewards
+    see both; where the prompt ends otherwise, few-shot for example, they see the completion alone."""
     said = "5</think>\n<answer>5</answer>"
     prompt, completion = (tokenizer.encode(text, add_special_tokens=False) for text in ("What is 2 + 3?" + end, said))
     tokens = jnp.asarray([[*prompt, *completion, 2, 0]])
