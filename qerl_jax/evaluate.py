@@ -189,7 +189,8 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
         if len(items) < len(problems):  # else no model is loaded
             longest = max(len(item.tokens) for item in problems)
             stop = (shots.stop,) if shots else ()
-            sample = _sampler(config, directory, model, tokenizer, longest, stop, stack, generate)
+            room = min(at_once, len(problems))
+            sample = _sampler(config, directory, model, tokenizer, longest, stop, room, stack, generate)
             print(ending_note(model, tokenizer), flush=True)
             parts = sampled_items(
                 sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items)
@@ -247,10 +248,13 @@ def _sampler(
     tokenizer: Any,
     longest: int,
     stop: tuple[str, ...],
+    room: int,
     stack: contextlib.ExitStack,
     generate: Generate,
 ) -> Callable[[Prompts, Array], Rollout]:
-    """The loaded model as a function that samples the completions of prompts of at most `longest` tokens."""
+    """The loaded model as a function that samples the completions of up to `room` prompts of at most `longest` tokens,
+    the last ones of an evaluation in the programs of all others.
+    """
     sampling = config.eval_sampling.replace(stop=stop)
     if config.rollout_backend == "jax":
         policy = load_policy(
@@ -261,7 +265,8 @@ def _sampler(
             adapter=config.adapter,
             matmul_kernel=config.matmul_kernel,
         )
-        return lambda prompts, key: generate(policy, prompts, sampling, key, config.eval_engine)
+        engine = dataclasses.replace(config.eval_engine, prompts=room)
+        return lambda prompts, key: generate(policy, prompts, sampling, key, engine)
     weights = Weights.of_files(directory, None if config.adapter is None else Path(config.adapter))
     width, rank = longest + config.max_completion_length, weights.config.rank
     check_positions(model, longest, config.max_completion_length)

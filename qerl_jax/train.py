@@ -34,7 +34,7 @@ from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
 from qerl_jax.rl.advantages import group_advantages, make_batch
-from qerl_jax.rl.experience import Experience, equal_groups, gather_experience, replace_equal_groups
+from qerl_jax.rl.experience import Experience, equal_groups, gather_experience, refill_size, replace_equal_groups
 from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.rl.reduction import check_same_state
 from qerl_jax.rl.state import current_policy
@@ -127,10 +127,11 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     """P scored groups, sampled under noise, from the data cursor on.
 
     Under dynamic sampling, fresh groups replace those with equal rewards (all advantages are 0), for at most
-    `max_refill_rounds` rounds of P prompts; after that, equal groups stay. Without it all groups stay, as in TRL: the
-    tokens of equal groups count in the loss's denominator (metric `frac_reward_zero_std`).
+    `max_refill_rounds` rounds of as many prompts as are needed (`refill_size`), which run in the programs of the first;
+    after that, equal groups stay. Without it all groups stay, as in TRL: the tokens of equal groups count in the loss's
+    denominator (metric `frac_reward_zero_std`).
     """
-    config, experience = run.config, None
+    config, experience, count, drawn = run.config, None, run.config.num_prompts, 0
     # Only the rollout sees the noisy norms or adapters; `state` stays clean, and the update trains that clean policy.
     # The log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
     clean = getattr(state, config.noise_target)
@@ -139,13 +140,14 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     actor = current_policy(run.policy, state).replace(**{config.noise_target: noisy})
     sample = run.vllm.generate if run.vllm else generate
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
+    engine = dataclasses.replace(config.engine, prompts=len(run.replicas.share(config.num_prompts)) or None)
     for resampling_round in range(1 + config.resampling_rounds):
-        problems = run.stream.at(int(state.cursor) + resampling_round * config.num_prompts, config.num_prompts)
+        problems = run.stream.at(int(state.cursor) + drawn, count)
         prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)
         key = keys.for_round(step_key, resampling_round)
 
         def completed(prompts: Prompts, key: Array = key) -> Rollout:
-            return sample(actor, prompts, config.sampling, key, config.engine)
+            return sample(actor, prompts, config.sampling, key, engine)
 
         with phases("rollout"):
             rollout = jax.block_until_ready(generate_share(run.replicas, prompts, completed))
@@ -155,8 +157,10 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
             with phases("gather"):
                 fresh = gather_experience(run.replicas, fresh, problems, actor.config.pad_token_id)
         experience = replace_equal_groups(experience, fresh, config.num_generations) if experience else fresh
-        if not equal_groups(experience.rewards, config.num_generations).any():
+        equal, drawn = equal_groups(experience.rewards, config.num_generations), experience.drawn
+        if not equal.any():
             break
+        count = refill_size(equal, drawn)
     return dataclasses.replace(experience, perturbed=int(aqn.count_perturbed(clean, noisy)))
 
 

@@ -250,15 +250,17 @@ class Engine:
         after a completion that reached its limit, and for one and a half after one that ended by itself.
       batch_invariant: the bits of a completion do not depend on slots, chunk, refill or neighbours (among rollouts of
         one prompt width and one `max_new_tokens`).
+      prompts: a rollout of fewer prompts runs in the programs of one of so many; None: in its own.
     """
 
     slots: int | None = None
     memory_gb: float | None = None
     chunk: int = 8
     batch_invariant: bool = False
+    prompts: int | None = None
 
     def __post_init__(self):
-        for name in ("slots", "memory_gb", "chunk"):
+        for name in ("slots", "memory_gb", "chunk", "prompts"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")

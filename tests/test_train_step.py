@@ -128,7 +128,8 @@ def test_the_rollouts(step):
     for place, (actor, prompts, sampling, key, engine) in enumerate(step.calls.generate):
         assert actor.lora == "trained" and actor.frozen == "frozen"
         assert float(actor.norms["layers"][1]["b"]["weight"][0]) == pytest.approx(1.3)
-        assert (sampling, engine) == (step.config.sampling, step.config.engine)
+        assert sampling == step.config.sampling
+        assert engine == dataclasses.replace(step.config.engine, prompts=2)
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 30, 0.9, 0.1)
         assert (sampling.max_new_tokens, sampling.num_generations) == (12, 3)
         assert_key(key, 2, STEP, place)

@@ -189,7 +189,8 @@ class Config:
     num_generations: int = 8
     """Completions per prompt (group size)."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO)."""
+    """Replace groups whose rewards are all equal by groups of fresh prompts (DAPO), as many as the share of useful
+    groups asks for."""
     max_refill_rounds: int = 4
     """Most resampling rounds of dynamic sampling per step; equal groups that remain are kept."""
     reward_funcs: tuple[str, ...] | None = None

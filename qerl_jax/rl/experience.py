@@ -54,6 +54,18 @@ def equal_groups(rewards: np.ndarray, num_generations: int) -> Bool[np.ndarray, 
     return (low >= high) | (valid.sum(axis=1) < 2)
 
 
+def refill_size(equal: Bool[np.ndarray, " P"], drawn: int) -> int:
+    """Prompts of the next round of dynamic sampling: as many as replace the `equal` groups if as large a share of them
+    teaches as of the `drawn` ones, of which all that taught were kept. P is halved as often as that allows, like the
+    slots of a rollout (`RolloutShapes.slot_counts`): fewer rows in as many slots take as long.
+    """
+    size, lacking = len(equal), int(equal.sum())
+    useful = size - lacking
+    while size > 1 and -(-size // 2) * useful >= lacking * drawn:
+        size = -(-size // 2)
+    return size
+
+
 def replace_equal_groups(old: Experience, fresh: Experience, num_generations: int) -> Experience:
     """`old` with its equal groups replaced, in order, by as many unequal groups of `fresh` as there are."""
     targets = np.flatnonzero(equal_groups(old.rewards, num_generations))

@@ -178,20 +178,21 @@ class _Decoder:
     def __init__(
         self, policy: Policy, prompts: Prompts, sampling: Sampling, key: Array, engine: Engine, limits: np.ndarray
     ) -> None:
-        count, width = prompts.tokens.shape
-        group, most = sampling.num_generations, sampling.max_new_tokens
+        width, group, most = prompts.tokens.shape[1], sampling.num_generations, sampling.max_new_tokens
+        self.count = max(prompts.tokens.shape[0], engine.prompts or 0)  # of the programs
         self.policy, self.key, self.batch_invariant = policy, key, engine.batch_invariant
         self.distribution = sampling.distribution
         self.tokens, self.lengths, self.ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
         self.first_samples = group * prompts.earlier()  # a prompt that comes again continues its samples
         self.limits = limits
-        self.shapes: RolloutShapes = choose_shapes(policy, count, group, width, most, engine)
-        self.prefill_shapes = prefill_shapes(count, width, engine.batch_invariant, self.shapes.holds(count * group))
+        self.shapes: RolloutShapes = choose_shapes(policy, self.count, group, width, most, engine)
+        at_once = self.shapes.holds(self.count * group)
+        self.prefill_shapes = prefill_shapes(self.count, width, engine.batch_invariant, at_once)
         self.most, self.chunk = most, engine.chunk
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
         self.stop = StopStrings(sampling.stop, policy.tokenizer)
-        self.progress = Progress(0, count * group, 0)
+        self.progress = Progress(0, len(limits), 0)
 
     def steps(self) -> Generator[Progress, None, None]:
         """Decode all sequences. The results of a chunk are read while the next one runs."""
@@ -225,13 +226,21 @@ class _Decoder:
 
     def result(self, prompts: Prompts) -> Rollout:
         """The rollout, once all sequences have ended."""
-        group, pad = self.schedule.group, self.policy.config.pad_token_id
-        return assemble(prompts.tokens, prompts.lengths, self.slots.completions, group, self.most, pad)
+        group, pad, missing = self.schedule.group, self.policy.config.pad_token_id, self.count - len(self.lengths)
+        tokens, lengths = prompts.tokens, prompts.lengths
+        if missing:
+            tokens, lengths = np.pad(self.tokens, ((0, missing), (0, 0))), np.pad(self.lengths, (0, missing))
+        rollout = assemble(tokens, lengths, self.slots.completions, group, self.most, pad)
+        if missing:  # on the host: on the device each number of rows would be a program of its own
+            rollout = jax.tree.map(lambda array: jax.device_put(array[: self.progress.rows]), jax.device_get(rollout))
+        return rollout
 
     def _begin(self) -> None:
         self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
         self.key = as_committed(self.key, self.policy)
-        self.prompt_cache, self.slots = decode.allocate(self.policy, self.shapes, self.progress.rows, self.key)
+        self.prompt_cache, self.slots = decode.allocate(
+            self.policy, self.shapes, self.count * self.schedule.group, self.key
+        )
 
     def _decode_chunk(self) -> tuple[Array, Array]:
         self.slots, active, sampled = decode.decode_chunk(

@@ -154,10 +154,12 @@ class PlainRun:
         """Groups of the step; equal ones are replaced, in order, by unequal ones of fresh problems."""
         s, group = self.s, self.s["num_generations"]
         kept: list[dict] = []
-        refilled = rounds = 0
+        refilled = rounds = drawn = 0
+        count = prompts = s["batch_size"] // group
         sampling = {name: s[name] for name in ("temperature", "top_k", "top_p", "min_p")}
         while True:
-            problems = self._next_problems(s["batch_size"] // group)
+            problems = self._next_problems(count)
+            drawn += count
             key = key_of(s["seed"], SAMPLE, step, rounds)
             rows = sample(self.model, problems, group, s["max_completion_length"], sampling, key, self.eos)
             for i in self.failed.get(step + 1, []) if rounds == 0 else []:
@@ -172,10 +174,13 @@ class PlainRun:
                     if is_equal([row["reward"] for row in one]) and useful:
                         kept[p] = useful.pop(0)
                         refilled += 1
-            remaining = any(is_equal([row["reward"] for row in one]) for one in kept)
+            remaining = sum(is_equal([row["reward"] for row in one]) for one in kept)
             if not remaining or rounds == s["max_refill_rounds"]:
                 return [row for one in kept for row in one], refilled, rounds
             rounds += 1
+            count = prompts  # halved while enough of them teach, if as many do as of all that were drawn
+            while count > 1 and math.ceil(count / 2) * (prompts - remaining) / drawn >= remaining:
+                count = math.ceil(count / 2)
 
     def _next_problems(self, count: int) -> list[dict]:
         size, chosen = len(self.problems), []

@@ -21,7 +21,7 @@ from qerl_jax.data.stream import ProblemStream
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
-from qerl_jax.rl.experience import Experience, equal_groups
+from qerl_jax.rl.experience import Experience, equal_groups, refill_size
 from qerl_jax.run.prepare import Run
 from qerl_jax.types import FinishReason, Policy, Prompts, Rollout, TrainState
 
@@ -108,15 +108,33 @@ def test_without_resampling_every_group_stays(setting):
 
 
 def test_equal_groups_are_replaced_by_the_first_useful_fresh_ones(setting):
-    """Problem 1 teaches nothing; of the fresh 3, 4, 5 the first that does is 4."""
-    world = World(setting, 1, 0, 2, 0, 3, 4)
+    """Problem 1 teaches nothing; of the fresh 3, 4 the first that does is 4. Two of three taught: two are enough."""
+    world = World(setting, 1, 0, 2, 0, 3)
     experience = world.collect(4)
     check(experience, [0, 4, 2], world)
-    assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (6, 1, 1)
-    assert world.drawn == [(0, 3), (3, 3)] and len(set(world.keys)) == 2
+    assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (5, 1, 1)
+    assert world.drawn == [(0, 3), (3, 2)] and len(set(world.keys)) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "equal", "drawn", "size"),
+    [
+        (32, 1, 32, 2),  # 31 of 32 teach: one is not enough, 2 · 31/32 are
+        (32, 8, 32, 16),  # three of four: 8 give 6, 16 give 12
+        (32, 8, 48, 16),  # 24 of 48: 16 give 8
+        (32, 8, 49, 32),
+        (32, 24, 32, 32),  # the whole is the most
+        (32, 32, 32, 32),
+        (24, 4, 24, 6),  # 12, 6: 6 · 20/24 = 5
+        (1, 1, 1, 1),
+    ],
+)
+def test_refills_are_as_large_as_the_shortage(prompts, equal, drawn, size):
+    assert refill_size(np.arange(prompts) < equal, drawn) == size
 
 
 def test_resampling_goes_on_until_all_teach(setting):
+    """One of three taught: a whole round; then two of six: all three again."""
     world = World(setting, 0, 0, 2, 0, 3, 0, 0, 0, 5)
     experience = world.collect(4)
     check(experience, [4, 8, 2], world)

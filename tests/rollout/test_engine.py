@@ -13,6 +13,7 @@ import pytest
 from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomized
 
 from qerl_jax import aqn, keys
+from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.rl.logprobs import logprobs_and_entropy
@@ -217,6 +218,23 @@ def test_slots_and_chunks_change_nothing(ended, engine):
     parts = generate(ended, PROMPTS, FREE, KEY, engine)
     assert_same_rows(parts, range(8), whole, range(8))
     assert parts.tokens.shape == whole.tokens.shape and parts.prompt_index.tolist() == whole.prompt_index.tolist()
+
+
+def test_fewer_prompts_run_in_the_programs_of_more(ended):
+    """Nothing is compiled for one or three of four prompts, and their samples are those of the rollout of four; of five
+    the programs are their own.
+    """
+    engine = dataclasses.replace(SMALL, prompts=4)
+    whole = generate(ended, PROMPTS, FREE, KEY, engine)
+    for few in (1, 3):
+        with CompilationCounter() as counter:
+            found = generate(ended, Prompts.from_lists(PROMPTS[:few], length=5), FREE, KEY, engine)
+            assert counter.take() == []
+        assert found.tokens.shape == found.entropies.shape == (GROUP * few, 5 + NEW)
+        assert_same_rows(found, range(GROUP * few), whole, range(GROUP * few))
+    more = generate(ended, [*PROMPTS, [4]], FREE, KEY, engine)
+    assert more.tokens.shape[0] == 10
+    assert_same_rows(more, range(8), whole, range(8))
 
 
 def test_prompts_in_many_prefills(policy, free, monkeypatch):
