@@ -179,7 +179,10 @@ class WorkerPool:
         """
         limit = self._timeout + (GRACE_SECONDS if name == "code" else 0.0)
         pool = self._started()
-        running = {pool.schedule(_grade, (name, rows), timeout=limit): task for task, rows in tasks.items()}
+        try:
+            running = {pool.schedule(_grade, (name, rows), timeout=limit): task for task, rows in tasks.items()}
+        except RuntimeError:  # pebble's, for a pool that broke since it was looked at: an idle worker died
+            return
         pending = set(running)
         while pending:
             ended, pending = wait(pending, self._start_seconds + limit, FIRST_COMPLETED)

@@ -184,21 +184,38 @@ def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
             assert rewards[f"{mine}:longest_first"](**rows(texts, prompts)) == [0, 0, 1, 0, 0, 1]
 
 
-def pids_of(pool: WorkerPool, name: str, tasks: int = 1) -> list[int]:
+def pids_of(pool: WorkerPool, name: str, tasks: int = 1, text: str = "x") -> list[int]:
     """Process of each task."""
-    return [int(value) for (value,) in pool.grade(name, [rows(["x"])] * tasks)]
+    return [int(value) for (value,) in pool.grade(name, [rows([text])] * tasks)]
 
 
 def test_a_worker_that_stopped_while_idle_costs_no_item(mine):
+    """Though its tasks fill its pipe."""
     pool = WorkerPool([f"{mine}:pid"], 1, 1.0, start_seconds=5.0)
-    (pid,) = pids_of(pool, f"{mine}:pid")
+    (pid,) = pids_of(pool, f"{mine}:pid", text="x" * 800_000)
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.5)
     began = time.monotonic()
-    (other,) = pids_of(pool, f"{mine}:pid")
-    assert other != pid and time.monotonic() - began < 30 and not is_running(pid)
+    others = set(pids_of(pool, f"{mine}:pid", 3, "x" * 800_000))
+    assert pid not in others and time.monotonic() - began < 30 and not is_running(pid)
     pool.close()
-    assert not is_running(other)
+    assert not any(map(is_running, others))
+
+
+def test_a_worker_that_dies_as_its_tasks_come_costs_no_item(mine, monkeypatch):
+    """The pool, looked at before, has failed when they are scheduled."""
+    pool, name = WorkerPool([f"{mine}:pid"], 1, 30.0), f"{mine}:pid"
+    (pid,) = pids_of(pool, name)
+
+    def dies(self: WorkerPool):
+        monkeypatch.undo()
+        os.kill(pid, signal.SIGKILL)
+        while self._pool.active:
+            time.sleep(0.01)
+        return self._pool
+
+    monkeypatch.setattr(WorkerPool, "_started", dies)
+    assert len(pids_of(pool, name, 3)) == 3
+    pool.close()
 
 
 def test_a_worker_that_stops_in_a_task_meets_the_time_limit(mine):
