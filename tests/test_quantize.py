@@ -18,7 +18,7 @@ from qerl_jax.checkpoint.policy_tensors import DenseTensors
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.checkpoint.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save
 from qerl_jax.config import Config
-from qerl_jax.run.abstract import stored_format
+from qerl_jax.run.abstract import weight_format_of
 
 DATA = Path(__file__).parent / "data"
 SOURCE = DATA / "tiny-random-qwen2-hf"
@@ -193,4 +193,4 @@ def test_what_contradicts_an_mxfp4_checkpoint(mxfp4_dir, tmp_path, capsys):
     ):
         assert quantize.main(arguments) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-    assert stored_format(mxfp4_dir, Config(model=str(mxfp4_dir))) == "mxfp4"
+    assert weight_format_of(mxfp4_dir, Config(model=str(mxfp4_dir))) == "mxfp4"

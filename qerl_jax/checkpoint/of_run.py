@@ -26,12 +26,6 @@ from qerl_jax.models.config import ModelConfig, tensors_of
 # Paths of a `TrainState`'s arrays in a checkpoint.
 _LORA = re.compile(r"lora/layers/(\d+)/\w+/\w+/lora/(\w+)/([ab])")
 _NORM = re.compile(r"norms/layers/(\d+)/(\w+)/weight")
-_WEIGHT = re.compile(r"weights/layers/(\d+)/(?:self_attn|mlp)/(\w+)/(weight|bias)(?:/values)?")
-_OUTSIDE = {
-    "weights/embed_tokens": names.EMBED,
-    "weights/norm/weight": names.FINAL_NORM,
-    "weights/lm_head": names.LM_HEAD,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,20 +125,18 @@ def trained_weights(source: Source) -> dict[str, np.ndarray]:
     Raises CheckpointError for a checkpoint that is damaged.
     """
     arrays = Checkpointer(source.directory, keep=None).read(source.step, ("weights/", "norms/"))
-    masters = {_OUTSIDE[name]: array for name, array in arrays.items() if name in _OUTSIDE} | _norms(arrays)
-    for name, array in arrays.items():
-        if match := _WEIGHT.fullmatch(name):
-            masters |= _parts(source.model, int(match[1]), match[2], match[3], array)
+    masters = _norms(arrays)
+    for spec in tensors_of(source.model):
+        for layer in spec.places(source.model.num_layers):
+            place = () if layer is None else ("layers", str(layer))
+            values = ("values",) if spec.kind == "projection" else ()
+            array = arrays.get("/".join(("weights", *place, *spec.path, *values)))
+            if array is not None:  # layer norms are no weights
+                ends = np.cumsum([rows for _, rows in spec.parts])
+                masters |= dict(zip(spec.stored(layer), np.split(array, ends[:-1]), strict=True))
     return masters
 
 
 def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     found = {match: array for name, array in arrays.items() if (match := _NORM.fullmatch(name))}
     return {names.layer_norm(int(match[1]), match[2]): array for match, array in found.items()}
-
-
-def _parts(model: ModelConfig, layer: int, module: str, kind: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """A layer's weight or bias by name; that of a fused projection in its parts."""
-    spec = next(spec for spec in tensors_of(model) if spec.in_layer and spec.path[-2:] == (module, kind))
-    ends = np.cumsum([rows for _, rows in spec.parts])
-    return dict(zip(spec.stored(layer), np.split(array, ends[:-1]), strict=True))

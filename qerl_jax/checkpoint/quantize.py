@@ -17,7 +17,7 @@ from qerl_jax.checkpoint.reader import max_magnitude
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.checkpoint.write import check_output, write_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS, PROJECTIONS, ModelConfig, TensorSpec, tensors_of
-from qerl_jax.models.formats import FORMATS, Weight, nvfp4
+from qerl_jax.models.formats import FORMATS, Weight, host
 
 
 def quantize_checkpoint(
@@ -114,7 +114,7 @@ def write_quantized(
     def quantizer_of(spec: TensorSpec, layer: int) -> Callable[[np.ndarray], Weight]:
         """That of the fused parts, which may lie in several shards."""
         stored = spec.stored(layer)
-        dtype = nvfp4.common_dtype(tensors.spec(name)[0] for name in stored)
+        dtype = host.common_dtype(tensors.spec(name)[0] for name in stored)
         return FORMATS[weight_format].quantizer(
             lambda: max(max_magnitude(tensors, name, tensors[name]) for name in stored), dtype
         )

@@ -14,7 +14,7 @@ from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.layouts import Quantization
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
 from qerl_jax.models.config import ModelConfig, TensorSpec
-from qerl_jax.models.formats import FORMATS, Dense, Mxfp4, Nvfp4, Weight, nvfp4
+from qerl_jax.models.formats import FORMATS, Dense, Weight, format_of, host
 
 
 class WeightReader:
@@ -76,7 +76,7 @@ class WeightReader:
         quantizer = None if self.quantization is not None else FORMATS[self.weight_format].quantizer
         if quantizer is None:
             return Dense(np.concatenate(arrays).astype(self.dtype, copy=False))
-        quantize = quantizer(lambda: max(largest), nvfp4.common_dtype(array.dtype for array in arrays))
+        quantize = quantizer(lambda: max(largest), host.common_dtype(array.dtype for array in arrays))
         try:
             return _concatenate([quantize(array) for array in arrays])
         except ValueError as error:  # input features that are no whole blocks
@@ -110,7 +110,7 @@ class WeightReader:
 def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
     """Largest |value| of a tensor. Raises CheckpointError naming file and tensor if a value is not finite."""
     try:
-        return nvfp4.max_magnitude(array.reshape(array.shape[0], -1))
+        return host.max_magnitude(array.reshape(array.shape[0], -1))
     except ValueError as error:
         raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
 
@@ -125,12 +125,14 @@ def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
     """
     missing = dispatch.missing_for_mosaic_gpu(dtype)
     if matmul_kernel == "mosaic_gpu":
-        if not isinstance(weight, Nvfp4 | Mxfp4):
+        if not format_of(weight).packs:
+            packed = [name.upper() for name, own in FORMATS.items() if own.packs]
             raise ValueError(
-                f"matmul_kernel {matmul_kernel!r} needs NVFP4 or MXFP4 weights, these are {type(weight).__name__}"
+                f"matmul_kernel {matmul_kernel!r} needs weights of {' or '.join(packed)}, these are "
+                f"{type(weight).__name__}"
             )
         dispatch.choose("nvfp4_matmul", matmul_kernel, missing)
-    if matmul_kernel == "xla" or not isinstance(weight, Nvfp4 | Mxfp4):
+    if matmul_kernel == "xla" or not format_of(weight).packs:
         return weight
     return (
         pack(weight)

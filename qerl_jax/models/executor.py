@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.ops import silu_mul
 
@@ -42,8 +43,8 @@ class Executor(Protocol):
     def add(self, residual: Residual, delta: Float[Array, "*B D"]) -> Residual:
         """The residual stream plus `delta`."""
 
-    def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """`norm(x)`."""
+    def normalize(self, norm: RMSNorm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`norm(x)`, of x in fp32."""
 
     def finish(self, norm: RMSNorm, residual: Residual) -> Float[Array, "*B D"]:
         """`norm` of the residual stream behind the last layer."""
@@ -84,9 +85,9 @@ class PlainExecutor:
         """`residual + delta`."""
         return residual + delta
 
-    def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """`norm(x)`."""
-        return norm(x, self.batch_invariant)
+    def normalize(self, norm: RMSNorm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`norm(x)`, of x in fp32."""
+        return norm(x.astype(jnp.float32), self.batch_invariant)
 
     def finish(self, norm: RMSNorm, residual: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`norm(residual)`."""
@@ -98,7 +99,9 @@ PLAIN_EXECUTOR = PlainExecutor()
 
 @dataclasses.dataclass(frozen=True)
 class RecordingExecutor(PlainExecutor):
-    """The plain executor, which keeps the results of a layer's four projections in the order of their use."""
+    """The plain executor, which keeps what a layer computes for others: q, k and v side by side, what attention adds to
+    the residual stream, gate and up, and what the MLP adds.
+    """
 
     results: list[Array] = dataclasses.field(default_factory=list)
 
@@ -110,7 +113,7 @@ class RecordingExecutor(PlainExecutor):
         self.results.append(y)
         return residual, y
 
-    def project(self, projection: Projection, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+    def add(self, residual: Float32[Array, "*B D"], delta: Float[Array, "*B D"]) -> Float32[Array, "*B D"]:
         """As `PlainExecutor`."""
-        self.results.append(super().project(projection, x))
-        return self.results[-1]
+        self.results.append(delta)
+        return super().add(residual, delta)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.decode_prologue.api import MAX_TOKENS, lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
@@ -75,9 +76,9 @@ class FusedDecodeExecutor:
         assert waiting is None
         return x, delta
 
-    def normalize(self, norm: RMSNorm, x: Float32[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """`norm(x)`."""
-        return norm(x)
+    def normalize(self, norm: RMSNorm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`norm(x)`, of x in fp32."""
+        return norm(x.astype(jnp.float32))
 
     def finish(self, norm: RMSNorm, residual: DeferredResidual) -> Float[Array, "B D"]:
         """`norm(x + delta)`."""

@@ -16,13 +16,14 @@ from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import rms_norm
 
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import rounded
 from qerl_jax.models.linear import linear
 from qerl_jax.models.lora import Lora
 
 
 class Frozen(nnx.Variable):
-    """A weight that no optimizer updates. Not an `nnx.Param`."""
+    """A weight that no adapter training updates (`weight_format: full` trains it). Not an `nnx.Param`."""
 
 
 class Norm(nnx.Variable):
@@ -63,6 +64,11 @@ class Projection(nnx.Module):
             bias = rounded(bias, x.dtype)
         weight = self.weight.get_value()
         return linear(x, weight, bias, self.adapters(), batch_invariant=batch_invariant, route=route, lora_x=lora_x)
+
+
+def final_norm(config: ModelConfig, weight: Float32[Array, " D"], dtype: jnp.dtype) -> RMSNorm:
+    """The norm behind the last layer."""
+    return RMSNorm(Frozen(weight), config.rms_norm_eps, dtype)
 
 
 class RMSNorm(nnx.Module):

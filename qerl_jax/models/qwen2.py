@@ -30,7 +30,7 @@ from qerl_jax.models.attention import (
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
-from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm
+from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm, final_norm
 from qerl_jax.types import Policy
 
 
@@ -50,7 +50,7 @@ class Attention(nnx.Module):
         if self.q_norm is None:
             return qkv
         q, k, v = split_heads(self.config, qkv)
-        q, k = (executor.normalize(norm, x.astype(jnp.float32)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = (executor.normalize(norm, x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         return jnp.concatenate([q, k, v], axis=-2).reshape(qkv.shape)
 
 
@@ -171,7 +171,7 @@ class Qwen2(nnx.Module):
         self.embed_tokens = Frozen(frozen["embed_tokens"])
         self.lm_head = None if config.tie_word_embeddings else Frozen(frozen["lm_head"])
         dtype = frozen["embed_tokens"].dtype
-        self.norm = RMSNorm(Frozen(frozen["norm"]["weight"]), config.rms_norm_eps, dtype)
+        self.norm = final_norm(config, frozen["norm"]["weight"], dtype)
         adapters = lora.get("layers", {})
         self.layers = nnx.List(
             DecoderLayer(config, dtype, frozen["layers"][i], norms["layers"][i], adapters.get(i, {}))

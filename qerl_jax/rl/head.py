@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
-from qerl_kernels.ops import rms_norm
 
 from qerl_jax.config import Config
 from qerl_jax.models.formats import rounded
+from qerl_jax.models.modules import final_norm
 from qerl_jax.programs import program
 from qerl_jax.rl.layer import LayerShape
 from qerl_jax.rl.logprobs import add_head_gradient, logprobs_entropy_and_gradients
@@ -239,7 +239,7 @@ def _head(shape, distribution, frozen, x, packed, completions, mask, of):
     dtype = jnp.dtype(shape.layer.dtype)
 
     def norm(x: Array, weight: Array) -> Array:
-        return rms_norm(x, weight, shape.layer.model.rms_norm_eps, dtype)
+        return final_norm(shape.layer.model, weight, dtype)(x)
 
     hidden, norm_pullback = jax.vjp(norm, x, frozen["norm"])
     matrix = frozen["head"] if frozen["head"].dtype == dtype else rounded(frozen["head"], dtype).astype(dtype)

@@ -18,7 +18,7 @@ from qerl_jax.models.attention import packed_attention, rotary_angles
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import PlainExecutor
-from qerl_jax.models.modules import Norm, RMSNorm
+from qerl_jax.models.modules import final_norm
 from qerl_jax.models.packed_sequences import last_tokens, packed_layout
 from qerl_jax.models.qwen2 import merge_layer
 from qerl_jax.programs import program
@@ -137,7 +137,7 @@ def store_hidden(
 ) -> tuple[Float[Array, "P D"], Int32[Array, " P"]]:
     """The prompt cache's hidden states and lengths, with those of the prompts."""
     last = last_tokens(jnp.cumsum(lengths), x.shape[0])
-    final = PlainExecutor(batch_invariant).finish(RMSNorm(Norm(norm), config.rms_norm_eps, hidden.dtype), x[last])
+    final = PlainExecutor(batch_invariant).finish(final_norm(config, norm, hidden.dtype), x[last])
     return (
         hidden.at[prompt_slots].set(final, mode="drop"),
         prompt_lengths.at[prompt_slots].set(lengths, mode="drop"),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from qerl_kernels import dispatch
-from qerl_kernels.formats import Mxfp4, Nvfp4
+from qerl_kernels.formats import Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.checkpoint import hf_config
@@ -20,7 +20,7 @@ from qerl_jax.checkpoint.load import build_policy
 from qerl_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig, TensorSpec
-from qerl_jax.models.formats import FORMATS, Weight
+from qerl_jax.models.formats import FORMATS, Weight, format_of
 from qerl_jax.models.trees import weight_trees
 from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy, TrainState
@@ -38,11 +38,11 @@ def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainSt
     directory = model_path(config.model, weights=False)
     quantization = hf_config.stored_quantization(directory)
     return abstract_trees(
-        hf_config.model_config(directory), stored_format(directory, config), config, optimizer, quantization
+        hf_config.model_config(directory), weight_format_of(directory, config), config, optimizer, quantization
     )
 
 
-def stored_format(directory: Path, config: Config) -> str:
+def weight_format_of(directory: Path, config: Config) -> str:
     """Format of the projections on the device, one of `WEIGHT_FORMATS`, but for those that a quantized checkpoint
     leaves unquantized.
     """
@@ -92,7 +92,7 @@ def _zero_weights(
             return jnp.zeros(spec.shape, jnp.float32 if spec.kind == "norm" else dtype)
         is_dense = quantization is not None and quantization.layout_of(spec.modules(layer)[0]) is None
         weight = FORMATS["bf16" if is_dense else stored].zeros(*spec.shape, dtype)
-        if not runs or not isinstance(weight, Nvfp4 | Mxfp4):
+        if not runs or not format_of(weight).packs:
             return weight
         return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))
 

@@ -16,7 +16,7 @@ from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import choose_shapes
-from qerl_jax.run.abstract import abstract_run, has_weights, stored_format, tree_bytes, tree_size
+from qerl_jax.run.abstract import abstract_run, has_weights, tree_bytes, tree_size, weight_format_of
 from qerl_jax.types import Policy, TrainState
 
 
@@ -122,7 +122,7 @@ def memory_report(config: Config, device_bytes: float | None = None) -> MemoryRe
     policy, state = abstract_run(config)
     return MemoryReport(
         policy.config,
-        stored_format(directory, config),
+        weight_format_of(directory, config),
         _file_bytes(directory),
         parameter_rows(policy, state),
         estimate_memory(policy, state, config, device_bytes),

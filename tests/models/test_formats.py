@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.checkpoint.safetensors import Tensors, open_checkpoint
-from qerl_jax.models.formats import mxfp4, nf4, nvfp4
+from qerl_jax.models.formats import host, mxfp4, nf4, nvfp4
 
 BF16 = ml_dtypes.bfloat16
 
@@ -84,7 +84,7 @@ def test_the_global_scale_is_rounded_to_the_dtype_of_the_weight():
     assert nvfp4.global_scale(0.2109375, BF16) == 12800
     assert nvfp4.global_scale(0.2109375, np.float32) == np.float32(12743.111)
     assert nvfp4.global_scale(0.02, np.float16) == pytest.approx(134400, rel=1e-6)
-    assert nvfp4.common_dtype([np.dtype(BF16), np.dtype(np.float16)]) == np.float32
+    assert host.common_dtype([np.dtype(BF16), np.dtype(np.float16)]) == np.float32
 
 
 TIES = [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)]
@@ -141,7 +141,7 @@ def test_nvfp4_quantizer_against_the_slow_one(seed, dtype):
 def test_nvfp4_slices_of_rows_do_not_show(monkeypatch):
     weight = np.random.default_rng(3).normal(size=(37, 48)).astype(BF16)
     whole = nvfp4.quantize(weight)
-    monkeypatch.setattr(nvfp4, "_ROWS_AT_ONCE", 48 * 5)
+    monkeypatch.setattr(host, "_ROWS_AT_ONCE", 48 * 5)
     assert_trees_equal(nvfp4.quantize(weight), whole)
 
 

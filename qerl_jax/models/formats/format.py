@@ -26,6 +26,10 @@ class Format:
       quantizer: `quantizer(largest, dtype)`, a function from a part of a fused projection, [n, k] of `dtype` on the
         host, to a weight; `largest()` is the largest magnitude of all parts. It raises ValueError where input features
         are no whole blocks. None: not quantized.
+      packs: whether the Pallas kernels read it, as `qerl_kernels.nvfp4_matmul.packing.pack` packs it.
+
+    Every array of a weight has a row for each output feature, so that the parts of a fused projection are concatenated
+    and taken apart by rows.
     """
 
     weight: type
@@ -33,3 +37,4 @@ class Format:
     values: Callable[[Any], Array]
     factors: Callable[[Any, DTypeLike], tuple[Array, Array | None]]
     quantizer: Callable[[Callable[[], float], DTypeLike], Quantizer] | None = None
+    packs: bool = False

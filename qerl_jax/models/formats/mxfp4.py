@@ -16,7 +16,8 @@ from qerl_kernels.formats import MXFP4_BLOCK, Mxfp4
 from qerl_kernels.nvfp4_matmul.reference import dequantize
 
 from qerl_jax.models.formats.format import Format
-from qerl_jax.models.formats.nvfp4 import encode_e2m1, fp4_factors, max_magnitude, pack_codes
+from qerl_jax.models.formats.host import check_blocks, max_magnitude
+from qerl_jax.models.formats.nvfp4 import encode_e2m1, fp4_factors, pack_codes
 
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 · 2^2
 _ROUNDS_UP = 1.75 / 2
@@ -29,7 +30,7 @@ def quantize(weight: np.ndarray) -> Mxfp4:
     Raises ValueError if k is not a multiple of 32, or for a value that is not finite.
     """
     n, k = weight.shape
-    check_input_features(n, k)
+    check_blocks("MXFP4", MXFP4_BLOCK, n, k)
     max_magnitude(weight)
     blocks = np.asarray(weight, np.float32).reshape(n, k // MXFP4_BLOCK, MXFP4_BLOCK)
     amax = np.abs(blocks).max(-1)
@@ -40,14 +41,8 @@ def quantize(weight: np.ndarray) -> Mxfp4:
     return Mxfp4(pack_codes(encode_e2m1(scaled).reshape(n, k)), (exponent + 127).astype(np.uint8))
 
 
-def check_input_features(n: int, k: int) -> None:
-    """Raise ValueError if the input features of a weight [n, k] are no whole blocks."""
-    if k % MXFP4_BLOCK:
-        raise ValueError(f"MXFP4 needs input features divisible by {MXFP4_BLOCK}, got a weight of {n} x {k}")
-
-
 def _zeros(n: int, k: int, dtype: DTypeLike) -> Mxfp4:
     return Mxfp4(jnp.zeros((n, k // 2), jnp.uint8), jnp.zeros((n, k // MXFP4_BLOCK), jnp.uint8))
 
 
-FORMAT = Format(Mxfp4, _zeros, dequantize, fp4_factors, lambda largest, dtype: quantize)
+FORMAT = Format(Mxfp4, _zeros, dequantize, fp4_factors, lambda largest, dtype: quantize, packs=True)

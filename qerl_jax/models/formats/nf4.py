@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
 from qerl_jax.models.formats.format import Format
-from qerl_jax.models.formats.nvfp4 import row_slices
+from qerl_jax.models.formats.host import check_blocks, row_slices
 
 NF4_BLOCK = 64
 NF4_VALUES = (
@@ -80,19 +80,13 @@ def quantize(weight: np.ndarray) -> Nf4:
 def block_absmax(weight: np.ndarray) -> Float32[np.ndarray, "n k_blocks"]:
     """Largest magnitude of each block of 64. Raises ValueError as `quantize` does."""
     n, k = weight.shape
-    check_input_features(n, k)
+    check_blocks("NF4", NF4_BLOCK, n, k)
     absmax = np.empty((n, k // NF4_BLOCK), np.float32)
     for start, stop in row_slices(n, k):
         absmax[start:stop] = np.abs(_blocks(weight[start:stop])).max(-1)
         if not np.isfinite(absmax[start:stop]).all():
             raise ValueError(f"rows {start} to {stop - 1} hold a value that is not finite")
     return absmax
-
-
-def check_input_features(n: int, k: int) -> None:
-    """Raise ValueError if the input features of a weight [n, k] are no whole blocks."""
-    if k % NF4_BLOCK:
-        raise ValueError(f"NF4 needs input features divisible by {NF4_BLOCK}, got a weight of {n} x {k}")
 
 
 def _blocks(rows: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ and then most scales of bf16 weights are wrong.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,12 +19,12 @@ from qerl_kernels.formats import NVFP4_BLOCK, Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul import reference
 
 from qerl_jax.models.formats.format import Format, Quantizer
+from qerl_jax.models.formats.host import check_blocks, magnitudes, max_magnitude, row_slices
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 ZERO_SCALE = 0.125  # compressed-tensors stores it for a block whose scale would be zero
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_ROWS_AT_ONCE = 1 << 22  # weights quantized together; bounds the fp32 temporaries to some 50 MB
 
 
 def encode_e2m1(values: np.ndarray) -> np.ndarray:
@@ -60,16 +60,10 @@ def global_scale(amax: float, dtype: DTypeLike) -> np.float32:
     return global_scale(amax, np.float32) if dtype == np.float16 else np.float32(1)
 
 
-def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """The dtype of fused weights; fp32 where they differ."""
-    found = set(dtypes)
-    return found.pop() if len(found) == 1 else np.dtype(np.float32)
-
-
 def block_scales(weight: np.ndarray, divisor: np.float32) -> np.ndarray:
     """`e4m3(G · amax_block / 6)`, with `amax_block / 6` rounded to the weight's own dtype first; zero becomes 0.125."""
     n, k = weight.shape
-    amax = _magnitudes(weight).reshape(n, k // NVFP4_BLOCK, NVFP4_BLOCK).max(-1).view(weight.dtype).astype(np.float32)
+    amax = magnitudes(weight).reshape(n, k // NVFP4_BLOCK, NVFP4_BLOCK).max(-1).view(weight.dtype).astype(np.float32)
     sixth = (amax / np.float32(E2M1_MAX)).astype(weight.dtype).astype(np.float32)
     scales = np.clip(divisor * sixth, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
     return np.where(scales == 0, ml_dtypes.float8_e4m3fn(ZERO_SCALE), scales)
@@ -87,7 +81,7 @@ def quantize(weight: np.ndarray, divisor: np.float32 | None = None, scales: np.n
       ValueError: k is not a multiple of 16, or the weight is not finite.
     """
     n, k = weight.shape
-    check_input_features(n, k)
+    check_blocks("NVFP4", NVFP4_BLOCK, n, k)
     divisor = global_scale(max_magnitude(weight), weight.dtype) if divisor is None else divisor
     codes = np.empty((n, k // 2), np.uint8)
     derives = scales is None
@@ -100,38 +94,6 @@ def quantize(weight: np.ndarray, divisor: np.float32 | None = None, scales: np.n
         blocks = rows.astype(np.float32).reshape(stop - start, k // NVFP4_BLOCK, NVFP4_BLOCK)
         codes[start:stop] = pack_codes(encode_e2m1(blocks / step[..., None]).reshape(stop - start, k))
     return Nvfp4(codes, scales, np.full(n, divisor, np.float32), divides=True)
-
-
-def check_input_features(n: int, k: int) -> None:
-    """Raise ValueError if the input features of a weight [n, k] are no whole blocks."""
-    if k % NVFP4_BLOCK:
-        raise ValueError(f"NVFP4 needs input features divisible by {NVFP4_BLOCK}, got a weight of {n} x {k}")
-
-
-def max_magnitude(weight: np.ndarray) -> float:
-    """Largest |w|, in slices of rows. Raises ValueError if a value is NaN or infinite."""
-    n, k = weight.shape
-    amax = 0.0
-    for start, stop in row_slices(n, k):
-        largest = float(_magnitudes(np.asarray(weight[start:stop])).max(keepdims=True).view(weight.dtype).item())
-        if not np.isfinite(largest):
-            raise ValueError(f"rows {start} to {stop - 1} hold a value that is not finite")
-        amax = max(amax, largest)
-    return amax
-
-
-def _magnitudes(values: np.ndarray) -> np.ndarray:
-    """|values| as unsigned bits, which sort like the numbers (NaN above all): integer arithmetic is many times
-    faster than the bf16 arithmetic of ml_dtypes.
-    """
-    unsigned = np.dtype(f"u{values.dtype.itemsize}")
-    return values.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
-
-
-def row_slices(n: int, k: int) -> list[tuple[int, int]]:
-    """Ranges of rows that hold some four million weights each."""
-    rows = max(1, _ROWS_AT_ONCE // k)
-    return [(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 
 def quantizer(largest: Callable[[], float], dtype: DTypeLike) -> Quantizer:
@@ -151,4 +113,4 @@ def _zeros(n: int, k: int, dtype: DTypeLike) -> Nvfp4:
     return Nvfp4(jnp.zeros((n, k // 2), jnp.uint8), scales, jnp.ones(n, jnp.float32), True)
 
 
-FORMAT = Format(Nvfp4, _zeros, reference.dequantize, fp4_factors, quantizer)
+FORMAT = Format(Nvfp4, _zeros, reference.dequantize, fp4_factors, quantizer, packs=True)
