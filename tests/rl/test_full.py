@@ -225,8 +225,8 @@ def test_an_update_that_is_not_finite_changes_nothing(directories):
     policy = fp32_policy(directories / "Qwen2, tied head", rank=0)
     state, batch = init_state(policy, full_config()), make_batch(64)
     after, metrics = grpo_step(state, policy.frozen, batch.replace(advantages=jnp.full(ROWS, jnp.nan)))
-    assert float(metrics["skipped"]) == 1 and int(after.step) == 1
-    assert_trees_equal(after.replace(step=state.step), state)
+    assert float(metrics["skipped"]) == 1 and int(after.step) == 1 and int(after.cursor) == state.config.num_prompts
+    assert_trees_equal(after.replace(step=state.step, cursor=state.cursor), state)
 
 
 def test_policies_that_cannot_be_trained_whole_are_refused(directories):
