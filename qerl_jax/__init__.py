@@ -18,11 +18,12 @@ from qerl_jax.evaluation import evaluate
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.rewards.functions import load_reward, score
+from qerl_jax.rl.adamw import learning_rate
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.rl.loss import TokenLoss, built_in_loss
 from qerl_jax.rl.plan import make_update_plan
-from qerl_jax.rl.state import current_policy, init_state, learning_rate
+from qerl_jax.rl.state import current_policy, init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate, stream
 from qerl_jax.run.devices import device_bytes

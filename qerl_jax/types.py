@@ -95,7 +95,7 @@ class TrainState(_Replace):
         trained; else None.
       model: `qerl_jax.models.config.ModelConfig`.
       config: `qerl_jax.config.Config`.
-      optimizer: an optax transformation, or the config's AdamW (`rl.state.AdamW`).
+      optimizer: an optax transformation, or the config's AdamW (`rl.adamw.AdamW`).
       weights: under full fine-tuning the trained weights besides the layer norms, fp32, in the form of `Policy.frozen`;
         else None.
     """

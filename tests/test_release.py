@@ -20,9 +20,10 @@ from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rl import optimizer
+from qerl_jax.rl.adamw import AdamW, learning_rate
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
-from qerl_jax.rl.state import AdamW, init_state, learning_rate
+from qerl_jax.rl.state import init_state
 from qerl_jax.types import FinishReason, Policy, Rollout
 
 GOLDEN = Path(__file__).parent / "golden"

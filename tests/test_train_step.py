@@ -25,9 +25,9 @@ from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.load import Rewards
+from qerl_jax.rl.adamw import AdamW
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan
-from qerl_jax.rl.state import AdamW
 from qerl_jax.run import lifecycle
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.prepare import Run

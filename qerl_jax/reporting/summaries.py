@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from qerl_jax.rewards.outcomes import FLAGS
+from qerl_jax.rl.adamw import AdamW, learning_rate_at
 from qerl_jax.rl.experience import Experience, equal_groups
-from qerl_jax.rl.state import AdamW, learning_rate_at
 from qerl_jax.types import FinishReason, TrainState
 
 

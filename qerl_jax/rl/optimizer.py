@@ -21,8 +21,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32
 
 from qerl_jax.programs import program
+from qerl_jax.rl.adamw import AdamW
 from qerl_jax.rl.metrics import Sums, mean_metrics
-from qerl_jax.rl.state import AdamW, at_layer, from_layers, outside_layers, trained_trees
+from qerl_jax.rl.state import at_layer, from_layers, outside_layers, trained_trees
 from qerl_jax.types import TrainState
 
 

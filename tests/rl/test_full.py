@@ -20,7 +20,8 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.programs import compile_calls, shapes_of
-from qerl_jax.rl.state import current_policy, init_state, make_optimizer
+from qerl_jax.rl.adamw import make_optimizer
+from qerl_jax.rl.state import current_policy, init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import TrainState
 

@@ -22,8 +22,9 @@ from qerl_jax.checkpoint.adapter import map_adapters, map_norms
 from qerl_jax.config import Config
 from qerl_jax.rl import head, layer, optimizer
 from qerl_jax.rl import step as rl_step
+from qerl_jax.rl.adamw import learning_rate
 from qerl_jax.rl.metrics import empty_sums
-from qerl_jax.rl.state import init_state, learning_rate
+from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
