@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from qerl_kernels.gpu import Gpu
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
@@ -27,20 +28,25 @@ class XlaMatmuls(NamedTuple):
     """What the projections need where XLA multiplies in place of a kernel.
 
     Attributes:
-      any: whether it multiplies any projection; the fp32 results of a forward pass then take memory.
+      wide_bytes: of an element of a forward pass's results, which are summed in fp32; 0 where kernels multiply.
       dequantized_bytes: the largest such projection, dequantized to the compute dtype; 0 for dense weights.
     """
 
-    any: bool = False
+    wide_bytes: int = 0
     dequantized_bytes: int = 0
 
 
-def xla_matmuls(layers: Any, itemsize: int) -> XlaMatmuls:
-    """`XlaMatmuls` of the frozen layers, real or abstract."""
+def xla_matmuls(layers: Any, itemsize: int, gpu: Gpu) -> XlaMatmuls:
+    """`XlaMatmuls` of the frozen layers, real or abstract, on a GPU: of packed ones too where its tier has no GEMM for
+    many rows. Then one array in fp32 is there at a time; otherwise the product and, with the adapters' part, the sum.
+    """
     weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
-    by_xla = [leaf for leaf in weights if isinstance(leaf, Weight) and not isinstance(leaf, PackedNvfp4)]
+    weights = [leaf for leaf in weights if isinstance(leaf, Weight)]
+    others = [leaf for leaf in weights if not isinstance(leaf, PackedNvfp4)]
+    by_xla = others if gpu.tier == "wgmma" else weights
     quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
-    return XlaMatmuls(bool(by_xla), itemsize * max((n * k for n, k in quantized), default=0))
+    dequantized_bytes = itemsize * max((n * k for n, k in quantized), default=0)
+    return XlaMatmuls(8 if others else 4 if by_xla else 0, dequantized_bytes)
 
 
 class LayerBytes(NamedTuple):
@@ -105,7 +111,7 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
     head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
     if config.is_full and itemsize < 4:
         head += itemsize * model.vocab_size * d  # the head in the compute dtype
-    wide_gate_up, wide_x = (8 * t * width if xla.any else 0 for width in (2 * f, d))
+    wide_gate_up, wide_x = (xla.wide_bytes * t * width for width in (2 * f, d))
     return LayerBytes(
         input=4 * d * t,
         gate_up=2 * itemsize * t * f,

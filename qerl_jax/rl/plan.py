@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from qerl_kernels import dispatch
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
@@ -85,7 +86,7 @@ def make_update_plan(
         free = max(0.0, _SHARE * device_bytes - held)
     longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
     itemsize = frozen["embed_tokens"].dtype.itemsize
-    xla = xla_matmuls(frozen["layers"], itemsize)
+    xla = xla_matmuls(frozen["layers"], itemsize, dispatch.this_gpu())
     plan = choose_plan(state.model, itemsize, config, config.batch_size, longest, free, xla, replicas)
     return dataclasses.replace(plan, device_bytes=device_bytes)
 

@@ -1,11 +1,12 @@
-"""Compiles updates for an H200 on a machine without a GPU and prints as JSON what XLA reserves beside the estimate, and
-what the optimizer launches and reserves. `test_memory.py` runs it.
+"""Compiles updates for an H200, and for an RTX 4090, on a machine without a GPU and prints as JSON what XLA reserves
+beside the estimate, and what the optimizer launches and reserves. `test_memory.py` runs it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import moments
 from jax.stages import Compiled
+from qerl_kernels.gpu import Gpu, gpu_of
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
@@ -46,6 +48,12 @@ CASES = [
         dataclasses.replace(SMALL, hidden_size=1024, intermediate_size=4096),
         {"max_completion_length": 192, "weight_format": "full", "lora_rank": 0},
     ),
+]
+
+ADA = gpu_of("NVIDIA GeForce RTX 4090", 89, 128)
+CASES_WITH_KERNELS = [  # of the tier that multiplies many rows by XLA
+    (SMALL, {}),
+    (dataclasses.replace(SMALL, hidden_size=512, intermediate_size=2048), {"update_memory_gb": 1e-9}),
 ]
 
 
@@ -130,8 +138,8 @@ def without_cudnn() -> None:
     flash_attention._cudnn_forward, flash_attention._cudnn_backward = forward, backward
 
 
-def for_h200(each: Recorded) -> Compiled:
-    """A program compiled for an H200."""
+def for_gpu(each: Recorded, gpu: Gpu | None = None) -> Compiled:
+    """A program compiled for a GPU, None: for an H200."""
 
     def is_array(argument: Any) -> bool:
         leaves = jax.tree.leaves(argument)
@@ -142,22 +150,29 @@ def for_h200(each: Recorded) -> Compiled:
     def function(*arguments: Any) -> Any:
         return each.function(*static, *arguments)
 
-    return h200.lower(jax.jit(function), each.args[len(static) :]).compile()
+    return h200.lower(jax.jit(function), each.args[len(static) :], gpu=gpu).compile()
+
+
+def row(model: ModelConfig, change: dict, compiled: Callable[[Recorded], Compiled], with_optimizer: bool) -> dict:
+    """What XLA reserves for a config's update, and the estimate."""
+    fixed = {"model": "x", "weight_format": "nvfp4", "num_iterations": 1, "lora_rank": 8, "logprob_chunk_size": 128}
+    sizes = {"batch_size": 8, "num_generations": 4, "max_prompt_length": 64, "max_completion_length": 64}
+    config = Config(**fixed | sizes | change)
+    policy, state, batch = abstract_update(config, model)
+    real = reserved(state, policy.frozen, batch, compiled)
+    about = recomputation(make_update_plan(state, policy.frozen, longest=batch.tokens.shape[1]))
+    found = {"change": change, "plan": about, "real": real, "estimate": estimate(policy, state, config)}
+    return found | (of_optimizer(state, policy.frozen, batch, compiled) if with_optimizer else {})
 
 
 def main() -> None:
-    fixed = {"model": "x", "weight_format": "nvfp4", "num_iterations": 1, "lora_rank": 8, "logprob_chunk_size": 128}
-    sizes = {"batch_size": 8, "num_generations": 4, "max_prompt_length": 64, "max_completion_length": 64}
     without_cudnn()
-    rows = []
-    for model, change in CASES:
-        config = Config(**fixed | sizes | change)
-        policy, state, batch = abstract_update(config, model)
-        real = reserved(state, policy.frozen, batch, for_h200)
-        about = recomputation(make_update_plan(state, policy.frozen, longest=batch.tokens.shape[1]))
-        rows.append({"change": change, "plan": about, "real": real, "estimate": estimate(policy, state, config)})
-        if not change or "weight_format" in change:  # adapters, and all weights
-            rows[-1] |= of_optimizer(state, policy.frozen, batch, for_h200)
+    rows = [  # the optimizer with adapters, and with all weights
+        row(model, change, for_gpu, not change or "weight_format" in change) for model, change in CASES
+    ]
+    h200.assume(ADA)
+    compiled = functools.partial(for_gpu, gpu=ADA)
+    rows += [row(model, change, compiled, False) for model, change in CASES_WITH_KERNELS]
     print(json.dumps(rows))
 
 

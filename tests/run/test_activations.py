@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import moments
 import numpy as np
 import pytest
+from qerl_kernels.gpu import gpu_of
+from qerl_kernels.nvfp4_matmul import cases, packing
 from updates import make_config
 
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl import plan as update_plan
-from qerl_jax.rl.activations import Keeps, LayerBytes, XlaMatmuls, layer_bytes, peak_bytes
+from qerl_jax.rl.activations import Keeps, LayerBytes, XlaMatmuls, layer_bytes, peak_bytes, xla_matmuls
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, choose_plan
 
@@ -59,6 +62,17 @@ def test_the_peak_of_few_layers_by_hand():
     assert peak_bytes([Keeps.ALL_BUT_GATE_UP] * 3, need) == 3 * (1 + 10) + 1 + 45 + 20
     assert peak_bytes([Keeps.INPUT] * 3, need) == 3 + 1 + 50 + 10 + 20
     assert peak_bytes([Keeps.ALL] * 3, need._replace(head=100)) == 3 * (1 + 10 + 20) + 1 + 100
+
+
+@pytest.mark.parametrize(
+    ("arch", "needs"), [(90, XlaMatmuls(0, 0)), (89, XlaMatmuls(4, 2 * 256 * 128)), (120, XlaMatmuls(4, 2 * 256 * 128))]
+)
+def test_packed_weights_take_memory_where_the_gpu_has_no_kernel_for_many_rows(arch, needs):
+    """The largest matrix in bf16 and results in fp32, of 4 bytes; unpacked ones everywhere, with a sum beside it."""
+    weights = [cases.random_weight(jax.random.key(0), n, 128) for n in (256, 64)]
+    gpu = gpu_of("GPU A", arch, 128)
+    assert xla_matmuls([packing.pack(weight) for weight in weights], 2, gpu) == needs
+    assert xla_matmuls(weights, 2, gpu) == XlaMatmuls(8, 2 * 256 * 128)
 
 
 @pytest.mark.parametrize("count", [1, 7, 64])
