@@ -1,4 +1,4 @@
-"""The kernels of tier "warp" compile for compute capabilities 8.0 to 12.0, without spills; what needs Hopper is refused
+"""The kernels of tier "warp" compile for compute capabilities 8.0 to 12.1, without spills; what needs Hopper is refused
 in Python, before LLVM, which may end the process. Needs no GPU, but jax 0.11 with its CUDA plugin and NVIDIA's compiler
 packages."""
 
@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import pytest
 from qerl_kernels.gpu import gpu_of
 
-TARGETS = {80: 108, 86: 82, 89: 128, 100: 148, 103: 148, 120: 170}  # SMs of an A100, RTX 3090, 4090, B200, B300, 5090
+# SMs of an A100, RTX 3090, 4090, B200, B300, 5090, and of Jetson Orin, Jetson Thor, DGX Spark
+TARGETS = {80: 108, 86: 82, 89: 128, 100: 148, 103: 148, 120: 170, 87: 16, 110: 20, 121: 48}
 KERNELS = {"nvfp4_dequantize": 1, "nvfp4_skinny": 3, "decode_prologue": 4, "decode_attention": 2, "rope_and_cache": 1}
 nightly = pytest.mark.nightly
+ARCHS = [pytest.param(arch, marks=nightly if arch in (87, 110, 121) else ()) for arch in TARGETS]
 
 
 def compiled(arch: int, tmp_path: pathlib.Path, *more: str) -> list[tuple[str, str, str]]:
@@ -34,7 +36,7 @@ def compiled(arch: int, tmp_path: pathlib.Path, *more: str) -> list[tuple[str, s
     return found
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles(arch, tmp_path):
     kernels = compiled(arch, tmp_path)
     for name, count in KERNELS.items():

@@ -1,6 +1,6 @@
-"""Compiles a decode chunk for an H200 on a machine without a GPU. `test_decode_compile.py` runs it.
+"""Compiles a decode chunk for an H200, or for another GPU, on a machine without one. `test_decode_compile.py` runs it.
 
-    python decode_for_h200.py DUMP
+    python decode_for_h200.py DUMP [ARCH SMS]
 
 Prints, as JSON, the operations of the loop body in the compiled program and the thunks that launch it. DUMP is a
 directory for XLA's dump, from which the thunks are read.
@@ -18,6 +18,7 @@ from typing import Any
 import h200
 import jax
 import jax.numpy as jnp
+from qerl_kernels.gpu import Gpu, gpu_of
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
@@ -56,14 +57,14 @@ def operations(program: str) -> dict[str, list[str]]:
     return found
 
 
-def compiled(function: Any, states: Any, *static: Any) -> str:
-    """The program of a jitted function for an H200; `states`: its arguments as shapes."""
-    return h200.lower(function, states, *static).compile().as_text()
+def compiled(function: Any, states: Any, *static: Any, gpu: Gpu | None = None) -> str:
+    """The program of a jitted function for a GPU, None: for an H200; `states`: its arguments as shapes."""
+    return h200.lower(function, states, *static, gpu=gpu).compile().as_text()
 
 
-def main() -> None:
+def main(gpu: Gpu | None) -> None:
     states = abstract_chunk()
-    program = compiled(decode.decode_chunk, states, Sampling(256).distribution, 16, False)
+    program = compiled(decode.decode_chunk, states, Sampling(256).distribution, 16, False, gpu=gpu)
     (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
     body = launches.read_text().split("  body:\n")[1].splitlines()
     inside = [line for line in body if line.startswith("    ")]  # thunks of the body; nested ones are indented further
@@ -78,12 +79,13 @@ def main() -> None:
     )
 
 
-def use_compilers(*flags: str) -> None:
+def use_compilers(*flags: str, gpu: Gpu | None = None) -> None:
     """XLA's own products are not tuned: that takes a GPU."""
     h200.use_compilers(None, *h200.BY_PTXAS, "--xla_gpu_autotune_level=0", *flags)
-    h200.assume()
+    h200.assume(gpu)
 
 
 if __name__ == "__main__":
-    use_compilers(f"--xla_dump_to={sys.argv[1]}")
-    main()
+    other = gpu_of("GPU A", *map(int, sys.argv[2:])) if sys.argv[2:] else None
+    use_compilers(f"--xla_dump_to={sys.argv[1]}", gpu=other)
+    main(other)
