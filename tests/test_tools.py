@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import what_fits
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if "ArgumentParser(" in path.read_text())
@@ -36,11 +37,39 @@ def test_random_policies_have_the_published_spread(tool, monkeypatch):
     assert float(reference.dequantize(weight).std()) == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.nightly
-def test_what_fits_prints_a_table(tool, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["what_fits.py", "--batch", "8"])
-    tool("what_fits").main()
-    assert "7B" in capsys.readouterr().out
+GPUS = [name if name == "RTX 4090" else pytest.param(name, marks=pytest.mark.nightly) for name in what_fits.GPUS]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_readme_says_what_fits_a_gpu(name):
+    row = what_fits.row_of(name, what_fits.parser_of().parse_args([]))
+    assert row in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_tiers_are_compared_measurement_by_measurement(tool, tmp_path):
+    """Twice and four times as long; rows without a partner and other batches are left out."""
+    files = {
+        "gemm_tiers": [{"case": "o_7b", "m": 8, "us": 5.0}, {"case": "o_7b", "m": 8, "as_arch": 89, "us": 10.0}],
+        "rollout": [
+            {"model": "7b", "batch": 8, "decode_ms_per_step": 2.0, "peak_bytes": 8e9},
+            {"model": "7b", "batch": 8, "as_arch": 89, "decode_ms_per_step": 8.0, "peak_bytes": 9e9},
+            {"model": "7b", "batch": 32, "as_arch": 89, "decode_ms_per_step": 8.0, "peak_bytes": 9e9},
+        ],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"meta": {}, "rows": rows}))
+    assert tool("bench_tiers").report(tmp_path) == [
+        "gemm_tiers o_7b m 8: 10.00 us, 0.50 of Hopper's speed",
+        "rollout 7b batch 8: 8.00 decode_ms_per_step, 0.25 of Hopper's speed, peak 9.0 GB",
+    ]
+
+
+def test_each_tier_is_timed_with_its_own_configs(tool):
+    """Those of a GPU without clusters and with 99 KiB beside Hopper's, four GEMMs each."""
+    hopper, warp = (tool("bench_tiers").gemm_trials([8])[i::2] for i in range(2))
+    assert len(hopper) == len(warp) == 4 and {trial.gpu.smem_bytes for trial in warp} == {99 * 1024}
+    assert all(trial.gpu.tier == "wgmma" for trial in hopper) and any(trial.config.cluster > 1 for trial in hopper)
+    assert all(trial.gpu.tier == "warp" and trial.config.cluster == 1 for trial in warp)
 
 
 def test_a_profile_is_read(tool):

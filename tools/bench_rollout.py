@@ -28,6 +28,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from as_gpu import add_as_arch, assume
 from make_checkpoint import SIZES
 from qerl_kernels.decode_prologue.api import MAX_TOKENS
 from qerl_kernels.kernel_times import profiled
@@ -163,8 +164,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rival", type=Path, help="rows of vLLM to compare with")
     parser.add_argument("--out", type=Path, required=True)
+    add_as_arch(parser)
     add_commit(parser)
     args = parser.parse_args()
+    args.seen_as = assume(args.as_arch)
     if len(args.prompt_len) > 2:
         parser.error(f"--prompt-len takes one length or two, not {len(args.prompt_len)}")
     if args.batch != sorted(args.batch) or args.new_tokens != sorted(args.new_tokens):
@@ -213,6 +216,7 @@ def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[di
         "tokens_per_s": tokens / seconds,
         "peak_bytes": peak_bytes(),
         "first_call_s": first,
+        **args.seen_as,
     }
     line = f"{args.size} {args.format} batch {batch:4d}, {new_tokens} tokens: {seconds:.3f} s"
     line += f", {row['tokens_per_s']:.0f} tokens/s"

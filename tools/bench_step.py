@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from as_gpu import add_as_arch, assume
 from make_checkpoint import SIZES
 from qerl_kernels.kernel_times import profiled
 from random_policy import random_policy
@@ -85,8 +86,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fp32", action="store_true", help="also the distance from the model in fp32")
     parser.add_argument("--out", type=Path, required=True)
+    add_as_arch(parser)
     add_commit(parser)
     args = parser.parse_args()
+    seen_as = assume(args.as_arch)
 
     started = time.perf_counter()
     # Committed to a device, as that of a run is.
@@ -141,6 +144,7 @@ def main() -> None:
         "tokens_per_micro_batch": plan.pack.tokens,
         "recomputed_layers": plan.recomputed,
         "recomputed_gate_up": plan.recomputed_gate_up,
+        **seen_as,
     }
     real_tokens, new_tokens = int(lengths.sum()), int((lengths - prompt_lengths).sum())
     whole = rollout_seconds + update_seconds
