@@ -25,14 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from qerl_kernels.formats import Nvfp4
-from qerl_kernels.nvfp4_matmul import reference
 from record import ROOT, add_commit, write_rows
 
 from qerl_jax import LoraConfig, Policy, Sampling, generate, keys, load_policy
 from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.prompts import encode
 from qerl_jax.models.config import FUSED_PROJECTIONS
-from qerl_jax.models.formats import WEIGHT_FORMATS, Dense, Nf4, Weight, nf4
+from qerl_jax.models.formats import WEIGHT_FORMATS, Dense, Weight, format_of
 from qerl_jax.rl.logprobs import policy_logits
 from qerl_jax.types import Rollout
 
@@ -49,9 +48,7 @@ def is_weight(node: object) -> bool:
 
 def dequantize(weight: Weight) -> np.ndarray:
     """The fp32 matrix that a weight stands for."""
-    if isinstance(weight, Dense):
-        return np.asarray(weight.values, np.float32)
-    return np.asarray(nf4.dequantize(weight) if isinstance(weight, Nf4) else reference.dequantize(weight))
+    return np.asarray(format_of(weight).values(weight))
 
 
 def stored_bits(weight: Weight) -> int:

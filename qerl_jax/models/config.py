@@ -54,8 +54,8 @@ class ModelConfig:
       eos_token_ids: every id that ends a completion (config.json, generation_config.json, the tokenizer's eos_token).
       pad_token_id: id of padding tokens, which every mask excludes.
       qkv_bias: whether q, k and v have a bias (Qwen2.5).
-      qk_norm: whether every head of q and k passes an RMSNorm of its own before the rotary embedding (Qwen3). These
-        norms are frozen, and AQN leaves them alone: it acts on the inputs of projections.
+      qk_norm: whether every head of q and k passes an RMSNorm of its own before the rotary embedding (Qwen3). AQN
+        and `train_norms` leave these norms alone: they act on the inputs of projections.
       rope_scaling: how rotary frequencies are stretched; None: not.
 
     Raises ValueError if `num_heads` is no multiple of `num_kv_heads`.
