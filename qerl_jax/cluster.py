@@ -33,7 +33,7 @@ _AXIS = "replica"
 _WATCH_SECONDS = 1.0
 _POLL_MS = 1000  # between two looks for signals while waiting for other replicas
 _HANG_SECONDS = 30  # time in which the main thread must take notice of a dead replica
-_LEAVE_SECONDS = 10  # time that the process with the key-value store gives the others to leave before it
+_LEAVE_SECONDS = 5  # time that the process with the key-value store gives the others to leave before it
 
 
 def join(
@@ -41,7 +41,7 @@ def join(
     index: int | None = None,
     count: int | None = None,
     device: int | None = None,
-    heartbeat_seconds: int = 30,
+    heartbeat_seconds: int = 20,
 ) -> Replicas:
     """Meet the other processes, before JAX starts a device; from the main thread. `leave` is the end.
 

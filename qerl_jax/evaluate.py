@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from qerl_jax import command
+from qerl_jax import command, launch
 from qerl_jax.atomic import check_file_writable, write_json
 from qerl_jax.backends.vllm_engine import VllmEngine, Weights
 from qerl_jax.backends.vllm_settings import VERSION, engine_options
@@ -34,6 +34,7 @@ from qerl_jax.evaluation.harness import Generate
 from qerl_jax.evaluation.records import open_records
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.engine import check_positions, generate
 from qerl_jax.rollout.shapes import ending_note
@@ -73,6 +74,7 @@ _RENAMED = {
 _FIELDS = _RENAMED | {name: name for name in _SAME}
 _NOT_SETTINGS = (  # no item depends on these
     *("output", "records", "compilation_cache_dir", "reward_workers", "vllm_gpu_memory_utilization"),
+    *(field.name for field in dataclasses.fields(launch.Devices)),
 )
 _VLLM_SHARE = 0.85  # share of the GPU's memory; JAX needs little here
 
@@ -80,7 +82,7 @@ _BATCHES = 8  # batches of completions sampled together: slots idle only while t
 
 
 @dataclasses.dataclass(frozen=True)
-class _OwnArguments:
+class _OwnArguments(launch.Devices):
     """Evaluate a model, with or without an adapter, on a dataset of problems with answers."""
 
     model: str
@@ -112,18 +114,34 @@ def main(argv: Sequence[str] | None = None, generate: Generate = generate) -> in
     """Command line. Exit code 2 for bad input, with a one-line error message. `generate` samples for backend jax."""
 
     def body() -> int:
-        kind = flags.fields_of_config(_FIELDS, (_OwnArguments,))
         words = sys.argv[1:] if argv is None else argv
-        arguments = flags.parse(kind, words, "python -m qerl_jax.evaluate", inspect.getdoc(_OwnArguments))
-        result = _run(arguments, generate)
-        try:
-            print("\n".join(result.table()), flush=True)  # before the file: a full disk must not lose hours of work
-        finally:
-            if arguments.output is not None:
-                write_json(Path(arguments.output), dataclasses.asdict(result))
-        return 0
+        arguments, config = parse(words)
+
+        def evaluated(replicas: Replicas) -> int:
+            with replicas:
+                result = run(arguments, config, generate, replicas)
+            if not replicas.is_first:
+                return 0
+            try:
+                print("\n".join(result.table()), flush=True)  # before the file: a full disk must not lose hours of work
+            finally:
+                if arguments.output is not None:
+                    write_json(Path(arguments.output), dataclasses.asdict(result))
+            return 0
+
+        most = 1 if config.rollout_backend == "vllm" else 0
+        return launch.run(arguments, ("-m", "qerl_jax.evaluate", *words), evaluated, most)
 
     return command.run(body, lambda: "interrupted; the same command goes on with --records, and begins anew without")
+
+
+def parse(words: Sequence[str]) -> tuple[Any, Config]:
+    """The flags of a command line, and their config. Raises ValueError or OSError for those that cannot be used."""
+    kind = flags.fields_of_config(_FIELDS, (_OwnArguments,))
+    arguments = flags.parse(kind, words, "python -m qerl_jax.evaluate", inspect.getdoc(_OwnArguments))
+    config = _config(arguments)
+    _check(arguments, config)
+    return arguments, config
 
 
 def _config(arguments: Any) -> Config:
@@ -140,9 +158,10 @@ def _config(arguments: Any) -> Config:
         raise ConfigError(message) from error
 
 
-def _run(arguments: Any, generate: Generate) -> Evaluation:
-    config = _config(arguments)
-    _check(arguments, config)
+def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas = ALONE) -> Evaluation:
+    """The evaluation that flags and their config describe. Of the replicas that share its problems, the first keeps the
+    records.
+    """
     use_device_memory(config.vllm_share)
     if config.deterministic:
         make_deterministic()
@@ -175,7 +194,7 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
     at_once = arguments.problems_at_once or math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations)
     with contextlib.ExitStack() as stack:
         records = None
-        if arguments.records is not None:
+        if arguments.records is not None and replicas.is_first:
             settings = _settings(arguments, directory, problems, at_once)
             ids = [item.problem.id for item in problems]
             opened = open_records(Path(arguments.records), settings, ids, at_once, config.eval_num_generations)
@@ -183,7 +202,7 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
         name = correctness_reward(arguments.dataset)
         rewards = stack.enter_context(load_rewards((name,), config.reward_workers, config.reward_timeout))
         grader = grader_of(name, rewards[name], shots and shots.extract_before_stop)
-        items = list(records.items) if records else []
+        items = replicas.broadcast(list(records.items) if records else [])
         if items:
             print(f"{len(items)} of {len(problems)} problems are in the records", flush=True)
         if len(items) < len(problems):  # else no model is loaded
@@ -193,7 +212,7 @@ def _run(arguments: Any, generate: Generate) -> Evaluation:
             sample = _sampler(config, directory, model, tokenizer, longest, stop, room, stack, generate)
             print(ending_note(model, tokenizer), flush=True)
             parts = sampled_items(
-                sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items)
+                sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items), replicas
             )
             for part in parts:
                 if records:

@@ -56,7 +56,7 @@ class Replicas:
     exchanged. As a context, it announces an error that leaves the block to the other replicas.
 
     Attributes:
-      index: of this replica; 0 writes the output of the run.
+      index: of this replica.
       count: D, replicas.
       link: to the others; None: there are none.
     """
@@ -64,6 +64,11 @@ class Replicas:
     index: int = 0
     count: int = 1
     link: Link | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this replica writes the run's output."""
+        return self.index == 0
 
     def share(self, number: int) -> range:
         """Which of `number` things are this replica's: each count-th one from its index on."""
@@ -85,7 +90,7 @@ class Replicas:
 
     def broadcast(self, value: T) -> T:
         """The value of replica 0. Raises as `gather`."""
-        return self.gather(value if self.index == 0 else None)[0]
+        return self.gather(value if self.is_first else None)[0]
 
     def agree(self) -> None:
         """Wait for all replicas. Raises ReplicaError where one has failed."""
@@ -123,7 +128,8 @@ class Replicas:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.link is not None and error is not None:
             name = type(error).__name__
-            said = str(error) if isinstance(error, ReplicaError) else f"replica {self.index} failed: {name}: {error}"
+            said = f"replica {self.index} failed: {name}: {' '.join(str(error).split())}"
+            said = str(error) if isinstance(error, ReplicaError) else said
             self.link.announce(pickle.dumps(said))
 
     def _exchange(self, message: T) -> list[T]:

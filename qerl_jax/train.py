@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array
 from rich.console import Console
 
-from qerl_jax import aqn, command, keys
+from qerl_jax import aqn, command, keys, launch
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import Config, ConfigError, flags, load
@@ -77,7 +77,8 @@ def train(
       optimizer: as in `init_state`.
       on_step: `on_step(metrics, state)`, called when a step has been recorded, with its metrics and the state after it.
         What it raises ends the run like an error of the step.
-      replicas: the processes that share the run's work, each of which calls this function.
+      replicas: the processes that share the run's work, each of which calls this function. The first writes all output;
+        `on_step` is called in each.
 
     A run with functions of its own is resumed by `train` with the same ones and `resume="auto"`: a checkpoint holds
     their fingerprints.
@@ -88,9 +89,11 @@ def train(
     after the current step, with a checkpoint; so does a closed output pipe.
     """
     hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
+    console = console if console and replicas.is_first else RunConsole(quiet=not replicas.is_first)
     with replicas:
-        run, state = prepare(with_rewards(config), console or RunConsole(), hooks, replicas)
-        with locked(run.directory), run.programs, run.vllm or contextlib.nullcontext():
+        run, state = prepare(with_rewards(config), console, hooks, replicas)
+        lock = locked(run.directory) if replicas.is_first else contextlib.nullcontext()
+        with lock, run.programs, run.vllm or contextlib.nullcontext():
             recorder, state = begin_run(run, state)
             with run.rewards, recorder:
                 for _ in range(int(state.step), run.config.num_rollouts):
@@ -193,7 +196,7 @@ def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Exp
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments(Config):
+class _Arguments(launch.Devices, Config):
     """Train a Qwen2.5, Qwen3 or Llama 3 policy with GRPO, on a quantized base or in bf16. Without --config and
     --model it runs the bundled tiny policy (configs/tiny.yaml)."""
 
@@ -212,16 +215,22 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         words = sys.argv[1:] if argv is None else argv
-        config = parse(words)
+        found, config = _parsed(words)
         output.append(Path(config.output_dir))
         use_device_memory(config.vllm_share)
-        if "--dry-run" in flags.given(words):
+        most = 1 if config.rollout_backend == "vllm" else 0
+        if found.dry_run:
             config = with_rewards(config)
-            check(config)
-            show_dry_run(config, Console(highlight=False))
+            devices = launch.count(found, most)
+            check(config, devices)
+            show_dry_run(config, Console(highlight=False), devices)
             return 0
-        state = train(config)
-        return 0 if int(state.step) == state.config.num_rollouts else command.STOPPED
+
+        def trained(replicas: Replicas) -> int:
+            state = train(config, replicas=replicas)
+            return 0 if int(state.step) == state.config.num_rollouts else command.STOPPED
+
+        return launch.run(found, ("-m", "qerl_jax.train", *words), trained, most)
 
     return command.run(body, lambda: interrupted(*output))
 
@@ -230,6 +239,10 @@ def parse(argv: Sequence[str]) -> Config:
     """The config of a command line: flags over the file of `--config`; without it and `--model`, over the bundled
     `tiny` run.
     """
+    return _parsed(argv)[1]
+
+
+def _parsed(argv: Sequence[str]) -> tuple[_Arguments, Config]:
     given = flags.given(argv)
     file = " ".join(given.get("--config", [])) or (None if "--model" in given else "tiny")
     default = load(assets.find_config(file)) if file else Config()
@@ -240,7 +253,7 @@ def parse(argv: Sequence[str]) -> Config:
     config = Config(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Config)})
     if found.config is not None:
         refuse_moved(config, Path(found.config))
-    return config
+    return found, config
 
 
 def refuse_moved(config: Config, file: Path) -> None:

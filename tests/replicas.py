@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 
 from qerl_jax.parallel import Replicas
 
+SBATCH = Path(__file__).resolve().parent.parent / "tools" / "train.sbatch"
 _PATIENCE = 60.0  # seconds
 
 
@@ -75,32 +77,37 @@ def on_replicas(count: int, function: Callable[[Replicas], Any]) -> list[Any]:
         return list(threads.map(run, range(count)))
 
 
-def on_processes(count: int, script: Path, *arguments: object, timeout: float = 120.0) -> list[str]:
-    """Standard output of `script` in the process of each replica, by index, without what gloo says. Fails where one
-    fails.
+SRUN = """#!/usr/bin/env bash
+echo "$@" > "$PLACE/words"
+for i in $(seq 0 $((SLURM_NTASKS - 1))); do
+    SLURM_PROCID=$i SLURM_LOCALID=$i "$PYTHON" "$SCRIPT" > "$PLACE/$i.out" 2> "$PLACE/$i.err" &
+    tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task" || exit 1; done
+"""
+"""Starts a script as the tasks of a step, in place of the command."""
+
+
+def under_slurm(count: int, script: Path, place: Path, *words: str) -> tuple[str, list[str]]:
+    """(command that `tools/train.sbatch WORDS` has `srun` start, standard output of `script` as each of its tasks
+    without what gloo says). Fails where one fails.
 
     Args:
-      count: replicas, joined on the CPU.
-      script: called with coordinator, index and count, then `arguments`.
-      timeout: seconds.
+      count: tasks, on this host.
+      script: a program, which finds the environment of a task.
+      place: an empty directory.
     """
+    (place / "srun").write_text(SRUN)
+    (place / "srun").chmod(0o755)
     with socket.socket() as some:
         some.bind(("localhost", 0))
-        coordinator = f"localhost:{some.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, coordinator, str(index), str(count), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    try:
-        results = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return ["".join(line for line in output.splitlines(True) if "[Gloo]" not in line) for output, _ in results]
+        port = str(some.getsockname()[1])
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(count)}
+    own = {"PLACE": str(place), "SCRIPT": str(script), "PYTHON": sys.executable, "JAX_COORDINATOR_PORT": port}
+    path = {"PATH": f"{place}:{os.environ['PATH']}"}
+    job = ["bash", str(SBATCH), *words]
+    done = subprocess.run(job, env=os.environ | step | own | path, timeout=200, check=False)
+    assert done.returncode == 0, "".join(file.read_text()[-3000:] for file in place.glob("*.err"))
+    outputs = [(place / f"{index}.out").read_text() for index in range(count)]
+    said = ["".join(line for line in output.splitlines(True) if "[Gloo]" not in line) for output in outputs]
+    return (place / "words").read_text(), said

@@ -32,6 +32,7 @@ LAYERS = [
     ("reporting",),
     ("run",),
     ("command",),
+    ("launch",),
     ("train", "evaluate", "quantize", "export", "compare", "tune"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -44,12 +44,19 @@ class Checkpointer:
         self.inputs = dict(inputs)
         self.directory = (Path(directory) / CHECKPOINTS_DIR).absolute()
         self._keep = keep  # not orbax's max_to_keep: that deletes the old one before the new one has its manifest
+        if keep is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        own = jax.process_index()
         with _quiet():  # absl warns of a setting that read_only implies
             options = ocp.CheckpointManagerOptions(
                 enable_async_checkpointing=False,
                 cleanup_tmp_directories=keep is not None,
-                create=keep is not None,
+                create=False,
                 read_only=keep is None,
+                # Of several processes, one writes and each reads for itself.
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=own, active_processes={own}, barrier_sync_key_prefix=str(own)
+                ),
             )
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -85,7 +92,7 @@ class Checkpointer:
             try:
                 if step in self.incomplete_steps():
                     self._manager.delete(step)
-                arguments = ocp.args.Composite(state=ocp.args.StandardSave(arrays))
+                arguments = ocp.args.Composite(state=ocp.args.StandardSave(jax.device_get(arrays)))
                 self._manager.save(step, args=arguments, force=True)
                 self._manager.wait_until_finished()
                 write_json(path / MANIFEST_FILE, _manifest(arrays, state, self.inputs))
@@ -124,11 +131,12 @@ class Checkpointer:
             state = state.replace(reference_norms=None)
             target = _flatten(state)
         _check_arrays(path, arrays, _shapes(target), self._remedy(step))
-        arguments = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
-        composite = ocp.args.Composite(state=arguments)
+        on_host = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in target.items()}
+        composite = ocp.args.Composite(state=ocp.args.StandardRestore(on_host))
         restored = self._orbax(step, lambda: self._manager.restore(step, args=composite))["state"]
         leaves, treedef = jax.tree.flatten(state)
-        return jax.tree.unflatten(treedef, [restored[name] for name, _ in zip(target, leaves, strict=True)])
+        placed = [jax.device_put(restored[name], leaf.sharding) for name, leaf in zip(target, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, placed)
 
     def read(self, step: int, prefixes: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as

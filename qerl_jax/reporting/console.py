@@ -16,14 +16,18 @@ class RunConsole(Console):
     """A console, by default on standard output, that falls silent when that cannot be written: where its reader goes
     away (`| head`) rich's would end the program, and where the disk is full raise an error.
 
+    Args:
+      file: None: standard output.
+      quiet: say nothing.
+
     Attributes:
-      is_closed: whether that happened; a run then stops as after a SIGTERM.
+      is_closed: whether it fell silent; a run then stops as after a SIGTERM.
     """
 
     is_closed = False
 
-    def __init__(self, file: IO[str] | None = None) -> None:
-        super().__init__(file=file or _Output(), highlight=False)
+    def __init__(self, file: IO[str] | None = None, quiet: bool = False) -> None:
+        super().__init__(file=file or _Output(), highlight=False, quiet=quiet)
 
     def on_broken_pipe(self) -> None:
         """Say no more, and let nothing else fail at the closed pipe."""

@@ -23,7 +23,7 @@ class Phases:
     """Times the phases of a run, one at a time.
 
     Args:
-      directory: the run's output_dir.
+      directory: the run's output_dir; None: no heartbeat.
       console: console that reports a heartbeat that cannot be written.
       clock: seconds.
 
@@ -32,7 +32,7 @@ class Phases:
       totals: seconds of each phase since this object was made.
     """
 
-    def __init__(self, directory: Path, console: Console, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, directory: Path | None, console: Console, clock: Callable[[], float] = time.perf_counter):
         self._directory, self._console, self._clock = directory, console, clock
         self._untaken: Counter[str] = Counter()
         self.step = 0
@@ -53,6 +53,8 @@ class Phases:
 
     def beat(self, name: str) -> None:
         """Write the heartbeat: `name` begins now. A failure to write is reported once and does not end the run."""
+        if self._directory is None:
+            return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         beat = {"time": now, "pid": os.getpid(), "step": self.step, "phase": name}
         try:

@@ -23,19 +23,19 @@ from qerl_jax.run.prepare import load_problems, ready_rewards
 from qerl_jax.run.sample import sample_lines
 
 
-def show_dry_run(config: Config, console: Console) -> None:
-    """Print config, parameters, memory, the first prompt and what the rewards pay. Raises as `memory_report`,
-    `load_problems` and the rewards do; no weights are loaded, nothing is trained or written.
+def show_dry_run(config: Config, console: Console, devices: int = 1) -> None:
+    """Print config, parameters, memory on each device, the first prompt and what the rewards pay. Raises as
+    `memory_report`, `load_problems` and the rewards do; no weights are loaded, nothing is trained or written.
     """
     with ready_rewards(config, console, download=False) as rewards:
-        _show(config, rewards, console)
+        _show(config, rewards, console, devices)
 
 
-def _show(config: Config, rewards: Rewards, console: Console) -> None:
-    report = memory_report(config, device_bytes())
+def _show(config: Config, rewards: Rewards, console: Console, devices: int) -> None:
+    report = memory_report(config, device_bytes(), devices)
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(report))
-    console.print(memory_table(report.memory, config))
+    console.print(memory_table(report.memory, config, devices))
     if config.rollout_backend == "vllm":
         console.print(
             f"vLLM takes {config.vllm_share:g} of the GPU's memory besides, for its base and KV cache.",
@@ -96,9 +96,10 @@ def parameter_table(report: MemoryReport) -> Table:
     return table
 
 
-def memory_table(memory: MemoryEstimate, config: Config) -> Table:
+def memory_table(memory: MemoryEstimate, config: Config, devices: int = 1) -> Table:
     """A row for each thing that takes memory, and both peaks."""
-    table = _table("Memory estimate (GB = 1e9 bytes)", "what", "rollout", "update", "evaluation")
+    each = f" on each of {devices} devices" if devices > 1 else ""
+    table = _table(f"Memory estimate{each} (GB = 1e9 bytes)", "what", "rollout", "update", "evaluation")
     evaluated = memory.eval_sequences > 0
     sequences = f"{memory.sequences} sequences" + (f" (evaluation: {memory.eval_sequences})" if evaluated else "")
 

@@ -42,23 +42,32 @@ from qerl_jax.types import Policy, TrainState
 
 def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     """Take over the output directory and evaluate the policy before training. Returns the recorder and the state to
-    start from: `state`, or that of the checkpoint to resume.
+    start from: `state`, or that of the checkpoint to resume. Of several replicas the first takes the directory over;
+    the others read the same checkpoint.
+
+    Raises ValueError where the replicas' inputs differ.
     """
     config, directory, console = run.config, run.directory, run.console
-    run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
-    if config.overwrite or run_directory.is_incomplete_copy(directory):
-        run_directory.clear(directory)
     inputs = fingerprints(config, run.stream.sets, run.eval_problems) | run.hooks.fingerprints()
-    checkpoints = Checkpointer(directory, config.save_total_limit, inputs)
-    state = restore(config, checkpoints, state, console, inputs)
-    run_directory.write_config(directory, config)
-    tokens = cut_back(directory, int(state.step))
-    recorder = Recorder(run, checkpoints, int(state.step), tokens)
+    run.replicas.check_equal(inputs, "model, data or functions, by fingerprint")
+    checkpoints, place = None, (0, 0)
+    if run.replicas.is_first:
+        run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
+        if config.overwrite or run_directory.is_incomplete_copy(directory):
+            run_directory.clear(directory)
+        checkpoints = Checkpointer(directory, config.save_total_limit, inputs)
+        state = restore(config, checkpoints, state, console, inputs)
+        run_directory.write_config(directory, config)
+        place = int(state.step), cut_back(directory, int(state.step))
+    step, tokens = run.replicas.broadcast(place)
+    if checkpoints is None and step:
+        state = Checkpointer(directory, keep=None, inputs=inputs).restore(state, step)
+    recorder = Recorder(run, checkpoints, step, tokens)
     parameters = run.policy.config.parameter_count() / 1e6
     console.print(
         f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}", markup=False
     )
-    if run.eval_problems and recorder.evaluations.get("before") is None:
+    if _lacks(run, recorder, "before"):
         console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …", markup=False)
         _evaluate(run, recorder, state, "before")
     return recorder, state
@@ -92,13 +101,16 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     fail, evaluate, and print the summary.
     """
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
-    recorder.checkpoints.close()
+    if recorder.checkpoints:
+        recorder.checkpoints.close()
     is_done = last == config.num_rollouts
-    if is_done and not config.is_full:
+    if recorder.checkpoints and is_done and not config.is_full:
         export_trained(run.policy, state, directory / ADAPTER_DIR)
-    if is_done and run.eval_problems and recorder.evaluations.get("after") is None:
+    if is_done and _lacks(run, recorder, "after"):
         console.print("evaluating the trained policy on the same problems …", markup=False)
         _evaluate(run, recorder, state, "after")
+    if recorder.checkpoints is None:
+        return
     recorder.curves.close()
     recorder.mend()
     rows = recorder.metrics.rows
@@ -144,6 +156,12 @@ def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
     export_adapter(trained, directory, norms=norms, base_model=hub_id)
 
 
+def _lacks(run: Run, recorder: Recorder, name: str) -> bool:
+    """Whether an evaluation is still to be done, as the first replica knows."""
+    is_missing = recorder.evaluations is not None and recorder.evaluations.get(name) is None
+    return bool(run.eval_problems) and run.replicas.broadcast(is_missing)
+
+
 def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
     """Evaluate `state`'s noise-free policy and keep the result as `name`."""
     own = len(run.replicas.share(len(run.eval_problems)))
@@ -153,7 +171,8 @@ def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> Non
         run.programs.submit(rehearse_evaluation, run.config, policy, own, longest)
     with recorder.phases("evaluation"):
         result = evaluate_state(run, state)
-        recorder.evaluations.put(name, result)
+        if recorder.evaluations:
+            recorder.evaluations.put(name, result)
     recorder.curves.log(int(state.step), result.metrics())
 
 

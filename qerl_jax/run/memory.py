@@ -13,6 +13,7 @@ from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, Weight
+from qerl_jax.parallel import Replicas
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import choose_shapes
@@ -111,8 +112,9 @@ class MemoryReport:
     memory: MemoryEstimate
 
 
-def memory_report(config: Config, device_bytes: float | None = None) -> MemoryReport:
-    """Parameters and memory of the run that a config describes, on a device with so much memory (None: no limit).
+def memory_report(config: Config, device_bytes: float | None = None, replicas: int = 1) -> MemoryReport:
+    """Parameters and memory of the run that a config describes, on each device, with so much memory (None: no limit),
+    of so many replicas.
 
     Reads config.json and, where weight files are present, their headers.
 
@@ -125,7 +127,7 @@ def memory_report(config: Config, device_bytes: float | None = None) -> MemoryRe
         weight_format_of(directory, config),
         _file_bytes(directory),
         parameter_rows(policy, state),
-        estimate_memory(policy, state, config, device_bytes),
+        estimate_memory(policy, state, config, device_bytes, replicas),
     )
 
 
@@ -197,9 +199,10 @@ def refuse_oversized_update(config: Config, device_bytes: float | None) -> None:
 
 
 def estimate_memory(
-    policy: Policy, state: TrainState, config: Config, device_bytes: float | None = None
+    policy: Policy, state: TrainState, config: Config, device_bytes: float | None = None, replicas: int = 1
 ) -> MemoryEstimate:
-    """Bytes on a GPU, from shapes alone. Raises ValueError if no rollout fits.
+    """Bytes on a GPU, from shapes alone: on that of the first replica, which has the most prompts. Raises ValueError if
+    no rollout fits.
 
     With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
 
@@ -217,20 +220,21 @@ def estimate_memory(
       policy, state: trees of the run, real or abstract.
       config: config of the run.
       device_bytes: memory of the device; None: no limit.
+      replicas: devices that share the prompts and micro-batches.
     """
+    first = Replicas(0, replicas)
     model: ModelConfig = policy.config
     lengths = config.max_prompt_length, config.max_completion_length
     own = config.rollout_backend == "jax"  # else the KV cache is vLLM's
     rollout = evaluation = None
     if own:
-        sizes = config.num_prompts, config.num_generations
+        sizes = len(first.share(config.num_prompts)), config.num_generations
         rollout = choose_shapes(policy, *sizes, *lengths, config.engine, device_bytes)
     if own and config.eval_dataset:
-        evaluation = choose_shapes(
-            policy, config.eval_samples, config.eval_num_generations, *lengths, config.eval_engine, device_bytes
-        )
+        sizes = len(first.share(config.eval_samples)), config.eval_num_generations
+        evaluation = choose_shapes(policy, *sizes, *lengths, config.eval_engine, device_bytes)
     trained = tree_bytes(trained_trees(state.lora, state.norms, state.weights, config))
-    update = make_update_plan(state, policy.frozen, device_bytes)
+    update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas)
     return MemoryEstimate(
         weights=tree_bytes(policy.frozen),
         state=tree_bytes(state),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,18 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     meanwhile. Returns the run and the state before its first step. Raises what `check` and `init_state` raise.
     """
     directory = Path(config.output_dir)
-    check(config)
+    if replicas.is_first:
+        check(config, replicas.count)
+    replicas.agree()
     if config.deterministic:
         make_deterministic()
     console.print(use_compilation_cache(config.compilation_cache_dir), soft_wrap=True, markup=False)
     if note := kernels_note(config.matmul_kernel):
         console.print(note, soft_wrap=True, markup=False)
     rewards = ready_rewards(config, console)
-    assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
-    limit = device_bytes()
+    if replicas.is_first:
+        assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
+    limit = smallest(replicas.gather(device_bytes()))
     refuse_oversized_update(config, limit)
     programs = Ahead(done=functools.partial(console.print, markup=False))
     programs.submit(rehearse_run, config, hooks, limit, replicas)
@@ -123,6 +127,11 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         raise
     inputs = config, directory, console, policy, rewards, stream, eval_problems
     return Run(*inputs, hooks, plan, programs, vllm, replicas), state
+
+
+def smallest(limits: Sequence[int | None]) -> int | None:
+    """Memory that all replicas have, on which they plan alike; None where a backend does not say."""
+    return None if None in limits else min(limits)
 
 
 def ready_rewards(config: Config, console: Console, download: bool = True) -> Rewards:
@@ -155,10 +164,10 @@ def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
     return engine
 
 
-def check(config: Config) -> None:
-    """Check everything that needs no weights, for a run and a dry run alike. The rewards of `config` are filled in.
-    Raises ConfigError, CheckpointError, DataError, RewardError, OSError, or ValueError for a `weight_format` that is
-    not the stored one.
+def check(config: Config, devices: int = 1) -> None:
+    """Check everything that needs no weights, for a run on so many devices and a dry run alike. The rewards of `config`
+    are filled in. Raises ConfigError, CheckpointError, DataError, RewardError, OSError, or ValueError for a
+    `weight_format` that is not the stored one.
     """
     if not config.model:
         raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
@@ -186,6 +195,8 @@ def check(config: Config) -> None:
             f"exceed max_position_embeddings {positions} of {directory / 'config.json'}"
         )
     if config.rollout_backend == "vllm":
+        if devices > 1:
+            raise ConfigError(f"rollout_backend 'vllm' uses one GPU, this run has {devices}: --devices 1")
         check_vllm(config, directory)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from jaxtyping import Array
@@ -36,33 +37,37 @@ def checkpoint_is_due(step: int, config: Config) -> bool:
 class Recorder:
     """Writes and shows each step of a run. As a context it catches stop signals and shows the progress bar.
 
+    Of several replicas the first does that. The others keep their times and catch signals: one that any of them got
+    stops all after the same step.
+
     Args:
       run: the run.
-      checkpoints: the checkpoints of its directory.
+      checkpoints: the checkpoints of its directory; None: this replica writes nothing.
       step: steps done before.
       tokens: tokens seen before.
 
     Attributes:
       checkpoints: as given.
-      metrics: of every step.
-      evaluations: results before and after training.
+      metrics: of every step; None like `checkpoints`.
+      evaluations: results before and after training; None like `checkpoints`.
       phases: times of rollout, grading, update, checkpoint and evaluation.
       curves: TensorBoard and Weights & Biases.
       stopped: number of the signal that ended the run, 0 for none.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpointer, step: int, tokens: int):
+    def __init__(self, run: Run, checkpoints: Checkpointer | None, step: int, tokens: int):
         self._run, self._first, self._tokens = run, step, tokens
         self._metrics: dict[str, float] = {}
         self._warned: set[str] = set()
         self._newest: TrainState | None = None  # state after the newest step of this process
         self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
-        self.metrics = MetricsFile(run.directory)
-        self.evaluations = EvaluationResults(run.directory)
-        self.phases = Phases(run.directory, run.console, run.clock)
+        self.metrics = MetricsFile(run.directory) if checkpoints else None
+        self.evaluations = EvaluationResults(run.directory) if checkpoints else None
+        self.phases = Phases(run.directory if checkpoints else None, run.console, run.clock)
         self.phases.step = step + 1
-        self.curves = Sinks(run.config, run.directory, step, run.console)
+        config = run.config if checkpoints else dataclasses.replace(run.config, report_to=())
+        self.curves = Sinks(config, run.directory, step, run.console)
         self.stopped = 0
 
     def __enter__(self) -> Self:
@@ -77,7 +82,7 @@ class Recorder:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Whatever ends the run, no finished step is lost."""
         with self._contexts:
-            if error is not None and self._newest is not None:
+            if error is not None and self.checkpoints and self._newest is not None:
                 self._save_after_error()
 
     def record(
@@ -92,19 +97,20 @@ class Recorder:
         metric `compilations` is the number of programs compiled or loaded since the step before. Returns the metrics.
         """
         run, step = self._run, int(state.step)
-        if update_metrics["skipped"] > 0:
-            run_directory.dump_batch(run.directory, step, batch)
         timing = self.phases.take("rollout", "grading", "update", *(["gather"] if run.replicas.count > 1 else []))
         metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
         metrics |= run_metrics(
             experience, state, float(update_metrics["skipped"]), sigma, self._tokens, len(run.stream)
         )
         metrics["compilations"] = len(self._compilations.take())
-        self.mend()
-        self.metrics.append(step, metrics)
-        self.curves.log(step, metrics)
-        write_completions(run.directory, step, completion_columns(experience, batch.advantages))
         self._metrics, self._tokens = metrics, int(metrics["num_tokens"])
+        if self.checkpoints:
+            if update_metrics["skipped"] > 0:
+                run_directory.dump_batch(run.directory, step, batch)
+            self.mend()
+            self.metrics.append(step, metrics)
+            self.curves.log(step, metrics)
+            write_completions(run.directory, step, completion_columns(experience, batch.advantages))
         return metrics
 
     def end_step(self, state: TrainState) -> bool:
@@ -112,16 +118,18 @@ class Recorder:
         because nobody reads its output any more. Raises ValueError for a run that trains nothing.
         """
         config, step = self._run.config, int(state.step)
-        health.refuse_skipped(self.metrics.rows, config)
-        if step == config.num_rollouts and (said := health.refuse_untrained(self.metrics.rows, config)):
+        rows = self.metrics.rows if self.metrics else []
+        health.refuse_skipped(rows, config)
+        if step == config.num_rollouts and (said := health.refuse_untrained(rows, config)):
             self._run.console.print(said, soft_wrap=True, markup=False)
         self._newest, self.phases.step = state, step + 1
         self._progress.update(step, self._metrics)
-        self._warn(step)
-        self.stopped = self._signals.requested  # read once: a later signal counts for the next step
-        if not self.stopped and getattr(self._run.console, "is_closed", False):
-            self.stopped = signal.SIGPIPE
-        if checkpoint_is_due(step, config) or self.stopped:
+        self._warn(step, rows)
+        stopped = self._signals.requested  # read once: a later signal counts for the next step
+        if not stopped and getattr(self._run.console, "is_closed", False):
+            stopped = signal.SIGPIPE
+        self.stopped = next(filter(None, self._run.replicas.gather(stopped)), 0)
+        if self.checkpoints and (checkpoint_is_due(step, config) or self.stopped):
             with self.phases("checkpoint"):
                 try:
                     self.checkpoints.save(state)
@@ -146,9 +154,9 @@ class Recorder:
                 markup=False,
             )
 
-    def _warn(self, step: int) -> None:
+    def _warn(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Say once of each kind that nothing, or the wrong thing, is learned."""
-        for kind, sentence in health.warnings(self.metrics.rows).items():
+        for kind, sentence in health.warnings(rows).items():
             if kind not in self._warned:
                 self._warned.add(kind)
                 self._run.console.print(f"step {step}: {sentence}", soft_wrap=True, markup=False)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import runs
+from replicas import on_replicas
 
 from qerl_jax import generate
 from qerl_jax.command import STOPPED
 from qerl_jax.data.arithmetic import problems
-from qerl_jax.evaluate import main
+from qerl_jax.evaluate import main, parse, run
 from qerl_jax.evaluation.records import RecordsError, open_records
 from qerl_jax.evaluation.summary import Item
 
@@ -149,7 +151,7 @@ FLAGS = ["--dataset", "arithmetic", "--samples", "8", "--num-generations", "3", 
 
 def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, capsys):
     """Ctrl-C in the third of four parts; then the same records and the same result, byte for byte, of the problems of
-    the test split. Other settings are refused.
+    the test split, also where two replicas go on. Other settings are refused.
     """
     through, stopped, calls = tmp_path / "through.jsonl", tmp_path / "stopped.jsonl", []
     assert main(["tiny", *FLAGS, "--records", str(through), "--output", str(tmp_path / "through.json")]) == 0
@@ -161,7 +163,8 @@ def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, ca
         return generate(*arguments, **options)
 
     assert main(["tiny", *FLAGS, "--records", str(stopped)], interrupted) == STOPPED
-    there = stopped.read_bytes()
+    there, shared = stopped.read_bytes(), tmp_path / "shared.jsonl"
+    shared.write_bytes(there)
     assert there.count(b"\n") == 5 and through.read_bytes().startswith(there)
     capsys.readouterr()
     assert main(["tiny", *FLAGS, "--records", str(stopped), "--output", str(tmp_path / "stopped.json")]) == 0
@@ -169,6 +172,10 @@ def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, ca
     assert stopped.read_bytes() == through.read_bytes()
     assert (tmp_path / "stopped.json").read_bytes() == (tmp_path / "through.json").read_bytes()
     result = runs.read_json(tmp_path / "through.json")
+    given = parse(["tiny", *FLAGS, "--records", str(shared), "--devices", "2"])
+    found = on_replicas(2, lambda replicas: run(*given, generate, replicas))
+    assert [json.loads(json.dumps(dataclasses.asdict(one))) for one in found] == [result] * 2
+    assert shared.read_bytes() == through.read_bytes()
     assert result["problems"] == 8 and set(result["estimates"]) == {"avg@3", "pass@2", "pass@3", "maj@3"}
     items = [json.loads(line) for line in through.read_text().splitlines()[1:]]
     assert [(item["prompt"], item["gold"]) for item in items] == problems("heldout", 8)

@@ -1,4 +1,4 @@
-"""The process of one replica: what it gets in each kind of exchange, as a line of JSON each."""
+"""The process of one replica under SLURM: what it gets in each kind of exchange, as a line of JSON each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.cluster import join, leave
-from qerl_jax.parallel import ReplicaError
+from qerl_jax import launch
+from qerl_jax.parallel import ReplicaError, Replicas
 
 
-def main(coordinator: str, index: int, count: int) -> None:
-    replicas = join(coordinator, index, count)
+def exchanges(replicas: Replicas) -> int:
+    index = replicas.index
     small = replicas.gather({"texts": ["é" * index], "numbers": np.arange(index)})
     say([[part["texts"], part["numbers"].tolist()] for part in small])
     large = replicas.gather(np.arange(1_500_000 * index) * (index + 1))  # 0 and 12 MB: several chunks, unequal sizes
@@ -34,12 +34,12 @@ def main(coordinator: str, index: int, count: int) -> None:
         say(str(error))
     except KeyError:
         say("raised")
-    leave(replicas)
+    return 0
 
 
 def say(value: object) -> None:
-    print(json.dumps(value), flush=True)
+    print(json.dumps(value), file=sys.__stdout__, flush=True)  # `launch.run` silences all replicas but the first
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:4]))
+    sys.exit(launch.run(launch.Devices(), [], exchanges))

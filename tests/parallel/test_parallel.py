@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from replicas import on_processes, on_replicas
+from replicas import on_replicas, under_slurm
 
 from qerl_jax import parallel
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
@@ -85,8 +86,9 @@ def test_a_difference_is_an_error_that_names_the_values():
     assert [str(error) for error in other] == ["the replicas differ in a number: [7, 8]"] * 2
 
 
-def test_two_processes_exchange_values_sums_and_errors():
-    outputs = on_processes(2, Path(__file__).with_name("exchange.py"))
+def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path):
+    words, outputs = under_slurm(2, Path(__file__).with_name("exchange.py"), tmp_path, "--model", "m")
+    assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
         small, large, tree, elsewhere, first, error = map(json.loads, output.splitlines())

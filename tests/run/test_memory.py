@@ -76,7 +76,9 @@ def test_full_fine_tuning_that_does_not_fit_is_refused():
 
 
 def test_cache_is_the_real_one(tmp_path):
-    """Two prompts of 96 tokens and their eight completions of 24; under a limit, what fits."""
+    """Two prompts of 96 tokens and their eight completions of 24; half on each of two devices; under a limit, what
+    fits.
+    """
     config = runs.config(tmp_path)
     shape, dtype = load(config).config, jnp.dtype(config.dtype)
     caches = [
@@ -85,6 +87,8 @@ def test_cache_is_the_real_one(tmp_path):
     ]
     memory = memory_report(config).memory
     assert (memory.cache, memory.sequences) == (tree_bytes(caches), 8)
+    shared = memory_report(config, replicas=2).memory
+    assert (shared.cache, shared.sequences) == (memory.cache // 2, 4)
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=memory.cache / 2e9)).memory
     assert 0 < limited.cache <= memory.cache / 2 and 0 < limited.sequences < 8
     with pytest.raises(ValueError, match=r"rollout_memory_gb .* cannot hold"):

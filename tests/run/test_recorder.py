@@ -9,17 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 import small
+from replicas import on_replicas
 
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.config import Config, load
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.metrics import MetricsFile, read_metrics
 from qerl_jax.rewards.load import Rewards
@@ -59,6 +62,21 @@ def assert_saved(place: Path, state: TrainState) -> None:
 def after(state: TrainState, step: int) -> TrainState:
     """The state of a later step, another in every adapter."""
     return state.replace(step=jnp.int32(step), lora=jax.tree.map(lambda leaf: leaf + step, state.lora))
+
+
+def test_a_signal_to_one_replica_stops_all_after_the_same_step(running):
+    """Of which the first saves it."""
+    run, first, state = running
+
+    def end(replicas: Replicas) -> tuple[bool, int]:
+        own = dataclasses.replace(run, replicas=replicas)
+        recorder = Recorder(own, first.checkpoints if replicas.is_first else None, 2, 2)
+        recorder._signals = types.SimpleNamespace(requested=signal.SIGTERM if replicas.index == 1 else 0)
+        recorder._progress = types.SimpleNamespace(update=lambda *_: None)
+        return recorder.end_step(after(state, 3)), recorder.stopped
+
+    assert on_replicas(3, end) == [(True, signal.SIGTERM)] * 3
+    assert_saved(run.directory, after(state, 3))
 
 
 class Panic(BaseException):

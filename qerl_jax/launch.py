@@ -1,0 +1,220 @@
+"""From a command line to its replicas: the processes started here, one a GPU, or this one's place among those of a
+cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from qerl_jax.cluster import LOST, join, leave
+from qerl_jax.command import FAILED, STOPPED
+from qerl_jax.config import ConfigError
+from qerl_jax.parallel import ALONE, Replicas
+
+_GRACE_SECONDS = 50  # for the others to end by themselves when one process has failed, and to save the run's state
+_SET_DEATH_SIGNAL = 1  # of prctl, Linux
+ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Flags of a command that can use several devices."""
+
+    devices: str = ALL
+    """GPUs of this machine to use, a process each, or all of them. A number on a machine without GPUs is that of
+    processes on the CPU."""
+    coordinator: str | None = None
+    """HOST:PORT where process 0 listens, to start each process of several hosts by hand: this one is then `process_id`
+    of `num_processes`. Not needed under SLURM, Open MPI before 5 and Kubernetes (JobSet)."""
+    process_id: int | None = None
+    """Number of this process, from 0. Of the GPUs that it sees it uses number `process_id` modulo their count."""
+    num_processes: int | None = None
+    """Processes of all hosts."""
+
+
+def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int], most: int = 0) -> int:
+    """Exit code of a command: that of `body(replicas)` in this process where it is the only one or one of a cluster's,
+    else of the processes that it starts.
+
+    Args:
+      given: flags.
+      program: the command, behind `python`.
+      body: all of it. Output and errors of the input are those of the first replica.
+      most: devices that the command can use; 0: any number.
+
+    Raises ConfigError for devices that are not there.
+    """
+    place, gpus, cluster = _place(given), visible_gpus(), _cluster()
+    if given.coordinator is not None or cluster is not None:
+        replicas = join(*place, _own_gpu(given, cluster, gpus))
+        try:
+            if most and replicas.count > most:
+                raise ConfigError(f"{replicas.count} processes were started, this command can use {most}")
+            with (
+                open(os.devnull, "w") as nothing,
+                contextlib.redirect_stdout(sys.stdout if replicas.is_first else nothing),
+            ):
+                return body(replicas)
+        except (ValueError, OSError, MemoryError):
+            if replicas.is_first:
+                raise
+            return FAILED  # the first replica says why
+        except KeyboardInterrupt:
+            if replicas.is_first:
+                raise
+            return STOPPED
+        finally:
+            leave(replicas)
+    number = count_of(given.devices, gpus, most)
+    if number > 1:
+        where = f"{number} of {gpus} GPUs" if gpus else f"{number} processes on the CPU"
+        print(f"{where} (--devices {given.devices}), a process each: they share prompts and micro-batches", flush=True)
+        return launch(program, number)
+    if gpus > 1:
+        print(f"1 of {gpus} GPUs (--devices {given.devices})", flush=True)
+        jax.config.update("jax_cuda_visible_devices", "0")
+    return body(ALONE)
+
+
+def count(given: Devices, most: int = 0) -> int:
+    """Processes that a command with these flags has. Raises ConfigError."""
+    cluster = _cluster()
+    if _place(given)[0] is not None:
+        return given.num_processes
+    return cluster.get_process_count() if cluster else count_of(given.devices, visible_gpus(), most)
+
+
+def count_of(devices: str, gpus: int, most: int = 0) -> int:
+    """Processes for `--devices`, on a machine with so many GPUs. Raises ConfigError."""
+    if devices == ALL:
+        return min(gpus, most) if most and gpus else max(gpus, 1)
+    if not devices.isdecimal() or int(devices) < 1:
+        raise ConfigError(f'devices must be "{ALL}" or a number from 1, got {devices!r}')
+    if gpus and int(devices) > gpus:
+        raise ConfigError(f"--devices {devices}: this machine has {gpus} GPU{'s' if gpus > 1 else ''} for JAX")
+    if most and int(devices) > most:
+        raise ConfigError(f"--devices {devices}: this command can use {most}")
+    return int(devices)
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs that JAX would use, found without starting one: a process that only starts others must not take
+    their memory.
+    """
+    try:
+        import jax_plugins
+
+        plugins = [name for path in jax_plugins.__path__ for name in os.listdir(path)]
+        driver = ctypes.CDLL("libcuda.so.1")
+    except (ImportError, OSError):
+        return 0
+    platforms = jax.config.jax_platforms or "cuda"
+    if not any("cuda" in name for name in plugins) or not {"cuda", "gpu"} & set(platforms.split(",")):
+        return 0
+    count = ctypes.c_int()
+    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
+
+
+def launch(program: Sequence[str], count: int) -> int:
+    """Start `python PROGRAM` as `count` processes of this machine, pass signals on to them, and wait. Returns
+    0, or the exit code of the first that failed, 128 + its number for a signal; the others then have 50 s to end.
+    """
+    with socket.socket() as some:
+        some.bind(("localhost", 0))
+        coordinator = f"localhost:{some.getsockname()[1]}"
+    command = [sys.executable, *program, "--coordinator", coordinator, "--num-processes", str(count)]
+    environment = dict(os.environ)
+    if environment.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # JAX's default
+        environment["TF_CPP_MIN_LOG_LEVEL"] = "2"  # else XLA warns that it is new to let processes outlive others
+    children: list[subprocess.Popen] = []
+
+    def pass_on(number: int, _: object = None) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    stopping = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in stopping}
+    try:
+        for index in range(count):
+            children.append(
+                subprocess.Popen(
+                    [*command, "--process-id", str(index)],
+                    stdout=subprocess.DEVNULL if index else None,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C reaches them through this process, once
+                    preexec_fn=_die_with_parent,
+                )
+            )
+        return _wait(children)
+    finally:
+        for child in children:
+            child.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: Sequence[subprocess.Popen]) -> int:
+    """Exit code of processes that are to end together."""
+    failed, end = None, float("inf")
+    while any([child.poll() is None for child in children]) and time.monotonic() < end:
+        time.sleep(0.1)
+        bad = [index for index, child in enumerate(children) if child.poll()]
+        if bad and failed is None:
+            failed, end = bad[0], time.monotonic() + _GRACE_SECONDS
+            if (code := children[failed].returncode) < 0:
+                print(f"process {failed} of {len(children)} was ended by {_name(-code)}", file=sys.stderr, flush=True)
+                for child in children:
+                    child.send_signal(LOST)
+    for index, child in enumerate(children):
+        if child.poll() is None:
+            said = f"process {index} of {len(children)} did not end within {_GRACE_SECONDS} s and is killed"
+            print(said, file=sys.stderr, flush=True)
+    code = 0 if failed is None else children[failed].returncode
+    return code if code >= 0 else 128 - code
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _die_with_parent() -> None:
+    """In a process before its program: SIGTERM when the process that started it dies, on Linux."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+
+
+def _place(given: Devices) -> tuple[str | None, int | None, int | None]:
+    """The flags that say which process this is. Raises ConfigError unless they are complete or left to the cluster."""
+    place = given.coordinator, given.process_id, given.num_processes
+    if 0 < place.count(None) < 3:
+        raise ConfigError("--coordinator, --process-id and --num-processes belong together")
+    if given.coordinator is not None and not 0 <= given.process_id < given.num_processes:
+        raise ConfigError(f"process_id must be from 0 to num_processes - 1, got {given.process_id}")
+    return place
+
+
+def _own_gpu(given: Devices, cluster: Any, gpus: int) -> int | None:
+    """Which GPU is this process's, of those that it sees; None: no matter."""
+    local = given.process_id if given.coordinator is not None else cluster.get_local_process_id()
+    return None if local is None or gpus == 0 else local % gpus
+
+
+def _cluster() -> Any:
+    """What JAX knows of the cluster that started this process as one of several; None elsewhere."""
+    from jax._src import clusters  # public only as a part of jax.distributed.initialize
+
+    kinds = [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    found = next((kind for kind in kinds if kind.is_env_present()), None)
+    return found if found is not None and found.get_process_count() > 1 else None

@@ -1,0 +1,174 @@
+"""`--devices`: the processes of a command, how they end together, and a run of two against the run of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import runs
+import small
+
+from qerl_jax import launch, train
+from qerl_jax.checkpoint.orbax import latest_step
+from qerl_jax.config import ConfigError, dump
+from qerl_jax.reporting.metrics import read_metrics
+
+STEPS = 8
+REWARD = """
+import time
+
+def length(*, completions, **_):
+    time.sleep(0.2)
+    return [len(text) / 20 for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpus", "most", "count"),
+    [("all", 0, 0, 1), ("all", 1, 0, 1), ("all", 8, 0, 8), ("all", 8, 1, 1), ("3", 8, 0, 3), ("2", 0, 0, 2)],
+)
+def test_processes_of_a_machine(devices, gpus, most, count):
+    assert launch.count_of(devices, gpus, most) == count
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpus", "most", "said"),
+    [
+        ("8", 2, 0, "--devices 8: this machine has 2 GPUs for JAX"),
+        ("2", 8, 1, "--devices 2: this command can use 1"),
+        ("0", 8, 0, "devices must be \"all\" or a number from 1, got '0'"),
+        ("two", 8, 0, "devices must be \"all\" or a number from 1, got 'two'"),
+    ],
+)
+def test_devices_that_are_not_there(devices, gpus, most, said):
+    with pytest.raises(ConfigError) as error:
+        launch.count_of(devices, gpus, most)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("flags", [["--process-id", "0"], ["--coordinator", "a:1", "--process-id", "2"]])
+def test_a_place_that_is_incomplete(flags, capsys):
+    assert train.main(flags) == 2
+    assert "--coordinator, --process-id and --num-processes belong together" in capsys.readouterr().err
+
+
+CHILD = """
+import os, pathlib, signal, sys, time
+index, here = int(sys.argv[-1]), pathlib.Path(__file__).parent
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7))
+print("ready", index, flush=True)
+(here / f"ready{index}").touch()
+while len(list(here.glob("ready*"))) < 3:
+    time.sleep(0.01)
+"""
+DIES = "os.kill(os.getpid(), 9) if index == 1 else time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("body", "grace", "code", "said"),
+    [
+        ("", 30, 0, ""),
+        ("sys.exit(3 if index == 1 else 0)", 30, 3, ""),  # the others end by themselves
+        (DIES, 30, 137, "process 1 of 3 was ended by SIGKILL\n"),
+        (
+            f"signal.signal(signal.SIGUSR2, signal.SIG_IGN)\ntime.sleep(0.5)\n{DIES}",
+            0,
+            137,
+            "process 1 of 3 was ended by SIGKILL\nprocess 0 of 3 did not end within 0 s and is killed\n"
+            "process 2 of 3 did not end within 0 s and is killed\n",
+        ),
+        ("os.kill(os.getppid(), signal.SIGTERM) if index == 0 else None\ntime.sleep(60)", 30, 130, ""),
+    ],
+)
+def test_processes_end_together(body, grace, code, said, tmp_path, monkeypatch, capfd):
+    (tmp_path / "child.py").write_text(CHILD + body)
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", grace)
+    assert launch.launch([str(tmp_path / "child.py")], 3) == code
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("ready 0\n", said)  # the others' standard output is dropped
+
+
+def processes_of(launcher: int) -> dict[int, int]:
+    """Process id of each replica that a launcher has started (Linux)."""
+    found = {}
+    for child in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+        words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        if "--process-id" in words:
+            found[int(words[words.index("--process-id") + 1])] = child
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """`one`: a run of one process. `two`: the same run of two, of which the second is killed after some steps. It saves
+    no checkpoint until then."""
+    root = tmp_path_factory.mktemp("launch")
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(16)]
+    (root / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "reward.py").write_text(REWARD)
+    model = small.nvfp4(root / "model")
+    for name in ("one", "two"):
+        config = runs.config(
+            root / name, model=str(model), weight_format=None, dataset=str(root / "problems.jsonl"), max_steps=STEPS,
+            reward_funcs=(f"{root / 'reward.py'}:length",), reward_weights=(1.0,), num_iterations=1, save_steps=1000,
+            dynamic_sampling=False, train_norms=False, beta=0.0, max_prompt_length=120, eval_dataset=None,
+        )  # fmt: skip
+        (root / f"{name}.yaml").write_text(dump(config))
+    assert train.main(["--config", str(root / "one.yaml")]) == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def killed(place):
+    """(exit code, output, seconds from the kill to the end) of the run of two."""
+    with runs.start(place / "two.yaml", "--devices", "2") as process:
+        runs.wait_for_step(place / "two", 2, process)
+        began, replicas = time.monotonic(), processes_of(process.pid)
+        assert sorted(replicas) == [0, 1]
+        os.kill(replicas[1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=100)
+    return process.returncode, output, time.monotonic() - began
+
+
+def assert_same_records(one: Path, other: Path, steps: int) -> None:
+    """Tokens, rewards and advantages are equal; metrics are to rounding."""
+    for step in range(1, steps + 1):
+        tables = [pyarrow.parquet.read_table(run / "completions" / f"step_{step:06d}.parquet") for run in (one, other)]
+        assert tables[0] == tables[1]
+    rows = [read_metrics(run)[:steps] for run in (one, other)]
+    for first, second in zip(*rows, strict=True):
+        assert first.keys() == second.keys() - {"time/gather"}
+        for name in first.keys() - {name for name in first if name.startswith(runs.TIMES)}:
+            np.testing.assert_allclose(second[name], first[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_killed_process_ends_the_run_and_loses_no_step(place, killed):
+    code, output, seconds = killed
+    assert code == 128 + signal.SIGKILL and seconds < 60
+    done = len(read_metrics(place / "two"))
+    assert 2 <= done < STEPS
+    lines = output.splitlines()
+    assert "2 processes on the CPU (--devices 2), a process each: they share prompts and micro-batches" in lines
+    assert "process 1 of 2 was ended by SIGKILL" in lines
+    assert sum(line.startswith("compiled programs are kept in") for line in lines) == 1
+    saved = latest_step(place / "two")
+    assert done - saved in (0, 1)
+    assert f"step {saved + 1} failed; the state after step {saved} is saved, resume from it with" in lines
+    assert_same_records(place / "one", place / "two", done)
+
+
+def test_one_process_resumes_the_run_of_two(place, killed):
+    """Its gradients are sums in another order, so that adapters agree to rounding."""
+    assert train.main(["--config", str(place / "two.yaml"), "--resume", "auto"]) == 0
+    assert_same_records(place / "one", place / "two", STEPS)
+    arrays = [runs.final_arrays(place / name) for name in ("one", "two")]
+    assert arrays[0].keys() == arrays[1].keys()
+    for name, wanted in arrays[0].items():
+        np.testing.assert_allclose(arrays[1][name], wanted, rtol=1e-3, atol=1e-5, err_msg=name)
