@@ -9,6 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 import what_fits
+from helpers import fp32_policy
+from replicas import on_replicas
+
+from qerl_jax.compilation import committed
+from qerl_jax.parallel import ALONE
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if "ArgumentParser(" in path.read_text())
@@ -78,6 +83,24 @@ def test_a_profile_is_read(tool):
     spans = {"a": (10, 5), "long": (12, 20), "inside": (14, 2), "MemcpyD2H": (33, 4), "b": (40, 10)}
     [gap] = timing.gaps([timing.Kernel(1e6 * start, 1e6 * length, name) for name, (start, length) in spans.items()])
     assert gap == (pytest.approx(8e-3), "long", "b")
+
+
+def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, capsys):
+    bench = tool("bench_scaling")
+    shape = ["--batch", "4", "--group", "2", "--prompt-len", "16", "--completion-len", "4", "--repeats", "1"]
+    args, policy = bench.parse(["0.5B", "--out", str(tmp_path), *shape]), committed(fp32_policy(micro_dir, rank=2))
+    one = bench.measure(args, policy, ALONE, "one")
+    [strong, other] = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "strong"))
+    assert [(row["devices"], row["batch"]) for row in (one, strong, other)] == [(1, 4), (2, 4), (2, 4)]
+    for row in (one, strong, other):
+        assert all(row[f"{name}_seconds"] > 0 for name in ("rollout", "update", "step"))
+        assert row["step_seconds"] > row["rollout_seconds"]
+    bench.show([one | {"step_seconds": 3.0}, strong | {"step_seconds": 2.0}])
+    assert "strong, 2 devices, batch 4: rollout" in (shown := capsys.readouterr().out) and "step 1.500" in shown
+
+
+def test_a_benchmark_that_hangs_is_stopped(tool):
+    assert tool("bench_scaling").within(0.3, ["-c", "import time; time.sleep(60)"]) == 124
 
 
 def test_stored_results_have_meta_and_flat_rows():

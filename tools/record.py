@@ -22,7 +22,8 @@ MEASURED = frozenset((
     "trainer_abs_dlogp_fp32", "first_call_s", "kernel_ms_per_step", "model_fraction_of_peak", "fraction_of_peak",
     "compile_s", "rollout_seconds", "rollout_peak_bytes", "recomputed_layers", "recomputed_gate_up",
     "bits_per_weight", "weight_error_mean", "weight_error_worst", "worst_projection", "mean_abs_dlogit",
-    "top1_agreement", "compared_tokens", "kl_standard_error",
+    "top1_agreement", "compared_tokens", "kl_standard_error", "gather_seconds", "update_seconds",
+    "all_reduce_seconds", "step_seconds", "accuracy",
 ))  # fmt: skip
 """Fields that do not tell one case from another."""
 

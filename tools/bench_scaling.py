@@ -1,0 +1,238 @@
+"""Scaling of a step over the GPUs of one machine: rollout, gather, update and all-reduce, on 1 and on N of them.
+
+    python tools/bench_scaling.py 7B --out DIR [--devices 1 2] [--batch 128] [--lengths fixed|gsm8k] [--limit 900]
+    python tools/bench_scaling.py --out DIR --devices 1 2 --train --config gsm8k-0.5b-nvfp4 --model DIR …
+
+Random weights of the published shapes, lengths and prompts as in bench_step.py. Weak scaling: `--batch` completions for
+each GPU; strong scaling: in all. With one GPU both are the same. Each number of GPUs runs in processes of its own, for
+at most `--limit` seconds; each case is written to scaling.json in `--out` as soon as it is measured: one that fails or
+hangs loses only itself.
+
+Seconds are medians over `--repeats` steps after one of warm-up, each of the slowest process: rollout, update with its
+all-reduces, whole step. `gather_seconds` is that of the last process, which waits for nobody; `all_reduce_seconds` is a
+sum of the adapters' gradients by itself.
+
+`--train` instead runs `python -m qerl_jax.train` with the flags behind it, once for each number of GPUs, into
+DIR/run-N: seconds from the command to its end, and the accuracy of its last evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_step import draw
+from make_checkpoint import SIZES
+from random_policy import random_policy
+from record import add_commit, shell, write_rows
+
+from qerl_jax import Config, LoraConfig, Policy, generate, group_advantages, init_state, keys, launch, make_batch
+from qerl_jax.checkpoint.run_files import EVALUATION_FILE, METRICS_FILE
+from qerl_jax.compilation import committed
+from qerl_jax.parallel import Replicas
+from qerl_jax.rl.experience import Experience, gather_experience
+from qerl_jax.rl.plan import make_update_plan
+from qerl_jax.rl.reduction import check_same_state
+from qerl_jax.rl.state import trained_trees
+from qerl_jax.rl.step import grpo_step
+from qerl_jax.rollout.shares import generate_share
+from qerl_jax.run.devices import device_bytes, use_device_memory
+from qerl_jax.run.prepare import smallest
+
+FILE = "scaling.json"
+PHASES = ("rollout", "gather", "update", "step")
+
+
+def main() -> None:
+    """Command line."""
+    args = parse(sys.argv[1:])
+    if args.process is not None:
+        given = launch.Devices(
+            devices=str(args.process),
+            coordinator=args.coordinator,
+            process_id=args.process_id,
+            num_processes=args.num_processes,
+        )
+        use_device_memory()
+        sys.exit(launch.run(given, sys.argv, lambda replicas: measure_all(args, replicas)))
+    if args.train is None and args.size is None:
+        raise SystemExit("name a size, or --train with the flags of a run")
+    codes = {}
+    for count in args.devices:
+        began = time.perf_counter()
+        if args.train is None:
+            codes[count] = within(args.limit, [*sys.argv, "--process", str(count)])
+            continue
+        place = args.out / f"run-{count}"
+        run = ["-m", "qerl_jax.train", *args.train, "--devices", str(count), "--output-dir", str(place)]
+        codes[count] = within(args.limit, run)
+        row = {"kind": "run", "devices": count, "flags": " ".join(args.train), "code": codes[count]}
+        gpu = {"gpu": shell("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0] or "none"}
+        write_rows(args.out / FILE, [row | result(place, time.perf_counter() - began)], args.commit, gpu)
+    show(json.loads((args.out / FILE).read_text())["rows"] if (args.out / FILE).exists() else [])
+    sys.exit(next((code for code in codes.values() if code), 0))
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", nargs="?", choices=SIZES)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--kinds", nargs="+", choices=("weak", "strong"), default=["weak", "strong"])
+    parser.add_argument("--format", choices=("nvfp4", "bf16"), default="nvfp4")
+    parser.add_argument("--matmul-kernel", choices=("xla", "mosaic_gpu"), default="mosaic_gpu")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-len", type=int, default=256)
+    parser.add_argument("--completion-len", type=int, default=1024)
+    parser.add_argument("--lengths", choices=("fixed", "gsm8k"), default="fixed")
+    parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=900, help="seconds for each number of devices")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--train", nargs=argparse.REMAINDER, help="measure this run; the last flag")
+    add_commit(parser)
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)  # with those of `launch`: of the processes
+    for flag, kind in (("--coordinator", str), ("--process-id", int), ("--num-processes", int)):
+        parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def within(seconds: float, program: list[str]) -> int:
+    """Exit code of `python PROGRAM`; 124 where it was stopped after so many seconds."""
+    with subprocess.Popen([sys.executable, *program]) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            print(f"stopped after {seconds:.0f} s: {' '.join(program)}", file=sys.stderr, flush=True)
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return 124
+
+
+def measure_all(args: argparse.Namespace, replicas: Replicas) -> int:
+    """Each kind of scaling on these replicas; the first writes each row."""
+    policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
+    with replicas:
+        for kind in args.kinds if replicas.count > 1 else ["one"]:
+            row = measure(args, policy, replicas, kind)
+            if replicas.is_first:
+                write_rows(args.out / FILE, [row], args.commit)
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace, policy: Policy, replicas: Replicas, kind: str) -> dict[str, Any]:
+    """A row: seconds of the phases of a step of `--batch` completions, or for "weak" as many for each replica."""
+    batch = args.batch * (replicas.count if kind == "weak" else 1)
+    config = Config(
+        batch_size=batch,
+        num_generations=args.group,
+        max_prompt_length=args.prompt_len,
+        max_completion_length=args.completion_len,
+        lora_rank=args.lora_rank,
+        dtype=policy.dtype.name,
+    )
+    rng = np.random.default_rng(0)
+    prompts, limits = draw(argparse.Namespace(**vars(args) | {"batch": batch}), policy.config.vocab_size, rng)
+    rewards = rng.random(batch).astype(np.float32)
+    groups = np.arange(batch).reshape(-1, args.group)[replicas.share(config.num_prompts)]
+    own, pad = groups.ravel(), policy.config.pad_token_id
+    state = init_state(policy, config)
+    longest = args.prompt_len + args.completion_len
+    plan = make_update_plan(
+        state, policy.frozen, smallest(replicas.gather(device_bytes())), longest, replicas=replicas.count
+    )
+
+    def step(i: int) -> list[float]:
+        key = keys.for_step(0, keys.Purpose.SAMPLE, i)
+        replicas.agree()
+        times = [time.perf_counter()]
+        rollout = generate_share(
+            replicas, prompts, lambda part: generate(policy, part, config.sampling, key, config.engine, limits[own])
+        )
+        jax.block_until_ready(rollout)
+        times.append(time.perf_counter())
+        mine = rollout and Experience(range(config.num_prompts), rollout, [""] * len(own), rewards[own], {}, 0)
+        whole = gather_experience(replicas, mine, range(config.num_prompts), pad) if replicas.count > 1 else mine
+        data = make_batch(whole.rollout, group_advantages(jnp.asarray(whole.rewards), args.group))
+        jax.block_until_ready(data)
+        times.append(time.perf_counter())
+        after, _ = grpo_step(state, policy.frozen, data, plan, replicas=replicas)
+        jax.block_until_ready(after)
+        check_same_state(replicas, after)
+        times.append(time.perf_counter())
+        return [*np.diff(times), times[-1] - times[0]]
+
+    gradients = jax.tree.map(jnp.zeros_like, trained_trees(state.lora, state.norms, state.weights, config))
+
+    def all_reduce(_: int) -> float:
+        replicas.agree()
+        began = time.perf_counter()
+        jax.block_until_ready(replicas.sum(gradients))
+        return time.perf_counter() - began
+
+    began = time.perf_counter()
+    step(0)
+    first = time.perf_counter() - began
+    steps = replicas.gather([step(i + 1) for i in range(args.repeats)])  # [replica][repeat][phase]
+    sums = replicas.gather([all_reduce(i) for i in range(args.repeats + 1)][1:])
+    slowest, fastest = np.max(steps, axis=0), np.min(steps, axis=0)
+    seconds = {f"{name}_seconds": float(np.median(slowest[:, i])) for i, name in enumerate(PHASES)}
+    seconds["gather_seconds"] = float(np.median(fastest[:, PHASES.index("gather")]))
+    lengths = {name: getattr(args, name) for name in ("group", "prompt_len", "completion_len", "lengths", "lora_rank")}
+    return {
+        "model": args.size.lower(),
+        "format": args.format,
+        "kind": kind,
+        "devices": replicas.count,
+        "batch": batch,
+        **lengths,
+        "tokens_per_micro_batch": plan.pack.tokens,
+        "seconds": seconds["step_seconds"],
+        **seconds,
+        "all_reduce_seconds": statistics.median(np.max(sums, axis=0).tolist()) if replicas.count > 1 else 0.0,
+        "first_call_s": first,
+        "tokens_per_s": int(limits.sum()) / seconds["step_seconds"],
+    }
+
+
+def result(place: Path, seconds: float) -> dict[str, Any]:
+    """What a run of `train` reached."""
+    evaluation, metrics = place / EVALUATION_FILE, place / METRICS_FILE
+    found = json.loads(evaluation.read_text()) if evaluation.exists() else {}
+    steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    return {"seconds": seconds, "steps": steps} | {f"accuracy_{name}": found[name]["accuracy"] for name in found}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the scaling of each case against one device: work a second a device for weak, and speed-up for strong."""
+    alone = {row["batch"]: row for row in rows if row["kind"] == "one"}
+    for row in rows:
+        if row["kind"] not in ("weak", "strong"):
+            continue
+        base = alone.get(row["batch"] // row["devices"] if row["kind"] == "weak" else row["batch"])
+        if base is None or any(base[name] != row[name] for name in ("model", "format", "lengths", "completion_len")):
+            continue
+        ratios = {name: base[f"{name}_seconds"] / row[f"{name}_seconds"] for name in ("rollout", "update", "step")}
+        print(
+            f"{row['kind']}, {row['devices']} devices, batch {row['batch']}: "
+            + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+            + f"; gather {1e3 * row['gather_seconds']:.1f} ms, all-reduce {1e3 * row['all_reduce_seconds']:.1f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()
