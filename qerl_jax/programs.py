@@ -25,6 +25,7 @@ from qerl_kernels.kernel_programs import kernel_programs
 
 from qerl_jax.compilation import is_committed
 
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
 _LOAD_SECONDS = 0.5  # for a program from the persistent cache; of one that it compiles, XLA needs no kernel before
 _SWITCH_SECONDS = 5e-4
 _FROZEN_BY_THE_PROCESS = 10_000  # objects, fewer than jax has; Python 3.12 begins with some hundred frozen ones
@@ -163,18 +164,21 @@ class Ahead:
       done: called with one line for people by the first call after everything is compiled.
 
     Attributes:
+      cached: programs that the persistent cache had.
+      seconds: from the start until everything was compiled; 0 before.
       waited: seconds that calls have waited for their programs.
     """
 
     def __init__(self, threads: int | None = None, done: Callable[[str], None] = lambda line: None) -> None:
-        self._began, self._done, self.waited = time.perf_counter(), done, 0.0
+        self._began, self._done, self.waited, self.seconds, self.cached = time.perf_counter(), done, 0.0, 0.0, 0
         self._compilers = ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
         self._recorder, self._recordings = ThreadPoolExecutor(1), []
         self._known: dict[Hashable, Recorded] = {}
         self._ready: dict[Hashable, Future] = {}  # for each program; done when its compilation has ended
         self._kernels: set[bytes] = set()
         self._changed, self._cancelled = threading.Condition(), threading.Event()
-        self._has_frozen = False
+        self._has_frozen, self._here = False, threading.local()
+        jax.monitoring.register_event_listener(self._listen)
 
     def submit(self, function: Callable, *args: Any) -> None:
         """Record `function(*args)` in the background, after what was submitted before, and compile its programs."""
@@ -203,7 +207,7 @@ class Ahead:
         try:
             lowered = recorded.traced.lower()
             kernels = kernel_programs(lowered)
-            compiling, begun = self._compilers.submit(lowered.compile), time.monotonic()
+            compiling, begun = self._compilers.submit(self._compile, lowered), time.monotonic()
         except BaseException:
             ready.set_result(None)
             raise
@@ -212,6 +216,22 @@ class Ahead:
             self._compilers.submit(_compile_kernel, kernels[name], compiling, begun, self._cancelled)
         self._kernels |= kernels.keys()
         return compiling
+
+    def _compile(self, lowered: jax.stages.Lowered) -> None:
+        self._here.is_cached = False
+        lowered.compile()
+        with self._changed:
+            self.cached += self._here.is_cached
+
+    def _listen(self, event: str, **_: Any) -> None:
+        """Called in the thread that compiles."""
+        if event == _CACHE_HIT:
+            self._here.is_cached = True
+
+    @property
+    def programs(self) -> int:
+        """Programs begun."""
+        return len(self._ready)
 
     def __enter__(self) -> Self:
         self._token = _caller.set(self._call)
@@ -227,6 +247,8 @@ class Ahead:
         """Begin no further program; those that are being compiled go on, and nobody waits for them. (Python does when
         it exits: a thread that dies within the compiler takes the process along.)
         """
+        if not self._cancelled.is_set():
+            jax.monitoring.unregister_event_listener(self._listen)
         self._cancelled.set()
         for executor in (self._recorder, self._compilers):
             executor.shutdown(wait=False, cancel_futures=True)
@@ -241,8 +263,10 @@ class Ahead:
         now = time.perf_counter()
         self.waited += now - began
         if is_over:
-            seconds = f"{now - self._began:.1f} s, {self.waited:.1f} s of which were waited for"
-            self._done(f"compiled {len(self._ready)} programs in {seconds}")
+            self.seconds = now - self._began
+            loaded = f" and loaded {self.cached} from the cache" if self.cached else ""
+            seconds = f"{self.seconds:.1f} s, {self.waited:.1f} s of which were waited for"
+            self._done(f"compiled {self.programs - self.cached} programs{loaded} in {seconds}")
         return jitted(*args, **kwargs)
 
     def _is_recorded(self) -> bool:
