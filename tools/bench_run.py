@@ -1,36 +1,38 @@
-"""Steps of a bundled recipe by `qerl_jax.train` itself, on random weights of its size: seconds, tokens and memory.
+"""A whole run of `qerl_jax.train`: where its seconds go, which share of the tokens it trains, what it compiles.
 
-    python tools/bench_recipe.py gsm8k-7b-nvfp4 --tokenizer DIR [--problems FILE.jsonl] [--steps 3] [--out DIR]
-        [--KEY VALUE ...]
+    python tools/bench_run.py --out DIR [--name NAME] FLAGS OF qerl_jax.train …
+    python tools/bench_run.py --out DIR --random 7B --tokenizer DIR [--equal 0.5] --config gsm8k-7b-nvfp4 --dataset
+        FILE.jsonl --eval-dataset none --max-steps 8
 
-Everything but the weights is the recipe's: prompts through the real tokenizer, rollout, grading, updates, checkpoints;
-without evaluations. Random weights never draw an EOS, so completions end at limits drawn here: twice the tokens of a
-GSM8K reference solution (log-normal, around 210 tokens), and for one completion in fifty the recipe's own limit, as
-completions that never stop have it. `--problems` gives prompts and solutions (`question`, `answer`); without it prompts
-are generated sentences of GSM8K's length. `--KEY VALUE` overrides a key of the recipe, for example
-`--tokens-per-micro-batch 2304`.
+Each call adds a row to run.json and draws all rows of the file as bars, run.png: seconds of a step (medians over those
+after the first) and of the run, from the start of the process. Medians hide steps with a checkpoint; the run has them.
 
-Medians over the steps after the first go into recipe.json in `--out`, with the compilations of the last step; the first
-step's seconds are printed beside, so that compile time is seen.
+`--random SIZE` takes random weights of the published shapes. They never draw an EOS, so completions end at limits drawn
+here: twice the tokens of a GSM8K reference solution (log-normal, around 210), and for one completion in fifty the
+config's own limit, as completions that never stop have it. Rewards of random text are all equal and would leave nothing
+to update: after grading they are replaced by 0 and 1 in turn, or by 1 alone in a share `--equal` of the groups.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import lzma
-import math
+import os
 import shutil
 import statistics
 import tempfile
 import time
 import unittest.mock
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 from make_checkpoint import SIZES, hf_config
 from random_policy import random_policy
@@ -42,46 +44,128 @@ from qerl_jax import train
 from qerl_jax.checkpoint.run_files import METRICS_FILE
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
+from qerl_jax.rewards.functions import score
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run import prepare
 from qerl_jax.run.devices import device_bytes, use_device_memory
 from qerl_jax.run.memory import memory_report
-from qerl_jax.train import parse
 from qerl_jax.types import Policy
 
 PHASES = ("rollout", "grading", "update")
+RUN_PHASES = ("start", "compile", "evaluation", *PHASES, "checkpoint", "rest")  # compile: what was waited for
 MEDIAN_TOKENS, SPREAD = 210, 0.45  # log-normal, of twice the length of a GSM8K reference solution
 NEVER_STOPS = 0.02
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="name of a bundled config, as gsm8k-7b-nvfp4")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="directory of a Qwen2.5 tokenizer")
-    parser.add_argument("--problems", type=Path, help="jsonl with question and answer")
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", help="of the row; default: the model's")
+    parser.add_argument("--random", choices=SIZES, help="random weights of this size")
+    parser.add_argument("--tokenizer", type=Path, help="with --random: directory of a tokenizer")
+    parser.add_argument("--equal", type=float, default=0.0, help="with --random: share of groups with equal rewards")
     add_commit(parser)
-    args, overrides = parser.parse_known_args()
+    args, flags = parser.parse_known_args(argv)
+    if (args.random is None) != (args.tokenizer is None):
+        parser.error("--random and --tokenizer go together")
     use_device_memory()
-    size = next(size for size in SIZES if f"-{size.lower()}-" in args.recipe)
-    with tempfile.TemporaryDirectory() as folder:
-        model = model_directory(Path(folder) / size, size, args.tokenizer)
-        problems = args.problems or write_problems(Path(folder) / "problems.jsonl")
-        flags = {
-            "model": model,
-            "dataset": problems,
-            "output_dir": Path(folder) / "run",
-            "eval_dataset": None,
-        }
-        own = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-        config = parse(["--config", args.recipe, *own, *overrides])
-        config = dataclasses.replace(config, max_steps=args.steps * config.num_iterations)
-        lengths = reference_lengths(args.problems, load_tokenizer(model)) if args.problems else None
-        started = time.perf_counter()
-        rows = run(config, size, model, lengths)
-        report(args, config, rows, time.perf_counter() - started)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if "--output-dir" not in flags:
+            flags += ["--output-dir", str(Path(folder) / "run")]
+        if args.random:
+            model = model_directory(Path(folder) / args.random, args.random, args.tokenizer)
+            flags += ["--model", str(model)]
+            stand_in(stack, args.random, model, args.equal)
+        config = train.parse(flags)
+        row = measured_run(config)
+    about = {
+        "name": args.name or args.random or Path(config.model).name,
+        "weight_format": config.weight_format or "stored",
+        "random": bool(args.random),
+        **({"equal": args.equal} if args.random else {}),
+        "batch": config.batch_size,
+        "group": config.num_generations,
+        "prompt_len": config.max_prompt_length,
+        "completion_len": config.max_completion_length,
+        "num_iterations": config.num_iterations,
+        "gpu": jax.local_devices()[0].device_kind,
+    }
+    print(json.dumps(about | row, indent=1))
+    write_rows(args.out / "run.json", [about | row], args.commit)
+    draw(args.out)
+
+
+def measured_run(config: Config) -> dict[str, Any]:
+    """The measured fields of a run's row."""
+    ends: list[float] = []
+    found: dict[str, Any] = {}
+
+    def begin(*loaded: Any, original: Any = train.begin_run) -> Any:
+        found["start"] = since_start()
+        return original(*loaded)
+
+    def finish(run: prepare.Run, recorder: Any, state: Any, original: Any = train.finish_run) -> None:
+        original(run, recorder, state)
+        ahead = run.programs
+        found.update(recorder.phases.totals, compiled=ahead.programs - ahead.cached, cached=ahead.cached)
+        found.update(compile_s=ahead.seconds, compile=ahead.waited)
+
+    patch = unittest.mock.patch.object
+    with patch(train, "begin_run", begin), patch(train, "finish_run", finish):
+        train.train(config, on_step=lambda metrics, state: ends.append(since_start()))
+    seconds = since_start()
+    lines = (Path(config.output_dir) / METRICS_FILE).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    later, step_times = rows[1:] or rows, np.diff(ends).tolist() or [rows[0]["step_time"]]
+    median = {phase: statistics.median(row[f"time/{phase}"] for row in later) for phase in PHASES}
+    run_s = {name: found.pop(name, 0.0) for name in RUN_PHASES}
+    run_s["rest"] = seconds - sum(run_s.values())
+    tokens = sum(row["tokens"] for row in rows)
+    planned = memory_report(config, device_bytes()).memory
+    return {
+        "steps": len(rows),
+        "step_s": statistics.median(step_times),
+        **{f"{phase}_s": value for phase, value in median.items()},
+        "first_step_end_s": ends[0],
+        "seconds": seconds,
+        "run_s": run_s,
+        "tokens": statistics.median(row["completions/mean_length"] for row in later) * config.batch_size,
+        "equal_groups": statistics.mean(row["frac_reward_zero_std"] for row in rows),
+        "trained_share": sum(row["trained_tokens"] for row in rows) / tokens if tokens else 0.0,
+        "compilations_last_step": rows[-1]["compilations"],
+        **found,
+        "peak_bytes": peak_bytes(),
+        "predicted_bytes": max(planned.rollout, planned.update),
+    }
+
+
+def since_start() -> float:
+    """Seconds since the process began (Linux)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def draw(out: Path) -> None:
+    """run.png: the rows of run.json as stacked bars, a median step and the whole run. TRL's steps are in one piece."""
+    rows = json.loads((out / "run.json").read_text())["rows"]
+    figure, axes = plt.subplots(2, 1, figsize=(9, 2 + 0.8 * len(rows)), layout="constrained")
+    steps = [{phase: row.get(f"{phase}_s", 0.0) for phase in PHASES} for row in rows]
+    steps = [parts | {"rest": row["step_s"] - sum(parts.values())} for parts, row in zip(steps, rows, strict=True)]
+    colors = dict(zip(RUN_PHASES, plt.get_cmap("tab10").colors, strict=False))
+    for axis, bars, title in ((axes[0], steps, "a step"), (axes[1], [row["run_s"] for row in rows], "the run")):
+        left = np.zeros(len(rows))
+        for phase in RUN_PHASES:
+            widths = np.array([bar.get(phase, 0.0) for bar in bars])
+            if widths.any():
+                axis.barh(range(len(rows)), widths, left=left, label=phase, color=colors[phase])
+            left += widths
+        axis.set_yticks(range(len(rows)), [f"{row['name']} {row['weight_format']}" for row in rows])
+        axis.invert_yaxis()
+        axis.set_xlabel(f"seconds of {title}")
+        axis.legend(fontsize="small")
+    figure.savefig(out / "run.png", dpi=120)
+    plt.close(figure)
 
 
 def model_directory(path: Path, size: str, tokenizer: Path) -> Path:
@@ -96,103 +180,31 @@ def model_directory(path: Path, size: str, tokenizer: Path) -> Path:
     return path
 
 
-def write_problems(path: Path, count: int = 512) -> Path:
-    """Problems whose questions have as many words as those of GSM8K (log-normal, around 43)."""
-    rng = np.random.default_rng(0)
-    words = [
-        "a",
-        "the",
-        "of",
-        "sells",
-        "apples",
-        "hours",
-        "each",
-        "day",
-        "how",
-        "many",
-        "cost",
-        "left",
-        "then",
-        "twice",
-    ]
-    lines = []
-    for _ in range(count):
-        length = int(np.clip(rng.lognormal(math.log(43), 0.4), 12, 180))
-        answer = int(rng.integers(1, 500))
-        lines.append(
-            {"question": " ".join(rng.choice(words, length)) + "?", "answer": f"It is {answer}.\n#### {answer}"}
-        )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def reference_lengths(problems: Path, tokenizer: Any) -> np.ndarray:
-    """Twice the tokens of each reference solution."""
-    answers = [json.loads(line)["answer"] for line in problems.read_text().splitlines()[:2000]]
-    return np.array([2 * len(tokenizer(answer)["input_ids"]) for answer in answers])
-
-
-def run(config: Config, size: str, model: Path, lengths: np.ndarray | None) -> list[dict]:
-    """Records of the run's steps."""
+def stand_in(stack: contextlib.ExitStack, size: str, model: Path, equal: float) -> None:
+    """Random weights, drawn lengths and drawn rewards in place of a run's, until the stack ends."""
     rng = np.random.default_rng(1)
 
     def load(config: Config, console: Console) -> Policy:
         del console  # nothing is read, so there is no progress to show
-        stored = config.weight_format or "nvfp4"
-        policy = random_policy(
-            size, stored, config.lora, config.matmul_kernel or "mosaic_gpu", dtype=jnp.dtype(config.dtype)
-        )
+        stored, dtype = config.weight_format or "nvfp4", jnp.dtype(config.dtype)
+        policy = random_policy(size, stored, config.lora, config.matmul_kernel, dtype=dtype)
         return dataclasses.replace(policy, tokenizer=load_tokenizer(model), source=str(model))
 
-    def limited(policy, prompts, sampling, key, engine=None):
+    def limited(policy: Policy, prompts: Any, sampling: Any, key: jax.Array, engine: Any = None) -> Any:
         rows = prompts.lengths.shape[0] * sampling.num_generations
-        drawn = rng.lognormal(math.log(MEDIAN_TOKENS), SPREAD, rows) if lengths is None else rng.choice(lengths, rows)
-        drawn = np.where(rng.random(rows) < NEVER_STOPS, sampling.max_new_tokens, drawn)
-        return generate(policy, prompts, sampling, key, engine, np.clip(drawn, 8, sampling.max_new_tokens).astype(int))
+        lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, rows)
+        lengths = np.where(rng.random(rows) < NEVER_STOPS, sampling.max_new_tokens, lengths)
+        limits = np.clip(lengths, 8, sampling.max_new_tokens).astype(int)
+        return generate(policy, prompts, sampling, key, engine, np.minimum(limits, sampling.max_new_tokens))
 
-    with (
-        unittest.mock.patch.object(prepare, "load", load),
-        unittest.mock.patch.object(train, "generate", limited),
-    ):
-        train.train(config)
-    return [json.loads(line) for line in (Path(config.output_dir) / METRICS_FILE).read_text().splitlines()]
+    def drawn(rewards: Any, weights: Any, prompts: Sequence[str], *rest: Any, **columns: Any) -> tuple:
+        _, parts = score(rewards, weights, prompts, *rest, **columns)
+        index = np.asarray(columns["prompt_index"])
+        values, is_equal = np.arange(len(index)) % 2.0, rng.random(index.max() + 1) < equal
+        return np.where(is_equal[index], 1.0, values).tolist(), parts
 
-
-def report(args: argparse.Namespace, config: Config, rows: list[dict], seconds: float) -> None:
-    """Print the steps and write recipe.json."""
-    for row in rows:
-        times = ", ".join(f"{phase} {row[f'time/{phase}']:.2f}" for phase in PHASES)
-        print(
-            f"step {row['step']}: {times} s, {row['tokens']:.0f} tokens in the loss, {row['compilations']} compilations"
-        )
-    later = rows[1:] or rows
-    found = {phase: statistics.median(row[f"time/{phase}"] for row in later) for phase in PHASES}
-    found["step"] = sum(found.values())
-    tokens = statistics.median(row["completions/mean_length"] for row in later) * config.batch_size
-    memory = memory_report(config, device_bytes()).memory
-    predicted = max(memory.rollout, memory.update)
-    print(
-        f"median: {found['step']:.2f} s a step, peak {peak_bytes() / 1e9:.2f} GB (--dry-run says "
-        f"{memory.rollout / 1e9:.2f} in the rollout, {memory.update / 1e9:.2f} in the update); run {seconds:.1f} s"
-    )
-    write_rows(
-        args.out / "recipe.json",
-        [
-            {
-                "recipe": args.recipe,
-                "phase": phase,
-                "seconds": value,
-                "tokens": tokens,
-                "peak_bytes": peak_bytes(),
-                "predicted_bytes": predicted,
-                "compilations": rows[-1]["compilations"],
-                "first_call_s": rows[0][f"time/{phase}"] if phase in PHASES else None,
-                "gpu": jax.local_devices()[0].device_kind,
-            }
-            for phase, value in found.items()
-        ],
-        args.commit,
-    )
+    for module, name, function in ((prepare, "load", load), (train, "generate", limited), (train, "score", drawn)):
+        stack.enter_context(unittest.mock.patch.object(module, name, function))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Axes: B sequences, C tokens, V vocab.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,7 @@ from qerl_kernels.batch_invariant import ordered
 
 from qerl_jax.types import Distribution
 
+_BLOCK = 512  # tokens of the vocabulary drawn from together, at most; a power of two that divides its size
 _DIGIT = 3  # bits of the threshold found in one pass over the vocabulary
 
 
@@ -75,7 +77,7 @@ def sample(
     logits: Float32[Array, "B V"], distribution: Distribution, keys: Array, batch_invariant: bool = False
 ) -> tuple[Int32[Array, " B"], Float32[Array, " B"], Float32[Array, " B"]]:
     """Sample one token a row, with its log-probability under the sampled distribution and the entropy of the policy,
-    in nats (both 0 for greedy decoding).
+    in nats (both 0 for greedy decoding). The log-probability is not finite where the row's largest logit is not.
 
     Args:
       logits: logits of the model.
@@ -85,16 +87,32 @@ def sample(
     """
     if distribution.temperature is None:
         tokens = jnp.argmax(logits, axis=-1)
-        return tokens.astype(jnp.int32), *[jnp.zeros(tokens.shape, jnp.float32)] * 2
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        return tokens.astype(jnp.int32), jnp.where(jnp.isfinite(chosen), 0, jnp.nan), jnp.zeros_like(chosen)
     kept = sampled_logits(logits, distribution)
     total, entropy = normalizer_and_entropy(logits / distribution.temperature)
     if distribution.truncates:
         total = jax.nn.logsumexp(kept, axis=-1)
     if batch_invariant:  # XLA may fuse the draw with these sums or with the maximum
         kept, total, entropy, keys = ordered(kept, total, entropy, keys)
-    tokens = jax.vmap(jax.random.categorical)(keys, kept)
+    tokens = _draw(kept, keys)
     chosen = jnp.take_along_axis(kept, tokens[:, None], axis=-1)[:, 0]
     return tokens.astype(jnp.int32), chosen - total, entropy
+
+
+def _draw(logits: Float32[Array, "B V"], keys: Array) -> Int32[Array, " B"]:
+    """A token of each row's softmax: a block of neighbouring tokens by its probability, then a token of that block.
+    Over 151,936 tokens that takes 1,315 random numbers; one for each token took a tenth of a decode step.
+    """
+    count, vocab = logits.shape
+    size, draw = math.gcd(vocab, _BLOCK), jax.vmap(jax.random.categorical)
+    if size == vocab:
+        return draw(keys, logits)
+    blocks, halves = logits.reshape(count, -1, size), jax.vmap(jax.random.split)(keys)
+    mass = jnp.sum(jnp.exp(blocks - jnp.max(logits, axis=-1)[:, None, None]), axis=-1)
+    block = draw(halves[:, 0], jnp.log(mass))
+    tokens = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * size + draw(halves[:, 1], tokens)
 
 
 def normalizer_and_entropy(logits: Float32[Array, "B V"]) -> tuple[Float32[Array, " B"], Float32[Array, " B"]]:

@@ -198,15 +198,14 @@ def _decode_step(
     is all that a new sequence needs.
     """
 
-    def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array, Array]:
-        logits = model.logits(hidden)
-        return ~jnp.isfinite(jnp.max(logits, axis=-1)), *sample(logits, distribution, token_keys, batch_invariant)
+    def draw(hidden: Array, token_keys: Array) -> tuple[Array, Array, Array]:
+        return sample(model.logits(hidden), distribution, token_keys, batch_invariant)
 
     prompt_lengths = prompt_cache.lengths[slots.prompt_slots]
     token_keys = keys.for_positions(slots.keys, prompt_lengths + slots.lengths)
     drawing = functools.partial(in_blocks, draw) if batch_invariant else draw
-    broken, token, logprob, entropy = drawing(slots.hidden, token_keys)
-    failed = slots.active & broken
+    token, logprob, entropy = drawing(slots.hidden, token_keys)
+    failed = slots.active & ~jnp.isfinite(logprob)
     live = slots.active & ~failed
     ended = live & jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
     lengths = slots.lengths + live

@@ -86,6 +86,16 @@ def test_entropy_is_that_of_the_softmax_at_the_temperature_before_truncation(log
     np.testing.assert_allclose(entropy, -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=1), atol=2e-5)
 
 
+@pytest.mark.parametrize("sampling", [*SETTINGS, Sampling(1, temperature=0)], ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_without_a_finite_largest_logit_has_no_finite_logprob(logits, sampling, value):
+    """One NaN or infinity among 30 logits, or nothing but −infinity; the other rows have one."""
+    rows = logits.copy()
+    rows[3, 7 if value != -np.inf else slice(None)] = value
+    logprobs = sample(jnp.asarray(rows), sampling.distribution, jax.random.split(jax.random.key(0), 8))[1]
+    assert np.isfinite(logprobs).tolist() == [row != 3 for row in range(8)]
+
+
 def test_greedy_takes_the_first_of_the_likeliest():
     logits = jnp.asarray([[0.0, 5.0, 5.0], [3.0, 1.0, 2.0]])
     tokens, logprobs, entropy = sample(
@@ -98,14 +108,16 @@ def test_greedy_takes_the_first_of_the_likeliest():
     "sampling", [Sampling(1, 0.7), Sampling(1, top_k=4), Sampling(1, top_p=0.8), Sampling(1, min_p=0.2)], ids=str
 )
 def test_draws_follow_the_distribution_and_report_its_logprob(sampling):
-    """Chi-square over 20,000 draws with fixed keys; 99.99 % quantiles by Wilson and Hilferty."""
-    row = np.random.default_rng(1).normal(size=9).astype(np.float32)
+    """Chi-square over 20,000 draws from three blocks of four tokens, with fixed keys; 99.99 % quantiles by Wilson and
+    Hilferty.
+    """
+    row = np.random.default_rng(1).normal(size=12).astype(np.float32)
     count = 20_000
-    logits = jnp.broadcast_to(jnp.asarray(row), (count, 9))
+    logits = jnp.broadcast_to(jnp.asarray(row), (count, 12))
     keys = jax.random.split(jax.random.key(3), count)
     tokens, logprobs, _ = jax.jit(sample)(logits, sampling.distribution, keys)
     p = slow(row, sampling)
-    observed = np.bincount(np.asarray(tokens), minlength=9)
+    observed = np.bincount(np.asarray(tokens), minlength=12)
     assert observed[p == 0].sum() == 0
     live = p > 0
     chi2 = ((observed[live] - count * p[live]) ** 2 / (count * p[live])).sum()

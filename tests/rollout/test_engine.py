@@ -353,7 +353,7 @@ def test_every_key_of_a_run_is_another():
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_row_with_a_broken_logit_fails_alone(policy, free, value):
-    """NaN or infinity in the embedding of a token that only prompt 3 contains."""
+    """NaN or infinity in the embedding of a token that only prompt 3 contains. Greedy decoding fails it, too."""
     used = {token for ids in [*PROMPTS, *completion_ids(free)] for token in ids}
     token = next(t for t in range(64) if t not in used)
     poisoned = policy.replace(
@@ -364,6 +364,8 @@ def test_a_row_with_a_broken_logit_fails_alone(policy, free, value):
     for row in (6, 7):
         assert int(rollout.finish[row]) == FinishReason.FAILED and int(rollout.lengths[row]) == 2
         assert (np.asarray(rollout.tokens[row, 2:]) == PAD).all() and (np.asarray(rollout.logprobs[row]) == 0).all()
+    greedy = generate(poisoned, [*PROMPTS[:3], [40, token]], FREE.replace(temperature=0), KEY)
+    assert [finish == FinishReason.FAILED for finish in greedy.finish.tolist()] == [False] * 6 + [True] * 2
 
 
 class Letters:
