@@ -21,11 +21,17 @@ def zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.float32)
 
 
-def test_a_function_without_axes():
-    @checked
-    def half(x: float) -> int:
-        return x / 2
+@checked
+def half(x: float) -> int:
+    return x / 2
 
+
+@checked
+def added(x: Rows, y: Float32[np.ndarray, " B"] | None = None) -> Float32[np.ndarray, " B"]:
+    return x[:, 0] if y is None else x[0]
+
+
+def test_a_function_without_axes():
     with pytest.raises(BeartypeCallHintReturnViolation):
         half(3)
     with pytest.raises(BeartypeCallHintParamViolation):
@@ -51,10 +57,6 @@ def test_axes_are_found_in_what_holds_them(hint):
 
 
 def test_an_axis_has_one_size_in_a_call():
-    @checked
-    def added(x: Rows, y: Float32[np.ndarray, " B"] | None = None) -> Float32[np.ndarray, " B"]:
-        return x[:, 0] if y is None else x[0]
-
     assert added(zeros(2, 3)).shape == (2,) and added(zeros(3, 3), zeros(3)).shape == (3,)
     with pytest.raises(TypeCheckError):
         added(zeros(2, 3), zeros(3))
