@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from qerl_jax.compilation import CompilationCounter, default_cache_dir, settled, use_compilation_cache
 
 CACHED = """
-import sys, numpy as np
+import numpy as np
 from qerl_jax.compilation import CompilationCounter, use_compilation_cache
 from qerl_jax.programs import Ahead, program
-directory = None if sys.argv[1] == "default" else sys.argv[1]
-print(use_compilation_cache(directory))
+print(use_compilation_cache(None))
 with CompilationCounter() as counter, Ahead(2, print) as ahead:
     function = program(lambda x: x + 2)
     ahead.submit(function, np.ones(3))
@@ -28,52 +29,61 @@ print(counter.take())
 """
 
 
-def run_cached(directory: str, **environment: str) -> list[str]:
+def run_cached(**environment: str) -> list[str]:
     cleared = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
-    command = [sys.executable, "-c", CACHED, directory]
-    ran = subprocess.run(
-        command, env=cleared | {"JAX_PLATFORMS": "cpu"} | environment, capture_output=True, text=True, check=True
-    )
+    environment = cleared | {"JAX_PLATFORMS": "cpu"} | environment
+    ran = subprocess.run([sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=True)
     return ran.stdout.splitlines()
 
 
-def test_programs_are_kept_in_the_users_cache_folder(tmp_path):
+def test_programs_are_kept_in_the_users_cache_folder_or_where_jax_has_its_own(tmp_path):
     """A program that takes milliseconds to compile is kept, too; the second process loads it, and says so."""
     folder = tmp_path / "qerl-jax" / "compiled"
     said = f"compiled programs are kept in {folder} (compilation_cache_dir)"
-    for counted in ("compiled 1 programs in", "compiled 0 programs and loaded 1 from the cache in"):
-        first, told, names = run_cached("default", XDG_CACHE_HOME=str(tmp_path))
+    for environment, counted in (
+        ({"XDG_CACHE_HOME": str(tmp_path)}, "compiled 1 programs in"),
+        ({"JAX_COMPILATION_CACHE_DIR": str(folder)}, "compiled 0 programs and loaded 1 from the cache in"),
+    ):
+        first, told, names = run_cached(**environment)
         assert (first, names) == (said, "['jit(<lambda>)']") and told.startswith(counted)
         assert len(list(folder.glob("jit__lambda*-cache"))) == 1
 
 
-def test_the_cache_can_be_moved_limited_and_turned_off(tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    assert str(elsewhere) in run_cached("default", JAX_COMPILATION_CACHE_DIR=str(elsewhere))[0]
-    assert list(elsewhere.iterdir())
-    run_cached(str(tmp_path / "mine"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="60")
-    assert not list((tmp_path / "mine").iterdir())
-    off = run_cached("none", XDG_CACHE_HOME=str(tmp_path / "off"), JAX_COMPILATION_CACHE_DIR=str(elsewhere))
-    assert "no compilation cache" in off[0] and not (tmp_path / "off").exists()
-    file = tmp_path / "file"
-    file.touch()
-    assert "not writable" in run_cached(str(file))[0]
+SETTINGS = ("compilation_cache_dir", "enable_compilation_cache", "persistent_cache_min_compile_time_secs")
+
+
+@pytest.fixture
+def settings() -> Iterator[Callable[[], tuple]]:
+    """JAX's own of the cache, as they are at a call; put back afterwards."""
+    read = lambda: tuple(getattr(jax.config, f"jax_{name}") for name in SETTINGS)  # noqa: E731
+    before = read()
+    yield read
+    for name, value in zip(SETTINGS, before, strict=True):
+        jax.config.update(f"jax_{name}", value)
+
+
+def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path, monkeypatch):
+    mine, limit = str(tmp_path / "mine"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 60)
+    monkeypatch.setenv(limit, "60")
+    use_compilation_cache(mine)
+    assert settings() == (mine, True, 60)
+    monkeypatch.delenv(limit)
+    assert use_compilation_cache(mine) == f"compiled programs are kept in {mine} (compilation_cache_dir)"
+    assert settings() == (mine, True, 0)
+    assert "no compilation cache" in use_compilation_cache("none") and settings()[0] is None
+    (tmp_path / "file").touch()
+    assert f"{tmp_path / 'file'} is not writable" in use_compilation_cache(str(tmp_path / "file"))
+    assert settings()[0] is None
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert "no compilation cache" in use_compilation_cache(str(tmp_path / "unused"))
+    assert not (tmp_path / "unused").exists()
 
 
 def test_the_default_directory(monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert default_cache_dir() == Path.home() / ".cache" / "qerl-jax" / "compiled"
-
-
-def test_a_disabled_cache_stays_disabled(tmp_path):
-    was = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        assert "no compilation cache" in use_compilation_cache(str(tmp_path / "unused"))
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was)
-    assert not (tmp_path / "unused").exists()
 
 
 def test_the_counter_names_what_is_compiled_once():
