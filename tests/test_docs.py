@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import importlib
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,34 +28,28 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-def test_the_tables_of_the_config_are_the_codes():
+def test_the_tables_of_the_config_are_the_codes(tool):
     """`docs/config.md` has every field with its default and docstring, `docs/migration.md` every foreign name."""
-    tool = [sys.executable, str(ROOT / "tools" / "config_docs.py"), "--check"]
-    done = subprocess.run(tool, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    for page, text in tool("config_docs").pages().items():
+        assert page.read_text() == text, "run python tools/config_docs.py"
 
 
-def test_the_guide_runs(tmp_path):
-    """One program for all Python blocks, which share their names, with the commands between them, in one directory."""
-    program = ["import importlib"]
+def test_the_guide_runs(tmp_path, monkeypatch, capfd):
+    """All Python blocks, which share their names, and the commands between them, in one directory and this process."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
     for language, text in blocks((ROOT / "docs" / "guide.md").read_text()):
         assert language in ("bash", "python"), f"a block of {language} is run by nobody"
         if language == "python":
-            program.append(text)
+            exec(text, names)
         else:
-            command = shlex.split(text.replace("\\\n", " "))
-            assert command[:2] == ["python", "-m"]  # here its main(), because starting Python anew costs seconds each
-            program.append(f"assert importlib.import_module({command[2]!r}).main({command[3:]!r}) == 0")
-    (tmp_path / "guide.py").write_text("\n".join(program))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "guide.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "Dry run: no weights were loaded" in run.stdout and "step 3  sigma 0.0005" in run.stdout
-    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").exists()
-    metrics = (tmp_path / "runs" / "pens" / "metrics.jsonl").read_text()
-    assert metrics.count("rewards/my_reward.py:brevity/mean") == 2
+            python, option, module, *flags = shlex.split(text.replace("\\\n", " "))
+            assert (python, option) == ("python", "-m")
+            assert importlib.import_module(module).main(flags) == 0
+    said = capfd.readouterr().out
+    assert "Dry run: no weights were loaded" in said and "step 3  sigma 0.0005" in said
+    assert Path("my-adapter/adapter_model.safetensors").exists()
+    assert Path("runs/pens/metrics.jsonl").read_text().count("rewards/my_reward.py:brevity/mean") == 2
 
 
 def test_the_guide_names_the_fields_that_may_change_on_resume():

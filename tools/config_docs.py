@@ -1,19 +1,16 @@
 """Write `docs/config.md`, the table of the config's fields, and the tables of `docs/migration.md`.
 
-python tools/config_docs.py            # writes both
-python tools/config_docs.py --check    # exit code 1 if one is not what this would write
+python tools/config_docs.py
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
 import itertools
 import json
 import re
-import sys
 import textwrap
 from pathlib import Path
 
@@ -100,18 +97,11 @@ def defaults_table() -> list[str]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
-    check = parser.parse_args().check
-    for page, text in ((CONFIG, config_page()), (MIGRATION, migration_page())):
-        if check and (not page.exists() or page.read_text() != text):
-            print(f"{page} is out of date: run python tools/config_docs.py", file=sys.stderr)
-            return 1
-        if not check:
-            page.write_text(text)
-    return 0
+def pages() -> dict[Path, str]:
+    """The text of both pages."""
+    return {CONFIG: config_page(), MIGRATION: migration_page()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for page, text in pages().items():
+        page.write_text(text)
