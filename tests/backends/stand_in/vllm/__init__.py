@@ -155,7 +155,8 @@ class LLM:
         seeds = [int(np.random.default_rng(other.seed).integers(2**31)) for other in sampling_params]
         sampling = Sampling(own.max_tokens, own.temperature, own.top_k, own.top_p, own.min_p)
         policy = self.policy(lora_request)
-        rollout = generate(policy, Prompts.from_lists(tokens, seeds), sampling, jax.random.key(0))
+        prompts = Prompts.from_lists(tokens, seeds, length=self.most - own.max_tokens)  # one shape for all requests
+        rollout = generate(policy, prompts, sampling, jax.random.key(0))
         if own.temperature == 0:  # vLLM tells the log-probabilities of the model
             found = token_logprobs(policy, rollout.tokens, rollout.attention_mask)
             rollout = rollout.replace(logprobs=np.pad(found, ((0, 0), (1, 0))))
