@@ -17,7 +17,7 @@ import operator
 import random
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 NAME = "arithmetic"
 SPLITS = ("train", "heldout")
@@ -65,9 +65,12 @@ class WordProblem:
     template: tuple[str, ...]
 
 
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+
+
 def calculate(left: int, op: str, right: int) -> int:
     """`left op right` over the integers."""
-    return {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}[op](left, right)
+    return _OPERATORS[op](left, right)
 
 
 # A clause is its sentence and what it does to the running value v. Slots: {a} a two-digit number, {k}, {m} small ones,
@@ -212,31 +215,32 @@ def _draw(rng: random.Random, clauses: tuple[str, ...], pool: Sequence[int]) -> 
         value = 0
         for clause in clauses:
             text, effect = _CLAUSES[clause]
-            slots = {"a": rng.choice(pool), "k": rng.randint(2, 6), "m": rng.randint(2, 9)}
-            sentences.append(text.format(**words, **slots))
-            steps += _apply(effect, value, **slots)
-            value = slots["a"] if effect == "=a" else steps[-1].result if steps else value
+            a, k, m = rng.choice(pool), rng.randint(2, 6), rng.randint(2, 9)
+            sentences.append(text.format(**words, a=a, k=k, m=m))
+            steps += _apply(effect, value, a, k, m)
+            value = a if effect == "=a" else steps[-1].result if steps else value
         if all(_sensible(step) for step in steps):
             return WordProblem(" ".join(sentences), str(value), tuple(steps), clauses)
 
 
 def _apply(effect: str, v: int, a: int, k: int, m: int) -> list[Step]:
     """The operations of a clause on the running value v."""
-    product = Step(k, "*", m)
-    effects: dict[str, Callable[[], list[Step]]] = {
-        "": lambda: [],
-        "=a": lambda: [],
-        "=k*m": lambda: [product],
-        "+a": lambda: [Step(v, "+", a)],
-        "-a": lambda: [Step(v, "-", a)],
-        "*k": lambda: [Step(v, "*", k)],
-        "/k": lambda: [Step(v, "/", k)],
-        "+k*m": lambda: [product, Step(v, "+", product.result)],
-        "-k*m": lambda: [product, Step(v, "-", product.result)],
-        "a+": lambda: [Step(v, "+", a), Step(v, "+", v + a)],
-        "a-": lambda: [Step(v, "-", a), Step(v, "+", v - a)],
-    }
-    return effects[effect]()
+    match effect:
+        case "" | "=a":
+            return []
+        case "+a" | "-a":
+            return [Step(v, effect[0], a)]
+        case "*k" | "/k":
+            return [Step(v, effect[0], k)]
+        case "=k*m":
+            return [Step(k, "*", m)]
+        case "+k*m" | "-k*m":
+            return [Step(k, "*", m), Step(v, effect[0], k * m)]
+        case "a+":
+            return [Step(v, "+", a), Step(v, "+", v + a)]
+        case "a-":
+            return [Step(v, "-", a), Step(v, "+", v - a)]
+    raise ValueError(f"effect {effect!r} is not one of a clause's")
 
 
 def _sensible(step: Step) -> bool:
