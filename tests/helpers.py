@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.types import FinishReason, Policy, Sampling
 
 logits_of = jax.jit(policy_logits)
+_draw = jax.jit(sample)
 logprobs_of = jax.jit(token_logprobs, static_argnames=("temperature", "chunk"))
 
 
@@ -46,29 +46,20 @@ def with_norm_offsets(policy: Policy, seed: int, size: float = 0.1) -> Policy:
     return policy.replace(norms=norms)
 
 
-def plain_rollout(
-    policy: Policy,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    key: jax.Array,
-    logits_after: Callable[[Policy, jax.Array, int], jax.Array] | None = None,
-) -> list[tuple]:
+def plain_rollout(policy: Policy, prompts: list[list[int]], sampling: Sampling, key: jax.Array) -> list[tuple]:
     """(token ids, log-probabilities, finish) of every completion, without cache, slots or batch: the whole forward pass
-    of one row for each token. What the engine must agree with. `logits_after(policy, tokens, prompt length)` in place
-    of `policy_logits`.
+    of one row for each token. What the engine must agree with.
     """
-    forward = jax.jit(logits_after or (lambda policy, tokens, _: policy_logits(policy, tokens)))
-    draw = jax.jit(sample)
+    width = max(map(len, prompts)) + sampling.max_new_tokens  # one trace: what follows a token does not touch it
     rows = []
     for p, prompt in enumerate(prompts):
         for g in range(sampling.num_generations):
             row_key = keys.for_rows(key, jnp.array([p]), jnp.array([g]))
             ids, logprobs, finish = list(prompt), [], FinishReason.LENGTH
-            width = len(prompt) + sampling.max_new_tokens  # one trace: what follows a token does not touch it
             while len(logprobs) < sampling.max_new_tokens and finish == FinishReason.LENGTH:
                 padded = np.array([ids + [0] * (width - len(ids))], np.int32)
-                logits = forward(policy, padded, len(prompt))[:, len(ids) - 1]
-                token, logprob, _ = draw(
+                logits = logits_of(policy, padded)[:, len(ids) - 1]
+                token, logprob, _ = _draw(
                     logits, sampling.distribution, keys.for_positions(row_key, jnp.array([len(ids)]))
                 )
                 ids.append(int(token[0]))

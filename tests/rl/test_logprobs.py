@@ -51,7 +51,7 @@ def full(hidden, head, targets, temperature):
     return np.take_along_axis(logp, np.asarray(targets)[..., None], -1)[..., 0], -(np.exp(logp) * logp).sum(-1)
 
 
-@pytest.mark.parametrize(("chunk", "temperature"), [(1, 1.0), (3, 0.6), (14, 0.6), (1000, 1.0)])
+@pytest.mark.parametrize(("chunk", "temperature"), [(3, 0.6), (1000, 1.0)])
 def test_values_equal_the_full_softmax(case, chunk, temperature):
     hidden, head, targets = case
     sampling = Sampling(1, temperature=temperature)
@@ -61,13 +61,12 @@ def test_values_equal_the_full_softmax(case, chunk, temperature):
     np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [3, 14])
-def test_gradients_equal_those_of_the_full_softmax(case, chunk):
+def test_gradients_equal_those_of_the_full_softmax(case):
     hidden, head, targets = case
     probes = jnp.asarray(np.random.default_rng(1).normal(size=(2, B, T)), jnp.float32)
 
     def ours(hidden, head):
-        both = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6).distribution, chunk)
+        both = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6).distribution, 3)
         return sum(jnp.sum(probe * value) for probe, value in zip(probes, both, strict=True))
 
     def plain(hidden, head):

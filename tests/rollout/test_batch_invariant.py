@@ -32,7 +32,8 @@ def rollout(policy: Policy, chosen: list[int], group: int, engine: Engine) -> di
     return {row: (np.asarray(out.tokens[i]), np.asarray(out.logprobs[i])) for i, row in enumerate(rows)}
 
 
-@pytest.mark.parametrize("weight_format", [pytest.param("bf16", marks=pytest.mark.nightly), "nvfp4"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("weight_format", ["bf16", "nvfp4"])
 def test_rows_are_the_same_bits_beside_any_neighbours(weight_format):
     """The bundled policy in fp32: 18 sequences at once, against four in three slots with other chunks."""
     policy = randomized(fp32_policy(model_path("tiny"), weight_format=weight_format), 0)
@@ -76,9 +77,9 @@ def test_rows_are_the_same_bits_on_a_gpu(tmp_path, weight_format):
     assert_the_same_bits(wider(tmp_path, weight_format, "bfloat16", kernel))
 
 
-def test_each_prompt_is_prefilled_alone(monkeypatch):
+def test_each_prompt_is_prefilled_alone(tmp_path, monkeypatch):
     """A prefill's shape depends on its own prompt only; without the mode prompts are packed together."""
-    policy = randomized(fp32_policy(model_path("tiny"), weight_format="nvfp4"), 0)
+    policy = fp32_policy(small.bf16(tmp_path / "model", shards=1))
     original, seen = prefill.prefill, []
 
     def watched(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant):
