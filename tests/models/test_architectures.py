@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fp32_policy, logits_of, randomized
+from helpers import fp32_policy, logits_of, logprobs_of, randomized
 from oracles import torch_qwen2
 from updates import make_batch, make_config
 
@@ -47,7 +47,7 @@ def test_a_rollout_agrees_with_whole_sequences(tmp_path, kind, shape):
     policy = fp32_policy(tmp_path)
     prompts = [[3, 5, 7, 11, 2], [40, 41], [9] * 20]
     rollout = generate(policy, prompts, Sampling(24, num_generations=2), jax.random.key(0))
-    logp = token_logprobs(policy, rollout.tokens, rollout.attention_mask)
+    logp = logprobs_of(policy, rollout.tokens, rollout.attention_mask)
     drawn = np.asarray(rollout.completion_mask[:, 1:])
     np.testing.assert_allclose(np.asarray(rollout.logprobs[:, 1:])[drawn], np.asarray(logp)[drawn], atol=2e-5)
 
@@ -66,7 +66,7 @@ def test_the_update_has_the_gradient_of_the_whole_model(tmp_path, kind, shape):
         mask = batch.loss_mask[:, 1:]
         return -(ratio * batch.advantages[:, None] * mask).sum() / mask.sum()
 
-    gradient = jax.grad(loss)({"lora": policy.lora, "norms": policy.norms})
+    gradient = jax.jit(jax.grad(loss))({"lora": policy.lora, "norms": policy.norms})
     norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
     after, metrics = grpo_step(state, policy.frozen, batch)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
