@@ -6,6 +6,22 @@ import json
 from typing import Any
 
 
+class Given(str):
+    """The name that stands in a config for an object that `train` was given: records in memory, or a function. A copy
+    of the config as plain values has the name alone.
+    """
+
+    value: Any
+
+    def __new__(cls, name: str, value: Any) -> Given:
+        given = super().__new__(cls, name)
+        given.value = value
+        return given
+
+    def __deepcopy__(self, _: Any) -> str:
+        return str(self)
+
+
 def shown(value: Any) -> str:
     """A value in a message: its repr, the middle of a long one left out."""
     try:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +45,7 @@ from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.devices import use_device_memory
 from qerl_jax.run.directory import resume_command
 from qerl_jax.run.dry_run import show_dry_run
-from qerl_jax.run.hooks import Hooks
+from qerl_jax.run.hooks import Hooks, with_objects
 from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.lock import locked
 from qerl_jax.run.prepare import Run, check, prepare
@@ -57,6 +57,9 @@ def train(
     config: Config,
     console: Console | None = None,
     *,
+    reward_funcs: Sequence[Callable | str] | None = None,
+    train_dataset: Iterable[Mapping[str, Any]] | None = None,
+    eval_dataset: Iterable[Mapping[str, Any]] | None = None,
     sigma: Callable[[int], float] | None = None,
     perturb: Callable[[Any, float, Array], Any] | None = None,
     token_loss: TokenLoss | None = None,
@@ -70,6 +73,8 @@ def train(
     Args:
       config: settings of the run.
       console: for messages; None: the terminal.
+      reward_funcs: in place of the config's: functions, called in this process without a time limit, and names.
+      train_dataset, eval_dataset: in place of the config's: records in memory, a `datasets.Dataset` or a list of dicts.
       sigma: `sigma(step)`, the noise's standard deviation in rollout `step`, from 0; in place of the config's schedule.
       perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`; with
         `noise_target` lora its adapters, in place of `aqn.perturb_lora`. `key` is one for each rollout.
@@ -80,8 +85,8 @@ def train(
       replicas: the processes that share the run's work, each of which calls this function. The first writes all output;
         `on_step` is called in each.
 
-    A run with functions of its own is resumed by `train` with the same ones and `resume="auto"`: a checkpoint holds
-    their fingerprints.
+    A run with functions or records of its own is resumed by `train` with the same ones and `resume="auto"`: a
+    checkpoint holds their fingerprints.
 
     Raises ConfigError, CheckpointError, DataError, RewardError or FileNotFoundError for unusable input, before the
     first step where possible, MemoryError if an update runs out of device memory, and ValueError if updates only skip.
@@ -90,6 +95,7 @@ def train(
     """
     hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
     console = console if console and replicas.is_first else RunConsole(quiet=not replicas.is_first)
+    config = with_objects(config, reward_funcs, train_dataset, eval_dataset)
     with replicas:
         run, state = prepare(with_rewards(config), console, hooks, replicas)
         lock = locked(run.directory) if replicas.is_first else contextlib.nullcontext()
@@ -182,7 +188,7 @@ def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Exp
         overlong_buffer=config.overlong_tokens,
         reward_timeout=config.reward_timeout,
     )
-    prompts, answers = [row.prompt for row in rows], [row.answer for row in rows]
+    prompts, answers = [row.as_rewards_see_it for row in rows], [row.answer for row in rows]
     rewards, parts = score(run.rewards, config.reward_weights, prompts, completions, answers, **columns)
     failed = np.asarray(rollout.finish) == FinishReason.FAILED
     return Experience(

@@ -79,7 +79,8 @@ class Config:
     prompt_column: str = "question"
     """Problem column of a file without a preset: text, or a list of {role, content}."""
     answer_column: str = "answer"
-    """Answer column of such a file; only the text after the last "####" counts, as in GSM8K."""
+    """Answer column of such a file; only the text after the last "####" counts, as in GSM8K. "": none, where rewards of
+    your own need no answer."""
     reward_columns: tuple[str, ...] = ()
     """Further columns passed to the rewards, each as a list of that name."""
     prompt_format: Literal["boxed", "think_answer"] | None = None
@@ -195,7 +196,8 @@ class Config:
     """Most resampling rounds of dynamic sampling per step; equal groups that remain are kept."""
     reward_funcs: tuple[str, ...] | None = None
     """Rewards: "answer", "math_verify", "dapo", "code", "soft_format", "strict_format", "xml_count", "overlong",
-    "qerl_exact", "qerl_first_character", or "file.py:function". None: those of the dataset."""
+    "qerl_exact", "qerl_first_character", or "file.py:function"; `train(config, reward_funcs=[…])` also takes functions.
+    None: those of the dataset."""
     reward_weights: tuple[float, ...] | None = None
     """Weights of reward_funcs. None: 1 each, or those of the dataset."""
     reward_workers: int = 4

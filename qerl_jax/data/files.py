@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,6 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
     if twice:
         raise DataError(f"{path} has two columns {twice[0]!r}")
 
-    # A float32 2.55 is 2.549999952316284 as a Python float: the shortest decimal of its own type is what was written.
     singles = {field.name for field in file.schema_arrow if field.type == pyarrow.float32()}
 
     def records() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -76,13 +75,34 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
             with file:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name for name in names if name in wanted]):
                     for row in batch.to_pylist():
-                        for name in singles & row.keys():
-                            row[name] = None if row[name] is None else float(str(np.float32(row[name])))
-                        yield f"row {next(number)}", row
+                        yield f"row {next(number)}", _as_written(row, singles)
         except broken as error:
             raise bad(error) from error
 
     return Source(str(path), names, records())
+
+
+def _as_written(row: dict[str, Any], singles: Collection[str]) -> dict[str, Any]:
+    """A record whose float32 columns `singles` have the shortest decimal of their type: as a Python float 2.55 is
+    2.549999952316284.
+    """
+    return row | {name: float(str(np.float32(row[name]))) for name in singles if row.get(name) is not None}
+
+
+def open_rows(where: str, rows: Iterable[Mapping[str, Any]], wanted: Collection[str]) -> Source:
+    """Records in memory: a `datasets.Dataset`, of which only `wanted` columns are read, or any other iterable of
+    mappings. Raises DataError for another kind of row, while the records are read.
+    """
+    features = getattr(rows, "features", None) or {}
+    singles = {name for name, feature in features.items() if getattr(feature, "dtype", "") == "float32"}
+    kept = rows.select_columns([name for name in features if name in wanted]) if features else rows
+
+    def records() -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, row in enumerate(kept, 1):
+            place = f"row {number}"
+            yield place, _as_written(_object(row, where, place), singles & wanted)
+
+    return Source(where, list(features), records())
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -114,10 +134,10 @@ def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, _object(row, path, place)
 
 
-def _object(row: Any, path: Path, place: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise DataError(f"{path}, {place} is a {type(row).__name__}, expected an object with columns")
-    return row
+def _object(row: Any, where: Path | str, place: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}, {place} is a {type(row).__name__}, expected an object with columns")
+    return dict(row)
 
 
 def split_files(directory: Path, split: str, subset: str | None = None) -> list[Path]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qerl_jax.data import arithmetic
-from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, split_files
+from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, open_rows, split_files
 from qerl_jax.data.presets import (
     NUMBER_REWARDS,
     PRESETS,
@@ -21,7 +21,7 @@ from qerl_jax.data.presets import (
     gold_answer,
     whole_answer,
 )
-from qerl_jax.messages import is_unicode
+from qerl_jax.messages import Given, is_unicode
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
 
 MAX_CHARACTERS = 1_000_000
@@ -49,6 +49,13 @@ class Problem:
     answer: str
     messages: tuple[tuple[str, str], ...] | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)
+
+    @property
+    def as_rewards_see_it(self) -> str | list[dict[str, str]]:
+        """The prompt as TRL passes it to rewards: a text, or a list of {role, content} where the dataset has that."""
+        if self.messages is None:
+            return self.prompt
+        return [{"role": role, "content": content} for role, content in self.messages]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +94,12 @@ def load_dataset(
 
     Args:
       name: a preset's name (from the Hugging Face hub), PRESET:PATH (a local copy with the same columns), "arithmetic"
-        (generated), or the path of a file or directory. A file is .jsonl, .json (a list of objects) or .parquet; of a
-        directory the files are read whose names are the split's up to the first "-", "_" or ".".
+        (generated), the path of a file or directory, or a `Given` whose value are records. A file is .jsonl, .json (a
+        list of objects) or .parquet; of a directory the files are read whose names are the split's up to the first "-",
+        "_" or ".".
       split: "train" or "test"; ignored for a single file. The "test" of "arithmetic" holds numbers and templates that
         "train" never does.
-      prompt_column, answer_column: columns of a file or directory without a preset.
+      prompt_column, answer_column: columns of a file or directory without a preset; "" for no answers.
       seed: seed of the generated problems.
       reward_columns: further columns for the rewards, besides the preset's own.
       system_prompt: replaces the dataset's own and that of a conversation; "" for none.
@@ -136,7 +144,10 @@ def _load(
     if taken := sorted(_TAKEN & set(extra)):
         raise DataError(f"reward_columns {taken} are arguments that every reward has already")
     wanted = {preset.prompt_column, *(column for column, _ in preset.answers), *extra}
-    sources = _files(path, split, preset, wanted) if path else [_hub(preset_name, preset, split, wanted)]
+    if isinstance(name, Given):
+        sources = [open_rows(name, name.value, wanted)]
+    else:
+        sources = _files(path, split, preset, wanted) if path else [_hub(preset_name, preset, split, wanted)]
 
     problems: list[Problem] = []
     left_out: dict[str, tuple[int, str]] = {}
@@ -152,13 +163,16 @@ def _load(
             break
     reasons = "; ".join(f"{count} × {reason} (first: {first})" for reason, (count, first) in left_out.items())
     if not problems:
-        raise DataError(f"{path or preset.hub_id} holds no problems" + (f": left out {reasons}" if reasons else ""))
+        where = path or preset.hub_id or name
+        raise DataError(f"{where} holds no problems" + (f": left out {reasons}" if reasons else ""))
     notes = (f"{name}: left out {size - len(problems)} of {size} records: {reasons}",) if reasons else ()
     return Dataset(name, problems, preset.system_prompt if system_prompt is None else system_prompt, size, notes)
 
 
 def check_dataset(name: str, split: str) -> None:
     """Raise DataError for an unknown dataset, or one that has no such split; no record is read."""
+    if isinstance(name, Given):
+        return
     if name == arithmetic.NAME:
         if split not in GENERATED_SPLITS:
             raise DataError(f"dataset {name!r} has no split {split!r}, only {list(GENERATED_SPLITS)}")
@@ -197,7 +211,9 @@ def load_solutions(name: str, split: str) -> Dataset:
 
 
 def _parse(name: str) -> tuple[str | None, Path | None]:
-    """Preset and path that a name stands for; not both None."""
+    """Preset and path that a name stands for; both None for records in memory."""
+    if isinstance(name, Given):
+        return None, None
     if name in PRESETS:
         return name, None
     before, colon, after = name.partition(":")
@@ -232,7 +248,7 @@ def _plain(prompt_column: str, answer_column: str) -> Preset:
         subset=None,
         splits=("train", "test"),
         prompt_column=prompt_column,
-        answers=((answer_column, gold_answer),),
+        answers=((answer_column, gold_answer),) if answer_column else (),
         system_prompt=PROMPT_FORMATS["boxed"],
         rewards=NUMBER_REWARDS,
     )
@@ -253,8 +269,7 @@ def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
             f"cannot read {preset.hub_id} from the Hugging Face hub: {' '.join(str(error).split())}; "
             f"a local copy is read with {name}:DIRECTORY"
         ) from error
-    kept = rows.select_columns([column for column in rows.column_names if column in wanted])
-    return Source(preset.hub_id, rows.column_names, ((f"row {i}", row) for i, row in enumerate(kept, 1)))
+    return open_rows(preset.hub_id, rows, wanted)
 
 
 def _records(

@@ -1,11 +1,13 @@
 """Rewards: pure functions from texts to numbers, and their weighted sum.
 
 A reward is called as TRL calls it, `reward(prompts=[…], completions=[…], answer=[…], **columns) -> [float | None, …]`;
-None means "not applicable". Training passes the columns of `GIVEN_COLUMNS`; a dataset may add its own.
+None means "not applicable"; it may be a coroutine function. Training passes the columns of `GIVEN_COLUMNS`; a dataset
+may add its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import importlib.util
@@ -15,10 +17,12 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.messages import Given
 from qerl_jax.rewards import code as programs
 from qerl_jax.rewards import mathematics, original
 from qerl_jax.rewards.answers import same_answer
@@ -103,7 +107,11 @@ _REQUIREMENTS = {"math_verify": mathematics.require_math_verify, "code": program
 
 
 def load_reward(name: str) -> Reward:
-    """A built-in reward by name, or `function` of a Python file written as "file.py:function". Raises RewardError."""
+    """A built-in reward by name, `function` of a Python file written as "file.py:function", or a function that a
+    `Given` holds. Raises RewardError.
+    """
+    if isinstance(name, Given):
+        return name.value
     if name in BUILT_IN:
         _REQUIREMENTS.get(name, lambda: None)()
         return BUILT_IN[name]
@@ -143,7 +151,7 @@ def reward_file(name: str) -> tuple[Path, str]:
 def score(
     rewards: Mapping[str, Reward],
     weights: Sequence[float],
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[dict[str, str]]],
     completions: Sequence[str],
     answers: Sequence[str],
     /,
@@ -154,7 +162,8 @@ def score(
     Args:
       rewards: rewards by name.
       weights: one weight for each reward.
-      prompts, completions, answers: one for each row.
+      prompts, completions, answers: one for each row. Where a prompt is a list of messages, functions of the user's get
+        the completion as such a list, too.
       columns: further columns, passed to the rewards by name.
 
     Returns the totals and the components: "NAME" has each reward's values with NaN for None, "NAME/FLAG" has 1 where
@@ -189,6 +198,9 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
     """
     try:
         given = reward(**rows)
+        if inspect.iscoroutine(given):  # in a thread, because a notebook's has an event loop already
+            with ThreadPoolExecutor(1) as pool:
+                given = pool.submit(asyncio.run, given).result()
         values = given if isinstance(given, Mapping | Set | str | bytes) else list(given)
     except (RewardError, MemoryError):
         raise

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
+from qerl_jax.messages import Given
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.outcomes import Reward, RewardError, TimedOut
 from qerl_jax.rewards.pool import Rows, WorkerPool
@@ -53,7 +54,7 @@ def check_rewards(names: Sequence[str], workers: int, timeout: float, allow_code
             "(--allow-code-execution)"
         )
     for name in names:
-        if name in functions.BUILT_IN:
+        if name in functions.BUILT_IN or isinstance(name, Given):
             functions.load_reward(name)
         else:
             functions.reward_file(name)
@@ -70,7 +71,7 @@ def load_rewards(
 
     Args:
       names: as in `functions.load_reward`. "file.py:function" and those of `IN_WORKERS` are graded in workers; a task
-        of a file's function has all completions of one prompt.
+        of a function of the user's has all completions of one prompt.
       workers: number of processes; 0 grades everything in this process, without a time limit.
       timeout: time limit of a worker's task in seconds.
       warn: called once with a message when a task reaches the time limit.
@@ -81,12 +82,13 @@ def load_rewards(
     check_rewards(names, workers, timeout, allow_code_execution)
     outside = [name for name in names if name in IN_WORKERS or name not in functions.BUILT_IN]
     rewards = Rewards()
-    if workers and outside:
-        rewards.pool = WorkerPool(outside, workers, timeout)
+    in_files = [name for name in outside if not isinstance(name, Given)]
+    if workers and in_files:
+        rewards.pool = WorkerPool(in_files, workers, timeout)
     for name in names:
         if name not in outside:
             rewards[name] = functions.load_reward(name)
-        elif rewards.pool is None:
+        elif rewards.pool is None or isinstance(name, Given):
             rewards[name] = _TaskwiseReward(name, _grade_here(name), warn)
         else:
             rewards[name] = _TaskwiseReward(name, rewards.pool.grade, warn)
@@ -96,6 +98,13 @@ def load_rewards(
 def _grade_here(name: str) -> Callable[[str, list[Rows]], list[list[float | None]]]:
     reward = functions.load_reward(name)
     return lambda name, tasks: [functions.call(name, reward, task) for task in tasks]
+
+
+def _as_messages(task: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a prompt as TRL passes them: completions are lists of messages where the prompt is one."""
+    if not isinstance(task["prompts"][0], list):
+        return task
+    return task | {"completions": [[{"role": "assistant", "content": text}] for text in task["completions"]]}
 
 
 class _TaskwiseReward:
@@ -113,6 +122,8 @@ class _TaskwiseReward:
             prompt = rows.get("prompt_index", rows["prompts"])
             indices = [list(task) for _, task in groupby(range(count), key=lambda i: prompt[i])]
         tasks = [{name: [column[i] for i in chosen] for name, column in rows.items()} for chosen in indices]
+        if self._name not in functions.BUILT_IN:
+            tasks = [_as_messages(task) for task in tasks]
         values = [value for task in self._grade(self._name, tasks) for value in task]
         late = sum(isinstance(value, TimedOut) for value in values)
         if late and not self._has_warned:

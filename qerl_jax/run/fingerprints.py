@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import tokenize
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from qerl_jax.checkpoint import assets
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.messages import Given
 from qerl_jax.rewards.functions import BUILT_IN, reward_file
 
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
@@ -31,9 +35,28 @@ def fingerprints(
     if config.eval_dataset:
         found[f"eval_dataset {config.eval_dataset}"] = problems_fingerprint(eval_problems)
     for name in config.reward_funcs or ():
-        if name not in BUILT_IN:
+        if isinstance(name, Given):
+            found[f"reward {name}"] = function_fingerprint(name.value)
+        elif name not in BUILT_IN:
             found[f"reward {name}"] = hashlib.sha256(reward_file(name)[0].read_bytes()).hexdigest()
     return found
+
+
+def function_fingerprint(function: Any) -> str:
+    """Fingerprint of a function's source, or of its name, where Python has no source; of nothing for None."""
+    text = ""
+    if function is not None:
+        try:
+            text = inspect.getsource(function)
+        except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no file, or one that is not Python
+            text = name_of(function)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def name_of(function: Any) -> str:
+    """Module and name of a function, or of an optax transformation."""
+    function = getattr(function, "update", function)
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def model_fingerprint(directory: Path) -> str:

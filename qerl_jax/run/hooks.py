@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import inspect
 import math
-import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +12,12 @@ import numpy as np
 from jaxtyping import Array
 
 from qerl_jax import aqn
-from qerl_jax.config import Config
+from qerl_jax.config import Config, ConfigError
+from qerl_jax.messages import Given, shown
 from qerl_jax.programs import program
+from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.loss import TokenLoss
+from qerl_jax.run.fingerprints import function_fingerprint, name_of
 from qerl_jax.types import TrainState
 
 _PERTURB = {target: program(perturb) for target, perturb in aqn.PERTURBATIONS.items()}
@@ -60,25 +60,42 @@ class Hooks:
 
     def given(self) -> dict[str, str]:
         """Name of each function that changes the training, by its hook."""
-        return {name: _name(getattr(self, name)) for name in _TRAINING if getattr(self, name) is not None}
+        return {name: name_of(getattr(self, name)) for name in _TRAINING if getattr(self, name) is not None}
 
     def fingerprints(self) -> dict[str, str]:
-        """SHA-256 of each function's source (or of its name, where Python has no source), or of nothing: a checkpoint
-        is not resumed with other functions than it was made with.
-        """
-        return {f"hook {name}": _fingerprint(getattr(self, name)) for name in _TRAINING}
+        """`function_fingerprint` of each: a checkpoint is not resumed with other functions than it was made with."""
+        return {f"hook {name}": function_fingerprint(getattr(self, name)) for name in _TRAINING}
 
 
-def _name(function: Any) -> str:
-    function = getattr(function, "update", function)  # an optax transformation
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+def with_objects(
+    config: Config,
+    reward_funcs: Sequence[Callable | str] | None,
+    train_dataset: Iterable[Mapping[str, Any]] | None,
+    eval_dataset: Iterable[Mapping[str, Any]] | None,
+) -> Config:
+    """The config with a `Given` for each object of the user's that replaces its rewards or datasets; a function goes by
+    its name. Raises ConfigError for what cannot be one.
+    """
+    changes: dict[str, Any] = {}
+    if reward_funcs is not None:
+        functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
+        changes["reward_funcs"] = tuple(f if isinstance(f, str) else Given(_short_name(f), f) for f in functions)
+    for field, name, records in (("dataset", "train_dataset", train_dataset), ("eval_dataset",) * 2 + (eval_dataset,)):
+        if isinstance(records, str | Iterator):
+            raise ConfigError(
+                f"{name} is a {type(records).__name__}: a file or preset is named in the config's {field}, "
+                "records are a list of dicts or a datasets.Dataset, which can be read more than once"
+            )
+        if records is not None:
+            changes[field] = Given(name, records)
+    return dataclasses.replace(config, **changes)
 
 
-def _fingerprint(function: Any) -> str:
-    text = ""
-    if function is not None:
-        try:
-            text = inspect.getsource(function)
-        except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no file, or one that is not Python
-            text = _name(function)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _short_name(reward: Any) -> str:
+    """Name of a reward in config, metrics and records."""
+    if not callable(reward):
+        raise ConfigError(f"reward_funcs holds {shown(reward)}, expected functions and names of rewards")
+    name = getattr(reward, "__name__", type(reward).__name__)
+    if name in BUILT_IN:
+        raise ConfigError(f"reward_funcs holds a function called {name!r}, as a built-in reward is: rename it")
+    return name

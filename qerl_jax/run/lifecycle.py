@@ -117,8 +117,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
     phases = recorder.phases
-    hooks = run.hooks.given()
-    ending = Ending(last, reason, recorder.evaluations.all(), phases.totals, hooks)
+    ending = Ending(last, reason, recorder.evaluations.all(), phases.totals, run.given)
     write_report(directory, config, rows, ending)
     phases.beat("stopped" if reason else "finished")
     if reason:

@@ -24,6 +24,7 @@ from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.messages import Given
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
@@ -75,10 +76,22 @@ class Run:
     replicas: Replicas = ALONE
 
     @property
+    def given(self) -> dict[str, str]:
+        """Names of the user's functions and records, by the argument of `train`."""
+        config = self.config
+        names = {
+            "reward_funcs": config.reward_funcs,
+            "train_dataset": config.dataset,
+            "eval_dataset": [config.eval_dataset],
+        }
+        own = {argument: ", ".join(n for n in of if isinstance(n, Given)) for argument, of in names.items()}
+        return self.hooks.given() | {argument: found for argument, found in own.items() if found}
+
+    @property
     def resume_command(self) -> str:
         """How to resume the run: a command line knows no functions of the user's."""
-        if given := ", ".join(self.hooks.given()):
-            return f"  train(config, …) with resume='auto' and the same functions: {given}"
+        if given := ", ".join(self.given):
+            return f"  train(config, …) with resume='auto' and the same arguments: {given}"
         return run_directory.resume_command(self.directory)
 
     def clock(self) -> float:

@@ -90,7 +90,7 @@ def _pay(config: Config, rewards: Rewards, problem: Problem, texts: dict[str, st
         config.overlong_tokens,
         config.reward_timeout,
     )
-    rows = [problem.prompt] * count, list(texts.values()), [problem.answer] * count
+    rows = [problem.as_rewards_see_it] * count, list(texts.values()), [problem.answer] * count
     return score(rewards, config.reward_weights, *rows, **columns)
 
 

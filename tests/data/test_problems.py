@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from qerl_jax.data.files import DataError, open_file, split_files
 from qerl_jax.data.presets import PROMPT_FORMATS, Unusable, boxed_answer, gold_answer
 from qerl_jax.data.problems import Problem, load_dataset
+from qerl_jax.messages import Given
 
 ROWS = [
     {"question": "How many?", "answer": "Two and two is <<2+2=4>>4.\n#### 4"},
@@ -295,5 +297,19 @@ def test_a_float32_gold_is_the_decimal_that_was_written(tmp_path):
 
     answers = pyarrow.array([2.55, 0.1, 3.0], pyarrow.float32())
     pyarrow.parquet.write_table(pyarrow.table({"question": ["p", "q", "r"], "answer": answers}), tmp_path / "a.parquet")
-    dataset = load_dataset(str(tmp_path / "a.parquet"), "train")
-    assert [problem.answer for problem in dataset.problems] == ["2.55", "0.1", "3"]
+    memory = datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path))
+    for name in str(tmp_path / "a.parquet"), Given("train_dataset", memory):
+        assert [problem.answer for problem in load_dataset(name, "train").problems] == ["2.55", "0.1", "3"]
+
+
+def test_records_in_memory():
+    rows = [{"question": "p", "n": 1}, {"question": "", "n": 2}, {"question": "q", "n": 3}]
+    dataset = load_dataset(Given("mine", rows), "train", answer_column="", reward_columns=["n"])
+    assert [(p.id, p.prompt, p.answer, p.extra["n"]) for p in dataset.problems] == [(0, "p", "", 1), (2, "q", "", 3)]
+    assert dataset.notes == ("mine: left out 1 of 3 records: 1 × empty 'question' (first: mine, row 2)",)
+    with pytest.raises(DataError, match=r"mine has no column 'answer'; its columns are \['n', 'question'\]"):
+        load_dataset(Given("mine", rows), "train")
+    with pytest.raises(DataError, match="mine, row 1 is a str, expected an object with columns"):
+        load_dataset(Given("mine", {"question": ["p"]}), "train")
+    with pytest.raises(DataError, match="mine holds no problems"):
+        load_dataset(Given("mine", []), "train")

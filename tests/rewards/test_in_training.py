@@ -1,15 +1,18 @@
-"""A reward with every kind of failure, in a training run."""
+"""Rewards of the user's in a training run: every kind of failure, and TRL's way to give them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import datasets
 import pyarrow.parquet
 import pytest
 import runs
 
 from qerl_jax import train
-from qerl_jax.config import dump
+from qerl_jax.config import Config, ConfigError, dump, to_mapping
+from qerl_jax.messages import Given
 from qerl_jax.reporting.metrics import read_metrics
 
 # Counts its calls in a folder, whatever worker it runs in; a step makes two, one for each prompt.
@@ -64,3 +67,73 @@ def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raise
         # max_completion_length 24, its fifth 4 tokens: the penalty begins after 20
         assert late or total == pytest.approx(length - max(length - 20, 0) / 4)
     assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()} == {"2", "3"}
+
+
+def test_a_trl_users_functions_and_records(tmp_path, capsys):
+    """A run as TRL's trainer takes it: a function of messages and a coroutine function beside a name, and records in a
+    `datasets.Dataset`. The function gets what TRL would pass; with another one, or other records, nothing is resumed.
+    """
+    seen = []
+
+    def longer(prompts, completions, solution, **_):
+        seen.append((prompts, completions, solution))
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    async def half(completions, **_):
+        return [0.5] * len(completions)
+
+    questions = [[{"role": "user", "content": f"Tom has {n} apples. How many?"}] for n in (3, 4, 5, 6)]
+    records = datasets.Dataset.from_dict(
+        {"prompt": questions, "answer": list("3456"), "solution": [[n] for n in range(4)], "unused": list("abcd")}
+    )
+    config = runs.config(
+        tmp_path / "run", prompt_column="prompt", reward_columns=("solution",), num_iterations=1, max_steps=1,
+        num_stages=1, dynamic_sampling=False, reward_funcs=None, reward_weights=None, eval_samples=2,
+    )  # fmt: skip
+    given = {"reward_funcs": [longer, half, "answer"], "train_dataset": records, "eval_dataset": list(records)}
+    state = train.train(config, **given)
+    table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step_000001.parquet").to_pydict()
+    tried, *step = seen
+    assert len(tried[1]) == 3 and len(step) == 2  # before anything was compiled; one call a group
+    texts = [message["content"] for _, completions, _ in step for (message,) in completions]
+    assert texts == table["completion"] and {len(message) for _, c, _ in step for (message,) in c} == {2}
+    for prompts, completions, solutions in step:
+        (number,) = {solution[0] for solution in solutions}
+        assert prompts == [questions[number]] * 4 and {m["role"] for (m,) in completions} == {"assistant"}
+    for i, text in enumerate(texts):
+        assert table["rewards/longer"][i] == len(text) and table["rewards/half"][i] == 0.5
+        assert table["reward"][i] == len(text) + 0.5 + table["rewards/answer"][i]
+    assert (tmp_path / "run/evaluation.json").exists()
+    text = (tmp_path / "run/config.yaml").read_text()
+    assert "- train_dataset" in text and "- longer" in text and "eval_dataset: eval_dataset" in text
+    report = (tmp_path / "run/report.md").read_text()
+    assert "- reward_funcs is not the config's but `longer, half`." in report
+
+    again = dataclasses.replace(config, resume="auto")
+    for changes, words in (
+        ({"reward_funcs": [lambda **_: [], half, "answer"]}, "reward_funcs:"),
+        ({"train_dataset": list(records)[::-1]}, "dataset train_dataset is not what it was"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train.train(again, **(given | changes))
+    assert int(state.step) == 1
+
+
+def test_objects_that_are_no_rewards_and_no_records(tmp_path):
+    config = Config("tiny", output_dir=str(tmp_path / "run"))
+    for given, words in (
+        ({"reward_funcs": [3]}, "reward_funcs holds 3, expected functions and names"),
+        ({"reward_funcs": [max, max]}, "reward_funcs names 'max' twice"),
+        ({"train_dataset": iter([])}, "train_dataset is a list_iterator: .* can be read more than once"),
+        ({"eval_dataset": "gsm8k"}, "eval_dataset is a str: a file or preset is named in the config's eval_dataset"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train.train(config, **given)
+
+    def answer(**_):
+        return []
+
+    with pytest.raises(ConfigError, match="a function called 'answer', as a built-in reward is: rename it"):
+        train.train(config, reward_funcs=[answer])
+    assert to_mapping(Config("m", dataset=Given("mine", []))) == to_mapping(Config("m", dataset="mine"))
+    assert type(to_mapping(Config("m", eval_dataset=Given("mine", [])))["eval_dataset"]) is str
