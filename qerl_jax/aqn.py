@@ -74,6 +74,16 @@ def sigma(config: NoiseConfig, step: int, total_steps: int) -> float:
     raise AssertionError(config.noise_schedule)
 
 
+def note(config: NoiseConfig, total_steps: int) -> str | None:
+    """One sentence where a run is too short for the stage without noise; None elsewhere."""
+    if total_steps * config.num_iterations > config.num_stages or config.sigma_start == 0:
+        return None  # the first rollout has noise where num_stages // updates, the stage of u = 1, is above 0
+    return (
+        f"WARNING: {total_steps * config.num_iterations} updates are no more than num_stages {config.num_stages}: no "
+        f"stage is without noise, the first rollout has sigma {sigma(config, 0, total_steps):.4g}"
+    )
+
+
 def check_schedule(config: NoiseConfig) -> None:
     """Raise ValueError for a schedule that cannot be computed."""
     if config.noise_schedule not in NOISE_SCHEDULES:

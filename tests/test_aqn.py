@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -53,6 +54,16 @@ def test_every_step_has_its_stages_sigma(formula, schedule):
             wanted = pytest.approx(closed_form(config, stage), rel=1e-12, abs=0)
             for step in range(borders[stage], borders[stage + 1]):
                 assert aqn.sigma(config, step, steps) == wanted, (steps, stages, step)
+
+
+def test_a_run_without_a_stage_without_noise_is_told():
+    for steps, updates, stages in itertools.product((1, 3, 4, 10, 11), (1, 2), (3, 4, 10)):
+        config = Noise(num_iterations=updates, num_stages=stages)
+        note, first = aqn.note(config, steps), aqn.sigma(config, 0, steps)
+        assert (note is None) == (first == 0)
+        assert note is None or f"{steps * updates} updates are no more than num_stages {stages}:" in note
+        assert note is None or note.endswith(f"has sigma {first:.4g}")
+        assert aqn.note(dataclasses.replace(config, sigma_start=0.0, sigma_end=0.0), steps) is None
 
 
 def test_ends_of_the_schedules():

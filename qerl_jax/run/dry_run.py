@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from qerl_jax import aqn
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, dump
@@ -45,6 +46,8 @@ def _show(config: Config, rewards: Rewards, console: Console, devices: int) -> N
     directory = assets.model_path(config.model, weights=False)
     tokenizer = load_tokenizer(directory, report.model.vocab_size)
     console.print(ending_note(report.model, tokenizer), soft_wrap=True, markup=False)
+    if config.max_steps != -1 and (note := aqn.note(config, config.num_rollouts)):
+        console.print(note, soft_wrap=True, markup=False)
     if tokenizer is None:
         console.print("The model directory has no tokenizer yet: no prompt is made or shown.", markup=False)
     else:
