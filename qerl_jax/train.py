@@ -60,6 +60,7 @@ def train(
     reward_funcs: Sequence[Callable | str] | None = None,
     train_dataset: Iterable[Mapping[str, Any]] | None = None,
     eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+    problems: Callable[[int], Sequence[int]] | None = None,
     sigma: Callable[[int], float] | None = None,
     perturb: Callable[[Any, float, Array], Any] | None = None,
     token_loss: TokenLoss | None = None,
@@ -75,6 +76,8 @@ def train(
       console: for messages; None: the terminal.
       reward_funcs: in place of the config's: functions, called in this process without a time limit, and names.
       train_dataset, eval_dataset: in place of the config's: records in memory, a `datasets.Dataset` or a list of dicts.
+      problems: `problems(step)`, the ids of the `batch_size / num_generations` problems of rollout `step`, from 0, in
+        place of `data_order`. An id is the number of a record, from 0, counted over all records of all datasets.
       sigma: `sigma(step)`, the noise's standard deviation in rollout `step`, from 0; in place of the config's schedule.
       perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`; with
         `noise_target` lora its adapters, in place of `aqn.perturb_lora`. `key` is one for each rollout.
@@ -93,10 +96,11 @@ def train(
     An error in a later step leaves a checkpoint of the step before. The first SIGINT, SIGTERM or SIGHUP ends the run
     after the current step, with a checkpoint; so does a closed output pipe.
     """
-    hooks = Hooks(sigma, perturb, token_loss, with_reference, optimizer, on_step)
     console = console if console and replicas.is_first else RunConsole(quiet=not replicas.is_first)
-    config = with_objects(config, reward_funcs, train_dataset, eval_dataset)
+    hooks = Hooks(problems, sigma, perturb, token_loss, with_reference, optimizer, on_step)
     with replicas:
+        config = with_objects(config, reward_funcs, train_dataset, eval_dataset)
+        hooks.check(config)
         run, state = prepare(with_rewards(config), console, hooks, replicas)
         lock = locked(run.directory) if replicas.is_first else contextlib.nullcontext()
         with lock, run.programs, run.vllm or contextlib.nullcontext():
@@ -151,7 +155,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     engine = dataclasses.replace(config.engine, prompts=len(run.replicas.share(config.num_prompts)) or None)
     for resampling_round in range(1 + config.resampling_rounds):
-        problems = run.stream.at(int(state.cursor) + drawn, count)
+        problems = run.problems(state, drawn, count)
         prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)
         key = keys.for_round(step_key, resampling_round)
 

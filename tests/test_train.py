@@ -21,8 +21,10 @@ from rich.console import Console
 from qerl_jax import train
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.command import STOPPED
-from qerl_jax.config import ConfigError, dump
+from qerl_jax.config import Config, ConfigError, dump
+from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import GENERATED_SPLITS, Problem
 from qerl_jax.evaluation import evaluate
 from qerl_jax.reporting.metrics import read_metrics
@@ -286,6 +288,26 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
     for prompt, answer, hint in zip(prompts, answers, hints, strict=True):
         stem, number = prompt.rstrip("?").split()
         assert (answer, hint) == (number, f"{stem}-{number}")
+
+
+def test_a_curriculum_by_a_column(tmp_path):
+    """Over all datasets together; values without an order, and records without one, are told."""
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, levels in zip(files, ([3, 1.5, None], [2, 1]), strict=True):
+        rows = [{"question": f"{path.stem}{level}", "answer": "1", "level": level} for level in levels]
+        path.write_text("\n".join(map(json.dumps, rows)))
+    tokenizer, console = load_tokenizer(model_path("tiny")), Console(record=True)
+    config = Config("tiny", dataset=tuple(map(str, files)), data_order="level")
+    stream, _ = prepare.load_problems(config, tokenizer, console)
+    assert [item.problem.prompt for item in stream.at(0, 4)] == ["b1", "a1.5", "b2", "a3"]
+    assert "left out 1 of 3 records: 1 × no 'level'" in console.export_text()
+    stream, _ = prepare.load_problems(dataclasses.replace(config, data_order="sequential"), tokenizer, console)
+    assert [item.problem.prompt for item in stream.at(0, 5)] == ["a3", "a1.5", "aNone", "b2", "b1"]
+    files[1].write_text('{"question": "q", "answer": "1", "level": "hard"}')
+    with pytest.raises(DataError, match="data_order 'level': the column holds number and text, which cannot be sorted"):
+        prepare.load_problems(config, tokenizer, console)
+    with pytest.raises(DataError, match="has no column 'difficulty'; its columns are"):
+        prepare.load_problems(dataclasses.replace(config, data_order="difficulty"), tokenizer, console)
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, nothing_compiled_ahead):

@@ -83,6 +83,10 @@ class Config:
     your own need no answer."""
     reward_columns: tuple[str, ...] = ()
     """Further columns passed to the rewards, each as a list of that name."""
+    data_order: str = "shuffled"
+    """Order of the training problems: "shuffled", anew in each epoch by the seed; "sequential", that of the dataset; or
+    the name of a column of numbers or texts by which they are sorted, smallest first (curriculum), which rewards get,
+    too. With dataset_weights it is the order within each dataset."""
     prompt_format: Literal["boxed", "think_answer"] | None = None
     """System message of every prompt by the form of the answer that it asks for: "boxed", Qwen's
     "Please reason step by step, and put your final answer within \\boxed{}."; "think_answer", QeRL's <think> and
@@ -315,6 +319,16 @@ class Config:
             )
         updates = problems // self.num_prompts * self.num_iterations
         return dataclasses.replace(self, max_steps=math.ceil(self.num_train_epochs * updates))
+
+    @property
+    def order_column(self) -> str | None:
+        """The column of `data_order`, if it names one."""
+        return None if self.data_order in ("shuffled", "sequential") else self.data_order
+
+    @property
+    def read_columns(self) -> tuple[str, ...]:
+        """`reward_columns`, and the column of `data_order`."""
+        return tuple(dict.fromkeys((*self.reward_columns, *filter(None, [self.order_column]))))
 
     @property
     def resampling_rounds(self) -> int:

@@ -85,7 +85,7 @@ FOREIGN: dict[str, Foreign] = {
     "dataset_config": Foreign("TRL", ("dataset",), "the presets name their subset"),
     "dataset_train_split": Foreign("TRL", ("dataset",), "train"),
     "dataset_test_split": Foreign("TRL", ("eval_dataset",), "test"),
-    "shuffle_dataset": Foreign("TRL", ("seed",), "each epoch is a permutation by the seed"),
+    "shuffle_dataset": Foreign("TRL", ("data_order",), "sequential is False"),
     "remove_unused_columns": Foreign("TRL", ("reward_columns",), "name the columns that rewards need"),
     "chat_template_kwargs": Foreign("TRL", ("system_prompt",), "the tokenizer's chat template is used as it is"),
     "pad_to_multiple_of": Foreign("TRL", (), "sequences are packed, not padded"),

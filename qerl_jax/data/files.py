@@ -89,7 +89,7 @@ def _as_written(row: dict[str, Any], singles: Collection[str]) -> dict[str, Any]
     return row | {name: float(str(np.float32(row[name]))) for name in singles if row.get(name) is not None}
 
 
-def open_rows(where: str, rows: Iterable[Mapping[str, Any]], wanted: Collection[str]) -> Source:
+def open_rows(where: str, rows: Iterable[Any], wanted: Collection[str]) -> Source:
     """Records in memory: a `datasets.Dataset`, of which only `wanted` columns are read, or any other iterable of
     mappings. Raises DataError for another kind of row, while the records are read.
     """

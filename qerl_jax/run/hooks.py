@@ -13,7 +13,9 @@ from jaxtyping import Array
 
 from qerl_jax import aqn
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.messages import Given, shown
+from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.data.stream import ProblemStream
+from qerl_jax.messages import Given
 from qerl_jax.programs import program
 from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.loss import TokenLoss
@@ -21,19 +23,42 @@ from qerl_jax.run.fingerprints import function_fingerprint, name_of
 from qerl_jax.types import TrainState
 
 _PERTURB = {target: program(perturb) for target, perturb in aqn.PERTURBATIONS.items()}
-_TRAINING = ("sigma", "perturb", "token_loss", "optimizer")  # these change the result; `on_step` only looks on
+_TRAINING = (
+    "problems",
+    "sigma",
+    "perturb",
+    "token_loss",
+    "optimizer",
+)  # these change the result; `on_step` only looks on
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
     """Functions of a run, as `train` documents them; None: that of the config."""
 
+    problems: Callable[[int], Sequence[int]] | None = None
     sigma: Callable[[int], float] | None = None
     perturb: Callable[[Any, float, Array], Any] | None = None
     token_loss: TokenLoss | None = None
     with_reference: bool = False
     optimizer: Any = None
     on_step: Callable[[dict[str, float], TrainState], None] | None = None
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for a setting that a function contradicts."""
+        if self.problems is not None and config.dynamic_sampling:
+            raise ConfigError("problems(step) names the problems of a step, dynamic_sampling draws others: give one")
+
+    def problems_at(self, step: int, stream: ProblemStream[EncodedProblem], count: int) -> list[EncodedProblem]:
+        """The `count` problems of a step. Raises ValueError for another number of ids, or one that no problem has."""
+        ids = [int(number) for number in self.problems(step)]
+        if len(ids) != count:
+            raise ValueError(f"problems({step}) returned {len(ids)} ids, expected the {count} of a rollout")
+        found = {item.problem.id: item for items in stream.sets for item in items}
+        for number in ids:
+            if number not in found:
+                raise ValueError(f"problems({step}) returned {number}, but no problem, or an unusable one, has this id")
+        return [found[number] for number in ids]
 
     def sigma_at(self, config: Config, step: int) -> float:
         """Standard deviation of the noise. Raises ValueError for a result that is none."""
@@ -78,13 +103,14 @@ def with_objects(
     """
     changes: dict[str, Any] = {}
     if reward_funcs is not None:
-        functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
-        changes["reward_funcs"] = tuple(f if isinstance(f, str) else Given(_short_name(f), f) for f in functions)
-    for field, name, records in (("dataset", "train_dataset", train_dataset), ("eval_dataset",) * 2 + (eval_dataset,)):
-        if isinstance(records, str | Iterator):
+        changes["reward_funcs"] = tuple(f if isinstance(f, str) else Given(_short_name(f), f) for f in reward_funcs)
+    for field, name, records in (
+        ("dataset", "train_dataset", train_dataset),
+        ("eval_dataset", "eval_dataset", eval_dataset),
+    ):
+        if isinstance(records, Iterator):
             raise ConfigError(
-                f"{name} is a {type(records).__name__}: a file or preset is named in the config's {field}, "
-                "records are a list of dicts or a datasets.Dataset, which can be read more than once"
+                f"{name} is a {type(records).__name__}, which is read only once: give a datasets.Dataset or a list"
             )
         if records is not None:
             changes[field] = Given(name, records)
@@ -93,8 +119,6 @@ def with_objects(
 
 def _short_name(reward: Any) -> str:
     """Name of a reward in config, metrics and records."""
-    if not callable(reward):
-        raise ConfigError(f"reward_funcs holds {shown(reward)}, expected functions and names of rewards")
     name = getattr(reward, "__name__", type(reward).__name__)
     if name in BUILT_IN:
         raise ConfigError(f"reward_funcs holds a function called {name!r}, as a built-in reward is: rename it")

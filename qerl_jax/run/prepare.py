@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qerl_jax import aqn
 from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.backends.vllm_settings import engine_options
@@ -21,6 +22,7 @@ from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
 from qerl_jax.checkpoint.load import accepted_quantization, load_policy
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
+from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.data.stream import ProblemStream
@@ -94,6 +96,12 @@ class Run:
             return f"  train(config, …) with resume='auto' and the same arguments: {given}"
         return run_directory.resume_command(self.directory)
 
+    def problems(self, state: TrainState, drawn: int, count: int) -> list[EncodedProblem]:
+        """`count` problems of a step that has `drawn` others, of earlier rounds of dynamic sampling."""
+        if self.hooks.problems is None:
+            return self.stream.at(int(state.cursor) + drawn, count)
+        return self.hooks.problems_at(int(state.step), self.stream, count)
+
     def clock(self) -> float:
         """Seconds, but for those in which calls waited for their programs."""
         return time.perf_counter() - (self.programs.waited if self.programs else 0.0)
@@ -129,6 +137,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         console.print(ending_note(policy.config, loaded.tokenizer), soft_wrap=True, markup=False)
         stream, eval_problems = load_problems(config, loaded.tokenizer, console)
         config = config.with_max_steps(len(stream))
+        if hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
+            console.print(note, soft_wrap=True, markup=False)
         state = init_state(policy, config, hooks.optimizer)
         # Again: weights in an unusual form have other programs.
         plan = make_update_plan(state, policy.frozen, limit, replicas=replicas.count)
@@ -248,10 +258,30 @@ def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[Pro
         evaluation, _, notes = load(config.eval_dataset, "test", limit=config.eval_samples, need_answers=True)
     sets, first_id = [], 0
     for name in config.dataset:
-        items, dataset, told = load(name, "train", reward_columns=config.reward_columns, first_id=first_id)
+        items, dataset, told = load(name, "train", reward_columns=config.read_columns, first_id=first_id)
         sets.append(items)
         first_id += dataset.size
         notes += told
     for note in notes:
         console.print(note, soft_wrap=True, markup=False)
-    return ProblemStream(tuple(sets), config.dataset_weights, config.seed), evaluation
+    if (column := config.order_column) is not None:
+        check_sortable(column, [item.problem.extra[column] for items in sets for item in items])
+    key = None if column is None else lambda item: item.problem.extra[column]
+    shuffled = config.data_order == "shuffled"
+    return ProblemStream(tuple(sets), config.dataset_weights, config.seed, shuffled, key), evaluation
+
+
+def check_sortable(column: str, values: Iterable[Any]) -> None:
+    """Raise DataError for values of a column that have no order: only numbers, or only texts, do."""
+    kinds = {
+        "text"
+        if isinstance(value, str)
+        else "number"
+        if isinstance(value, int | float) and value == value
+        else type(value).__name__
+        for value in values
+    }
+    if kinds not in ({"number"}, {"text"}):
+        raise DataError(
+            f"data_order {column!r}: the column holds {' and '.join(sorted(kinds))}, which cannot be sorted"
+        )

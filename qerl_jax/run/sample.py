@@ -35,7 +35,7 @@ def try_rewards(config: Config, rewards: Rewards, download: bool) -> None:
                 "train",
                 config.prompt_column,
                 config.answer_column,
-                reward_columns=config.reward_columns,
+                reward_columns=config.read_columns,
                 limit=1,
             )
             problem = dataset.problems[0]
@@ -96,7 +96,7 @@ def _pay(config: Config, rewards: Rewards, problem: Problem, texts: dict[str, st
 
 def _has_columns(config: Config, name: str) -> bool:
     """Whether rewards get columns of a preset that only its records have."""
-    return bool(config.reward_columns or PRESETS[name].extra)
+    return bool(config.read_columns or PRESETS[name].extra)
 
 
 def _made_up(name: str) -> Problem:

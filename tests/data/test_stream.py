@@ -26,6 +26,20 @@ def test_the_order_stays_what_it_was():
     assert ProblemStream((range(10),), None, 3).at(10, 10) == expected
 
 
+def test_what_is_not_shuffled_comes_in_its_order_or_in_that_of_a_key():
+    """A curriculum is the same however it is cut, and the same in every epoch."""
+    sets = (["a3", "b1", "c2"], ["d1", "e0"])
+    plain = ProblemStream(sets, None, seed=5, shuffled=False)
+    assert plain.at(0, 5) == ["a3", "b1", "c2", "d1", "e0"] and plain.at(3, 4) == ["d1", "e0", "a3", "b1"]
+    sorted_ = ProblemStream(sets, None, seed=6, shuffled=False, key=lambda item: int(item[1]))
+    assert sorted_.at(0, 5) == ["e0", "b1", "d1", "c2", "a3"]  # equal ones as they stand in the source
+    assert [item for cursor in range(0, 10, 2) for item in sorted_.at(cursor, 2)] == 2 * sorted_.at(0, 5)
+    mixed = ProblemStream(sets, (1, 1), seed=5, shuffled=False, key=lambda item: int(item[1])).at(0, 40)
+    for own in (["b1", "c2", "a3"], ["e0", "d1"]):
+        drawn = [item for item in mixed if item in own]
+        assert drawn == [own[i % len(own)] for i in range(len(drawn))] and len(drawn) > len(own)
+
+
 SETS = ([f"a{i}" for i in range(7)], [f"b{i}" for i in range(20)], [f"c{i}" for i in range(50)])
 
 

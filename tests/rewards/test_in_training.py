@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import math
 
@@ -9,11 +10,20 @@ import datasets
 import pyarrow.parquet
 import pytest
 import runs
+from rich.console import Console
 
 from qerl_jax import train
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError, dump, to_mapping
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.data.stream import ProblemStream
 from qerl_jax.messages import Given
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.run import prepare
+from qerl_jax.run.choose_rewards import correctness_reward
+from qerl_jax.run.hooks import Hooks, with_objects
 
 # Counts its calls in a folder, whatever worker it runs in; a step makes two, one for each prompt.
 REWARD = """
@@ -88,30 +98,36 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     )
     config = runs.config(
         tmp_path / "run", prompt_column="prompt", reward_columns=("solution",), num_iterations=1, max_steps=1,
-        num_stages=1, dynamic_sampling=False, reward_funcs=None, reward_weights=None, eval_samples=2,
+        sigma_start=0.0, sigma_end=0.0, dynamic_sampling=False, reward_funcs=None, reward_weights=None,
     )  # fmt: skip
-    given = {"reward_funcs": [longer, half, "answer"], "train_dataset": records, "eval_dataset": list(records)}
+    given = {"reward_funcs": [longer, half, "answer"], "train_dataset": records}
+    given["problems"] = lambda step: [3 - step, 1]
     state = train.train(config, **given)
     table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step_000001.parquet").to_pydict()
     tried, *step = seen
     assert len(tried[1]) == 3 and len(step) == 2  # before anything was compiled; one call a group
     texts = [message["content"] for _, completions, _ in step for (message,) in completions]
     assert texts == table["completion"] and {len(message) for _, c, _ in step for (message,) in c} == {2}
+    assert [solutions[0] for _, _, solutions in step] == [[3], [1]]  # as `problems` says
     for prompts, completions, solutions in step:
         (number,) = {solution[0] for solution in solutions}
         assert prompts == [questions[number]] * 4 and {m["role"] for (m,) in completions} == {"assistant"}
     for i, text in enumerate(texts):
         assert table["rewards/longer"][i] == len(text) and table["rewards/half"][i] == 0.5
         assert table["reward"][i] == len(text) + 0.5 + table["rewards/answer"][i]
-    assert (tmp_path / "run/evaluation.json").exists()
     text = (tmp_path / "run/config.yaml").read_text()
-    assert "- train_dataset" in text and "- longer" in text and "eval_dataset: eval_dataset" in text
+    assert "- train_dataset" in text and "- longer" in text
     report = (tmp_path / "run/report.md").read_text()
     assert "- reward_funcs is not the config's but `longer, half`." in report
 
+    def other(completions, **_):
+        return [1.0] * len(completions)
+
+    other.__name__ = "longer"
     again = dataclasses.replace(config, resume="auto")
     for changes, words in (
-        ({"reward_funcs": [lambda **_: [], half, "answer"]}, "reward_funcs:"),
+        ({"reward_funcs": [other, half, "answer"]}, "reward longer is not what it was"),
+        ({"problems": lambda step: [0, 2]}, "hook problems is not what it was"),
         ({"train_dataset": list(records)[::-1]}, "dataset train_dataset is not what it was"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -122,10 +138,11 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
 def test_objects_that_are_no_rewards_and_no_records(tmp_path):
     config = Config("tiny", output_dir=str(tmp_path / "run"))
     for given, words in (
-        ({"reward_funcs": [3]}, "reward_funcs holds 3, expected functions and names"),
         ({"reward_funcs": [max, max]}, "reward_funcs names 'max' twice"),
-        ({"train_dataset": iter([])}, "train_dataset is a list_iterator: .* can be read more than once"),
-        ({"eval_dataset": "gsm8k"}, "eval_dataset is a str: a file or preset is named in the config's eval_dataset"),
+        (
+            {"train_dataset": iter([])},
+            "train_dataset is a list_iterator, which is read only once: give a datasets.Dataset",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             train.train(config, **given)
@@ -133,7 +150,21 @@ def test_objects_that_are_no_rewards_and_no_records(tmp_path):
     def answer(**_):
         return []
 
+    with pytest.raises(ConfigError, match="dynamic_sampling draws others: give one"):
+        train.train(dataclasses.replace(config, dynamic_sampling=True), problems=lambda step: [0])
+    items = [EncodedProblem(Problem(number, "", ""), array.array("i")) for number in range(4)]
+    stream = ProblemStream((items[:2], items[3:]), None, seed=0)
+    assert Hooks(problems=lambda step: (3, step)).problems_at(1, stream, 2) == [items[3], items[1]]
+    for ids, words in (([1], r"returned 1 ids, expected the 2 of a rollout"), ([2, 0], "returned 2, but no problem")):
+        with pytest.raises(ValueError, match=words):
+            Hooks(problems=lambda step, ids=ids: ids).problems_at(0, stream, 2)
     with pytest.raises(ConfigError, match="a function called 'answer', as a built-in reward is: rename it"):
         train.train(config, reward_funcs=[answer])
+    held_out = [{"question": "p", "answer": "1"}]
+    evaluated = with_objects(dataclasses.replace(config, dataset="arithmetic"), None, None, held_out)
+    _, problems = prepare.load_problems(evaluated, load_tokenizer(model_path("tiny")), Console())
+    assert [item.problem.prompt for item in problems] == ["p"] and correctness_reward(
+        evaluated.eval_dataset
+    ) == "answer"
     assert to_mapping(Config("m", dataset=Given("mine", []))) == to_mapping(Config("m", dataset="mine"))
     assert type(to_mapping(Config("m", eval_dataset=Given("mine", [])))["eval_dataset"]) is str
