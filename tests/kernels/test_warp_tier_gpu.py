@@ -1,5 +1,5 @@
-"""The kernels of tier "warp" on a Hopper GPU, which runs instructions of sm_80, with the shared memory of an RTX 4090:
-the tests of Hopper's kernels against fp64, with poisoned memory and repeats, on what is called there."""
+"""The kernels of tier "warp" on a Hopper GPU, which runs instructions of sm_80, with the shared memory of an RTX 4090
+or an A100: the tests of Hopper's kernels against fp64, with poisoned memory and repeats, on what is called there."""
 
 import jax
 import numpy as np
@@ -30,22 +30,22 @@ from test_matmul_gpu import (  # noqa: F401
 )
 
 pytestmark = needs_gpu
-ADA = gpu_of("a GPU of sm_89", 89, 132)
+GPUS = [gpu_of(f"a GPU of sm_{arch}", arch, 132) for arch in (89, 80)]
 
 
-@pytest.fixture(autouse=True)
-def ada(monkeypatch):
+@pytest.fixture(autouse=True, params=GPUS, ids=lambda gpu: f"sm_{gpu.arch}")
+def gpu(request, monkeypatch):
     """Every kernel is called as for this GPU."""
-    monkeypatch.setattr(dispatch, "this_gpu", lambda: ADA)
+    monkeypatch.setattr(dispatch, "this_gpu", lambda: request.param)
     jax.clear_caches()
-    yield
+    yield request.param
     jax.clear_caches()
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 80), (4608, 3584), (3584, 18944)])
-def test_a_dequantized_weight_is_exact(n, k):
+def test_a_dequantized_weight_is_exact(n, k, gpu):
     packed = packing.pack(weight_of(n, k, seed=n))
     expected = packing.packed_parts(packed)[0]
     for _ in range(20):
-        found = dequantize(packed, gpu=ADA)
+        found = dequantize(packed, gpu=gpu)
         np.testing.assert_array_equal(np.asarray(found).view(np.uint16), np.asarray(expected).view(np.uint16))

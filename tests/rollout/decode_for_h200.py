@@ -1,9 +1,9 @@
 """Compiles a decode chunk for an H200, or for another GPU, on a machine without one. `test_decode_compile.py` runs it.
 
-    python decode_for_h200.py DUMP [ARCH SMS]
+    python decode_for_h200.py DUMP [ARCH SMS SLOTS]
 
-Prints, as JSON, the operations of the loop body in the compiled program and the thunks that launch it. DUMP is a
-directory for XLA's dump, from which the thunks are read.
+Prints, as JSON, the operations of the loop body in the compiled program, the thunks that launch it, and the number of
+our kernels in the whole program. DUMP is a directory for XLA's dump, from which the thunks are read.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def compiled(function: Any, states: Any, *static: Any, gpu: Gpu | None = None) -
     return h200.lower(function, states, *static, gpu=gpu).compile().as_text()
 
 
-def main(gpu: Gpu | None) -> None:
-    states = abstract_chunk()
+def main(gpu: Gpu | None, slots: int) -> None:
+    states = abstract_chunk(slots)
     program = compiled(decode.decode_chunk, states, Sampling(256).distribution, 16, False, gpu=gpu)
     (launches,) = Path(sys.argv[1]).glob("*decode_chunk*thunk_sequence_after_thunk_passes.txt")
     body = launches.read_text().split("  body:\n")[1].splitlines()
@@ -72,6 +72,7 @@ def main(gpu: Gpu | None) -> None:
         json.dumps(
             {
                 "operations": operations(program),
+                "kernels": program.count('custom_call_target="mosaic_gpu'),
                 "thunks": [line.split()[1] for line in inside if re.match(r"    \d", line)],
                 "captured": sum(bool(re.match(r"        \d", line)) for line in inside),
             }
@@ -86,6 +87,7 @@ def use_compilers(*flags: str, gpu: Gpu | None = None) -> None:
 
 
 if __name__ == "__main__":
-    other = gpu_of("GPU A", *map(int, sys.argv[2:])) if sys.argv[2:] else None
+    arch, sms, slots = map(int, sys.argv[2:] or (90, 132, ROWS))
+    other = None if arch == 90 else gpu_of("GPU A", arch, sms)
     use_compilers(f"--xla_dump_to={sys.argv[1]}", gpu=other)
-    main(other)
+    main(other, slots)

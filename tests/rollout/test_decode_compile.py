@@ -12,7 +12,7 @@ LAYERS = 2
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-@pytest.mark.parametrize(("gpu", "norms"), [((), 0), (("89", "128"), 3)], ids=["H200", "RTX 4090"])
+@pytest.mark.parametrize(("gpu", "norms"), [((), 0), (("89", "128", "8"), 3)], ids=["H200", "RTX 4090"])
 def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path, gpu, norms):
     """The loop copies no weights and no caches and does not concatenate adapters. Its body is a single command buffer
     with ten kernels a layer, a few for the whole step, one of them for all cosines and sines, and where XLA computes
@@ -28,6 +28,16 @@ def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path, gpu, 
     assert not any("bf16[1024,96]" in shape for shape in operations["fusion"]), "adapters are concatenated in the loop"
     assert found["thunks"] == ["kCommandBuffer"]
     assert 0 < found["captured"] - (10 + norms) * LAYERS <= 20  # 20 for the step: one more a layer would exceed it
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_weights_stay_packed_where_many_rows_are_decoded(tmp_path):
+    """Each layer dequantizes its four matrices within the loop, at every step: before it, all would exist at once."""
+    ran = h200.run(Path(__file__).parent / "decode_for_h200.py", str(tmp_path), "89", "128", "256")
+    found = json.loads(ran.stdout.splitlines()[-1])
+    inside = [shape.split("{")[0] for shape in found["operations"]["custom-call"]]
+    matrices = ["bf16[1280,1024]", "bf16[1024,1024]", "bf16[4096,1024]", "bf16[1024,2048]"]
+    assert all(inside.count(shape) == LAYERS for shape in matrices) and found["kernels"] == len(inside)
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
