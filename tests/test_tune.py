@@ -6,13 +6,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from command_lines import assert_says, error_of
 from qerl_kernels.gpu import H200, gpu_of
-from qerl_kernels.nvfp4_matmul import tuning
+from qerl_kernels.nvfp4_matmul import packing, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.tuner.search import halved
-from qerl_kernels.nvfp4_matmul.tuner.trials import gemm_of
+from qerl_kernels.nvfp4_matmul.tuner.trials import MANY, RANK, Gemm, Timer, Trial, gemm_of
+from qerl_kernels.ops import fp32_matmul
 
 import qerl_jax
 from qerl_jax.models.config import ModelConfig
@@ -102,6 +104,24 @@ def test_hopper_gpus_also_try_the_other_kernel(tmp_path):
         )
     kinds = {type(trial.config).__name__ for trial in groups[0]}
     assert kinds == {"GemmConfig", "SkinnyConfig"} and any(trial.config.cluster > 1 for trial in groups[0])
+
+
+def test_a_config_with_wrong_results_is_not_timed():
+    """XLA stands in for the kernels: as it is, with one row of another, and refused by the compiler."""
+    gemm = Gemm("qkv", 256, 512, (128, 64, 64), "norm")
+    good, wrong, refused = (Trial(gemm, MANY, "forward", GemmConfig(tile_m)) for tile_m in (64, 72, 80))
+
+    def product(x, lora_x, layer):
+        weight, a, bs = layer
+        each = [fp32_matmul(x, a[:, RANK * i : RANK * (i + 1)]).astype(x.dtype) for i in range(len(bs))]
+        lora = jnp.concatenate([fp32_matmul(one, b) for one, b in zip(each, bs, strict=True)], axis=1)
+        matrix, row = packing.packed_parts(weight)
+        return (fp32_matmul(x, matrix.T.astype(x.dtype)) * row + lora).astype(x.dtype)
+
+    programs = {good: product, wrong: lambda *args: product(*args).at[7].multiply(1.5), refused: "no registers"}
+    timer = Timer(list(programs), programs.__getitem__)
+    assert set(timer.refused) == {wrong, refused} and timer.refused[refused] == "no registers"
+    assert "relative error" in timer.refused[wrong] and timer.prologue_us(good) is None
 
 
 def test_successive_halving():

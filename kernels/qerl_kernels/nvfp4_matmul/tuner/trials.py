@@ -98,7 +98,7 @@ def refuse_if_wrong(y: jax.Array, expected: jax.Array, what: str) -> None:
     """Raises ValueError where ‖y − expected‖ / ‖expected‖ is above the bound or NaN."""
     error = float(_distance(y, expected))
     if not error <= MAX_ERROR:
-        raise ValueError(f"{what}: relative error {error:.2e} is above {MAX_ERROR:.1e}")
+        raise ValueError(f"relative error {error:.2e} is above {MAX_ERROR:.1e}: {what}")
 
 
 LAUNCH_US = 0.8  # what a kernel takes in a loop over its duration by the profiler (tools/results/notes/measuring.md)
@@ -261,7 +261,7 @@ class Timer:
                 continue
             call = functools.partial(found, x[: trial.m], None if lora_x is None else lora_x[: trial.m])
             try:
-                refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial))
+                refuse_if_wrong(call(some[0]), expected[: trial.m], str(trial.config))
             except (ValueError, jax.errors.JaxRuntimeError) as error:  # keep the rest of the sweep
                 self.refused[trial] = f"WRONG: {str(error)[:200]}"
                 continue
