@@ -77,6 +77,20 @@ def test_each_tier_is_timed_with_its_own_configs(tool):
     assert all(trial.gpu.tier == "warp" and trial.config.cluster == 1 for trial in warp)
 
 
+@pytest.mark.parametrize("only", ["yaml ", "reward ", "flag ", pytest.param("", marks=pytest.mark.nightly)])
+def test_hostile_inputs_are_read_as_stated_or_refused(tool, only):
+    failed, passed = tool("hostile_inputs").failures(only)
+    assert not failed and passed > (350 if only == "" else 15)
+
+
+def test_a_hostile_input_that_is_read_otherwise_is_a_failure(tool):
+    refused_or = tool("hostile_inputs").refused_or
+    assert refused_or({"seed": 10}, lambda: {"seed": 8}) == "read as {'seed': 8}, expected is {'seed': 10}"
+    assert refused_or("seed", lambda: 1).startswith("accepted as 1")
+    assert refused_or("seed", lambda: int("x")).startswith("says ")
+    assert refused_or("seed", lambda: [][0]).startswith("a trace: IndexError")
+
+
 def test_a_profile_is_read(tool):
     """Gaps between kernels by hand: one kernel lies within another, a copy to the host runs alone."""
     timing = tool("timing")
