@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from qerl_jax import train
 from qerl_jax.config import Config, ConfigError, load
-from qerl_jax.config.foreign import FOREIGN
+from qerl_jax.config.foreign import FOREIGN, UNSUPPORTED
 from qerl_jax.train import parse
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,6 +52,9 @@ def test_the_table_names_fields_and_reasons():
             "use --sigma-start and --sigma-end (QeRL: 1e-2 and 5e-4; 0 and 0 (the default): no noise)",
         ),
         (["--max_seq_length", "2500"], "use --max-prompt-length and --max-completion-length"),
+        (["--tools", "calculator.py"], "--tools is a name of other programs without a counterpart: no tools;"),
+        (["--num-gpus", "8"], "without a counterpart: all GPUs of the machine are used;"),
+        (["--rollout-func", "mine.py:roll"], "without a counterpart: no multi-turn rollouts;"),
         (["--sync_ref_model", "True"], "--sync-ref-model is a name of TRL without a counterpart: the reference of"),
     ],
 )
@@ -58,6 +62,12 @@ def test_another_programs_flag_is_answered_with_the_name_here(flags, words, capf
     assert train.main(flags) == 2
     said = capfd.readouterr().err
     assert said.startswith("error: --") and words in said and said.count("\n") == 1
+
+
+def test_readmes_list_of_what_is_not_supported():
+    readme = (GOLDEN.parents[1] / "README.md").read_text()
+    (listed,) = re.findall(r"## What is not supported\n\n(.*?)\.\n", readme, re.DOTALL)
+    assert listed.replace("\n", " ").lower() == ", ".join(UNSUPPORTED).lower()
 
 
 @pytest.mark.parametrize("key", ["lora_r", "lora-r"])
@@ -70,7 +80,9 @@ def test_another_programs_key_in_a_file(key, tmp_path):
 
 
 def test_values_that_turn_off_what_is_not_here_are_taken():
-    flags = "--lora_dropout 0.0 --use_vllm false --fp16=False --report_to none --optim None --eval_strategy no"
+    flags = (
+        "--lora_dropout 0.0 --use_vllm false --fp16=False --report_to none --optim None --eval_strategy no --num_gpus 1"
+    )
     assert parse(["--model", "m", *flags.split(), "--seed", "3", "--repetition_penalty", "1.0"]) == Config("m", seed=3)
 
 

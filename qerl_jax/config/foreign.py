@@ -32,6 +32,19 @@ def _names(origin: str, names: str, note: str, fields: tuple[str, ...] = ()) -> 
     return dict.fromkeys(names.split(), Foreign(origin, fields, note))
 
 
+UNSUPPORTED = {
+    "multi-turn rollouts": "rollout_func environment_factory env_name max_turns num_turns multi_turn",
+    "tools": "tools tool_parser tool_call_parser max_tool_calls",
+    "vision": "image_column min_pixels max_pixels limit_mm_per_prompt",
+    "mixture-of-experts models": "num_experts expert_parallel_size enable_expert_parallel",
+    "asynchronous rollouts": "async_rollout async_rollouts max_staleness num_rollout_workers",
+    "tensor parallelism (a model must fit one GPU)": "tensor_parallel_size pipeline_parallel_size deepspeed fsdp",
+    "models other than Qwen2.5, Qwen3 (dense) and Llama 3": "",
+    "GGUF and GPTQ checkpoints": "gguf_file",
+    "full fine-tuning of more than 3B on one GPU": "",
+}
+"""README's list of what is not supported, and the names by which people ask for it."""
+
 _MINI_BATCHES = (
     "an update uses the whole rollout; for mini-batches of it the old log-probabilities would take a pass of their own"
 )
@@ -47,6 +60,13 @@ _COMPLETIONS = "completions/ has every completion of every step"
 _PRECISION = "log-probabilities are always computed in fp32"
 
 FOREIGN: dict[str, Foreign] = {
+    name: Foreign("other programs", (), f"no {what}") for what, names in UNSUPPORTED.items() for name in names.split()
+} | {
+    **_names(
+        "other programs",
+        "num_gpus num_devices gpus num_processes nproc_per_node n_gpus_per_node data_parallel_size",
+        "all GPUs of the machine are used; the flag --devices takes a number",
+    ),
     # model
     "model_name_or_path": Foreign("TRL", ("model",)),
     "model_name": Foreign("Unsloth, QeRL", ("model",)),
@@ -192,7 +212,8 @@ _OFF = {  # values that ask for what holds here anyway, besides None, and false,
     "false": "activation_offloading fp16 load_in_4bit use_quantization full_finetuning ln gradient_checkpointing "
     "use_gradient_checkpointing use_vllm float8_kv_cache overwrite_output_dir resume_from_checkpoint "
     "use_bias_correction_kl",
-    "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size",
+    "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size tensor_parallel_size "
+    "pipeline_parallel_size",
     "no": "eval_strategy",
     "auto": "kv_cache_dtype",
     "1800": "watchdog_seconds",
