@@ -101,7 +101,7 @@ def parameters(state: TrainState, config: Config) -> dict:
 
 
 ORACLE = {
-    "plain": {},
+    "plain-bnpo": {"loss_type": "bnpo"},
     "everything-dapo": {
         "num_iterations": 3,
         "tokens_per_micro_batch": 128,
@@ -122,7 +122,15 @@ ORACLE = {
         "update_memory_gb": 1e-9,
     },
     "kl-without-norms-dr_grpo": {"beta": 0.5, "loss_type": "dr_grpo", "max_completion_length": 9},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "num_iterations": 2, "importance_sampling_cap": 2.0},
+    "cispo-truncated": {
+        "loss_type": "cispo",
+        "epsilon_high": 1.1,
+        "num_iterations": 2,
+        "top_k": 24,
+        "importance_sampling_mode": "token_mask",
+        "importance_sampling_cap": 2.0,
+        "importance_sampling_floor": 0.5,
+    },
 }
 
 
