@@ -23,6 +23,7 @@ from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError, flags
@@ -236,6 +237,8 @@ def _check(arguments: Any, config: Config) -> None:
             "weight_format 'full' is a way to train: evaluate the model that `python -m qerl_jax.export RUN OUT --as "
             "merged` writes, without it"
         )
+    if config.adapter is not None:
+        adapter_config(Path(config.adapter))
     if arguments.few_shot is not None and config.system_message is not None:
         raise ValueError("few_shot has no system prompt: leave out system_prompt and prompt_format")
     for name in ("output", "records"):

@@ -24,11 +24,13 @@ from command_lines import ROWS, assert_says, error_of, evaluation, lines, replac
 
 from qerl_jax import train
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.of_run import find_source
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.command import STOPPED
 from qerl_jax.evaluate import main as evaluate
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
 from qerl_jax.rl import step as update_step
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run import prepare, recorder
@@ -335,6 +337,26 @@ def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(finished):
     assert (finished / "left.txt").read_text() == "['1']"
     assert [row["step"] for row in read_metrics(finished / "run")] == [1, 2]
     assert (finished / "run/adapter/adapter_model.safetensors").exists()
+
+
+def test_a_finished_run_goes_on_to_more_steps(used, capfd):
+    """The third step has the learning rate of a run of three: one of warm-up, half of a cosine over two. An evaluation
+    after the second is no longer that of the trained policy, nor is the adapter until the end.
+    """
+    run = used / "run"
+    EvaluationResults(run).put("after", Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1))
+    damage("metrics.jsonl", b'"grad_norm": 0.0', b'"grad_norm": 1.0')(run)  # else nothing was trained in three steps
+    before, rows = (run / "adapter/adapter_model.safetensors").read_bytes(), read_metrics(run)
+    longer = training(used, "--resume", "auto", "--max-steps", "3")
+    run_directory.write_config(run, train.parse(longer))
+    assert find_source(run).step == 2
+    assert train.main(longer) == 0
+    assert "max_steps: 2 -> 3; learning rate and noise are those of the new length" in capfd.readouterr().out
+    assert read_metrics(run)[:2] == rows and read_metrics(run)[2]["learning_rate"] == pytest.approx(1e-3 / 2)
+    assert EvaluationResults(run).all() == {} and find_source(run).adapter == run / "adapter"
+    assert (run / "adapter/adapter_model.safetensors").read_bytes() != before
+    said = error_of(train.main, training(used, "--resume", "auto"), used, capfd)
+    assert_says(said, "OUT/checkpoints/3 is that of step 3, but max_steps 2 ends at step 2")
 
 
 def test_a_completion_with_a_broken_logit_leaves_the_others_as_they_are(tmp_path, capfd):

@@ -39,7 +39,7 @@ LORA = LoraConfig(4)
 def make_run(place: Path, **changes: object) -> tuple[Path, Config]:
     """A run with two checkpoints and no adapter yet, and beside it the adapter that it would write."""
     model, run = small.bf16(place / "model", shards=1), place / "run"
-    options = {"model": str(model), "dtype": "float32", "train_norms": True, **changes}
+    options = {"model": str(model), "dtype": "float32", "train_norms": True, "max_steps": 4, **changes}
     config = runs.config(run, **options)
     policy = load_policy(model, config.weight_format, config.lora, jnp.float32)
     run_directory.write_config(run, config)

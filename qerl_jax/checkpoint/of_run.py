@@ -1,5 +1,6 @@
 """What a run trained: where it is, and the tensors of its newest checkpoint by Hugging Face's names. A run that was
-stopped has its adapter there only, and so has every run its weights that trained all of them.
+stopped, as one that goes on after its end, has its newest adapter there only, and so has every run its weights that
+trained all of them.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ def find_source(directory: Path, base: str | None = None, weight_format: str | N
             f"--weight-format {weight_format!r} is not what the run was trained with: {config_file} has weight_format "
             f"{config.weight_format!r}"
         )
-    step = None
-    if config.is_full or not adapter.is_dir():
-        adapter, step = None, latest_step(directory)
+    newest, step = latest_step(directory), None
+    goes_on = newest is not None and config.max_steps > 0 and newest < config.num_rollouts  # after it had been finished
+    if config.is_full or not adapter.is_dir() or goes_on:
+        adapter, step = None, newest
         if step is None:
             nothing = "no" if config.is_full else f"neither {ADAPTER_DIR}/ nor a"
             raise ConfigError(f"{directory} holds {nothing} complete checkpoint: nothing to export yet")

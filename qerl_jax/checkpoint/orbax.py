@@ -110,8 +110,8 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: no checkpoint there.
-          ConfigError: it belongs to another config, or to other inputs without `allow_changed_inputs`; names the
-            fields with both values.
+          ConfigError: it belongs to another config, to other inputs without `allow_changed_inputs`, or to a step beyond
+            the run's last; names the fields with both values.
           CheckpointError: it cannot be read, or its arrays are not the state's.
         """
         step = self.latest_step() if step is None else step
@@ -123,6 +123,10 @@ class Checkpointer:
         different = differences(state.config, config)
         if different:
             raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
+        if step > (last := state.config.num_rollouts):
+            raise ConfigError(
+                f"{path} is that of step {step}, but max_steps {state.config.max_steps} ends at step {last}"
+            )
         if not state.config.allow_changed_inputs:
             self._check_inputs(path, manifest.get("inputs"))
         needs_norms = state.config.train_norms and state.config.beta > 0
@@ -137,6 +141,10 @@ class Checkpointer:
         leaves, treedef = jax.tree.flatten(state)
         placed = [jax.device_put(restored[name], leaf.sharding) for name, leaf in zip(target, leaves, strict=True)]
         return jax.tree.unflatten(treedef, placed)
+
+    def max_steps(self, step: int) -> int:
+        """`max_steps` of the run when the checkpoint was saved."""
+        return self._read_manifest(step)["config"]["max_steps"]
 
     def read(self, step: int, prefixes: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from qerl_jax.checkpoint.hf_config import read_json
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.messages import shown
@@ -33,7 +35,7 @@ def adapter_config(directory: Path) -> LoraConfig:
     """
     path = directory / CONFIG_FILE
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: an adapter is a PEFT directory")
+        raise FileNotFoundError(f"{path} does not exist: {_instead(directory)}")
     config = read_json(path)
     if config.get("peft_type") == "LN_TUNING":
         return _norms_alone(path, config)
@@ -79,6 +81,17 @@ def adapter_config(directory: Path) -> LoraConfig:
         target_modules=targets,
         dropout=float(dropout),
     )
+
+
+def _instead(directory: Path) -> str:
+    """What to name in the place of a directory that holds no adapter."""
+    if (directory / ADAPTER_DIR / CONFIG_FILE).exists():
+        return f"name {directory / ADAPTER_DIR}"
+    run = next((path for path in (directory, directory.parent) if (path / CHECKPOINTS_DIR).is_dir()), None)
+    if run is None:
+        return "an adapter is a PEFT directory"
+    write = f"python -m qerl_jax.export {shlex.quote(str(run))} OUT --as peft"
+    return f"a run writes its adapter at its end; `{write}` writes that of the newest checkpoint"
 
 
 def _norms_alone(path: Path, config: dict[str, Any]) -> LoraConfig:

@@ -14,13 +14,16 @@ from qerl_jax.config.foreign import without_foreign
 from qerl_jax.config.values import ConfigError
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
-# programs that are compiled anew may round differently, so a resumed run may differ in rounding.
+# programs that are compiled anew may round differently, so a resumed run may differ in rounding. Another length gives
+# the steps to come the learning rates and the noise of a run of that length.
 FREE_ON_RESUME = frozenset(
     {
         "output_dir",
         "resume",
         "overwrite",
         "allow_changed_inputs",
+        "max_steps",
+        "num_train_epochs",
         "save_steps",
         "save_total_limit",
         "report_to",

@@ -146,4 +146,12 @@ class EvaluationResults:
     def put(self, name: str, result: Evaluation) -> None:
         """Store a result."""
         self._values[name] = result
+        self._write()
+
+    def drop(self, name: str) -> None:
+        """Forget a result, if it is there."""
+        if self._values.pop(name, None) is not None:
+            self._write()
+
+    def _write(self) -> None:
         write_json(self._path, {name: dataclasses.asdict(value) for name, value in self._values.items()})

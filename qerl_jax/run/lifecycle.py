@@ -63,6 +63,8 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if checkpoints is None and step:
         state = Checkpointer(directory, keep=None, inputs=inputs).restore(state, step)
     recorder = Recorder(run, checkpoints, step, tokens)
+    if recorder.evaluations and step < config.num_rollouts:
+        recorder.evaluations.drop("after")  # of a run that was finished and now goes on
     parameters = run.policy.config.parameter_count() / 1e6
     console.print(
         f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}", markup=False
@@ -70,6 +72,8 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if _lacks(run, recorder, "before"):
         console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …", markup=False)
         _evaluate(run, recorder, state, "before")
+    if step < config.num_rollouts:
+        console.print(f"step {step + 1} waits until its programs are compiled …", markup=False)
     return recorder, state
 
 
@@ -88,6 +92,13 @@ def restore(
         console.print(f"no checkpoint to resume in {directory}: starting from the beginning", markup=False)
         return state
     state = source.restore(state)
+    if (before := source.max_steps(int(state.step))) != config.max_steps:
+        console.print(
+            f"max_steps: {before} -> {config.max_steps}; learning rate and noise are those of the new length from here "
+            "on",
+            soft_wrap=True,
+            markup=False,
+        )
     rows_until(source.directory.parent, int(state.step))
     if elsewhere:
         run_directory.copy_from(directory, Path(config.resume))
@@ -117,6 +128,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
     phases = recorder.phases
+    phases.step = last  # none is in progress
     ending = Ending(last, reason, recorder.evaluations.all(), phases.totals, run.given)
     write_report(directory, config, rows, ending)
     phases.beat("stopped" if reason else "finished")

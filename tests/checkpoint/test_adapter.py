@@ -331,6 +331,20 @@ def test_an_adapter_of_another_shape_than_asked_for(exported, micro_dir):
         load_policy(micro_dir, adapter=exported)
 
 
+def test_what_to_name_in_the_place_of_no_adapter(tmp_path, exported):
+    """The adapter of a finished run, or how to get that of one that was stopped."""
+    run = tmp_path / "my run"
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    for named in (run, run / "adapter"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"adapter_config\.json does not exist: .*export '{run}' OUT --as peft"
+        ):
+            adapter_config(named)
+    exported.rename(run / "adapter")
+    with pytest.raises(FileNotFoundError, match=rf"does not exist: name {run}/adapter$"):
+        adapter_config(run)
+
+
 def test_no_leaf_of_an_import_shares_its_memory_with_the_file(exported, micro_dir):
     """The file may be replaced while the policy lives."""
     policy = load_policy(micro_dir, dtype=jnp.float32, adapter=exported)
