@@ -157,11 +157,11 @@ class Ahead:
     submitted is recorded if it is not known. Once everything is compiled, calls are those of `jax.jit` again, and the
     objects that are there by then are frozen until the context ends, unless the process has frozen some itself:
     Python's full collections of garbage looked at them for half a second in one of eleven updates (64 small layers, a
-    CPU). An error of recording or compiling is left to the call, which compiles for itself.
+    CPU). An error of compiling is left to the call, which compiles for itself; one of recording is said, too.
 
     Args:
       threads: programs and kernels compiled at a time; None: one for each core, at least 2.
-      done: called with one line for people by the first call after everything is compiled.
+      done: called with a line for people, or two, by the first call after everything is compiled.
 
     Attributes:
       cached: programs that the persistent cache had.
@@ -267,6 +267,9 @@ class Ahead:
             loaded = f" and loaded {self.cached} from the cache" if self.cached else ""
             seconds = f"{self.seconds:.1f} s, {self.waited:.1f} s of which were waited for"
             self._done(f"compiled {self.programs - self.cached} programs{loaded} in {seconds}")
+            if errors := [error for recording in self._recordings if (error := recording.exception())]:
+                said = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:400]
+                self._done(f"not all programs were compiled ahead of their calls: {said}")
         return jitted(*args, **kwargs)
 
     def _is_recorded(self) -> bool:

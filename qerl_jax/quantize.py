@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from qerl_jax import command
@@ -55,7 +57,9 @@ def _run(argv: Sequence[str]) -> int:
             bar.update(task, completed=done, total=total)
 
         quantize_checkpoint(src, arguments.dst, arguments.format, arguments.overwrite, progress, arguments.ignore)
-    print(f"wrote {arguments.dst}")
+    size = sum(file.stat().st_size for file in Path(arguments.dst).glob("*.safetensors"))
+    print(f"wrote {arguments.dst}: {arguments.format}, {size / 1e9:.3g} GB; train it with")
+    print(f"  python -m qerl_jax.train --model {shlex.quote(arguments.dst)} --dataset gsm8k --output-dir runs/NAME")
     return 0
 
 

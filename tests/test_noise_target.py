@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import types
 from pathlib import Path
@@ -121,3 +122,5 @@ def test_the_memory_estimate_counts_the_noisy_adapters(tmp_path):
     assert line.count("GB") == 1 and f"{held / 1e9:.3f} GB" in line
     assert "layer norms (frozen)" in shown.getvalue()
     assert "adapters, rank 64 (trained, noise is added)" in shown.getvalue()
+    clean = dataclasses.replace(lora, sigma_start=0.0, sigma_end=0.0)
+    assert not [row.name for row in memory_report(clean).parameters if "noise" in row.name]

@@ -189,8 +189,8 @@ def test_a_call_waits_for_its_own_program_only():
 
 
 def test_an_error_is_left_to_the_call():
-    """Of recording, of lowering, of a function that reads values."""
-    attempts = []
+    """Of recording, of lowering, of a function that reads values. The first of recording is said."""
+    attempts, said = [], []
 
     @program
     def fails_first(x):
@@ -202,10 +202,11 @@ def test_an_error_is_left_to_the_call():
     def reads(x):
         return float(x[0])
 
-    with Ahead(2) as ahead:
+    with Ahead(2, done=said.append) as ahead:
         ahead.submit(fails_first, np.ones(3))
         ahead.submit(reads, jnp.ones(3))
         assert fails_first(np.ones(3)).tolist() == [2, 2, 2]
+    assert said[1:] == ["not all programs were compiled ahead of their calls: ValueError: not ahead"]
     with pytest.raises(TypeError, match="float"):
         compile_calls(lambda x: fails_first(float(x)), jax.ShapeDtypeStruct((), jnp.float32))
 

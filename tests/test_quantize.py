@@ -122,6 +122,10 @@ def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     quantize_checkpoint(source, tmp_path / "out")
     assert quantize.main([str(source), str(tmp_path / "out"), "--overwrite"]) == 0
+    written, command = capsys.readouterr().out.splitlines()[-2:]
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size / 1e9
+    assert written == f"wrote {tmp_path}/out: nvfp4, {size:.3g} GB; train it with"
+    assert f"--model {tmp_path}/out --dataset" in command
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,8 @@ def test_a_run_leaves_what_it_promises(finished):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
     assert set(runs.read_json(directory / "evaluation.json")) == {"before", "after"}
-    assert runs.read_json(directory / "heartbeat.json")["phase"] == "finished"
+    beat = runs.read_json(directory / "heartbeat.json")
+    assert (beat["step"], beat["phase"]) == (6, "finished")
 
 
 def test_metrics_of_a_run(finished):
@@ -155,6 +156,8 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
     assert f"stopped by SIGTERM after step {last} of 500" in (directory / "report.md").read_text()
     assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
+    for silence in ("loading tiny …", "reading and tokenizing arithmetic …", "step 1 waits until its programs are"):
+        assert silence in output
 
 
 def test_used_directory_and_other_config_are_refused(finished, tmp_path):

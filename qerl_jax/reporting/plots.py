@@ -47,21 +47,33 @@ def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarr
     return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)
 
 
+def _mean(values: np.ndarray) -> np.ndarray:
+    """The mean of each value and those before it, of a fifteenth of all; of fewer at the beginning."""
+    window = max(1, len(values) // 15)
+    sums = np.cumsum(np.concatenate([np.zeros(window), values]))
+    return (sums[window:] - sums[:-window]) / np.minimum(np.arange(1, len(values) + 1), window)
+
+
+def _with_mean(axes: Any, rows: list[dict[str, Any]], name: str, label: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """Draw a metric of each step, and its moving average, which is returned with the steps."""
+    steps, values = _series(rows, name)
+    mean, window = _mean(values), max(1, len(values) // 15)
+    axes.plot(steps, values, color=_INK, alpha=0.35, linewidth=1)
+    axes.plot(steps, mean, color=_INK, label=f"{label}, mean of {window} steps" if window > 1 else label)
+    return steps, mean
+
+
 def _reward(axes: Any, rows: list[dict[str, Any]]) -> None:
-    steps, mean = _series(rows, "reward")
-    _, deviation = _series(rows, "reward_std")
-    axes.plot(steps, mean, color=_INK)
-    axes.fill_between(steps, mean - deviation, mean + deviation, color=_INK, alpha=0.2, linewidth=0)
+    steps, mean = _with_mean(axes, rows, "reward", "all rewards")
+    deviation = _mean(_series(rows, "reward_std")[1])
+    axes.fill_between(steps, mean - deviation, mean + deviation, color=_INK, alpha=0.15, linewidth=0)
+    axes.legend(loc="lower right")
     axes.set_title("Reward, mean ± standard deviation within groups")
     axes.set_ylabel("reward")
 
 
 def _accuracy(axes: Any, rows: list[dict[str, Any]]) -> None:
-    steps, mean = _series(rows, "accuracy")
-    axes.plot(steps, mean, color=_INK, alpha=0.35, label="each step")
-    window = max(1, len(mean) // 15)
-    smooth = np.convolve(mean, np.ones(window) / window, mode="valid")
-    axes.plot(steps[window - 1 :], smooth, color=_INK, label=f"mean of {window} steps")
+    _with_mean(axes, rows, "accuracy", "share correct")
     axes.set_ylim(0, 1)
     axes.legend(loc="lower right")
     axes.set_title("Share of correct completions in training (sampled under noise)")
@@ -69,9 +81,9 @@ def _accuracy(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _entropy(axes: Any, rows: list[dict[str, Any]]) -> None:
-    steps, entropy = _series(rows, "entropy")
-    axes.plot(steps, entropy, color=_INK, label="trained policy")
-    axes.plot(*_series(rows, "sampling/entropy"), ":", color=_INK, label="sampled policy, under noise")
+    _with_mean(axes, rows, "entropy", "trained policy")
+    steps, entropy = _series(rows, "sampling/entropy")
+    axes.plot(steps, _mean(entropy), ":", color=_INK, label="sampled policy, under noise")
     axes.legend()
     axes.set_ylabel("entropy (nats a token)", color=_INK)
     sigma_steps, sigma = _series(rows, "aqn/sigma")
@@ -84,9 +96,9 @@ def _entropy(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _length(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for name, label, line in (("max", "longest", "--"), ("mean", "mean", "-"), ("min", "shortest", ":")):
-        steps, values = _series(rows, f"completions/{name}_length")
-        axes.plot(steps, values, line, color=_INK, alpha=1 if name == "mean" else 0.6, label=label)
+    for name, label, line in (("max", "longest", "--"), ("min", "shortest", ":")):
+        axes.plot(*_series(rows, f"completions/{name}_length"), line, color=_INK, alpha=0.6, linewidth=1, label=label)
+    _with_mean(axes, rows, "completions/mean_length", "average")
     axes.set_ylim(bottom=0)
     axes.legend()
     axes.set_title("Completion length")

@@ -157,7 +157,8 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     others = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
     named = [*(["biases"] if model.qkv_bias else []), *(["norms of heads"] if model.qk_norm else []), "final norm"]
     rows.append(ParameterRow(", ".join(named), others, dense, rest))
-    noise = dict.fromkeys(("norms", "lora"), "") | {state.config.noise_target: ", noise is added"}
+    added = ", noise is added" if state.config.sigma_start > 0 else ""
+    noise = dict.fromkeys(("norms", "lora"), "") | {state.config.noise_target: added}
     trained = "trained" if state.config.trains_norms else f"frozen{noise['norms']}"
     rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
     if state.weights is not None:

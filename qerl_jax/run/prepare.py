@@ -20,6 +20,7 @@ from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
 from qerl_jax.checkpoint.load import accepted_quantization, load_policy
+from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.files import DataError
@@ -128,6 +129,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     programs = Ahead(done=functools.partial(console.print, markup=False))
     programs.submit(rehearse_run, config, hooks, limit, replicas)
     try:
+        console.print(f"loading {config.model} …", markup=False)
         loaded = load(config, console)
         policy = committed(loaded).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         lengths = config.max_prompt_length, config.max_completion_length
@@ -135,6 +137,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
             sizes = len(replicas.share(config.num_prompts)) or 1, config.num_generations, *lengths
             choose_shapes(policy, *sizes, config.engine, free_device_bytes())  # does it fit?
         console.print(ending_note(policy.config, loaded.tokenizer), soft_wrap=True, markup=False)
+        console.print(f"reading and tokenizing {', '.join(config.dataset)} …", soft_wrap=True, markup=False)
         stream, eval_problems = load_problems(config, loaded.tokenizer, console)
         config = config.with_max_steps(len(stream))
         if hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
@@ -204,6 +207,8 @@ def check(config: Config, devices: int = 1) -> None:
         check_dataset(config.eval_dataset, "test")
     for name in config.dataset:
         check_dataset(name, "train")
+    if config.adapter is not None:
+        adapter_config(Path(config.adapter))
     directory = assets.model_path(config.model, weights=False)
     if config.is_full and (stored := stored_quantization(directory)):
         raise ConfigError(

@@ -6,6 +6,7 @@ import math
 import re
 import resource
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 
@@ -63,3 +64,16 @@ def test_plots_leave_out_what_was_not_recorded(tmp_path):
     rows = [{"step": s, "reward": s / 10, "reward_std": 0.1, "entropy": 1.0, "aqn/sigma": 0.0} for s in range(1, 30)]
     assert sorted(path.stem for path in write_plots(tmp_path, rows)) == ["entropy", "reward"]
     assert write_plots(tmp_path, []) == []
+
+
+def test_a_curve_has_its_moving_average_beside_it(tmp_path, monkeypatch):
+    """Of 45 steps the mean of three, of fewer at the beginning."""
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda axes, *args, **named: drawn.append(args) or plot(axes, *args, **named))
+    values = [float(7 * step % 11) for step in range(45)]
+    write_plots(tmp_path, [{"step": 1 + step, "accuracy": value} for step, value in enumerate(values)])
+    (steps, points), (same, means) = drawn
+    assert list(steps) == list(same) == list(range(1, 46)) and list(points) == values
+    assert means == pytest.approx([np.mean(values[max(0, step - 2) : step + 1]) for step in range(45)])
