@@ -37,7 +37,8 @@ class Checkpointer:
     Args:
       directory: the run's output_dir.
       keep: how many to keep. None: the directory is only read.
-      inputs: fingerprint of each of the run's inputs by its name; kept in manifests and compared with them.
+      inputs: fingerprint of each of the run's inputs by its name, or what it is, where that is short; kept in manifests
+        and compared with them.
     """
 
     def __init__(self, directory: str | Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
@@ -232,6 +233,17 @@ def latest_step(directory: Path) -> int | None:
     """Step of the newest complete checkpoint of a run directory, found without opening any; None without one."""
     manifests = (directory / CHECKPOINTS_DIR).glob(f"*/{MANIFEST_FILE}")
     return max((int(path.parent.name) for path in manifests if path.parent.name.isdecimal()), default=None)
+
+
+def saved_input(directory: Path, name: str) -> str | None:
+    """What the newest complete checkpoint of a run directory keeps of an input; None where there is none, or its
+    manifest cannot be read, which `Checkpointer.restore` says.
+    """
+    with contextlib.suppress(CheckpointError):
+        if (step := latest_step(directory)) is not None:
+            inputs = read_json(directory / CHECKPOINTS_DIR / str(step) / MANIFEST_FILE).get("inputs")
+            return inputs.get(name) if isinstance(inputs, dict) else None
+    return None
 
 
 def _manifest(arrays: dict[str, Any], state: TrainState, inputs: dict[str, str]) -> dict[str, Any]:

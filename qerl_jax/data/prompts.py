@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import datetime
 import itertools
 import re
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
 
 OVERLONG = ("drop", "truncate_left", "error")
 _TEXTS_AT_ONCE = 1024
+_TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _BLOCK_TOKENS = 16
 """No fewer than `<think>` and the white space behind it take."""
 
@@ -167,6 +169,15 @@ def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]], add_genera
     Raises whatever the template raises.
     """
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+
+def freeze_date(tokenizer: Any, date: datetime.date) -> None:
+    """Have the tokenizer's chat template write this date where it writes that of today by `strftime_now("FORMAT")`, as
+    Llama 3.2's does.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):
+        tokenizer.chat_template = _TODAY.sub(lambda call: repr(date.strftime(call[2])), template)
 
 
 Conversation = Sequence[tuple[str, str]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import inspect
 import tokenize
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.orbax import saved_input
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.messages import Given
 from qerl_jax.rewards.functions import BUILT_IN, reward_file
 
+PROMPTS_DATE = "date in prompts"
+"""Name of the input that is the date of the run's start, in ISO's form: its prompts keep it when the run is resumed."""
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 
 
@@ -40,6 +44,13 @@ def fingerprints(
         elif name not in BUILT_IN:
             found[f"reward {name}"] = hashlib.sha256(reward_file(name)[0].read_bytes()).hexdigest()
     return found
+
+
+def prompts_date(config: Config) -> datetime.date:
+    """The date that the chat template writes into prompts: that of the run to resume, or today."""
+    directory = config.output_dir if config.resume in ("never", "auto") else config.resume
+    saved = None if config.resume == "never" else saved_input(Path(directory), PROMPTS_DATE)
+    return datetime.date.fromisoformat(saved) if saved else datetime.date.today()
 
 
 def function_fingerprint(function: Any) -> str:

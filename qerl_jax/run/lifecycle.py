@@ -33,7 +33,7 @@ from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rl.state import current_policy
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.fingerprints import fingerprints
+from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.run.rehearsal import rehearse_evaluation
@@ -49,6 +49,7 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     """
     config, directory, console = run.config, run.directory, run.console
     inputs = fingerprints(config, run.stream.sets, run.eval_problems) | run.hooks.fingerprints()
+    inputs[PROMPTS_DATE] = str(run.date)
     run.replicas.check_equal(inputs, "model, data or functions, by fingerprint")
     checkpoints, place = None, (0, 0)
     if run.replicas.is_first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import time
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import check_dataset
-from qerl_jax.data.prompts import EncodedProblem, load_encoded
+from qerl_jax.data.prompts import EncodedProblem, freeze_date, load_encoded
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.messages import Given
 from qerl_jax.parallel import ALONE, Replicas
@@ -38,6 +39,7 @@ from qerl_jax.rollout.shapes import choose_shapes, ending_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import device_bytes, free_device_bytes, kernels_note, make_deterministic
+from qerl_jax.run.fingerprints import prompts_date
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.memory import refuse_oversized_update
@@ -63,6 +65,7 @@ class Run:
       programs: compiles them before their first calls; None: each is compiled at its first call.
       vllm: what samples completions under `rollout_backend` vllm, else None.
       replicas: the processes that share its work.
+      date: in prompts whose chat template has one.
     """
 
     config: Config
@@ -77,6 +80,7 @@ class Run:
     programs: Ahead | None = None
     vllm: VllmEngine | None = None
     replicas: Replicas = ALONE
+    date: datetime.date | None = None
 
     @property
     def given(self) -> dict[str, str]:
@@ -138,6 +142,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
             choose_shapes(policy, *sizes, config.engine, free_device_bytes())  # does it fit?
         console.print(ending_note(policy.config, loaded.tokenizer), soft_wrap=True, markup=False)
         console.print(f"reading and tokenizing {', '.join(config.dataset)} …", soft_wrap=True, markup=False)
+        date = prompts_date(config)
+        freeze_date(loaded.tokenizer, date)
         stream, eval_problems = load_problems(config, loaded.tokenizer, console)
         config = config.with_max_steps(len(stream))
         if hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
@@ -152,7 +158,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         rewards.close()
         raise
     inputs = config, directory, console, policy, rewards, stream, eval_problems
-    return Run(*inputs, hooks, plan, programs, vllm, replicas), state
+    return Run(*inputs, hooks, plan, programs, vllm, replicas, date), state
 
 
 def smallest(limits: Sequence[int | None]) -> int | None:

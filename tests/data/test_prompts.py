@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import logging
 import types
@@ -21,6 +22,7 @@ from qerl_jax.data.prompts import (
     completion_texts,
     encode,
     encode_problems,
+    freeze_date,
     load_encoded,
     to_prompts,
 )
@@ -187,6 +189,16 @@ def test_plain_prompts_begin_with_bos_and_never_end_with_eos(tokenizer):
     assert begin == 1 and not {1, 2} & set(text) and tokenizer.decode(text) == control
     assert encode([Problem(0, control, "")], tokenizer, "", use_template=False) == [text]
     assert encode([SHORT], wrapped, "") == encode([SHORT], tokenizer, "")  # a template writes its own
+
+
+def test_a_date_in_a_template_can_be_frozen(tokenizer):
+    """Llama 3.2's template writes that of today, in English."""
+    llama = copy.deepcopy(tokenizer)
+    llama.chat_template = """{% if strftime_now is defined %}{% set date = strftime_now("%d %b %Y") %}{% endif -%}
+        Today Date: {{ date }} {{ messages[0]['content'] }}{{ strftime_now( '%Y' ) }}"""
+    today = llama.decode(encode([SHORT], llama, "")[0])
+    freeze_date(llama, datetime.date(2024, 7, 26))
+    assert llama.decode(encode([SHORT], llama, "")[0]) == f"Today Date: 26 Jul 2024 {SHORT.prompt}2024" != today
 
 
 def test_templates_that_ask_for_an_answers_form():

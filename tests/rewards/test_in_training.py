@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import datetime
 import math
 
 import datasets
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from qerl_jax import train
 from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.safetensors import read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError, dump, to_mapping
 from qerl_jax.data.problems import Problem
@@ -115,6 +117,8 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     for i, text in enumerate(texts):
         assert table["rewards/longer"][i] == len(text) and table["rewards/half"][i] == 0.5
         assert table["reward"][i] == len(text) + 0.5 + table["rewards/answer"][i]
+    manifest = read_json(tmp_path / "run/checkpoints/1/manifest.json")
+    assert datetime.date.fromisoformat(manifest["inputs"]["date in prompts"]) <= datetime.date.today()
     text = (tmp_path / "run/config.yaml").read_text()
     assert "- train_dataset" in text and "- longer" in text
     report = (tmp_path / "run/report.md").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import datetime
 import json
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.reporting.metrics import MetricsFile, cut_back
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run.fingerprints import fingerprints, model_fingerprint
+from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints, model_fingerprint, prompts_date
 from qerl_jax.run.lifecycle import restore
 from qerl_jax.train import parse
 from qerl_jax.types import TrainState
@@ -49,6 +50,18 @@ def problem(i: int, answer: str = "1") -> EncodedProblem:
 def state(place) -> TrainState:
     config = config_of(place)
     return init_state(load_policy(config.model, lora=config.lora), config)
+
+
+def test_prompts_keep_the_date_of_the_runs_start(state, tmp_path):
+    """Tomorrow's resume would else have another dataset, where a chat template writes the date."""
+    config = dataclasses.replace(state.config, output_dir=str(tmp_path))
+    today = {datetime.date.today()}
+    assert {prompts_date(dataclasses.replace(config, resume=resume)) for resume in ("never", "auto")} <= today
+    Checkpointer(tmp_path, 1, {PROMPTS_DATE: "2024-07-26"}).save(state)
+    elsewhere = dataclasses.replace(config, output_dir=str(tmp_path / "new"), resume=str(tmp_path))
+    for resumed in dataclasses.replace(config, resume="auto"), elsewhere:
+        assert prompts_date(resumed) == datetime.date(2024, 7, 26)
+    assert prompts_date(config) in today | {datetime.date.today()}
 
 
 def test_exchanged_inputs_are_named_and_refused_unless_told(place, state, tmp_path):
