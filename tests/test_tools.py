@@ -13,7 +13,6 @@ from helpers import fp32_policy
 from replicas import on_replicas
 
 from qerl_jax.compilation import committed
-from qerl_jax.parallel import ALONE
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if "ArgumentParser(" in path.read_text())
@@ -101,16 +100,14 @@ def test_a_profile_is_read(tool):
 
 def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, capsys):
     bench = tool("bench_scaling")
-    shape = ["--batch", "4", "--group", "2", "--prompt-len", "16", "--completion-len", "4", "--repeats", "1"]
+    shape = "--batch 4 --group 2 --prompt-len 16 --completion-len 4 --lora-rank 2 --repeats 1".split()
     args, policy = bench.parse(["0.5B", "--out", str(tmp_path), *shape]), committed(fp32_policy(micro_dir, rank=2))
-    one = bench.measure(args, policy, ALONE, "one")
-    [strong, other] = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "strong"))
-    assert [(row["devices"], row["batch"]) for row in (one, strong, other)] == [(1, 4), (2, 4), (2, 4)]
-    for row in (one, strong, other):
-        assert all(row[f"{name}_seconds"] > 0 for name in ("rollout", "update", "step"))
-        assert row["step_seconds"] > row["rollout_seconds"]
-    bench.show([one | {"step_seconds": 3.0}, strong | {"step_seconds": 2.0}])
-    assert "strong, 2 devices, batch 4: rollout" in (shown := capsys.readouterr().out) and "step 1.500" in shown
+    rows = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "strong"))
+    for row in rows:
+        assert (row["devices"], row["batch"]) == (2, 4) and row["step_seconds"] > row["rollout_seconds"] > 0
+        assert row["update_seconds"] > 0 and row["gather_seconds"] > 0 and row["all_reduce_seconds"] > 0
+    bench.show([rows[0] | {"kind": "one", "devices": 1, "step_seconds": 3.0}, rows[0] | {"step_seconds": 2.0}])
+    assert "strong, 2 devices, batch 4: rollout 1.000, update 1.000, step 1.500; " in capsys.readouterr().out
 
 
 def test_a_benchmark_that_hangs_is_stopped(tool):

@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ from record import add_commit, shell, write_rows
 
 from qerl_jax import Config, LoraConfig, Policy, generate, group_advantages, init_state, keys, launch, make_batch
 from qerl_jax.checkpoint.run_files import EVALUATION_FILE, METRICS_FILE
-from qerl_jax.compilation import committed
+from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.parallel import Replicas
+from qerl_jax.programs import compile_calls
 from qerl_jax.rl.experience import Experience, gather_experience
 from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.reduction import check_same_state
@@ -46,7 +48,9 @@ from qerl_jax.rl.state import trained_trees
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.shares import generate_share
 from qerl_jax.run.devices import device_bytes, use_device_memory
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.prepare import smallest
+from qerl_jax.run.rehearsal import rehearse_step
 
 FILE = "scaling.json"
 PHASES = ("rollout", "gather", "update", "step")
@@ -63,6 +67,7 @@ def main() -> None:
             num_processes=args.num_processes,
         )
         use_device_memory()
+        use_compilation_cache(None)
         sys.exit(launch.run(given, sys.argv, lambda replicas: measure_all(args, replicas)))
     if args.train is None and args.size is None:
         raise SystemExit("name a size, or --train with the flags of a run")
@@ -127,15 +132,19 @@ def measure_all(args: argparse.Namespace, replicas: Replicas) -> int:
     policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
     with replicas:
         for kind in args.kinds if replicas.count > 1 else ["one"]:
-            row = measure(args, policy, replicas, kind)
+            row = measure(args, policy, replicas, kind, compile_calls)
             if replicas.is_first:
                 write_rows(args.out / FILE, [row], args.commit)
                 print(json.dumps(row), flush=True)
     return 0
 
 
-def measure(args: argparse.Namespace, policy: Policy, replicas: Replicas, kind: str) -> dict[str, Any]:
-    """A row: seconds of the phases of a step of `--batch` completions, or for "weak" as many for each replica."""
+def measure(
+    args: argparse.Namespace, policy: Policy, replicas: Replicas, kind: str, ahead: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """A row: seconds of the phases of a step of `--batch` completions, or for "weak" as many for each replica. `ahead`
+    compiles programs side by side before; None: each is compiled at its first call.
+    """
     batch = args.batch * (replicas.count if kind == "weak" else 1)
     config = Config(
         batch_size=batch,
@@ -143,6 +152,7 @@ def measure(args: argparse.Namespace, policy: Policy, replicas: Replicas, kind: 
         max_prompt_length=args.prompt_len,
         max_completion_length=args.completion_len,
         lora_rank=args.lora_rank,
+        max_steps=200,
         dtype=policy.dtype.name,
     )
     rng = np.random.default_rng(0)
@@ -185,6 +195,8 @@ def measure(args: argparse.Namespace, policy: Policy, replicas: Replicas, kind: 
         return time.perf_counter() - began
 
     began = time.perf_counter()
+    if ahead is not None:
+        ahead(rehearse_step, config, Hooks(), policy, state, plan, replicas)
     step(0)
     first = time.perf_counter() - began
     steps = replicas.gather([step(i + 1) for i in range(args.repeats)])  # [replica][repeat][phase]
