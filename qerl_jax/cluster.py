@@ -129,6 +129,9 @@ class Cluster:
                 for other in range(1, self._count):
                     left_ms = max(1, int(1000 * (end - time.monotonic())))
                     self._client.blocking_key_value_get_bytes(_key("left", other), left_ms)
+                # All are about to disconnect, which fails and aborts them once the store is gone.
+                while len(self._client.get_live_nodes(list(range(self._count)))) > 1 and time.monotonic() < end:
+                    pass
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
         self._watcher.join(_WATCH_SECONDS)

@@ -100,8 +100,9 @@ def test_a_profile_is_read(tool):
 
 def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, capsys):
     bench = tool("bench_scaling")
-    shape = "--batch 4 --group 2 --prompt-len 16 --completion-len 4 --lora-rank 2 --repeats 1".split()
-    args, policy = bench.parse(["0.5B", "--out", str(tmp_path), *shape]), committed(fp32_policy(micro_dir, rank=2))
+    shape = {"batch": 4, "group": 2, "prompt-len": 16, "completion-len": 4, "lora-rank": 2, "repeats": 1}
+    words = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    args, policy = bench.parse(["0.5B", "--out", str(tmp_path), *words]), committed(fp32_policy(micro_dir, rank=2))
     rows = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "strong"))
     for row in rows:
         assert (row["devices"], row["batch"]) == (2, 4) and row["step_seconds"] > row["rollout_seconds"] > 0

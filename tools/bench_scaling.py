@@ -175,7 +175,7 @@ def measure(
         )
         jax.block_until_ready(rollout)
         times.append(time.perf_counter())
-        mine = rollout and Experience(range(config.num_prompts), rollout, [""] * len(own), rewards[own], {}, 0)
+        mine = rollout and Experience(list(range(config.num_prompts)), rollout, [""] * len(own), rewards[own], {}, 0)
         whole = gather_experience(replicas, mine, range(config.num_prompts), pad) if replicas.count > 1 else mine
         data = make_batch(whole.rollout, group_advantages(jnp.asarray(whole.rewards), args.group))
         jax.block_until_ready(data)
