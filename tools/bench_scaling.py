@@ -171,7 +171,9 @@ def measure(
         replicas.agree()
         times = [time.perf_counter()]
         rollout = generate_share(
-            replicas, prompts, lambda part: generate(policy, part, config.sampling, key, config.engine, limits[own])
+            replicas,
+            prompts,
+            lambda part: generate(policy, part, config.sampling, key, config.engine, limits[own].tolist()),
         )
         jax.block_until_ready(rollout)
         times.append(time.perf_counter())
