@@ -12,6 +12,7 @@ import what_fits
 from helpers import fp32_policy
 from replicas import on_replicas
 
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.compilation import committed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,6 +89,41 @@ def test_a_hostile_input_that_is_read_otherwise_is_a_failure(tool):
     assert refused_or("seed", lambda: 1).startswith("accepted as 1")
     assert refused_or("seed", lambda: int("x")).startswith("says ")
     assert refused_or("seed", lambda: [][0]).startswith("a trace: IndexError")
+
+
+@pytest.mark.nightly
+def test_a_run_of_random_weights_is_measured(tool, monkeypatch, tmp_path):
+    """Two steps of four groups with rewards 0 and 1 in turn, or equal in about half of them: those do not train."""
+    monkeypatch.setitem(tool("make_checkpoint").SIZES, "micro", (32, 64, 2, 4, 2, 8, 512, True))
+    flags = ["--out", str(tmp_path), "--random", "micro", "--tokenizer", str(model_path("tiny")), "--equal", "0.5"]
+    flags += ["--dataset", "arithmetic", "--max-prompt-length", "200", "--max-completion-length", "12"]
+    flags += ["--batch-size", "16", "--num-generations", "4", "--max-steps", "2", "--weight-format", "bf16"]
+    tool("bench_run").main([*flags, "--dtype", "float32", "--reward-workers", "0", "--lora-rank", "4"])
+    [row] = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert (tmp_path / "run.png").stat().st_size > 0
+    assert (row["name"], row["steps"], row["batch"], row["random"]) == ("micro", 2, 16, True)
+    assert row["equal_groups"] * 8 in range(1, 8)
+    assert row["trained_share"] == pytest.approx(1 - row["equal_groups"], abs=0.1)
+    assert 0 < row["step_seconds"] < row["first_step_seconds"] < row["seconds"]
+    assert sum(row["run_seconds"].values()) == pytest.approx(row["seconds"]) and min(row["run_seconds"].values()) >= 0
+    phases = sum(row[f"{phase}_seconds"] for phase in ("rollout", "grading", "update"))
+    assert 0 < phases <= row["step_seconds"] and row["compiled"] + row["cached"] > 10
+
+
+@pytest.mark.nightly
+def test_trl_does_the_same_job(tool, tmp_path):
+    """Two steps of the bundled policy on a CPU, TRL without vLLM: a row and a bar each."""
+    rows = [json.dumps({"problem": f"What is {i} + {i}?", "answer": str(2 * i)}) for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    flags = ["--formats", "bf16", "--no-vllm", "--steps", "2", "--batch", "8", "--group", "4", "--micro-batch", "4"]
+    places = [str(model_path("tiny")), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]
+    tool("bench_trl").main([*places, *flags, "--length", "12", "--rank", "4"])
+    ours, trl = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert ours["name"] == "tiny-qwen2" and trl["name"].startswith("TRL ")
+    for row in (ours, trl):
+        assert (row["steps"], row["batch"], row["completion_len"]) == (2, 8, 12) and 0 < row["tokens"] <= 96
+        assert 0 < row["step_seconds"] < row["first_step_seconds"] < row["seconds"]
+    assert (tmp_path / "run.png").stat().st_size > 0
 
 
 def test_a_profile_is_read(tool):

@@ -7,10 +7,10 @@
 Each call adds a row to run.json and draws all rows of the file as bars, run.png: seconds of a step (medians over those
 after the first) and of the run, from the start of the process. Medians hide steps with a checkpoint; the run has them.
 
-`--random SIZE` takes random weights of the published shapes. They never draw an EOS, so completions end at limits drawn
-here: twice the tokens of a GSM8K reference solution (log-normal, around 210), and for one completion in fifty the
-config's own limit, as completions that never stop have it. Rewards of random text are all equal and would leave nothing
-to update: after grading they are replaced by 0 and 1 in turn, or by 1 alone in a share `--equal` of the groups.
+`--random SIZE` takes random weights of the published shapes. They hardly ever draw an EOS, so completions end at limits
+drawn here: twice the tokens of a GSM8K reference solution (log-normal, around 210), one in fifty at the config's own
+limit, as completions that never stop have it. Rewards of random text are all equal and would leave nothing to update:
+after grading they are replaced by 0 and 1 in turn, or by 1 alone in a share `--equal` of the groups.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import contextlib
 import dataclasses
 import json
 import lzma
-import os
 import shutil
 import statistics
 import tempfile
-import time
 import unittest.mock
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,9 +36,10 @@ from make_checkpoint import SIZES, hf_config
 from random_policy import random_policy
 from record import add_commit, write_rows
 from rich.console import Console
-from timing import peak_bytes
+from timing import peak_bytes, since_start
 
 from qerl_jax import train
+from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.run_files import METRICS_FILE
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
@@ -125,11 +124,11 @@ def measured_run(config: Config) -> dict[str, Any]:
     planned = memory_report(config, device_bytes()).memory
     return {
         "steps": len(rows),
-        "step_s": statistics.median(step_times),
-        **{f"{phase}_s": value for phase, value in median.items()},
-        "first_step_end_s": ends[0],
+        "step_seconds": statistics.median(step_times),
+        **{f"{phase}_seconds": value for phase, value in median.items()},
+        "first_step_seconds": ends[0],
         "seconds": seconds,
-        "run_s": run_s,
+        "run_seconds": run_s,
         "tokens": statistics.median(row["completions/mean_length"] for row in later) * config.batch_size,
         "equal_groups": statistics.mean(row["frac_reward_zero_std"] for row in rows),
         "trained_share": sum(row["trained_tokens"] for row in rows) / tokens if tokens else 0.0,
@@ -140,30 +139,24 @@ def measured_run(config: Config) -> dict[str, Any]:
     }
 
 
-def since_start() -> float:
-    """Seconds since the process began (Linux)."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def draw(out: Path) -> None:
     """run.png: the rows of run.json as stacked bars, a median step and the whole run. TRL's steps are in one piece."""
     rows = json.loads((out / "run.json").read_text())["rows"]
-    figure, axes = plt.subplots(2, 1, figsize=(9, 2 + 0.8 * len(rows)), layout="constrained")
-    steps = [{phase: row.get(f"{phase}_s", 0.0) for phase in PHASES} for row in rows]
-    steps = [parts | {"rest": row["step_s"] - sum(parts.values())} for parts, row in zip(steps, rows, strict=True)]
-    colors = dict(zip(RUN_PHASES, plt.get_cmap("tab10").colors, strict=False))
-    for axis, bars, title in ((axes[0], steps, "a step"), (axes[1], [row["run_s"] for row in rows], "the run")):
+    steps = []
+    for row in rows:
+        parts = {phase: row[f"{phase}_seconds"] for phase in PHASES if f"{phase}_seconds" in row}
+        steps.append(parts | {"rest" if parts else "step": row["step_seconds"] - sum(parts.values())})
+    figure, axes = plt.subplots(2, 1, figsize=(9, 3 + 0.8 * len(rows)), layout="constrained")
+    for axis, bars, title in ((axes[0], steps, "a step"), (axes[1], [row["run_seconds"] for row in rows], "the run")):
         left = np.zeros(len(rows))
-        for phase in RUN_PHASES:
+        for phase in (*RUN_PHASES, "step"):
             widths = np.array([bar.get(phase, 0.0) for bar in bars])
-            if widths.any():
-                axis.barh(range(len(rows)), widths, left=left, label=phase, color=colors[phase])
+            axis.barh(range(len(rows)), widths, left=left, label=phase)
             left += widths
         axis.set_yticks(range(len(rows)), [f"{row['name']} {row['weight_format']}" for row in rows])
         axis.invert_yaxis()
         axis.set_xlabel(f"seconds of {title}")
-        axis.legend(fontsize="small")
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize="small")
     figure.savefig(out / "run.png", dpi=120)
     plt.close(figure)
 
@@ -174,9 +167,9 @@ def model_directory(path: Path, size: str, tokenizer: Path) -> Path:
     for file in tokenizer.iterdir():
         if file.suffix == ".xz":
             (path / file.stem).write_bytes(lzma.decompress(file.read_bytes()))
-        elif file.suffix in (".json", ".jinja", ".txt"):
+        elif file.suffix in (".json", ".jinja", ".txt") and file.name != "generation_config.json":
             shutil.copyfile(file, path / file.name)
-    (path / "config.json").write_text(json.dumps(hf_config(size)))
+    (path / "config.json").write_text(json.dumps(hf_config(size) | {"eos_token_id": []}))
     return path
 
 
@@ -188,14 +181,16 @@ def stand_in(stack: contextlib.ExitStack, size: str, model: Path, equal: float) 
         del console  # nothing is read, so there is no progress to show
         stored, dtype = config.weight_format or "nvfp4", jnp.dtype(config.dtype)
         policy = random_policy(size, stored, config.lora, config.matmul_kernel, dtype=dtype)
-        return dataclasses.replace(policy, tokenizer=load_tokenizer(model), source=str(model))
+        # The config of the directory, from which the programs are compiled ahead.
+        read = {"config": model_config(model), "tokenizer": load_tokenizer(model), "source": str(model)}
+        return dataclasses.replace(policy, **read)
 
     def limited(policy: Policy, prompts: Any, sampling: Any, key: jax.Array, engine: Any = None) -> Any:
         rows = prompts.lengths.shape[0] * sampling.num_generations
         lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, rows)
         lengths = np.where(rng.random(rows) < NEVER_STOPS, sampling.max_new_tokens, lengths)
-        limits = np.clip(lengths, 8, sampling.max_new_tokens).astype(int)
-        return generate(policy, prompts, sampling, key, engine, np.minimum(limits, sampling.max_new_tokens))
+        limits = np.clip(lengths, 8, sampling.max_new_tokens).astype(int).tolist()
+        return generate(policy, prompts, sampling, key, engine, limits)
 
     def drawn(rewards: Any, weights: Any, prompts: Sequence[str], *rest: Any, **columns: Any) -> tuple:
         _, parts = score(rewards, weights, prompts, *rest, **columns)

@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     draw(args.out)
     for row in json.loads((args.out / "run.json").read_text())["rows"]:
-        print(f"{row['name']} {row['weight_format']}: {row['step_s']:.2f} s a step, {row['peak_bytes'] / 1e9:.1f} GB")
+        peak = f"{row['peak_bytes'] / 1e9:.1f} GB"
+        print(f"{row['name']} {row['weight_format']}: {row['step_seconds']:.2f} s a step, {peak}")
 
 
 def ours(args: argparse.Namespace, stored: str) -> list[str]:
@@ -105,6 +105,7 @@ def trl_row(args: argparse.Namespace) -> dict[str, Any]:
     import trl
     from datasets import load_dataset
     from peft import LoraConfig
+    from timing import since_start
 
     from qerl_jax.rewards.mathematics import math_verify
 
@@ -129,13 +130,13 @@ def trl_row(args: argparse.Namespace) -> dict[str, Any]:
     def now() -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return since_start()
 
     def asked(row: dict[str, Any]) -> dict[str, Any]:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["problem"]}]
         return {"prompt": messages, "answer": str(row["answer"])}
 
-    began, clock, on_gpu = now(), Clock(), torch.cuda.is_available()
+    clock, on_gpu = Clock(), torch.cuda.is_available()
     data = load_dataset("json", data_files=str(args.problems), split="train").map(asked)
     sampler = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": args.vllm_memory}
     with tempfile.TemporaryDirectory() as folder:
@@ -175,8 +176,8 @@ def trl_row(args: argparse.Namespace) -> dict[str, Any]:
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
     later = clock.seconds[1:] or clock.seconds
-    run_s = {"start": ready - began, "step": sum(clock.seconds)}
-    seconds = now() - began
+    run_s = {"start": ready, "step": sum(clock.seconds)}
+    seconds = now()
     return {
         "name": f"TRL {trl.__version__}",
         "weight_format": "bf16",
@@ -189,10 +190,10 @@ def trl_row(args: argparse.Namespace) -> dict[str, Any]:
         "completion_len": args.length,
         "gpu": torch.cuda.get_device_name() if on_gpu else "cpu",
         "steps": len(clock.seconds),
-        "step_s": statistics.median(later),
-        "first_step_end_s": ready - began + clock.seconds[0],
+        "step_seconds": statistics.median(later),
+        "first_step_seconds": ready + clock.seconds[0],
         "seconds": seconds,
-        "run_s": run_s | {"rest": seconds - sum(run_s.values())},
+        "run_seconds": run_s | {"rest": seconds - sum(run_s.values())},
         "tokens": statistics.median(entry["completions/mean_length"] for entry in logs[1:] or logs) * args.batch,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }

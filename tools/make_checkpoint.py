@@ -64,9 +64,9 @@ def hf_config(size: str) -> dict:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "use_sliding_window": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "pad_token_id": 151643,
+        "bos_token_id": min(151643, vocab - 1),
+        "eos_token_id": min(151645, vocab - 1),
+        "pad_token_id": min(151643, vocab - 1),
         "torch_dtype": "bfloat16",
     }
 

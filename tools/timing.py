@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -64,3 +66,9 @@ def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
 def peak_bytes() -> int:
     """Peak device memory in bytes so far; 0 where the backend has no statistics."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def since_start() -> float:
+    """Seconds since the process began (Linux)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
