@@ -1,6 +1,5 @@
 """What the fused decode operations have to return, in fp64, and how far a kernel may be off."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
@@ -11,18 +10,20 @@ U = 2.0**-8  # one rounding to bf16
 
 def inputs_of(kind, tokens, features, columns, seed=0):
     """x (and delta and w; or gate and up), and A."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)  # noqa: E731
-    a = (jax.random.normal(keys[3], (features, columns)) / features**0.5).astype(jnp.bfloat16)
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, scale=1.0, dtype=jnp.bfloat16):
+        return jnp.asarray((scale * rng.standard_normal(shape, np.float32)).astype(dtype))
+
+    a = normal(features, columns, scale=features**-0.5)
     if kind == "norm":
-        weight = 1 + 0.3 * jax.random.normal(keys[2], (features,))
-        x = 3 * jax.random.normal(keys[0], (tokens, features))
-        return [x, normal(keys[1], tokens, features), weight], a
-    return [2 * normal(keys[0], tokens, features * (1 + (kind == "silu")))], a
+        weight = 1 + normal(features, scale=0.3, dtype=np.float32)
+        return [normal(tokens, features, scale=3, dtype=np.float32), normal(tokens, features), weight], a
+    return [normal(tokens, features * (1 + (kind == "silu")), scale=2)], a
 
 
 def wide(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
+    return np.asarray(x).astype(np.float64)
 
 
 def check(kind, inputs, a, ranks, got):
