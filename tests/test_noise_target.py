@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 import runs
-from helpers import assert_trees_equal
+from helpers import assert_trees_equal, logprobs_of
 from rich.console import Console
 
-from qerl_jax import token_logprobs, train
+from qerl_jax import train
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle, prepare
@@ -85,8 +85,7 @@ def test_the_sampler_used_them_and_the_trainer_did_not(finished):
         mask = np.asarray(rollout.completion_mask)[:, 1:]
         found = np.asarray(rollout.logprobs)[:, 1:][mask]
         noisy, trained = (
-            np.asarray(token_logprobs(policy, rollout.tokens, rollout.attention_mask, 1.0))[mask]
-            for policy in (actor, clean)
+            np.asarray(logprobs_of(policy, rollout.tokens, rollout.attention_mask))[mask] for policy in (actor, clean)
         )
         np.testing.assert_allclose(found, noisy, atol=1e-4)
         row, largest = finished.rows[place], np.abs(found - trained).max()

@@ -6,14 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from helpers import assert_trees_equal, fp32_policy
+from helpers import assert_trees_equal, fp32_policy, logits_of
 from oracles import llm_compressor, nf4_goldens, numpy_formats
 
-from qerl_jax import load_policy, policy_logits, quantize
+from qerl_jax import load_policy, quantize
 from qerl_jax.checkpoint import layout_nf4
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.layout_nf4 import NF4
@@ -134,7 +133,7 @@ def test_logits_of_a_double_quantized_checkpoint_are_those_of_transformers():
     """Saved by transformers; there the weights are fp32, so that nothing is rounded to bf16."""
     golden = np.load(DOUBLE / "logits.npz")
     policy = fp32_policy(DOUBLE, rank=0)
-    logits = np.asarray(policy_logits(policy, jnp.asarray(golden["tokens"])))
+    logits = np.asarray(logits_of(policy, golden["tokens"]))
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=2e-5 * np.abs(golden["logits"]).max())
     assert isinstance(policy.frozen["layers"][0]["mlp"]["down_proj"]["weight"], Nf4)
 
