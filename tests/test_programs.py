@@ -79,12 +79,13 @@ def test_a_chain_of_calls_is_recorded_and_compiled_once(on_device):
 
 
 SETTINGS = {
-    "bf16": [],
     "nvfp4, trained norms, KL, two updates": [
         *("--weight-format", "nvfp4", "--dtype", "float32", "--train-norms", "--beta", "0.1", "--num-iterations", "2"),
     ],
-    "one adapter, noise on it": ["--lora-target-modules", "down_proj", "--noise-target", "lora"],
-    "few slots": ["--rollout-memory-gb", "2e-5", "--batch-invariant"],
+    "bf16, noise on one adapter, few slots": [
+        *("--lora-target-modules", "down_proj", "--noise-target", "lora", "--rollout-memory-gb", "2e-5"),
+        "--batch-invariant",
+    ],
     "full, KL": ["--weight-format", "full", "--lora-rank", "0", "--beta", "0.1"],
 }
 
