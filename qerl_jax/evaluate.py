@@ -177,6 +177,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     shots = None
     if arguments.few_shot is not None:
         shots = few_shot(arguments.few_shot, arguments.dataset, arguments.split, config.seed)
+    print(f"reading and tokenizing {arguments.dataset} …", flush=True)
     problems, _, notes = load_encoded(
         arguments.dataset,
         arguments.split,
@@ -210,8 +211,10 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
             longest = max(len(item.tokens) for item in problems)
             stop = (shots.stop,) if shots else ()
             room = min(at_once, len(problems))
+            print(f"loading {config.model} …", flush=True)
             sample = _sampler(config, directory, model, tokenizer, longest, stop, room, stack, generate)
             print(ending_note(model, tokenizer), flush=True)
+            print("sampling; the first problems wait until the programs are compiled …", flush=True)
             parts = sampled_items(
                 sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items), replicas
             )

@@ -111,6 +111,13 @@ def test_a_link_in_the_place_of_a_runs_file_is_refused(tmp_path, name):
             run_directory.check(directory, dataclasses.replace(config, **change))
 
 
+def test_links_that_wandb_makes_are_no_danger(tmp_path):
+    made_by_a_run(tmp_path / "run")
+    (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")
+    (tmp_path / "run" / "wandb" / "debug.log").symlink_to("run-1/files/x")
+    run_directory.check(tmp_path / "run", config_of(tmp_path / "run"))
+
+
 def test_overwrite_follows_a_link_to_checkpoints_and_keeps_it(tmp_path):
     directory, scratch = tmp_path / "run", tmp_path / "scratch"
     write(scratch, ["5/manifest.json", "mine"])
