@@ -88,6 +88,6 @@ def use_compilers(*flags: str, gpu: Gpu | None = None) -> None:
 
 if __name__ == "__main__":
     arch, sms, slots = map(int, sys.argv[2:] or (90, 132, ROWS))
-    other = None if arch == 90 else gpu_of("GPU A", arch, sms)
+    other = gpu_of("GPU A", arch, sms) if sys.argv[2:] else None
     use_compilers(f"--xla_dump_to={sys.argv[1]}", gpu=other)
     main(other, slots)

@@ -12,7 +12,14 @@ LAYERS = 2
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-@pytest.mark.parametrize(("gpu", "norms"), [((), 0), (("89", "128", "8"), 3)], ids=["H200", "RTX 4090"])
+@pytest.mark.parametrize(
+    ("gpu", "norms"),
+    [
+        pytest.param((), 0, id="H200"),
+        pytest.param(("89", "128", "8"), 3, id="RTX 4090"),
+        pytest.param(("90", "114", "8"), 3, id="H100 PCIe", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path, gpu, norms):
     """The loop copies no weights and no caches and does not concatenate adapters. Its body is a single command buffer
     with ten kernels a layer, a few for the whole step, one of them for all cosines and sines, and where XLA computes

@@ -196,12 +196,15 @@ def prologues(group: Sequence[Trial]) -> list[Prologue]:
     return [prologue for prologue in found if (prologue.gemm.prologue, prologue.form) != ("plain", "a")]
 
 
+def random_layer(gemm: Gemm, seed: int) -> tuple:
+    """A random weight, A of its adapters side by side and B of each."""
+    return cases.random_packed(jax.random.key(seed), gemm.n, gemm.k), *adapters(gemm, seed)
+
+
 def layers_of(gemm: Gemm, m: int) -> list[tuple]:
-    """Random weights, so many that they outgrow the L2 (one from 1024 rows, where x and y do), each with A of its
-    adapters side by side and B of each.
-    """
+    """So many layers that they outgrow the L2 (one from 1024 rows, where x and y do)."""
     count = 1 if m >= MANY else math.ceil(ROTATE_BYTES / (gemm.n * gemm.k * 0.5625))
-    return [(cases.random_packed(jax.random.key(i), gemm.n, gemm.k), *adapters(gemm, i)) for i in range(count)]
+    return [random_layer(gemm, i) for i in range(count)]
 
 
 def activations(gemm: Gemm, direction: str, m: int) -> jax.Array:
@@ -226,7 +229,7 @@ def build(trial: Trial | Prologue) -> tuple:
     if isinstance(trial, Prologue):
         return trial.call, (jax.eval_shape(lambda: trial.inputs(0)),)
     x = jax.eval_shape(lambda: activations(trial.gemm, trial.direction, trial.m))
-    layer = jax.eval_shape(lambda: layers_of(trial.gemm, trial.m)[0])
+    layer = jax.eval_shape(lambda: random_layer(trial.gemm, 0))
     lora_x = jax.ShapeDtypeStruct((trial.m, MAX_RANK * len(layer[2])), x.dtype)
     return trial.call, (x, None if trial.direction == "dx" else lora_x, layer)
 
