@@ -60,7 +60,7 @@ def table_cases() -> list[tuple]:
 def check(cases, kernels):
     for case, (kernel, report) in zip(cases, kernels, strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)
-        by_warp = getattr(case[3], "mma_sync", True)  # the skinny kernel has no other way
+        by_warp = type(case[3]).__name__ == "SkinnyConfig"
         instruction = "mma.sync.aligned.m16n8k16" if by_warp else "wgmma.mma_async.sync.aligned.m64"
         assert instruction in kernel, case
         assert ("movmatrix" in kernel) == getattr(case[3], "computes_lora_x", False), case
@@ -222,7 +222,7 @@ def test_lora_partials(tmp_path):
             (63, 64, 3, GemmConfig(64, 1, 2, 2, 2, 4)),
             (64, 8, 1, GemmConfig(64, 2, 1, 2, 1, 6, lookahead=True)),
             (40, 32, 9, GemmConfig(64, 4, 1, 1, 2, 4)),
-            (8, 32, 7, GemmConfig(8, 7, 1, 1, 1, 4, mma_sync=True)),
+            (8, 32, 7, GemmConfig(8, 7, 1, 1, 1, 4)),
             (30, 64, 7, GemmConfig(32, 1, 2, 1, 1, 3, 2)),
         )
     ]

@@ -67,10 +67,6 @@ def gemms(monkeypatch):
 
         plgpu.commit_smem()
 
-    def mma_k_tile(total, a, x_s, k_tile, k_tiles):
-        x = x_s[:, pl.ds(64 * k_tile, 64)]
-        return total + a.astype(jnp.float32) @ x.astype(jnp.float32).T
-
     put(operand, load=load, dequantize=lambda *tile: on_numpy(dequantize, TILE, *tile))
 
     def wgmma_wait(pending):
@@ -79,7 +75,7 @@ def gemms(monkeypatch):
         plgpu.commit_smem()
 
     fenced = Namespace(plgpu, wgmma_wait=wgmma_wait)
-    put(mainloop, plgpu=fenced, mma_k_tile=mma_k_tile, order_reads=plgpu.commit_smem)
+    put(mainloop, plgpu=fenced)
     put(producer, plgpu=Namespace(plgpu, warp_map=warp_map), reduce_partials=reduce)
     put(epilogue, load=load, **ACCUMULATING)
     put(
@@ -108,7 +104,6 @@ def random_packed(n: int, k: int):
         (Config(8, warpgroups_n=1, k_tiles=1, stages=3, lookahead=True), 8, 64, 320, (24,), 0),
         (Config(8, warpgroups_n=1, k_tiles=2, stages=2, lookahead=True), 16, 64, 384, (), 0),
         (Config(8, warpgroups_n=1, warpgroups_k=2, k_tiles=1, stages=6), 8, 128, 192, (16,), 0),
-        (Config(8, warpgroups_n=1, k_tiles=1, stages=2, mma_sync=True), 8, 64, 192, (), 0),
         (Config(8, warpgroups_n=1, k_tiles=1, stages=2), 7, 128, 128, (24,), 3),
     ],
     ids=lambda value: None if isinstance(value, int) else "",

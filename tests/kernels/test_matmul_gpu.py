@@ -178,7 +178,7 @@ def test_pipelines_of_every_depth_end(warpgroups_n, warpgroups_k, cluster, k_til
         x = activations(20, k)
         x64, w = exact(x, weight)
         for stages in (1, 2, 3, 6):
-            config = GemmConfig(16, warpgroups_n, warpgroups_k, cluster, k_tiles, stages, mma_sync=warpgroups_k == 2)
+            config = GemmConfig(16, warpgroups_n, warpgroups_k, cluster, k_tiles, stages)
             check(gemm(x, packed, config), x64 @ w.T, x64, w, k)
 
 

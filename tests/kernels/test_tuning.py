@@ -63,8 +63,8 @@ def test_clusters_that_fit():
 
 
 def test_clusters_that_share_tiles_are_left_alone():
-    for config in (GemmConfig(tile_m=128, cluster=2), GemmConfig(tile_m=8, mma_sync=True)):
-        assert tuning.balance_waves(config, 4096, 3584) == config
+    shared = GemmConfig(tile_m=128, cluster=2)
+    assert tuning.balance_waves(shared, 4096, 3584) == shared
     assert tuning.balance_waves(WIDE, 128, 3584) == WIDE
 
 

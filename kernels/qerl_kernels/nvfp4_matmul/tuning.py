@@ -163,7 +163,7 @@ def balance_waves(config: GemmConfig, m: int, n: int, sms: int = H200.sms) -> Ge
     CTAs that walk alone over whole tiles take ⌈tiles / SMs⌉ waves. 448 tiles with a tile_m of 256, for example, take
     four for 3.4; with 232 there are 504, and four waves of them should cost 8 % less (a model, not timed).
     """
-    if m <= MAX_TUNED_M or config.cluster > 1 or config.mma_sync:
+    if m <= MAX_TUNED_M or config.cluster > 1:
         return config
     ctas = sms * config.ctas_per_sm
 

@@ -33,11 +33,10 @@ class Barriers:
     """A name for each array of mbarriers; None where the config or the terms need none."""
 
     # empty[stage] completes once for each use of the stage: every consumer warpgroup arrives after its last read (after
-    # the wait for `wgmma`, or after a fence, see `mma_sync.order_reads`). The producer waits for it only from a stage's
-    # second use on, and consumers reach that arrival needing only stages that the producer filled before. With
-    # lookahead a consumer waits for `full` of one k-iteration while it still holds the stage of the k-iteration before
-    # and no other (the one before that it has freed). There are two stages or more, so the producer fills the stage
-    # waited for without needing the one held.
+    # the wait for `wgmma`). The producer waits for it only from a stage's second use on, and consumers reach that
+    # arrival needing only stages that the producer filled before. With lookahead a consumer waits for `full` of one
+    # k-iteration while it still holds the stage of the k-iteration before and no other (the one before that it has
+    # freed). There are two stages or more, so the producer fills the stage waited for without needing the one held.
     empty: jax.Ref
     # lora_b_empty: B of the adapters has one place. The producer refills it after this barrier, on which each of the
     # `warpgroups_n` readers arrives for every owned tile but the last: as often as the producer waits. A reader arrives

@@ -28,8 +28,6 @@ class GemmConfig:
       k_tiles: k-tiles of 64 that a consumer takes from one pipeline stage.
       stages: pipeline stages.
       ctas_per_sm: CTAs resident on one SM.
-      mma_sync: multiply with `mma.sync` and not `wgmma`: for small tile_m, since `wgmma` takes as long for 8 rows as
-        for 32.
       lookahead: dequantize the next k-tile while `wgmma` multiplies the present one. Without, consumers that share a
         stage all dequantize and then all wait for the tensor cores: a k-tile takes the sum of both times.
     """
@@ -41,7 +39,6 @@ class GemmConfig:
     k_tiles: int = 2
     stages: int = 4
     ctas_per_sm: int = 1
-    mma_sync: bool = False
     lookahead: bool = False
 
     @property
@@ -91,9 +88,9 @@ class GemmConfig:
             and threads * self.ctas_per_sm <= 2048
             and self.consumers <= 7
             and 1 <= self.cluster <= 4
-            and not (self.lookahead and (self.stages < 2 or self.mma_sync or spills))
-            and (self.mma_sync or accumulator + 28 + max(addends, operands) <= registers)
-            and (self.mma_sync or accumulator + 30 <= at_launch)  # the registers that one `wgmma` names
+            and not (self.lookahead and (self.stages < 2 or spills))
+            and accumulator + 28 + max(addends, operands) <= registers
+            and accumulator + 30 <= at_launch  # the registers that one `wgmma` names
         )
 
     def can_fuse_lora(self, n: int, shapes: Sequence[tuple[int, int]]) -> bool:

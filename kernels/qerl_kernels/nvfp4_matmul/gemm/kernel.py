@@ -101,7 +101,7 @@ def _check_config(config: GemmConfig, terms: Terms, gpu: Gpu) -> None:
     smem = config.smem_bytes(terms.has_lora, terms.has_partials)
     if smem > gpu.smem_bytes:
         raise ValueError(f"gemm: {config} needs {smem} bytes of shared memory, a CTA has {gpu.smem_bytes}")
-    if config.lookahead and (config.stages < 2 or config.mma_sync):  # with one stage its consumer would wait for itself
+    if config.lookahead and config.stages < 2:  # with one stage its consumer would wait for itself
         raise ValueError(f"gemm: lookahead takes wgmma and two stages, this is {config}")
 
 

@@ -1,12 +1,10 @@
 """The mainloops of a consumer warpgroup: dequantize a k-tile of the weight into A fragments, multiply it with x, free
-the pipeline stage. `multiply` picks one of three: `wgmma`, `wgmma` with lookahead, `mma.sync`."""
+the pipeline stage. `multiply` picks one of two: `wgmma`, or `wgmma` with lookahead."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qerl_kernels.nvfp4_matmul.gemm.cta import Cta
-from qerl_kernels.nvfp4_matmul.gemm.mma_sync import mma_k_tile, order_reads
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 
@@ -51,8 +48,6 @@ class Consumer:
 def multiply(consumer: Consumer, s: jax.Array) -> jax.Array:
     """This consumer's sum over segment s, [64, tile_m] fp32."""
     config = consumer.cta.config
-    if config.mma_sync:
-        return mainloop_mma_sync(consumer, s)
     mainloop = mainloop_wgmma_lookahead if config.lookahead else mainloop_wgmma
 
     def accumulate(acc):
@@ -62,46 +57,19 @@ def multiply(consumer: Consumer, s: jax.Array) -> jax.Array:
     return pl.run_scoped(accumulate, plgpu.ACC((TILE, config.tile_m), jnp.float32))
 
 
-def _over_k_iterations(consumer: Consumer, s: jax.Array, init: Any, one_stage: Callable[[jax.Array, Any], Any]) -> Any:
-    """`carry = one_stage(stage, carry)` for each k-iteration of segment s, whose stage is freed after it."""
+def mainloop_wgmma(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> None:
+    """Dequantizes each k-tile of a stage and starts its `wgmma`; waits for all before it frees the stage."""
     span = consumer.cta.segments.span(s)
 
     def one_k_iteration(k_iteration, carry):
         stage = consumer.wait_full(s, k_iteration)
-        carry = one_stage(stage, carry)
-        if consumer.cta.config.mma_sync:
-            order_reads()
-        consumer.free(stage)
-        return carry
-
-    return lax.fori_loop(span.k_begin, span.k_end, one_k_iteration, init)
-
-
-def mainloop_wgmma(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> None:
-    """Dequantizes each k-tile of a stage and starts its `wgmma`; waits for all before it frees the stage."""
-
-    def one_stage(stage, carry):
         for d in range(consumer.cta.config.k_tiles):
             plgpu.wgmma(acc, consumer.weight(stage, d), consumer.x(stage, d))
         plgpu.wgmma_wait(0)
+        consumer.free(stage)
         return carry
 
-    _over_k_iterations(consumer, s, None, one_stage)
-
-
-def mainloop_mma_sync(consumer: Consumer, s: jax.Array) -> jax.Array:
-    """Multiplies by `mma.sync`, warp by warp."""
-    config = consumer.cta.config
-
-    def one_stage(stage, total):
-        for d in range(config.k_tiles):
-            total = mma_k_tile(
-                total, consumer.weight(stage, d), consumer.cta.smem.x_s.at[stage, consumer.q], d, config.k_tiles
-            )
-        return total
-
-    zero = plgpu.layout_cast(jnp.zeros((TILE, config.tile_m), jnp.float32), plgpu.Layout.WGMMA)
-    return _over_k_iterations(consumer, s, zero, one_stage)
+    lax.fori_loop(span.k_begin, span.k_end, one_k_iteration, None)
 
 
 def mainloop_wgmma_lookahead(consumer: Consumer, s: jax.Array, acc: jax.Ref) -> None:

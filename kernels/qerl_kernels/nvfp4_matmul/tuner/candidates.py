@@ -42,15 +42,15 @@ def gemm_configs(m: int, n: int, transposed: bool, widths: tuple[int, ...], gpu:
     tiles_m = [tile_m for tile_m in sorted(tiles_m) if tile_m <= 256 and (tile_m >= 120 or m < 1024)]
     lookaheads = {row.config.lookahead for row in tuning.table(gpu.table) if isinstance(row.config, GemmConfig)}
     found = []
-    for tile_m, along_n, along_k, cluster, k_tiles, ctas, mma_sync, ahead_of in itertools.product(
-        tiles_m, range(1, 8), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4), (1, 2, 3), (True, False), sorted(lookaheads)
+    for tile_m, along_n, along_k, cluster, k_tiles, ctas, ahead_of in itertools.product(
+        tiles_m, range(1, 8), (1, 2, 3, 4, 6, 7), (1, 2, 3, 4), (1, 2, 4), (1, 2, 3), sorted(lookaheads)
     ):
-        if along_n * along_k > 7 or (transposed and along_k > 2) or (mma_sync and (m > 32 or transposed)):
+        if along_n * along_k > 7 or (transposed and along_k > 2):
             continue
         if k_tiles == 4 and tile_m > 16 and along_k > 1 and cluster > 1:  # spills a few words, as compiling showed
             continue
         for stages in range(8, 1, -1):
-            config = GemmConfig(tile_m, along_n, along_k, cluster, k_tiles, stages, ctas, mma_sync, ahead_of)
+            config = GemmConfig(tile_m, along_n, along_k, cluster, k_tiles, stages, ctas, ahead_of)
             if config.fits():
                 if not widths or takes_lora(config, n, widths):
                     found.append(config)
