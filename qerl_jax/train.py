@@ -27,6 +27,7 @@ from qerl_jax import aqn, command, keys, launch
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import Config, ConfigError, flags, load
+from qerl_jax.config.from_trl import from_trl
 from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.reporting.console import RunConsole
@@ -212,6 +213,8 @@ class _Arguments(launch.Devices, Config):
 
     config: str | None = None
     """YAML file with these fields, or the name of a bundled recipe; flags override it."""
+    from_trl: str | None = None
+    """YAML file of TRL's command `trl grpo`: print it as a config, with what it leaves out; train nothing."""
     dry_run: bool = False
     """Show the resolved config, the parameters, a memory estimate, the first prompt and what the rewards pay for a
     right, a wrong and an unreadable answer; train nothing."""
@@ -225,6 +228,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         words = sys.argv[1:] if argv is None else argv
+        if "--from-trl" in (given := flags.given(words)):
+            print(from_trl(_alone(given)), end="")
+            return 0
         found, config = _parsed(words)
         output.append(Path(config.output_dir))
         use_device_memory(config.vllm_share)
@@ -243,6 +249,13 @@ def main(argv: list[str] | None = None) -> int:
         return launch.run(found, ("-m", "qerl_jax.train", *words), trained, most)
 
     return command.run(body, lambda: interrupted(*output))
+
+
+def _alone(given: Mapping[str, list[str]]) -> Path:
+    """The file of `--from-trl`. Raises ConfigError beside other flags, which would be lost."""
+    if len(given["--from-trl"]) != 1 or len(given) != 2 or given[""]:
+        raise ConfigError("--from-trl FILE stands alone; flags go to the run with the config that it prints")
+    return Path(given["--from-trl"][0])
 
 
 def parse(argv: Sequence[str]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qerl_jax import train
-from qerl_jax.config import Config, ConfigError, load
+from qerl_jax.config import Config, ConfigError, from_trl, load
 from qerl_jax.config.foreign import FOREIGN, UNSUPPORTED
 from qerl_jax.train import parse
 
@@ -83,6 +84,111 @@ def test_values_that_turn_off_what_is_not_here_are_taken():
     flags = "--lora_dropout 0.0 --use_vllm false --fp16=False --report_to none --optim None --eval_strategy no"
     more = "--seed 3 --repetition_penalty 1.0 --tensor_parallel_size 1"
     assert parse(["--model", "m", *flags.split(), *more.split()]) == Config("m", seed=3)
+
+
+TRL_FILE = """
+model_name_or_path: Qwen/Qwen2.5-7B-Instruct
+dataset_name: openai/gsm8k
+eval_strategy: steps
+reward_funcs: [accuracy_reward, think_format_reward, my_lib.rewards.custom]
+reward_weights: [1.0, 0.5, 0.2]
+learning_rate: 1.0e-5
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+max_completion_length: 1024
+use_peft: true
+lora_r: 32
+use_vllm: true
+vllm_gpu_memory_utilization: 0.4
+report_to: [wandb, trackio]
+max_steps: 200
+warmup_steps: 10
+scale_rewards: false
+logging_steps: 1
+dataloader_num_workers: 4
+"""
+TRANSLATED = {
+    "model": "Qwen/Qwen2.5-7B-Instruct", "dataset": ("gsm8k",), "eval_dataset": "gsm8k", "report_to": ("wandb",),
+    "reward_funcs": ("math_verify", "my_lib/rewards.py:custom"), "reward_weights": (1.0, 0.2),
+    "learning_rate": 1e-5, "batch_size": 32, "max_completion_length": 1024, "lora_rank": 32, "lora_alpha": 32.0,
+    "lora_target_modules": ("q_proj", "v_proj"), "max_steps": 200, "warmup_ratio": 0.05, "scale_rewards": "none",
+    "epsilon_high": 0.2, "importance_sampling_cap": 3.0, "importance_sampling_mode": "sequence_mask",
+    # TRL's defaults
+    "seed": 42, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta2": 0.999,
+    "max_grad_norm": 1.0, "save_steps": 500,
+}  # fmt: skip
+
+
+def test_a_file_of_trl_as_a_config(tmp_path, capsys):
+    """Every value by hand; what is left out is said, and the result loads."""
+    (tmp_path / "trl.yaml").write_text(TRL_FILE)
+    assert train.main(["--from-trl", str(tmp_path / "trl.yaml")]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(text)
+    assert load(tmp_path / "mine.yaml") == Config(**TRANSLATED)
+    told = [line.removeprefix("# - ") for line in text.splitlines() if line.startswith("# - ")]
+    assert told == [
+        "reward_funcs 'think_format_reward', of weight 0.5: no built-in reward is the same",
+        "report_to trackio: tensorboard or wandb",
+        "use_vllm True: rollout_backend (vllm; left out, the trainer's own engine samples)",
+        "logging_steps '1': metrics.jsonl has every step",
+        "dataloader_num_workers '4': no field has its meaning",
+        "lora_dropout 0.05: with dropout the ratio would measure the dropout mask",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "told"),
+    [
+        ("lora_r: 8", {"weight_format": "full", "prompt_column": "prompt", "answer_column": ""}, "trains all weights"),
+        ("dataset_name: a/b\nreward_funcs: accuracy_reward", {"answer_column": "solution"}, "dataset_name 'a/b': name"),
+        ("use_peft: true\nload_in_4bit: true\nlora_target_modules: all-linear", {"weight_format": "nf4"}, ""),
+        ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps '10': warmup_ratio (a share of all updates)"),
+        ("warmup_steps: 0.25", {"warmup_ratio": 0.25}, ""),
+        ("lr_scheduler_type: constant\nwarmup_steps: 0.5", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
+        ("lr_scheduler_type: constant_with_warmup", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
+        ("epsilon: 0.1", {"epsilon": 0.1, "epsilon_high": 0.1}, ""),
+        ("loss_type: cispo", {"loss_type": "cispo", "epsilon_high": None}, ""),
+        ("dtype: float32\nbf16: false", {"dtype": "float32"}, ""),
+        ("dtype: float32", {"dtype": "bfloat16"}, ""),
+        ("generation_batch_size: 64\nscale_rewards: batch", {"batch_size": 64, "scale_rewards": "batch"}, ""),
+    ],
+)
+def test_settings_of_trl(text, fields, told, tmp_path):
+    path = tmp_path / "trl.yaml"
+    path.write_text(text)
+    (tmp_path / "mine.yaml").write_text(from_trl.from_trl(path))
+    config = load(tmp_path / "mine.yaml")
+    assert {name: getattr(config, name) for name in fields} == fields and told in from_trl.from_trl(path)
+
+
+def test_defaults_of_trl_that_are_others_here():
+    """As TRL has them; the rest says where to write and what to keep, or means the same."""
+    recorded = json.loads((GOLDEN / "trl_fields.json").read_text())
+    theirs = {name: ast.literal_eval(text) for name, text in (recorded["inherited"] | recorded["fields"]).items()}
+    here = {field.name: field.default for field in dataclasses.fields(Config)}
+    differ = {name: theirs[name] for name in here.keys() & theirs.keys() if theirs[name] != here[name]}
+    rest = {"output_dir", "save_total_limit", "report_to", "min_p", "vllm_gpu_memory_utilization"}
+    assert {name: value for name, value in differ.items() if name not in rest} == from_trl.DEFAULTS
+    for table in from_trl._BATCH, from_trl._VLLM:
+        assert {name: theirs[name] for name in table} == table
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("loss_type: sapo", "trl.yaml: loss_type 'sapo' is not one of"),
+        ("a: [", "line 1 is not YAML"),
+        ("- a", "trl.yaml: it holds a list"),
+    ],
+)
+def test_files_of_trl_that_make_no_config(text, words, tmp_path, capfd):
+    path = tmp_path / "trl.yaml"
+    path.write_text(text)
+    for more, said in ([], words), (["--seed", "3"], "--from-trl FILE stands alone"):
+        assert train.main(["--from-trl", str(path), *more]) == 2
+        error = capfd.readouterr().err
+        assert said in error and error.count("\n") == 1
 
 
 def test_truth_values_as_other_programs_write_them():

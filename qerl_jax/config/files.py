@@ -68,6 +68,15 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("$"), [""])
 
 def load(path: str | Path) -> Config:
     """Read a YAML file. Raises ConfigError naming the file."""
+    values = read_yaml(path)
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file: numbers are texts. Raises ConfigError naming the file."""
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"config file {path} does not exist")
@@ -75,7 +84,7 @@ def load(path: str | Path) -> Config:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         if not isinstance(values, dict | None):
             raise ConfigError(f"it holds a {type(values).__name__}, not a mapping of fields")
-        return Config(**{str(key): value for key, value in (values or {}).items()})
+        return {str(key): value for key, value in (values or {}).items()}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except yaml.MarkedYAMLError as error:

@@ -220,7 +220,7 @@ _OFF = {  # values that ask for what holds here anyway, besides None, and false,
 }
 
 
-def _is_off(name: str, value: Any) -> bool:
+def is_off(name: str, value: Any) -> bool:
     """Whether a value, or the text of one, asks for what holds here anyway."""
     text = str(value).lower()
     with contextlib.suppress(ValueError):
@@ -242,7 +242,7 @@ def without_foreign(values: Mapping[str, Any], prefix: str = "", separator: str 
     for name, value in values.items():
         if name not in FOREIGN:
             kept[name] = value
-        elif not _is_off(name, value):
+        elif not is_off(name, value):
             entry = FOREIGN[name]
             fields = " and ".join(prefix + field.replace("_", separator) for field in entry.fields)
             note = f" ({entry.note})" if entry.note else ""
