@@ -8,9 +8,10 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+_WIDE = 110  # columns of a terminal that has room for a bar beside the numbers
 _PLAIN_LINES = 20  # lines of a whole run where there is no terminal
 
 
@@ -20,12 +21,14 @@ class TrainingProgress:
     def __init__(self, start: int, total: int, console: Console):
         self._console, self._start, self._total = console, start, total
         self._live = console.is_terminal
+        wide = [BarColumn(bar_width=20)] if console.width >= _WIDE else []
         self._bar = Progress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}"),
+            *wide,
+            TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True)),  # alone gives way
             TimeRemainingColumn(),
             console=console,
+            expand=True,
             disable=not self._live,
         )
         self._task = self._bar.add_task("train", total=total, completed=start, text="compiling …")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+
+import pytest
+from rich.console import Console
 
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.plots import write_plots
+from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.report import Ending, write_report
 
 
@@ -65,3 +70,15 @@ def test_a_stopped_run_with_something_to_look_at(tmp_path):
 def test_a_run_stopped_before_its_first_step(tmp_path):
     text = write_report(tmp_path, Config(model="m", max_steps=200), [], Ending(0, "SIGINT", {}, {})).read_text()
     assert "stopped by SIGINT after step 0" in text and "![" not in text
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, "length 512"), (60, "entropy 0.123"), (120, "━ reward 1.200")])
+def test_in_a_narrow_terminal_step_and_time_left_are_whole(width, shown):
+    """The numbers between them give way, from the right."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
+    metrics = {"reward": 1.2, "entropy": 0.123, "aqn/sigma": 0.01, "completions/mean_length": 512.3}
+    with TrainingProgress(0, 200, console) as progress:
+        progress.update(7, metrics | {"tokens_per_second": 12345.6, "step_time": 8.1})
+        progress.update(120, metrics | {"tokens_per_second": 12345.6, "step_time": 8.1})
+    frame = [line for line in console.file.getvalue().splitlines() if "step 120/200" in line][-1]
+    assert re.search(r" \d:\d\d:\d\d", frame) and shown in frame
