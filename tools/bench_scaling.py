@@ -68,7 +68,8 @@ def main() -> None:
         )
         use_device_memory()
         use_compilation_cache(None)
-        sys.exit(launch.run(given, sys.argv, lambda replicas: measure_all(args, replicas)))
+        program, sys.argv = sys.argv, sys.argv[: sys.argv.index("--process")]  # rows keep the command that was given
+        sys.exit(launch.run(given, program, lambda replicas: measure_all(args, replicas)))
     if args.train is None and args.size is None:
         raise SystemExit("name a size, or --train with the flags of a run")
     codes = {}
@@ -80,7 +81,7 @@ def main() -> None:
         place = args.out / f"run-{count}"
         run = ["-m", "qerl_jax.train", *args.train, "--devices", str(count), "--output-dir", str(place)]
         codes[count] = within(args.limit, run)
-        row = {"kind": "run", "devices": count, "flags": " ".join(args.train), "code": codes[count]}
+        row = {"kind": "run", "devices": count, "flags": " ".join(args.train), "exit_code": codes[count]}
         gpu = {"gpu": shell("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0] or "none"}
         write_rows(args.out / FILE, [row | result(place, time.perf_counter() - began)], args.commit, gpu)
     show(json.loads((args.out / FILE).read_text())["rows"] if (args.out / FILE).exists() else [])
@@ -129,8 +130,8 @@ def within(seconds: float, program: list[str]) -> int:
 
 def measure_all(args: argparse.Namespace, replicas: Replicas) -> int:
     """Each kind of scaling on these replicas; the first writes each row."""
-    policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
     with replicas:
+        policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
         for kind in args.kinds if replicas.count > 1 else ["one"]:
             row = measure(args, policy, replicas, kind, compile_calls)
             if replicas.is_first:
@@ -228,7 +229,7 @@ def result(place: Path, seconds: float) -> dict[str, Any]:
     evaluation, metrics = place / EVALUATION_FILE, place / METRICS_FILE
     found = json.loads(evaluation.read_text()) if evaluation.exists() else {}
     steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-    return {"seconds": seconds, "steps": steps} | {f"accuracy_{name}": found[name]["accuracy"] for name in found}
+    return {"seconds": seconds, "steps_done": steps} | {f"accuracy_{name}": found[name]["accuracy"] for name in found}
 
 
 def show(rows: list[dict[str, Any]]) -> None:

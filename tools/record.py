@@ -23,8 +23,9 @@ MEASURED = frozenset((
     "compile_s", "rollout_seconds", "rollout_peak_bytes", "recomputed_layers", "recomputed_gate_up",
     "bits_per_weight", "weight_error_mean", "weight_error_worst", "worst_projection", "mean_abs_dlogit",
     "top1_agreement", "compared_tokens", "kl_standard_error", "gather_seconds", "update_seconds",
-    "all_reduce_seconds", "step_seconds", "accuracy", "grading_seconds", "run_seconds", "first_step_seconds", "tokens",
+    "all_reduce_seconds", "step_seconds", "grading_seconds", "run_seconds", "first_step_seconds", "tokens",
     "equal_groups", "trained_share", "compilations_last_step", "compiled", "cached", "compile",
+    "accuracy_before", "accuracy_after", "steps_done", "exit_code",
 ))  # fmt: skip
 """Fields that do not tell one case from another."""
 
