@@ -16,7 +16,7 @@ from qerl_jax.messages import shown
 from qerl_jax.models.config import ModelConfig, RopeScaling
 
 MODELOPT_FILE = "hf_quant_config.json"
-_MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
+MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
 _MODEL_TYPES = ("qwen2", "qwen3", "llama")
 _QWEN3_HEAD_DIM = 128  # transformers' default, whatever the hidden size
 _DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
@@ -57,7 +57,7 @@ def parse_config(
 
     def positive(key: str, default: int | None = None) -> int:
         value = config.get(key) if config.get(key) is not None else default
-        highest = _MAX_LAYERS if key == "num_hidden_layers" else LARGEST_INT
+        highest = MAX_LAYERS if key == "num_hidden_layers" else LARGEST_INT
         if type(value) is not int or not 0 < value <= highest:
             raise CheckpointError(f"{where}: {key} must be a whole number from 1 to {highest:,}, got {shown(value)}")
         return value

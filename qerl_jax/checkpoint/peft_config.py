@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.checkpoint.hf_config import read_json
+from qerl_jax.checkpoint import names
+from qerl_jax.checkpoint.hf_config import MAX_LAYERS, read_json
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config.values import LARGEST_INT
@@ -53,13 +55,10 @@ def adapter_config(directory: Path) -> LoraConfig:
             f"{path}: init_lora_weights is {shown(config['init_lora_weights'])}, which changes the base: convert the "
             "adapter to a plain LoRA"
         )
-    modules, saved = config.get("target_modules") or [], config.get("modules_to_save") or []
-    for key, value in (("target_modules", modules), ("modules_to_save", saved)):
-        if value != "all-linear" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            raise CheckpointError(f"{path}: {key} is {shown(value)}, it must be a list of names")
-    targets = PROJECTIONS if modules == "all-linear" else tuple(p for p in PROJECTIONS if p in modules)
-    if modules != "all-linear" and len(targets) != len(modules):
-        raise CheckpointError(f"{path}: target_modules {sorted(modules)} go beyond the projections {list(PROJECTIONS)}")
+    saved = config.get("modules_to_save") or []
+    if not _are_names(saved):
+        raise CheckpointError(f"{path}: modules_to_save is {shown(saved)}, it must be a list of names")
+    targets = _targets(path, config.get("target_modules") or [])
     extra = set(saved) - set(LAYER_NORMS)
     if extra:
         raise CheckpointError(
@@ -92,6 +91,42 @@ def _instead(directory: Path) -> str:
         return "an adapter is a PEFT directory"
     write = f"python -m qerl_jax.export {shlex.quote(str(run))} OUT --as peft"
     return f"a run writes its adapter at its end; `{write}` writes that of the newest checkpoint"
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _targets(path: Path, modules: Any) -> tuple[str, ...]:
+    """Projections with an adapter, by PEFT's `target_modules`: "all-linear", a regular expression of a module's whole
+    name, or a list of names or their ends behind a dot. In layers that it leaves out the reader misses tensors.
+    """
+    if modules == "all-linear":
+        return PROJECTIONS
+    paths = {names.projection(layer, part): part for layer in range(MAX_LAYERS) for part in PROJECTIONS}
+    if isinstance(modules, str):
+        try:
+            matches = re.compile(modules).fullmatch
+        except re.error as error:
+            raise CheckpointError(
+                f"{path}: target_modules {shown(modules)} is no regular expression: {error}"
+            ) from error
+        found = {part for module, part in paths.items() if matches(module)}
+        wrong = [module for module in ("lm_head", "model.embed_tokens") if matches(module)] or [modules] * (not found)
+    elif _are_names(modules):
+        words = {module: module.split(".") for module in paths}
+        ends = {".".join(words[module][i:]): part for module, part in paths.items() for i in range(len(words[module]))}
+        found = {ends.get(name) for name in modules}
+        wrong = [name for name in modules if name not in ends]
+    else:
+        raise CheckpointError(
+            f"{path}: target_modules is {shown(modules)}, it must be a list of names or a regular expression"
+        )
+    if wrong:
+        raise CheckpointError(
+            f"{path}: target_modules {shown(modules)} go beyond the projections {list(PROJECTIONS)}: {shown(wrong[0])}"
+        )
+    return tuple(part for part in PROJECTIONS if part in found)
 
 
 def _norms_alone(path: Path, config: dict[str, Any]) -> LoraConfig:

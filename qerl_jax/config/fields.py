@@ -77,7 +77,8 @@ class Config:
     dataset_weights: tuple[float, ...] | None = None
     """Sampling weight of each dataset. None: one concatenated dataset."""
     prompt_column: str = "question"
-    """Problem column of a file without a preset: text, or a list of {role, content}."""
+    """Problem column of a file without a preset: text, or a list of {role, content}, each content a text or a list of
+    {type: "text", text}."""
     answer_column: str = "answer"
     """Answer column of such a file; only the text after the last "####" counts, as in GSM8K. "": none, where rewards of
     your own need no answer."""

@@ -350,6 +350,14 @@ def _legible(text: str, column: str) -> str:
     return text
 
 
+def _joined(parts: list[Any], column: str) -> str:
+    """The text of a message that is given in parts, {type: "text", text}, as for models that also take images."""
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise Unusable(f"{column!r} holds a part of a message that is no text: images and sound are not supported")
+    return "".join(texts)
+
+
 def _messages(value: list[Any], preset: Preset, system: str | None) -> tuple[tuple[str, str], ...]:
     """A conversation that the assistant continues, with the system message that was asked for."""
     column, messages = preset.prompt_column, []
@@ -357,6 +365,10 @@ def _messages(value: list[Any], preset: Preset, system: str | None) -> tuple[tup
         if not isinstance(message, Mapping):
             raise Unusable(f"{column!r} is a list of something else than {{role, content}}")
         role, content = message.get("role"), message.get("content")
+        if role == "tool" or message.get("tool_calls"):
+            raise Unusable(f"{column!r} holds a tool's turn or a call of one: tools are not supported")
+        if isinstance(content, list):
+            content = _joined(content, column)
         if role not in ROLES or not isinstance(content, str) or (role == "system" and messages):
             raise Unusable(f"{column!r} holds a message that is no {{role, content}} of {list(ROLES)}")
         messages.append((role, _legible(content, column)))

@@ -125,11 +125,19 @@ def test_export_and_import_are_inverse_bit_for_bit(micro_dir, tmp_path, lora):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_an_adapter_that_peft_wrote_is_read(micro_dir, tmp_path):
-    """peft draws A and, with init_lora_weights=False, B; its logits are ours after the import."""
-    config = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["q_proj", "down_proj"],
+        r".*\.(self_attn\.q_proj|mlp\.down_proj)",
+        ["self_attn.q_proj", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(2))],
+    ],
+)
+def test_an_adapter_that_peft_wrote_is_read(modules, micro_dir, tmp_path):
+    """peft draws A and, with init_lora_weights=False, B; its logits are ours after the import. Targets by a name, by a
+    regular expression or by a full name.
+    """
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM")
     model = peft.get_peft_model(torch_qwen2.load(micro_dir), config).eval()
     model.save_pretrained(tmp_path / "theirs")
     policy = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "theirs")
@@ -278,6 +286,10 @@ def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
         ({"r": "8"}, ("r ", "'8'")),
         ({"lora_alpha": float("inf")}, ("lora_alpha", "inf")),
         ({"target_modules": "q_proj|v_proj"}, ("target_modules", "'q_proj|v_proj'")),
+        ({"target_modules": ".*_proj|lm_head"}, ("target_modules", "'lm_head'")),
+        ({"target_modules": "(q_proj"}, ("'(q_proj' is no regular expression",)),
+        ({"target_modules": ["model.layers.0.mlp.q_proj"]}, ("model.layers.0.mlp.q_proj",)),
+        ({"target_modules": [3]}, ("[3]", "a list of names or a regular expression")),
     ],
 )
 def test_adapters_that_are_no_plain_lora_are_refused(exported, changes, named):

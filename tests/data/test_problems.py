@@ -201,6 +201,29 @@ def test_conversations_and_their_system_message(tmp_path, suffix, own, system_pr
     assert problem.prompt == "u2"
 
 
+def test_a_message_in_parts_is_its_text(tmp_path):
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
+    path = write(tmp_path / "data.jsonl", [{"question": [{"role": "user", "content": parts}], "answer": "1"}])
+    assert load_dataset(path, "train").problems[0].prompt == "How many?"
+
+
+IMAGE, TOOL = {"type": "image", "image": "x.png"}, {"role": "tool", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": [IMAGE, {"type": "text", "text": "What is it?"}]}], "images and sound are not"),
+        ([CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{}]}, TOOL, CHAT[2]], "tools are not"),
+        ([CHAT[0], TOOL, CHAT[2]], "tools are not supported"),
+    ],
+)
+def test_messages_for_what_is_not_supported_are_told(tmp_path, messages, words):
+    path = write(tmp_path / "data.jsonl", [{"question": messages, "answer": "1"}])
+    with pytest.raises(DataError, match=rf"holds no problems: left out 1 × 'question' holds .*: .*{words}"):
+        load_dataset(path, "train")
+
+
 @pytest.mark.parametrize(
     "messages",
     [
