@@ -8,12 +8,14 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet
 import pytest
 import runs
 from rich.console import Console
 
 from qerl_jax import train
 from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode_problems
@@ -21,7 +23,7 @@ from qerl_jax.data.stream import ProblemStream
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.parallel import ALONE
-from qerl_jax.reporting.metrics import EvaluationResults
+from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.load import Rewards
@@ -233,6 +235,28 @@ def test_the_record(step):
     np.testing.assert_array_equal(columns["rewards/spy"], [1, 0, 1, 0, 1, np.nan])
 
 
+def test_what_is_written_of_a_step(step):
+    """metrics.jsonl, completions and curves of the step by its number; right is what the reward of the largest weight
+    says.
+    """
+    state, experience, batch, update, sigma = step.calls.record
+    state, curves = state.replace(opt_state=state.optimizer.init(norms(0.0))), []
+    recorder = Recorder(step.run, Checkpointer(step.run.directory, 1), STEP, 1000)
+    recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments))
+    with recorder:
+        recorder.phases._untaken.update({"rollout": 2.0, "grading": 0.5, "update": 1.5})
+        metrics = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
+    [row] = read_metrics(step.run.directory)
+    assert curves == [(STEP + 1, metrics)] and row == pytest.approx(metrics | {"step": STEP + 1})
+    assert (row["accuracy"], row["step_time"], row["num_tokens"] > 1000) == (pytest.approx(3 / 5), 4.0, True)
+    written = pyarrow.parquet.read_table(
+        step.run.directory / "completions" / f"step_{STEP + 1:06d}.parquet"
+    ).to_pydict()
+    assert {name: str(column) for name, column in written.items()} == {
+        name: str(column) for name, column in completion_columns(experience, batch.advantages).items()
+    }
+
+
 def test_the_end_of_a_run(step, tmp_path, monkeypatch):
     """The trained policy is what is evaluated, under the evaluation's settings, and what is exported."""
     last = step.before.replace(step=jnp.int32(10), norms=norms(0.7))
@@ -246,7 +270,8 @@ def test_the_end_of_a_run(step, tmp_path, monkeypatch):
     recorder.phases, recorder.stopped = Phases(tmp_path, run.console), 0
     recorder.evaluations = EvaluationResults(tmp_path)
     recorder.checkpoints = types.SimpleNamespace(close=lambda: None)
-    recorder.curves = types.SimpleNamespace(log=lambda *_: None, close=lambda: None)
+    curves: list = []
+    recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments), close=lambda: None)
     recorder.metrics, recorder.mend = types.SimpleNamespace(rows=[]), lambda: None
 
     def evaluate(*arguments, **named):
@@ -266,7 +291,7 @@ def test_the_end_of_a_run(step, tmp_path, monkeypatch):
     assert (problems, sampling, seed) == (run.eval_problems, config.eval_sampling, SEED)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.5, 0, 0)
     assert (sampling.num_generations, sampling.max_new_tokens, named["engine"].slots) == (4, 12, 7)
-    assert recorder.evaluations.get("after") == result
+    assert recorder.evaluations.get("after") == result and curves == [(10, result.metrics())]
     (exported, directory), options = made["exported"]
     assert directory == tmp_path / "adapter" and options["norms"]
     for one in (policy, exported):
