@@ -117,8 +117,8 @@ def place(tmp_path_factory):
     for name in ("one", "two"):
         config = runs.config(
             root / name, model=str(model), weight_format=None, dataset=str(root / "problems.jsonl"), max_steps=STEPS,
-            reward_funcs=(f"{root / 'reward.py'}:length",), reward_weights=(1.0,), num_iterations=1, save_steps=1000,
-            dynamic_sampling=False, train_norms=False, beta=0.0, max_prompt_length=120, eval_dataset=None,
+            reward_funcs=(f"{root / 'reward.py'}:length",), reward_weights=(1.0,), reward_workers=0, num_iterations=1,
+            save_steps=1000, dynamic_sampling=False, train_norms=False, beta=0.0, max_prompt_length=120,
         )  # fmt: skip
         (root / f"{name}.yaml").write_text(dump(config))
     assert train.main(["--config", str(root / "one.yaml")]) == 0
