@@ -161,6 +161,7 @@ def launch(program: Sequence[str], count: int) -> int:
     finally:
         for child in children:
             child.kill()
+            child.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
 
