@@ -89,11 +89,13 @@ def _as_expected(found: dict[str, list[str]], kind: type) -> list[str]:
     """The words of a command line as the parser takes them: values as a YAML file's would be read (Python makes 10 of
     1_0 and 0 of 1e-400), `--train-norms True` as a flag. Names of other programs are answered.
     """
+    hints = typing.get_type_hints(kind)
     if issubclass(kind, Config):
         names = {flag[2:].replace("-", "_"): flag for flag in found if flag}
-        kept = without_foreign({name: " ".join(found[flag]) for name, flag in names.items()}, "--", "-")
-        found = {"": found[""]} | {names[name]: found[names[name]] for name in kept}
-    words, hints = list(found.pop("")), typing.get_type_hints(kind)
+        theirs = {name: " ".join(found[flag]) for name, flag in names.items() if name not in hints}
+        kept = without_foreign(theirs, "--", "-").keys() | hints.keys()
+        found = {flag: values for flag, values in found.items() if not flag or flag[2:].replace("-", "_") in kept}
+    words = list(found.pop(""))
     for flag, values in found.items():
         name = flag[2:].replace("-", "_")
         hint = hints.get(name)

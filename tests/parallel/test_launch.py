@@ -52,7 +52,7 @@ def test_devices_that_are_not_there(devices, gpus, most, said):
     assert str(error.value) == said
 
 
-@pytest.mark.parametrize("flags", [["--process-id", "0"], ["--coordinator", "a:1", "--process-id", "2"]])
+@pytest.mark.parametrize("flags", [["--process-id", "0"], ["--num-processes", "2"], ["--coordinator", "a:1"]])
 def test_a_place_that_is_incomplete(flags, capsys):
     assert train.main(flags) == 2
     assert "--coordinator, --process-id and --num-processes belong together" in capsys.readouterr().err
