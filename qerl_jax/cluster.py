@@ -33,7 +33,7 @@ _AXIS = "replica"
 _WATCH_SECONDS = 1.0
 _POLL_MS = 1000  # between two looks for signals while waiting for other replicas
 _HANG_SECONDS = 30  # time in which the main thread must take notice of a dead replica
-_LEAVE_SECONDS = 5  # time that the process with the key-value store gives the others to leave before it
+_LEAVE_SECONDS = 30, 5  # that the process with the key-value store waits for the others; where one of them failed
 
 
 def join(
@@ -121,20 +121,22 @@ class Cluster:
     def leave(self) -> None:
         """See the function `leave`."""
         self._is_over.set()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # one of them is dead
-            if self._index:
+        if self._index:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_set_bytes(_key("left", self._index), b"")
-            else:
-                end = time.monotonic() + _LEAVE_SECONDS
-                for other in range(1, self._count):
-                    left_ms = max(1, int(1000 * (end - time.monotonic())))
-                    self._client.blocking_key_value_get_bytes(_key("left", other), left_ms)
-                # All are about to disconnect, which fails and aborts them once the store is gone.
-                while len(self._client.get_live_nodes(list(range(self._count)))) > 1 and time.monotonic() < end:
-                    pass
+        else:  # those that are connected when the store ends are aborted
+            waiting = threading.Thread(target=self._wait_for_others, daemon=True)
+            waiting.start()
+            waiting.join(_LEAVE_SECONDS[self._is_told.is_set()])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
         self._watcher.join(_WATCH_SECONDS)
+
+    def _wait_for_others(self) -> None:
+        """Until they have disconnected, or count as dead."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while len(self._client.get_live_nodes(list(range(self._count)))) > 1:
+                time.sleep(0.1)
 
     def _get(self, key: str) -> bytes:
         while True:
