@@ -29,12 +29,12 @@ def test_a_decode_step_is_one_captured_graph_that_copies_nothing(tmp_path, gpu, 
     found = json.loads(ran.stdout.splitlines()[-1])
     operations = found["operations"]
     assert set(operations) <= {"copy", "fusion", "custom-call"}
-    assert set(operations.get("copy", [])) <= {"pred[8]{0}"}
+    assert set(operations.get("copy", [])) <= {"pred[8]{0}", "s32[8]{0}"}  # a flag or a number for each slot
     assert len(operations["custom-call"]) == 10 * LAYERS
     assert sum("f32[8,64]" in shape for shape in operations["fusion"]) == 1
     assert not any("bf16[1024,96]" in shape for shape in operations["fusion"]), "adapters are concatenated in the loop"
     assert found["thunks"] == ["kCommandBuffer"]
-    assert 0 < found["captured"] - (10 + norms) * LAYERS <= 20  # 20 for the step: one more a layer would exceed it
+    assert 0 < found["captured"] - (10 + norms) * LAYERS <= 21  # 21 for the step: one more a layer would exceed it
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
