@@ -325,7 +325,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, nothing_compile
         (replaced(tiny, "--dataset", str(tmp_path / "bad.jsonl")), "bad.jsonl, line 2 is not JSON"),
         ([*tiny, "--rollout-memory-gb", "1e-9"], "cannot hold 1 completions of 16 tokens and 1 prompts of 80"),
         (replaced(tiny, "--max-prompt-length", "1"), "max_prompt_length 1; the shortest has"),
-        ([*tiny, "--weight-format", "nf4", "--matmul-kernel", "mosaic_gpu"], "needs NVFP4 or MXFP4 weights"),
+        ([*tiny, "--weight-format", "nf4", "--matmul-kernel", "mosaic_gpu"], "needs weights of NVFP4 or MXFP4"),
         ([*fp32, "--weight-format", "nvfp4", "--matmul-kernel", "mosaic_gpu"], "implementation 'mosaic_gpu' needs"),
     ]:
         assert train.main([*flags, "--output-dir", str(tmp_path / "out")]) == 2
