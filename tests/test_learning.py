@@ -16,6 +16,7 @@ from qerl_jax import train
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.compilation import committed
 from qerl_jax.evaluation import evaluate
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
@@ -81,6 +82,7 @@ def test_the_exported_adapter_is_the_checkpoint_and_beats_the_first_policy(learn
     assert int(state.step) == STEPS
     assert_trees_equal(exported.lora, state.lora)
     problems = prepare.load_problems(config, exported.tokenizer, Console(quiet=True))[1]
-    found = evaluate(exported, problems, config.eval_sampling, config.seed, engine=config.eval_engine)
+    placed = committed(exported).replace(tokenizer=exported.tokenizer)  # as in the run, whose programs are at hand
+    found = evaluate(placed, problems, config.eval_sampling, config.seed, engine=config.eval_engine)
     results = runs.read_json(directory / "evaluation.json")
     assert found.accuracy == results["after"]["accuracy"] > results["before"]["accuracy"] + 0.3
