@@ -62,10 +62,6 @@ class AdapterReader:
         """Whether it carries layer norms."""
         return bool(self._norms)
 
-    def has_norm(self, layer: int, name: str) -> bool:
-        """Whether it carries this one."""
-        return (layer, name) in self._norms
-
     def lora(self, layer: int, part: str) -> tuple[np.ndarray, np.ndarray] | None:
         """A f32[R, K] and B f32[N, R] of a projection, as PEFT stores them; None where it has no adapter."""
         if not self.config.rank or part not in self.config.target_modules:

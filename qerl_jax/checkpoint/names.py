@@ -8,7 +8,6 @@ from qerl_jax.models.config import LAYER_NORMS, PROJECTION_MODULES, hf_module
 
 EMBED = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
 
 # Rotary frequencies, which every library computes itself, and scales of an FP8 KV cache, as ModelOpt and
 # compressed-tensors leave them at the attention or its projections: caches here have their own.

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 _MEASURED = (
     "loss",
     "tokens",

@@ -20,7 +20,7 @@ def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
     """(name in the file, bytes) of everything a policy holds of its model, taken apart again."""
     frozen, config = policy.frozen, policy.config
     yield names.EMBED, np.asarray(frozen["embed_tokens"]).tobytes()
-    yield names.FINAL_NORM, as_stored(frozen["norm"]["weight"])
+    yield "model.norm.weight", as_stored(frozen["norm"]["weight"])
     if not config.tie_word_embeddings:
         yield names.LM_HEAD, np.asarray(frozen["lm_head"]).tobytes()
     for layer, blocks in frozen["layers"].items():
