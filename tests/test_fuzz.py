@@ -74,9 +74,9 @@ def attempt(monkeypatch, capsys, nothing_compiled_ahead):
     def remember(module, name):
         real = getattr(module, name)
 
-        def call(config, *others):
+        def call(config, *others, **named):
             seen.setdefault("config", config)
-            return seen.setdefault(name, real(config, *others))
+            return seen.setdefault(name, real(config, *others, **named))
 
         monkeypatch.setattr(module, name, call)
 
