@@ -80,20 +80,6 @@ def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
     checkpoints.close()
 
 
-def test_a_run_that_goes_on_elsewhere_has_its_checkpoint_there_at_once(state, saved, tmp_path):
-    """Not from its next save on: until then it could not be resumed."""
-    source, directory = tmp_path / "run", tmp_path / "elsewhere"
-    shutil.copytree(saved, source)
-    for step in (1, 2):
-        MetricsFile(source).append(step, {"num_tokens": step})
-    config = dataclasses.replace(state.config, output_dir=str(directory), resume=str(source))
-    checkpoints = Checkpointer(directory, 3)
-    assert_same(lifecycle.restore(config, checkpoints, state, Console(quiet=True), {}), at(state, 2))
-    assert_same(checkpoints.restore(state), at(state, 2))
-    assert (directory / "metrics.jsonl").read_bytes() == (source / "metrics.jsonl").read_bytes()
-    checkpoints.close()
-
-
 def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
     checkpoints = Checkpointer(tmp_path, 2)
     for step in (1, 2, 3):
