@@ -233,7 +233,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown target modules": (
         adapter_config(target_modules=["q_proj", "lm_head"]),
-        f"{CONFIG}: target_modules ['lm_head', 'q_proj'] go beyond the projections {SEVEN}",
+        f"{CONFIG}: target_modules ['q_proj', 'lm_head'] go beyond the projections {SEVEN}: 'lm_head'",
     ),
     "unknown modules_to_save": (
         adapter_config(modules_to_save=["embed_tokens"]),
