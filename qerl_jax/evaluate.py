@@ -263,7 +263,7 @@ def _settings(arguments: Any, directory: Path, problems: Sequence[EncodedProblem
     if arguments.adapter is not None and Path(arguments.adapter).is_dir():
         found["adapter_files"] = model_fingerprint(Path(arguments.adapter))
     found["prompts_and_answers"] = problems_fingerprint(problems)
-    return found | {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    return found | {"jax": jax.__version__, "device": jax.local_devices()[0].device_kind}
 
 
 def _sampler(

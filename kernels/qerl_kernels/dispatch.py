@@ -25,7 +25,7 @@ def say_once(message: str) -> None:
 
 def this_gpu() -> Gpu:
     """The default device. An H200 where that is no NVIDIA GPU: what programs are compiled and estimated for there."""
-    return facts(jax.devices()[0]) or H200
+    return facts(jax.local_devices()[0]) or H200
 
 
 def facts(device: jax.Device) -> Gpu | None:
@@ -58,7 +58,7 @@ def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike) -> str | None:
     they run."""
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"jax 0.11 or later (this is {jax.__version__})"
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     arch = _arch(device)
     if arch is None:
         return f"an NVIDIA GPU (the default device is {device.platform})"

@@ -57,7 +57,7 @@ def kernels_note(
       device: None: the first.
       jax_version, python: as installed.
     """
-    device, version = device or jax.devices()[0], tuple(int(part) for part in jax_version.split(".")[:2])
+    device, version = device or jax.local_devices()[0], tuple(int(part) for part in jax_version.split(".")[:2])
     gpu = dispatch.facts(device)
     if matmul_kernel == "xla" or gpu is None or gpu.arch < dispatch.MIN_ARCH:
         return None

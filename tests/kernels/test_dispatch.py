@@ -21,7 +21,7 @@ def on(monkeypatch, capability: str | None, version: str = "0.11.2") -> None:
     platform = "cpu" if capability is None else "gpu"
     device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind=f"GPU {capability}")
     monkeypatch.setattr(jax, "__version__", version)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     dispatch.say_once.cache_clear()
 
@@ -83,10 +83,10 @@ def test_mxfp4_of_a_wide_span_stays_as_it_is_and_is_said_once(monkeypatch, caplo
 def test_facts_of_a_gpu(monkeypatch, capability, sms, smem_kib, clusters, tier):
     """As of JAX's device; shared memory by compute capability where that does not say."""
     on(monkeypatch, capability)
-    jax.devices()[0].core_count = sms
-    jax.devices()[0].shared_memory_per_block_optin = 100 * 1024
+    jax.local_devices()[0].core_count = sms
+    jax.local_devices()[0].shared_memory_per_block_optin = 100 * 1024
     assert dispatch.this_gpu().smem_bytes == 100 * 1024
-    del jax.devices()[0].shared_memory_per_block_optin
+    del jax.local_devices()[0].shared_memory_per_block_optin
     gpu = dispatch.this_gpu()
     assert (gpu.arch / 10, gpu.sms, gpu.smem_bytes, gpu.tier) == (float(capability), sms, smem_kib * 1024, tier)
     assert [gpu.resident_clusters(ctas) for ctas in (1, 2, 3, 4, 16)] == clusters
