@@ -25,6 +25,7 @@ from qerl_jax.parallel import ALONE, Replicas
 
 _GRACE_SECONDS = 50  # for the others to end by themselves when one process has failed, and to save the run's state
 _SET_DEATH_SIGNAL = 1  # of prctl, Linux
+_LAUNCHER = "QERL_JAX_LAUNCHER"  # in the environment of the processes that a launcher starts: its process id
 ALL = "all"
 
 
@@ -58,6 +59,7 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
     """
     place, gpus, cluster = _place(given), visible_gpus(), _cluster()
     if given.coordinator is not None or cluster is not None:
+        _end_with_launcher()
         replicas = join(*place, _own_gpu(given, cluster, gpus))
         try:
             if most and replicas.count > most:
@@ -135,7 +137,7 @@ def launch(program: Sequence[str], count: int) -> int:
         some.bind(("localhost", 0))
         coordinator = f"localhost:{some.getsockname()[1]}"
     command = [sys.executable, *program, "--coordinator", coordinator, "--num-processes", str(count)]
-    environment = dict(os.environ)
+    environment = os.environ | {_LAUNCHER: str(os.getpid())}
     if environment.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # JAX's default
         environment["TF_CPP_MIN_LOG_LEVEL"] = "2"  # else XLA warns that it is new to let processes outlive others
     children: list[subprocess.Popen] = []
@@ -154,7 +156,6 @@ def launch(program: Sequence[str], count: int) -> int:
                     stdout=subprocess.DEVNULL if index else None,
                     env=environment,
                     start_new_session=True,  # Ctrl-C reaches them through this process, once
-                    preexec_fn=_die_with_parent,
                 )
             )
         return _wait(children)
@@ -190,10 +191,13 @@ def _name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def _die_with_parent() -> None:
-    """In a process before its program: SIGTERM when the process that started it dies, on Linux."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+def _end_with_launcher() -> None:
+    """SIGTERM for this process when the launcher that started it dies, on Linux; an end at once if it is dead."""
+    if (launcher := os.environ.pop(_LAUNCHER, None)) is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(launcher):
+        os._exit(STOPPED)
 
 
 def _place(given: Devices) -> tuple[str | None, int | None, int | None]:
