@@ -80,7 +80,7 @@ def attempt(monkeypatch, capsys, nothing_compiled_ahead):
 
         monkeypatch.setattr(module, name, call)
 
-    def stop(*_: object):
+    def stop(*_: object, **__: object):
         raise Loaded
 
     remember(train, "train")

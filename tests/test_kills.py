@@ -32,10 +32,12 @@ def config(tmp_path_factory):
     for count, name in ((16, "many.jsonl"), (3, "few.jsonl")):
         rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(count)]
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "reward.py").write_text("def reward(completions, **_):\n    return [len(set(c)) for c in completions]\n")
     sets, model = (str(root / "many.jsonl"), str(root / "few.jsonl")), str(small.nvfp4(root / "model"))
     return lambda directory, steps: runs.config(
         directory,
         **{"model": model, "weight_format": None, "dataset": sets, "dataset_weights": (2, 1)},
+        **{"reward_funcs": (f"{root / 'reward.py'}:reward",), "reward_weights": None},
         **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": 2 * steps, "max_prompt_length": 120},
     )
 
