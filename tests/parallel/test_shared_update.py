@@ -145,10 +145,10 @@ def test_states_that_differ_in_a_bit_end_the_run(alone):
             assert str(error).startswith("the replicas differ in the state after step 0, by layer: [[")
 
 
-@pytest.mark.parametrize(("count", "prompts"), [(1, 4), (8, 4), (16, 2), (32, 1)])
+@pytest.mark.parametrize(("count", "prompts"), [(1, 8), (8, 4), (16, 2), (32, 1)])
 def test_the_plan_has_a_micro_batch_for_each_replica(policy, count, prompts):
-    """32 groups of two, 512 + 512 tokens each: the best micro-batch for one device has four groups, in 8 micro-batches
-    (`rl/test_update.py`), of which more than 8 replicas would leave some idle."""
+    """32 groups of two, 512 + 512 tokens each: the best for one device are 4 micro-batches of eight groups,
+    which would leave some of more replicas idle."""
     config = make_config(logprob_chunk_size=1, max_prompt_length=512, max_completion_length=512)
     model = dataclasses.replace(policy.config, num_layers=8)
     plan = choose_plan(model, 2, config, 64, 1024, None, replicas=count)
