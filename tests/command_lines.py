@@ -27,7 +27,7 @@ def error_of(main: Callable[[list[str]], int], arguments: list[str], place: Path
     code = main(arguments)
     captured = capfd.readouterr()
     assert code == 2, captured
-    assert "Traceback" not in captured.out + captured.err
+    assert "Traceback" not in captured.out + captured.err, captured.out + captured.err
     text = captured.err.strip()
     for short, path in {"OUT": "run", "MODEL": "model", "DATA": "rows.jsonl"}.items():
         text = text.replace(str(place / path), short)

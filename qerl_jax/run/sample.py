@@ -4,6 +4,7 @@ the model sees it, with what the rewards pay.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,9 +21,9 @@ Pay = tuple[list[float], dict[str, list[float]]]
 
 
 def try_rewards(config: Config, rewards: Rewards, download: bool) -> None:
-    """Call the rewards once on the first problem of every dataset, so that what they lack is said before anything is
-    compiled. Without `download` those of the hub whose rewards get columns of their own are left out. Raises DataError
-    for a dataset that lacks a column, RewardError for a reward that fails.
+    """Call the rewards once on a group of the first problem of every dataset, so that what they lack is said before
+    anything is compiled. Without `download` those of the hub whose rewards get columns of their own are left out.
+    Raises DataError for a dataset that lacks a column, RewardError for a reward that fails.
     """
     for name in config.dataset:
         if name in PRESETS and not _has_columns(config, name):
@@ -39,7 +40,8 @@ def try_rewards(config: Config, rewards: Rewards, download: bool) -> None:
                 limit=1,
             )
             problem = dataset.problems[0]
-        _pay(config, rewards, problem, _texts(config, problem, tagged=False))
+        texts = _texts(config, problem, tagged=False)
+        _pay(config, rewards, problem, dict(itertools.islice(texts.items(), config.num_generations)))
 
 
 def sample_lines(config: Config, rewards: Rewards, tokenizer: Any, items: Sequence[EncodedProblem]) -> Iterator[str]:
@@ -80,17 +82,21 @@ def _texts(config: Config, problem: Problem, tagged: bool) -> dict[str, str]:
 
 
 def _pay(config: Config, rewards: Rewards, problem: Problem, texts: dict[str, str]) -> Pay:
-    """Totals and components of the rewards for completions of a problem."""
-    count = len(texts)
+    """Totals and components of the rewards for completions of a problem, in whole groups as in training: the texts come
+    again where there are more.
+    """
+    group = config.num_generations
+    count = -(-len(texts) // group) * group
     columns = reward_columns(
         [problem.extra] * count,
-        [0] * count,
+        [row // group for row in range(count)],
         [16] * count,
         config.max_completion_length,
         config.overlong_tokens,
         config.reward_timeout,
     )
-    rows = [problem.as_rewards_see_it] * count, list(texts.values()), [problem.answer] * count
+    completions = list(itertools.islice(itertools.cycle(texts.values()), count))
+    rows = [problem.as_rewards_see_it] * count, completions, [problem.answer] * count
     return score(rewards, config.reward_weights, *rows, **columns)
 
 

@@ -27,7 +27,8 @@ from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.hooks import Hooks, with_objects
 
-# Counts its calls in a folder, whatever worker it runs in; a step makes two, one for each prompt.
+# Counts its calls in a folder, whatever worker it runs in. The first one is the trial before the run, with a whole
+# group; a step makes two, one for each prompt.
 REWARD = """
 import os, pathlib, time
 
@@ -40,11 +41,11 @@ def flaky(prompts, completions, answer, **columns):
             break
         except FileExistsError:
             number += 1
-    if number == 2:
+    if number == 3:
         time.sleep(1000)
-    if number == 4:
+    if number == 5:
         os._exit(1)
-    if number >= 6:
+    if number >= 7:
         raise ValueError("no more")
     return [float(length) for length in columns["completion_lengths"]]
 """
@@ -107,7 +108,7 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     state = train.train(config, **given)
     table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step_000001.parquet").to_pydict()
     tried, *step = seen
-    assert len(tried[1]) == 3 and len(step) == 2  # before anything was compiled; one call a group
+    assert len(tried[1]) == 4 and len(step) == 2  # before anything was compiled; one call a group
     texts = [message["content"] for _, completions, _ in step for (message,) in completions]
     assert texts == table["completion"] and {len(message) for _, c, _ in step for (message,) in c} == {2}
     assert [solutions[0] for _, _, solutions in step] == [[3], [1]]  # as `problems` says
