@@ -34,20 +34,25 @@ class RunConsole(Console):
         self.is_closed = self.quiet = True
         if isinstance(self.file, _Output):
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, sys.stdout.fileno())
+            os.dup2(null, _stdout().fileno())
             os.close(null)
 
 
+def _stdout() -> IO[str]:
+    """`sys.stdout`, or what stands behind it while a progress bar has replaced it by what prints on the console."""
+    return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+
 class _Output(io.TextIOBase):
-    """`sys.stdout`, all of whose errors are a closed pipe to rich; any but a closed pipe is told on standard error."""
+    """Standard output. All of its errors are a closed pipe to rich; any but a closed pipe is told on standard error."""
 
     def write(self, text: str) -> int:
         with self._told():
-            return sys.stdout.write(text)
+            return _stdout().write(text)
 
     def flush(self) -> None:
         with self._told():
-            sys.stdout.flush()
+            _stdout().flush()
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -60,11 +65,11 @@ class _Output(io.TextIOBase):
             raise BrokenPipeError from error
 
     def isatty(self) -> bool:
-        return sys.stdout.isatty()
+        return _stdout().isatty()
 
     def fileno(self) -> int:
-        return sys.stdout.fileno()
+        return _stdout().fileno()
 
     @property
     def encoding(self) -> str:
-        return sys.stdout.encoding
+        return _stdout().encoding

@@ -1,0 +1,43 @@
+"""What a run says on a real terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import threading
+
+from command_lines import time_limit
+
+from qerl_jax.reporting.console import RunConsole
+from qerl_jax.reporting.progress import TrainingProgress
+
+METRICS = {"reward": 0.5, "entropy": 1.0, "aqn/sigma": 0.0, "completions/mean_length": 20.0, "tokens_per_second": 100.0}
+
+
+def test_a_bar_and_lines_share_a_terminal(monkeypatch):
+    """A bar replaces `sys.stdout` by what prints on its console, which must not print on that again."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    near, far = pty.openpty()
+    said: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(near, 4096):
+                said.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(far, "w") as terminal, contextlib.redirect_stdout(terminal), time_limit(20):
+        console = RunConsole()
+        assert console.is_terminal
+        with TrainingProgress(0, 2, console) as progress:
+            print("said by another")
+            console.print("said by the run")
+            progress.update(1, METRICS | {"step_time": 1.0})
+    reader.join(5)
+    os.close(near)
+    text = b"".join(said).decode()
+    assert text.count("said by another") == text.count("said by the run") == 1
+    assert "step 1/2" in text and "reward 0.500" in text
