@@ -38,7 +38,7 @@ class RunConsole(Console):
             os.close(null)
 
 
-def _stdout() -> IO[str]:
+def _stdout() -> io.TextIOBase:
     """`sys.stdout`, or what stands behind it while a progress bar has replaced it by what prints on the console."""
     return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
