@@ -58,7 +58,8 @@ def _run(argv: Sequence[str]) -> int:
 
         quantize_checkpoint(src, arguments.dst, arguments.format, arguments.overwrite, progress, arguments.ignore)
     size = sum(file.stat().st_size for file in Path(arguments.dst).glob("*.safetensors"))
-    print(f"wrote {arguments.dst}: {arguments.format}, {size / 1e9:.3g} GB; train it with")
+    left = f" without {', '.join(arguments.ignore)}" if arguments.ignore else ""
+    print(f"wrote {arguments.dst}: {arguments.format}{left}, {size / 1e9:.3g} GB; train it with")
     print(f"  python -m qerl_jax.train --model {shlex.quote(arguments.dst)} --dataset gsm8k --output-dir runs/NAME")
     return 0
 

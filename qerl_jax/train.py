@@ -193,7 +193,7 @@ def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Exp
         overlong_buffer=config.overlong_tokens,
         reward_timeout=config.reward_timeout,
     )
-    prompts, answers = [row.as_rewards_see_it for row in rows], [row.answer for row in rows]
+    prompts, answers = [row.as_rewards_see_it for row in rows], [row.answer for row in rows if config.answer_column]
     rewards, parts = score(run.rewards, config.reward_weights, prompts, completions, answers, **columns)
     failed = np.asarray(rollout.finish) == FinishReason.FAILED
     return Experience(

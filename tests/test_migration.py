@@ -162,6 +162,16 @@ def test_settings_of_trl(text, fields, told, tmp_path):
     assert {name: getattr(config, name) for name in fields} == fields and told in from_trl.from_trl(path)
 
 
+def test_a_file_that_trl_reads_is_the_dataset(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 2 + 3?", "answer": "5"}\n')
+    (tmp_path / "trl.yaml").write_text(f"dataset_name: {tmp_path / 'rows.jsonl'}\nreward_funcs: rewards.mine\n")
+    text = from_trl.from_trl(tmp_path / "trl.yaml")
+    (tmp_path / "mine.yaml").write_text(text)
+    config = load(tmp_path / "mine.yaml")
+    assert config.dataset == (str(tmp_path / "rows.jsonl"),) and config.answer_column == ""
+    assert "# - columns of the records: rewards get" in text and "name a file as dataset" not in text
+
+
 def test_defaults_of_trl_that_are_others_here():
     """As TRL has them; the rest says where to write and what to keep, or means the same."""
     recorded = json.loads((GOLDEN / "trl_fields.json").read_text())

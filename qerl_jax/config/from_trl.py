@@ -107,8 +107,14 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         if is_evaluated and "test" in PRESETS[preset].splits:
             fields["eval_dataset"] = preset
     else:
+        if dataset is not None and Path(str(dataset)).exists():
+            fields["dataset"] = str(dataset)
+        else:
+            left_out.append(
+                f"dataset_name {shown(dataset)}: name a file as dataset, or give records to train(train_dataset=…)"
+            )
         left_out.append(
-            f"dataset_name {shown(dataset)}: name a file as dataset, or give records to train(train_dataset=…)"
+            "columns of the records: rewards get the prompts, those of reward_columns, and answer_column as answer"
         )
         fields |= {"prompt_column": "prompt", "answer_column": "solution" if "accuracy_reward" in names else ""}
     weights = values.pop("reward_weights", ["1"] * len(names))

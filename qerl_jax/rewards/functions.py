@@ -162,8 +162,9 @@ def score(
     Args:
       rewards: rewards by name.
       weights: one weight for each reward.
-      prompts, completions, answers: one for each row. Where a prompt is a list of messages, functions of the user's get
-        the completion as such a list, too.
+      prompts, completions: one for each row. Where a prompt is a list of messages, functions of the user's get the
+        completion as such a list, too.
+      answers: one for each row, or none, as without an `answer_column`: then no reward gets `answer`.
       columns: further columns, passed to the rewards by name.
 
     Returns the totals and the components: "NAME" has each reward's values with NaN for None, "NAME/FLAG" has 1 where
@@ -173,7 +174,9 @@ def score(
     Raises RewardError if a reward raises, returns the wrong number of values, or one that is neither a finite number
     nor None, and for a total beyond `LARGEST_TOTAL`.
     """
-    rows = {"prompts": list(prompts), "completions": list(completions), "answer": list(answers)}
+    rows = {"prompts": list(prompts), "completions": list(completions)}
+    if answers:
+        rows["answer"] = list(answers)
     rows |= {column: list(values) for column, values in columns.items()}
     each = {name: call(name, reward, rows) for name, reward in rewards.items()}
     totals = []

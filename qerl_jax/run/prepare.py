@@ -226,7 +226,7 @@ def check(config: Config, devices: int = 1) -> None:
     if config.max_prompt_length + config.max_completion_length > positions:
         raise ConfigError(
             f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
-            f"exceed max_position_embeddings {positions} of {directory / 'config.json'}"
+            f"exceed max_position_embeddings {positions} of {directory / 'config.json'}: give smaller ones"
         )
     if config.rollout_backend == "vllm":
         if devices > 1:

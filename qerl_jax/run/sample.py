@@ -96,7 +96,8 @@ def _pay(config: Config, rewards: Rewards, problem: Problem, texts: dict[str, st
         config.reward_timeout,
     )
     completions = list(itertools.islice(itertools.cycle(texts.values()), count))
-    rows = [problem.as_rewards_see_it] * count, completions, [problem.answer] * count
+    answers = [problem.answer] * count if config.answer_column else []
+    rows = [problem.as_rewards_see_it] * count, completions, answers
     return score(rewards, config.reward_weights, *rows, **columns)
 
 

@@ -309,6 +309,13 @@ def test_columns_reach_every_reward_by_name():
     assert totals == [3.0, 0.0]
 
 
+def test_without_an_answer_column_no_reward_gets_an_answer():
+    """One that counts on it fails in the trial before the run, in place of comparing with ""."""
+    with pytest.raises(RewardError, match="KeyError"):
+        score({"r": lambda **columns: [columns["answer"]]}, [1.0], ["p"], ["c"], [])
+    assert score({"r": lambda answer, **_: [float(answer[0] == "")]}, [1.0], ["p"], ["c"], [""])[0] == [1.0]
+
+
 def test_reward_from_a_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
