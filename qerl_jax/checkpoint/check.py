@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from qerl_jax.checkpoint import names
-from qerl_jax.checkpoint.layouts import LAYOUTS, Expected, Quantization
+from qerl_jax.checkpoint.layouts import LAYOUTS, Expected, Layout, Quantization
 from qerl_jax.checkpoint.safetensors import FLOATS, CheckpointError, TensorSource
 from qerl_jax.models.config import ModelConfig, tensors_of
 
@@ -29,7 +29,7 @@ def check_names(tensors: TensorSource, config: ModelConfig, quantization: Quanti
             for module, (name, shape) in zip(spec.modules(layer), spec.stored(layer).items(), strict=True):
                 layout = None if quantization is None else quantization.layout_of(module)
                 if spec.kind == "projection":
-                    _refuse_other_form(tensors, module, quantization)
+                    _refuse_other_form(tensors, module, layout, quantization is not None)
                 if spec.kind == "projection" and layout is not None:
                     expected |= layout.expected(tensors, module, shape)
                     optional |= {f"{module}.{suffix}" for suffix in layout.unused}
@@ -81,12 +81,13 @@ def _refuse_half_fused(tensors: TensorSource, modules: Sequence[str], quantizati
         )
 
 
-def _refuse_other_form(tensors: TensorSource, module: str, quantization: Quantization | None) -> None:
-    """Refuse a projection that is quantized where config.json says it is not, or the other way round."""
+def _refuse_other_form(tensors: TensorSource, module: str, layout: Layout | None, others_are: bool) -> None:
+    """Refuse a projection that is quantized where config.json says it is not, or the other way round. `others_are`:
+    whether it has a quantization_config.
+    """
     plain = f"{module}.weight"
-    layout = None if quantization is None else quantization.layout_of(module)
     if layout is None:
-        said = "has no quantization_config" if quantization is None else "leaves it unquantized"
+        said = "leaves it unquantized" if others_are else "has no quantization_config"
         for scales in (f"{module}.{other.scales}" for other in LAYOUTS.values()):
             if scales in tensors:
                 raise CheckpointError(
