@@ -20,7 +20,7 @@ from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
 
 OVERLONG = ("drop", "truncate_left", "error")
 _TEXTS_AT_ONCE = 1024
-_TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdDeFGHIjmMpSuUVwWxXyYzZ"]
 _BLOCK_TOKENS = 16
 """No fewer than `<think>` and the white space behind it take."""
 
@@ -172,12 +172,16 @@ def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]], add_genera
 
 
 def freeze_date(tokenizer: Any, date: datetime.date) -> None:
-    """Have the tokenizer's chat template write this date where it writes that of today by `strftime_now("FORMAT")`, as
-    Llama 3.2's does.
+    """Have the tokenizer's chat template write this date where it writes that of today by `strftime_now(FORMAT)`, as
+    Llama 3.2's does: a macro of the template's own goes before the function of that name.
     """
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, str):
-        tokenizer.chat_template = _TODAY.sub(lambda call: repr(date.strftime(call[2])), template)
+    if isinstance(template, str) and "strftime_now" in template:
+        written = "".join(f".replace({directive!r}, {date.strftime(directive)!r})" for directive in _DIRECTIVES)
+        tokenizer.chat_template = (
+            "{%- macro strftime_now(format) -%}{%- for part in format.split('%%') -%}"
+            "{{ '' if loop.first else '%' }}{{ part" + written + " }}{%- endfor -%}{%- endmacro +%}" + template
+        )
 
 
 Conversation = Sequence[tuple[str, str]]
