@@ -31,15 +31,20 @@ def warnings(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
+class UntrainedError(ValueError):
+    """No step of a run has trained anything: its checkpoint would be of no use."""
+
+
 def refuse_skipped(rows: Sequence[Mapping[str, Any]], config: Config) -> None:
     """Raise ValueError if the updates of the last `MAX_SKIPPED_STEPS` steps were not finite."""
     last = rows[-MAX_SKIPPED_STEPS:]
     if len(last) == MAX_SKIPPED_STEPS and all(untrained(row, config) == _NOT_FINITE for row in last):
-        raise ValueError(f"steps {len(rows) - len(last) + 1} to {len(rows)} changed nothing: {_NOT_FINITE}")
+        kind = UntrainedError if all(untrained(row, config) for row in rows) else ValueError
+        raise kind(f"steps {len(rows) - len(last) + 1} to {len(rows)} changed nothing: {_NOT_FINITE}")
 
 
 def refuse_untrained(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
-    """Raise ValueError if no step of a run that is over has trained anything. Returns the same sentence for a trial of
+    """Raise UntrainedError if no step of a run that is over trained anything. Returns the same sentence for a trial of
     less than `DEAD_STEPS` steps which met equal rewards, as hard problems give them; "" for a run that has trained.
     """
     reasons = [untrained(row, config) for row in rows]
@@ -50,7 +55,7 @@ def refuse_untrained(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
     said = f"none of {len(rows)} steps trained anything: {said}"
     if len(rows) < DEAD_STEPS and {_EQUAL, _CUT_OFF} & set(reasons):
         return said
-    raise ValueError(said)
+    raise UntrainedError(said)
 
 
 _NOT_FINITE = (

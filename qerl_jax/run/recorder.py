@@ -80,9 +80,10 @@ class Recorder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Whatever ends the run, no finished step is lost."""
+        """Whatever ends the run, no finished step is lost, unless none of them trained anything."""
+        is_lost = error is not None and not isinstance(error, health.UntrainedError)
         with self._contexts:
-            if error is not None and self.checkpoints and self._newest is not None:
+            if is_lost and self.checkpoints and self._newest is not None:
                 self._save_after_error()
 
     def record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qerl_jax.config import Config
-from qerl_jax.reporting.health import MAX_SKIPPED_STEPS, refuse_skipped, refuse_untrained, warnings
+from qerl_jax.reporting.health import MAX_SKIPPED_STEPS, UntrainedError, refuse_skipped, refuse_untrained, warnings
 
 HEALTHY = {
     "reward": 0.3, "accuracy": 0.3, "frac_reward_zero_std": 0.4, "completions/clipped_ratio": 0.05,
@@ -73,8 +73,11 @@ def test_skipped_steps_in_a_row_are_an_error_at_the_limit():
     last = rows(MAX_SKIPPED_STEPS, **SKIPPED)
     refuse_skipped(rows(1) + last[1:], CONFIG)
     refuse_skipped(last + rows(1), CONFIG)
-    with pytest.raises(ValueError, match=f"steps 3 to {MAX_SKIPPED_STEPS + 2} changed nothing"):
+    with pytest.raises(ValueError, match=f"steps 3 to {MAX_SKIPPED_STEPS + 2} changed nothing") as trained:
         refuse_skipped(rows(2) + last, CONFIG)
+    with pytest.raises(UntrainedError, match=f"steps 1 to {MAX_SKIPPED_STEPS} changed nothing"):
+        refuse_skipped(last, CONFIG)
+    assert not isinstance(trained.value, UntrainedError)  # what the first two trained is saved
 
 
 def test_the_collapse_of_a_published_model():

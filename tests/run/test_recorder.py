@@ -213,16 +213,20 @@ def row(step: int, **changes: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("before", [0.0, 0.5])
-def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, monkeypatch, before):
-    """Steps 1 and 2 ran before the resume, with this gradient norm; step 3 is the last."""
+def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, monkeypatch, capsys, before):
+    """Steps 1 and 2 ran before the resume, with this gradient norm; step 4 is the last. No state that trained nothing
+    is saved, and nobody told to resume from it."""
     run, _, state = running
     (run.directory / "metrics.jsonl").unlink()
     for step in (1, 2):
         MetricsFile(run.directory).append(step, row(step, grad_norm=before, frac_reward_zero_std=1.0))
-    run = dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=3))
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=4))
     recorder = Recorder(run, Checkpointer(run.directory, 1, {"model": "abc"}), 2, 2)
-    recorder.metrics.rows.append(row(3, frac_reward_zero_std=1.0))
-    ends = contextlib.nullcontext() if before else pytest.raises(ValueError, match="none of 3 steps trained anything")
+    ends = contextlib.nullcontext() if before else pytest.raises(ValueError, match="none of 4 steps trained anything")
     with ends, recorder:
         monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
-        recorder.end_step(after(state, 3))
+        for step in (3, 4):
+            recorder.metrics.rows.append(row(step, frac_reward_zero_std=1.0))
+            recorder.end_step(after(state, step))
+    assert latest_step(run.directory) == (4 if before else None)
+    assert "resume" not in capsys.readouterr().out
