@@ -13,6 +13,7 @@ import pytest
 from qerl_jax import train
 from qerl_jax.config import Config, ConfigError, from_trl, load
 from qerl_jax.config.foreign import FOREIGN, UNSUPPORTED
+from qerl_jax.models.config import PROJECTIONS
 from qerl_jax.train import parse
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -86,6 +87,16 @@ def test_values_that_turn_off_what_is_not_here_are_taken():
     assert parse(["--model", "m", *flags.split(), *more.split()]) == Config("m", seed=3)
 
 
+def test_all_linear_is_every_projection(tmp_path, capfd):
+    """PEFT's word, as a flag, in a file and as an argument; beside other names it is none."""
+    (tmp_path / "c.yaml").write_text("model: m\nlora_target_modules: all-linear\n")
+    flags = ["--model", "m", "--lora-target-modules", "all-linear"]
+    for config in parse(flags), load(tmp_path / "c.yaml"), Config("m", lora_target_modules="all-linear"):
+        assert config.lora_target_modules == PROJECTIONS
+    assert train.main([*flags, "q_proj"]) == 2
+    assert "lora_target_modules ['all-linear'] are not among the projections" in capfd.readouterr().err
+
+
 TRL_FILE = """
 model_name_or_path: Qwen/Qwen2.5-7B-Instruct
 dataset_name: openai/gsm8k
@@ -142,7 +153,8 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
     [
         ("lora_r: 8", {"weight_format": "full", "prompt_column": "prompt", "answer_column": ""}, "trains all weights"),
         ("dataset_name: a/b\nreward_funcs: accuracy_reward", {"answer_column": "solution"}, "dataset_name 'a/b': name"),
-        ("use_peft: true\nload_in_4bit: true\nlora_target_modules: all-linear", {"weight_format": "nf4"}, ""),
+        ("use_peft: true\nload_in_4bit: true", {"weight_format": "nf4"}, ""),
+        ("use_peft: true\nlora_target_modules: [all-linear]", {"lora_target_modules": PROJECTIONS}, ""),
         ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps '10': warmup_ratio (a share of all updates)"),
         ("warmup_steps: 0.25", {"warmup_ratio": 0.25}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 0.5", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),

@@ -157,7 +157,7 @@ class Config:
     use_rslora: bool = False
     """Rank-stabilized LoRA: scale alpha / sqrt(rank)."""
     lora_target_modules: tuple[str, ...] = PROJECTIONS
-    """Projections with an adapter."""
+    """Projections with an adapter; "all-linear", as in PEFT: all seven."""
     train_norms: bool = False
     """Also train the 2 L layer norms, as QeRL's scripts do (--ln True); the paper and the recipes do not. With
     weight_format "full" they are always trained."""
@@ -288,6 +288,8 @@ class Config:
 
         for name, hint in typing.get_type_hints(type(self)).items():
             object.__setattr__(self, name, coerce(name, getattr(self, name), hint))
+        if self.lora_target_modules == ("all-linear",):
+            object.__setattr__(self, "lora_target_modules", PROJECTIONS)
         check(self)
 
     @property

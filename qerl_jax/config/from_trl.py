@@ -85,8 +85,6 @@ def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         values |= {name: value for name, value in _LORA.items() if name not in values}
         if values.pop("load_in_4bit", False):
             fields["weight_format"] = values.pop("bnb_4bit_quant_type", "nf4")
-        if values["lora_target_modules"] == "all-linear":
-            del values["lora_target_modules"]
     else:
         fields["weight_format"] = "full"
         left_out.append("use_peft False: without it TRL trains all weights; for LoRA remove weight_format")
