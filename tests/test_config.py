@@ -326,6 +326,11 @@ def test_a_checkpoint_from_before_a_field_was_added_goes_on_with_its_default():
     assert differences(Config(model="m", batch_invariant=True), theirs) == ["batch_invariant: False -> True"]
 
 
+def test_a_checkpoint_with_a_field_of_a_later_version_is_not_resumed():
+    theirs = to_mapping(Config(model="m")) | {"sharpness": 3}
+    assert differences(Config(model="m"), theirs) == ["sharpness: 3 -> unknown to this version"]
+
+
 def test_the_upper_clip_of_a_checkpoint_counts_by_its_value():
     """Checkpoints hold a number where a recipe now leaves the clip to the loss."""
     once = to_mapping(Config(model="m", epsilon_high=0.28))

@@ -51,7 +51,7 @@ def equal_groups(rewards: np.ndarray, num_generations: int) -> Bool[np.ndarray, 
     valid = ~np.isnan(grouped)
     low = np.where(valid, grouped, np.inf).min(axis=1)
     high = np.where(valid, grouped, -np.inf).max(axis=1)
-    return (low >= high) | (valid.sum(axis=1) < 2)
+    return low >= high
 
 
 def refill_size(equal: Bool[np.ndarray, " P"], drawn: int) -> int:

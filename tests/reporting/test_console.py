@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
+import re
 import threading
 
 from command_lines import time_limit
+from rich.console import Console
 
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.progress import TrainingProgress
@@ -41,3 +44,12 @@ def test_a_bar_and_lines_share_a_terminal(monkeypatch):
     text = b"".join(said).decode()
     assert text.count("said by another") == text.count("said by the run") == 1
     assert "step 1/2" in text and "reward 0.500" in text
+
+
+def test_a_log_has_twenty_lines_of_a_run_from_where_it_began():
+    """Of 60 steps, resumed after the seventh, every third, and the last."""
+    file = io.StringIO()
+    with TrainingProgress(7, 60, Console(file=file, width=200)) as progress:
+        for step in range(8, 61):
+            progress.update(step, METRICS | {"step_time": 1.0})
+    assert list(map(int, re.findall(r"^step (\d+)/60", file.getvalue(), re.M))) == [*range(10, 60, 3), 60]

@@ -12,7 +12,7 @@ import pytest
 
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.reporting import metrics as sink
-from qerl_jax.reporting.plots import write_plots
+from qerl_jax.reporting.plots import _PLOTS, write_plots
 
 
 def test_cut_back(tmp_path):
@@ -64,6 +64,43 @@ def test_plots_leave_out_what_was_not_recorded(tmp_path):
     rows = [{"step": s, "reward": s / 10, "reward_std": 0.1, "entropy": 1.0, "aqn/sigma": 0.0} for s in range(1, 30)]
     assert sorted(path.stem for path in write_plots(tmp_path, rows)) == ["entropy", "reward"]
     assert write_plots(tmp_path, []) == []
+
+
+def test_every_line_of_a_plot_is_the_metric_of_its_name():
+    """Of three steps, whose moving average is themselves."""
+    from matplotlib.figure import Figure
+
+    names = {
+        "reward": {"all rewards": "reward"},
+        "accuracy": {"share correct": "accuracy"},
+        "entropy": {"trained policy": "entropy", "sampled policy, under noise": "sampling/entropy"},
+        "length": {
+            "longest": "completions/max_length",
+            "shortest": "completions/min_length",
+            "average": "completions/mean_length",
+        },
+        "mismatch": {
+            "largest |Δ logprob|": "sampling/sampling_logp_difference/max",
+            "mean |Δ logprob|": "sampling/sampling_logp_difference/mean",
+            "KL(sampled ‖ trainer)": "sampling/kl",
+        },
+    }
+    shown = ["reward_std", "aqn/sigma", *(metric for lines in names.values() for metric in lines.values())]
+    rows = [{"step": step} | {name: 20.0 + 10 * i + step for i, name in enumerate(shown)} for step in (4, 5, 6)]
+    for plot, (_, draw) in _PLOTS.items():
+        figure = Figure()
+        draw(axes := figure.add_subplot(), rows)
+        lines = {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+        assert {name: line.get_ydata().tolist() for name, line in lines.items()} == {
+            name: [row[metric] for row in rows] for name, metric in names[plot].items()
+        }
+        assert all(line.get_xdata().tolist() == [4, 5, 6] for line in lines.values())
+        if plot == "entropy":
+            [sigma] = figure.axes[1].get_lines()
+            assert sigma.get_ydata().tolist() == [row["aqn/sigma"] for row in rows]
+        if plot == "reward":  # 44 ± 24 to 46 ± 26
+            [band] = axes.collections
+            assert [band.get_datalim(axes.transData).y0, band.get_datalim(axes.transData).y1] == [20.0, 72.0]
 
 
 def test_a_curve_has_its_moving_average_beside_it(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from oracles import torch_grpo
 
 from qerl_jax.config import Config
-from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
+from qerl_jax.rl.loss import ClippedLoss, LossSettings, token_losses, token_weights
 
 LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 B, T = 5, 6
@@ -137,6 +137,15 @@ def test_the_case_makes_every_setting_matter(case):
         assert abs(ours(case, dataclasses.replace(base, **changes))[0] - ours(case, base)[0]) > 1e-4, changes
     flags = ours(case, base)[2]
     assert flags["clip_ratio/low_mean"].sum() > 0 and flags["clip_ratio/high_mean"].sum() > 0
+
+
+def test_clips_are_counted_at_their_own_bounds():
+    """Bounds 0.8 and 1.28: the first ratio is clipped under a negative advantage, the last under a positive one."""
+    logp = jnp.log(jnp.asarray([[0.75, 0.85, 1.25, 1.3]] * 2, jnp.float32))
+    old, mask = jnp.zeros_like(logp), jnp.ones(logp.shape, bool)
+    _, flags = ClippedLoss(0.2, 0.28, None, "token")(logp, old, old, None, jnp.asarray([-1.0, 1.0]), mask)
+    assert flags["clip_ratio/low_mean"].tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
+    assert flags["clip_ratio/high_mean"].tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

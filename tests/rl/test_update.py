@@ -23,8 +23,8 @@ from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import compile_calls, record, shapes_of
 from qerl_jax.rl import step
 from qerl_jax.rl.activations import XlaMatmuls
-from qerl_jax.rl.micro_batches import assign
-from qerl_jax.rl.plan import _cost, _micro_batches, _pack, choose_plan, make_update_plan
+from qerl_jax.rl.micro_batches import PackShape, assign
+from qerl_jax.rl.plan import UpdatePlan, _cost, _micro_batches, _pack, choose_plan, make_update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import assigned, grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
@@ -274,6 +274,15 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro, transfo
     assert max(sequences[7]) == 3 < max(sequences[4]), sequences
     step = transform(lambda state, frozen, batch: grpo_step(state, frozen, batch, few))
     close(step(state, micro.frozen, batch), wanted, 2e-6)
+
+
+def test_a_long_prompt_has_a_shape_that_holds_it():
+    """4 tokens beside short completions; 3 are short."""
+    batch, plan = make_batch(64, 0, 2), UpdatePlan(PackShape(64, 2, 4, LENGTH, PROMPT, COMPLETION, 3, 2), 0, 0, 0, 0)
+    batch = batch.replace(prompt_lengths=jnp.asarray([4, 2], jnp.int32), lengths=jnp.asarray([6, 4], jnp.int32))
+    batch = batch.replace(loss_mask=batch.completion_mask)
+    [(some, kind)] = assigned(plan, batch, needs_advantage=False)
+    assert sorted(some.rows.tolist()) == [-1, -1, 0, 1] and kind == plan.pack.holding(4) != plan.pack.holding(3)
 
 
 def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):
