@@ -21,7 +21,7 @@ KERNELS = ROOT / "kernels" / "qerl_kernels"
 # A package may import itself and packages of the levels above it in this list, never one of its own level.
 LAYERS = [
     ("qerl_kernels",),
-    ("compilation",),
+    ("compilation", "buckets"),
     ("programs",),
     ("types", "messages", "parallel"),
     ("keys", "aqn", "models", "rewards", "atomic", "cluster"),

@@ -46,10 +46,8 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     flat, tokens = jnp.zeros(ROWS, jnp.int32), jnp.zeros((ROWS, 2 * WIDTH), jnp.int32)
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
     programs = [jax.jit(grpo_step).lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
-    shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, 0)
-    prompt_cache, slots = jax.eval_shape(
-        lambda: decode.allocate_jit(jax.random.key(0), MODEL, policy.dtype, shapes, ROWS)
-    )
+    shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, ROWS, 0)
+    prompt_cache, slots = jax.eval_shape(lambda: decode.allocate_jit(jax.random.key(0), MODEL, policy.dtype, shapes))
     policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))
     for invariant in (False, True):
         arrays = np.zeros(16, np.int32), *2 * (np.zeros(ROWS, np.int32),)

@@ -84,7 +84,9 @@ class Slots:
 )
 @dataclasses.dataclass(frozen=True)
 class Completions:
-    """Completions of the rollout as far as they are decoded; T is the longest completion allowed."""
+    """Completions of the rollout as far as they are decoded, with room for more (`RolloutShapes.rows`) and longer ones
+    (`completion_width`).
+    """
 
     tokens: Int32[Array, "B T"]
     logprobs: Float32[Array, "B T"]
@@ -93,15 +95,13 @@ class Completions:
     finish: Int8[Array, " B"]
 
 
-def allocate(policy: Policy, shapes: RolloutShapes, sequences: int, key: Array) -> tuple[PromptCache, Slots]:
+def allocate(policy: Policy, shapes: RolloutShapes, key: Array) -> tuple[PromptCache, Slots]:
     """Empty device state: all the memory a rollout holds. Only the kind of `key` matters: the slots' keys have it."""
-    return allocate_jit(key, policy.config, policy.dtype, shapes, sequences)
+    return allocate_jit(key, policy.config, policy.dtype, shapes)
 
 
-@program(static_argnames=("config", "dtype", "shapes", "sequences"))
-def allocate_jit(
-    key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes, sequences: int
-) -> tuple[PromptCache, Slots]:
+@program(static_argnames=("config", "dtype", "shapes"))
+def allocate_jit(key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes) -> tuple[PromptCache, Slots]:
     """`allocate` without a policy."""
     layers = (config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     prompts, slots = shapes.prompt_slots, shapes.slots
@@ -111,11 +111,11 @@ def allocate_jit(
         jnp.zeros(prompts, jnp.int32),
     )
     completions = Completions(
-        jnp.full((sequences, shapes.completion_width), config.pad_token_id, jnp.int32),
-        jnp.zeros((sequences, shapes.completion_width), jnp.float32),
-        jnp.zeros((sequences, shapes.completion_width), jnp.float32),
-        jnp.zeros(sequences, jnp.int32),
-        jnp.full(sequences, FinishReason.LENGTH, jnp.int8),
+        jnp.zeros((shapes.rows, shapes.completion_width), jnp.int32),
+        jnp.zeros((shapes.rows, shapes.completion_width), jnp.float32),
+        jnp.zeros((shapes.rows, shapes.completion_width), jnp.float32),
+        jnp.zeros(shapes.rows, jnp.int32),
+        jnp.full(shapes.rows, FinishReason.LENGTH, jnp.int8),
     )
     return prompt_cache, Slots(
         cache=kv.init_cache(slots, shapes.completion_width, *layers),
@@ -136,30 +136,42 @@ def cast_lora(policy: Policy) -> Any:
     return fuse_lora_a(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
-@program(donate_argnames="slots")
-def admit(slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, Array], stop: Bool[Array, " S"]) -> Slots:
-    """Start new sequences in the slots of `new["start"]` and deactivate those of `stop`.
+def admit(
+    slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, np.ndarray], stop: Bool[np.ndarray, " S"]
+) -> Slots:
+    """Start new sequences in the slots of `new["start"]` and deactivate those of `stop`. `slots` is consumed.
 
     Args:
       key: random key of the rollout.
       new: for each slot `start` (bool), `sequences`, `prompt_slots`, `limits`, and the two parts of the random key: the
         prompt's `ids` and the index in the group, `samples`.
     """
+    return dataclasses.replace(slots, **admit_jit(_fields(slots), prompt_cache.hidden, key, new, stop))
+
+
+@program(donate_argnames="fields")
+def admit_jit(
+    fields: dict[str, Array],
+    prompt_hidden: Float[Array, "P D"],
+    key: Array,
+    new: dict[str, Array],
+    stop: Bool[Array, " S"],
+) -> dict[str, Array]:
+    """`admit` without the caches, whose widths are those of other limits."""
     start = new["start"]
 
-    def put(fresh: Array, old: Array) -> Array:
-        return jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+    def put(name: str, fresh: Array) -> Array:
+        return jnp.where(start.reshape(-1, *[1] * (fresh.ndim - 1)), fresh, fields[name])
 
-    return dataclasses.replace(
-        slots,
-        hidden=put(prompt_cache.hidden[new["prompt_slots"]], slots.hidden),
-        sequences=put(new["sequences"], slots.sequences),
-        keys=put(keys.for_rows(key, new["ids"], new["samples"]), slots.keys),
-        prompt_slots=put(new["prompt_slots"], slots.prompt_slots),
-        lengths=put(jnp.zeros_like(slots.lengths), slots.lengths),
-        limits=put(new["limits"], slots.limits),
-        active=start | (slots.active & ~stop),
-    )
+    return {
+        "hidden": put("hidden", prompt_hidden[new["prompt_slots"]]),
+        "sequences": put("sequences", new["sequences"]),
+        "keys": put("keys", keys.for_rows(key, new["ids"], new["samples"])),
+        "prompt_slots": put("prompt_slots", new["prompt_slots"]),
+        "lengths": put("lengths", jnp.zeros_like(fields["lengths"])),
+        "limits": put("limits", new["limits"]),
+        "active": start | (fields["active"] & ~stop),
+    }
 
 
 @program(donate_argnames="slots", static_argnames=("steps", "batch_invariant"))

@@ -14,13 +14,11 @@ import dataclasses
 from collections.abc import Generator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
 from qerl_jax.compilation import as_committed
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.programs import program
 from qerl_jax.rollout import decode, prefill
 from qerl_jax.rollout.prefill_packing import PrefillBatch, pack_prompts, prefill_shapes
 from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule
@@ -113,29 +111,24 @@ def stream(
             "with which a run can be resumed, or start a new run with a smaller max_completion_length or "
             "max_prompt_length"
         ) from error
-    rollout = decoder.result(prompts)
+    rollout = decoder.result()
     return truncate_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
 
 
 def rehearse(
     policy: Policy, prompts: int, prompt_length: int, sampling: Sampling, key: Array, engine: Engine | None = None
-) -> Rollout:
+) -> None:
     """Make every call of a program that `generate` may make, once, for `programs.record`.
 
     Args:
       policy, sampling, key, engine: as for `generate`; arrays may be shapes.
       prompts: prompts of a rollout, P.
       prompt_length: width of the prompts' array, tokens.
-
-    Returns:
-      The rollout's shapes.
     """
     numbers = np.ones(prompts, np.int32)
     blank = Prompts(np.zeros((prompts, prompt_length), np.int32), numbers, numbers)
     limits = np.full(prompts * sampling.num_generations, sampling.max_new_tokens)
-    decoder = _Decoder(policy, blank, sampling, key, engine or Engine(), limits)
-    decoder.rehearse()
-    return decoder.result(blank)
+    _Decoder(policy, blank, sampling, key, engine or Engine(), limits).rehearse()
 
 
 def check_positions(config: ModelConfig, prompt_length: int, completion_length: int) -> None:
@@ -224,23 +217,21 @@ class _Decoder:
             if self.stop.strings:  # no sequence waits any more, but a string may end one
                 self._admit([], [])
 
-    def result(self, prompts: Prompts) -> Rollout:
+    def result(self) -> Rollout:
         """The rollout, once all sequences have ended."""
-        group, pad, missing = self.schedule.group, self.policy.config.pad_token_id, self.count - len(self.lengths)
-        tokens, lengths = prompts.tokens, prompts.lengths
-        if missing:
-            tokens, lengths = np.pad(self.tokens, ((0, missing), (0, 0))), np.pad(self.lengths, (0, missing))
-        rollout = assemble(tokens, lengths, self.slots.completions, group, self.most, pad)
-        if missing:  # on the host: on the device each number of rows would be a program of its own
-            rollout = jax.tree.map(lambda array: jax.device_put(array[: self.progress.rows]), jax.device_get(rollout))
-        return rollout
+        return assemble(
+            self.tokens,
+            self.lengths,
+            jax.device_get(self.slots.completions),
+            self.schedule.group,
+            self.most,
+            self.policy.config.pad_token_id,
+        )
 
     def _begin(self) -> None:
         self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
         self.key = as_committed(self.key, self.policy)
-        self.prompt_cache, self.slots = decode.allocate(
-            self.policy, self.shapes, self.count * self.schedule.group, self.key
-        )
+        self.prompt_cache, self.slots = decode.allocate(self.policy, self.shapes, self.key)
 
     def _decode_chunk(self) -> tuple[Array, Array]:
         self.slots, active, sampled = decode.decode_chunk(
@@ -345,35 +336,36 @@ class _Chunk:
     sampled: Array
 
 
-@program(static_argnames=("group", "limit", "pad"))
 def assemble(
-    prompts: Int32[Array, "P L"],
-    lengths: Int32[Array, " P"],
+    prompts: Int32[np.ndarray, "P L"],
+    lengths: Int32[np.ndarray, " P"],
     completions: decode.Completions,
     group: int,
     limit: int,
     pad: int,
 ) -> Rollout:
     """Prompt and completion of each row, contiguous from column 0, from the tokens and lengths of the prompts, for
-    completions of up to `limit` tokens.
+    completions of up to `limit` tokens. On the host: on the device each number of rows and each width would be a
+    program of its own.
     """
     count, width = prompts.shape
-    prompt_lengths = jnp.repeat(lengths, group)
-    columns = jnp.arange(width + limit)
-    position = columns - prompt_lengths[:, None]  # within the completion
-    inside = (position >= 0) & (position < completions.lengths[:, None])
+    prompt_lengths, rows = np.repeat(lengths, group), count * group
+    own_lengths = completions.lengths[:rows]
+    columns = np.arange(width + limit)
+    is_prompt = columns < prompt_lengths[:, None]
+    inside = ~is_prompt & (columns < (prompt_lengths + own_lengths)[:, None])
+    is_own = np.arange(completions.tokens.shape[1]) < own_lengths[:, None]
 
-    def shifted(array: Array) -> Array:
-        return jnp.take_along_axis(array, jnp.clip(position, 0, limit - 1), axis=1)
+    def placed(into: np.ndarray, array: np.ndarray) -> np.ndarray:
+        into[inside] = array[:rows][is_own]
+        return into
 
-    prompt = jnp.pad(jnp.repeat(prompts, group, axis=0), ((0, 0), (0, limit)))
-    tokens = jnp.where(position < 0, prompt, jnp.where(inside, shifted(completions.tokens), pad))
-    return Rollout(
-        tokens,
-        jnp.where(inside, shifted(completions.logprobs), 0.0),
-        prompt_lengths=prompt_lengths,
-        lengths=prompt_lengths + completions.lengths,
-        finish=completions.finish,
-        prompt_index=jnp.repeat(jnp.arange(count, dtype=jnp.int32), group),
-        entropies=jnp.where(inside, shifted(completions.entropies), 0.0),
+    tokens = np.full((rows, width + limit), pad, np.int32)
+    tokens[is_prompt] = np.repeat(prompts, group, axis=0)[is_prompt[:, :width]]
+    logprobs, entropies = (
+        placed(np.zeros(tokens.shape, np.float32), array) for array in (completions.logprobs, completions.entropies)
     )
+    placed(tokens, completions.tokens)
+    index = np.repeat(np.arange(count, dtype=np.int32), group)
+    arrays = tokens, logprobs, prompt_lengths, prompt_lengths + own_lengths, completions.finish[:rows], index
+    return Rollout(*map(jax.device_put, arrays), entropies=jax.device_put(entropies))

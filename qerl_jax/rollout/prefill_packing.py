@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
-_MAX_TOKENS = 8192  # largest batch of several prompts; bounds the activations
-_MIN_TOKENS = 256
-_MIN_TOKENS_AT_ONCE = (
-    1024  # for 8 prompts of a 7B model a smaller size saves 15 ms a rollout, and costs 3 s at the start
-)
-_SIZE_RATIO = 4  # between one batch size and the next: padding of some percent, one compilation each
+from qerl_jax.buckets import bucket, power_of_two, round_up
+
+# Sizes of a batch of several prompts, the same in all runs: padding of some percent, one compilation each. The largest
+# bounds the activations. For 8 prompts of a 7B model the smallest saves 15 ms a rollout, and costs 3 s at the start.
+_SIZES = (512, 2048, 8192)
 _WIDTHS = (256, 1024, 4096)  # attention widths of shorter prompts, beside that of the longest
 _SEVERAL_WIDTHS = 2048  # tokens of the smallest batch with several widths
 _PADDING = 4  # attention positions per token, at most, for widths up to `_LONG`; above it, where scores are large, one
 _LONG = 1024
+_LEAST_WIDTH = 64
 _CALL_COST = 128  # estimated fixed cost of a prefill (launches, reading the weights), in tokens
 
 
@@ -62,16 +63,18 @@ def prefill_shapes(
     """
     if separate:
         return tuple(PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=0))
-    largest = min(_MAX_TOKENS, _power_of_two(max(prompts * prompt_length, _MIN_TOKENS)))
-    sizes, smallest = [largest], _MIN_TOKENS_AT_ONCE if at_once else _MIN_TOKENS
-    while sizes[0] // _SIZE_RATIO >= smallest:
-        sizes.insert(0, sizes[0] // _SIZE_RATIO)
-    longest = _round_up(prompt_length, 64)
+    longest = max(_LEAST_WIDTH, bucket(prompt_length))
+    total = prompts * prompt_length
+    sizes = [_SIZES[0]]
+    for smaller, size in itertools.pairwise(_SIZES):  # a larger one in place of four, or for a longer prompt
+        if 4 * smaller <= total or smaller < prompt_length:
+            sizes.append(min(size, power_of_two(total)))
+    sizes = sizes[at_once:] or sizes
     widths = [*(width for width in _WIDTHS if width < (longest / 2 if longest <= _LONG else longest)), longest]
     # Small batches have one width: a compilation costs more than their padding.
     pairs = [(size, width) for size in sizes for width in (widths if size >= _SEVERAL_WIDTHS else widths[-1:])]
     shapes = {_with_width(size, min(width, size)) for size, width in pairs}
-    alone = [PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=_MAX_TOKENS)]
+    alone = [PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=_SIZES[-1])]
     return tuple(sorted(shapes, key=lambda shape: (shape.tokens, shape.width))) + tuple(alone)
 
 
@@ -117,15 +120,6 @@ def _sizes_up_to(length: int, above: int) -> list[int]:
     """Sizes beyond `above`, four to an octave, of which the last one holds `length` tokens."""
     sizes, size = [], above
     while size < length:
-        size = _round_up(size + 1, max(16, _power_of_two(size + 1) // 8))
+        size = round_up(size + 1, max(16, power_of_two(size + 1) // 8))
         sizes.append(size)
     return sizes
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -10,15 +10,19 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from qerl_jax.buckets import bucket, power_of_two, round_up
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.types import Engine, Policy
 
-# Towards the end survivors move into fewer slots; each number of slots costs a compilation. A decode step of 7B takes
-# 6.1 ms on an H200 with 128 slots, 3.0 with 32 and 2.2 with 8: halving pays above 32, quartering below.
-_HALVED_ABOVE = 32
+# Towards the end survivors move into fewer slots, powers of two, which other runs have, too; each number of slots costs
+# a compilation. A decode step of 7B takes 6.1 ms on an H200 with 128 slots, 3.0 with 32 and 2.2 with 8: halving pays
+# down to 32, then a quarter of them.
+_MIN_HALVED = 32
 _MIN_SLOTS = 8
 _SHARE_OF_FREE = 0.9  # the rest is for activations and logits
 _CACHE_MULTIPLE = 8  # cache widths in tokens are multiples of this: the smallest copy of the attention kernel
+_PROMPT_SLOTS, _PROMPT_TOKENS = 32, 8192  # at least so many prompts in the prompt cache, up to so many tokens
+_ROWS = 256  # of the results, at least: 3 kB for each token that a completion may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +31,10 @@ class RolloutShapes:
 
     Attributes:
       slots: sequences decoded together.
-      prompt_slots: prompts in the prompt cache at one time; the completions of a prompt share one.
+      prompt_slots: room for prompts in the prompt cache; the completions of a prompt share one.
       prompt_width: tokens of a prompt's cache, a multiple of 8.
       completion_width: tokens of a completion's cache, a multiple of 8.
+      rows: room for completions in the results.
       cache_bytes: peak bytes of both caches, reached while survivors move.
     """
 
@@ -37,6 +42,7 @@ class RolloutShapes:
     prompt_slots: int
     prompt_width: int
     completion_width: int
+    rows: int
     cache_bytes: int
 
     def holds(self, sequences: int) -> bool:
@@ -46,8 +52,9 @@ class RolloutShapes:
     def slot_counts(self) -> list[int]:
         """Numbers of slots that the rollout decodes with, largest first: all, then those that survivors move into."""
         counts = [self.slots]
-        while (fewer := counts[-1] // (2 if counts[-1] > _HALVED_ABOVE else 4)) >= _MIN_SLOTS:
-            counts.append(fewer)
+        while counts[-1] >= _MIN_HALVED:
+            fewer = power_of_two(4 * counts[-1] // 5 + 1) // 2  # the largest one that is a fifth smaller
+            counts.append(fewer if fewer >= _MIN_HALVED else _MIN_SLOTS)
         return counts
 
 
@@ -79,8 +86,12 @@ def choose_shapes(
     """As many slots as requested, or as many as fit `engine.memory_gb`.
 
     A slot holds a completion of `completion_length` tokens, a prompt slot a prompt of `prompt_length`. The prompt cache
-    holds twice as many prompts as fill the slots, so that a new group can start while the last completions of an old
-    one are still being decoded.
+    holds at least twice as many prompts as fill the slots, so that a new group can start while the last completions of
+    an old one are still being decoded.
+
+    Widths are buckets and prompt slots a power of two, so that runs with other limits or groups have the same programs
+    (`buckets`). Both are as small as they may be under `batch_invariant`, and where the requested slots would not fit
+    `engine.memory_gb` in buckets.
 
     Args:
       prompts: prompts of the rollout, P.
@@ -95,16 +106,18 @@ def choose_shapes(
         `free_bytes`. The message has the numbers and names the setting to lower.
     """
     layer_bytes = kv_token_bytes(policy.config, policy.dtype)
-    prompt_width, completion_width = (
-        -(-tokens // _CACHE_MULTIPLE) * _CACHE_MULTIPLE for tokens in (prompt_length, completion_length)
-    )
 
-    def with_slots(count: int) -> RolloutShapes:
-        prompt_slots = min(prompts, count, 2 * -(-count // group))
-        shapes = RolloutShapes(count, prompt_slots, prompt_width, completion_width, 0)
+    def with_slots(count: int, in_buckets: bool = False) -> RolloutShapes:
+        lengths, prompt_slots = (prompt_length, completion_length), min(prompts, count, 2 * -(-count // group))
+        if in_buckets:
+            lengths = [bucket(length) for length in lengths]
+            room = min(_PROMPT_SLOTS, _PROMPT_TOKENS // lengths[0])
+            prompt_slots = max(room, power_of_two(prompt_slots))
+        widths = [round_up(length, _CACHE_MULTIPLE) for length in lengths]
+        shapes = RolloutShapes(count, prompt_slots, *widths, max(_ROWS, bucket(prompts * group)), 0)
         # While survivors move into fewer slots, the keys or values of one layer exist twice.
-        moved = sum(shapes.slot_counts()[1:2]) * completion_width * layer_bytes // 2
-        tokens = count * completion_width + prompt_slots * prompt_width
+        moved = sum(shapes.slot_counts()[1:2]) * shapes.completion_width * layer_bytes // 2
+        tokens = count * shapes.completion_width + prompt_slots * shapes.prompt_width
         return dataclasses.replace(shapes, cache_bytes=policy.config.num_layers * layer_bytes * tokens + moved)
 
     requested = min(prompts * group, engine.slots or prompts * group)
@@ -112,10 +125,13 @@ def choose_shapes(
     available, source = round(memory_gb * 1e9) if memory_gb is not None else None, "rollout_memory_gb"
     if memory_gb is None and free_bytes is not None:
         available, source = _SHARE_OF_FREE * free_bytes, f"{_SHARE_OF_FREE:.0%} of the free device memory, in GB,"
-    if available is None or with_slots(requested).cache_bytes <= available:
-        return with_slots(requested)
+    whole = with_slots(requested, in_buckets=not engine.batch_invariant)
+    if memory_gb is not None and whole.cache_bytes > available:
+        whole = with_slots(requested)
+    if available is None or whole.cache_bytes <= available:
+        return whole
     if memory_gb is None or with_slots(1).cache_bytes > available:
-        need = with_slots(requested if memory_gb is None else 1)
+        need = whole if memory_gb is None else with_slots(1)
         advice = "set rollout_memory_gb so that fewer are decoded at a time" if memory_gb is None else "raise it"
         raise ValueError(
             f"{source} {available / 1e9:.3g} cannot hold {need.slots} completions of {completion_length} tokens and "

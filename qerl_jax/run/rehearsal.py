@@ -53,9 +53,8 @@ def rehearse_step(
     prompts = len(replicas.share(config.num_prompts))
     if config.rollout_backend == "jax" and prompts:
         sizes, key = (prompts, config.max_prompt_length), keys.for_step(0, keys.Purpose.SAMPLE, 0)
-        rollout = engine.rehearse(actor, *sizes, config.sampling, key, config.engine)
-    if config.rollout_backend != "jax" or replicas.count > 1:  # it comes from the host
-        rollout = rollout_shape(config.batch_size, config.max_prompt_length + config.max_completion_length)
+        engine.rehearse(actor, *sizes, config.sampling, key, config.engine)
+    rollout = rollout_shape(config.batch_size, config.max_prompt_length + config.max_completion_length)
     rewards = jnp.asarray(np.zeros(config.batch_size, np.float32))
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)

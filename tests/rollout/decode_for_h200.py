@@ -36,11 +36,11 @@ def abstract_chunk(slots: int = ROWS, weight_format: str = "nvfp4") -> tuple[Pol
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
     policy, _ = abstract_trees(MODEL, weight_format, config)
-    shapes = RolloutShapes(slots, ROWS, 256, 256, 0)
+    shapes = RolloutShapes(slots, ROWS, 256, 256, ROWS, 0)
     embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
 
     def states(key: jax.Array) -> tuple[decode.PromptCache, decode.Slots]:
-        return decode.allocate(policy.replace(frozen={"embed_tokens": embedding}), shapes, ROWS, key)
+        return decode.allocate(policy.replace(frozen={"embed_tokens": embedding}), shapes, key)
 
     prompt_cache, slots = jax.eval_shape(states, jax.eval_shape(lambda: jax.random.key(0)))
     return policy.replace(lora=jax.eval_shape(decode.cast_lora, policy)), prompt_cache, slots

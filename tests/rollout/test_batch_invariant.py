@@ -90,4 +90,4 @@ def test_each_prompt_is_prefilled_alone(tmp_path, monkeypatch):
     rollout(policy, [0, 2, 4], 1, Engine(batch_invariant=True))
     assert seen == [(16, 1, 16, True), (48, 1, 48, True), (96, 1, 96, True)]
     rollout(policy, [0, 2, 4], 1, Engine())
-    assert len(seen) == 4 and seen[3][0] == 1024
+    assert len(seen) == 4 and seen[3][0] == 512

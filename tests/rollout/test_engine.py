@@ -239,7 +239,7 @@ def test_fewer_prompts_run_in_the_programs_of_more(ended):
 
 def test_prompts_in_many_prefills(policy, free, monkeypatch):
     """Prefills of at most 4 tokens: one of two prompts, one of one prompt, and a longer prompt on its own."""
-    for name, value in (("_MAX_TOKENS", 4), ("_MIN_TOKENS", 2), ("_SIZE_RATIO", 2), ("_WIDTHS", (2, 4))):
+    for name, value in (("_SIZES", (2, 4)), ("_LEAST_WIDTH", 2), ("_WIDTHS", (2, 4))):
         monkeypatch.setattr(prefill_packing, name, value)
     lengths = [len(prompt) for prompt in PROMPTS]
     batches = prefill_packing.pack_prompts(lengths, prefill_packing.prefill_shapes(len(lengths), max(lengths)))
@@ -247,12 +247,38 @@ def test_prompts_in_many_prefills(policy, free, monkeypatch):
     assert_same_rows(generate(policy, PROMPTS, FREE, KEY), range(8), free, range(8))
 
 
+def test_room_for_more_changes_no_sample(policy):
+    """Caches in buckets against those as small as they may be, under a limit of memory, and against a plain sampler."""
+    prompts, sampling = [list(range(1, 34)), [7, 9]], Sampling(33, temperature=0.9, num_generations=GROUP)
+    in_bucket = choose_shapes(policy, 2, GROUP, 33, 33, Engine())
+    engine = Engine(memory_gb=(in_bucket.cache_bytes - 1) / 1e9)
+    exact = choose_shapes(policy, 2, GROUP, 33, 33, engine)
+    sizes = [(each.prompt_width, each.completion_width, each.prompt_slots) for each in (in_bucket, exact)]
+    assert sizes == [(48, 48, 32), (40, 40, 2)]
+    assert choose_shapes(policy, 2, GROUP, 33, 33, Engine(batch_invariant=True)) == exact
+    roomy, tight = (generate(policy, prompts, sampling, KEY, each) for each in (Engine(), engine))
+    assert roomy.tokens.shape == tight.tokens.shape == (2 * GROUP, 66)
+    assert_same_rows(roomy, range(2 * GROUP), tight, range(2 * GROUP))
+    for row, (ids, logprobs, _) in enumerate(plain_rollout(policy, prompts, sampling, KEY)):
+        assert completion_ids(roomy)[row] == ids
+        start = int(roomy.prompt_lengths[row])
+        np.testing.assert_allclose(roomy.logprobs[row, start : start + 33], logprobs, atol=1e-5)
+
+
 def test_survivors_move_into_fewer_slots(policy, free):
     """32 rows, of which all but a few end with their first tokens: 32 slots become 8."""
     ended = with_eos(policy, *range(14))
     sampling = FREE.replace(num_generations=8, max_new_tokens=24)
-    assert choose_shapes(ended, 4, 8, 5, 24, Engine()).slot_counts() == [32, 8]
-    assert choose_shapes(ended, 16, 8, 5, 24, Engine()).slot_counts() == [128, 64, 32, 8]
+    for slots, counts in {
+        31: [31],
+        32: [32, 8],
+        39: [39, 8],
+        40: [40, 32, 8],
+        79: [79, 32, 8],
+        80: [80, 64, 32, 8],
+        128: [128, 64, 32, 8],
+    }.items():
+        assert choose_shapes(ended, slots, 1, 5, 24, Engine()).slot_counts() == counts
     slow = generate(ended, PROMPTS, sampling, KEY, Engine(slots=2))
     fast = generate(ended, PROMPTS, sampling, KEY, Engine(chunk=2))
     longest = np.sort(np.asarray(fast.lengths - fast.prompt_lengths))
@@ -302,13 +328,15 @@ def test_random_rollouts_are_prefixes_of_the_free_one(policy, ended, free):
 
 def test_slots_that_fit_a_memory_limit(policy):
     """2 (K, V) x 2 layers x 2 heads x 8 x 4 bytes = 256 bytes a token; a slot has 8 tokens, and so has a prompt of 5;
-    the prompt cache holds enough prompts to fill the slots twice.
+    the prompt cache holds enough prompts to fill the slots twice, and 32 where there is room.
     """
     for slots, prompts in ((1, 1), (2, 2), (5, 4), (8, 4)):
         need = 256 * (8 * slots + 8 * prompts)
         for extra in (0, 1):
             shapes = choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=(need + extra) / 1e9))
             assert (shapes.slots, shapes.prompt_slots, shapes.cache_bytes) == (slots, prompts, need)
+    roomy = choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 8 * (8 + 32) / 1e9))
+    assert (roomy.slots, roomy.prompt_slots, roomy.cache_bytes) == (8, 32, 256 * 8 * (8 + 32))
     assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=3)).slots == 3
     with pytest.raises(
         ValueError, match=r"rollout_memory_gb 3.84e-06 cannot hold 1 completions of 8 tokens .* need 4.1e-06 GB"
@@ -317,13 +345,13 @@ def test_slots_that_fit_a_memory_limit(policy):
 
 
 def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
-    """Nine tenths of what is free; 256 bytes a token: 8 completions of 8 tokens and 4 prompts of as many."""
-    need = 256 * (8 * 8 + 8 * 4)
+    """Nine tenths of what is free; 256 bytes a token: 8 completions of 8 tokens and 32 prompts of as many."""
+    need = 256 * (8 * 8 + 8 * 32)
 
     assert choose_shapes(policy, 4, 2, 5, 8, Engine(), need / 0.9 + 1).cache_bytes == need
     expected = (
-        r"90% of the free device memory, in GB, 2\.46e-05 cannot hold 8 completions of 8 tokens and 4 prompts of 5: "
-        r"they need 2\.46e-05 GB; lower max_completion_length, or set rollout_memory_gb so that fewer"
+        r"90% of the free device memory, in GB, 8\.19e-05 cannot hold 8 completions of 8 tokens and 32 prompts of 5: "
+        r"they need 8\.19e-05 GB; lower max_completion_length, or set rollout_memory_gb so that fewer"
     )
     with pytest.raises(ValueError, match=expected):
         choose_shapes(policy, 4, 2, 5, 8, Engine(), need / 0.9 - 1)

@@ -56,8 +56,8 @@ def config_of(**changes) -> Config:
 
 def states(policy: Policy) -> tuple[Policy, decode.PromptCache, decode.Slots]:
     """Arguments of `decode_chunk` as shapes."""
-    shapes = RolloutShapes(4, 2, 8, 8, 0)
-    prompt_cache, slots = jax.eval_shape(lambda: decode.allocate_jit(jax.random.key(0), MODEL, BF16, shapes, 4))
+    shapes = RolloutShapes(4, 2, 8, 8, 4, 0)
+    prompt_cache, slots = jax.eval_shape(lambda: decode.allocate_jit(jax.random.key(0), MODEL, BF16, shapes))
     return policy.replace(lora=jax.eval_shape(decode.cast_lora, policy)), prompt_cache, slots
 
 
@@ -117,7 +117,7 @@ def test_a_rollout_compiles_its_own_functions_only(micro_dir):
         generate(policy, prompts, Sampling(13), key, Engine(slots=34, chunk=3), limits=[13] * 5 + [4] * 29)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    once = ["cast_lora", "allocate_jit", "embed_prompts", "prefill_layer", "store_hidden", "admit", "assemble"]
+    once = ["cast_lora", "allocate_jit", "embed_prompts", "prefill_layer", "store_hidden", "admit_jit"]
     twice = ["decode_chunk", "gather"]  # two slot counts; a cache's arrays and the rest
     assert sorted(compiled) == sorted(f"jit({name})" for name in once + 2 * twice)
 

@@ -45,11 +45,11 @@ def test_prompts_of_one_length_fill_their_batches():
 
 def test_by_hand():
     assert packed([]) == []
-    assert packed([5]) == [PrefillBatch(1, PrefillShape(256, 16, 64))]
-    assert packed([200]) == [PrefillBatch(1, PrefillShape(256, 4, 256))]
+    assert packed([5]) == [PrefillBatch(1, PrefillShape(512, 32, 64))]
     assert packed([200, 100]) == [PrefillBatch(2, PrefillShape(512, 8, 256))]
-    # At most 2,800 tokens: sizes 256, 1024 and 4096. 2,150 tokens take 2 x 1024, and 2 x 256 with one prompt each.
-    assert sorted(batch.shape.tokens for batch in packed([150] * 13 + [200])) == [256, 256, 1024, 1024]
+    assert packed([700]) == [PrefillBatch(1, PrefillShape(1024, 5, 768))]
+    # At most 2,800 tokens: sizes 512 and 2048. 2,150 tokens take both.
+    assert sorted(batch.shape.tokens for batch in packed([150] * 13 + [200])) == [512, 2048]
     assert packed([100, 8192, 9000, 100]) == [
         PrefillBatch(1, PrefillShape(512, 4, 512)),
         PrefillBatch(1, PrefillShape(8192, 1, 8192)),
@@ -97,7 +97,7 @@ def test_a_prompt_that_comes_by_itself_costs_less_than_twice_its_tokens():
 
 def test_long_rows_are_as_many_as_their_tokens():
     """Attention scores grow with the square of the width: 50-token prompts are not packed with one of 4100."""
-    assert packed([4100, 50, 50, 50])[0] == PrefillBatch(1, PrefillShape(8192, 1, 4160))
+    assert packed([4100, 50, 50, 50])[0] == PrefillBatch(1, PrefillShape(8192, 1, 6144))
     for lengths in streams(100, seed=5):
         for batch in packed(lengths):
             assert batch.shape.width <= 1024 or batch.shape.capacity * batch.shape.width <= batch.shape.tokens
@@ -137,9 +137,8 @@ def test_separate_prompts_shape_depends_on_nothing_else():
 @pytest.fixture
 def small_sizes(monkeypatch):
     """Largest size 64 tokens, so that prompts at and beyond it are cheap to test."""
-    monkeypatch.setattr(prefill_packing, "_MAX_TOKENS", 64)
-    monkeypatch.setattr(prefill_packing, "_MIN_TOKENS", 8)
-    monkeypatch.setattr(prefill_packing, "_SIZE_RATIO", 2)
+    monkeypatch.setattr(prefill_packing, "_SIZES", (8, 16, 64))
+    monkeypatch.setattr(prefill_packing, "_LEAST_WIDTH", 2)
     monkeypatch.setattr(prefill_packing, "_WIDTHS", (2, 8))
     monkeypatch.setattr(prefill_packing, "_SEVERAL_WIDTHS", 16)
     monkeypatch.setattr(prefill_packing, "_CALL_COST", 4)
@@ -156,8 +155,8 @@ def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(micro_dir, s
     lengths = [1, 64, 3, 1, 1, 17, 70, 9, 5, 2, 1, 60, 1]
     prompts = [rng.integers(1, 64, length) for length in lengths]
     places = rng.permutation(len(prompts) + 1)[: len(prompts)].astype(np.int32)  # one place stays empty
-    shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 0)
-    prompt_cache, _ = decode.allocate(policy, shapes, 1, jax.random.key(0))
+    shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 1, 0)
+    prompt_cache, _ = decode.allocate(policy, shapes, jax.random.key(0))
     begin = 0
     batches = packed(lengths)
     assert {batch.shape.tokens for batch in batches} >= {8, 16, 64, 80} and any(batch.prompts > 3 for batch in batches)

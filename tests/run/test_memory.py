@@ -76,31 +76,35 @@ def test_full_fine_tuning_that_does_not_fit_is_refused():
 
 
 def test_cache_is_the_real_one(tmp_path):
-    """Two prompts of 96 tokens and their eight completions of 24; half on each of two devices; under a limit, what
-    fits.
+    """Two prompts of up to 90 tokens and their eight completions of up to 20, in buckets of 96 and 24, with room for 32
+    prompts; half of the completions on each of two devices; under a limit, what fits.
     """
-    config = runs.config(tmp_path)
+    config = runs.config(tmp_path, max_prompt_length=90, max_completion_length=20)
     shape, dtype = load(config).config, jnp.dtype(config.dtype)
-    caches = [
-        kv.init_cache(rows, tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-        for rows, tokens in ((2, 96), (8, 24))
-    ]
+
+    def caches(*sizes: tuple[int, int]) -> int:
+        layers = shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype
+        return tree_bytes([kv.init_cache(rows, tokens, *layers) for rows, tokens in sizes])
+
     memory = memory_report(config).memory
-    assert (memory.cache, memory.sequences) == (tree_bytes(caches), 8)
+    assert (memory.cache, memory.sequences) == (caches((32, 96), (8, 24)), 8)
     shared = memory_report(config, replicas=2).memory
-    assert (shared.cache, shared.sequences) == (memory.cache // 2, 4)
-    limited = memory_report(runs.config(tmp_path, rollout_memory_gb=memory.cache / 2e9)).memory
-    assert 0 < limited.cache <= memory.cache / 2 and 0 < limited.sequences < 8
+    assert (shared.cache, shared.sequences) == (caches((32, 96), (4, 24)), 4)
+    whole = caches((2, 96), (8, 24))  # of as little as all need
+    limited = memory_report(runs.config(tmp_path, rollout_memory_gb=whole / 1e9)).memory
+    assert (limited.cache, limited.sequences) == (whole, 8)
+    limited = memory_report(runs.config(tmp_path, rollout_memory_gb=whole / 2e9)).memory
+    assert 0 < limited.cache <= whole / 2 and 0 < limited.sequences < 8
     with pytest.raises(ValueError, match=r"rollout_memory_gb .* cannot hold"):
         memory_report(runs.config(tmp_path, rollout_memory_gb=1e-6))
 
 
 def test_a_cache_with_several_slot_counts_by_hand(tmp_path):
     """Keys and values of a token are 2 · 2 heads · 32 · 4 bytes in each of 4 layers. 96 completions of 24 tokens and
-    their 24 prompts of 96; while 48 survivors move, and later 24, the keys or values of one layer exist twice.
+    room for 32 prompts of 96; while 64 survivors move, and later 32, the keys or values of one layer exist twice.
     """
     config = runs.config(tmp_path, batch_size=96)
-    assert memory_report(config).memory.cache == 4 * 512 * (96 * 24 + 24 * 96) + 48 * 24 * 256
+    assert memory_report(config).memory.cache == 4 * 512 * (96 * 24 + 32 * 96) + 64 * 24 * 256
 
 
 def test_the_evaluations_cache_is_the_real_one(tmp_path):
@@ -109,13 +113,15 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
     config = runs.config(tmp_path, **changes)
     shape, dtype = load(config).config, jnp.dtype(config.dtype)
     caches = [
-        kv.init_cache(3, tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype) for tokens in (96, 24)
+        kv.init_cache(rows, tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+        for rows, tokens in ((32, 96), (3, 24))
     ]
     memory = memory_report(config).memory
     assert (memory.eval_cache, memory.eval_sequences) == (tree_bytes(caches), 3)
     assert memory.evaluation == memory.weights + memory.state + tree_bytes(caches) + 12 * shape.vocab_size * 3
-    limited = memory_report(runs.config(tmp_path, rollout_memory_gb=memory.eval_cache / 2e9, **changes)).memory
-    assert 0 < limited.eval_cache <= memory.eval_cache / 2 and 0 < limited.eval_sequences < 3
+    half = tree_bytes(caches) * 3 // 32 // 2  # of the caches of three prompts, about
+    limited = memory_report(runs.config(tmp_path, rollout_memory_gb=half / 1e9, **changes)).memory
+    assert 0 < limited.eval_cache <= half and 0 < limited.eval_sequences < 3
     without = memory_report(runs.config(tmp_path)).memory
     assert (without.eval_cache, without.eval_sequences, without.evaluation) == (0, 0, 0)
 
@@ -203,7 +209,7 @@ def test_what_is_planned_fits_the_device(tmp_path):
     """Weights, state, gradient and activations of the tiny policy together take at most 94 % of devices of 4 to 64 MB,
     with fewer layers recomputed and larger micro-batches from one to the next.
     """
-    config = runs.config(tmp_path, batch_size=16, tokens_per_micro_batch=None)
+    config = runs.config(tmp_path, batch_size=16, tokens_per_micro_batch=None, rollout_memory_gb=1e-3)
     policy, state, _ = memory_for_h200.abstract_update(config, memory_report(config).model)
     plans = []
     for limit in (4e6, 8e6, 16e6, 32e6, 64e6):
@@ -272,7 +278,7 @@ def test_update_compiled_for_a_gpu():
 
 
 def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_is_loaded(tmp_path):
-    config = runs.config(tmp_path)
+    config = runs.config(tmp_path, rollout_memory_gb=1e-3)
     for enough in (None, 1e9):  # None: a device that does not say how much it has
         memory.refuse_oversized_update(config, enough)
     with pytest.raises(
