@@ -155,6 +155,12 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ("dataset_name: a/b\nreward_funcs: accuracy_reward", {"answer_column": "solution"}, "dataset_name 'a/b': name"),
         ("use_peft: true\nload_in_4bit: true", {"weight_format": "nf4"}, ""),
         ("use_peft: true\nlora_target_modules: [all-linear]", {"lora_target_modules": PROJECTIONS}, ""),
+        (
+            "use_vllm: true\nvllm_importance_sampling_clip_min: 0.5\nvllm_importance_sampling_clip_max: 2",
+            {"importance_sampling_floor": 0.5, "importance_sampling_cap": 2.0},
+            "",
+        ),
+        ("dataset_name: open-r1/Big-Math-RL-Verified-Processed", {"dataset": ("bigmath",)}, ""),
         ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps '10': warmup_ratio (a share of all updates)"),
         ("warmup_steps: 0.25", {"warmup_ratio": 0.25}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 0.5", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),

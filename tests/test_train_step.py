@@ -208,6 +208,13 @@ def test_the_record(step):
         **{f"rewards/{n}/{f}_rate": 0 for n in ("spy", "other") for f in ("parse_failure", "timeout", "crash")},
     }
     assert metrics == {name: pytest.approx(value, rel=1e-6, abs=1e-7) for name, value in wanted.items()}
+    no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
+    entropies = jnp.asarray(experience.rollout.completion_mask * 0.25, jnp.float32)
+    other = dataclasses.replace(
+        experience, reward_parts=no_verdict, rollout=experience.rollout.replace(entropies=entropies)
+    )
+    found = step_metrics(other, update, 3, timing, "spy")
+    assert np.isnan(found["accuracy"]) and found["sampling/entropy"] == pytest.approx(0.25)
     lengths = np.asarray(experience.rollout.lengths)
     for skipped in (0, 1, 2):  # of two updates; 7 of the 8 before and in this step changed something
         state = state.replace(opt_state=state.optimizer.init(norms(0.0)))

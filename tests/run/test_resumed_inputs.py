@@ -23,7 +23,7 @@ from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.reporting.metrics import MetricsFile, cut_back
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints, model_fingerprint, prompts_date
+from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints, model_fingerprint, problems_fingerprint, prompts_date
 from qerl_jax.run.lifecycle import restore
 from qerl_jax.train import parse
 from qerl_jax.types import TrainState
@@ -91,6 +91,21 @@ def test_exchanged_inputs_are_named_and_refused_unless_told(place, state, tmp_pa
         told = state.replace(config=dataclasses.replace(config, allow_changed_inputs=True))
         Checkpointer(tmp_path, 1, now).restore(told)
     assert fingerprints(config, [items], []) == before
+
+
+def test_a_dataset_is_its_ids_tokens_answers_and_columns_in_order():
+    """Of one problem each other: none of them has the fingerprint of another."""
+    one, tokens = Problem(0, "?", "1", extra={"hint": "a"}), array.array("i", [1, 2])
+    others = [
+        dataclasses.replace(one, id=1),
+        dataclasses.replace(one, answer="2"),
+        dataclasses.replace(one, extra={"hint": "b"}),
+        dataclasses.replace(one, extra={"help": "a"}),
+    ]
+    items = [EncodedProblem(problem, tokens) for problem in (one, *others)]
+    items += [EncodedProblem(one, array.array("i", ids)) for ids in ([1, 3], [2, 1])]
+    sets = [[item] for item in items] + [items[:2], items[1::-1]]
+    assert len({problems_fingerprint(some) for some in sets}) == len(sets)
 
 
 def test_a_large_model_is_sampled_all_over(tmp_path):
