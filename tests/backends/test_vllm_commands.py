@@ -66,7 +66,7 @@ def settings():
     """Two rollouts of two updates, the second with noise; evaluated before and after."""
     fields = {"dtype": "bfloat16", "weight_format": None, "max_steps": 4, "num_stages": 2, "noise_formula": "paper"}
     fields |= {"dynamic_sampling": False, "sigma_start": 1.0, "rollout_backend": "vllm", "eval_samples": 8}
-    return fields | {"eval_dataset": "arithmetic", "eval_batch_size": 8, "tokens_per_micro_batch": 1024}
+    return fields | {"eval_dataset": "arithmetic", "eval_batch_size": 12, "tokens_per_micro_batch": 1024}
 
 
 def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, tmp_path, nothing_compiled_ahead):
@@ -81,6 +81,7 @@ def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, 
     assert all(own["temperature"] == 1.0 and own["max_tokens"] == 24 for own in asked[1]["sampling"])
     (begun,) = stand_in("start")
     assert begun["gpu_memory_utilization"] == 0.4 and begun["max_model_len"] == 96 + 24
+    assert begun["max_num_seqs"] == 12  # the larger of a rollout's 8 and an evaluation's
     assert set(runs.read_json(tmp_path / "run" / "evaluation.json")) == {"before", "after"}
     assert (tmp_path / "run" / "adapter").is_dir()
     assert_importance_weights_see_what_vllm_sampled(rows)

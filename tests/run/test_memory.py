@@ -16,11 +16,13 @@ from qerl_kernels import dispatch
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
 from qerl_jax.rl import plan as update_plan
-from qerl_jax.rl.plan import make_update_plan
+from qerl_jax.rl.micro_batches import PackShape
+from qerl_jax.rl.plan import UpdatePlan, make_update_plan, recomputation
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_trees, tree_bytes
-from qerl_jax.run.memory import memory_report
+from qerl_jax.run.dry_run import memory_table
+from qerl_jax.run.memory import MemoryEstimate, memory_report
 from qerl_jax.run.prepare import load
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
@@ -285,3 +287,25 @@ def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_i
         ConfigError, match=r"one sequence of 120 tokens takes .* GB more than is left of 0\.0 GB; lower"
     ):
         memory.refuse_oversized_update(config, 5e6)
+
+
+def test_the_table_of_a_dry_run_has_every_number_in_its_place():
+    gigabytes = {
+        "weights": 1, "state": 2, "copy": 4, "noisy": 8, "cache": 16, "eval_cache": 32, "eval_logits": 64,
+        "logits": 128, "gradient": 256, "update_state": 512, "activations": 1024, "working": 2048,
+    }  # fmt: skip
+    counts = {name: number * 10**9 for name, number in gigabytes.items()} | {"sequences": 6, "eval_sequences": 3}
+    memory = MemoryEstimate(**counts, update_plan=UpdatePlan(PackShape(64, 1, 1, 64, 32, 32), 0, 0, 0, 0))
+    what, *numbers = ([str(cell) for cell in column.cells] for column in memory_table(memory, Config()).columns)
+    found = dict(zip(what, zip(*numbers, strict=True), strict=True))
+    assert {name: [cell.removesuffix(".000 GB") for cell in row] for name, row in found.items()} == {
+        "weights, adapters, norms, optimizer state": ["3", "3", "3"],
+        "copy of the trained weights": ["4", "", "4"],
+        "adapters with noise": ["8", "", ""],
+        "keys and values of 6 sequences (evaluation: 3) at a time": ["16", "", "32"],
+        "decode step: logits and sampling": ["128", "", "64"],
+        "gradient": ["", "256", ""],
+        f"activations of 64 tokens, {recomputation(memory.update_plan)}": ["", "1024", ""],
+        "a layer's backward pass, or the head": ["", "2048", ""],
+        "peak, about": ["159", "3331", "103"],
+    }
