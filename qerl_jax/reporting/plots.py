@@ -34,6 +34,7 @@ def write_plots(directory: Path, metrics: list[dict[str, Any]]) -> list[Path]:
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         draw(axes, rows)
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         path = folder / f"{name}.png"
         figure.savefig(path, dpi=120)
@@ -45,6 +46,10 @@ def write_plots(directory: Path, metrics: list[dict[str, Any]]) -> list[Path]:
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)
+
+
+def _is_noisy(rows: list[dict[str, Any]]) -> bool:
+    return any(row.get("aqn/sigma") for row in rows)
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
@@ -74,25 +79,25 @@ def _reward(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 def _accuracy(axes: Any, rows: list[dict[str, Any]]) -> None:
     _with_mean(axes, rows, "accuracy", "share correct")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.02, 1.02)
     axes.legend(loc="lower right")
-    axes.set_title("Share of correct completions in training (sampled under noise)")
+    axes.set_title("Share of correct completions in training" + (", sampled under noise" if _is_noisy(rows) else ""))
     axes.set_ylabel("accuracy")
 
 
 def _entropy(axes: Any, rows: list[dict[str, Any]]) -> None:
     _with_mean(axes, rows, "entropy", "trained policy")
+    noisy = _is_noisy(rows)
     steps, entropy = _series(rows, "sampling/entropy")
-    axes.plot(steps, _mean(entropy), ":", color=_INK, label="sampled policy, under noise")
+    axes.plot(steps, _mean(entropy), ":", color=_INK, label="sampled policy" + (", under noise" if noisy else ""))
     axes.legend()
     axes.set_ylabel("entropy (nats a token)", color=_INK)
-    sigma_steps, sigma = _series(rows, "aqn/sigma")
-    twin = axes.twinx()
-    twin.step(sigma_steps, sigma, color=_SECOND, where="post")
-    if (sigma > 0).any():
+    axes.set_title("Entropy of the policy" + (", and AQN's σ" if noisy else ""))
+    if noisy:
+        twin = axes.twinx()
+        twin.step(*_series(rows, "aqn/sigma"), color=_SECOND, where="post")
         twin.set_yscale("log")
-    twin.set_ylabel("noise σ", color=_SECOND)
-    axes.set_title("Entropy of the policy, and AQN's σ")
+        twin.set_ylabel("noise σ", color=_SECOND)
 
 
 def _length(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -115,7 +120,7 @@ def _mismatch(axes: Any, rows: list[dict[str, Any]]) -> None:
         axes.plot(steps, np.maximum(values, 1e-12), color=colour, label=label)
     axes.set_yscale("log")
     axes.legend()
-    axes.set_title("Rollout against trainer (with noise on: the noise's own KL)")
+    axes.set_title("Rollout against trainer" + (", the noise between them" if _is_noisy(rows) else ""))
     axes.set_ylabel("nats")
 
 

@@ -21,9 +21,9 @@ from qerl_jax.reporting import health
 PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 _SHOWN = {
     "reward": "reward",
-    "accuracy": "share correct (in training, under noise)",
+    "accuracy": "share correct",
     "entropy": "entropy, nats a token",
-    "sampling/entropy": "entropy of the sampled policy (under noise), nats a token",
+    "sampling/entropy": "entropy of the sampled policy, nats a token",
     "completions/mean_length": "completion length, tokens",
     "completions/clipped_ratio": "share cut off at max_completion_length",
     "frac_reward_zero_std": "share of groups with equal rewards",
@@ -31,6 +31,7 @@ _SHOWN = {
     "tokens_per_second": "rollout, tokens/s",
     "step_time": "seconds a step",
 }
+_OF_THE_ROLLOUT = ("reward", "accuracy", "sampling/entropy")  # which AQN changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +106,9 @@ def _progress(metrics: list[dict[str, Any]], tenth: int) -> list[tuple[str, ...]
         values = [row[key] for row in rows if row.get(key) is not None]
         return f"{np.mean(values):.4g}" if values else "–"
 
+    noise = " (under noise)" if any(row.get("aqn/sigma") for row in metrics) else ""
     return [
-        (label, mean(metrics[:tenth], key), mean(metrics[-tenth:], key))
+        (label + noise * (key in _OF_THE_ROLLOUT), mean(metrics[:tenth], key), mean(metrics[-tenth:], key))
         for key, label in _SHOWN.items()
         if any(row.get(key) is not None for row in metrics)
     ]

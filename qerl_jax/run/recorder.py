@@ -72,7 +72,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as contexts:
-            self._signals = contexts.enter_context(StopSignals())
+            self._signals = contexts.enter_context(StopSignals(answers=self.checkpoints is not None))
             self._compilations = contexts.enter_context(CompilationCounter())
             progress = TrainingProgress(self._first, self._run.config.num_rollouts, self._run.console)
             self._progress = contexts.enter_context(progress)

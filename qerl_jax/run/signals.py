@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from typing import Any, Self
 
@@ -10,11 +12,15 @@ class StopSignals:
     """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the step; a second one acts as usual.
     A signal that is ignored stays so, as SIGHUP is under nohup.
 
+    Args:
+      answers: whether to say on standard error that the request was heard, since a step may take minutes.
+
     Attributes:
       requested: number of the signal, 0 before one came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers: bool = True) -> None:
+        self._answers = answers
         self.requested = 0
         self._previous: dict[int, Any] = {}
 
@@ -31,7 +37,12 @@ class StopSignals:
         if self.requested:
             self._restore()
             signal.raise_signal(number)
+            return
         self.requested = number
+        if self._answers:
+            said = f"\n{signal.Signals(number).name}: the run stops after this step; a second signal ends it at once\n"
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, said.encode())  # a handler may not enter the streams of the code it interrupts
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

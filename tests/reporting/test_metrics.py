@@ -103,6 +103,15 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
             assert [band.get_datalim(axes.transData).y0, band.get_datalim(axes.transData).y1] == [20.0, 72.0]
 
 
+@pytest.mark.parametrize(("sigma", "title"), [(0.0, ""), (0.01, ", sampled under noise")])
+def test_a_plot_names_noise_where_there_was_some(sigma, title):
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    _PLOTS["accuracy"][1](axes, [{"step": 1, "accuracy": 0.0, "aqn/sigma": sigma}])
+    assert axes.get_title() == f"Share of correct completions in training{title}"
+
+
 def test_a_curve_has_its_moving_average_beside_it(tmp_path, monkeypatch):
     """Of 45 steps the mean of three, of fewer at the beginning."""
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import TrainingProgress
-from qerl_jax.reporting.report import Ending, write_report
+from qerl_jax.reporting.report import Ending, render, write_report
 
 
 def rows(count: int) -> list[dict]:
@@ -42,7 +42,9 @@ def test_a_finished_run(tmp_path):
     assert "| after | pass@1 75.0 %" in text
     # 20 steps: the mean of the first two and of the last two.
     assert "first 2 steps | last 2 steps" in text and "| reward | 0.15 | 1.95 |" in text
-    assert "| share correct (in training, under noise) | 0.075 | 0.975 |" in text
+    assert "| share correct | 0.075 | 0.975 |" in text
+    noisy = render("n", config, [row | {"aqn/sigma": 0.01} for row in metrics], ending, [])
+    assert "| share correct (under noise) | 0.075 | 0.975 |" in noisy
     # 60 s of rollout, 20 s of update in the rows; evaluation is in none, so it counts from the last start.
     assert "| rollout | 60.0 | 60 % |" in text and "| update | 20.0 | 20 % |" in text
     assert "| evaluation (since the last start) | 20.0 | 20 % |" in text
@@ -72,13 +74,13 @@ def test_a_run_stopped_before_its_first_step(tmp_path):
     assert "stopped by SIGINT after step 0" in text and "![" not in text
 
 
-@pytest.mark.parametrize(("width", "shown"), [(80, "length 512"), (60, "entropy 0.123"), (120, "━")])
+@pytest.mark.parametrize(("width", "shown"), [(80, "length 512"), (60, "entropy –"), (120, "━")])
 def test_in_a_narrow_terminal_step_and_time_left_are_whole(width, shown):
-    """The numbers between them give way, from the right."""
+    """The numbers between them give way, from the right. A step that trained nothing has no entropy."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
     metrics = {"reward": 1.2, "entropy": 0.123, "aqn/sigma": 0.01, "completions/mean_length": 512.3}
     with TrainingProgress(0, 200, console) as progress:
         progress.update(7, metrics | {"tokens_per_second": 12345.6, "step_time": 8.1})
-        progress.update(120, metrics | {"tokens_per_second": 12345.6, "step_time": 8.1})
+        progress.update(120, metrics | {"entropy": float("nan"), "tokens_per_second": 12345.6, "step_time": 8.1})
     frame = [line for line in console.file.getvalue().splitlines() if "step 120/200" in line][-1]
     assert re.search(r" \d:\d\d:\d\d", frame) and shown in frame

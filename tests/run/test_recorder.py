@@ -191,19 +191,20 @@ def test_a_closed_pipe_ends_no_program():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_is_a_request_the_second_acts_and_an_ignored_one_is_none(number):
+def test_a_stop_signal_is_a_request_the_second_acts_and_an_ignored_one_is_none(number, capfd):
     usual = []  # calls of the handler that was there before
     before = signal.signal(number, lambda *_: usual.append(number))
     try:
         with StopSignals() as signals:
             signal.raise_signal(number)
             assert signals.requested == number and not usual
+            assert f"{signal.Signals(number).name}: the run stops after this step" in capfd.readouterr().err
             signal.raise_signal(number)
-            assert usual == [number]
+            assert usual == [number] and not capfd.readouterr().err
         signal.signal(number, signal.SIG_IGN)
         with StopSignals() as signals:
             signal.raise_signal(number)
-            assert signals.requested == 0
+            assert signals.requested == 0 and not capfd.readouterr().err
     finally:
         signal.signal(number, before)
 
