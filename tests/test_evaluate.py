@@ -109,13 +109,16 @@ def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
-    def generate(*_, **__):
-        raise ValueError("sampling begins")
+    """The first part has the problems of 8 batches of 4 completions."""
 
-    flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]
+    def generate(policy, prompts, sampling, key, engine):
+        raise ValueError(f"sampling {sampling.num_generations} of {len(prompts.ids)} prompts, {engine.slots} at a time")
+
+    flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", "--num-generations", "16", *SHORT]
     assert main(["tiny", *flags], generate) == 2
     printed = capsys.readouterr()
-    assert "left out 1 of 5 records" in printed.out and printed.err == "error: sampling begins\n"
+    assert "left out 1 of 5 records" in printed.out
+    assert printed.err == "error: sampling 16 of 2 prompts, 4 at a time\n"
 
 
 def test_the_command_does_not_shadow_the_function():

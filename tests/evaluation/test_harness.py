@@ -110,13 +110,13 @@ def test_what_counts_as_correct_is_a_reward_above_zero(written):
     problems = [Problem(i, f"What is {i}?", str(10 + i)) for i in range(4)]
     seen = []
 
-    def reward(*, prompts, answer, **_):
-        seen.extend(zip(prompts, answer, strict=True))
+    def reward(*, prompts, answer, prompt_index, **_):
+        seen.extend(zip(prompts, answer, prompt_index, strict=True))
         return [None, 0.2, 0.0] * 4
 
     result = evaluated(problems, Sampling(9, num_generations=3), reward=reward)
     assert (result.accuracy, result.pass_at_k) == (pytest.approx(1 / 3), 1.0)
-    assert seen == [(f"What is {p}?", str(10 + p)) for p in range(4) for _ in range(3)]
+    assert seen == [(f"What is {p}?", str(10 + p), p) for p in range(4) for _ in range(3)]
 
 
 def test_a_gold_answer_that_cannot_be_read_counts_in_no_figure(written):
