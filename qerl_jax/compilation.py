@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME
+
+from qerl_jax import partition
 
 CACHE_OFF = "none"
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # a program was compiled, or loaded from the persistent cache
@@ -79,23 +82,29 @@ class CompilationCounter:
         self.close()
 
 
-def committed(tree: Any) -> Any:
-    """Arrays, abstract or not, committed to the first device, as those restored from a checkpoint are."""
+def committed(tree: Any, tensor_parallel: int = 1) -> Any:
+    """Arrays, abstract or not, committed to the first device, as those restored from a checkpoint are; to the first
+    `tensor_parallel` devices where the layers are divided over so many (`partition`).
+    """
+    if tensor_parallel > 1:
+        return _commit(tree, partition.shardings(tree, partition.mesh_of(tensor_parallel)))
     return _commit(tree, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def as_committed(tree: Any, like: Any) -> Any:
-    """Arrays, abstract or not, committed to the device to which the leaves of `like` are committed, if they are.
+    """Arrays, abstract or not, committed to the device, or whole to each of those, to which the leaves of `like` are
+    committed, if they are.
 
     The results of a jitted function are committed where an argument is. State that takes part in both kinds of calls
     would otherwise have two programs for each function.
     """
     sharding = next((leaf.sharding for leaf in jax.tree.leaves(like) if is_committed(leaf)), None)
-    return tree if sharding is None else _commit(tree, sharding)
+    return tree if sharding is None else _commit(tree, _whole(sharding))
 
 
 def settled(tree: Any) -> Any:
-    """The tree with all arrays, abstract or not, committed to one device if some are.
+    """The tree with all arrays, abstract or not, committed to one device, or whole to each of those of a mesh, if some
+    are committed there.
 
     JAX compiles a program anew where one argument is committed that was not before, and the results of one committed
     argument all are.
@@ -106,6 +115,7 @@ def settled(tree: Any) -> Any:
     leaves = jax.tree.leaves(tree)
     are_committed = [is_committed(leaf) for leaf in leaves]  # once for each: every update asks for thousands
     shardings = {leaf.sharding for leaf, stays in zip(leaves, are_committed, strict=True) if stays}
+    shardings = {_whole(sharding) for sharding in shardings}
     if len(shardings) != 1 or all(are_committed):
         return tree
     [sharding] = shardings
@@ -115,17 +125,26 @@ def settled(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if next(staying) else next(moved), tree)
 
 
-def _commit(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """All arrays in one call, which takes a third of the host's time of a call for each."""
-    leaves = jax.tree.leaves(tree)
-    arrays = iter(jax.device_put([leaf for leaf in leaves if not isinstance(leaf, jax.ShapeDtypeStruct)], sharding))
+def _whole(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """That of arrays that are whole on each device of a sharding's mesh."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
-    def commit(leaf: Any) -> Any:
+
+def _commit(tree: Any, shardings: Any) -> Any:
+    """All arrays in one call, which takes a third of the host's time of a call for each. `shardings`: one, or one for
+    each array.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    each = [shardings] * len(leaves) if isinstance(shardings, jax.sharding.Sharding) else jax.tree.leaves(shardings)
+    pairs = [pair for pair in zip(leaves, each, strict=True) if not isinstance(pair[0], jax.ShapeDtypeStruct)]
+    arrays = iter(jax.device_put(*map(list, zip(*pairs, strict=True))) if pairs else ())
+
+    def commit(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return next(arrays)
 
-    return jax.tree.map(commit, tree)
+    return jax.tree.unflatten(structure, map(commit, leaves, each))
 
 
 def is_committed(leaf: Any) -> bool:

@@ -23,6 +23,7 @@ import jax
 from qerl_kernels.dispatch import say_once
 from qerl_kernels.kernel_programs import kernel_programs
 
+from qerl_jax import partition
 from qerl_jax.compilation import is_committed
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
@@ -45,16 +46,27 @@ def program(function: Callable | None = None, **options: Any) -> Any:
     """
     if function is None:
         return functools.partial(program, **options)
-    jitted = jax.jit(function, **options)
+    whole = jax.jit(function, **options)
+
+    @functools.cache
+    def on_devices(count: int) -> Any:
+        """The program on arrays that are divided over so many devices."""
+
+        @functools.wraps(function)
+        def pinned(*args: Any, **kwargs: Any) -> Any:
+            return partition.pinned(function(*args, **kwargs), count)
+
+        return jax.jit(pinned, **options)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        caller = _caller.get()
+        count = partition.devices_of((args, kwargs))
+        jitted, caller = whole if count == 1 else on_devices(count), _caller.get()
         if caller is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return jitted(*args, **kwargs)
         return caller(jitted, args, kwargs)
 
-    call.lower, call.trace = jitted.lower, jitted.trace
+    call.lower, call.trace = whole.lower, whole.trace
     return call
 
 
@@ -134,6 +146,8 @@ def _shape(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeS
 
 def _results(traced: jax.stages.Traced, arguments: Any) -> Any:
     sharding = next((leaf.sharding for leaf in jax.tree.leaves(arguments) if is_committed(leaf)), None)
+    if partition.devices_of(arguments) > 1:
+        return jax.tree.map(_shape, traced.out_info, partition.shardings(traced.out_info, sharding.mesh))
     return jax.tree.map(lambda leaf: _shape(leaf, sharding), traced.out_info)
 
 

@@ -21,6 +21,7 @@ KERNELS = ROOT / "kernels" / "qerl_kernels"
 # A package may import itself and packages of the levels above it in this list, never one of its own level.
 LAYERS = [
     ("qerl_kernels",),
+    ("partition",),
     ("compilation", "buckets"),
     ("programs",),
     ("types", "messages", "parallel"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 if TYPE_CHECKING:
     from qerl_kernels.gpu import Gpu
@@ -89,23 +90,26 @@ def target(gpu: Gpu | None) -> str:
     return re.sub("shared_memory_per_block_optin: .*", f"shared_memory_per_block_optin: {gpu.smem_bytes}", text)
 
 
-def lower(jitted: Callable, args: Any, *static: Any, gpu: Gpu | None = None) -> jax.stages.Lowered:
-    """A jitted function lowered for one GPU.
+def lower(jitted: Callable, args: Any, *static: Any, gpu: Gpu | None = None, count: int = 1) -> jax.stages.Lowered:
+    """A jitted function lowered for one GPU, or for several of a host.
 
     Args:
       jitted: the result of `jax.jit`.
       args: its positional arguments, arrays as `jax.ShapeDtypeStruct`.
       static: static arguments behind `args`.
       gpu: the target, None for an H200.
+      count: GPUs over which the arguments are divided (`qerl_jax.partition`).
     """
     import jax.experimental.mosaic.gpu as mgpu  # tells XLA where the runtime is that the kernels' host code calls
     from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import AxisType, Mesh
 
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target(gpu))
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
-    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), args)
+    from qerl_jax.partition import AXIS, shardings
+
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=target(gpu))
+    mesh = Mesh(np.array(topology.devices), (AXIS,), axis_types=(AxisType.Auto,))
+    placed = shardings(args, mesh)
+    args = jax.tree.map(lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own), args, placed)
     mgpu.utils._infer_arch = lambda: divmod(gpu.arch, 10) if gpu else (9, 0)  # it would take any target for Hopper
     with jax.set_mesh(mesh):
         return jitted.trace(*args, *static).lower(lowering_platforms=("cuda",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections import deque
@@ -24,6 +25,7 @@ from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.checkpoint.tokenizer import load_tokenizer, refuse_other_tokenizer
+from qerl_jax.compilation import committed
 from qerl_jax.models.config import ModelConfig, TensorSpec, tensors_of
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import PROJECTIONS, Lora, LoraConfig, init_lora
@@ -42,6 +44,7 @@ def load_policy(
     seed: int = 0,
     matmul_kernel: str = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
+    tensor_parallel: int = 1,
 ) -> Policy:
     """Load a Qwen2.5, Qwen3 (dense) or Llama 3 directory as a policy with fresh or imported adapters.
 
@@ -58,17 +61,19 @@ def load_policy(
       matmul_kernel: "xla"; "mosaic_gpu": the Pallas kernels for 4-bit weights on an NVIDIA GPU; or "auto": those where
         they can run.
       progress: called with the number of layers loaded and the number of all layers.
+      tensor_parallel: devices over which the layers are divided (`partition`); the policy is committed to them.
 
     Raises:
       FileNotFoundError: no such directory, config or weights.
       CheckpointError (a ValueError): missing, unknown, misshapen or non-finite tensors, naming file, key and both
         values; an adapter directory with another tokenizer than the model's.
-      ValueError: an unknown format, or one that the checkpoint cannot be brought into.
+      ValueError: an unknown format, or one that the checkpoint cannot be brought into; `tensor_parallel` that does not
+        divide the model, or for which there are too few devices.
     """
     name, path = str(path), assets.model_path(str(path))
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
-    config = hf_config.model_config(path)
+    config = dataclasses.replace(hf_config.model_config(path), tensor_parallel=tensor_parallel)
     if lora is None:
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
     # In a thread: transformers takes seconds to import, 13 where it imports PyTorch too.
@@ -84,8 +89,10 @@ def load_policy(
     frozen, norms = load_weights(path, config, weight_format, dtype, matmul_kernel, report)
     tokenizer = loading.result()
     source = name if hub.is_hub_id(name) else str(path)
-    policy = build_policy(config, frozen, norms, lora, seed).replace(tokenizer=tokenizer, source=source)
-    return policy if adapter is None else import_adapter(policy, Path(adapter))
+    policy = build_policy(config, frozen, norms, lora, seed)
+    policy = policy if adapter is None else import_adapter(policy, Path(adapter))
+    policy = policy if tensor_parallel == 1 else committed(policy, tensor_parallel)
+    return policy.replace(tokenizer=tokenizer, source=source)
 
 
 def _load_tokenizer(path: Path, vocab_size: int, adapter: str | Path | None) -> Any:
@@ -118,7 +125,8 @@ def _init_layer_adapters(
     def adapter(part: str, k: int, n: int, offset: int) -> Lora | None:
         if not lora.rank or part not in lora.target_modules:
             return None
-        return init_lora(lora, k, n, offset, jax.random.fold_in(layer_key, PROJECTIONS.index(part)))
+        own_key = jax.random.fold_in(layer_key, PROJECTIONS.index(part))
+        return init_lora(lora, k, n, offset // config.tensor_parallel, own_key)
 
     return layer_adapters(config, adapter)
 
@@ -131,7 +139,8 @@ def load_weights(
     matmul_kernel: str = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[dict, dict]:
-    """`Policy.frozen` and `Policy.norms` on the default device, q/k/v and gate/up fused by concatenating rows.
+    """`Policy.frozen` and `Policy.norms` on the default device, or divided over several, q/k/v and gate/up fused
+    by concatenating rows.
 
     Threads read, check and quantize up to `_THREADS` layers concurrently (NumPy releases the interpreter lock). The
     host holds no more layers than these; they are copied to the device one by one. Arguments and errors as for
@@ -141,7 +150,7 @@ def load_weights(
     reader = WeightReader(open_checkpoint(path), config, quantization, weight_format or "bf16", dtype, matmul_kernel)
     found: dict[tuple[TensorSpec, int | None], Any] = {}
     for spec in (spec for spec in tensors_of(config) if not spec.in_layer):
-        value = reader.to_device(reader.read(spec))
+        value = reader.to_device(reader.read(spec), spec)
         found[spec, None] = value.astype(dtype) if spec.kind == "table" else value
     for layer, weights in enumerate(_load_layers(reader, config, progress)):
         found |= {(spec, layer): value for spec, value in weights.items()}
@@ -172,7 +181,7 @@ def _load_layers(reader: WeightReader, config: ModelConfig, progress: Callable[[
             host = pending.popleft().result()
             if (following := len(layers) + 1 + len(pending)) < count:
                 pending.append(pool.submit(_read_layer, reader, config, following))
-            layers.append({spec: reader.to_device(value) for spec, value in host.items()})
+            layers.append({spec: reader.to_device(value, spec) for spec, value in host.items()})
             progress(len(layers), count)
     return layers
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from qerl_kernels import dispatch
+from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.packing import missing_for_packing, pack
 
+from qerl_jax import partition
 from qerl_jax.checkpoint import names
 from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.layouts import Quantization
@@ -58,14 +65,18 @@ class WeightReader:
             return arrays[0]
         return np.concatenate(arrays).astype(np.float32 if spec.kind == "norm" else self.dtype, copy=False)
 
-    def to_device(self, value: Weight | np.ndarray | None) -> Weight | jax.Array | None:
+    def to_device(self, value: Weight | np.ndarray | None, spec: TensorSpec) -> Weight | jax.Array | None:
         """A projection in the form that the matmul kernel reads; None, any other array, and a projection left
-        unquantized in a quantized checkpoint, unchanged.
+        unquantized in a quantized checkpoint, unchanged. Over devices they are divided as `on_devices` does.
         """
-        value = jax.tree.map(jnp.asarray, value)
-        if not isinstance(value, Weight) or (self.quantization is not None and isinstance(value, Dense)):
-            return value
-        return kernel_form(value, self.dtype, self.matmul_kernel)
+
+        def formed(value: Weight | np.ndarray | None) -> Weight | jax.Array | None:
+            value = jax.tree.map(jnp.asarray, value)
+            if not isinstance(value, Weight) or (self.quantization is not None and isinstance(value, Dense)):
+                return value
+            return kernel_form(value, self.dtype, self.matmul_kernel)
+
+        return on_devices(value, spec, self.config.tensor_parallel, formed)
 
     def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         """A fused projection on the host, dense or quantized; parts (module name, shape) are concatenated by rows."""
@@ -139,6 +150,36 @@ def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
         if dispatch.choose("nvfp4_matmul", None, missing or missing_for_packing(weight)) == "mosaic_gpu"
         else weight
     )
+
+
+def on_devices(
+    value: Weight | np.ndarray | jax.Array,
+    spec: TensorSpec,
+    count: int,
+    formed: Callable[[Any], Weight | jax.Array],
+) -> Weight | jax.Array:
+    """A tensor on `count` devices, divided as `partition` says, so that each gets its part alone.
+
+    Args:
+      value: whole, on the host or on a device.
+      spec: which one.
+      count: devices, T; 1: the default one.
+      formed: the form of a weight, or of a part of it, on the device.
+    """
+    if count == 1:
+        return formed(value)
+    mesh, division = partition.mesh_of(count), partition.division_of(spec.path)
+    if division is None:
+        return jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
+    parts = partition.parts_of(value, division, tuple(spec.part_rows().values()), count)
+    parts = [jax.device_put(part, device) for part, device in zip(parts, mesh.devices.flat, strict=True)]
+    ready = [formed(part) for part in parts]
+    if len({type(part) for part in ready}) > 1:  # one of MXFP4 that cannot be packed
+        ready = parts
+    if isinstance(ready[0], PackedNvfp4):
+        uniform = all(part.uniform for part in ready)
+        ready = [dataclasses.replace(part, uniform=uniform) for part in ready]
+    return partition.joined(ready, division, mesh)
 
 
 def _concatenate(parts: list[Weight]) -> Weight:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from qerl_jax.partition import axis_spec
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,10 @@ class KVCache:
 
     keys: tuple[Float[Array, "B K S H"], ...]
     values: tuple[Float[Array, "B K S H"], ...]
+
+    def partition_specs(self) -> KVCache:
+        """Divided by key/value heads (`partition.specs`)."""
+        return jax.tree.map(lambda _: axis_spec(1), self)
 
 
 def init_cache(batch: int, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:

@@ -57,8 +57,12 @@ class ModelConfig:
       qk_norm: whether every head of q and k passes an RMSNorm of its own before the rotary embedding (Qwen3). AQN
         and `train_norms` leave these norms alone: they act on the inputs of projections.
       rope_scaling: how rotary frequencies are stretched; None: not.
+      tensor_parallel: devices over which the layers are divided, T (`partition`).
+      is_part: whether this is what one of T devices computes of the layers (`part`); heads, key/value heads and F are
+        then its own.
 
-    Raises ValueError if `num_heads` is no multiple of `num_kv_heads`.
+    Raises ValueError if `num_heads` is no multiple of `num_kv_heads`, or if heads, key/value heads or F are no multiple
+    of T.
     """
 
     vocab_size: int
@@ -77,12 +81,31 @@ class ModelConfig:
     qkv_bias: bool = True
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
+    tensor_parallel: int = 1
+    is_part: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
             )
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel}")
+        sizes = {"num_key_value_heads": self.num_kv_heads, "intermediate_size": self.intermediate_size}
+        for name, size in sizes.items():
+            if size % self.tensor_parallel and not self.is_part:
+                raise ValueError(f"tensor_parallel_size {self.tensor_parallel} does not divide {name} {size}")
+
+    @property
+    def part(self) -> ModelConfig:
+        """What one device computes of the layers: the model itself where they are not divided."""
+        if self.tensor_parallel == 1 or self.is_part:
+            return self
+        sizes = {
+            name: getattr(self, name) // self.tensor_parallel
+            for name in ("num_heads", "num_kv_heads", "intermediate_size")
+        }
+        return dataclasses.replace(self, **sizes, is_part=True)
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """(output, input) features of each of the seven projections of a layer."""

@@ -5,6 +5,7 @@ Axes: D model, K input features, N output features.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.nvfp4_matmul.route import Route
 from qerl_kernels.ops import rms_norm
 
+from qerl_jax import partition
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import rounded
 from qerl_jax.models.linear import linear
@@ -40,9 +42,16 @@ class Projection(nnx.Module):
     Args:
       frozen: "weight", a `Weight`, and "bias" where there is one.
       adapters: {"lora": {projection: Lora}}, or {} for none.
+      division: which features are divided over devices, where these are one device's part; None: this is whole.
     """
 
-    def __init__(self, frozen: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Lora]]):
+    def __init__(
+        self,
+        frozen: Mapping[str, Any],
+        adapters: Mapping[str, Mapping[str, Lora]],
+        division: partition.Division | None = None,
+    ):
+        self.division = division
         self.weight = Frozen(frozen["weight"])
         self.bias = Frozen(frozen["bias"]) if "bias" in frozen else None
         self.lora = nnx.Dict({name: Adapter(lora) for name, lora in adapters.get("lora", {}).items()})
@@ -58,12 +67,20 @@ class Projection(nnx.Module):
         route: Route | None = None,
         lora_x: LoraX | None = None,
     ) -> Float[Array, "*B N"]:
-        """`linear` with this projection's weight, bias and adapters; a trained fp32 bias is rounded to x's dtype."""
+        """`linear` with this projection's weight, bias and adapters; a trained fp32 bias is rounded to x's dtype. Where
+        input features are divided, the devices' results, in x's dtype, are summed in fp32 and rounded once more.
+        """
         bias = None if self.bias is None else self.bias.get_value()
         if bias is not None and bias.dtype == jnp.float32:
             bias = rounded(bias, x.dtype)
-        weight = self.weight.get_value()
-        return linear(x, weight, bias, self.adapters(), batch_invariant=batch_invariant, route=route, lora_x=lora_x)
+        weight, adapters = self.weight.get_value(), self.adapters()
+        if self.division is partition.Division.OUTPUTS:
+            x = partition.enter(x)
+            adapters = [dataclasses.replace(lora, a=partition.enter(lora.a)) for lora in adapters]
+        elif self.division is partition.Division.INPUTS:
+            adapters = [dataclasses.replace(lora, b=partition.enter(lora.b)) for lora in adapters]
+        y = linear(x, weight, bias, adapters, batch_invariant=batch_invariant, route=route, lora_x=lora_x)
+        return partition.leave(y) if self.division is partition.Division.INPUTS else y
 
 
 def final_norm(config: ModelConfig, weight: Float32[Array, " D"], dtype: jnp.dtype) -> RMSNorm:

@@ -31,6 +31,7 @@ from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
 from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm, final_norm
+from qerl_jax.partition import DIVISIONS
 from qerl_jax.types import Policy
 
 
@@ -38,7 +39,7 @@ class Attention(nnx.Module):
     """The projections of grouped-query attention, q, k and v in one GEMM, and the norms of their heads."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, frozen: Mapping[str, Any], lora: Mapping[str, Any]):
-        self.qkv_proj, self.o_proj = (Projection(frozen[name], lora.get(name, {})) for name in ("qkv_proj", "o_proj"))
+        self.qkv_proj, self.o_proj = _projections(config, frozen, lora, "qkv_proj", "o_proj")
         self.q_norm, self.k_norm = (
             RMSNorm(Frozen(frozen[name]["weight"]), config.rms_norm_eps, dtype) if config.qk_norm else None
             for name in HEAD_NORMS
@@ -57,9 +58,14 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """The projections of `down(silu(gate(x)) · up(x))`; gate and up in one GEMM."""
 
-    def __init__(self, frozen: Mapping[str, Any], lora: Mapping[str, Any]):
-        names = "gate_up_proj", "down_proj"
-        self.gate_up_proj, self.down_proj = (Projection(frozen[name], lora.get(name, {})) for name in names)
+    def __init__(self, config: ModelConfig, frozen: Mapping[str, Any], lora: Mapping[str, Any]):
+        self.gate_up_proj, self.down_proj = _projections(config, frozen, lora, "gate_up_proj", "down_proj")
+
+
+def _projections(
+    config: ModelConfig, frozen: Mapping[str, Any], lora: Mapping[str, Any], *names: str
+) -> list[Projection]:
+    return [Projection(frozen[name], lora.get(name, {}), DIVISIONS[name] if config.is_part else None) for name in names]
 
 
 class DecoderLayer(nnx.Module):
@@ -88,7 +94,7 @@ class DecoderLayer(nnx.Module):
             RMSNorm(Norm(norms[name]["weight"]), config.rms_norm_eps, dtype) for name in LAYER_NORMS
         )
         self.self_attn = Attention(config, dtype, frozen["self_attn"], lora.get("self_attn", {}))
-        self.mlp = Mlp(frozen["mlp"], lora.get("mlp", {}))
+        self.mlp = Mlp(config, frozen["mlp"], lora.get("mlp", {}))
 
     def projections(self) -> tuple[Projection, ...]:
         """The four (fused) projections, in the order of their use."""
@@ -143,16 +149,18 @@ class DecoderLayer(nnx.Module):
 
 
 def merge_layer(config: ModelConfig, dtype: jnp.dtype, frozen: Any, norms: Any, lora: Any) -> DecoderLayer:
-    """`DecoderLayer` with its fp32 adapters as one copy in the compute dtype."""
-    return DecoderLayer(config, dtype, frozen, norms, jax.tree.map(lambda leaf: leaf.astype(dtype), lora))
+    """`DecoderLayer` with its fp32 adapters as one copy in the compute dtype; of one device's part (`ModelConfig.part`)
+    where the layers are divided.
+    """
+    return DecoderLayer(config.part, dtype, frozen, norms, jax.tree.map(lambda leaf: leaf.astype(dtype), lora))
 
 
 def merge_model(policy: Policy) -> Qwen2:
     """The NNX module of a policy's trees, its fp32 adapters as one copy in the compute dtype. Cheap; call it inside
-    jit.
+    jit; of one device's part where the layers are divided.
     """
     lora = jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora)
-    return Qwen2(policy.config, policy.frozen, policy.norms, lora)
+    return Qwen2(policy.config.part, policy.frozen, policy.norms, lora)
 
 
 class Qwen2(nnx.Module):

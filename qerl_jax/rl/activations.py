@@ -92,7 +92,13 @@ class LayerBytes(NamedTuple):
 
 
 def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Config, xla: XlaMatmuls) -> LayerBytes:
-    """`LayerBytes` of a pack. `itemsize`: bytes of the compute dtype."""
+    """`LayerBytes` of a pack.
+
+    Args:
+      model: shape of the model, or of one device's part of it.
+      itemsize: bytes of the compute dtype.
+      pack, config, xla: of the update.
+    """
     d, f, t = model.hidden_size, model.intermediate_size, pack.tokens
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     rest = itemsize * t * (2 * heads + 2 * kv_heads + d)
@@ -111,16 +117,18 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
     head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
     if config.is_full and itemsize < 4:
         head += itemsize * model.vocab_size * d  # the head in the compute dtype
+    # With tensor parallelism a sum over devices in fp32, and what is summed.
+    more = xla.dequantized_bytes + (8 * t * d if model.is_part else 0)
     wide_gate_up, wide_x = (xla.wide_bytes * t * width for width in (2 * f, d))
     return LayerBytes(
         input=4 * d * t,
         gate_up=2 * itemsize * t * f,
         rest=rest,
-        forward=itemsize * t * (f + d) + (wide_gate_up if config.lora.rank else 0) + xla.dequantized_bytes,
-        mlp=mlp + xla.dequantized_bytes,
-        attention=attention + xla.dequantized_bytes,
-        gate_up_again=mlp + wide_gate_up + xla.dequantized_bytes,
-        layer_again=mlp + wide_gate_up + wide_x + xla.dequantized_bytes,
+        forward=itemsize * t * (f + d) + (wide_gate_up if config.lora.rank else 0) + more,
+        mlp=mlp + more,
+        attention=attention + more,
+        gate_up_again=mlp + wide_gate_up + more,
+        layer_again=mlp + wide_gate_up + wide_x + more,
         head=head,
     )
 

@@ -16,12 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
 from qerl_jax.models.attention import rotary_angles, split_and_rotate
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import RecordingExecutor
 from qerl_jax.models.qwen2 import DecoderLayer, merge_layer
+from qerl_jax.partition import axis_spec, on_devices, specs
 from qerl_jax.programs import program
 from qerl_jax.rl.flash_attention import Statistics
 from qerl_jax.rl.micro_batches import Packed, PackShape
@@ -53,6 +55,15 @@ class Kept:
     delta: Float[Array, "T D"]
     gate_up: Float[Array, "T E"] | None
 
+    def partition_specs(self) -> Kept:
+        """Divided by heads and by gate and up of each device (`partition.specs`)."""
+        names = (field.name for field in dataclasses.fields(self))
+        spec_of = dict(zip(names, _KEPT, strict=True))
+        return jax.tree_util.tree_map_with_path(lambda path, _: spec_of[path[0].name], self)
+
+
+_KEPT = (*[axis_spec(1)] * 5, PartitionSpec(), axis_spec(1))  # of the attributes of `Kept`
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
@@ -77,16 +88,27 @@ def _layer(shape: LayerShape, frozen: Any, trained: Any) -> DecoderLayer:
 
 def _forward(
     shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed
-) -> tuple[Float32[Array, "T D"], Kept]:
+) -> tuple[Float32[Array, "T D"], tuple[Any, ...]]:
+    """The residual stream after a layer, and the attributes of `Kept`: on one device, with its part of the layer."""
+    model = shape.model.part
+
     def attention(qkv: Array, angles: Array, _: None) -> tuple[Array, tuple]:
-        q, k, v = split_and_rotate(shape.model, qkv, angles)
+        q, k, v = split_and_rotate(model, qkv, angles)
         attended, statistics = segment_attention(q, k, v, packed, shape.pack)
         return attended, (q, k, v, attended, statistics)
 
-    executor, angles = RecordingExecutor(), rotary_angles(packed.positions, shape.model)
+    executor, angles = RecordingExecutor(), rotary_angles(packed.positions, model)
     x, heads = _layer(shape, frozen, trained)(x, angles, attention, executor=executor)
     _, delta, gate_up, _ = executor.results
-    return x, Kept(*heads, delta, gate_up)
+    return x, (*heads, delta, gate_up)
+
+
+def _run(
+    shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed
+) -> tuple[Float32[Array, "T D"], Kept]:
+    function, results = functools.partial(_forward, shape), (PartitionSpec(), _KEPT)
+    x, kept = on_devices(shape.model.tensor_parallel, function, frozen, trained, x, packed, results=results)
+    return x, Kept(*kept)
 
 
 @program(static_argnames="shape")
@@ -100,7 +122,7 @@ def forward(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D
       x: the residual stream.
       packed: the micro-batch.
     """
-    return _forward(shape, frozen, trained, x, packed)[0]
+    return _run(shape, frozen, trained, x, packed)[0]
 
 
 @program(static_argnames="shape")
@@ -108,7 +130,7 @@ def forward_and_keep(
     shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D"], packed: Packed
 ) -> tuple[Float32[Array, "T D"], Kept]:
     """`forward`, and what `backward` needs."""
-    return _forward(shape, frozen, trained, x, packed)
+    return _run(shape, frozen, trained, x, packed)
 
 
 @program(static_argnames="shape", donate_argnames=("gradient", "d_x"))
@@ -134,7 +156,23 @@ def backward(
     Returns:
       The gradient with this micro-batch's added, and that of x.
     """
-    kept = _forward(shape, frozen, trained, x, packed)[1] if kept is None else kept
+    arguments, results = (frozen, trained, gradient, x, kept, d_x, packed), (specs(gradient), PartitionSpec())
+    return on_devices(shape.model.tensor_parallel, functools.partial(_backward, shape), *arguments, results=results)
+
+
+def _backward(
+    shape: LayerShape,
+    frozen: Any,
+    trained: Any,
+    gradient: Any,
+    x: Float32[Array, "T D"],
+    kept: Kept | None,
+    d_x: Float32[Array, "T D"],
+    packed: Packed,
+) -> tuple[Any, Float32[Array, "T D"]]:
+    """On one device, with its part of the layer."""
+    model = shape.model.part
+    kept = Kept(*_forward(shape, frozen, trained, x, packed)[1]) if kept is None else kept
 
     def qkv(layer: DecoderLayer, x: Array) -> Array:
         return layer.qkv(x)[1]
@@ -161,10 +199,10 @@ def backward(
     d_heads = segment_attention_backward(
         kept.q, kept.k, kept.v, kept.attended, kept.statistics, d_attended, packed, shape.pack
     )
-    features = sum(head.shape[1] for head in d_heads) * shape.model.head_dim
+    features = sum(head.shape[1] for head in d_heads) * model.head_dim
     like = jax.ShapeDtypeStruct((x.shape[0], features), kept.q.dtype)
-    angles = rotary_angles(packed.positions, shape.model)
+    angles = rotary_angles(packed.positions, model)
     # The rotary embedding is linear; its transpose needs no value of qkv.
-    [d_qkv] = jax.linear_transpose(lambda qkv: split_and_rotate(shape.model, qkv, angles), like)(d_heads)
+    [d_qkv] = jax.linear_transpose(lambda qkv: split_and_rotate(model, qkv, angles), like)(d_heads)
     d_attention, gradient = pull(qkv, x, d_qkv, gradient)
     return gradient, d_middle + d_attention

@@ -6,12 +6,15 @@ Axes: B sequences, T tokens, C tokens at once, D model, V vocab.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.ops import fp32_matmul
 
+from qerl_jax import partition
 from qerl_jax.models.distribution import entropy_of, logits_of_targets
 from qerl_jax.models.qwen2 import Qwen2, merge_model
 from qerl_jax.types import Distribution, Policy, Sampling
@@ -24,9 +27,11 @@ def policy_logits(
     policy: Policy, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"] | None = None
 ) -> Float32[Array, "B T V"]:
     """All fp32 logits at once, for tests and small research models. Padding may stand on either side."""
-    model = merge_model(policy)
-    mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
-    return model.logits(model(jnp.asarray(tokens), mask))
+
+    def logits(model: Qwen2, tokens: Array, mask: Array) -> Array:
+        return model.logits(model(tokens, mask))
+
+    return _with_model(logits, policy, tokens, attention_mask)
 
 
 @jax.jit
@@ -41,8 +46,11 @@ def hidden_states(
       tokens: ids, padded on either side.
       attention_mask: True on real tokens; None: all.
     """
-    mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
-    return jnp.stack(merge_model(policy).residuals(jnp.asarray(tokens), mask))
+
+    def states(model: Qwen2, tokens: Array, mask: Array) -> Array:
+        return jnp.stack(model.residuals(tokens, mask))
+
+    return _with_model(states, policy, tokens, attention_mask)
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk"))
@@ -63,12 +71,25 @@ def token_logprobs(
       temperature: divides the logits.
       chunk: tokens whose logits exist at one time.
     """
-    model = merge_model(policy)
-    mask = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask, bool)
-    tokens = jnp.asarray(tokens)
-    return logprobs_and_entropy(
-        model, model(tokens, mask)[:, :-1], tokens[:, 1:], Sampling(1, temperature).distribution, chunk
-    )[0]
+
+    def logprobs(model: Qwen2, tokens: Array, mask: Array) -> Array:
+        hidden, distribution = model(tokens, mask)[:, :-1], Sampling(1, temperature).distribution
+        return logprobs_and_entropy(model, hidden, tokens[:, 1:], distribution, chunk)[0]
+
+    return _with_model(logprobs, policy, tokens, attention_mask)
+
+
+def _with_model(
+    function: Callable[[Qwen2, Array, Array], Array], policy: Policy, tokens: Array, mask: Array | None
+) -> Array:
+    """`function(model, tokens, mask)`, on all devices over which the layers are divided."""
+    mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask, bool)
+
+    def run(policy: Policy, tokens: Array, mask: Array) -> Array:
+        return function(merge_model(policy), tokens, mask)
+
+    arguments = policy, jnp.asarray(tokens), mask
+    return partition.on_devices(policy.config.tensor_parallel, run, *arguments, results=PartitionSpec())
 
 
 def logprobs_and_entropy(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 from qerl_kernels import dispatch
 
+from qerl_jax import partition
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl import flash_attention
@@ -73,8 +73,8 @@ def make_update_plan(
 
     Args:
       state, frozen: as for `grpo_step`; shapes will do.
-      device_bytes: memory that the process may use on the device, of which weights, state and gradient take a part;
-        None: no limit, so that nothing is recomputed.
+      device_bytes: memory that the process may use on the device, or on each of those over which the layers are
+        divided; weights, state and gradient take a part of it. None: no limit, so that nothing is recomputed.
       longest: tokens of a batch's rows; None: `max_prompt_length + max_completion_length`.
       replicas: processes that share the micro-batches.
     """
@@ -82,12 +82,12 @@ def make_update_plan(
     free = None
     if device_bytes is not None:
         trained = trained_trees(state.lora, state.norms, state.weights, config)
-        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((frozen, state, trained)))
+        held = partition.bytes_on_device((frozen, state, trained), state.model.tensor_parallel)
         free = max(0.0, _SHARE * device_bytes - held)
     longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
     itemsize = frozen["embed_tokens"].dtype.itemsize
     xla = xla_matmuls(frozen["layers"], itemsize, dispatch.this_gpu())
-    plan = choose_plan(state.model, itemsize, config, config.batch_size, longest, free, xla, replicas)
+    plan = choose_plan(state.model.part, itemsize, config, config.batch_size, longest, free, xla, replicas)
     return dataclasses.replace(plan, device_bytes=device_bytes)
 
 
@@ -108,7 +108,7 @@ def choose_plan(
     micro-batches as a multiple of theirs.
 
     Args:
-      model: its shape.
+      model: its shape, or that of one device's part.
       itemsize: bytes of the compute dtype.
       config: `tokens_per_micro_batch` and `update_memory_gb` take the place of what is chosen and of `free_bytes`.
       rows: sequences of a batch.

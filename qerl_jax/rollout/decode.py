@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 from qerl_kernels.batch_invariant import in_blocks
 
-from qerl_jax import keys
+from qerl_jax import keys, partition
 from qerl_jax.models import cache as kv
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import ModelConfig
@@ -189,12 +190,21 @@ def decode_chunk(
       The slots; a copy of `active` that the host reads while the next chunk runs; the sampled tokens, −1 where a slot
       was not active.
     """
-    model = merge_model(policy)
+    eos_ids = policy.config.eos_token_ids
 
-    def step(slots: Slots, _: None) -> tuple[Slots, Int32[Array, " S"]]:
-        return _decode_step(model, policy.config.eos_token_ids, distribution, batch_invariant, prompt_cache, slots)
+    def decode(
+        policy: Policy, prompt_cache: PromptCache, slots: Slots, distribution: Distribution
+    ) -> tuple[Slots, Int32[Array, "T S"]]:
+        model = merge_model(policy)
 
-    slots, sampled = jax.lax.scan(step, slots, None, length=steps)
+        def step(slots: Slots, _: None) -> tuple[Slots, Int32[Array, " S"]]:
+            return _decode_step(model, eos_ids, distribution, batch_invariant, prompt_cache, slots)
+
+        return jax.lax.scan(step, slots, None, length=steps)
+
+    # Each device samples, from the same logits with the same keys.
+    arguments, results = (policy, prompt_cache, slots, distribution), (partition.specs(slots), PartitionSpec())
+    slots, sampled = partition.on_devices(policy.config.tensor_parallel, decode, *arguments, results=results)
     return slots, jnp.copy(slots.active), sampled
 
 
@@ -269,7 +279,7 @@ def compact(slots: Slots, kept: Int32[np.ndarray, " S2"]) -> Slots:
     """
 
     def move(array: Array) -> Array:
-        new = gather(array, kept)
+        new = gather(KVCache((array,), ()), kept).keys[0]
         if isinstance(array, jax.Array):  # no shape alone, as `programs.record` has it
             array.delete()
         return new

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
+from qerl_jax import partition
 from qerl_jax.compilation import as_committed
 from qerl_jax.models import cache as kv
 from qerl_jax.models.attention import packed_attention, rotary_angles
@@ -53,11 +55,10 @@ def prefill(
     x = as_committed(embed_prompts(policy.frozen["embed_tokens"], tokens), policy)
     keys, values = list(prompt_cache.cache.keys), list(prompt_cache.cache.values)
     for i in range(policy.config.num_layers):
-        x, keys[i], values[i] = prefill_layer(
+        x, cache = prefill_layer(
             layer_weights(policy, i),
             x,
-            keys[i],
-            values[i],
+            KVCache((keys[i],), (values[i],)),
             lengths,
             prompt_slots,
             policy.config,
@@ -65,6 +66,7 @@ def prefill(
             width,
             batch_invariant,
         )
+        [keys[i]], [values[i]] = cache.keys, cache.values
     hidden, prompt_lengths = store_hidden(
         policy.frozen["norm"]["weight"],
         x,
@@ -94,34 +96,39 @@ def embed_prompts(embedding: Float[Array, "V D"], tokens: Int32[Array, " T"]) ->
 
 
 @program(
-    donate_argnames=("x", "keys", "values"),
+    donate_argnames=("x", "cache"),
     static_argnames=("config", "dtype", "width", "batch_invariant"),
     compiler_options=_OPTIONS,
 )
 def prefill_layer(
     weights: dict[str, Any],
     x: Float32[Array, "T D"],
-    keys: Float[Array, "P K S H"],
-    values: Float[Array, "P K S H"],
+    cache: KVCache,
     lengths: Int32[Array, " N"],
     prompt_slots: Int32[Array, " N"],
     config: ModelConfig,
     dtype: jnp.dtype,
     width: int,
     batch_invariant: bool,
-) -> tuple[Float32[Array, "T D"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """One layer over packed prompts. Returns the residual stream behind it, and the layer's keys and values with those
-    of the prompts.
+) -> tuple[Float32[Array, "T D"], KVCache]:
+    """One layer over packed prompts. Returns the residual stream behind it, and the layer's cache with the keys and
+    values of the prompts.
     """
-    layout = packed_layout(lengths, x.shape[0], width)
-    angles = rotary_angles(layout.positions, config)
-    layer = merge_layer(config, dtype, **weights)
-    attention = packed_attention(config, layout)
-    x, entry = layer(x, angles, attention, executor=PlainExecutor(batch_invariant))
-    dropped = keys.shape[0]
-    rows = jnp.append(prompt_slots, dropped)[layout.segment_ids]
-    cache = kv.write_prompts(KVCache((keys,), (values,)), rows, layout.positions, [entry])
-    return x, cache.keys[0], cache.values[0]
+
+    def run(
+        weights: dict[str, Any], x: Array, cache: KVCache, lengths: Array, prompt_slots: Array
+    ) -> tuple[Array, KVCache]:
+        layout = packed_layout(lengths, x.shape[0], width)
+        angles = rotary_angles(layout.positions, config)
+        layer = merge_layer(config, dtype, **weights)
+        attention = packed_attention(config.part, layout)
+        x, entry = layer(x, angles, attention, executor=PlainExecutor(batch_invariant))
+        dropped = cache.keys[0].shape[0]
+        rows = jnp.append(prompt_slots, dropped)[layout.segment_ids]
+        return x, kv.write_prompts(cache, rows, layout.positions, [entry])
+
+    arguments, results = (weights, x, cache, lengths, prompt_slots), (PartitionSpec(), cache.partition_specs())
+    return partition.on_devices(config.tensor_parallel, run, *arguments, results=results)
 
 
 @program(donate_argnames=("hidden", "prompt_lengths"), static_argnames=("config", "batch_invariant"))

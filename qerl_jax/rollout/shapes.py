@@ -59,8 +59,8 @@ class RolloutShapes:
 
 
 def kv_token_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes of one token's keys and values in a layer."""
-    return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Bytes of one token's keys and values in a layer, on each device."""
+    return 2 * config.part.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def ending_note(model: ModelConfig, tokenizer: Any) -> str:

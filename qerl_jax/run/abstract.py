@@ -13,6 +13,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.formats import Nvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack
 
+from qerl_jax import partition
 from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.layouts import Quantization
@@ -63,7 +64,8 @@ def abstract_trees(
     quantization: Quantization | None = None,
 ) -> tuple[Policy, TrainState]:
     """Policy and first state of a run with `ShapeDtypeStruct` for arrays, traced from the code that makes real ones.
-    Packed NVFP4 weights have one global scale for all rows, as this project and llm-compressor write them.
+    Packed NVFP4 weights have one global scale for all rows, as this project and llm-compressor write them. With tensor
+    parallelism arrays are those of all devices.
 
     Args:
       model: shapes of the model.
@@ -85,9 +87,14 @@ def abstract_trees(
 def _zero_weights(
     model: ModelConfig, stored: str, quantization: Quantization | None, dtype: DTypeLike, matmul_kernel: str
 ) -> tuple[dict, dict]:
+    count = model.tensor_parallel
     runs = matmul_kernel == "mosaic_gpu" or (matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None)
 
     def tensor(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
+        part, division = part_of(spec, layer), partition.division_of(spec.path)
+        return part if count == 1 or division is None else partition.joined([part] * count, division)
+
+    def part_of(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
         if spec.kind != "projection":
             return jnp.zeros(spec.shape, jnp.float32 if spec.kind == "norm" else dtype)
         is_dense = quantization is not None and quantization.layout_of(spec.modules(layer)[0]) is None
@@ -96,7 +103,7 @@ def _zero_weights(
             return weight
         return dataclasses.replace(pack(weight), uniform=isinstance(weight, Nvfp4))
 
-    return weight_trees(model, tensor)
+    return weight_trees(model.part, tensor)
 
 
 def tree_bytes(tree: Any) -> int:

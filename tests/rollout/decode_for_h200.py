@@ -31,11 +31,13 @@ LAYERS, ROWS = 2, 8
 MODEL = ModelConfig(4096, 1024, 2048, LAYERS, 8, 1, 128, 1e6, 1e-6, False, 4096, (0,), 0)
 
 
-def abstract_chunk(slots: int = ROWS, weight_format: str = "nvfp4") -> tuple[Policy, decode.PromptCache, decode.Slots]:
+def abstract_chunk(
+    slots: int = ROWS, weight_format: str = "nvfp4", model: ModelConfig = MODEL
+) -> tuple[Policy, decode.PromptCache, decode.Slots]:
     """Arguments of `decode_chunk` as shapes; NVFP4 weights are packed for the kernels."""
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
-    policy, _ = abstract_trees(MODEL, weight_format, config)
+    policy, _ = abstract_trees(model, weight_format, config)
     shapes = RolloutShapes(slots, ROWS, 256, 256, ROWS, 0)
     embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
 
@@ -57,9 +59,9 @@ def operations(program: str) -> dict[str, list[str]]:
     return found
 
 
-def compiled(function: Any, states: Any, *static: Any, gpu: Gpu | None = None) -> str:
-    """The program of a jitted function for a GPU, None: for an H200; `states`: its arguments as shapes."""
-    return h200.lower(function, states, *static, gpu=gpu).compile().as_text()
+def compiled(function: Any, states: Any, *static: Any, gpu: Gpu | None = None, count: int = 1) -> str:
+    """The program of a jitted function for `count` GPUs, None: H200s; `states`: its arguments as shapes."""
+    return h200.lower(function, states, *static, gpu=gpu, count=count).compile().as_text()
 
 
 def main(gpu: Gpu | None, slots: int) -> None:

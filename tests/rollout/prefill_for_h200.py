@@ -11,6 +11,7 @@ import re
 import time
 
 import decode_for_h200
+import jax
 import numpy as np
 
 from qerl_jax.programs import record
@@ -24,7 +25,7 @@ def main() -> None:
     numbers = np.zeros(TOKENS, np.int32), *2 * (np.zeros(PROMPTS, np.int32),)
     programs = record(prefill, policy, prompt_cache, *numbers, WIDTH, False)
     [layer] = [each for each in programs if each.function.__name__ == "prefill_layer"]
-    arrays, static = layer.args[:6], layer.args[6:]
+    arrays, static = layer.args[:5], layer.args[5:]
     started = time.perf_counter()
     program = decode_for_h200.compiled(prefill_layer, arrays, *static)
     seconds = time.perf_counter() - started
@@ -32,7 +33,7 @@ def main() -> None:
         "copied": re.findall(r" = (\S+) copy\(", program),
         "gemms": len(re.findall(r" custom-call\(.*mosaic_gpu", program)),
         "reused": len(re.findall(r"may-alias|must-alias", program.split("\n", 1)[0])),
-        "kept": len(arrays[1:4]),
+        "kept": len(jax.tree.leaves(arrays[1:3])),
         "seconds": seconds,
     }
     print(json.dumps(found))

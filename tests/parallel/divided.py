@@ -1,0 +1,183 @@
+"""Layers divided over two simulated devices of a CPU against whole ones. `test_tensor_parallel.py` runs it.
+
+    python divided.py MODEL
+
+Prints a line of JSON for each case: its name, and what it found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import conftest  # noqa: F401  # which checks annotations
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import randomized, with_norm_offsets
+from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.nvfp4_matmul.packing import pack, unpack
+from updates import LENGTH, make_batch, make_config
+
+from qerl_jax import Engine, Policy, Sampling, generate, grpo_step, init_state, keys, make_update_plan, token_logprobs
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.reader import on_devices
+from qerl_jax.compilation import committed
+from qerl_jax.models.config import LAYER_NORMS, TensorSpec, tensors_of
+from qerl_jax.models.formats import Weight
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.trees import weight_trees
+from qerl_jax.partition import bytes_on_device, division_of
+from qerl_jax.programs import record
+from qerl_jax.rl.optimizer import whole_of
+from qerl_jax.rollout.engine import rehearse
+
+DEVICES, RANK, ROWS = 2, 4, 22
+PROMPTS, SAMPLING = [[5, 6, 7, 8], [9, 10, 11], [3]], Sampling(10, num_generations=3)
+KEY = keys.for_step(0, keys.Purpose.SAMPLE, 0)
+MODEL = Path(sys.argv[1])
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-[a-z]+)(?:-start)?\(")
+
+
+def policies(weight_format: str, form: Callable | None = None) -> list[Policy]:
+    """A policy on one device and the same on two, with random adapters and norms; `form`: of its tensors."""
+    whole, found = load(weight_format, 1), []
+    for count in (1, DEVICES):
+        policy = load(weight_format, count)
+        if form is not None:
+
+            def tensor(spec: TensorSpec, layer: int | None, count: int = count) -> Any:
+                return on_devices(at(whole, spec, layer), spec, count, form)
+
+            policy = policy.replace(frozen=weight_trees(policy.config, tensor)[0])
+        policy = with_norm_offsets(randomized(policy, 1), 2)
+        found.append(committed(policy, count).replace(tokenizer=None))
+    return found
+
+
+def load(weight_format: str, count: int, rank: int = RANK) -> Policy:
+    return load_policy(MODEL, weight_format, LoraConfig(rank), jnp.float32, tensor_parallel=count)
+
+
+def at(policy: Policy, spec: TensorSpec, layer: int | None) -> Any:
+    tree = policy.norms if spec.path[0] in LAYER_NORMS else policy.frozen
+    return functools.reduce(
+        lambda node, name: node[name], (*([] if layer is None else ["layers", layer]), *spec.path), tree
+    )
+
+
+def slices() -> dict[str, Any]:
+    """Parts of layer 1's tensors, packed on each device, that are not the bytes of its heads or features."""
+    model, wrong = load("nvfp4", 1), []
+    specs = [spec for spec in tensors_of(model.config) if division_of(spec.path)]
+    for spec in specs:
+        whole = at(model, spec, 1)
+        divided = on_devices(whole, spec, DEVICES, packed)
+        for device in range(DEVICES):
+            own = jax.tree.map(lambda leaf, device=device: leaf.addressable_shards[device].data, divided)
+            own = unpack(own) if isinstance(own, PackedNvfp4) else own
+            pairs = zip(jax.tree.leaves(own), jax.tree.leaves(whole), strict=True)
+            if not all(np.array_equal(part, expected(np.asarray(leaf), spec, device)) for part, leaf in pairs):
+                wrong.append(f"{spec.path} on device {device}")
+    return {"tensors": ["/".join(spec.path[1:]) for spec in specs], "wrong": wrong}
+
+
+def expected(array: np.ndarray, spec: TensorSpec, device: int) -> np.ndarray:
+    """A device's part of a tensor's array."""
+    if spec.path[1] in ("o_proj", "down_proj"):
+        return array if array.ndim == 1 else np.split(array, DEVICES, axis=1)[device]
+    ends = np.cumsum(list(spec.part_rows().values()))
+    return np.concatenate([np.split(part, DEVICES)[device] for part in np.split(array, ends[:-1])])
+
+
+def packed(part: Any) -> Any:
+    return pack(part) if isinstance(part, Weight) else part
+
+
+def completions(one: Policy, two: Policy) -> dict[str, Any]:
+    """Of four slots, so that some are filled again, and of a greedy rollout."""
+    rollouts = [generate(policy, PROMPTS, SAMPLING, KEY, Engine(slots=4, chunk=4)) for policy in (one, two)]
+    greedy = [
+        generate(policy, PROMPTS, SAMPLING.replace(temperature=0.0), KEY, Engine(slots=4, chunk=4))
+        for policy in (one, two)
+    ]
+    logprobs = [
+        token_logprobs(policy, rollout.tokens, rollout.attention_mask)
+        for policy, rollout in zip((one, two), rollouts, strict=True)
+    ]
+    drawn = np.asarray(rollouts[0].completion_mask)[:, 1:]
+    return {
+        "sampled": np.array_equal(rollouts[0].tokens, rollouts[1].tokens),
+        "greedy": np.array_equal(greedy[0].tokens, greedy[1].tokens),
+        "distinct": len({tuple(row) for row in np.asarray(rollouts[0].tokens).tolist()}),
+        "logprobs": difference(rollouts[0].logprobs, rollouts[1].logprobs),
+        "token_logprobs": difference(*(np.where(drawn, x, 0) for x in logprobs)),
+    }
+
+
+def update(one: Policy, two: Policy) -> dict[str, Any]:
+    """Two updates of several micro-batches with KL, capped weights and trained norms; some layers recompute."""
+    config = make_config(
+        batch_size=ROWS,
+        num_iterations=2,
+        importance_sampling_cap=1.2,
+        beta=0.1,
+        train_norms=True,
+        max_grad_norm=0.3,
+        lora_rank=RANK,
+    )
+    batch, after = make_batch(one.config.vocab_size, 0, ROWS), []
+    for policy, count in ((one, 1), (two, DEVICES)):
+        state = committed(init_state(policy, config), count)
+        plan = make_update_plan(state, policy.frozen, longest=LENGTH)
+        pack = dataclasses.replace(plan.pack, suffixes=5, prefixes=5)
+        plan = dataclasses.replace(plan, pack=pack, recomputed=1, recomputed_gate_up=1)
+        after.append(grpo_step(state, policy.frozen, batch, plan))
+    (first, metrics), (second, own) = after
+    divided = whole_of(second)
+    return {
+        "state": difference(whole_of(first), divided),
+        "moved": difference(one.lora, first.lora),
+        "metrics": max(abs(float(own[name]) / float(value) - 1) for name, value in metrics.items() if value),
+        "bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(divided)),
+        "wanted_bytes": bytes_on_device(divided, DEVICES),
+        "whole_bytes": bytes_on_device(divided),
+        "collectives": collectives(two, state, batch, plan),
+    }
+
+
+def collectives(policy: Policy, state: Any, batch: Any, plan: Any) -> dict[str, list[str]]:
+    """Program of a rollout or an update -> the kinds of its collectives."""
+    recorded = record(rehearse, policy, len(PROMPTS), 4, SAMPLING, KEY)
+    recorded += record(grpo_step, state, policy.frozen, batch, plan)
+    found = {}
+    for each in recorded:
+        text = each.traced.lower().compile().as_text()
+        found.setdefault(each.function.__name__, set()).update(COLLECTIVE.findall(text))
+    return {name: sorted(kinds) for name, kinds in found.items()}
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest of two trees' arrays."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()) for x, y in pairs)
+
+
+def main() -> None:
+    say(slices=slices())
+    say(completions=completions(*policies("nvfp4", packed)))
+    say(update=update(*policies("bf16")))
+
+
+def say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

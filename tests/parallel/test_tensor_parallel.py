@@ -1,0 +1,93 @@
+"""Layers that are divided over devices: on two simulated ones, and compiled for two GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h200
+import numpy as np
+import pytest
+import small
+from conftest import DATA
+from qerl_kernels.formats import Nvfp4
+
+from qerl_jax.checkpoint.hf_config import model_config
+from qerl_jax.partition import Division, parts_of
+
+HERE = Path(__file__).parent
+RANDOM = DATA / "tiny-random-qwen2-hf"
+LOCAL = {"decode_chunk", "prefill_layer", "forward", "forward_and_keep", "backward"}
+"""Programs that compute layers."""
+REDUCED = {"add_squares", "stays_finite"}
+"""Programs that make one number of a layer's adapters."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `divided.py` found, by case."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags}
+    model = small.bf16(tmp_path_factory.mktemp("divided") / "model", num_attention_heads=4, num_key_value_heads=2)
+    command = [sys.executable, HERE / "divided.py", model]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return dict(item for line in ran.stdout.splitlines() for item in json.loads(line).items())
+
+
+def test_each_device_holds_its_heads_and_features_byte_for_byte(found):
+    tensors = ["qkv_proj/weight", "qkv_proj/bias", "o_proj/weight", "gate_up_proj/weight", "down_proj/weight"]
+    assert found["slices"] == {"tensors": tensors, "wrong": []}
+
+
+def test_completions_are_those_of_one_device(found):
+    case = found["completions"]
+    assert case["sampled"] and case["greedy"] and case["distinct"] > 3
+    assert case["logprobs"] < 1e-5 and case["token_logprobs"] < 1e-5
+
+
+def test_an_update_is_that_of_one_device(found):
+    case = found["update"]
+    assert case["state"] < 2e-6 < 1e-3 < case["moved"]
+    assert case["metrics"] < 1e-4
+
+
+def test_devices_share_adapters_and_moments_as_estimated(found):
+    case = found["update"]
+    assert case["bytes"] == case["wanted_bytes"] < 0.75 * case["whole_bytes"]
+
+
+def test_programs_bring_nothing_together_but_sums(found):
+    """No program gathers weights, caches or activations."""
+    collectives = found["update"]["collectives"]
+    assert {name for name, kinds in collectives.items() if kinds == ["all-reduce"]} == LOCAL
+    assert {name for name, kinds in collectives.items() if kinds} == LOCAL | REDUCED
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_a_decode_step_on_two_gpus_sums_twice_a_layer():
+    """In fp32 and within the loop; no weight or cache is gathered, and all kernels of one GPU's layers run."""
+    ran = h200.run(HERE / "divided_for_h200.py")
+    case = json.loads(ran.stdout.splitlines()[-1])
+    shapes = [shape for each in case["inside"].values() for shape in each]
+    assert {name.removesuffix("-start") for name in case["inside"]} == {"all-reduce"}
+    assert len(shapes) == 2 * 2 and all("f32[8,1024]" in shape and "bf16" not in shape for shape in shapes)
+    assert case["outside"] == {} and case["kernels"] == 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("count", "message"), [(4, "4 does not divide num_key_value_heads 2"), (0, "at least 1, got 0")]
+)
+def test_sizes_that_cannot_be_divided_are_refused(count, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(model_config(RANDOM), tensor_parallel=count)
+
+
+def test_blocks_that_cannot_be_divided_are_refused():
+    weight = Nvfp4(np.zeros((8, 24), np.uint8), np.zeros((8, 3), np.uint8), np.ones(8, np.float32), True)
+    with pytest.raises(ValueError, match="3 features, or blocks of them, cannot be divided by 2"):
+        parts_of(weight, Division.INPUTS, (8,), 2)
