@@ -284,10 +284,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = flags.parse(_arguments(), argv, "python -m qerl_jax.export", inspect.getdoc(_Arguments))
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from qerl_jax.reporting.progress import tensor_bar
 
     stages = {"write": "writing tensors", "check": "reading them back"}
-    with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+    with tensor_bar() as bar:
         tasks: dict[str, Any] = {}
 
         def progress(stage: str, done: int, total: int) -> None:

@@ -47,14 +47,14 @@ def _run(argv: Sequence[str]) -> int:
     arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.quantize", inspect.getdoc(_Arguments))
     if arguments.format not in WRITTEN:
         raise ConfigError(f"--format {shown(arguments.format)} is not one of {list(WRITTEN)}")
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from qerl_jax.reporting.progress import tensor_bar
 
     src = model_path(arguments.src)  # a download has a progress bar of its own
-    with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task("writing tensors", total=None)
+    with tensor_bar() as bar:
+        task = bar.add_task("writing tensors", visible=False)  # bad input leaves none behind
 
         def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+            bar.update(task, completed=done, total=total, visible=True)
 
         quantize_checkpoint(src, arguments.dst, arguments.format, arguments.overwrite, progress, arguments.ignore)
     size = sum(file.stat().st_size for file in Path(arguments.dst).glob("*.safetensors"))

@@ -114,6 +114,21 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
     ),
     "another architecture": (small.nvfp4, config(model_type="gpt2"), f"{CONFIG}: model_type is 'gpt2', …'qwen2'…"),
     "no model": (small.nvfp4, shutil.rmtree, "model directory MODEL does not exist"),
+    "GGUF": (
+        small.nvfp4,
+        lambda model: (model / "config.json").rename(model / "m.gguf"),
+        f"{CONFIG} does not exist: …; m.gguf is not read: take the model's safetensors",
+    ),
+    "GGUF beside a config": (
+        small.nvfp4,
+        lambda model: (model / "model.safetensors").rename(model / "m.gguf"),
+        "MODEL holds neither …; m.gguf is not read: take the model's safetensors",
+    ),
+    "a file": (
+        small.nvfp4,
+        lambda model: (model.rename(model.with_name("moved")), model.write_text("")),
+        "model directory MODEL is a file",
+    ),
 }
 
 

@@ -132,7 +132,10 @@ def test_defaults_that_decide_what_a_run_computes():
         ("batch_size: 12", ["num_generations 8", "batch_size 12"]),
         ("tokens_per_micro_batch: 0", ["tokens_per_micro_batch must be above 0"]),
         ("update_memory_gb: -1", ["update_memory_gb must be above 0"]),
-        ("{reward_funcs: [answer], reward_weights: [2, 0.2]}", ["1 reward_funcs", "2 reward_weights"]),
+        (
+            "{reward_funcs: [answer], reward_weights: [2, 0.2]}",
+            ["1 reward_funcs", "2 reward_weights: give each one, or reward_weights None"],
+        ),
         ("reward_weights: [1]", ["reward_weights [1.0]", "without reward_funcs"]),
         ("reward_funcs: []", ["reward_funcs", "empty"]),
         ("dataset: []", ["dataset", "empty"]),

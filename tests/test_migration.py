@@ -45,7 +45,7 @@ def test_the_table_names_fields_and_reasons():
         (["--dataset_name", "gsm8k"], "use --dataset (a preset"),
         (
             ["--bf16", "--lr", "1", "--lora_r=8"],
-            "use --dtype (bfloat16 is the default); --lora-r is a name of TRL: use",
+            "use --dtype (bfloat16 is the default); --lr is a name of other programs: use",
         ),
         (["--ln", "True"], "--ln is a name of QeRL: use --train-norms;"),
         (["--use_vllm", "True"], "use --rollout-backend (vllm;"),
@@ -85,6 +85,15 @@ def test_values_that_turn_off_what_is_not_here_are_taken():
     flags = "--lora_dropout 0.0 --use_vllm false --fp16=False --report_to none --optim None --eval_strategy no"
     more = "--seed 3 --repetition_penalty 1.0 --tensor_parallel_size 1"
     assert parse(["--model", "m", *flags.split(), *more.split()]) == Config("m", seed=3)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(True, "group"), (False, "none")])
+def test_scale_rewards_takes_trls_truth_values(theirs, ours, tmp_path):
+    """As a flag, in a file and as an argument."""
+    (tmp_path / "c.yaml").write_text(f"model: m\nscale_rewards: {theirs}\n")
+    flags = ["--model", "m", "--scale-rewards", str(theirs)]
+    for config in parse(flags), load(tmp_path / "c.yaml"), Config("m", scale_rewards=theirs):
+        assert config.scale_rewards == ours
 
 
 def test_all_linear_is_every_projection(tmp_path, capfd):

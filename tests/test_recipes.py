@@ -68,7 +68,7 @@ def test_recipes_are_the_released_scripts(script):
     assert config.batch_size == completions and config.train_norms == (flags["ln"] == "True")
     if qwen := re.fullmatch(r"dapo_qwen2.5-(\d+b)_(\w+)_single_gpu.sh", script):
         size, stored = qwen.groups()
-        assert (config.model, config.weight_format) == (f"Qwen2.5-{size.upper()}-Instruct", stored)
+        assert (config.model, config.weight_format) == (f"Qwen/Qwen2.5-{size.upper()}-Instruct", stored)
     assert "sigma_start" in flags or (config.sigma_start, config.sigma_end) == (0, 0)
     assert config.max_steps == -1 and config.importance_sampling_cap is None
 
@@ -173,7 +173,7 @@ def test_values_are_the_papers(dataset, size, stored):
     if stored == "nvfp4":
         assert (config.sigma_start, config.sigma_end, config.num_stages) == (1e-2, 5e-4, 10)
     assert config.output_dir == f"runs/{dataset}-{size}-{stored}" and config.dataset == (dataset,)
-    assert config.model == f"Qwen2.5-{size.upper()}-Instruct"
+    assert config.model == f"Qwen/Qwen2.5-{size.upper()}-Instruct"
     assert with_rewards(config).reward_funcs == tuple(PRESETS[dataset].rewards)
 
 

@@ -56,14 +56,14 @@ def _arch(device: jax.Device) -> int | None:
 def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike) -> str | None:
     """What keeps the Mosaic GPU kernels from running on the default device with activations of `dtype`; None where
     they run."""
-    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
-        return f"jax 0.11 or later (this is {jax.__version__})"
     device = jax.local_devices()[0]
     arch = _arch(device)
     if arch is None:
         return f"an NVIDIA GPU (the default device is {device.platform})"
     if arch < MIN_ARCH:
         return f"compute capability 8.0 or later (this is {device.device_kind}, {device.compute_capability})"
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
+        return f"jax 0.11 or later (this is {jax.__version__})"
     if dtype != jax.numpy.bfloat16:
         return f"bf16 activations (these are {jax.numpy.dtype(dtype).name})"
     return None

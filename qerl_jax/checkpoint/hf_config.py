@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.checkpoint.layouts import Quantization, quantization_of
-from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
+from qerl_jax.checkpoint.safetensors import CheckpointError, read_json, unread_weights
 from qerl_jax.checkpoint.tokenizer import eos_id
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.messages import shown
@@ -34,11 +34,13 @@ def model_config(directory: Path) -> ModelConfig:
     """
     if not directory.is_dir():
         hint = "; a model of the hub is named ORGANIZATION/NAME" if directory.parent == Path() else ""
-        raise FileNotFoundError(f"model directory {directory} does not exist{hint}")
+        state = f"is a file{unread_weights(directory.parent)}" if directory.exists() else f"does not exist{hint}"
+        raise FileNotFoundError(f"model directory {directory} {state}")
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist: a model is a Hugging Face directory with config.json and safetensors"
+            f"{unread_weights(directory)}"
         )
     config = read_json(path)
     generation_path = directory / "generation_config.json"

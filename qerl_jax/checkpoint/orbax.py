@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from qerl_jax.atomic import one_line, write_json
-from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR
+from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, CONFIG_FILE
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.config import ConfigError, differences, to_mapping
 from qerl_jax.types import TrainState
@@ -123,7 +123,10 @@ class Checkpointer:
         config, arrays = manifest["config"], manifest["arrays"]
         different = differences(state.config, config)
         if different:
-            raise ConfigError(f"{path} belongs to another config ({'; '.join(different)})")
+            raise ConfigError(
+                f"{path} belongs to another config ({'; '.join(different)}); "
+                f"--config {self.directory.parent / CONFIG_FILE} has its own"
+            )
         if step > (last := state.config.num_rollouts):
             raise ConfigError(
                 f"{path} is that of step {step}, but max_steps {state.config.max_steps} ends at step {last}"

@@ -188,7 +188,7 @@ def open_checkpoint(directory: Path) -> Tensors:
     if (directory / SINGLE_FILE).exists():
         return Tensors([directory / SINGLE_FILE])
     if not index_path.exists():
-        raise FileNotFoundError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise FileNotFoundError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}{unread_weights(directory)}")
     weight_map = read_index(index_path)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (directory / shard).is_file()]
@@ -202,6 +202,12 @@ def open_checkpoint(directory: Path) -> Tensors:
             where = tensors.file_of(name).name if name in tensors else "no shard"
             raise CheckpointError(f"{index_path} puts {name!r} into {shard}, found in {where}")
     return tensors
+
+
+def unread_weights(directory: Path) -> str:
+    """What an error says besides where a directory has weights of another kind; "" where it has none."""
+    found = sorted(file.name for file in directory.iterdir() if file.suffix in (".gguf", ".bin", ".pt", ".pth"))
+    return f"; {found[0]} is not read: take the model's safetensors" if found else ""
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -80,7 +80,8 @@ def _of_lists(c: Config) -> Iterator[str]:
         if c.reward_funcs is None:
             yield f"reward_weights {list(c.reward_weights)} without reward_funcs"
         elif len(c.reward_funcs) != len(c.reward_weights):
-            yield f"{len(c.reward_funcs)} reward_funcs but {len(c.reward_weights)} reward_weights"
+            counts = f"{len(c.reward_funcs)} reward_funcs but {len(c.reward_weights)} reward_weights"
+            yield f"{counts}: give each one, or reward_weights None"
     if c.lora_rank and not c.lora_target_modules:
         yield f"lora_rank {c.lora_rank}, but lora_target_modules is empty: name at least one projection"
 

@@ -143,9 +143,10 @@ def _refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
     """Raise ConfigError for arguments that the parser has no use for, which names the nearest known flags."""
     said = []
     for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
-        close = difflib.get_close_matches(flag, known, n=1)
-        said.append(f"unknown flag {shown(flag)[1:-1]}" + (f" (did you mean {close[0]}?)" if close else ""))
+        close = difflib.get_close_matches(flag[2:], [name[2:] for name in known], n=1)
+        said.append(f"unknown flag {shown(flag)[1:-1]}" + (f" (did you mean --{close[0]}?)" if close else ""))
     if not said and arguments:
-        said = [f"unexpected argument {shown(arguments[0])}"]
+        hint = ": its arguments are flags, such as --model" if "--model" in known else ""
+        said = [f"unexpected argument {shown(arguments[0])}{hint}"]
     if said:
         raise ConfigError("; ".join(said))

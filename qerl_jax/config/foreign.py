@@ -128,6 +128,7 @@ FOREIGN: dict[str, Foreign] = {
     "watchdog_seconds": Foreign("an earlier version", (), "the heartbeat says which phase runs since when"),
     "activation_offloading": Foreign("TRL", ("update_memory_gb",), "layers that do not fit are recomputed instead"),
     "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
+    "lr": Foreign("other programs", ("learning_rate",)),
     "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
     "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates"),
     "ddp_find_unused_parameters": Foreign("TRL, QeRL", (), "one process"),

@@ -144,8 +144,6 @@ def _optimization(values: dict[str, Any]) -> dict[str, Any]:
     values.setdefault("generation_batch_size", per_device * accumulated)
     if values.get("loss_type") != "cispo":
         values.setdefault("epsilon_high", values.get("epsilon", 0.2))
-    if isinstance(scaled := values.get("scale_rewards"), bool):
-        values["scale_rewards"] = "group" if scaled else "none"
     values.pop("vllm_gpu_memory_utilization", None)  # like `use_vllm`, which is told
     if values.get("use_vllm") and values.pop("vllm_importance_sampling_correction", True):
         values |= {name: value for name, value in _VLLM.items() if name not in values}

@@ -16,6 +16,9 @@ _LARGEST, _SMALLEST = {int: LARGEST_INT, float: 3.4e38}, 1.2e-38  # normal float
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,9})?", re.ASCII)
 
 
+_TRLS = {"scale_rewards": {"True": "group", "False": "none"}}  # values that TRL takes besides
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the field, and both values where two contradict."""
 
@@ -55,6 +58,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
             values = ()  # report_to, as TRL writes it
         return tuple(coerce(name, item, arguments[0]) for item in values)
     if origin is Literal:
+        value = _TRLS.get(name, {}).get(str(value).title(), value)
         if value not in arguments:
             raise ConfigError(f"{name} {shown(value)} is not one of {list(arguments)}")
         return value

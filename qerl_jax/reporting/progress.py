@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -58,6 +58,12 @@ class TrainingProgress:
                 soft_wrap=True,
                 markup=False,
             )
+
+
+def tensor_bar() -> Progress:
+    """The bar of tensors that are written; in a log it is silent."""
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, disable=not Console().is_terminal)
 
 
 def summary_table(console: Console, results: list[tuple[str, str]], files: list[tuple[str, str]]) -> None:

@@ -47,7 +47,7 @@ def test_paths_are_never_asked_of_the_hub(tmp_path, monkeypatch):
 
 def test_a_bare_name_that_is_no_directory_tells_of_the_hub(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert train.main(["--config", "release-7b-nvfp4", "--dry-run"]) == 2
+    assert train.main(["--model", "Qwen2.5-7B-Instruct", "--dry-run"]) == 2
     words = "model directory Qwen2.5-7B-Instruct does not exist; a model of the hub is named ORGANIZATION/NAME"
     assert capfd.readouterr().err.strip() == f"error: {words}"
 

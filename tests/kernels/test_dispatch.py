@@ -35,7 +35,7 @@ def on(monkeypatch, capability: str | None, version: str = "0.11.2") -> None:
         ("gfx942", "0.12.0", jnp.bfloat16, "an NVIDIA GPU (the default device is gpu)"),
         ("9.0", "0.10.2", jnp.bfloat16, "jax 0.11 or later (this is 0.10.2)"),
         ("9.0", "0.11.2", jnp.float32, "bf16 activations (these are float32)"),
-        (None, "0.11.2", jnp.bfloat16, "an NVIDIA GPU (the default device is cpu)"),
+        (None, "0.10.2", jnp.bfloat16, "an NVIDIA GPU (the default device is cpu)"),
         ("9.0", "1.0.0", jnp.bfloat16, None),
     ],
 )
