@@ -161,11 +161,13 @@ _NONE: Any = object()
 def _buckets(leaves: Sequence[Array]) -> Iterator[list[Array]]:
     """The arrays, in order, in groups of at most `_BUCKET` words, or of one."""
     bucket: list[Array] = []
+    words = 0
     for leaf in leaves:
-        if bucket and sum(other.size for other in bucket) + leaf.size > _BUCKET:
+        if bucket and words + leaf.size > _BUCKET:
             yield bucket
-            bucket = []
+            bucket, words = [], 0
         bucket.append(leaf)
+        words += leaf.size
     if bucket:
         yield bucket
 
