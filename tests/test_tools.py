@@ -139,12 +139,14 @@ def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, 
     shape = {"batch": 4, "group": 2, "prompt-len": 16, "completion-len": 4, "lora-rank": 2, "repeats": 1}
     words = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
     args, policy = bench.parse(["0.5B", "--out", str(tmp_path), *words]), committed(fp32_policy(micro_dir, rank=2))
-    rows = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "strong"))
+    rows = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "weak"))
     for row in rows:
-        assert (row["devices"], row["batch"]) == (2, 4) and row["step_seconds"] > row["rollout_seconds"] > 0
+        assert (row["devices"], row["batch"]) == (2, 8) and row["step_seconds"] > row["rollout_seconds"] > 0
+        assert row["tokens_per_s"] * row["seconds"] == pytest.approx(2 * 4 * 4)
         assert row["update_seconds"] > 0 and row["gather_seconds"] > 0 and row["all_reduce_seconds"] > 0
-    bench.show([rows[0] | {"kind": "one", "devices": 1, "step_seconds": 3.0}, rows[0] | {"step_seconds": 2.0}])
-    assert "strong, 2 devices, batch 4: rollout 1.000, update 1.000, step 1.500; " in capsys.readouterr().out
+    alone = rows[0] | {"kind": "one", "devices": 1, "batch": 4, "step_seconds": 3.0}
+    bench.show([alone, rows[0] | {"step_seconds": 2.0}])
+    assert "weak, 2 devices, batch 8: rollout 1.000, update 1.000, step 1.500; " in capsys.readouterr().out
 
 
 def test_a_benchmark_that_hangs_is_stopped(tool):

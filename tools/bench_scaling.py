@@ -4,9 +4,9 @@
     python tools/bench_scaling.py --out DIR --devices 1 2 --train --config gsm8k-0.5b-nvfp4 --model DIR …
 
 Random weights of the published shapes, lengths and prompts as in bench_step.py. Weak scaling: `--batch` completions for
-each GPU; strong scaling: in all. With one GPU both are the same. Each number of GPUs runs in processes of its own, for
-at most `--limit` seconds; each case is written to scaling.json in `--out` as soon as it is measured: one that fails or
-hangs loses only itself.
+each GPU, of the same lengths on each; strong scaling: in all. With one GPU both are the same. Each number of GPUs runs
+in processes of its own, for at most `--limit` seconds; each case is written to scaling.json in `--out` as soon as it is
+measured: one that fails or hangs loses only itself.
 
 Seconds are medians over `--repeats` steps after one of warm-up, each of the slowest process: rollout, update with its
 all-reduces, whole step. `gather_seconds` is that of the last process, which waits for nobody; `all_reduce_seconds` is a
@@ -36,7 +36,18 @@ from make_checkpoint import SIZES
 from random_policy import random_policy
 from record import add_commit, shell, write_rows
 
-from qerl_jax import Config, LoraConfig, Policy, generate, group_advantages, init_state, keys, launch, make_batch
+from qerl_jax import (
+    Config,
+    LoraConfig,
+    Policy,
+    Prompts,
+    generate,
+    group_advantages,
+    init_state,
+    keys,
+    launch,
+    make_batch,
+)
 from qerl_jax.checkpoint.run_files import EVALUATION_FILE, METRICS_FILE
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.parallel import Replicas
@@ -157,7 +168,11 @@ def measure(
         dtype=policy.dtype.name,
     )
     rng = np.random.default_rng(0)
-    prompts, limits = draw(argparse.Namespace(**vars(args) | {"batch": batch}), policy.config.vocab_size, rng)
+    prompts, limits = draw(args, policy.config.vocab_size, rng)
+    copies = batch // args.batch  # one for each replica
+    tokens, sizes = (jnp.repeat(array, copies, axis=0) for array in (prompts.tokens, prompts.lengths))
+    prompts = Prompts(tokens, sizes, jnp.arange(len(sizes)))
+    limits = np.repeat(limits.reshape(-1, args.group), copies, axis=0).ravel()
     rewards = rng.random(batch).astype(np.float32)
     groups = np.arange(batch).reshape(-1, args.group)[replicas.share(config.num_prompts)]
     own, pad = groups.ravel(), policy.config.pad_token_id
