@@ -88,7 +88,7 @@ def test_the_command_line_reads_the_examples_form(data, tmp_path):
             " So it is.\n#### 36 eggs\n\nQuestion: more?\nAnswer: #### 5",
             "<answer>1,200</answer>",
             " #### $-4.",
-            "",
+            " I do not know.\n\nQuestion: more?\nAnswer: #### 3",
         ]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         starts = np.asarray(prompts.lengths)
