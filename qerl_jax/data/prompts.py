@@ -191,7 +191,7 @@ def _cut_controls(conversations: list[Conversation], tokenizer: Any) -> tuple[li
     """The conversations with a mark behind the first character of every control token's text, and the mark; "" where
     no message holds such a text.
     """
-    tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
+    tokens = _control_tokens(tokenizer)
     controls = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     contents = [content for messages in conversations for _, content in messages]
     if not tokens or not any(map(controls.search, contents)):
@@ -204,6 +204,19 @@ def _cut_controls(conversations: list[Conversation], tokenizer: Any) -> tuple[li
         return controls.sub(lambda match: match[0][0] + mark + match[0][1:], content)
 
     return [[(role, cut(content)) for role, content in messages] for messages in conversations], mark
+
+
+def _control_tokens(tokenizer: Any) -> list[str]:
+    """Texts of the special tokens, and of the other added ones that the chat template puts around turns, such as the
+    `<｜User｜>` of DeepSeek's. (`<think>` is an added token, too, and a message may hold it.)
+    """
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    try:
+        [around] = apply_template(tokenizer, [turns], add_generation_prompt=False)
+    except Exception:  # a template is a program and may raise anything; those of a problem's turns are said
+        around = ""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return [token.content for token in added if token.special or token.content in around]
 
 
 def _token_ids(texts: list[str], tokenizer: Any, cut: str) -> list[list[int]]:
