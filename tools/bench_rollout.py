@@ -2,6 +2,7 @@
 kernel, peak memory, beside vLLM's rows where a file of them is given.
 
     python tools/bench_rollout.py 7B --batch 8 32 128 --out tools/results/nvidia-h200 [--rival vllm.json]
+        [--tensor-parallel-size 2]
 
 Prompts are distinct, completions have a fixed length (no EOS), temperature 1, log-probabilities on, adapters on all
 seven projections. Decode milliseconds a step: the time of a long rollout minus that of a 32-token one, divided by the
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, nargs="+", default=[256], help="tokens, or two ends of a range")
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[256])
     parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs over which the layers are divided")
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--spread", action="store_true", help="lengths from 1/8 to all, four sequences a slot")
     parser.add_argument("--batch-invariant", action="store_true", help="batch-invariant mode")
@@ -177,7 +179,8 @@ def main() -> None:
     use_compilation_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE_OFF))  # a first call is measured cold
     kernel = "xla" if args.format == "bf16" else args.matmul_kernel
     args.matmul_kernel = kernel
-    policy = random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), kernel)
+    lora = LoraConfig(rank=args.lora_rank)
+    policy = random_policy(args.size, args.format, lora, kernel, tensor_parallel=args.tensor_parallel_size)
     jax.block_until_ready(policy.frozen)
     rival = json.loads(args.rival.read_text())["rows"] if args.rival else []
     rows, table = [], []
@@ -210,6 +213,7 @@ def measure(args: argparse.Namespace, case: Case, rival: list[dict]) -> tuple[di
         "prompt_len": args.prompt_len[0] if len(args.prompt_len) == 1 else args.prompt_len,
         "new_tokens": new_tokens,
         "lora_rank": args.lora_rank,
+        "tensor_parallel": args.tensor_parallel_size,
         "group": args.group,
         "lengths": "spread" if args.spread else "fixed",
         "batch_invariant": args.batch_invariant,

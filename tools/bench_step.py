@@ -2,7 +2,7 @@
 rollout and trainer agree.
 
     python tools/bench_step.py 7B [--format nvfp4] [--batch 8] [--prompt-len 256] [--completion-len 128]
-        [--lengths fixed|gsm8k] [--update-only] [--profile]
+        [--lengths fixed|gsm8k] [--update-only] [--profile] [--tensor-parallel-size 1]
 
 Random weights of the published shapes, temperature 1, log-probabilities on, adapters on all seven projections. Lengths
 are fixed (no EOS), or drawn as GSM8K has them: prompts log-normal around 120 tokens, completions around 210 (twice a
@@ -13,6 +13,7 @@ work that is waited for. Writes rows of update.json into `--out`.
 pass, over seconds and the TFLOP/s of a bf16 product of 8192^3 in the same process; real tokens are those of the
 completions and, once a group, of the prompt. `fraction_of_peak` counts what was executed: all tokens of the
 micro-batches, projections that ran forward twice, the head on completions alone. `tokens_per_s` counts all sequences.
+Bytes are those of one GPU, TFLOP/s those of all.
 
 `--update-only` makes up the rollout, so that the peak is the update's own; `--profile` prints the update's GPU kernels
 and the times without one.
@@ -59,6 +60,7 @@ from qerl_jax import (
 )
 from qerl_jax.compilation import committed
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.partition import bytes_on_device
 from qerl_jax.programs import compile_calls, shapes_of
 from qerl_jax.rl.plan import UpdatePlan, recomputation
 from qerl_jax.rl.step import assigned
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--completion-len", type=int, default=128)
     parser.add_argument("--lengths", choices=("fixed", "gsm8k"), default="fixed")
     parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs over which the layers are divided")
     parser.add_argument("--num-iterations", type=int, default=1)
     parser.add_argument("--tokens-per-micro-batch", type=int)
     parser.add_argument("--update-memory-gb", type=float)
@@ -91,14 +94,12 @@ def main() -> None:
     args = parser.parse_args()
     seen_as = assume(args.as_arch)
 
-    started = time.perf_counter()
+    started, count = time.perf_counter(), args.tensor_parallel_size
     # Committed to a device, as that of a run is.
-    policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
+    settings = args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel
+    policy = committed(random_policy(*settings, tensor_parallel=count), count)
     jax.block_until_ready(policy.frozen)
-    load_seconds, weight_bytes = (
-        time.perf_counter() - started,
-        sum(leaf.nbytes for leaf in jax.tree.leaves(policy.frozen)),
-    )
+    load_seconds, weight_bytes = time.perf_counter() - started, bytes_on_device(policy.frozen, count)
     config = Config(
         batch_size=args.batch,
         num_generations=args.group,
@@ -126,7 +127,7 @@ def main() -> None:
     lengths, prompt_lengths = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
     micro_batches = len(assigned(plan, batch, needs_advantage=False))
     useful, executed = operations(policy.config, lengths, prompt_lengths, args.group, plan, micro_batches)
-    peak = matrix_peak()
+    peak = count * matrix_peak()
     fractions = {
         "model_fraction_of_peak": args.num_iterations * useful / update_seconds / peak,
         "fraction_of_peak": args.num_iterations * executed / update_seconds / peak,
@@ -139,6 +140,7 @@ def main() -> None:
         "batch": args.batch,
         "prompt_len": args.prompt_len,
         "lora_rank": args.lora_rank,
+        "tensor_parallel": args.tensor_parallel_size,
         "lengths": args.lengths,
         "num_iterations": args.num_iterations,
         "tokens_per_micro_batch": plan.pack.tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -12,7 +13,8 @@ from qerl_kernels.formats import Nvfp4
 
 from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.checkpoint.load import build_policy
-from qerl_jax.checkpoint.reader import kernel_form
+from qerl_jax.checkpoint.reader import kernel_form, on_devices
+from qerl_jax.compilation import committed
 from qerl_jax.models.config import TensorSpec
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig
@@ -52,6 +54,7 @@ def random_policy(
     matmul_kernel: str,
     seed: int = 0,
     dtype: jnp.dtype = jnp.bfloat16,
+    tensor_parallel: int = 1,
 ) -> Policy:
     """A policy without a tokenizer that never samples an EOS.
 
@@ -62,20 +65,29 @@ def random_policy(
       matmul_kernel: as in `load_policy`.
       seed: seed of all weights.
       dtype: compute dtype; weights hold bf16 values in either.
+      tensor_parallel: as in `load_policy`. The weights are those of one device.
     """
     config = parse_config({**hf_config(size), "eos_token_id": []}, {}, size)
+    config = dataclasses.replace(config, tensor_parallel=tensor_parallel)
     keys = _keys(seed)
 
     def tensor(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
+        return on_devices(whole(spec), spec, tensor_parallel, formed)
+
+    def formed(value: Weight | jax.Array) -> Weight | jax.Array:
+        return kernel_form(value, dtype, matmul_kernel) if isinstance(value, Nvfp4) else value
+
+    def whole(spec: TensorSpec) -> Weight | jax.Array:
         if spec.kind == "norm":
             return jnp.ones(spec.shape, jnp.float32)
         if spec.kind == "projection" and weight_format != "bf16":
-            return kernel_form(_nvfp4(next(keys), *spec.shape), dtype, matmul_kernel)
+            return _nvfp4(next(keys), *spec.shape)
         values = _bf16(next(keys), *spec.shape[-2:]) if spec.columns else _bf16(next(keys), 1, *spec.shape)[0]
         return Dense(values.astype(dtype)) if spec.kind == "projection" else values.astype(dtype)
 
     policy = build_policy(config, *weight_trees(config, tensor), lora, seed)
-    return policy.replace(lora=jax.tree.map(lambda x: _random_b(next(keys), x) if not x.any() else x, policy.lora))
+    policy = policy.replace(lora=jax.tree.map(lambda x: _random_b(next(keys), x) if not x.any() else x, policy.lora))
+    return policy if tensor_parallel == 1 else committed(policy, tensor_parallel)
 
 
 def _keys(seed: int) -> Iterator[jax.Array]:

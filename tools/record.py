@@ -15,7 +15,11 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULTS = {"batch_invariant": False, "kv_cache_dtype": "auto"}  # values of rows without the field
+DEFAULTS = {
+    "batch_invariant": False,
+    "kv_cache_dtype": "auto",
+    "tensor_parallel": 1,
+}  # values of rows without the field
 MEASURED = frozenset((
     "us", "seconds", "tokens_per_s", "decode_ms_per_step", "peak_bytes", "predicted_bytes", "commit", "date",
     "command", "kernels", "kl", "mean_abs_dlogp", "token_mult_prob_error", "rollout_abs_dlogp_fp32",

@@ -64,8 +64,8 @@ def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
 
 
 def peak_bytes() -> int:
-    """Peak device memory in bytes so far; 0 where the backend has no statistics."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    """Peak device memory in bytes so far, of the device with the highest; 0 where the backend has no statistics."""
+    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
 
 
 def since_start() -> float:

@@ -21,14 +21,14 @@ class Kernel(NamedTuple):
 
 
 def profiled(run: Callable[[], Any]) -> list[Kernel]:
-    """All GPU kernels of `run` in the order of their start times; blocks on its result."""
+    """All kernels of `run` on the first GPU in the order of their start times; blocks on its result."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
         [file] = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(file))
-        planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU")]
-        lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
+        planes = sorted((plane.name, plane) for plane in profile.planes if plane.name.startswith("/device:GPU"))
+        lines = [line for _, plane in planes[:1] for line in plane.lines if line.name.startswith("Stream")]
         return sorted(Kernel(event.start_ns, event.duration_ns, event.name) for line in lines for event in line.events)
 
 

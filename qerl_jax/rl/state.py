@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from qerl_jax.compilation import committed
 from qerl_jax.config import Config
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig
@@ -33,17 +34,19 @@ def init_state(
 
     Raises ValueError where the adapters of policy and config differ, naming both values; for an imported adapter with
     dropout: rollout and trainer would no longer be the same policy, and the importance ratio would measure the dropout
-    mask; and for full fine-tuning of quantized weights.
+    mask; and for full fine-tuning of quantized weights, or with tensor parallelism.
     """
     _check_adapters(policy.lora_config, config)
     weights = None
     if config.is_full:
+        if policy.config.tensor_parallel > 1:
+            raise ValueError("weight_format 'full' trains all weights, which are not divided: tensor_parallel_size 1")
         _refuse_quantized(policy.frozen)
         weights = _masters(policy.frozen)
     optimizer = AdamW.of(config) if optimizer is None else optimizer
     base = policy.norms if policy.base_norms is None else policy.base_norms
     keep_reference = config.trains_norms or policy.base_norms is not None
-    return TrainState(
+    state = TrainState(
         step=jnp.int32(0),
         cursor=jnp.int32(0),
         norms=policy.norms,
@@ -55,6 +58,8 @@ def init_state(
         optimizer=optimizer,
         weights=weights,
     )
+    count = policy.config.tensor_parallel
+    return state if count == 1 else committed(state, count)
 
 
 @jax.jit

@@ -133,8 +133,8 @@ def update(one: Policy, two: Policy) -> dict[str, Any]:
         lora_rank=RANK,
     )
     batch, after = make_batch(one.config.vocab_size, 0, ROWS), []
-    for policy, count in ((one, 1), (two, DEVICES)):
-        state = committed(init_state(policy, config), count)
+    for policy in (one, two):
+        state = init_state(policy, config)
         plan = make_update_plan(state, policy.frozen, longest=LENGTH)
         pack = dataclasses.replace(plan.pack, suffixes=5, prefixes=5)
         plan = dataclasses.replace(plan, pack=pack, recomputed=1, recomputed_gate_up=1)
