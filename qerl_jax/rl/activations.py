@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from qerl_kernels.gpu import Gpu
+from qerl_kernels.nvfp4_matmul.api import WIDE_BYTES
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
@@ -29,16 +31,23 @@ class XlaMatmuls(NamedTuple):
 
     Attributes:
       wide_bytes: of an element of a forward pass's results, which are summed in fp32; 0 where kernels multiply.
+      most_wide_bytes: of all such elements at a time.
       dequantized_bytes: the largest such projection, dequantized to the compute dtype; 0 for dense weights.
     """
 
     wide_bytes: int = 0
+    most_wide_bytes: float = math.inf
     dequantized_bytes: int = 0
+
+    def wide(self, tokens: int, features: int) -> int:
+        """Bytes of the sums in fp32 that make so many features of so many tokens."""
+        return min(self.wide_bytes * tokens * features, self.most_wide_bytes)
 
 
 def xla_matmuls(layers: Any, itemsize: int, gpu: Gpu) -> XlaMatmuls:
     """`XlaMatmuls` of the frozen layers, real or abstract, on a GPU: of packed ones too where its tier has no GEMM for
-    many rows. Then one array in fp32 is there at a time; otherwise the product and, with the adapters' part, the sum.
+    many rows. Then one array in fp32 is there at a time, or product and adapters' part of a block of rows
+    (`nvfp4_matmul.api.rows_at_once`); otherwise the product and, with the adapters' part, the sum.
     """
     weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
     weights = [leaf for leaf in weights if isinstance(leaf, Weight)]
@@ -46,7 +55,9 @@ def xla_matmuls(layers: Any, itemsize: int, gpu: Gpu) -> XlaMatmuls:
     by_xla = others if gpu.tier == "wgmma" else weights
     quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
     dequantized_bytes = itemsize * max((n * k for n, k in quantized), default=0)
-    return XlaMatmuls(8 if others else 4 if by_xla else 0, dequantized_bytes)
+    if others:
+        return XlaMatmuls(8, dequantized_bytes=dequantized_bytes)
+    return XlaMatmuls(4 if by_xla else 0, 2 * WIDE_BYTES, dequantized_bytes)
 
 
 class LayerBytes(NamedTuple):
@@ -119,7 +130,7 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
         head += itemsize * model.vocab_size * d  # the head in the compute dtype
     # With tensor parallelism a sum over devices in fp32, and what is summed.
     more = xla.dequantized_bytes + (8 * t * d if model.is_part else 0)
-    wide_gate_up, wide_x = (xla.wide_bytes * t * width for width in (2 * f, d))
+    wide_gate_up, wide_x = (xla.wide(t, width) for width in (2 * f, d))
     return LayerBytes(
         input=4 * d * t,
         gate_up=2 * itemsize * t * f,

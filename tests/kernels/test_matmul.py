@@ -52,6 +52,25 @@ def test_bias_and_adapters_are_added():
     np.testing.assert_allclose(y - plain, bias + delta, atol=2e-3 * float(jnp.abs(plain).max()), rtol=1e-4)
 
 
+def test_many_rows_are_multiplied_in_blocks(monkeypatch):
+    """Each row has its terms; how many rows there are at a time."""
+    weight, x = packing.pack(random_weight(96, 80, 1)), jax.random.normal(jax.random.key(0), (12, 80))
+    loras, bias = adapters(80, (64, 32), 8), jnp.arange(96.0)
+
+    def product(x):
+        return nvfp4_matmul(x, weight, bias, loras, implementation="xla")
+
+    whole = np.asarray(product(x))
+    monkeypatch.setattr(api, "WIDE_BYTES", 4 * 96 * 5)
+    assert "scan[" in str(jax.make_jaxpr(product)(x))
+    np.testing.assert_allclose(product(x), whole, atol=1e-6 * abs(whole).max())
+    assert [api.rows_at_once(m, 96) for m in (5, 6, 7, 12, 25, 26)] == [5, 3, 7, 4, 5, 26]
+    monkeypatch.undo()
+    # of gate and up of 7B, 14B, 32B; qkv of 7B
+    cases = (8192, 37888), (8192, 27648), (8192, 55296), (4608, 37888), (8192, 4608)
+    assert [api.rows_at_once(m, n) for m, n in cases] == [1024, 2048, 1024, 1536, 8192]
+
+
 def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (130, 208), jnp.bfloat16)

@@ -24,6 +24,8 @@ from qerl_kernels.nvfp4_matmul.reference import no_gradient
 from qerl_kernels.nvfp4_matmul.route import Adapter, Route
 from qerl_kernels.ops import fp32_matmul
 
+WIDE_BYTES = 1 << 28  # of a product in fp32, about
+
 
 def nvfp4_matmul(
     x: Float[Array, "... K"],
@@ -144,12 +146,31 @@ def _all_terms(route: Route, x, weight, bias, of_each: list[Array], pairs, lora_
     return y.astype(x.dtype)
 
 
-def _by_library(route: Route, x, weight: PackedNvfp4, bias, of_each: list[Array], lora_b) -> Float32[Array, "M N"]:
-    """All terms of y by XLA."""
+def _by_library(route: Route, x, weight: PackedNvfp4, bias, of_each: list[Array], lora_b) -> Float[Array, "M N"]:
+    """All terms of y by XLA, rounded once. Many rows in blocks, since XLA keeps the product and each adapter's term in
+    fp32: of gate and up of 7B over 8192 tokens 2.5 GB, in place of the 0.6 of the result.
+    """
     matrix, row = _parts(route, weight, x)
-    y = _xla_matmul(route, x, matrix.astype(x.dtype).T) * row
-    y = y if bias is None else y + bias.astype(jnp.float32)
-    return y + _lora_terms(route, of_each, lora_b, weight.shape[0]) if lora_b else y
+
+    def all_terms(x: Array, *of_each: Array) -> Array:
+        y = _xla_matmul(route, x, matrix.astype(x.dtype).T) * row
+        y = y if bias is None else y + bias.astype(jnp.float32)
+        y = y + _lora_terms(route, of_each, lora_b, weight.shape[0]) if lora_b else y
+        return y.astype(x.dtype)
+
+    size = rows_at_once(len(x), weight.shape[0])
+    if size == len(x):
+        return all_terms(x, *of_each)
+    blocks = [rows.reshape(-1, size, rows.shape[1]) for rows in (x, *of_each)]
+    return jax.lax.map(lambda block: all_terms(*block), blocks).reshape(len(x), -1)
+
+
+def rows_at_once(m: int, n: int) -> int:
+    """Rows of x, a divisor of m, that XLA multiplies at a time: their products in fp32 take at most `WIDE_BYTES`. All m
+    where it has no such divisor near that.
+    """
+    fewest = -(-4 * m * n // WIDE_BYTES)
+    return m // next((blocks for blocks in range(fewest, 2 * fewest) if m % blocks == 0), 1)
 
 
 def _parts(route: Route, weight: PackedNvfp4, x: Array) -> tuple[Array, Array]:
@@ -166,10 +187,11 @@ def _parts(route: Route, weight: PackedNvfp4, x: Array) -> tuple[Array, Array]:
 
 def _lora_terms(route: Route, of_each: list[Array], lora_b, n: int) -> Float32[Array, "M N"]:
     """Every adapter's `scale · (x A) B` at its output features, zero elsewhere."""
-    out = jnp.zeros((of_each[0].shape[0], n), jnp.float32)
-    for (_, width, offset, scale), own, b in zip(route.problem.adapters, of_each, lora_b, strict=True):
-        out = out.at[:, offset : offset + width].add(scale * _xla_matmul(route, own, b))
-    return out
+    terms = [
+        jnp.pad(scale * _xla_matmul(route, own, b), ((0, 0), (offset, n - offset - width)))
+        for (_, width, offset, scale), own, b in zip(route.problem.adapters, of_each, lora_b, strict=True)
+    ]
+    return functools.reduce(jnp.add, terms)
 
 
 def _from_lora_a(route: Route, x, weight, bias, pairs, all_a) -> Array:
