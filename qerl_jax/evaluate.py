@@ -24,6 +24,7 @@ from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.peft_config import adapter_config
+from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError, flags
@@ -250,6 +251,21 @@ def _check(arguments: Any, config: Config) -> None:
     files = [Path(name).resolve() for name in (arguments.output, arguments.records) if name is not None]
     if len(set(files)) < len(files):
         raise ValueError(f"output and records are the same file, {arguments.output}")
+    if arguments.output is not None:
+        _refuse_other(Path(arguments.output))
+
+
+def _refuse_other(output: Path) -> None:
+    """Raise ConfigError for a file with anything in it but an earlier result, such as the dataset, config.json of the
+    model or evaluation.json of a run.
+    """
+    if output.is_file() and output.stat().st_size:
+        try:
+            Evaluation.from_json(read_json(output))
+        except (CheckpointError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"output {output} is no result of an evaluation, so it is not replaced: name another"
+            ) from error
 
 
 def _settings(arguments: Any, directory: Path, problems: Sequence[EncodedProblem], at_once: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -17,6 +18,7 @@ from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.evaluate import main
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
 
 SHORT = ["--max-completion-length", "4", "--batch-size", "4", "--dtype", "float32"]
@@ -24,8 +26,11 @@ TOO_LONG = ["--dataset", "arithmetic", "--samples", "3", "--max-prompt-length", 
 
 
 def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
-    """Five records, one without a number for an answer, and four tokens, in which no answer can be given."""
+    """Five records, one without a number for an answer, and four tokens, in which no answer can be given. An earlier
+    result is replaced.
+    """
     output = tmp_path / "result.json"
+    output.write_text(json.dumps(dataclasses.asdict(Evaluation(0.5, 0.4, 0.6, 0.9, 1, 0, 12.5, 200, 1))))
     flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", "--system-prompt", ""]
     assert main(["tiny", *flags, *SHORT, "--temperature", "0", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
@@ -63,6 +68,16 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
     assert main(["tiny", *replaced(SHORT, *flags)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ['{"question": "1 + 1?", "answer": "2"}\n', '{"before": {}}', "[]", "a: b"])
+def test_output_replaces_nothing_but_a_result(tmp_path, capsys, text):
+    """Not the dataset, not a run's evaluation.json, not a config."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    assert main(["tiny", "--dataset", str(file), *SHORT, "--output", str(file)]) == 2
+    said = f"error: output {file} is no result of an evaluation, so it is not replaced: name another\n"
+    assert (capsys.readouterr().err, file.read_text()) == (said, text)
 
 
 def test_a_model_that_is_missing_is_named(tmp_path, capsys):
