@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
+
+from qerl_jax.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -50,6 +53,17 @@ def test_the_guide_runs(tmp_path, monkeypatch, capfd):
     assert "Dry run: no weights were loaded" in said and "step 3  sigma 0.0005" in said
     assert Path("my-adapter/adapter_model.safetensors").exists()
     assert Path("runs/pens/metrics.jsonl").read_text().count("rewards/my_reward.py:brevity/mean") == 2
+
+
+def test_a_script_of_trl_moves_over():
+    """The program of docs/migration.md calls `train` with a config and arguments that it takes, and its reward pays."""
+    [(_, text)] = [block for block in blocks((ROOT / "docs" / "migration.md").read_text()) if block[0] == "python"]
+    calls, names = [], {"records": [{"prompt": [{"role": "user", "content": "2 + 2"}], "solution": "4"}]}
+    names["train"] = lambda *values, **named: calls.append(inspect.signature(train).bind(*values, **named).arguments)
+    exec(text.replace("from qerl_jax.train import train\n", ""), names)
+    [given] = calls
+    assert given["train_dataset"] == names["records"] and given["config"].reward_columns == ("solution",)
+    assert given["reward_funcs"][0]([[{"content": " 4\n"}], [{"content": "5"}]], ["4", "4"]) == [1.0, 0.0]
 
 
 def test_the_guide_names_the_fields_that_may_change_on_resume():

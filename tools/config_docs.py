@@ -69,13 +69,14 @@ def migration_page() -> str:
 
 
 def names_table() -> list[str]:
-    """Names of other programs that a field here has the meaning of."""
-    rows = ["| name | of | here | |", "|---|---|---|---|"]
+    """Names of other programs that a field here has the meaning of, those with one answer in one row."""
+    answers: dict[tuple[str, str], list[str]] = {}
     for name, entry in FOREIGN.items():
         if entry.fields:
             fields = ", ".join(f"`{field}`" for field in entry.fields)
-            rows.append(f"| `{name}` | {entry.origin} | {fields} | {entry.note} |")
-    return rows
+            answers.setdefault((fields, entry.note), []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {fields} | {note} |" for (fields, note), names in answers.items()]
+    return ["| name | here | |", "|---|---|---|", *rows]
 
 
 def missing_list() -> list[str]:
