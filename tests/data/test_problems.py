@@ -77,6 +77,15 @@ def test_a_number_behind_the_splits_name_is_another_name(tmp_path):
     assert [path.name for path in split_files(tmp_path, "train")] == ["train-0.parquet", "train_a.parquet"]
 
 
+def test_a_subsets_own_folder_comes_before_data(tmp_path):
+    for folder in ("data", "level_5"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").touch()
+    assert split_files(tmp_path, "train", "level_5") == [tmp_path / "level_5" / "train.jsonl"]
+    for subset in (None, "level_4"):
+        assert split_files(tmp_path, "train", subset) == [tmp_path / "data" / "train.jsonl"]
+
+
 def test_directories(tmp_path):
     """Shards in the order of their names; another split and other files stay out."""
     for name, question in (("train-00001-of-00002", "b"), ("train-00000-of-00002", "a"), ("test", "c"), ("extra", "d")):

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,15 @@ def test_devices_that_are_not_there(devices, gpus, most, said):
     with pytest.raises(ConfigError) as error:
         launch.count_of(devices, gpus, most)
     assert str(error.value) == said
+
+
+def test_every_process_of_a_host_has_its_own_gpu():
+    """By hand 8 processes on two hosts of 4 GPUs; by a cluster the local number, where it knows one."""
+    by_hand = [launch.Devices(coordinator="a:1", process_id=index, num_processes=8) for index in range(8)]
+    assert [launch._own_gpu(given, None, 4) for given in by_hand] == [0, 1, 2, 3, 0, 1, 2, 3]
+    for local, gpus, own in ((2, 4, 2), (5, 4, 1), (0, 1, 0), (None, 4, None), (3, 0, None)):
+        cluster = types.SimpleNamespace(get_local_process_id=lambda local=local: local)
+        assert launch._own_gpu(launch.Devices(), cluster, gpus) == own
 
 
 @pytest.mark.parametrize("flags", [["--process-id", "0"], ["--num-processes", "2"], ["--coordinator", "a:1"]])
