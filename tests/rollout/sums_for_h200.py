@@ -1,13 +1,15 @@
-"""Compiles decode chunks with several numbers of slots for an H200. `test_decode_compile.py` runs it.
+"""Compiles decode chunks of one layer with two numbers of slots for an H200. `test_decode_compile.py` runs it.
 
     python sums_for_h200.py {nvfp4,bf16}
 
 Prints, as JSON, the distinct reductions of each chunk: fused computations with a reduction or a dot, and library calls,
-without names and with the number of slots replaced. Mosaic's kernels are left out.
+without names and with the number of slots replaced, in the mode and, for NVFP4, without it. Mosaic's kernels are left
+out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -17,7 +19,8 @@ import decode_for_h200
 from qerl_jax.rollout import decode
 from qerl_jax.types import Sampling
 
-SLOTS = (3, 88, 24)
+SLOTS = (3, 88)
+MODEL = dataclasses.replace(decode_for_h200.MODEL, num_layers=1)
 TRUNCATED = Sampling(256, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 
 
@@ -31,7 +34,7 @@ def plain(text: str) -> str:
 
 def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
     """Reductions of one chunk."""
-    states = decode_for_h200.abstract_chunk(slots, sys.argv[1])
+    states = decode_for_h200.abstract_chunk(slots, sys.argv[1], MODEL)
     program = decode_for_h200.compiled(decode.decode_chunk, states, sampling.distribution, 4, batch_invariant)
     found = set()
     for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL):
@@ -42,10 +45,11 @@ def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
 
 
 def main() -> None:
-    invariant = [sums(slots, sampling, True) for sampling in (Sampling(256), TRUNCATED) for slots in SLOTS]
-    by_sampling = [invariant[: len(SLOTS)], invariant[len(SLOTS) :]]
-    joined = [sorted({*plainly, *truncated}) for plainly, truncated in zip(*by_sampling, strict=True)]
-    print(json.dumps({"batch_invariant": joined, "not": [sums(slots, Sampling(256), False) for slots in SLOTS[:2]]}))
+    samplings = (Sampling(256), TRUNCATED) if sys.argv[1] == "nvfp4" else (TRUNCATED,)
+    found = {"batch_invariant": [[sums(slots, sampling, True) for slots in SLOTS] for sampling in samplings]}
+    if sys.argv[1] == "nvfp4":
+        found["not"] = [sums(slots, Sampling(256), False) for slots in SLOTS]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -64,8 +64,9 @@ def test_batch_invariant_sums_are_the_same_programs_for_any_number_of_slots(weig
     """
     ran = h200.run(Path(__file__).parent / "sums_for_h200.py", weight_format)
     found = json.loads(ran.stdout.splitlines()[-1])
-    one, *others = found["batch_invariant"]
-    assert len(one) > 4
-    assert all(other == one for other in others)
-    assert not any(" xor(" in text and " exponential(" in text for text in one)
-    assert found["not"][0] != found["not"][1]
+    for few, many in found["batch_invariant"]:
+        assert len(few) > 4 and few == many
+        assert not any(" xor(" in text and " exponential(" in text for text in few)
+    if weight_format == "nvfp4":
+        few, many = found["not"]
+        assert few != many

@@ -1,5 +1,7 @@
 """Compiles updates for an H200, and for an RTX 4090, on a machine without a GPU and prints as JSON what XLA reserves
 beside the estimate, and what the optimizer launches and reserves. `test_memory.py` runs it.
+
+    python memory_for_h200.py {few,all}
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,17 +36,19 @@ from qerl_jax.run.rehearsal import rollout_shape
 from qerl_jax.types import Batch, Policy, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
-CASES = [
+FEW = [
     (SMALL, {}),
-    (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
     (SMALL, {"update_memory_gb": 0.017, "max_completion_length": 1984}),
-    (SMALL, {"max_completion_length": 192, "tokens_per_micro_batch": 1024}),
-    (dataclasses.replace(SMALL, num_layers=6, intermediate_size=1024), {"max_completion_length": 448}),
-    (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
     (
         dataclasses.replace(SMALL, vocab_size=64000),
         {"logprob_chunk_size": 512, "weight_format": "full", "lora_rank": 0},
     ),
+]
+OTHERS = [
+    (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
+    (SMALL, {"max_completion_length": 192, "tokens_per_micro_batch": 1024}),
+    (dataclasses.replace(SMALL, num_layers=6, intermediate_size=1024), {"max_completion_length": 448}),
+    (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
     (
         dataclasses.replace(SMALL, hidden_size=1024, intermediate_size=4096),
         {"max_completion_length": 192, "weight_format": "full", "lora_rank": 0},
@@ -51,10 +56,10 @@ CASES = [
 ]
 
 ADA = gpu_of("NVIDIA GeForce RTX 4090", 89, 128)
-CASES_WITH_KERNELS = [  # of the tier that multiplies many rows by XLA
-    (SMALL, {}),
+FEW_OF_ADA = [  # the tier that multiplies many rows by XLA
     (dataclasses.replace(SMALL, hidden_size=512, intermediate_size=2048), {"update_memory_gb": 1e-9}),
 ]
+OTHERS_OF_ADA = [(SMALL, {})]
 
 
 def abstract_update(config: Config, model: ModelConfig) -> tuple[Policy, TrainState, Batch]:
@@ -167,12 +172,13 @@ def row(model: ModelConfig, change: dict, compiled: Callable[[Recorded], Compile
 
 def main() -> None:
     without_cudnn()
+    of_hopper, of_ada = (FEW, FEW_OF_ADA) if sys.argv[1] == "few" else (FEW + OTHERS, FEW_OF_ADA + OTHERS_OF_ADA)
     rows = [  # the optimizer with adapters, and with all weights
-        row(model, change, for_gpu, not change or "weight_format" in change) for model, change in CASES
+        row(model, change, for_gpu, not change or "weight_format" in change) for model, change in of_hopper
     ]
     h200.assume(ADA)
     compiled = functools.partial(for_gpu, gpu=ADA)
-    rows += [row(model, change, compiled, False) for model, change in CASES_WITH_KERNELS]
+    rows += [row(model, change, compiled, False) for model, change in of_ada]
     print(json.dumps(rows))
 
 
