@@ -61,9 +61,8 @@ class Config:
     adapter: str | None = None
     """PEFT adapter directory to start from; its rank and targets must be those asked for here."""
     weight_format: Literal[*WEIGHT_FORMATS, "full"] | None = None
-    """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored. "full": no adapters;
-    all weights are trained, in fp32, and computed with in `dtype`. No adapter is exported then: `python -m
-    qerl_jax.export RUN OUT --as merged` writes the model."""
+    """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored. "full": no
+    adapters; all weights are trained, in fp32, and computed with in `dtype` (docs/export.md: how to export them)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
     matmul_kernel: Literal["auto", "xla", "mosaic_gpu"] = "auto"
@@ -73,7 +72,7 @@ class Config:
     dataset: tuple[str, ...] = ("gsm8k",)
     """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),
     PRESET:PATH (a local copy of one of these), arithmetic (generated), or a .jsonl, .json or .parquet file or a
-    directory of them. math500, aime24, aime25 and amc23 are for evaluation only."""
+    directory of them."""
     dataset_weights: tuple[float, ...] | None = None
     """Sampling weight of each dataset. None: one concatenated dataset."""
     prompt_column: str = "question"
@@ -89,9 +88,9 @@ class Config:
     the name of a column of numbers or texts by which they are sorted, smallest first (curriculum), which rewards get,
     too. With dataset_weights it is the order within each dataset."""
     prompt_format: Literal["boxed", "think_answer"] | None = None
-    """System message of every prompt by the form of the answer that it asks for: "boxed", Qwen's
-    "Please reason step by step, and put your final answer within \\boxed{}."; "think_answer", QeRL's <think> and
-    <answer>. None: that of the dataset, "boxed" for mathematics, unless the model's chat template asks for a form."""
+    """System message of every prompt by the form of the answer that it asks for: "boxed", a `\\boxed{}`, or
+    "think_answer", QeRL's <think> and <answer>. None: that of the dataset, "boxed" for mathematics, unless the
+    model's chat template asks for a form."""
     system_prompt: str | None = None
     """System message of every prompt, replacing any other. None: that of prompt_format, dataset or prompt; "": none."""
     max_prompt_length: int = 512
@@ -115,14 +114,13 @@ class Config:
     """Also send metrics to TensorBoard files or Weights & Biases; metrics.jsonl is always written."""
     compilation_cache_dir: str | None = None
     """Directory of compiled programs, which later runs load. None: JAX_COMPILATION_CACHE_DIR, or else a directory in
-    the user's cache folder; "none": compile in every run. May change on resume; programs that are compiled anew may
-    round differently."""
+    the user's cache folder; "none": compile in every run."""
     seed: int = 0
     """Random seed: adapter initialization, data order, noise, sampling."""
 
     max_steps: int = -1
     """Number of optimizer updates, `num_iterations` for each rollout; the last rollout gets all of its updates. -1:
-    num_train_epochs counts. Schedules span the whole run."""
+    num_train_epochs counts."""
     num_train_epochs: float = 1.0
     """Passes over the dataset, where max_steps is -1; a pass is problems // (batch_size / num_generations) rollouts.
     The resolved config has the max_steps that follows. As a flag it replaces a file's max_steps."""
@@ -149,9 +147,8 @@ class Config:
     """Gradient clipping threshold (global norm)."""
 
     lora_rank: int = 32
-    """LoRA rank. 0: no adapters; train_norms is then required, and the trained norms are in the checkpoints only, as
-    no adapter is exported. The four LoRA fields have no meaning with weight_format "full", which refuses other values
-    than their defaults (and rank 0)."""
+    """LoRA rank. 0: no adapters; train_norms is then required. The four LoRA fields have no meaning with
+    weight_format "full", which refuses other values than their defaults (and rank 0)."""
     lora_alpha: float | None = None
     """LoRA alpha: the scale is alpha / rank. None: alpha = rank, a scale of 1."""
     use_rslora: bool = False
@@ -182,8 +179,7 @@ class Config:
         "token_truncate"
     )
     """Importance weight for the mismatch between rollout and trainer, exp(old_logp - behaviour_logp) of each token or
-    of its whole sequence: clipped to [floor, cap] (truncate), or 0 outside of it (mask). TRL's
-    vllm_importance_sampling_mode. The policy's own ratio: importance_sampling_level."""
+    of its whole sequence: clipped to [floor, cap] (truncate), or 0 outside of it (mask)."""
     importance_sampling_cap: float | None = 2.0
     """Upper bound of that weight; None: no correction, and the rollout needs no behaviour log-probabilities."""
     importance_sampling_floor: float | None = None
@@ -226,16 +222,14 @@ class Config:
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the most likely; 0: none. The trainer renormalizes likewise."""
     rollout_backend: Literal["jax", "vllm"] = "jax"
-    """Engine of rollouts and evaluations. jax: the trainer's own, which reads the trainer's weights. vllm: vLLM 0.22.1
-    (extra `vllm`) with a copy of the base, in a process of its own; adapter and layer norms, noise included, are
-    written into it before each rollout (docs/vllm.md)."""
+    """Engine of rollouts and evaluations: the trainer's own, which reads the trainer's weights, or vLLM 0.22.1 with a
+    copy of the base, in a process of its own (docs/vllm.md)."""
     vllm_gpu_memory_utilization: float | None = None
     """Share of the GPU's memory that vLLM takes; JAX then takes 0.94 less this. None: 0.4, and 0.85 where JAX only
-    evaluates. May change on resume."""
+    evaluates."""
     rollout_memory_gb: float | None = None
     """Limit of the KV cache in 1e9 bytes; completions beyond it wait for a free slot. None: all are decoded together,
-    or an error if they do not fit. The field to lower first when a rollout runs out of memory. May change on resume;
-    other shapes may round differently."""
+    or an error if they do not fit."""
     deterministic: bool = False
     """No autotuning and no nondeterministic operations on a GPU: runs repeat bit for bit, but are slower. CPU runs
     always repeat."""
@@ -258,20 +252,17 @@ class Config:
 
     tokens_per_micro_batch: int | None = None
     """Tokens per micro-batch of the update; the gradient is that of the whole batch. A smaller value is raised to
-    max_prompt_length + max_completion_length. None: the number that is fastest by estimate in the memory there is. May
-    change on resume; the order of sums, and so the rounding, changes with it."""
+    max_prompt_length + max_completion_length. None: the number that is fastest by estimate in the memory there is."""
     update_memory_gb: float | None = None
     """Memory for activations of the update, in GB (1e9 bytes): micro-batches shrink to it (unless
     tokens_per_micro_batch is set), and layers recompute gate and up, or all of their forward pass. None: what the
-    device has free. When an update runs out of memory lower this first, then tokens_per_micro_batch, then
-    logprob_chunk_size. May change on resume, like tokens_per_micro_batch."""
+    device has free."""
     logprob_chunk_size: int = 512
-    """Tokens whose logits exist at one time in the update. May change on resume, like tokens_per_micro_batch."""
+    """Tokens whose logits exist at one time in the update."""
 
     eval_dataset: str | None = None
     """Dataset evaluated before and after training: gsm8k, math, math500, aime24, aime25, amc23, arithmetic,
-    PRESET:PATH or a file. A completion is correct if the dataset's own reward of largest weight is above
-    0. None: no evaluation."""
+    PRESET:PATH or a file. None: no evaluation."""
     eval_samples: int = 200
     """Number of problems evaluated, from the start of eval_dataset."""
     eval_num_generations: int = 1
