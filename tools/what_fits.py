@@ -21,7 +21,7 @@ from qerl_kernels.gpu import H200, Gpu, gpu_of
 from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.config import Config
 from qerl_jax.rl.plan import recomputation
-from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.rollout.shapes import decode_bytes, prefill_bytes
 from qerl_jax.run.abstract import abstract_trees, tree_bytes
 from qerl_jax.run.memory import estimate_memory
 
@@ -59,20 +59,23 @@ def _cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace) -> s
         max_completion_length=args.completion_len,
     )
     policy, state = abstract_trees(parse_config(hf_config(size), {}, size), stored, config)
-    free = SHARE * gigabytes * 1e9 - tree_bytes((policy.frozen, state))
-    decode_bytes = 12 * policy.config.vocab_size * args.batch
-    engine = dataclasses.replace(config.engine, memory_gb=max(free - decode_bytes, 1) / 1e9)
-    lengths = args.prompt_len, args.completion_len
+    prefill = prefill_bytes(policy, config.num_prompts, args.prompt_len, config.batch_invariant)
+    beside = tree_bytes((policy.frozen, state)) + max(prefill, decode_bytes(policy.config, args.batch))
+    free = SHARE * gigabytes * 1e9 - beside
+    if free <= 0:
+        return "–"
     try:
-        plan = estimate_memory(policy, state, config, gigabytes * 1e9).update_plan
-        slots = choose_shapes(policy, config.num_prompts, config.num_generations, *lengths, engine).slots
+        memory = estimate_memory(
+            policy, state, dataclasses.replace(config, rollout_memory_gb=free / 1e9), gigabytes * 1e9
+        )
     except ValueError:
         return "–"
-    if plan.lacking_bytes or free <= 0:
+    plan = memory.update_plan
+    if plan.lacking_bytes:
         return "–"
     keeps_all = plan.recomputed == plan.recomputed_gate_up == 0
     again = "" if keeps_all else f", {recomputation(plan)}"
-    return f"{plan.pack.tokens} tokens{again}; {slots} decoded"
+    return f"{plan.pack.tokens} tokens{again}; {memory.sequences} decoded"
 
 
 def row_of(name: str, args: argparse.Namespace) -> str:

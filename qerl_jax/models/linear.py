@@ -6,12 +6,14 @@ Axes: M rows, K input features, N output features, R rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.batch_invariant import in_blocks
-from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
+from qerl_kernels.gpu import Gpu
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, rows_at_once
 from qerl_kernels.nvfp4_matmul.lora_input import LoraX
 from qerl_kernels.nvfp4_matmul.reference import no_gradient
 from qerl_kernels.nvfp4_matmul.route import Route
@@ -22,6 +24,38 @@ from qerl_jax.models.lora import Lora
 
 # GEMMs of an fp32 model must be fp32 too: a GPU's default would be tf32, three digits.
 FP32_PRECISION = jax.lax.Precision.HIGHEST
+
+
+class XlaMatmuls(NamedTuple):
+    """What the projections need where XLA multiplies in place of a kernel.
+
+    Attributes:
+      wide_bytes: of an element of a forward pass's results, which are summed in fp32; 0 where kernels multiply.
+      in_blocks: whether many rows are multiplied some at a time (`nvfp4_matmul.api.rows_at_once`).
+      dequantized_bytes: the largest such projection, dequantized to the compute dtype; 0 for dense weights.
+    """
+
+    wide_bytes: int = 0
+    in_blocks: bool = False
+    dequantized_bytes: int = 0
+
+    def wide(self, m: int, n: int) -> int:
+        """Bytes of the sums in fp32 of a projection to n features of m rows: of a block, product and adapters' part."""
+        rows = rows_at_once(m, n) if self.in_blocks else m
+        return self.wide_bytes * m * n if rows == m else 8 * rows * n
+
+
+def xla_matmuls(layers: Any, itemsize: int, gpu: Gpu) -> XlaMatmuls:
+    """`XlaMatmuls` of the frozen layers, real or abstract, on a GPU: of packed ones too where its tier has no GEMM for
+    many rows. Then one array in fp32 is there at a time; otherwise the product and, with the adapters' part, the sum.
+    """
+    weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
+    weights = [leaf for leaf in weights if isinstance(leaf, Weight)]
+    others = [leaf for leaf in weights if not isinstance(leaf, PackedNvfp4)]
+    by_xla = others if gpu.tier == "wgmma" else weights
+    quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
+    dequantized_bytes = itemsize * max((n * k for n, k in quantized), default=0)
+    return XlaMatmuls(8 if others else 4 if by_xla else 0, bool(by_xla) and not others, dequantized_bytes)
 
 
 def linear(

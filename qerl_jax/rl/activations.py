@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import jax
-from qerl_kernels.gpu import Gpu
-from qerl_kernels.nvfp4_matmul.api import WIDE_BYTES
+from typing import NamedTuple
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
+from qerl_jax.models.linear import XlaMatmuls
 from qerl_jax.rl import flash_attention
 from qerl_jax.rl.micro_batches import PackShape
 
@@ -24,40 +19,6 @@ class Keeps(enum.Enum):
     ALL = "all"
     ALL_BUT_GATE_UP = "all but gate and up, whose projection runs again"
     INPUT = "nothing; its forward pass runs again"
-
-
-class XlaMatmuls(NamedTuple):
-    """What the projections need where XLA multiplies in place of a kernel.
-
-    Attributes:
-      wide_bytes: of an element of a forward pass's results, which are summed in fp32; 0 where kernels multiply.
-      most_wide_bytes: of all such elements at a time.
-      dequantized_bytes: the largest such projection, dequantized to the compute dtype; 0 for dense weights.
-    """
-
-    wide_bytes: int = 0
-    most_wide_bytes: float = math.inf
-    dequantized_bytes: int = 0
-
-    def wide(self, tokens: int, features: int) -> int:
-        """Bytes of the sums in fp32 that make so many features of so many tokens."""
-        return min(self.wide_bytes * tokens * features, self.most_wide_bytes)
-
-
-def xla_matmuls(layers: Any, itemsize: int, gpu: Gpu) -> XlaMatmuls:
-    """`XlaMatmuls` of the frozen layers, real or abstract, on a GPU: of packed ones too where its tier has no GEMM for
-    many rows. Then one array in fp32 is there at a time, or product and adapters' part of a block of rows
-    (`nvfp4_matmul.api.rows_at_once`); otherwise the product and, with the adapters' part, the sum.
-    """
-    weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
-    weights = [leaf for leaf in weights if isinstance(leaf, Weight)]
-    others = [leaf for leaf in weights if not isinstance(leaf, PackedNvfp4)]
-    by_xla = others if gpu.tier == "wgmma" else weights
-    quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
-    dequantized_bytes = itemsize * max((n * k for n, k in quantized), default=0)
-    if others:
-        return XlaMatmuls(8, dequantized_bytes=dequantized_bytes)
-    return XlaMatmuls(4 if by_xla else 0, 2 * WIDE_BYTES, dequantized_bytes)
 
 
 class LayerBytes(NamedTuple):

@@ -15,8 +15,9 @@ from qerl_kernels import dispatch
 from qerl_jax import partition
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.linear import XlaMatmuls, xla_matmuls
 from qerl_jax.rl import flash_attention
-from qerl_jax.rl.activations import Keeps, XlaMatmuls, layer_bytes, peak_bytes, xla_matmuls
+from qerl_jax.rl.activations import Keeps, layer_bytes, peak_bytes
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import TrainState

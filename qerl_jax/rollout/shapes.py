@@ -9,9 +9,12 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from qerl_kernels import dispatch
 
 from qerl_jax.buckets import bucket, power_of_two, round_up
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.linear import xla_matmuls
+from qerl_jax.rollout.prefill_packing import prefill_shapes
 from qerl_jax.types import Engine, Policy
 
 # Towards the end survivors move into fewer slots, powers of two, which other runs have, too; each number of slots costs
@@ -19,7 +22,7 @@ from qerl_jax.types import Engine, Policy
 # down to 32, then a quarter of them.
 _MIN_HALVED = 32
 _MIN_SLOTS = 8
-_SHARE_OF_FREE = 0.9  # the rest is for activations and logits
+_SHARE_OF_FREE = 0.94  # allocator and libraries take the rest
 _CACHE_MULTIPLE = 8  # cache widths in tokens are multiples of this: the smallest copy of the attention kernel
 _PROMPT_SLOTS, _PROMPT_TOKENS = 32, 8192  # at least so many prompts in the prompt cache, up to so many tokens
 _ROWS = 256  # of the results, at least: 3 kB for each token that a completion may have
@@ -63,6 +66,39 @@ def kv_token_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
     return 2 * config.part.num_kv_heads * config.head_dim * dtype.itemsize
 
 
+def decode_bytes(config: ModelConfig, slots: int) -> int:
+    """Bytes of a decode step besides weights and caches: `3 · 4 V` a slot for logits, noise and scores."""
+    return 12 * config.vocab_size * slots
+
+
+def prefill_bytes(policy: Policy, prompts: int, prompt_length: int, batch_invariant: bool) -> int:
+    """Bytes of a rollout's largest prefill besides weights and caches, with cuDNN's attention.
+
+    With e bytes of the compute dtype: residual stream and what attention adds to it, `8 T D`, with tensor parallelism
+    also a sum over devices and what is summed; in attention q, k and v
+    of the tokens, then with its results in padded rows; in the MLP gate and up, `2 e T F`, and either h or what makes
+    them: their input and, where XLA multiplies, sums in fp32 and the dequantized weight.
+
+    Args:
+      policy: real or abstract.
+      prompts: prompts of the rollout, P.
+      prompt_length: longest prompt, tokens.
+      batch_invariant: as in `Engine`.
+    """
+    config, e = policy.config.part, policy.dtype.itemsize
+    d, f = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    xla = xla_matmuls(policy.frozen["layers"], e, dispatch.this_gpu())
+
+    def of_layer(t: int, padded: int) -> int:
+        attention = e * (t * (heads + 2 * kv_heads) + padded * 2 * (heads + kv_heads))
+        mlp = 2 * e * t * f + max(e * t * f, e * t * d + xla.wide(t, 2 * f) + xla.dequantized_bytes)
+        return (16 if config.is_part else 8) * t * d + max(attention, mlp)
+
+    shapes = prefill_shapes(prompts, prompt_length, batch_invariant)
+    return max(of_layer(shape.tokens, shape.capacity * shape.width) for shape in shapes)
+
+
 def ending_note(model: ModelConfig, tokenizer: Any) -> str:
     """One sentence on the tokens that end a completion, where there are any. `tokenizer`: the model's, or None."""
     if not model.eos_token_ids:
@@ -102,8 +138,8 @@ def choose_shapes(
       free_bytes: free memory of the device, which is looked at without a `memory_gb`; None: enough.
 
     Raises:
-      ValueError: not a single completion fits; or, without a `memory_gb`, not all requested ones fit nine tenths of
-        `free_bytes`. The message has the numbers and names the setting to lower.
+      ValueError: not a single completion fits; or, without a `memory_gb`, not all requested ones fit `free_bytes`
+        beside what a prefill or a decode step needs. The message has the numbers and names the setting to lower.
     """
     layer_bytes = kv_token_bytes(policy.config, policy.dtype)
 
@@ -124,7 +160,10 @@ def choose_shapes(
     memory_gb = engine.memory_gb
     available, source = round(memory_gb * 1e9) if memory_gb is not None else None, "rollout_memory_gb"
     if memory_gb is None and free_bytes is not None:
-        available, source = _SHARE_OF_FREE * free_bytes, f"{_SHARE_OF_FREE:.0%} of the free device memory, in GB,"
+        prefill = prefill_bytes(policy, prompts, prompt_length, engine.batch_invariant)
+        beside = max(prefill, decode_bytes(policy.config, requested))
+        available = _SHARE_OF_FREE * free_bytes - beside
+        source = f"{_SHARE_OF_FREE:.0%} of the free device memory less {beside / 1e9:.3g} GB of activations, in GB,"
     whole = with_slots(requested, in_buckets=not engine.batch_invariant)
     if memory_gb is not None and whole.cache_bytes > available:
         whole = with_slots(requested)

@@ -117,6 +117,7 @@ def memory_table(memory: MemoryEstimate, config: Config, devices: int = 1) -> Ta
     if memory.noisy:
         row("adapters with noise", memory.noisy)
     row(f"keys and values of {sequences} at a time", memory.cache, None, memory.eval_cache)
+    row("prefill: activations, or", memory.prefill, None, memory.eval_prefill)
     row("decode step: logits and sampling", memory.logits, None, memory.eval_logits)
     row("gradient", None, memory.gradient)
     plan = memory.update_plan

@@ -16,7 +16,7 @@ from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.parallel import Replicas
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import trained_trees
-from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.rollout.shapes import choose_shapes, decode_bytes, prefill_bytes
 from qerl_jax.run.abstract import abstract_run, has_weights, tree_bytes, tree_size, weight_format_of
 from qerl_jax.types import Policy, TrainState
 
@@ -51,7 +51,9 @@ class MemoryEstimate:
       cache: KV cache of a rollout.
       eval_sequences: number of sequences decoded together in an evaluation; 0 without an evaluation.
       eval_cache: KV cache of an evaluation.
+      eval_prefill: activations of an evaluation's largest prefill.
       eval_logits: logits and sampling of an evaluation's decode step.
+      prefill: activations of a rollout's largest prefill.
       logits: logits and sampling of a rollout's decode step.
       gradient: gradient of the trained trees.
       update_state: gradient and next state, which stand beside the last state once all activations are freed.
@@ -68,7 +70,9 @@ class MemoryEstimate:
     cache: int
     eval_sequences: int
     eval_cache: int
+    eval_prefill: int
     eval_logits: int
+    prefill: int
     logits: int
     gradient: int
     update_state: int
@@ -79,13 +83,13 @@ class MemoryEstimate:
     @property
     def rollout(self) -> int:
         """Peak during the rollout."""
-        return self.weights + self.state + self.copy + self.noisy + self.cache + self.logits
+        return self.weights + self.state + self.copy + self.noisy + self.cache + max(self.prefill, self.logits)
 
     @property
     def evaluation(self) -> int:
         """Peak during an evaluation; 0 without one."""
         held = self.weights + self.state + self.copy
-        return held + self.eval_cache + self.eval_logits if self.eval_sequences else 0
+        return held + self.eval_cache + max(self.eval_prefill, self.eval_logits) if self.eval_sequences else 0
 
     @property
     def update(self) -> int:
@@ -212,7 +216,7 @@ def estimate_memory(
       the clean.
     - cache: `2 L K H e` for each token of the prompts and completions that the rollout holds at one time
       (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the `eval_batch_size` of an evaluation.
-    - logits of a decode step: `3 · 4 V` for each sequence decoded together (logits, noise, scores).
+    - prefill or logits of a decode step, whichever is more (`rollout.shapes.prefill_bytes`, `decode_bytes`).
     - update: what `rl.plan.make_update_plan` decides from the memory that the rest leaves: activations that the layers
       keep on the device, and what is there besides at the worst moment (a layer's backward pass, or the logits of
       `logprob_chunk_size` tokens and what is made of them; `rl.activations.peak_bytes`).
@@ -228,25 +232,34 @@ def estimate_memory(
     lengths = config.max_prompt_length, config.max_completion_length
     own = config.rollout_backend == "jax"  # else the KV cache is vLLM's
     rollout = evaluation = None
+    prefill = eval_prefill = 0
+    weights, held = tree_bytes(policy.frozen), tree_bytes(state)
+    copy = weights if config.is_full else 0
+    noisy = tree_bytes(state.lora) if config.noise_target == "lora" else 0
+    free = None if device_bytes is None else device_bytes - weights - held - copy - noisy
     if own:
         sizes = len(first.share(config.num_prompts)), config.num_generations
-        rollout = choose_shapes(policy, *sizes, *lengths, config.engine, device_bytes)
+        rollout = choose_shapes(policy, *sizes, *lengths, config.engine, free)
+        prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant)
     if own and config.eval_dataset:
         sizes = len(first.share(config.eval_samples)), config.eval_num_generations
-        evaluation = choose_shapes(policy, *sizes, *lengths, config.eval_engine, device_bytes)
+        evaluation = choose_shapes(policy, *sizes, *lengths, config.eval_engine, free)
+        eval_prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant)
     trained = tree_bytes(trained_trees(state.lora, state.norms, state.weights, config))
     update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas)
     return MemoryEstimate(
-        weights=tree_bytes(policy.frozen),
-        state=tree_bytes(state),
-        copy=tree_bytes(policy.frozen) if config.is_full else 0,
-        noisy=tree_bytes(state.lora) if config.noise_target == "lora" else 0,
+        weights=weights,
+        state=held,
+        copy=copy,
+        noisy=noisy,
         sequences=rollout.slots if rollout else 0,
         cache=rollout.cache_bytes if rollout else 0,
         eval_sequences=evaluation.slots if evaluation else 0,
         eval_cache=evaluation.cache_bytes if evaluation else 0,
-        eval_logits=12 * model.vocab_size * evaluation.slots if evaluation else 0,
-        logits=12 * model.vocab_size * rollout.slots if rollout else 0,
+        eval_prefill=eval_prefill,
+        eval_logits=decode_bytes(model, evaluation.slots) if evaluation else 0,
+        prefill=prefill,
+        logits=decode_bytes(model, rollout.slots) if rollout else 0,
         gradient=trained,
         update_state=2 * trained + tree_bytes(state.opt_state),
         update_plan=update,

@@ -19,10 +19,10 @@ from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
+from qerl_jax.models.linear import XlaMatmuls
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import compile_calls, record, shapes_of
 from qerl_jax.rl import step
-from qerl_jax.rl.activations import XlaMatmuls
 from qerl_jax.rl.micro_batches import PackShape, assign
 from qerl_jax.rl.plan import UpdatePlan, _cost, _micro_batches, _pack, choose_plan, make_update_plan
 from qerl_jax.rl.state import init_state

@@ -49,11 +49,14 @@ def test_weights_stay_packed_where_many_rows_are_decoded(tmp_path):
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_layer_of_prefill_copies_no_weight_and_no_cache():
-    """Four GEMMs with packed weights; the residual stream and the layer's caches are updated in place."""
+    """Four GEMMs with packed weights; the residual stream and the layer's caches are updated in place. Where XLA
+    multiplies, 7B takes 1.5 GB for 32 prompts of 256 tokens (1.1 on Hopper), as estimated.
+    """
     ran = h200.run(Path(__file__).parent / "prefill_for_h200.py")
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["gemms"] == 4
     assert found["copied"] == [] and found["reused"] == found["kept"]
+    assert found["bytes"] <= 1.51e9 and found["estimate"] == pytest.approx(found["bytes"], rel=0.1)
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))

@@ -13,8 +13,9 @@ from qerl_kernels.nvfp4_matmul import cases, packing
 from updates import make_config
 
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.linear import XlaMatmuls, xla_matmuls
 from qerl_jax.rl import plan as update_plan
-from qerl_jax.rl.activations import Keeps, LayerBytes, XlaMatmuls, layer_bytes, peak_bytes, xla_matmuls
+from qerl_jax.rl.activations import Keeps, LayerBytes, layer_bytes, peak_bytes
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, choose_plan
 
@@ -65,14 +66,19 @@ def test_the_peak_of_few_layers_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("arch", "needs"), [(90, XlaMatmuls(0, 0)), (89, XlaMatmuls(4, 2 * 256 * 128)), (120, XlaMatmuls(4, 2 * 256 * 128))]
+    ("arch", "needs"), [(90, XlaMatmuls()), *((arch, XlaMatmuls(4, True, 2 * 256 * 128)) for arch in (89, 120))]
 )
 def test_packed_weights_take_memory_where_the_gpu_has_no_kernel_for_many_rows(arch, needs):
-    """The largest matrix in bf16 and results in fp32, of 4 bytes; unpacked ones everywhere, with a sum beside it."""
+    """The largest matrix in bf16 and results in fp32, of 4 bytes; unpacked ones everywhere, with a sum beside it. Of
+    gate and up of 7B, packed, 1024 rows at a time, with the adapters' part of as many.
+    """
     weights = [cases.random_weight(jax.random.key(0), n, 128) for n in (256, 64)]
     gpu = gpu_of("GPU A", arch, 128)
     assert xla_matmuls([packing.pack(weight) for weight in weights], 2, gpu) == needs
-    assert xla_matmuls(weights, 2, gpu) == XlaMatmuls(8, 2 * 256 * 128)
+    assert xla_matmuls(weights, 2, gpu) == XlaMatmuls(8, False, 2 * 256 * 128)
+    wide = {0: 0, 4: 8 * 1024 * 37888}[needs.wide_bytes]
+    assert (needs.wide(8192, 37888), needs.wide(64, 128)) == (wide, 64 * 128 * needs.wide_bytes)
+    assert XlaMatmuls(8).wide(8192, 37888) == 8 * 8192 * 37888
 
 
 @pytest.mark.parametrize("count", [1, 7, 64])

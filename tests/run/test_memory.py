@@ -61,8 +61,12 @@ def test_memory_of_full_fine_tuning_by_hand():
     assert planned.weights == planned.copy == checkpoint
     assert planned.state == 12 * count + 4 * norms + 16  # the layer norms before training; counters
     assert planned.gradient == 4 * count and planned.update_state == 16 * count + 8
-    assert planned.rollout == checkpoint + planned.state + checkpoint + planned.cache + planned.logits
-    assert planned.evaluation == checkpoint + planned.state + checkpoint + planned.eval_cache + planned.eval_logits
+    assert planned.rollout == checkpoint + planned.state + checkpoint + planned.cache + max(
+        planned.logits, planned.prefill
+    )
+    assert planned.evaluation == checkpoint + planned.state + checkpoint + planned.eval_cache + max(
+        planned.eval_logits, planned.eval_prefill
+    )
     assert planned.update == checkpoint + planned.state + planned.update_state
 
 
@@ -120,7 +124,9 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
     ]
     memory = memory_report(config).memory
     assert (memory.eval_cache, memory.eval_sequences) == (tree_bytes(caches), 3)
-    assert memory.evaluation == memory.weights + memory.state + tree_bytes(caches) + 12 * shape.vocab_size * 3
+    assert memory.evaluation - memory.weights - memory.state == tree_bytes(caches) + max(
+        12 * shape.vocab_size * 3, memory.eval_prefill
+    )
     half = tree_bytes(caches) * 3 // 32 // 2  # of the caches of three prompts, about
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=half / 1e9, **changes)).memory
     assert 0 < limited.eval_cache <= half and 0 < limited.eval_sequences < 3
@@ -169,9 +175,12 @@ def test_every_array_of_a_7b_run_by_hand(monkeypatch):
         planned.logits == 3 * 4 * vocab * planned.sequences
         and planned.eval_logits == 12 * vocab * planned.eval_sequences
     )
-    assert planned.rollout == planned.weights + planned.state + planned.cache + planned.logits
+    assert planned.rollout == planned.weights + planned.state + planned.cache + max(planned.logits, planned.prefill)
     beside = max(planned.gradient + planned.activations + planned.working, planned.update_state)
     assert planned.update == planned.weights + planned.state + beside
+    # A prefill of 8192 tokens: the residual stream and attention's addition, gate and up, their input, their products
+    # and adapters in fp32, and their weight.
+    assert planned.prefill == 8192 * (2 * 4 * d + 2 * (2 * f) + 2 * d + 2 * 4 * (2 * f)) + 2 * (2 * f) * d
     # The forward pass of the last layer: the residual stream behind it, its normed input and h in bf16, the products of
     # gate and up and their adapters in fp32, and the weight of gate and up, dequantized to bf16.
     tokens = planned.update_plan.pack.tokens
@@ -295,6 +304,7 @@ def test_the_table_of_a_dry_run_has_every_number_in_its_place():
     gigabytes = {
         "weights": 1, "state": 2, "copy": 4, "noisy": 8, "cache": 16, "eval_cache": 32, "eval_logits": 64,
         "logits": 128, "gradient": 256, "update_state": 512, "activations": 1024, "working": 2048,
+        "prefill": 127, "eval_prefill": 65,
     }  # fmt: skip
     counts = {name: number * 10**9 for name, number in gigabytes.items()} | {"sequences": 6, "eval_sequences": 3}
     memory = MemoryEstimate(**counts, update_plan=UpdatePlan(PackShape(64, 1, 1, 64, 32, 32), 0, 0, 0, 0))
@@ -305,9 +315,10 @@ def test_the_table_of_a_dry_run_has_every_number_in_its_place():
         "copy of the trained weights": ["4", "", "4"],
         "adapters with noise": ["8", "", ""],
         "keys and values of 6 sequences (evaluation: 3) at a time": ["16", "", "32"],
+        "prefill: activations, or": ["127", "", "65"],
         "decode step: logits and sampling": ["128", "", "64"],
         "gradient": ["", "256", ""],
         f"activations of 64 tokens, {recomputation(memory.update_plan)}": ["", "1024", ""],
         "a layer's backward pass, or the head": ["", "2048", ""],
-        "peak, about": ["159", "3331", "103"],
+        "peak, about": ["159", "3331", "104"],
     }
