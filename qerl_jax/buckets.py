@@ -4,11 +4,18 @@ compilation cache where both limits lie in one bucket.
 
 from __future__ import annotations
 
+_ROWS = 256  # arrays of rows are small: 3 kB for each token of the longest completion
+
 
 def bucket(size: int) -> int:
     """The smallest of 2ᵏ and 1.5 · 2ᵏ that is at least `size`, which is 1 or more: 17 % more on average, 50 at most."""
     power = power_of_two(size)
     return 3 * power // 4 if size <= 3 * power // 4 else power
+
+
+def bucket_of_rows(rows: int) -> int:
+    """The bucket of so many sequences of a batch, with room for 256: those beyond are masked."""
+    return max(_ROWS, bucket(rows))
 
 
 def power_of_two(size: int) -> int:

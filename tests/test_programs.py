@@ -159,6 +159,38 @@ def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_program
     assert found("--top-k", "5") != first
 
 
+SIZES = [
+    *("--max-prompt-length", "90", "--max-completion-length", "60", "--batch-size", "64", "--num-generations", "8"),
+    *("--tokens-per-micro-batch", "2048"),
+]
+SMALL = ["make_batch", "inputs_of"]  # joins and pads; every other program of an update has shapes of buckets
+UPDATE = ["embed", "forward_and_keep", "head_loss", "backward"]
+SLOTS = ["allocate_jit", "admit_jit", "decode_chunk", "gather", "gather"]  # of the largest number of slots
+ANEW = {
+    "--max-completion-length 50": SMALL,
+    "--max-prompt-length 70": SMALL,
+    "--num-generations 4": ["_advantages", *UPDATE],
+    "--batch-size 128": ["_advantages", *SMALL, *SLOTS],
+    "--max-completion-length 70": [
+        *SMALL, "no_logprobs", "no_sums", *UPDATE, "allocate_jit", *["decode_chunk"] * 3, "gather", "gather",
+    ],
+}  # fmt: skip
+
+
+def test_a_run_of_other_sizes_finds_most_of_its_programs(tmp_path):
+    """What is compiled anew: little where a limit stays in its bucket (64 and 96 tokens here), nothing of the rollout
+    in another group, and what decodes all sequences of another batch at once.
+    """
+    small.bf16(tmp_path / "model")
+
+    def found(*flags: str) -> set:
+        return signatures(rehearse_run, config_of(tmp_path, *SIZES, *flags), Hooks(), None)
+
+    first = found()
+    anew = {change: sorted(each[0].__name__ for each in found(*change.split()) - first) for change in ANEW}
+    assert anew == {change: sorted(names) for change, names in ANEW.items()} and len(first) == 32
+
+
 def test_a_call_waits_for_its_own_program_only():
     """One that is known does not wait for others; one that is not, until all is recorded."""
     may_trace = threading.Event()

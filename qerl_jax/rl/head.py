@@ -1,8 +1,8 @@
 """The two ends of a micro-batch: the embedding, and the head with loss, metrics and the gradient of the last layer's
 output; under full fine-tuning also the gradients of the weights outside of layers.
 
-Axes: B sequences of the batch, S sequences of the micro-batch, T its tokens, C completion tokens (column c is the token
-at prompt length + c), D model, V vocab.
+Axes: B sequences of the batch, in their bucket, S sequences of the micro-batch, T its tokens, C completion tokens
+(column c is the token at prompt length + c), D model, V vocab.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from qerl_jax.buckets import bucket_of_rows
 from qerl_jax.config import Config
 from qerl_jax.models.formats import rounded
 from qerl_jax.models.modules import final_norm
@@ -24,6 +25,9 @@ from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.metrics import Sums, add_sums, empty_sums, token_sums
 from qerl_jax.rl.micro_batches import Assignment, Packed, last_of_prompts, pack, packed_tokens, predictors
 from qerl_jax.types import Batch, Distribution
+
+Sequences = dict[str, Array]
+"""A batch's sequences: i32[B, L] `tokens`; i32[B] `lengths`, of prompt and completion, and `prompt_lengths`."""
 
 LossInputs = dict[str, Array]
 """The head's view of a batch: [B, C] `targets` i32, `mask` bool, `behaviour`, `weights` f32; `advantages` f32[B]."""
@@ -47,57 +51,69 @@ class HeadShape:
         return cls(layer, config.logprob_chunk_size)
 
 
-@program(static_argnames=("loss_type", "limit"))
-def completions_of(loss_type: str, limit: int, batch: Batch) -> LossInputs:
-    """What the loss needs of a batch, token arrays starting where each completion starts: prompts have no loss.
+@program(static_argnames=("loss_type", "limit", "room"))
+def inputs_of(loss_type: str, limit: int, room: tuple[int, int], batch: Batch) -> tuple[Sequences, LossInputs]:
+    """What the passes read of a batch, token arrays of the loss starting where each completion starts: prompts have no
+    loss. All is as large as the bucket of the batch; a row or column beyond the batch has length, mask and weight 0.
 
     Args:
       loss_type: how tokens are averaged, static.
       limit: `max_completion_length`, static.
+      room: tokens of a prompt and of a completion, at least, static.
       batch: the whole batch.
     """
-    width = min(limit, batch.tokens.shape[1] - 1)
-    columns = batch.prompt_lengths[:, None] + jnp.arange(width)
-    inside = columns < batch.tokens.shape[1]
+    rows, width = batch.tokens.shape
+    columns = batch.prompt_lengths[:, None] + jnp.arange(min(limit, width - 1))
+    inside = columns < width
     columns = jnp.where(inside, columns, 0)
 
     def take(array: Array) -> Array:
         return jnp.take_along_axis(array, columns, axis=1)
 
+    def padded(array: Array, columns: int = 0) -> Array:
+        more = [(0, bucket_of_rows(rows) - rows), *((0, max(0, columns - n)) for n in array.shape[1:])]
+        return jnp.pad(array, more)
+
     mask = take(batch.loss_mask) & inside
-    return {
+    of_tokens = {
         "targets": take(batch.tokens),
         "mask": mask,
         "behaviour": take(batch.logprobs),
         "weights": token_weights(mask, loss_type, limit),
-        "advantages": batch.advantages,
     }
+    sequences = {
+        "tokens": padded(batch.tokens, sum(room)),
+        "lengths": padded(batch.lengths),
+        "prompt_lengths": padded(batch.prompt_lengths),
+    }
+    completions = {name: padded(array, room[1]) for name, array in of_tokens.items()}
+    return sequences, completions | {"advantages": padded(batch.advantages)}
 
 
 @program(static_argnames="shape")
 def embed(
-    shape: LayerShape, embedding: Float[Array, "V D"], batch: Batch, assignment: Assignment
+    shape: LayerShape, embedding: Float[Array, "V D"], sequences: Sequences, assignment: Assignment
 ) -> tuple[Float32[Array, "T D"], Packed]:
     """The residual stream before the first layer, and the layout, of the sequences of a micro-batch."""
-    packed = pack(assignment, batch.lengths, batch.prompt_lengths, shape.pack)
-    rows = embedding[packed_tokens(batch.tokens, packed)].astype(jnp.float32)
+    packed = pack(assignment, sequences["lengths"], sequences["prompt_lengths"], shape.pack)
+    rows = embedding[packed_tokens(sequences["tokens"], packed)].astype(jnp.float32)
     return rounded(rows, jnp.dtype(shape.dtype)), packed
 
 
 @program(donate_argnums=0)
 def embed_backward(
-    gradient: dict[str, Any], d_x: Float32[Array, "T D"], batch: Batch, packed: Packed
+    gradient: dict[str, Any], d_x: Float32[Array, "T D"], sequences: Sequences, packed: Packed
 ) -> dict[str, Any]:
     """The gradient of the weights outside of layers, with the embedding's of a micro-batch added.
 
     Args:
       gradient: so far, as in `head_loss`. Donated.
       d_x: gradient of the residual stream before the first layer.
-      batch: the whole batch.
+      sequences: the batch's.
       packed: the micro-batch.
     """
     embedding = gradient["embed_tokens"]
-    rows = jnp.where(packed.real, packed_tokens(batch.tokens, packed), embedding.shape[0])
+    rows = jnp.where(packed.real, packed_tokens(sequences["tokens"], packed), embedding.shape[0])
     return gradient | {"embed_tokens": embedding.at[rows].add(d_x, mode="drop")}
 
 

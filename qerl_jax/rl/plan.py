@@ -2,17 +2,18 @@
 or recompute them.
 
 Settled from the limits of a run and the memory of the device, not from what a rollout produced, so that a run has one
-set of shapes.
+set of shapes; and from the buckets of the limits, so that most runs of a model have the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from qerl_kernels import dispatch
 
 from qerl_jax import partition
+from qerl_jax.buckets import bucket, round_up
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import XlaMatmuls, xla_matmuls
@@ -28,6 +29,7 @@ _LAYER_FLOP = 3e11  # of a layer's forward pass: below, its programs end before 
 _MOST_TOKENS = 8192, 20480  # of a micro-batch; the second where 8192 tokens of a layer are below `_LAYER_FLOP`
 _SHORT = 1024  # tokens, about: a longer segment is long (`PackShape`)
 _LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
+_SHARING_COST = 1.05  # of an update, at most, whose programs those of other limits are
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
 
 
@@ -108,6 +110,9 @@ def choose_plan(
     recompute some of them, which may cost more than it gains (`_cost`). Several replicas are busy together with as many
     micro-batches as a multiple of theirs.
 
+    It is chosen for the buckets of the limits, so that runs with others have the same programs (`buckets`), unless that
+    costs more than 5 %.
+
     Args:
       model: its shape, or that of one device's part.
       itemsize: bytes of the compute dtype.
@@ -120,15 +125,43 @@ def choose_plan(
     """
     if config.update_memory_gb is not None:
         free_bytes = config.update_memory_gb * 1e9
-    budget = config.tokens_per_micro_batch
-    target = _target_tokens(model) if budget is None else budget
-    most = max((n for n in range(1, rows + 1) if _tokens(config, longest, n) <= target), default=1)
-    candidates = [_pack(config, longest, sequences, rows) for sequences in range(most, 0, -1)]
-    if budget is not None:
-        candidates = [_pack(config, longest, 1, rows, budget)]
-    plans = [_plan(model, itemsize, config, pack, free_bytes, xla) for pack in candidates]
-    fitting = [plan for plan in plans if not plan.lacking_bytes]
-    return min(fitting, key=lambda plan: _cost(model, config, rows, plan, replicas)) if fitting else plans[-1]
+    prompt = max(config.max_prompt_length, longest - config.max_completion_length)
+    prefix, suffix = min(prompt, longest), min(config.max_completion_length, longest)
+    budget, target = config.tokens_per_micro_batch, _target_tokens(model)
+
+    def fastest(limits: _Limits) -> UpdatePlan:
+        most = max((n for n in range(1, rows + 1) if limits.tokens(n) <= target), default=1)
+        sizes = [max(limits.longest, limits.tokens(n)) for n in range(most, 0, -1)]
+        if budget is not None:
+            sizes = [max(limits.longest, min(budget, limits.tokens(rows)))]
+        plans = [_plan(model, itemsize, config, _pack(limits, tokens, rows), free_bytes, xla) for tokens in sizes]
+        fitting = [plan for plan in plans if not plan.lacking_bytes]
+        return min(fitting, key=lambda plan: _cost(model, limits, rows, plan, replicas)) if fitting else plans[-1]
+
+    limits = _Limits(longest, prefix, suffix, config.num_generations)
+    shared, own = fastest(limits.in_buckets()), fastest(limits)
+    costs = [_cost(model, limits, rows, plan, replicas) for plan in (shared, own)]
+    return own if shared.lacking_bytes or costs[0] > _SHARING_COST * costs[1] else shared
+
+
+class _Limits(NamedTuple):
+    """Most tokens of a sequence, of its prefix and of its suffix; sequences of a prefix."""
+
+    longest: int
+    prefix: int
+    suffix: int
+    group: int
+
+    def tokens(self, sequences: int) -> int:
+        """Tokens of so many sequences, whole groups but for the last, at their longest."""
+        prompts = -(-sequences // self.group)
+        return min(sequences * self.longest, prompts * self.prefix + sequences * self.suffix)
+
+    def in_buckets(self) -> _Limits:
+        """Their buckets."""
+        prefix, suffix = bucket(self.prefix), bucket(self.suffix)
+        is_sum = self.longest == self.prefix + self.suffix
+        return _Limits(prefix + suffix if is_sum else bucket(self.longest), prefix, suffix, self.group)
 
 
 def _target_tokens(model: ModelConfig) -> float:
@@ -165,18 +198,18 @@ def _plan(
     return dataclasses.replace(plan, lacking_bytes=lacking)
 
 
-def _cost(model: ModelConfig, config: Config, rows: int, plan: UpdatePlan, replicas: int = 1) -> float:
+def _cost(model: ModelConfig, limits: _Limits, rows: int, plan: UpdatePlan, replicas: int = 1) -> float:
     """Relative time of an update whose completions are all as long as they may be."""
     shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
     share = (shapes["gate_proj"] + shapes["up_proj"]) / sum(shapes.values())
     passes = 4 + 2 * (plan.recomputed + share * plan.recomputed_gate_up) / model.num_layers
-    busiest = -(-_micro_batches(config, rows, plan.pack) // replicas)
+    busiest = -(-_micro_batches(limits, rows, plan.pack) // replicas)
     return busiest * (plan.pack.tokens + _LATENCY) * passes
 
 
-def _micro_batches(config: Config, rows: int, pack: PackShape) -> int:
+def _micro_batches(limits: _Limits, rows: int, pack: PackShape) -> int:
     """Micro-batches of groups whose sequences are all as long as they may be; `assign` may need fewer."""
-    group, prefix, suffix = config.num_generations, pack.longest_prefix, pack.longest_suffix
+    _, prefix, suffix, group = limits
     groups = -(-rows // group)
     suffixes = pack.most_suffixes(pack.longest_segment)
     whole = min(pack.tokens // (prefix + group * suffix), pack.prefixes, suffixes // group)
@@ -190,31 +223,16 @@ def _micro_batches(config: Config, rows: int, pack: PackShape) -> int:
     return groups * (group // together) - (-groups // rests)
 
 
-def _parts(config: Config, longest: int) -> tuple[int, int]:
-    """Most tokens of a (prefix, suffix) in rows of `longest` tokens."""
-    prompt = max(config.max_prompt_length, longest - config.max_completion_length)
-    return min(prompt, longest), min(config.max_completion_length, longest)
-
-
-def _tokens(config: Config, longest: int, sequences: int) -> int:
-    """Tokens of so many sequences, whole groups but for the last, at their longest."""
-    prefix, suffix = _parts(config, longest)
-    prompts = -(-sequences // config.num_generations)
-    return min(sequences * longest, prompts * prefix + sequences * suffix)
-
-
-def _pack(config: Config, longest: int, sequences: int, rows: int, budget: int = 0) -> PackShape:
-    tokens = max(_tokens(config, longest, sequences), longest, min(budget, _tokens(config, longest, rows)))
-    tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
-    prefix, suffix = _parts(config, longest)
+def _pack(limits: _Limits, tokens: int, rows: int) -> PackShape:
+    tokens = round_up(tokens, _ALIGNMENT)
     # Completions are rarely as long as their limit. More segments cost time in attention, empty ones too.
-    suffixes = min(rows, -(-2 * tokens // min(suffix, 512)))
-    prefixes = min(suffixes, -(-suffixes // config.num_generations) + 1)
-    pack = PackShape(tokens, prefixes, suffixes, longest, prefix, suffix)
+    suffixes = min(bucket(rows), -(-2 * tokens // min(limits.suffix, 512)))
+    prefixes = min(suffixes, -(-suffixes // limits.group) + 1)
+    pack = PackShape(tokens, prefixes, suffixes, *limits[:3])
     short = tokens // flash_attention.rows_of(tokens, min(_SHORT, pack.longest_segment))
     if pack.longest_segment <= short:
         return pack
-    beside_long = min(suffixes, -(-tokens // min(suffix, short)))
+    beside_long = min(suffixes, -(-tokens // min(limits.suffix, short)))
     return dataclasses.replace(pack, short=short, suffixes_beside_long=beside_long)
 
 

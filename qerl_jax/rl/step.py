@@ -101,11 +101,12 @@ def grpo_step(
 def _step(state: TrainState, work: Work, drawn: int) -> tuple[TrainState, dict[str, Float32[Array, ""]]]:
     config: Config = state.config
     micro_batches = assigned(work.plan, work.batch, work.loss.vanishes_with_advantage, work.replicas)
-    completions = head.completions_of(config.loss_type, config.max_completion_length, work.batch)
-    reference = _reference(state, work, completions, micro_batches) if work.needs_reference else None
-    old, updates = no_logprobs(completions), []
+    room = work.plan.pack.longest_prefix, work.plan.pack.longest_suffix
+    inputs = head.inputs_of(config.loss_type, config.max_completion_length, room, work.batch)
+    reference = _reference(state, work, *inputs, micro_batches) if work.needs_reference else None
+    old, updates = no_logprobs(inputs[1]), []
     for iteration in range(config.num_iterations):
-        state, metrics, logprobs = _update(state, work, completions, micro_batches, old, iteration > 0, reference)
+        state, metrics, logprobs = _update(state, work, *inputs, micro_batches, old, iteration > 0, reference)
         updates.append(metrics)
         old = logprobs if iteration == 0 else old
     (step, cursor), metrics = next_position(state.step, state.cursor, np.int32(drawn), updates)
@@ -234,13 +235,19 @@ def zero_gradients(state: TrainState, layers: list[dict[str, Any]]) -> tuple[lis
     return gradients, None if state.weights is None else zeros_like(outside_layers(state.weights))
 
 
-def _reference(state: TrainState, work: Work, completions: head.LossInputs, micro_batches: list[MicroBatch]) -> Array:
+def _reference(
+    state: TrainState,
+    work: Work,
+    sequences: head.Sequences,
+    completions: head.LossInputs,
+    micro_batches: list[MicroBatch],
+) -> Array:
     """Log-probabilities of the model's checkpoint, [B, C]."""
     norms = state.norms if state.reference_norms is None else state.reference_norms
     layers = layers_of(without_adapters(state.lora), norms)
     logprobs = no_logprobs(completions)
     for some in micro_batches:
-        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], work.batch, some.assignment)
+        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], sequences, some.assignment)
         shape = work.layer_shape(some.kind)
         for i, trained in enumerate(layers):
             x = layer.forward(shape, work.frozen["layers"][i], trained, x, packed)
@@ -252,6 +259,7 @@ def _reference(state: TrainState, work: Work, completions: head.LossInputs, micr
 def _update(
     state: TrainState,
     work: Work,
+    sequences: head.Sequences,
     completions: head.LossInputs,
     micro_batches: list[MicroBatch],
     old: Array,
@@ -264,7 +272,7 @@ def _update(
     gradients, outside = zero_gradients(state, layers)
     sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), no_logprobs(completions), None
     for some in micro_batches:
-        x, packed = head.embed(work.shape, weights["embed_tokens"], work.batch, some.assignment)
+        x, packed = head.embed(work.shape, weights["embed_tokens"], sequences, some.assignment)
         jax.block_until_ready(d_x)  # else a host that is ahead would hold the activations of two micro-batches
         d_x = None  # frees it before the forward pass
         shape = work.layer_shape(some.kind)
@@ -275,7 +283,7 @@ def _update(
         del x, arrays
         d_x = _backward(work, shape, layers, gradients, kept, d_x, packed)
         if outside is not None:
-            outside = head.embed_backward(outside, d_x, work.batch, packed)
+            outside = head.embed_backward(outside, d_x, sequences, packed)
     state, metrics = apply_gradients(state, *over_replicas(work.replicas, gradients, sums, outside))
     return state, metrics, logprobs
 

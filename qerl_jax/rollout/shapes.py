@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from qerl_kernels import dispatch
 
-from qerl_jax.buckets import bucket, power_of_two, round_up
+from qerl_jax.buckets import bucket, bucket_of_rows, power_of_two, round_up
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import xla_matmuls
 from qerl_jax.rollout.prefill_packing import prefill_shapes
@@ -25,7 +25,6 @@ _MIN_SLOTS = 8
 _SHARE_OF_FREE = 0.94  # allocator and libraries take the rest
 _CACHE_MULTIPLE = 8  # cache widths in tokens are multiples of this: the smallest copy of the attention kernel
 _PROMPT_SLOTS, _PROMPT_TOKENS = 32, 8192  # at least so many prompts in the prompt cache, up to so many tokens
-_ROWS = 256  # of the results, at least: 3 kB for each token that a completion may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +149,7 @@ def choose_shapes(
             room = min(_PROMPT_SLOTS, _PROMPT_TOKENS // lengths[0])
             prompt_slots = max(room, power_of_two(prompt_slots))
         widths = [round_up(length, _CACHE_MULTIPLE) for length in lengths]
-        shapes = RolloutShapes(count, prompt_slots, *widths, max(_ROWS, bucket(prompts * group)), 0)
+        shapes = RolloutShapes(count, prompt_slots, *widths, bucket_of_rows(prompts * group), 0)
         # While survivors move into fewer slots, the keys or values of one layer exist twice.
         moved = sum(shapes.slot_counts()[1:2]) * shapes.completion_width * layer_bytes // 2
         tokens = count * shapes.completion_width + prompt_slots * shapes.prompt_width

@@ -24,7 +24,7 @@ from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import compile_calls, record, shapes_of
 from qerl_jax.rl import step
 from qerl_jax.rl.micro_batches import PackShape, assign
-from qerl_jax.rl.plan import UpdatePlan, _cost, _micro_batches, _pack, choose_plan, make_update_plan
+from qerl_jax.rl.plan import UpdatePlan, _cost, _Limits, _micro_batches, _pack, choose_plan, make_update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import assigned, grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
@@ -271,7 +271,7 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro, transfo
     sequences = collections.defaultdict(list)
     for some, kind in found:
         sequences[kind.longest_suffix].append(int((some.rows >= 0).sum()))
-    assert max(sequences[7]) == 3 < max(sequences[4]), sequences
+    assert max(sequences[usual.pack.longest_suffix]) == 3 < max(sequences[4]), sequences
     step = transform(lambda state, frozen, batch: grpo_step(state, frozen, batch, few))
     close(step(state, micro.frozen, batch), wanted, 2e-6)
 
@@ -347,12 +347,28 @@ def test_programs_do_not_grow_with_the_depth(tmp_path):
 @pytest.mark.parametrize(("size", "tokens"), [("0.5B", 17408), ("1.5B", 4352), ("7B", 4352)])
 def test_micro_batches_are_large_where_a_layer_is_small(tool, size, tokens):
     """256 completions of 256 + 512 tokens: four groups of eight at a time at 0.5B, whose layers would wait for the
-    host, and one from 1.5B on. Less memory, here for 5 GB of activations at 0.5B, takes precedence.
+    host, and one from 1.5B on. Less memory, here for 5 GB of activations at 0.5B, takes precedence. Limits in the same
+    buckets and other batches have the same plan.
     """
     model = parse_config(tool("make_checkpoint").hf_config(size), {}, size)
-    config = Config(batch_size=256, num_generations=8, max_prompt_length=256, max_completion_length=512)
-    assert choose_plan(model, 2, config, 256, 768, None).pack.tokens == tokens
-    assert choose_plan(model, 2, config, 256, 768, 5e9).pack.tokens <= 4352
+
+    def plan_of(prompt: int = 256, completion: int = 512, rows: int = 256, free: float | None = None) -> UpdatePlan:
+        sizes = {"batch_size": rows, "num_generations": 8}
+        config = Config(max_prompt_length=prompt, max_completion_length=completion, **sizes)
+        return choose_plan(model, 2, config, rows, prompt + completion, free)
+
+    assert plan_of().pack.tokens == tokens
+    assert plan_of(free=5e9).pack.tokens <= 4352
+    assert plan_of(230) == plan_of(256, 490) == plan_of(rows=128) == plan_of(rows=512) == plan_of()
+
+
+@pytest.mark.parametrize(("limit", "longest", "tokens"), [(4000, 384 + 4096, 4480), (5000, 300 + 5000, 5376)])
+def test_micro_batches_of_one_sequence_are_little_larger_than_it(tool, limit, longest, tokens):
+    """7B: the bucket of 300 + 4000 tokens costs 3 %, that of 300 + 5000 a quarter."""
+    model = parse_config(tool("make_checkpoint").hf_config("7B"), {}, "7B")
+    config = Config(batch_size=64, num_generations=8, max_prompt_length=300, max_completion_length=limit)
+    pack = choose_plan(model, 2, config, 64, 300 + limit, None).pack
+    assert (pack.longest, pack.tokens) == (longest, tokens)
 
 
 def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
@@ -380,7 +396,8 @@ def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
         assert not p.lacking_bytes or (p.recomputed, p.pack.tokens) == (8, 1024)  # one sequence, as little as can be
     kinds = {(min(p.recomputed, 1), min(p.recomputed_gate_up, 1)) for p in found}
     assert kinds == {(0, 0), (0, 1), (1, 1), (1, 0)} and found[-1].lacking_bytes
-    costs = [_cost(model, config, 64, p) for p in found if not p.lacking_bytes]
+    limits = _Limits(1024, 512, 512, config.num_generations)
+    costs = [_cost(model, limits, 64, p) for p in found if not p.lacking_bytes]
     assert costs == sorted(costs), "less memory is never faster"
 
 
@@ -389,14 +406,12 @@ def test_micro_batches_of_the_longest_sequences_are_counted():
     rng = np.random.default_rng(0)
     for _ in range(30):
         group, groups, prefix, suffix = (int(rng.integers(low, 9)) for low in (2, 1, 1, 1))
-        rows, longest = group * groups, prefix + suffix
-        sizes = {"batch_size": rows, "max_prompt_length": prefix, "max_completion_length": suffix}
-        config = make_config(num_generations=group, **sizes)
+        rows, limits = group * groups, _Limits(prefix + suffix, prefix, suffix, group)
         for sequences in range(1, rows + 1):
-            pack = _pack(config, longest, sequences, rows)
-            lengths, prompts = np.full(rows, longest), np.repeat(np.arange(groups), group)
+            pack = _pack(limits, max(limits.longest, limits.tokens(sequences)), rows)
+            lengths, prompts = np.full(rows, limits.longest), np.repeat(np.arange(groups), group)
             needed = len(assign(lengths, np.full(rows, prefix), prompts, pack).rows)
-            assert needed <= _micro_batches(config, rows, pack) <= 2 * needed
+            assert needed <= _micro_batches(limits, rows, pack) <= 2 * needed
 
 
 def test_the_plan_of_a_run_leaves_room_for_what_is_held(micro):

@@ -114,6 +114,6 @@ def test_what_does_not_fit_is_recomputed_gate_and_up_first():
         if plan.recomputed_gate_up and not plan.recomputed:
             less = [Keeps.ALL_BUT_GATE_UP] * (plan.recomputed_gate_up - 1)
             assert peak_bytes(less + [Keeps.ALL] * (12 - len(less)), need) > free
-        costs.append(update_plan._cost(MODEL, config, 64, plan))
+        costs.append(update_plan._cost(MODEL, update_plan._Limits(256, 64, 192, config.num_generations), 64, plan))
     assert costs == sorted(costs)
     assert kinds == {(False, False), (False, True), (True, True), (True, False)}
