@@ -169,6 +169,11 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"importance_sampling_floor": 0.5, "importance_sampling_cap": 2.0},
             "",
         ),
+        (
+            "num_generations_eval: 4\nper_device_eval_batch_size: 16\nnum_generations: 8",
+            {"eval_num_generations": 4, "eval_batch_size": 16, "num_generations": 8},
+            "",
+        ),
         ("dataset_name: open-r1/Big-Math-RL-Verified-Processed", {"dataset": ("bigmath",)}, ""),
         ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps '10': warmup_ratio (a share of all updates)"),
         ("warmup_steps: 0.25", {"warmup_ratio": 0.25}, ""),

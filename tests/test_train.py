@@ -191,6 +191,13 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_may_fill_all_positions_of_the_model(tmp_path):
+    config = Config("tiny", dataset="arithmetic", output_dir=str(tmp_path / "run"), max_prompt_length=200)
+    prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=312)))  # 512
+    with pytest.raises(ConfigError, match=r"200 \+ max_completion_length 313 exceed max_position_embeddings 512"):
+        prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=313)))
+
+
 NVFP4 = str(Path(__file__).parent / "data/nvfp4/fixture-compressed-tensors-tiny-qwen2")
 
 

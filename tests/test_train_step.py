@@ -253,8 +253,11 @@ def test_what_is_written_of_a_step(step):
     with recorder:
         recorder.phases._untaken.update({"rollout": 2.0, "grading": 0.5, "update": 1.5})
         metrics = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
-    [row] = read_metrics(step.run.directory)
-    assert curves == [(STEP + 1, metrics)] and row == pytest.approx(metrics | {"step": STEP + 1})
+        recorder.phases._untaken.update({"rollout": 2.0})
+        again = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
+    assert again["num_tokens"] - metrics["num_tokens"] == metrics["num_tokens"] - 1000
+    row, _ = read_metrics(step.run.directory)
+    assert curves == [(STEP + 1, metrics), (STEP + 1, again)] and row == pytest.approx(metrics | {"step": STEP + 1})
     assert (row["accuracy"], row["step_time"], row["num_tokens"] > 1000) == (pytest.approx(3 / 5), 4.0, True)
     written = pyarrow.parquet.read_table(
         step.run.directory / "completions" / f"step_{STEP + 1:06d}.parquet"

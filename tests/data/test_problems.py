@@ -184,6 +184,9 @@ def test_limit_reads_no_further(tmp_path):
     assert len(load_dataset("arithmetic", "test", limit=5).problems) == 5
     with pytest.raises(DataError, match="0 problems of dataset 'arithmetic' were asked for"):
         load_dataset("arithmetic", "test", limit=0)
+    path.write_text('{"question": "a"}\n' + '{"question": "b", "answer": "1"}\n' * 3)
+    dataset = load_dataset(str(path), "test", limit=2)  # usable ones
+    assert ([problem.id for problem in dataset.problems], dataset.size) == ([1, 2], 3)
 
 
 CHAT = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "u2"}]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import runs
 from replicas import on_replicas
 
 from qerl_jax import generate
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.command import STOPPED
 from qerl_jax.data.arithmetic import problems
-from qerl_jax.evaluate import main, parse, run
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.evaluate import _settings, main, parse, run
 from qerl_jax.evaluation.records import RecordsError, open_records
 from qerl_jax.evaluation.summary import Item
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SETTINGS = {"temperature": 0.6, "dataset": "arithmetic", "samples": None}
 IDS = [3, 5, 8, 9, 11]
 
@@ -74,6 +81,27 @@ def test_other_settings_are_refused(tmp_path, change, words):
     write(tmp_path / "other.jsonl", IDS[:2], SETTINGS | {"few_shot": "wei"})
     with pytest.raises(RecordsError, match="few_shot 'wei', this call has None"):
         write(tmp_path / "other.jsonl", IDS[2:4])
+
+
+def test_records_know_the_files_behind_the_flags(tmp_path):
+    """An adapter that was trained on, and a dataset whose second answer was mended, are other settings."""
+    adapter = shutil.copytree(GOLDEN / "adapter_with_norms", tmp_path / "adapter")
+    arguments, _ = parse(["tiny", "--dataset", "arithmetic", "--adapter", str(adapter)])
+    items = [EncodedProblem(Problem(i, "?", "1"), array.array("i", [i])) for i in range(2)]
+    mended = [items[0], dataclasses.replace(items[1], problem=Problem(1, "?", "2"))]
+
+    def settings(problems: list[EncodedProblem]) -> dict:
+        return _settings(arguments, model_path("tiny"), problems, 4)
+
+    def changed(one: dict, other: dict) -> set[str]:
+        return {name for name in one | other if one.get(name) != other.get(name)}
+
+    first = settings(items)
+    assert changed(first, settings(mended)) == {"prompts_and_answers"}
+    weights = bytearray((adapter / "adapter_model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (adapter / "adapter_model.safetensors").write_bytes(weights)
+    assert changed(first, settings(items)) == {"adapter_files"}
 
 
 @pytest.mark.parametrize("content", ["", "\n", "{}\n", "[1]\n", "not JSON\n", '{"settings": 3, "version": 1}\n', "x"])

@@ -23,9 +23,11 @@ from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.messages import Given
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.rewards.load import Rewards
 from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.hooks import Hooks, with_objects
+from qerl_jax.run.sample import try_rewards
 
 # Counts its calls in a folder, whatever worker it runs in. The first one is the trial before the run, with a whole
 # group; a step makes two, one for each prompt.
@@ -138,6 +140,23 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
         with pytest.raises(ConfigError, match=words):
             train.train(again, **(given | changes))
     assert int(state.step) == 1
+
+
+def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
+    for split, number in ("train", 2), ("test", 9):
+        (tmp_path / f"{split}.jsonl").write_text(f'{{"question": "1 + {number - 1}?", "answer": "{number}"}}\n')
+    seen = []
+
+    def spy(**columns):
+        seen.append(columns)
+        return [0.0] * len(columns["completions"])
+
+    config = Config("tiny", dataset=str(tmp_path), reward_funcs="spy", reward_weights=1.0, num_generations=4)
+    try_rewards(config, Rewards(spy=spy), download=False)
+    [columns] = seen
+    assert (columns["prompts"], columns["answer"], columns["prompt_index"]) == (["1 + 1?"] * 4, ["2"] * 4, [0] * 4)
+    right, wrong = "So it is \\boxed{2}.", "So it is \\boxed{3}."
+    assert columns["completions"] == [right, wrong, "I do not know.", right]
 
 
 def test_objects_that_are_no_rewards_and_no_records(tmp_path):
