@@ -14,7 +14,8 @@ from rich.console import Console
 
 class RunConsole(Console):
     """A console, by default on standard output, that falls silent when that cannot be written: where its reader goes
-    away (`| head`) rich's would end the program, and where the disk is full raise an error.
+    away (`| head`) rich's would end the program, and where the disk is full raise an error. It breaks no line of text:
+    a log's paths and commands stay whole.
 
     Args:
       file: None: standard output.
@@ -27,7 +28,7 @@ class RunConsole(Console):
     is_closed = False
 
     def __init__(self, file: IO[str] | None = None, quiet: bool = False) -> None:
-        super().__init__(file=file or _Output(), highlight=False, quiet=quiet)
+        super().__init__(file=file or _Output(), highlight=False, quiet=quiet, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
         """Say no more, and let nothing else fail at the closed pipe."""

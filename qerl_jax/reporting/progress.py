@@ -10,7 +10,6 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from rich.text import Text
 
 _WIDE = 110  # columns of a terminal that has room for a bar beside the numbers
 _PLAIN_LINES = 20  # lines of a whole run where there is no terminal
@@ -66,12 +65,15 @@ def tensor_bar() -> Progress:
     return Progress(*columns, disable=not Console().is_terminal)
 
 
-def summary_table(console: Console, results: list[tuple[str, str]], files: list[tuple[str, str]]) -> None:
-    """Print results, then where the files are."""
-    table = Table(show_header=False, title="Run finished", title_justify="left")
+def summary_table(
+    console: Console, results: list[tuple[str, str]], directory: str, files: list[tuple[str, str]]
+) -> None:
+    """Print results, then the files in the run's directory."""
+    console.print(f"run finished, in {directory}", soft_wrap=True, markup=False)
+    table = Table(show_header=False)
     for name, value in results:
         table.add_row(name, value)
     table.add_section()
     for name, path in files:
-        table.add_row(name, Text(path))
-    console.print(table)
+        table.add_row(name, path)
+    console.print(table, soft_wrap=False)

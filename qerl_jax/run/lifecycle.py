@@ -97,7 +97,6 @@ def restore(
         console.print(
             f"max_steps: {before} -> {config.max_steps}; learning rate and noise are those of the new length from here "
             "on",
-            soft_wrap=True,
             markup=False,
         )
     rows_until(source.directory.parent, int(state.step))
@@ -138,7 +137,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
             f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with",
             markup=False,
         )
-        console.print(run.resume_command, soft_wrap=True, markup=False)
+        console.print(run.resume_command, markup=False)
         return
     files = {
         "report": REPORT_FILE,
@@ -152,11 +151,10 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         del files["adapter"]
         console.print(
             f"the trained model: python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged",
-            soft_wrap=True,
             markup=False,
         )
     summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
-    summary_table(console, summary, [(name, str(directory / path)) for name, path in files.items()])
+    summary_table(console, summary, str(directory), list(files.items()))
 
 
 def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:

@@ -122,7 +122,7 @@ class Recorder:
         rows = self.metrics.rows if self.metrics else []
         health.refuse_skipped(rows, config)
         if step == config.num_rollouts and (said := health.refuse_untrained(rows, config)):
-            self._run.console.print(said, soft_wrap=True, markup=False)
+            self._run.console.print(said, markup=False)
         self._newest, self.phases.step = state, step + 1
         self._progress.update(step, self._metrics)
         self._warn(step, rows)
@@ -151,7 +151,6 @@ class Recorder:
             self._run.console.print(
                 f"another program removed or cut {' and '.join(found)} in {directory}: written again; see whether "
                 f"{COMPLETIONS_DIR}/ and {CHECKPOINTS_DIR}/ are whole",
-                soft_wrap=True,
                 markup=False,
             )
 
@@ -160,7 +159,7 @@ class Recorder:
         for kind, sentence in health.warnings(rows).items():
             if kind not in self._warned:
                 self._warned.add(kind)
-                self._run.console.print(f"step {step}: {sentence}", soft_wrap=True, markup=False)
+                self._run.console.print(f"step {step}: {sentence}", markup=False)
 
     def _save_after_error(self) -> None:
         """Save the state after the newest finished step, also where the output directory was deleted; the error that
@@ -171,9 +170,9 @@ class Recorder:
             self.checkpoints.save(state)
             self.mend()
         except OSError as error:
-            console.print(f"step {step + 1} failed; {error}", soft_wrap=True, markup=False)
+            console.print(f"step {step + 1} failed; {error}", markup=False)
         else:
             console.print(
                 f"step {step + 1} failed; the state after step {step} is saved, resume from it with", markup=False
             )
-            console.print(self._run.resume_command, soft_wrap=True, markup=False)
+            console.print(self._run.resume_command, markup=False)

@@ -13,7 +13,7 @@ from command_lines import time_limit
 from rich.console import Console
 
 from qerl_jax.reporting.console import RunConsole
-from qerl_jax.reporting.progress import TrainingProgress
+from qerl_jax.reporting.progress import TrainingProgress, summary_table
 
 METRICS = {"reward": 0.5, "entropy": 1.0, "aqn/sigma": 0.0, "completions/mean_length": 20.0, "tokens_per_second": 100.0}
 
@@ -53,3 +53,16 @@ def test_a_log_has_twenty_lines_of_a_run_from_where_it_began():
         for step in range(8, 61):
             progress.update(step, METRICS | {"step_time": 1.0})
     assert list(map(int, re.findall(r"^step (\d+)/60", file.getvalue(), re.M))) == [*range(10, 60, 3), 60]
+
+
+def test_a_log_keeps_paths_whole(tmp_path):
+    """Where rich assumes 80 columns, a path of a run's messages and of its summary can be copied."""
+    path = "/runs/" + 10 * "a-long-name/"
+    with (tmp_path / "log").open("w") as log, contextlib.redirect_stdout(log):
+        console = RunConsole()
+        console.print(f"12.0 M parameters, 8 problems, into {path}", markup=False)
+        summary_table(console, [("after", "pass@1 50.0 %")], path, [("report", "report.md")])
+    assert console.width < len(path)
+    first, second, *table = (tmp_path / "log").read_text().splitlines()
+    assert first.endswith(path) and second.endswith(path)
+    assert [line for line in table if "report" in line] == ["│ report │ report.md     │"]
