@@ -93,9 +93,10 @@ def train(
     checkpoint holds their fingerprints.
 
     Raises ConfigError, CheckpointError, DataError, RewardError or FileNotFoundError for unusable input, before the
-    first step where possible, MemoryError if an update runs out of device memory, and ValueError if updates only skip.
-    An error in a later step leaves a checkpoint of the step before. The first SIGINT, SIGTERM or SIGHUP ends the run
-    after the current step, with a checkpoint; so does a closed output pipe.
+    first step where possible, MemoryError if an update runs out of device memory, and ValueError if updates only skip,
+    or no step of the run trained anything, which leaves no checkpoint. Any other error in a later step leaves one of
+    the step before. The first SIGINT, SIGTERM or SIGHUP ends the run after the current step, with a checkpoint; so does
+    a closed output pipe.
     """
     console = console if console and replicas.is_first else RunConsole(quiet=not replicas.is_first)
     hooks = Hooks(problems, sigma, perturb, token_loss, with_reference, optimizer, on_step)
