@@ -46,11 +46,11 @@ UNSUPPORTED = {
 """README's list of what is not supported, and the names by which people ask for it."""
 
 _MINI_BATCHES = (
-    "an update uses the whole rollout; for mini-batches of it the old log-probabilities would take a pass of their own"
+    "an update uses the whole rollout; mini-batches would take a pass of their own for the old log-probabilities"
 )
 _BATCH = "all completions of a rollout"
-_ENGINE = "neither the built-in engine nor vLLM as rollout_backend, which runs in one process beside it, has it"
-_FIXED_REFERENCE = "the reference of the KL penalty is the model's checkpoint, as in the release, and stays fixed"
+_ENGINE = "neither the built-in engine nor rollout_backend vllm has it"
+_FIXED_REFERENCE = "the reference of the KL penalty is the model's checkpoint and stays fixed"
 _OTHER_LOSS = "not built in; a token_loss of your own can have it"
 _ENTROPY = "a token_loss of your own can have one (docs/research.md)"
 _NO_IMAGES = "text models only"
@@ -150,9 +150,7 @@ FOREIGN: dict[str, Foreign] = {
     # sampling
     "max_new_tokens": Foreign("transformers", ("max_completion_length",)),
     "generation_kwargs": Foreign("TRL", ("temperature", "top_k", "top_p", "min_p"), "each setting is a field"),
-    "repetition_penalty": Foreign(
-        "TRL", (), "the sampler's log-probabilities would depend on the tokens before, in the trainer too"
-    ),
+    "repetition_penalty": Foreign("TRL", (), "log-probabilities would depend on the tokens before, in the trainer too"),
     "cache_implementation": Foreign("TRL", (), "one cache, sized before the first rollout"),
     "float8_kv_cache": Foreign("Unsloth", (), "keys and values are cached in `dtype`"),
     "gpu_memory_utilization": Foreign(
@@ -180,7 +178,7 @@ FOREIGN: dict[str, Foreign] = {
     "top_entropy_quantile": Foreign(
         "TRL",
         (),
-        "it needs the entropies of the whole batch before the loss, and an update sees one micro-batch at a time",
+        "an update sees the entropies of one micro-batch at a time",
     ),
     **_names(
         "TRL",
