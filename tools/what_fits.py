@@ -84,7 +84,7 @@ def row_of(name: str, args: argparse.Namespace) -> str:
     fitting = ((size, cell(size, args.format, gigabytes, args, gpu)) for size in reversed(SIZES))
     size, how = next((size, how) for size, how in fitting if how != "–")
     model = f"{size}, with recomputation" if "recomputed" in how else size
-    runs = "decode, prefill, update" if gpu.tier == "wgmma" else "decode"
+    runs = "decode, prefill, update" if gpu.tier == "wgmma" else "decode, prefill" if gpu.has_tcgen05 else "decode"
     step = f"{STEP_SECONDS[name]} s" if name in STEP_SECONDS else "compiled, not measured"
     return f"| {name} | {gigabytes} GB | {model} | {runs} | {step} |"
 

@@ -41,6 +41,11 @@ class Gpu:
         return "wgmma" if self.arch == 90 else "warp"
 
     @property
+    def has_tcgen05(self) -> bool:
+        """Whether `tcgen05.mma` multiplies many rows, in tier "warp"."""
+        return self.arch in (100, 103)
+
+    @property
     def table(self) -> str:
         """The tuning table for GEMMs that its own does not have: a file of `nvfp4_matmul/`."""
         return "tuning_h200.json" if self.tier == "wgmma" else "tuning_warp.json"

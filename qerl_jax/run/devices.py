@@ -76,6 +76,8 @@ def _tier_note(gpu: Gpu) -> str:
     """Which kernels run on this GPU, and whose configs they have."""
     if gpu.tier == "wgmma":
         words = "4-bit kernels for prefill, decode and update; "
+    elif gpu.has_tcgen05:
+        words = "4-bit kernels for prefill, decode of up to 128 sequences and the update's forward pass; "
     else:
         words = "4-bit kernels for decode of up to 128 sequences, prefill and update by dequantization and cuBLAS; "
     if gpu.own_table:

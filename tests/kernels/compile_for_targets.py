@@ -22,6 +22,7 @@ from qerl_kernels.gpu import Gpu, gpu_of  # noqa: E402
 from qerl_kernels.nvfp4_matmul import tuning  # noqa: E402
 from qerl_kernels.nvfp4_matmul.dequantize.kernel import dequantize  # noqa: E402
 from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul  # noqa: E402
+from qerl_kernels.nvfp4_matmul.tcgen05 import kernel as tcgen05  # noqa: E402
 
 SHAPES = [(8, 3584, 3584, 1, 14), (32, 37888, 3584, 2, 7), (16, 3584, 18944, 1, 0)]  # m, n, k, adapters, partials
 PROLOGUES = [("plain", 3584, (32,) * 3, True), ("silu", 18944, (32,), True), ("silu", 18944, (), False),
@@ -38,6 +39,13 @@ def skinny(gpu: Gpu, m: int, n: int, k: int, adapters: int, partials: int) -> tu
     ), args
 
 
+def many_rows(gpu: Gpu) -> tuple:
+    def call(x, weight, bias):
+        return tcgen05.gemm(x, weight, bias=bias, gpu=gpu)
+
+    return call, [array(300, 3584), packed_weight(4608, 3584), array(4608)]
+
+
 def prologue(gpu: Gpu, kind: str, features: int, ranks: tuple, partials: bool, tokens: int = 8) -> tuple:
     spec = config.PrologueSpec(kind, tokens, features, ranks, partials=partials)
     chosen = config.best_config(spec, gpu)
@@ -50,6 +58,7 @@ def programs(gpu: Gpu, is_all: bool) -> list[tuple]:
     rows = [(row.m, row.n, row.k, 1, 7) for row in tuning.table(gpu.table)] if is_all else []
     found = [(functools.partial(dequantize, gpu=gpu), [packed_weight(3584, 3584)])]
     found += [skinny(gpu, *shape) for shape in SHAPES + rows]
+    found += [many_rows(gpu)] if gpu.has_tcgen05 else []
     found += [prologue(gpu, *case) for case in PROLOGUES]
     for heads in MODELS if is_all else [(28, 4, 128), (14, 2, 64)]:
         call, args = attention_program(Case("attention", (8, *heads, 256, 1024), bias="bfloat16"))

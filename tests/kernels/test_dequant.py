@@ -85,6 +85,40 @@ def store_transposed(y: np.ndarray) -> np.ndarray:
 # ---- tests ----
 
 
+def held_by(layout, array: np.ndarray) -> np.ndarray:
+    """[128 threads, registers, values] of an array in one of Mosaic's tiled layouts, by its definition: each tile
+    splits the last dimensions of what the one before left, tiles in front of what is in a tile."""
+    for tile in layout.tiling.tiles:
+        kept = array.ndim - len(tile)
+        split = [(size // length, length) for size, length in zip(array.shape[kept:], tile, strict=True)]
+        array = array.reshape(*array.shape[:kept], *(size for pair in split for size in pair))
+        outer = range(kept, array.ndim, 2)
+        array = array.transpose(*range(kept), *outer, *(axis + 1 for axis in outer))
+    warps, lanes = ([axis for axis in axes if isinstance(axis, int)] for axes in (layout.warp_dims, layout.lane_dims))
+    threads = [axis + array.ndim for axis in warps + lanes]
+    rest = [axis for axis in range(array.ndim - 1) if axis not in threads]
+    width = array.shape[-1]
+    array = array.transpose(*threads, *rest, array.ndim - 1).reshape(-1, np.prod([array.shape[i] for i in rest]), width)
+    return np.repeat(array, 128 // len(array), axis=0)
+
+
+@pytest.mark.parametrize("unit", [0, 2])
+def test_tcgen05_operand(weight, unit):
+    """Each register that a thread makes of its words and scales is the one of `Layout.TCGEN05`."""
+    pytest.importorskip("jax", "0.11")
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from qerl_kernels.nvfp4_matmul.tcgen05 import kernel
+
+    packed, matrix = weight
+    parts = (kernel.WORDS, packed.words), (kernel.SCALES, packed.scales)
+    held = [held_by(layout.to_mgpu(), np.asarray(part)[:2, unit].astype(np.int64)) for layout, part in parts]
+    words, scales = ([list(register.T) for register in each.swapaxes(0, 1)] for each in held)
+    registers = kernel.emit_dequantize(NumpyMachine(128), words, scales).reshape(-1)
+    found = np.stack([[bf16_of(register.astype(U32), e) for e in range(2)] for register in registers])
+    expected = held_by(plgpu.Layout.TCGEN05.to_mgpu(), matrix[:, 64 * unit :][:, :64])
+    np.testing.assert_array_equal(found.transpose(2, 0, 1), expected)
+
+
 @pytest.mark.parametrize("tile, unit", [(0, 0), (1, 2)])
 def test_forward_operand(weight, tile, unit):
     packed, matrix = weight

@@ -16,10 +16,11 @@ from numpy_machine import Memory, NumpyMachine
 from qerl_kernels.decode_attention import combine, consumer, stages
 from qerl_kernels.decode_attention import kernel as attention
 from qerl_kernels.decode_attention.config import AttentionConfig
-from qerl_kernels.gpu import H200
+from qerl_kernels.gpu import H200, gpu_of
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.gemm import epilogue, kernel, mainloop, operand, producer, reduce_partials, transposed
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig as Config
+from qerl_kernels.nvfp4_matmul.tcgen05 import kernel as tcgen05
 from test_decode_attention import exact, inputs
 from test_decode_attention_program import tile_scores, with_values
 from test_dequant import dequantize, dequantize_transposed, load_transposed, store_transposed, swizzle
@@ -144,6 +145,31 @@ def test_gemm_dx(gemms, config, m, n, k):
     expected = np.asarray(dy, np.float64) @ (matrix * row[:, None])
     dx = np.asarray(transposed.gemm_dx(dy, packed, config, gpu=ONE_SM), np.float64)
     assert np.all(np.abs(dx - expected) <= 2.0**-8 * np.abs(expected) + 1e-4)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 64, 64), (130, 192, 448)])
+def test_tcgen05_gemm(monkeypatch, m, n, k):
+    """Stages are used again, the last tiles reach past the rows and the features."""
+
+    def of_tiles(words, scales):
+        return np.concatenate([dequantize(*tile) for tile in zip(words, scales, strict=True)])
+
+    def commit_tmem():
+        """Orders the reads of words before the next copy, for which the interpreter asks for a fence."""
+        plgpu.commit_tmem()
+        plgpu.commit_smem()
+
+    stand_in = lambda *tiles: on_numpy(of_tiles, shaped((128, 64), BF16), *tiles)  # noqa: E731
+    fenced = Namespace(plgpu, commit_tmem=commit_tmem)
+    for name, value in {"load": load, "dequantize": stand_in, "plgpu": fenced}.items():
+        monkeypatch.setattr(tcgen05, name, value)
+    packed, matrix = random_packed(n, k)
+    x = jax.random.normal(jax.random.key(m), (m, k), BF16)
+    bias = jnp.arange(n, dtype=BF16)
+    expected = np.asarray(x, np.float64) @ matrix.T + np.asarray(bias, np.float64)
+    with interpreting(monkeypatch):
+        y = tcgen05.gemm(x, packed, bias=bias, gpu=gpu_of("NVIDIA B200", 100, 148))
+    assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2.0**-8 * np.abs(expected) + 1e-4)
 
 
 # ---- decode attention ----

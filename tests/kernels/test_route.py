@@ -22,6 +22,7 @@ from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
 from qerl_kernels.nvfp4_matmul.route import Problem, route, route_problem
 from qerl_kernels.nvfp4_matmul.skinny import kernel as skinny_kernel
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+from qerl_kernels.nvfp4_matmul.tcgen05.config import Tcgen05Config
 
 N, K = 512, 640
 SKINNY = SkinnyConfig(8, m16_tiles=2, warps=4, cluster=2, stages=1, computes_lora_x=True)
@@ -305,6 +306,40 @@ def test_a_gpu_without_wgmma(calls, monkeypatch, rows, kernels):
     assert calls[-1][0] == "dequantize"
     near(product(x, pairs, batch_invariant=True), got[0])
     assert calls[-1][0] == "dequantize"
+
+
+def test_many_rows_on_data_center_blackwell(calls, monkeypatch):
+    """By `tcgen05`, whose result the adapters are added to; so are those of a batch of few rows, which the skinny
+    kernel would fuse. Not the gradient in x, batch invariance, or a matrix that is no projection of a model."""
+    pytest.importorskip("jax", "0.11")
+    from qerl_kernels.nvfp4_matmul.tcgen05 import kernel
+
+    def gemm(x, weight, *, bias, gpu):
+        matrix, row = packing.packed_parts(weight)
+        calls.append(("tcgen05", len(x), gpu.arch))
+        y = x.astype(jnp.float32) @ matrix.astype(jnp.float32).T * row
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+    b200 = gpu_of("NVIDIA B200", 100, 148)
+    monkeypatch.setattr(dispatch, "this_gpu", lambda: b200)
+    monkeypatch.setattr(
+        tuning, "table", lambda name: (tuning.Row("forward", N, K, 8, SkinnyConfig(8, 2, 4, 1, 2), None),)
+    )
+    monkeypatch.setattr(kernel, "gemm", gemm)
+    monkeypatch.setattr(dequantize_kernel, "dequantize", lambda weight, *, gpu: packing.packed_parts(weight)[0])
+    product, arguments = draw_for_gradients(129, (448, 64), (32, 8))
+    got = value_and_gradients(product, arguments)
+    assert calls == [("tcgen05", 129, 100)]
+    all_near(got, value_and_gradients(product, arguments, implementation="xla"))
+    few, pairs = arguments[0][:5], arguments[1]
+    batch = jax.vmap(product, (0, None))(jnp.stack([few] * 30), pairs)
+    assert calls[-1] == ("tcgen05", 150, 100)
+    all_near(batch, [product(few, pairs, implementation="xla")] * 30)
+    chosen = [
+        tuning.config_for(256, n, 512, gpu=gpu_of("GPU A", arch, 148), **more)
+        for arch, n, more in [(103, 512, {}), (100, 448, {}), (100, 512, {"batch_invariant": True}), (120, 512, {})]
+    ]
+    assert chosen == [Tcgen05Config(), None, None, None]
 
 
 @pytest.mark.parametrize(("how", "batch"), [("vmap", 3), ("scan", 3), ("remat", 3), ("inner", 12)])

@@ -36,13 +36,29 @@ def compiled(arch: int, tmp_path: pathlib.Path, *more: str) -> list[tuple[str, s
     return found
 
 
+def of_tcgen05(ptx: str) -> None:
+    """Four m128n128k16 a k-tile, bf16 with fp32 sums (PTX ISA, "Instruction descriptor"), A from tensor memory, to
+    which 32 columns are stored; half of the tensor memory, given back."""
+    descriptor = 1 << 4 | 1 << 7 | 1 << 10 | (128 // 8) << 17 | (128 // 16) << 24
+    [register] = re.findall(rf"mov\.b32 \t(%r\d+), {descriptor};", ptx)
+    mma = rf"tcgen05\.mma\.cta_group::1\.kind::f16 \[%r\d+\], \[a_desc\], b_desc, {register}, "
+    assert len(re.findall(mma, ptx)) == ptx.count("tcgen05.mma.") == 4
+    assert ptx.count("tcgen05.st.sync.aligned.16x128b.x8.b32") == 2
+    columns = set(re.findall(r"mov\.b32 \t(%r\d+), 256;", ptx))
+    found = [re.findall(rf"tcgen05\.{word}\.\S+ (?:\[%r\d+\]|%r\d+), (%r\d+);", ptx) for word in ("alloc", "dealloc")]
+    assert all(len(registers) == 1 and columns.issuperset(registers) for registers in found)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles(arch, tmp_path):
     kernels = compiled(arch, tmp_path)
-    for name, count in KERNELS.items():
+    for name, count in (KERNELS | {"nvfp4_tcgen05": arch in (100, 103)}).items():
         assert len([found for found, *_ in kernels if name in found]) == count, name
     for name, ptx, report in kernels:
         assert "0 bytes spill stores, 0 bytes spill loads" in report, (name, report)
+        if "tcgen05" in name:
+            of_tcgen05(ptx)
+            continue
         multiplies = any(word in name for word in ("skinny", "attention", "_lora"))
         assert ("mma.sync.aligned.m16n8k16" in ptx) == multiplies, name
         assert not re.search(r"wgmma|mapa|st\.async|cp\.async\.bulk|mbarrier\.|barrier\.cluster", ptx), name
@@ -64,6 +80,7 @@ def test_what_takes_hopper_is_refused_before_the_compiler(arch):
     from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
     from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
     from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
+    from qerl_kernels.nvfp4_matmul.tcgen05 import kernel as tcgen05
     from qerl_kernels.nvfp4_matmul.tuning import PLAINEST
     from qerl_kernels.ptx.instructions import PtxMachine
 
@@ -76,6 +93,9 @@ def test_what_takes_hopper_is_refused_before_the_compiler(arch):
         kernel.gemm(x, packed, PLAINEST, gpu=gpu)
     with pytest.raises(ValueError, match=r"wgmma takes compute capability 9\.0, this is GPU A"):
         transposed.gemm_dx(x, packed, PLAINEST, gpu=gpu)
+    if arch not in (100, 103):
+        with pytest.raises(ValueError, match=r"tcgen05 takes compute capability 10\.0 or 10\.3, this is GPU A"):
+            tcgen05.gemm(x, packed, gpu=gpu)
     with pytest.raises(ValueError, match="does not fit an SM"):
         skinny_matmul(x, packed, SkinnyConfig(8, 2, 4, 2, 1), gpu=gpu)
     cache, lengths = jnp.zeros((8, 1, 8, 64), jnp.bfloat16), jnp.zeros(8, jnp.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -136,8 +136,13 @@ def _all_terms(route: Route, x, weight, bias, of_each: list[Array], pairs, lora_
     if route.config is None:
         y = _by_library(route, x, weight, bias, of_each, [b for _, b in pairs])
     elif pairs and not route.is_fused:
-        y = _call_kernel(route.without_lora(), x, weight, bias)
-        y = y.astype(jnp.float32) + _lora_terms(route, of_each, [b for _, b in pairs], n)
+        lora_b = [b for _, b in pairs]
+
+        def both(x: Array, *of_each: Array) -> Array:
+            y = _call_kernel(route.without_lora(), x, weight, bias).astype(jnp.float32)
+            return (y + _lora_terms(route, of_each, lora_b, n)).astype(x.dtype)
+
+        y = _by_rows(both, n, x, *of_each)
     elif pairs:
         lora_x = join_lora_x(of_each) if lora_x is None else lora_x
         y = _call_kernel(route.given_lora_x(), x, weight, bias, lora_x, tuple(b for _, b in pairs))
@@ -147,9 +152,7 @@ def _all_terms(route: Route, x, weight, bias, of_each: list[Array], pairs, lora_
 
 
 def _by_library(route: Route, x, weight: PackedNvfp4, bias, of_each: list[Array], lora_b) -> Float[Array, "M N"]:
-    """All terms of y by XLA, rounded once. Many rows in blocks, since XLA keeps the product and each adapter's term in
-    fp32: of gate and up of 7B over 8192 tokens 2.5 GB, in place of the 0.6 of the result.
-    """
+    """All terms of y by XLA, rounded once."""
     matrix, row = _parts(route, weight, x)
 
     def all_terms(x: Array, *of_each: Array) -> Array:
@@ -158,7 +161,14 @@ def _by_library(route: Route, x, weight: PackedNvfp4, bias, of_each: list[Array]
         y = y + _lora_terms(route, of_each, lora_b, weight.shape[0]) if lora_b else y
         return y.astype(x.dtype)
 
-    size = rows_at_once(len(x), weight.shape[0])
+    return _by_rows(all_terms, weight.shape[0], x, *of_each)
+
+
+def _by_rows(all_terms: Callable, n: int, x: Array, *of_each: Array) -> Float[Array, "M N"]:
+    """`all_terms(x, *of_each)`, of many rows in blocks, since XLA keeps the product and each adapter's term in fp32: of
+    gate and up of 7B over 8192 tokens 2.5 GB, in place of the 0.6 of the result.
+    """
+    size = rows_at_once(len(x), n)
     if size == len(x):
         return all_terms(x, *of_each)
     blocks = [rows.reshape(-1, size, rows.shape[1]) for rows in (x, *of_each)]
@@ -242,13 +252,17 @@ def _launch(route: Route, x, weight: PackedNvfp4, bias, lora_x, lora_b) -> Array
     """The kernel of the route, given `x A`."""
     from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed  # jax ≥ 0.11: imported where it runs
 
-    if route.config is None:  # more rows than there were when the LoRA term was to be fused
+    if route.config is None or (lora_b and not route.is_fused):  # `vmap` made more rows than can be fused
         of_each = [] if lora_x is None else _each(lora_x, len(x), route.problem.ranks, x.dtype)
-        return _by_library(route, x, weight, bias, of_each, lora_b).astype(x.dtype)
+        return _all_terms(route, x, weight, bias, of_each, [(None, b) for b in lora_b])
     if route.problem.transposed:
         return transposed.gemm_dx(x, weight, route.config, gpu=route.problem.gpu)
     if route.kernel == "skinny":
         return _launch_skinny(route.given_lora_x(), x, weight, bias, lora_b, lora_x=lora_x)
+    if route.kernel == "tcgen05":
+        from qerl_kernels.nvfp4_matmul.tcgen05 import kernel as tcgen05
+
+        return tcgen05.gemm(x, weight, bias=bias, gpu=route.problem.gpu)
     if lora_x is not None and lora_x.ndim == 3 and route.lora_form is not LoraForm.PARTIALS:
         lora_x = join_lora_x(lora_x_of_each(lora_x, len(x), route.problem.ranks, x.dtype))
     scale = route.problem.adapters[0][-1] if lora_b else 1.0

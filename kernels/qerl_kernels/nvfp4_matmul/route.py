@@ -20,6 +20,9 @@ from qerl_kernels.nvfp4_matmul import tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+from qerl_kernels.nvfp4_matmul.tcgen05.config import Tcgen05Config
+
+_KERNELS = {GemmConfig: "gemm", SkinnyConfig: "skinny", Tcgen05Config: "tcgen05"}
 
 
 class Adapter(Protocol):
@@ -92,7 +95,7 @@ class Route:
 
     problem: Problem
     kernel: str
-    config: GemmConfig | SkinnyConfig | None
+    config: GemmConfig | SkinnyConfig | Tcgen05Config | None
     lora_form: LoraForm
     is_fused: bool
 
@@ -160,8 +163,7 @@ def route_problem(problem: Problem) -> Route:
     config = _config(problem, []) if fused is None else fused
     if config is None:
         return _by_library(problem, "dequantize")
-    kernel = "gemm" if isinstance(config, GemmConfig) else "skinny"
-    return Route(problem, kernel, config, _lora_form(problem, fused), fused is not None)
+    return Route(problem, _KERNELS[type(config)], config, _lora_form(problem, fused), fused is not None)
 
 
 def _by_library(problem: Problem, kernel: str) -> Route:
@@ -169,7 +171,7 @@ def _by_library(problem: Problem, kernel: str) -> Route:
     return Route(problem, kernel, None, LoraForm.WHOLE if problem.adapters else LoraForm.NONE, False)
 
 
-def _config(problem: Problem, adapters: list[tuple[int, int]]) -> GemmConfig | SkinnyConfig | None:
+def _config(problem: Problem, adapters: list[tuple[int, int]]) -> GemmConfig | SkinnyConfig | Tcgen05Config | None:
     return tuning.config_for(
         problem.m, problem.n, problem.k,
         transposed=problem.transposed, adapters=adapters, batch_invariant=problem.batch_invariant,

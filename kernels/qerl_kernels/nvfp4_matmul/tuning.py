@@ -22,6 +22,7 @@ from qerl_kernels.gpu import H200, Gpu, slug, user_table
 from qerl_kernels.nvfp4_matmul import lora_input
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SkinnyConfig
+from qerl_kernels.nvfp4_matmul.tcgen05.config import Tcgen05Config
 
 MAX_SKINNY_M = 4 * MAX_M  # rows up to which tier "warp" runs the skinny kernel, for 32 rows at a time: not measured
 MAX_TUNED_M = 128  # above, a config may take a smaller tile_m than the table says
@@ -112,7 +113,7 @@ def config_for(
     adapters: Sequence[tuple[int, int]] = (),
     batch_invariant: bool = False,
     gpu: Gpu = H200,
-) -> GemmConfig | SkinnyConfig | None:
+) -> GemmConfig | SkinnyConfig | Tcgen05Config | None:
     """The config for x [m, k] (transposed: dy [m, n]) and a weight [n, k]; its class names the kernel. None where the
     adapters cannot be added within the kernel, and, without adapters, where this GPU has no kernel for this GEMM. A
     skinny config computes `x A` only where these adapters allow it.
@@ -128,8 +129,10 @@ def config_for(
     """
     if gpu.tier == "warp":
         can_fuse = not adapters or lora_input.can_fuse(n, adapters)
-        if transposed or batch_invariant or m > MAX_SKINNY_M or not can_fuse:
+        if transposed or batch_invariant or not can_fuse:
             return None
+        if m > MAX_SKINNY_M:
+            return Tcgen05Config() if gpu.has_tcgen05 and min(n, k) >= MIN_FEATURES and not adapters else None
         return _nearest_row(min(m, MAX_M), n, k, False, gpu).config.specialize(n, adapters, gpu)
     if n < MIN_FEATURES or k < MIN_FEATURES:
         config = PLAINEST

@@ -1,0 +1,1 @@
+"""The GEMM of data center Blackwell."""
