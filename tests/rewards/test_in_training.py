@@ -25,7 +25,7 @@ from qerl_jax.messages import Given
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.run import prepare
-from qerl_jax.run.choose_rewards import correctness_reward
+from qerl_jax.run.choose_rewards import correctness_reward, largest_weight
 from qerl_jax.run.hooks import Hooks, with_objects
 from qerl_jax.run.sample import try_rewards
 
@@ -140,6 +140,10 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
         with pytest.raises(ConfigError, match=words):
             train.train(again, **(given | changes))
     assert int(state.step) == 1
+
+
+def test_accuracy_is_counted_by_the_largest_weight_the_first_among_equals():
+    assert largest_weight({"soft_format": 0.2, "answer": 2.0, "dapo": 2.0, "overlong": 1.0}) == "answer"
 
 
 def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
