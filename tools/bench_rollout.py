@@ -66,9 +66,8 @@ class _UnknownLengths(engine._Decoder):
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        self.most = self.sampling.max_new_tokens
         slots = self.shapes.slots, self.shapes.prompt_slots
-        self.schedule = Schedule([self.most] * len(self.limits), self.sampling.num_generations, *slots)
+        self.schedule = Schedule([self.most] * len(self.limits), self.schedule.group, *slots)
 
     def _admit(self, admissions, stopped) -> None:
         super()._admit(admissions, stopped)
