@@ -15,7 +15,7 @@ _WIDTHS = (256, 1024, 4096)  # attention widths of shorter prompts, beside that 
 _SEVERAL_WIDTHS = 2048  # tokens of the smallest batch with several widths
 _PADDING = 4  # attention positions per token, at most, for widths up to `_LONG`; above it, where scores are large, one
 _LONG = 1024
-_LEAST_WIDTH = 64
+_WIDTH_MULTIPLE = 64  # tokens of cuDNN's tiles
 _CALL_COST = 128  # estimated fixed cost of a prefill (launches, reading the weights), in tokens
 
 
@@ -63,7 +63,7 @@ def prefill_shapes(
     """
     if separate:
         return tuple(PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=0))
-    longest = max(_LEAST_WIDTH, bucket(prompt_length))
+    longest = round_up(bucket(prompt_length), _WIDTH_MULTIPLE)
     total = prompts * prompt_length
     sizes = [_SIZES[0]]
     for smaller, size in itertools.pairwise(_SIZES):  # a larger one in place of four, or for a longer prompt

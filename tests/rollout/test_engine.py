@@ -239,7 +239,7 @@ def test_fewer_prompts_run_in_the_programs_of_more(ended):
 
 def test_prompts_in_many_prefills(policy, free, monkeypatch):
     """Prefills of at most 4 tokens: one of two prompts, one of one prompt, and a longer prompt on its own."""
-    for name, value in (("_SIZES", (2, 4)), ("_LEAST_WIDTH", 2), ("_WIDTHS", (2, 4))):
+    for name, value in (("_SIZES", (2, 4)), ("_WIDTH_MULTIPLE", 2), ("_WIDTHS", (2, 4))):
         monkeypatch.setattr(prefill_packing, name, value)
     lengths = [len(prompt) for prompt in PROMPTS]
     batches = prefill_packing.pack_prompts(lengths, prefill_packing.prefill_shapes(len(lengths), max(lengths)))

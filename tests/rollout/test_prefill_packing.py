@@ -46,6 +46,7 @@ def test_prompts_of_one_length_fill_their_batches():
 def test_by_hand():
     assert packed([]) == []
     assert packed([5]) == [PrefillBatch(1, PrefillShape(512, 32, 64))]
+    assert packed([70]) == [PrefillBatch(1, PrefillShape(512, 16, 128))]
     assert packed([200, 100]) == [PrefillBatch(2, PrefillShape(512, 8, 256))]
     assert packed([700]) == [PrefillBatch(1, PrefillShape(1024, 5, 768))]
     # At most 2,800 tokens: sizes 512 and 2048. 2,150 tokens take both.
@@ -138,7 +139,7 @@ def test_separate_prompts_shape_depends_on_nothing_else():
 def small_sizes(monkeypatch):
     """Largest size 64 tokens, so that prompts at and beyond it are cheap to test."""
     monkeypatch.setattr(prefill_packing, "_SIZES", (8, 16, 64))
-    monkeypatch.setattr(prefill_packing, "_LEAST_WIDTH", 2)
+    monkeypatch.setattr(prefill_packing, "_WIDTH_MULTIPLE", 2)
     monkeypatch.setattr(prefill_packing, "_WIDTHS", (2, 8))
     monkeypatch.setattr(prefill_packing, "_SEVERAL_WIDTHS", 16)
     monkeypatch.setattr(prefill_packing, "_CALL_COST", 4)
