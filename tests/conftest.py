@@ -22,6 +22,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's other threads wait in loops, on the other worker's core
+# Workers share a GPU: each takes its part when it starts; a fifth is for their contexts and libraries.
+if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", f"{0.8 / workers:.3f}")
 # Compiling is most of the tests' time, and half of that are LLVM's optimizations and XLA's emitters through MLIR, which
 # alter results by rounding alone. Both cores are busy, so a program is not split among threads either. XLA of jax 0.11
 # and later, with which tests compile for a GPU, ends at the first flag.

@@ -66,8 +66,13 @@ def test_split_k_partials(case, ranks):
             np.testing.assert_array_equal(jax.tree.leaves(call(x, a, LoraForm.PARTIALS))[-1], parts)
 
 
-@pytest.mark.parametrize("kind", ["norm", "silu", "plain"])
-@pytest.mark.parametrize("ranks", [(8,), (16, 16), (8, 8, 8), (32, 8, 64), (64,), (64, 64), (64, 64, 64)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("norm", (8,)), ("silu", (16, 16)), ("plain", (8, 8, 8)), ("norm", (32, 8, 64)), ("silu", (64,)),
+        ("plain", (64, 64)), ("norm", (64, 64, 64)), ("silu", (64, 64, 64)), ("plain", (64, 64, 64)),
+    ],
+)  # fmt: skip
 def test_ranks(kind, ranks):
     tokens, features = ((5, 896), (70, 4864), (20, 32))[sum(ranks) // 8 % 3]
     inputs, a = inputs_of(kind, tokens, features, sum(ranks), seed=len(ranks))

@@ -41,8 +41,8 @@ def test_every_number_of_tokens(n, k):
         check(jax.jit(kernel)(x, packed), x64 @ w.T, x64, w, k)
 
 
-@pytest.mark.parametrize("n, k", [(1, 16), (64, 64), (70, 80), (1000, 208), (4608, 3584)])
-@pytest.mark.parametrize("m", [1, 5, 40, 200])
+@pytest.mark.parametrize("n, k", [(1, 16), (70, 80), (1000, 208), (4608, 3584)])
+@pytest.mark.parametrize("m", [5, 40, 200])
 def test_any_shape(m, n, k):
     weight = weight_of(n, k, seed=n)
     bias = jnp.asarray(np.random.default_rng(m).normal(size=n), jnp.bfloat16)
@@ -65,7 +65,7 @@ def test_mxfp4(m):
     check(kernel(x, packing.pack(weight)), x64 @ w.T, x64, w, 1024)
 
 
-@pytest.mark.parametrize("m", [1, 17, 64, 700])
+@pytest.mark.parametrize("m", [17, 64, 700])
 @pytest.mark.parametrize(
     "widths, rank", [((512,), 32), ((384, 64, 64), 32), ((256, 256), 16), ((256, 192), 24), ((512,), 80)]
 )
@@ -85,9 +85,16 @@ def test_adapters(m, widths, rank):
     assert np.abs(y - expected).max() <= 2.0**-6 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("m", [1, 8, 64, 128, 129])
-@pytest.mark.parametrize("k", [3584, 1040])  # the last no multiple of 32: XLA makes `x A`
-@pytest.mark.parametrize("widths, ranks", [((512,), (32,)), ((384, 64, 64), (64, 8, 24)), ((240, 272), (16, 16))])
+@pytest.mark.parametrize("m", [1, 64, 128, 129])
+@pytest.mark.parametrize(
+    "k, widths, ranks",
+    [
+        (3584, (512,), (32,)),
+        (3584, (384, 64, 64), (64, 8, 24)),
+        (3584, (240, 272), (16, 16)),
+        (1040, (384, 64, 64), (64, 8, 24)),  # k is no multiple of 32: XLA makes `x A`
+    ],
+)
 def test_adapters_and_their_gradients(m, k, widths, ranks):
     """y and the gradients in x, A and B against fp64, called once and as two halves by `vmap`."""
     weight, target = weight_of(512, k), activations(m, 512, 7)

@@ -16,7 +16,7 @@ from test_decode_attention_gpu import (  # noqa: F401
     test_idle_rows_give_zero_and_lengths_of_the_prompt_alone,
     test_long_caches,
 )
-from test_decode_attention_gpu import test_a_thousand_runs_give_the_same_bits as test_attention_repeats  # noqa: F401
+from test_decode_attention_gpu import test_a_thousand_runs_give_the_same_bits as test_attention_repeats
 from test_decode_prologue_gpu import test_ranks, test_split_k_partials  # noqa: F401
 from test_matmul_gpu import (  # noqa: F401
     test_a_thousand_runs_give_the_same_bits,
@@ -30,15 +30,24 @@ from test_matmul_gpu import (  # noqa: F401
 )
 
 pytestmark = needs_gpu
-GPUS = [gpu_of(f"a GPU of sm_{arch}", arch, 132) for arch in (89, 80)]
+ADA, A100 = (gpu_of(f"a GPU of sm_{arch}", arch, 132) for arch in (89, 80))
+# The two differ in shared memory: in the stages of attention and of the skinny GEMM, and in which configs fit.
+ALSO_ON_A100 = (test_every_model_at_every_edge, test_attention_repeats, test_any_shape, test_adapters,
+                test_a_thousand_runs_give_the_same_bits)  # fmt: skip
 
 
-@pytest.fixture(autouse=True, params=GPUS, ids=lambda gpu: f"sm_{gpu.arch}")
-def gpu(request, monkeypatch):
-    """Every kernel is called as for this GPU."""
-    monkeypatch.setattr(dispatch, "this_gpu", lambda: request.param)
-    jax.clear_caches()
-    yield request.param
+def pytest_generate_tests(metafunc):
+    gpus = (ADA, A100) if metafunc.function in ALSO_ON_A100 else (ADA,)
+    metafunc.parametrize("gpu", gpus, ids=lambda gpu: f"sm_{gpu.arch}", indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu(request):
+    """Every kernel is called as for this GPU; what was traced for another is forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "this_gpu", lambda: request.param)
+        jax.clear_caches()
+        yield request.param
     jax.clear_caches()
 
 
