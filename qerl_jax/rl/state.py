@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.compilation import committed
 from qerl_jax.config import Config
 from qerl_jax.models.formats import Dense, Weight
 from qerl_jax.models.lora import LoraConfig
@@ -46,7 +45,7 @@ def init_state(
     optimizer = AdamW.of(config) if optimizer is None else optimizer
     base = policy.norms if policy.base_norms is None else policy.base_norms
     keep_reference = config.trains_norms or policy.base_norms is not None
-    state = TrainState(
+    return TrainState(
         step=jnp.int32(0),
         cursor=jnp.int32(0),
         norms=policy.norms,
@@ -58,8 +57,6 @@ def init_state(
         optimizer=optimizer,
         weights=weights,
     )
-    count = policy.config.tensor_parallel
-    return state if count == 1 else committed(state, count)
 
 
 @jax.jit
