@@ -1,4 +1,4 @@
-"""The link between replicas that are processes of `jax.distributed`, each with one device.
+"""The link between replicas that are processes of `jax.distributed`.
 
 Small messages travel through its key-value store, large arrays and sums between the devices. In each process a thread
 watches the others: where one fails or dies, `ReplicaError` is raised in the main thread, whatever that does.
@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float32, UInt32
 
+from qerl_jax import partition
 from qerl_jax.parallel import ReplicaError, Replicas, Values
 from qerl_jax.programs import program
 
@@ -40,7 +41,7 @@ def join(
     coordinator: str | None = None,
     index: int | None = None,
     count: int | None = None,
-    device: int | None = None,
+    devices: Sequence[int] | None = None,
     heartbeat_seconds: int = 20,
 ) -> Replicas:
     """Meet the other processes, before JAX starts a device; from the main thread. `leave` is the end.
@@ -50,7 +51,7 @@ def join(
         index and the count.
       index: of this process.
       count: processes.
-      device: its GPU, among those that it sees; None: the only one, or the cluster's choice.
+      devices: its GPUs, among those that it sees; None: the only one, or the cluster's choice.
       heartbeat_seconds: a process of which nothing was heard for so long counts as dead.
     """
     from jax._src import distributed  # the key-value store has no public name
@@ -61,7 +62,7 @@ def join(
         coordinator,
         count,
         index,
-        None if device is None else [device],
+        None if devices is None else list(devices),
         "deactivate" if coordinator else None,
         heartbeat_timeout_seconds=heartbeat_seconds,
     )
@@ -188,23 +189,36 @@ def _key(*parts: object) -> str:
 
 
 def replica_mesh() -> jax.sharding.Mesh:
-    """The device of each process, by its index. Raises ValueError for a process with several."""
-    devices = sorted(jax.devices(), key=lambda device: device.process_index)
-    if len(devices) != jax.process_count():
-        raise ValueError(f"{jax.process_count()} replicas have {len(devices)} devices, expected one each")
-    return jax.sharding.Mesh(np.array(devices), (_AXIS,))
+    """A row for each process, by its index, of its devices. Raises ValueError where some have more than others."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if len(devices) != jax.process_count() * jax.local_device_count():
+        raise ValueError(
+            f"{jax.process_count()} replicas have {len(devices)} devices together, this one {jax.local_device_count()}"
+        )
+    return jax.sharding.Mesh(np.array(devices).reshape(jax.process_count(), -1), (_AXIS, partition.AXIS))
 
 
 def _over_devices(collective: Callable, values: Any) -> Any:
-    """The replicated result of a program over the arrays of all devices, end to end."""
+    """The replicated result of a program over the arrays of all replicas, end to end. Several devices of a replica hold
+    the same array, and do the same.
+    """
     mesh = replica_mesh()
+    if (count := jax.local_device_count()) == 1:
+        own = SingleDeviceSharding(jax.local_devices()[0])
+    else:
+        own = NamedSharding(partition.mesh_of(count), PartitionSpec())
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
-    shape = (mesh.size * values.size,)
+    shape = (jax.process_count() * values.size,)
     if isinstance(values, jax.ShapeDtypeStruct):
         result = collective(mesh, jax.ShapeDtypeStruct(shape, values.dtype, sharding=sharding))
-        return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=SingleDeviceSharding(jax.local_devices()[0]))
-    everywhere = jax.make_array_from_single_device_arrays(shape, sharding, [values])
-    return collective(mesh, everywhere).addressable_data(0)
+        return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=own)
+
+    def each(array: Array) -> list[Array]:
+        return [shard.data for shard in array.addressable_shards]
+
+    everywhere = jax.make_array_from_single_device_arrays(shape, sharding, each(jax.device_put(values, own)))
+    result = collective(mesh, everywhere)
+    return jax.make_array_from_single_device_arrays(result.shape, own, each(result))
 
 
 def _on_each(mesh: jax.sharding.Mesh, function: Callable, values: Array) -> Array:

@@ -213,7 +213,8 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
             stop = (shots.stop,) if shots else ()
             room = min(at_once, len(problems))
             print(f"loading {config.model} …", flush=True)
-            sample = _sampler(config, directory, model, tokenizer, longest, stop, room, stack, generate)
+            settings = config, directory, model, tokenizer, longest, stop, room, stack, generate
+            sample = _sampler(*settings, replicas.tensor_parallel)
             print(ending_note(model, tokenizer), flush=True)
             print("sampling; the first problems wait until the programs are compiled …", flush=True)
             parts = sampled_items(
@@ -292,6 +293,7 @@ def _sampler(
     room: int,
     stack: contextlib.ExitStack,
     generate: Generate,
+    tensor_parallel: int,
 ) -> Callable[[Prompts, Array], Rollout]:
     """The loaded model as a function that samples the completions of up to `room` prompts of at most `longest` tokens,
     the last ones of an evaluation in the programs of all others.
@@ -305,6 +307,7 @@ def _sampler(
             dtype=jnp.dtype(config.dtype),
             adapter=config.adapter,
             matmul_kernel=config.matmul_kernel,
+            tensor_parallel=tensor_parallel,
         )
         engine = dataclasses.replace(config.eval_engine, prompts=room)
         return lambda prompts, key: generate(policy, prompts, sampling, key, engine)

@@ -1,5 +1,5 @@
-"""From a command line to its replicas: the processes started here, one a GPU, or this one's place among those of a
-cluster.
+"""From a command line to its replicas: the processes started here, one a GPU or for several of them, or this one's
+place among those of a cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 from qerl_jax.cluster import LOST, join, leave
 from qerl_jax.command import FAILED, STOPPED
 from qerl_jax.config import ConfigError
-from qerl_jax.parallel import ALONE, Replicas
+from qerl_jax.parallel import Replicas
 
 _GRACE_SECONDS = 50  # for the others to end by themselves when one process has failed, and to save the run's state
 _SET_DEATH_SIGNAL = 1  # of prctl, Linux
@@ -34,13 +34,17 @@ class Devices:
     """Flags of a command that can use several devices."""
 
     devices: str = ALL
-    """GPUs of this machine to use, a process each, or all of them. A number on a machine without GPUs is that of
-    processes on the CPU."""
+    """GPUs of this machine to use, a process for each `tensor_parallel_size`, or all of them. A number on a machine
+    without GPUs is that of processes on the CPU."""
+    tensor_parallel_size: int = 1
+    """GPUs of one process, over which the layers of a model that does not fit one are divided: a number that divides
+    its key/value heads. A checkpoint is resumed with any other."""
     coordinator: str | None = None
     """HOST:PORT where process 0 listens, to start each process of several hosts by hand: this one is then `process_id`
     of `num_processes`. Not needed under SLURM, Open MPI before 5 and Kubernetes (JobSet)."""
     process_id: int | None = None
-    """Number of this process, from 0. Of the GPUs that it sees it uses number `process_id` modulo their count."""
+    """Number of this process, from 0. Of the GPUs that it sees it uses number `process_id` modulo their count, or with
+    a `tensor_parallel_size` as many from a multiple on."""
     num_processes: int | None = None
     """Processes of all hosts."""
 
@@ -57,10 +61,13 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
 
     Raises ConfigError for devices that are not there.
     """
-    place, gpus, cluster = _place(given), visible_gpus(), _cluster()
+    place, gpus, cluster, size = _place(given), visible_gpus(), _cluster(), given.tensor_parallel_size
+    refuse_size(size, gpus, most)
+    if not gpus and size > 1:
+        jax.config.update("jax_num_cpu_devices", size)
     if given.coordinator is not None or cluster is not None:
         _end_with_launcher()
-        replicas = join(*place, _own_gpu(given, cluster, gpus))
+        replicas = dataclasses.replace(join(*place, _own_gpus(given, cluster, gpus)), tensor_parallel=size)
         try:
             if most and replicas.count > most:
                 raise ConfigError(f"{replicas.count} processes were started, this command can use {most}")
@@ -79,15 +86,17 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
             return STOPPED
         finally:
             leave(replicas)
-    number = count_of(given.devices, gpus, most)
+    number = count_of(given.devices, gpus, most, size)
+    flags = f"(--devices {given.devices}{f' --tensor-parallel-size {size}' if size > 1 else ''})"
     if number > 1:
-        where = f"{number} of {gpus} GPUs" if gpus else f"{number} processes on the CPU"
-        print(f"{where} (--devices {given.devices}), a process each: they share prompts and micro-batches", flush=True)
+        where = f"{number * size} of {gpus} GPUs" if gpus else f"{number} processes on the CPU"
+        each = f"{number} processes with {size} each" if size > 1 else "a process each"
+        print(f"{where} {flags}, {each}: they share prompts and micro-batches", flush=True)
         return launch(program, number)
     if gpus > 1:
-        print(f"1 of {gpus} GPUs (--devices {given.devices})", flush=True)
-        jax.config.update("jax_cuda_visible_devices", "0")
-    return body(ALONE)
+        print(f"{size} of {gpus} GPUs {flags}{', which share the layers' if size > 1 else ''}", flush=True)
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(size))))
+    return body(Replicas(tensor_parallel=size))
 
 
 def count(given: Devices, most: int = 0) -> int:
@@ -95,20 +104,42 @@ def count(given: Devices, most: int = 0) -> int:
     cluster = _cluster()
     if _place(given)[0] is not None:
         return given.num_processes
-    return cluster.get_process_count() if cluster else count_of(given.devices, visible_gpus(), most)
+    return (
+        cluster.get_process_count()
+        if cluster
+        else count_of(given.devices, visible_gpus(), most, given.tensor_parallel_size)
+    )
 
 
-def count_of(devices: str, gpus: int, most: int = 0) -> int:
-    """Processes for `--devices`, on a machine with so many GPUs. Raises ConfigError."""
+def refuse_size(size: int, gpus: int, most: int = 0) -> None:
+    """Raise ConfigError for a `--tensor-parallel-size` without so many GPUs, of those that a process sees."""
+    if size < 1:
+        raise ConfigError(f"tensor_parallel_size must be at least 1, got {size}")
+    if gpus and size > gpus:
+        raise ConfigError(f"--tensor-parallel-size {size}: this machine has {_gpus(gpus)} for JAX")
+    if most and size > most:
+        raise ConfigError(f"--tensor-parallel-size {size}: this command can use {_gpus(most)}")
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''}"
+
+
+def count_of(devices: str, gpus: int, most: int = 0, size: int = 1) -> int:
+    """Processes for `--devices`, on a machine with so many GPUs, of which each process has `size`. Raises
+    ConfigError.
+    """
     if devices == ALL:
-        return min(gpus, most) if most and gpus else max(gpus, 1)
+        return max((min(gpus, most) if most and gpus else gpus) // size, 1)
     if not devices.isdecimal() or int(devices) < 1:
         raise ConfigError(f'devices must be "{ALL}" or a number from 1, got {devices!r}')
     if gpus and int(devices) > gpus:
-        raise ConfigError(f"--devices {devices}: this machine has {gpus} GPU{'s' if gpus > 1 else ''} for JAX")
+        raise ConfigError(f"--devices {devices}: this machine has {_gpus(gpus)} for JAX")
     if most and int(devices) > most:
         raise ConfigError(f"--devices {devices}: this command can use {most}")
-    return int(devices)
+    if int(devices) % size and gpus:
+        raise ConfigError(f"--devices {devices} is no multiple of --tensor-parallel-size {size}")
+    return int(devices) // size if gpus else int(devices)
 
 
 def visible_gpus() -> int:
@@ -210,10 +241,14 @@ def _place(given: Devices) -> tuple[str | None, int | None, int | None]:
     return place
 
 
-def _own_gpu(given: Devices, cluster: Any, gpus: int) -> int | None:
-    """Which GPU is this process's, of those that it sees; None: no matter."""
-    local = given.process_id if given.coordinator is not None else cluster.get_local_process_id()
-    return None if local is None or gpus == 0 else local % gpus
+def _own_gpus(given: Devices, cluster: Any, gpus: int) -> range | None:
+    """Which GPUs are this process's, of those that it sees; None: no matter."""
+    local, size = given.process_id, given.tensor_parallel_size
+    local = local if given.coordinator is not None else cluster.get_local_process_id()
+    if local is None or gpus == 0:
+        return None
+    first = local % (gpus // size) * size
+    return range(first, first + size)
 
 
 def _cluster() -> Any:

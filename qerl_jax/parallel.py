@@ -1,4 +1,4 @@
-"""Data parallelism: replicas of the policy, a process with one device each, and what they exchange.
+"""Data parallelism: replicas of the policy, a process each, and what they exchange.
 
 Every replica runs the same program and makes the same exchanges in the same order; `cluster.join` makes a process one
 of them. An exchange on the host precedes everything that waits for other devices, and a replica that fails announces
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt32
 
+from qerl_jax.compilation import committed
 from qerl_jax.programs import program
 
 T = TypeVar("T")
@@ -59,11 +60,13 @@ class Replicas:
       index: of this replica.
       count: D, replicas.
       link: to the others; None: there are none.
+      tensor_parallel: devices of each replica, over which its layers are divided (`partition`).
     """
 
     index: int = 0
     count: int = 1
     link: Link | None = None
+    tensor_parallel: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -120,7 +123,8 @@ class Replicas:
         for bucket in _buckets(leaves):
             shapes = tuple(leaf.shape for leaf in bucket)
             summed += _split(self.link.all_reduce(_joined(bucket)), shapes)
-        return jax.tree.unflatten(structure, summed)
+        tree = jax.tree.unflatten(structure, summed)
+        return tree if self.tensor_parallel == 1 else committed(tree, self.tensor_parallel)
 
     def __enter__(self) -> Self:
         return self

@@ -122,7 +122,8 @@ def devices_of(tree: Any) -> int:
     if jax.local_device_count() == 1:
         return 1
     found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.core.Tracer))
-    return next((sharding.mesh.shape[AXIS] for sharding in found if isinstance(sharding, NamedSharding)), 1)
+    meshes = (sharding.mesh for sharding in found if isinstance(sharding, NamedSharding))
+    return next((mesh.size for mesh in meshes if mesh.axis_names == (AXIS,)), 1)
 
 
 def pinned(tree: Any, count: int) -> Any:

@@ -238,9 +238,9 @@ def main(argv: list[str] | None = None) -> int:
         most = 1 if config.rollout_backend == "vllm" else 0
         if found.dry_run:
             config = with_rewards(config)
-            devices = launch.count(found, most)
-            check(config, devices)
-            show_dry_run(config, Console(highlight=False), devices)
+            sizes = launch.count(found, most), found.tensor_parallel_size
+            check(config, *sizes)
+            show_dry_run(config, Console(highlight=False), *sizes)
             return 0
 
         def trained(replicas: Replicas) -> int:

@@ -38,7 +38,7 @@ UNSUPPORTED = {
     "vision": "image_column min_pixels max_pixels limit_mm_per_prompt",
     "mixture-of-experts models": "num_experts expert_parallel_size enable_expert_parallel",
     "asynchronous rollouts": "async_rollout async_rollouts max_staleness num_rollout_workers",
-    "tensor parallelism (a model must fit one GPU)": "tensor_parallel_size pipeline_parallel_size deepspeed fsdp",
+    "pipeline parallelism and FSDP": "pipeline_parallel_size deepspeed fsdp",
     "models other than Qwen2.5, Qwen3 (dense) and Llama 3": "",
     "GGUF and GPTQ checkpoints": "gguf_file",
     "full fine-tuning of more than 3B on one GPU": "",
@@ -67,6 +67,7 @@ FOREIGN: dict[str, Foreign] = {
         "num_gpus num_devices gpus num_processes nproc_per_node n_gpus_per_node data_parallel_size",
         "all GPUs of the machine are used; the flag --devices takes a number",
     ),
+    **_names("other programs", "tensor_parallel_size", "it is no field, but the flag --tensor-parallel-size"),
     # model
     "model_name_or_path": Foreign("TRL", ("model",)),
     "model_name": Foreign("Unsloth, QeRL", ("model",)),

@@ -38,8 +38,7 @@ def init_state(
     _check_adapters(policy.lora_config, config)
     weights = None
     if config.is_full:
-        if policy.config.tensor_parallel > 1:
-            raise ValueError("weight_format 'full' trains all weights, which are not divided: tensor_parallel_size 1")
+        refuse_divided(policy.config.tensor_parallel)
         _refuse_quantized(policy.frozen)
         weights = _masters(policy.frozen)
     optimizer = AdamW.of(config) if optimizer is None else optimizer
@@ -81,6 +80,17 @@ def current_policy(policy: Policy, state: TrainState) -> Policy:
     """
     frozen = policy.frozen if state.weights is None else compute_copy(state.weights, policy.frozen)
     return policy.replace(frozen=frozen, norms=state.norms, lora=state.lora)
+
+
+def refuse_divided(tensor_parallel: int) -> None:
+    """Raise ValueError for full fine-tuning with tensor parallelism: a checkpoint would hold the weights in the order
+    in which devices have them.
+    """
+    if tensor_parallel > 1:
+        raise ValueError(
+            f"weight_format 'full' trains all weights of a model on one GPU, not with tensor_parallel_size "
+            f"{tensor_parallel}: train adapters, with another weight_format"
+        )
 
 
 def _refuse_quantized(frozen: Any) -> None:

@@ -27,20 +27,20 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy, TrainState
 
 
-def abstract_run(config: Config, optimizer: Any = None) -> tuple[Policy, TrainState]:
+def abstract_run(config: Config, optimizer: Any = None, tensor_parallel: int = 1) -> tuple[Policy, TrainState]:
     """Policy and first state of the run that a config describes, from config.json alone: `ShapeDtypeStruct` for arrays.
 
     Args:
       config: config of the run.
       optimizer: as in `init_state`.
+      tensor_parallel: devices over which the layers are divided.
 
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
     directory = model_path(config.model, weights=False)
     quantization = hf_config.stored_quantization(directory)
-    return abstract_trees(
-        hf_config.model_config(directory), weight_format_of(directory, config), config, optimizer, quantization
-    )
+    model = dataclasses.replace(hf_config.model_config(directory), tensor_parallel=tensor_parallel)
+    return abstract_trees(model, weight_format_of(directory, config), config, optimizer, quantization)
 
 
 def weight_format_of(directory: Path, config: Config) -> str:

@@ -19,24 +19,28 @@ from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.devices import device_bytes
-from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report
+from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report, oversized
 from qerl_jax.run.prepare import load_problems, ready_rewards
 from qerl_jax.run.sample import sample_lines
 
 
-def show_dry_run(config: Config, console: Console, devices: int = 1) -> None:
-    """Print config, parameters, memory on each device, the first prompt and what the rewards pay. Raises as
-    `memory_report`, `load_problems` and the rewards do; no weights are loaded, nothing is trained or written.
+def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_parallel: int = 1) -> None:
+    """Print config, parameters, memory on each device of so many processes with so many each, the first prompt and what
+    the rewards pay. Raises as `memory_report`, `load_problems` and the rewards do; no weights are loaded, nothing is
+    trained or written.
     """
     with ready_rewards(config, console, download=False) as rewards:
-        _show(config, rewards, console, devices)
+        _show(config, rewards, console, processes, tensor_parallel)
 
 
-def _show(config: Config, rewards: Rewards, console: Console, devices: int) -> None:
-    report = memory_report(config, device_bytes(), devices)
+def _show(config: Config, rewards: Rewards, console: Console, processes: int, tensor_parallel: int) -> None:
+    limit, devices = device_bytes(), processes * tensor_parallel
+    report = memory_report(config, limit, processes, tensor_parallel)
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(report))
     console.print(memory_table(report.memory, config, devices))
+    if fault := oversized(config, limit, tensor_parallel):
+        console.print(fault, soft_wrap=True, markup=False)
     if config.rollout_backend == "vllm":
         console.print(
             f"vLLM takes {config.vllm_share:g} of the GPU's memory besides, for its base and KV cache.",

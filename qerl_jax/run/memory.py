@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
 import jax
 
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.safetensors import open_checkpoint
+from qerl_jax.checkpoint.hf_config import model_config
+from qerl_jax.checkpoint.safetensors import CheckpointError, open_checkpoint
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.formats import Dense, Weight
+from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.parallel import Replicas
+from qerl_jax.partition import bytes_on_device
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import choose_shapes, decode_bytes, prefill_bytes
-from qerl_jax.run.abstract import abstract_run, has_weights, tree_bytes, tree_size, weight_format_of
+from qerl_jax.run.abstract import abstract_run, has_weights, tree_size, weight_format_of
 from qerl_jax.types import Policy, TrainState
 
 
@@ -116,16 +119,18 @@ class MemoryReport:
     memory: MemoryEstimate
 
 
-def memory_report(config: Config, device_bytes: float | None = None, replicas: int = 1) -> MemoryReport:
+def memory_report(
+    config: Config, device_bytes: float | None = None, replicas: int = 1, tensor_parallel: int = 1
+) -> MemoryReport:
     """Parameters and memory of the run that a config describes, on each device, with so much memory (None: no limit),
-    of so many replicas.
+    of so many replicas with so many devices each.
 
     Reads config.json and, where weight files are present, their headers.
 
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
     directory = model_path(config.model, weights=False)
-    policy, state = abstract_run(config)
+    policy, state = abstract_run(config, tensor_parallel=tensor_parallel)
     return MemoryReport(
         policy.config,
         weight_format_of(directory, config),
@@ -143,51 +148,78 @@ def _file_bytes(directory: Path) -> int | None:
 
 
 def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
-    """Rows of the parameter table: projections, embedding, biases, norms, adapters and optimizer state."""
+    """Rows of the parameter table: projections, embedding, biases, norms, adapters and optimizer state; bytes are those
+    on each device.
+    """
     model: ModelConfig = policy.config
+    held = functools.partial(bytes_on_device, count=model.tensor_parallel)
     dense = policy.dtype.name
-    projections: dict[str, list[Weight]] = {}
-    for leaf in jax.tree.leaves(policy.frozen, is_leaf=lambda node: isinstance(node, Weight)):
+    projections: dict[str, list[int]] = {}
+    for path, leaf in jax.tree.leaves_with_path(policy.frozen, is_leaf=lambda node: isinstance(node, Weight)):
         if isinstance(leaf, Weight):
-            projections.setdefault(dense if isinstance(leaf, Dense) else type(leaf).__name__, []).append(leaf)
+            row = projections.setdefault(dense if isinstance(leaf, Dense) else type(leaf).__name__, [0, 0, 0])
+            divided = model.tensor_parallel if isinstance(leaf, PackedNvfp4) else 1  # whose shape is a part's
+            size = divided * math.prod(leaf.shape)
+            row[:] = row[0] + 1, row[1] + size, row[2] + held({entry.key: leaf for entry in path[-2:-1]})
     rows = [
-        ParameterRow(f"{len(own)} projections", sum(math.prod(w.shape) for w in own), stored, tree_bytes(own))
-        for stored, own in projections.items()
+        ParameterRow(f"{number} projections", size, stored, bytes_held)
+        for stored, (number, size, bytes_held) in projections.items()
     ]
     tables = [policy.frozen["embed_tokens"], policy.frozen.get("lm_head")]
     name = "embedding (also the head)" if model.tie_word_embeddings else "embedding and head"
-    rows.append(ParameterRow(name, tree_size(tables), dense, tree_bytes(tables)))
-    rest = tree_bytes(policy.frozen) - sum(row.bytes for row in rows)
+    rows.append(ParameterRow(name, tree_size(tables), dense, held(tables)))
+    rest = held(policy.frozen) - sum(row.bytes for row in rows)
     others = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
     named = [*(["biases"] if model.qkv_bias else []), *(["norms of heads"] if model.qk_norm else []), "final norm"]
     rows.append(ParameterRow(", ".join(named), others, dense, rest))
     added = ", noise is added" if state.config.sigma_start > 0 else ""
     noise = dict.fromkeys(("norms", "lora"), "") | {state.config.noise_target: added}
     trained = "trained" if state.config.trains_norms else f"frozen{noise['norms']}"
-    rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", tree_bytes(policy.norms)))
+    rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", held(policy.norms)))
     if state.weights is not None:
-        size, held = tree_size(state.weights), tree_bytes(state.weights)
-        rows.append(ParameterRow("all but layer norms (trained)", size, "float32", held))
+        size = tree_size(state.weights)
+        rows.append(ParameterRow("all but layer norms (trained)", size, "float32", held(state.weights)))
     if rank := state.config.lora.rank:
         name = f"adapters, rank {rank} (trained{noise['lora']})"
-        rows.append(ParameterRow(name, tree_size(policy.lora), "float32", tree_bytes(policy.lora)))
-    rows.append(ParameterRow("AdamW's moments", tree_size(state.opt_state), "float32", tree_bytes(state.opt_state)))
+        rows.append(ParameterRow(name, tree_size(policy.lora), "float32", held(policy.lora)))
+    rows.append(ParameterRow("AdamW's moments", tree_size(state.opt_state), "float32", held(state.opt_state)))
     return rows
 
 
-def refuse_oversized_update(config: Config, device_bytes: float | None) -> None:
-    """Raise ConfigError, with the numbers, if the update of a config cannot run in the memory of a device; None: it has
-    no limit.
+def refuse_oversized_update(config: Config, device_bytes: float | None, tensor_parallel: int = 1) -> None:
+    """Raise ConfigError where `oversized` finds a fault."""
+    if fault := oversized(config, device_bytes, tensor_parallel):
+        raise ConfigError(fault)
+
+
+def oversized(config: Config, device_bytes: float | None, tensor_parallel: int = 1) -> str | None:
+    """Why rollout or update of a config cannot run in the memory of a device (None: it has no limit), with the numbers,
+    and the smallest larger `tensor_parallel_size`, up to 8, with which it can; None where it fits.
     """
-    if device_bytes is None:
-        return
-    memory = memory_report(config, device_bytes).memory
+    fault = None if device_bytes is None else _oversized(config, device_bytes, tensor_parallel)
+    if fault is None or config.is_full:
+        return fault
+    model = model_config(model_path(config.model, weights=False))
+    sizes = [size for size in (2, 4, 8) if size > tensor_parallel]
+    sizes = [size for size in sizes if not model.num_kv_heads % size and not model.intermediate_size % size]
+    found = next((size for size in sizes if _oversized(config, device_bytes, size) is None), None)
+    return fault if found is None else f"{fault}; or divide the layers over more GPUs: --tensor-parallel-size {found}"
+
+
+def _oversized(config: Config, device_bytes: float, tensor_parallel: int) -> str | None:
+    """`oversized` without other sizes."""
+    try:
+        memory = memory_report(config, device_bytes, tensor_parallel=tensor_parallel).memory
+    except CheckpointError:
+        raise
+    except ValueError as error:  # no rollout fits
+        return str(error)
     update = memory.update_plan
     if memory.weights + memory.state + memory.update_state > device_bytes:
         held, more, limit = memory.weights + memory.state, memory.update_state, device_bytes
         held, more, limit = (f"{count / 1e9:.1f} GB" for count in (held, more, limit))
         remedy = "; train adapters, with another weight_format than 'full'" if config.is_full else ""
-        raise ConfigError(
+        return (
             f"the update does not fit: beside {held} of weights and state, gradient and next state take {more}, more "
             f"than is left of {limit}{remedy}"
         )
@@ -196,11 +228,12 @@ def refuse_oversized_update(config: Config, device_bytes: float | None) -> None:
         held, activations, lacking, limit = (
             f"{count / 1e9:.1f} GB" for count in (held, activations, update.lacking_bytes, device_bytes)
         )
-        raise ConfigError(
+        return (
             f"the update does not fit: beside {held} of weights, state and gradient, one sequence of "
             f"{update.pack.longest} tokens takes {activations} with every layer recomputed, {lacking} more than is "
             f"left of {limit}; lower max_completion_length, max_prompt_length or logprob_chunk_size"
         )
+    return None
 
 
 def estimate_memory(
@@ -233,9 +266,10 @@ def estimate_memory(
     own = config.rollout_backend == "jax"  # else the KV cache is vLLM's
     rollout = evaluation = None
     prefill = eval_prefill = 0
-    weights, held = tree_bytes(policy.frozen), tree_bytes(state)
+    on_device = functools.partial(bytes_on_device, count=model.tensor_parallel)
+    weights, held = on_device(policy.frozen), on_device(state)
     copy = weights if config.is_full else 0
-    noisy = tree_bytes(state.lora) if config.noise_target == "lora" else 0
+    noisy = on_device(state.lora) if config.noise_target == "lora" else 0
     free = None if device_bytes is None else device_bytes - weights - held - copy - noisy
     if own:
         sizes = len(first.share(config.num_prompts)), config.num_generations
@@ -245,7 +279,7 @@ def estimate_memory(
         sizes = len(first.share(config.eval_samples)), config.eval_num_generations
         evaluation = choose_shapes(policy, *sizes, *lengths, config.eval_engine, free)
         eval_prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant)
-    trained = tree_bytes(trained_trees(state.lora, state.norms, state.weights, config))
+    trained = on_device(trained_trees(state.lora, state.norms, state.weights, config))
     update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas)
     return MemoryEstimate(
         weights=weights,
@@ -261,7 +295,7 @@ def estimate_memory(
         prefill=prefill,
         logits=decode_bytes(model, rollout.slots) if rollout else 0,
         gradient=trained,
-        update_state=2 * trained + tree_bytes(state.opt_state),
+        update_state=2 * trained + on_device(state.opt_state),
         update_plan=update,
         activations=update.kept_bytes,
         working=update.working_bytes,

@@ -34,7 +34,7 @@ from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
-from qerl_jax.rl.state import init_state
+from qerl_jax.rl.state import init_state, refuse_divided
 from qerl_jax.rollout.shapes import choose_shapes, ending_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
@@ -118,7 +118,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     """
     directory = Path(config.output_dir)
     if replicas.is_first:
-        check(config, replicas.count)
+        check(config, replicas.count, replicas.tensor_parallel)
     replicas.agree()
     if config.deterministic:
         make_deterministic()
@@ -129,13 +129,13 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     if replicas.is_first:
         assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
     limit = smallest(replicas.gather(device_bytes()))
-    refuse_oversized_update(config, limit)
+    refuse_oversized_update(config, limit, replicas.tensor_parallel)
     programs = Ahead(done=functools.partial(console.print, markup=False))
     programs.submit(rehearse_run, config, hooks, limit, replicas)
     try:
         console.print(f"loading {config.model} …", markup=False)
-        loaded = load(config, console)
-        policy = committed(loaded).replace(tokenizer=loaded.tokenizer, source=loaded.source)
+        loaded = load(config, console, replicas.tensor_parallel)
+        policy = committed(loaded, replicas.tensor_parallel).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         lengths = config.max_prompt_length, config.max_completion_length
         if config.rollout_backend == "jax":
             sizes = len(replicas.share(config.num_prompts)) or 1, config.num_generations, *lengths
@@ -149,6 +149,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         if hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
             console.print(note, soft_wrap=True, markup=False)
         state = init_state(policy, config, hooks.optimizer)
+        if replicas.tensor_parallel > 1:  # what a checkpoint restores lies where it does
+            state = committed(state, replicas.tensor_parallel)
         # Again: weights in an unusual form have other programs.
         plan = make_update_plan(state, policy.frozen, limit, replicas=replicas.count)
         programs.submit(rehearse_step, config, hooks, policy, state, plan, replicas)
@@ -196,8 +198,9 @@ def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
     return engine
 
 
-def check(config: Config, devices: int = 1) -> None:
-    """Check everything that needs no weights, for a run on so many devices and a dry run alike. The rewards of `config`
+def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
+    """Check everything that needs no weights, for a run of so many processes with so many devices each, and a dry run
+    alike. The rewards of `config`
     are filled in. Raises ConfigError, CheckpointError, DataError, RewardError, OSError, or ValueError for a
     `weight_format` that is not the stored one.
     """
@@ -216,12 +219,20 @@ def check(config: Config, devices: int = 1) -> None:
     if config.adapter is not None:
         adapter_config(Path(config.adapter))
     directory = assets.model_path(config.model, weights=False)
+    if config.is_full:
+        refuse_divided(tensor_parallel)
+    if config.batch_invariant and tensor_parallel > 2:
+        raise ConfigError(
+            f"batch_invariant needs tensor_parallel_size 1 or 2, got {tensor_parallel}: more GPUs add in an order that "
+            "depends on the row"
+        )
     if config.is_full and (stored := stored_quantization(directory)):
         raise ConfigError(
             f"weight_format 'full' trains the unquantized weights, but {directory} holds quantized ones "
             f"({stored.layout.name})"
         )
-    positions = model_config(directory).max_position_embeddings
+    model = dataclasses.replace(model_config(directory), tensor_parallel=tensor_parallel)
+    positions = model.max_position_embeddings
     accepted_quantization(directory, config.loaded_format)
     if config.max_prompt_length + config.max_completion_length > positions:
         raise ConfigError(
@@ -229,14 +240,14 @@ def check(config: Config, devices: int = 1) -> None:
             f"exceed max_position_embeddings {positions} of {directory / 'config.json'}: give smaller ones"
         )
     if config.rollout_backend == "vllm":
-        if devices > 1:
+        if (devices := processes * tensor_parallel) > 1:
             raise ConfigError(f"rollout_backend 'vllm' uses one GPU, this run has {devices}: --devices 1")
         check_vllm(config, directory)
 
 
-def load(config: Config, console: Console | None = None) -> Policy:
-    """The policy of a config, its adapters initialized from the seed or imported. On a terminal, `console` shows a bar
-    that counts layers.
+def load(config: Config, console: Console | None = None, tensor_parallel: int = 1) -> Policy:
+    """The policy of a config, its adapters initialized from the seed or imported, its layers divided over so many
+    devices. On a terminal, `console` shows a bar that counts layers.
     """
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=console is None or not console.is_terminal) as bar:
@@ -250,6 +261,7 @@ def load(config: Config, console: Console | None = None) -> Policy:
             config.seed,
             config.matmul_kernel,
             lambda done, total: bar.update(task, completed=done, total=total),
+            tensor_parallel,
         )
 
 

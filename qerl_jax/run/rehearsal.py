@@ -23,7 +23,8 @@ from qerl_jax.types import Policy, Rollout, TrainState
 
 def rehearse_run(config: Config, hooks: Hooks, device_bytes: float | None, replicas: Replicas = ALONE) -> None:
     """`rehearse_step` from the model's config.json alone, with the plan for a device of so much memory."""
-    policy, state = committed(abstract_run(config, hooks.optimizer))
+    count = replicas.tensor_parallel
+    policy, state = committed(abstract_run(config, hooks.optimizer, count), count)
     plan = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas.count)
     rehearse_step(config, hooks, policy, state, plan, replicas)
 

@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import conftest  # noqa: F401  # which checks annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import runs
 from helpers import randomized, with_norm_offsets
 from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.nvfp4_matmul.packing import pack, unpack
+from rich.console import Console
 from updates import LENGTH, make_batch, make_config
 
 from qerl_jax import Engine, Policy, Sampling, generate, grpo_step, init_state, keys, make_update_plan, token_logprobs
@@ -33,10 +36,15 @@ from qerl_jax.models.config import LAYER_NORMS, TensorSpec, tensors_of
 from qerl_jax.models.formats import Weight
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.models.trees import weight_trees
+from qerl_jax.parallel import Replicas
 from qerl_jax.partition import bytes_on_device, division_of
 from qerl_jax.programs import record
+from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.optimizer import whole_of
 from qerl_jax.rollout.engine import rehearse
+from qerl_jax.run.memory import memory_report
+from qerl_jax.run.prepare import load as load_run
+from qerl_jax.train import train
 
 DEVICES, RANK, ROWS = 2, 4, 22
 PROMPTS, SAMPLING = [[5, 6, 7, 8], [9, 10, 11], [3]], Sampling(10, num_generations=3)
@@ -163,6 +171,24 @@ def collectives(policy: Policy, state: Any, batch: Any, plan: Any) -> dict[str, 
     return {name: sorted(kinds) for name, kinds in found.items()}
 
 
+def run(directory: Path) -> dict[str, Any]:
+    """A step of training on two devices, another one from its checkpoint, and the last one read by one device."""
+    changes = {"weight_format": "bf16", "num_iterations": 1, "train_norms": False, "beta": 0.0}
+    changes |= {"dynamic_sampling": False, "noise_target": "lora"}
+    for steps in (1, 2):
+        config = runs.config(directory, **changes, max_steps=steps, resume="auto")
+        state = train(config, Console(quiet=True), replicas=Replicas(tensor_parallel=DEVICES))
+    whole, policy = runs.final_arrays(directory), load_run(config, tensor_parallel=DEVICES)
+    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(policy.frozen))
+    return {
+        "steps": [row["step"] for row in read_metrics(directory)],
+        "rewards": [row["reward"] for row in read_metrics(directory)],
+        "weights": [own, memory_report(config, tensor_parallel=DEVICES).memory.weights],
+        "restored": difference(list(whole.values()), state),
+        "moved": max(float(np.abs(array).max()) for name, array in whole.items() if name.endswith(".b")),
+    }
+
+
 def difference(a: Any, b: Any) -> float:
     """The largest of two trees' arrays."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -172,6 +198,8 @@ def difference(a: Any, b: Any) -> float:
 def main() -> None:
     say(slices=slices())
     say(completions=completions(*policies("nvfp4", packed)))
+    with tempfile.TemporaryDirectory() as directory:
+        say(run=run(Path(directory)))
     say(update=update(*policies("bf16")))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import jax
@@ -21,9 +22,7 @@ def exchanges(replicas: Replicas) -> int:
     say([[part.size, int(part.sum())] for part in large])
     tree = replicas.sum({"a": jnp.full((2, 3), 2.0**index), "b": [jnp.float32(0.1), jnp.arange(4.0) * index]})
     say(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), tree))
-    say(
-        sorted({device.id for leaf in jax.tree.leaves(tree) for device in leaf.devices()} - {jax.local_devices()[0].id})
-    )
+    say(all(leaf.devices() == set(jax.local_devices()) for leaf in jax.tree.leaves(tree)))
     say(replicas.broadcast(f"from {index}"))
     try:
         with replicas:
@@ -42,4 +41,5 @@ def say(value: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch.run(launch.Devices(), [], exchanges))
+    size = int(os.environ.get("DEVICES_OF_A_REPLICA", "1"))
+    sys.exit(launch.run(launch.Devices(tensor_parallel_size=size), [], exchanges))

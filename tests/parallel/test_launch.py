@@ -31,11 +31,63 @@ def length(*, completions, **_):
 
 
 @pytest.mark.parametrize(
-    ("devices", "gpus", "most", "count"),
-    [("all", 0, 0, 1), ("all", 1, 0, 1), ("all", 8, 0, 8), ("all", 8, 1, 1), ("3", 8, 0, 3), ("2", 0, 0, 2)],
+    ("devices", "gpus", "most", "size", "count"),
+    [
+        ("all", 0, 0, 1, 1),
+        ("all", 1, 0, 1, 1),
+        ("all", 8, 0, 1, 8),
+        ("all", 8, 1, 1, 1),
+        ("3", 8, 0, 1, 3),
+        ("2", 0, 0, 1, 2),
+        ("all", 8, 0, 2, 4),
+        ("all", 3, 0, 2, 1),
+        ("4", 8, 0, 4, 1),
+        ("2", 0, 0, 2, 2),
+        ("all", 0, 0, 2, 1),
+    ],
 )
-def test_processes_of_a_machine(devices, gpus, most, count):
-    assert launch.count_of(devices, gpus, most) == count
+def test_processes_of_a_machine(devices, gpus, most, size, count):
+    assert launch.count_of(devices, gpus, most, size) == count
+
+
+@pytest.mark.parametrize(("index", "own"), [(0, range(2)), (1, range(2, 4)), (2, range(2)), (5, range(2, 4))])
+def test_a_process_takes_neighbouring_gpus(index, own):
+    """Of five, whose last is left over; the third process and the sixth are on other hosts."""
+    given = launch.Devices(coordinator="a:1", process_id=index, num_processes=6, tensor_parallel_size=2)
+    assert launch._own_gpus(given, None, 5) == own
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "said"),
+    [
+        (4, 0, "--tensor-parallel-size 4: this machine has 2 GPUs for JAX"),
+        (2, 1, "--tensor-parallel-size 2: this command can use 1 GPU"),
+        (0, 0, "tensor_parallel_size must be at least 1, got 0"),
+    ],
+)
+def test_sizes_of_a_replica_that_are_not_there(size, most, said):
+    with pytest.raises(ConfigError) as error:
+        launch.refuse_size(size, 2, most)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tensor-parallel-size", "3"], "tensor_parallel_size 3 does not divide num_key_value_heads 2"),
+        (
+            ["--tensor-parallel-size", "2", "--weight-format", "full", "--lora-rank", "0"],
+            "not with tensor_parallel_size 2",
+        ),
+        (
+            ["--tensor-parallel-size", "4", "--batch-invariant"],
+            "batch_invariant needs tensor_parallel_size 1 or 2, got 4",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_divided(flags, said, tmp_path, capsys):
+    assert train.main(["--dry-run", "--output-dir", str(tmp_path / "run"), *flags]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -45,11 +97,12 @@ def test_processes_of_a_machine(devices, gpus, most, count):
         ("2", 8, 1, "--devices 2: this command can use 1"),
         ("0", 8, 0, "devices must be \"all\" or a number from 1, got '0'"),
         ("two", 8, 0, "devices must be \"all\" or a number from 1, got 'two'"),
+        ("3", 8, 0, "--devices 3 is no multiple of --tensor-parallel-size 2"),
     ],
 )
 def test_devices_that_are_not_there(devices, gpus, most, said):
     with pytest.raises(ConfigError) as error:
-        launch.count_of(devices, gpus, most)
+        launch.count_of(devices, gpus, most, 2)
     assert str(error.value) == said
 
 

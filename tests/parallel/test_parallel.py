@@ -86,15 +86,18 @@ def test_a_difference_is_an_error_that_names_the_values():
     assert [str(error) for error in other] == ["the replicas differ in a number: [7, 8]"] * 2
 
 
-def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, monkeypatch, devices):
+    """Each with one device, or with two over which its layers are divided."""
+    monkeypatch.setenv("DEVICES_OF_A_REPLICA", str(devices))
     words, outputs = under_slurm(2, Path(__file__).with_name("exchange.py"), tmp_path, "--model", "m")
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
-        small, large, tree, elsewhere, first, error = map(json.loads, output.splitlines())
+        small, large, tree, is_on_each, first, error = map(json.loads, output.splitlines())
         assert small == [[[""], []], [["é"], [0]]]
         assert large == [[0, 0], [1_500_000, 1_500_000 * 1_499_999]]
         assert tree == {"a": [[3.0] * 3] * 2, "b": [tenth, [0.0, 1.0, 2.0, 3.0]]}
-        assert elsewhere == []
+        assert is_on_each
         assert first == "from 0"
         assert error == ["replica 1 failed: KeyError: 'a reason'", "raised"][index]

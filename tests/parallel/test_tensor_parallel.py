@@ -68,6 +68,13 @@ def test_programs_bring_nothing_together_but_sums(found):
     assert {name for name, kinds in collectives.items() if kinds} == LOCAL | REDUCED
 
 
+def test_a_run_trains_resumes_and_is_read_by_one_device(found):
+    case = found["run"]
+    assert case["steps"] == [1, 2] and max(case["rewards"]) > 0
+    assert case["restored"] == 0 < case["moved"]
+    assert case["weights"][0] == case["weights"][1]  # the dry run's
+
+
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_decode_step_on_two_gpus_sums_twice_a_layer():
     """In fp32 and within the loop; no weight or cache is gathered, and all kernels of one GPU's layers run."""

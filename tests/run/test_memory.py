@@ -81,6 +81,16 @@ def test_full_fine_tuning_that_does_not_fit_is_refused():
         memory.refuse_oversized_update(config, 141e9)
 
 
+def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
+    """7B in NVFP4: 5.8 GB of weights, and 2.4 of adapters, moments, gradient and next state; half of most on each of
+    two, but 2.2 of embedding and head.
+    """
+    lengths = {"max_prompt_length": 64, "max_completion_length": 64}
+    config = Config(model=str(SHAPES / "Qwen2.5-7B"), weight_format="nvfp4", rollout_memory_gb=4, **lengths)
+    said = memory.oversized(config, 7e9)
+    assert said.startswith("the update does not fit") and said.endswith("over more GPUs: --tensor-parallel-size 2")
+
+
 def test_cache_is_the_real_one(tmp_path):
     """Two prompts of up to 90 tokens and their eight completions of up to 20, in buckets of 96 and 24, with room for 32
     prompts; half of the completions on each of two devices; under a limit, what fits.
