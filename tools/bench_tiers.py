@@ -2,10 +2,12 @@
 RTX 4090 (99 KiB of shared memory a CTA, no `wgmma`, TMA or clusters) reach of the speed of Hopper's own.
 
     python tools/bench_tiers.py --out DIR [--size 7B] [--batch 8 32] [--tokens 1 8 16 32] [--only gemm rollout update]
+                                [--marlin PATH/_C.abi3.so]
 
 Three parts: the decode GEMMs of 7B (each kernel alone, by the profiler, without its prologue); `bench_rollout.py` and
 `bench_step.py --update-only` as they are and with `--as-arch 89`. Writes gemm_tiers.json, and through the two programs
-rollout.json and update.json, into DIR; prints the share of Hopper's speed for each, and peak memory.
+rollout.json and update.json, into DIR; prints the share of Hopper's speed for each, and peak memory. `--marlin`: the
+GEMMs by vLLM's library too (`bench_marlin.py`, of the same Python), on the same GPU, for a column beside.
 """
 
 from __future__ import annotations
@@ -55,6 +57,20 @@ def gemm_rows(trials: list[Trial], jobs: int) -> list[dict]:
     return rows
 
 
+def marlin_rows(library: Path, trials: list[Trial]) -> list[dict]:
+    """The GEMMs of the trials by vLLM's kernel. Raises CalledProcessError where it does not run."""
+    shapes = {(trial.gemm.name, trial.gemm.n, trial.gemm.k, trial.m): None for trial in trials}
+    gemms = [f"{n},{k},{m}" for _, n, k, m in shapes]
+    command = [sys.executable, str(TOOLS / "bench_marlin.py"), str(library.resolve()), *gemms]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    times = json.loads(ran.stdout.splitlines()[-1])
+    names = "case", "n", "k", "m"
+    return [
+        dict(zip(names, shape, strict=True)) | {"impl": "marlin", "us": us}
+        for shape, us in zip(shapes, times, strict=True)
+    ]
+
+
 def shares(rows: Iterable[dict], time: str) -> Iterator[tuple[dict, float]]:
     """(row with "as_arch", share of the speed of the row that differs from it in that alone), where both are there.
 
@@ -80,10 +96,13 @@ def report(folder: Path) -> list[str]:
     for file, time in (("gemm_tiers", "us"), ("rollout", "decode_ms_per_step"), ("update", "seconds")):
         path = folder / f"{file}.json"
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
+        marlin = {(row["case"], row["m"]): row["us"] for row in rows if row.get("impl") == "marlin"}
         for row, share in shares(rows, time):
             what = f"{row['case']} m {row['m']}" if file == "gemm_tiers" else f"{row['model']} batch {row['batch']}"
             peak = f", peak {row['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in row else ""
-            lines.append(f"{file} {what}: {row[time]:.2f} {time}, {share:.2f} of Hopper's speed{peak}")
+            beside = marlin.get((row.get("case"), row.get("m")))
+            beside = f", {beside / row[time]:.2f} of Marlin's" if beside else ""
+            lines.append(f"{file} {what}: {row[time]:.2f} {time}, {share:.2f} of Hopper's speed{beside}{peak}")
     return lines
 
 
@@ -94,6 +113,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="of the rollout")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32], help="rows of the GEMMs")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--marlin", type=Path, help="vLLM's library, _C.abi3.so")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--out", type=Path, required=True)
     add_commit(parser)
@@ -110,7 +130,9 @@ def main() -> None:
             command = [sys.executable, TOOLS / program, *flags, *more, "--out", args.out, *commit]
             subprocess.run(list(map(str, command)), check=True)
     if "gemm" in args.only:
-        write_rows(args.out / "gemm_tiers.json", gemm_rows(gemm_trials(args.tokens), args.jobs), args.commit)
+        trials = gemm_trials(args.tokens)
+        rows = marlin_rows(args.marlin, trials) if args.marlin else []
+        write_rows(args.out / "gemm_tiers.json", rows + gemm_rows(trials, args.jobs), args.commit)
     print("\n".join(report(args.out)))
 
 
