@@ -312,6 +312,20 @@ def test_differences_name_both_values_and_spare_free_fields():
     assert differences(ours, theirs) == ["learning_rate: 1e-05 -> 0.0001"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sigma_start": 0.02}, {"sigma_end": 1e-3}, {"num_stages": 5}, {"noise_target": "lora"}, {"beta": 0.1},
+        {"temperature": 0.7}, {"seed": 1}, {"dataset": "arithmetic"}, {"reward_funcs": "answer"}, {"lora_rank": 8},
+        {"num_iterations": 2}, {"max_completion_length": 99}, {"eval_samples": 7}, {"learning_rate": 2e-4},
+    ],
+)  # fmt: skip
+def test_what_changes_the_algorithm_or_its_evaluation_is_told_on_resume(change):
+    noise = {"sigma_start": 0.01, "sigma_end": 5e-4}
+    [said] = differences(Config("m", **noise | change), to_mapping(Config("m", **noise)))
+    assert said.startswith(f"{next(iter(change))}: ")
+
+
 def test_what_an_out_of_memory_error_advises_to_change_may_change_on_resume():
     memory = {"rollout_memory_gb": 1, "update_memory_gb": 2, "tokens_per_micro_batch": 512, "logprob_chunk_size": 64}
     ours = Config(model="m", compilation_cache_dir="elsewhere", eval_batch_size=8, **memory)

@@ -71,7 +71,8 @@ def test_code_takes_no_longer_than_its_limit():
     info = {"language": "python", "test_cases": tests}
     program = block("x = int(input())\nwhile x == 0: pass\nprint(x)")
     (value,) = code(completions=[program], verification_info=[info], reward_timeout=[1.5])
-    assert value == 0.25 and isinstance(value, TimedOut) and time.monotonic() - started < 10
+    assert value == 0.25 and isinstance(value, TimedOut)
+    assert time.monotonic() - started < 4.9  # a test alone may take 5
 
 
 def test_a_broken_record_is_not_the_policys_fault():
