@@ -78,7 +78,7 @@ def test_a_run_trains_resumes_and_is_read_by_one_device(found):
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_decode_step_on_two_gpus_sums_twice_a_layer():
     """In fp32 and within the loop; no weight or cache is gathered, and all kernels of one GPU's layers run."""
-    ran = h200.run(HERE / "divided_for_h200.py")
+    ran = h200.run(HERE.with_name("rollout") / "divided_for_h200.py")
     case = json.loads(ran.stdout.splitlines()[-1])
     shapes = [shape for each in case["inside"].values() for shape in each]
     assert {name.removesuffix("-start") for name in case["inside"]} == {"all-reduce"}
