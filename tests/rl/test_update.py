@@ -23,6 +23,7 @@ from qerl_jax.models.linear import XlaMatmuls
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import compile_calls, record, shapes_of
 from qerl_jax.rl import step
+from qerl_jax.rl.head import inputs_of
 from qerl_jax.rl.micro_batches import PackShape, assign
 from qerl_jax.rl.plan import UpdatePlan, _cost, _Limits, _micro_batches, _pack, choose_plan, make_update_plan
 from qerl_jax.rl.state import init_state
@@ -274,6 +275,13 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro, transfo
     assert max(sequences[usual.pack.longest_suffix]) == 3 < max(sequences[4]), sequences
     step = transform(lambda state, frozen, batch: grpo_step(state, frozen, batch, few))
     close(step(state, micro.frozen, batch), wanted, 2e-6)
+
+
+def test_dr_grpo_divides_by_the_limit_where_a_batch_is_narrower():
+    batch = make_batch(64, 0, 2)
+    _, inputs = inputs_of("dr_grpo", 100, (PROMPT, COMPLETION), batch)
+    mask = np.asarray(batch.loss_mask)
+    assert inputs["weights"].sum() == pytest.approx(mask.sum() / (2 * 100)) and mask.any()
 
 
 def test_a_long_prompt_has_a_shape_that_holds_it():
