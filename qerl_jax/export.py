@@ -35,7 +35,7 @@ from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_
 from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, refuse_other_tokenizer
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import ConfigError, flags
-from qerl_jax.messages import shown
+from qerl_jax.messages import IN_MEMORY, shown
 from qerl_jax.models.formats import WEIGHT_FORMATS
 
 KINDS = ("peft", "vllm", "merged")
@@ -237,6 +237,9 @@ def _commands(kind: str, source: Source, reader: AdapterReader | None, out: Path
             chosen += f" --system-prompt {shlex.quote(config.system_prompt)}"
         elif config is not None and config.prompt_format is not None:
             chosen += f" --prompt-format {config.prompt_format}"
+        dataset = config and (config.eval_dataset or config.dataset[0])
+        if dataset and dataset not in IN_MEMORY:
+            chosen += f" --dataset {shlex.quote(dataset)} --max-completion-length {config.max_completion_length}"
         return [f"python -m qerl_jax.evaluate {shlex.quote(source.base_model)}{chosen} --adapter {place}"]
     has_base = reader.has_norms or source.quantizes
     served = f"{place}/{BASE_PART}" if has_base else shlex.quote(source.base_model)

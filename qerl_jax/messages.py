@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+IN_MEMORY = ("train_dataset", "eval_dataset")
+"""What a config names in the place of records that were given to `train`."""
+
 
 class Given(str):
     """The name that stands in a config for an object that `train` was given: records in memory, or a function. A copy

@@ -62,7 +62,8 @@ def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, cap
     said = capsys.readouterr().out
     assert f"exporting the newest checkpoint of {run}, of step 2" in said
     assert (
-        f"python -m qerl_jax.evaluate {tmp_path / 'model'} --weight-format nvfp4 --adapter {tmp_path / 'out'}" in said
+        f"python -m qerl_jax.evaluate {tmp_path / 'model'} --weight-format nvfp4 --dataset arithmetic "
+        f"--max-completion-length 24 --adapter {tmp_path / 'out'}" in said
     )
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()

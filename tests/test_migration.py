@@ -87,13 +87,21 @@ def test_values_that_turn_off_what_is_not_here_are_taken():
     assert parse(["--model", "m", *flags.split(), *more.split()]) == Config("m", seed=3)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(True, "group"), (False, "none")])
-def test_scale_rewards_takes_trls_truth_values(theirs, ours, tmp_path):
+@pytest.mark.parametrize(
+    ("field", "theirs", "written", "ours"),
+    [
+        ("scale_rewards", True, "true", "group"),
+        ("scale_rewards", False, "false", "none"),
+        ("min_p", None, "null", 0.0),
+        ("save_total_limit", None, "null", None),
+    ],
+)
+def test_values_that_trl_writes_otherwise_are_taken(field, theirs, written, ours, tmp_path):
     """As a flag, in a file and as an argument."""
-    (tmp_path / "c.yaml").write_text(f"model: m\nscale_rewards: {theirs}\n")
-    flags = ["--model", "m", "--scale-rewards", str(theirs)]
-    for config in parse(flags), load(tmp_path / "c.yaml"), Config("m", scale_rewards=theirs):
-        assert config.scale_rewards == ours
+    (tmp_path / "c.yaml").write_text(f"model: m\n{field}: {written}\n")
+    flags = ["--model", "m", f"--{field}", str(theirs)]
+    for config in parse(flags), load(tmp_path / "c.yaml"), Config("m", **{field: theirs}):
+        assert getattr(config, field) == ours
 
 
 def test_all_linear_is_every_projection(tmp_path, capfd):
@@ -135,7 +143,7 @@ TRANSLATED = {
     "epsilon_high": 0.2, "importance_sampling_cap": 3.0, "importance_sampling_mode": "sequence_mask",
     # TRL's defaults
     "seed": 42, "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta2": 0.999,
-    "max_grad_norm": 1.0, "save_steps": 500,
+    "max_grad_norm": 1.0, "save_steps": 500, "save_total_limit": None,
 }  # fmt: skip
 
 
@@ -161,6 +169,11 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
     ("text", "fields", "told"),
     [
         ("lora_r: 8", {"weight_format": "full", "prompt_column": "prompt", "answer_column": ""}, "trains all weights"),
+        (
+            "lora_r: 8",
+            {"system_prompt": "", "importance_sampling_cap": None},
+            "a system message: the prompts go through",
+        ),
         ("dataset_name: a/b\nreward_funcs: accuracy_reward", {"answer_column": "solution"}, "dataset_name 'a/b': name"),
         ("use_peft: true\nload_in_4bit: true", {"weight_format": "nf4"}, ""),
         ("use_peft: true\nlora_target_modules: [all-linear]", {"lora_target_modules": PROJECTIONS}, ""),
@@ -210,7 +223,7 @@ def test_defaults_of_trl_that_are_others_here():
     theirs = {name: ast.literal_eval(text) for name, text in (recorded["inherited"] | recorded["fields"]).items()}
     here = {field.name: field.default for field in dataclasses.fields(Config)}
     differ = {name: theirs[name] for name in here.keys() & theirs.keys() if theirs[name] != here[name]}
-    rest = {"output_dir", "save_total_limit", "report_to", "min_p", "vllm_gpu_memory_utilization"}
+    rest = {"output_dir", "report_to", "min_p", "vllm_gpu_memory_utilization"}
     assert {name: value for name, value in differ.items() if name not in rest} == from_trl.DEFAULTS
     for table in from_trl._BATCH, from_trl._VLLM:
         assert {name: theirs[name] for name in table} == table

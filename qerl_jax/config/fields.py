@@ -108,8 +108,8 @@ class Config:
     """Resume although model, dataset or reward file are not what they were when the checkpoint was saved."""
     save_steps: int = 50
     """Optimizer updates between checkpoints, which are saved after a rollout's last update; one more at the end."""
-    save_total_limit: int = 3
-    """Number of newest checkpoints kept."""
+    save_total_limit: int | None = 3
+    """Number of newest checkpoints kept; None: all."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Also send metrics to TensorBoard files or Weights & Biases; metrics.jsonl is always written."""
     compilation_cache_dir: str | None = None

@@ -101,7 +101,7 @@ def _as_expected(found: dict[str, list[str]], kind: type) -> list[str]:
         hint = hints.get(name)
         if hint is bool and values and values[0].lower() in ("true", "false"):
             flag, values = flag if values[0].lower() == "true" else f"--no-{flag[2:]}", values[1:]
-        elif hint not in (None, bool) and values and values != ["None"]:
+        elif hint not in (None, bool) and values and (values != ["None"] or hint in (int, float)):
             if tuple in (typing.get_origin(hint), *map(typing.get_origin, typing.get_args(hint))):
                 values = [str(value) for value in coerce(name, values, hint)]
             else:

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "max_completion_length": 512,
     "save_steps": 500,
+    "save_total_limit": None,
 }
 """TRL's values of fields that have its names and other defaults here."""
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -112,9 +113,14 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
                 f"dataset_name {shown(dataset)}: name a file as dataset, or give records to train(train_dataset=…)"
             )
         left_out.append(
-            "columns of the records: rewards get the prompts, those of reward_columns, and answer_column as answer"
+            "columns of the records: rewards get the prompts, those of reward_columns, and that of answer_column as "
+            "`answer`: name it there if they take one"
+        )
+        left_out.append(
+            "a system message: the prompts go through the chat template as they are; name one as system_prompt"
         )
         fields |= {"prompt_column": "prompt", "answer_column": "solution" if "accuracy_reward" in names else ""}
+        fields["system_prompt"] = ""
     weights = values.pop("reward_weights", ["1"] * len(names))
     rewards: dict[str, Any] = {}
     for name, weight in zip(names, weights, strict=False):
@@ -147,6 +153,8 @@ def _optimization(values: dict[str, Any]) -> dict[str, Any]:
     values.pop("vllm_gpu_memory_utilization", None)  # like `use_vllm`, which is told
     if values.get("use_vllm") and values.pop("vllm_importance_sampling_correction", True):
         values |= {name: value for name, value in _VLLM.items() if name not in values}
+    elif not values.get("use_vllm"):
+        values["importance_sampling_cap"] = None  # TRL takes the sampler for the trainer's policy then
     kind = values["lr_scheduler_type"]
     values["lr_scheduler_type"] = kind.removesuffix("_with_warmup")
     warmup, steps = (

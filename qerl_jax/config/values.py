@@ -16,7 +16,10 @@ _LARGEST, _SMALLEST = {int: LARGEST_INT, float: 3.4e38}, 1.2e-38  # normal float
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,9})?", re.ASCII)
 
 
-_TRLS = {"scale_rewards": {"True": "group", "False": "none"}}  # values that TRL takes besides
+_TRLS = {  # values that TRL takes besides
+    "scale_rewards": {"True": "group", "False": "none"},
+    "min_p": {"None": 0.0},
+}
 
 
 class ConfigError(ValueError):
@@ -49,6 +52,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     ConfigError where that is not possible.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    value = _TRLS.get(name, {}).get(str(value).title(), value)
     if origin in (types.UnionType, typing.Union):
         inner, _ = arguments  # X | None
         return None if value is None else coerce(name, value, inner)
@@ -58,7 +62,6 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
             values = ()  # report_to, as TRL writes it
         return tuple(coerce(name, item, arguments[0]) for item in values)
     if origin is Literal:
-        value = _TRLS.get(name, {}).get(str(value).title(), value)
         if value not in arguments:
             raise ConfigError(f"{name} {shown(value)} is not one of {list(arguments)}")
         return value

@@ -21,7 +21,7 @@ from qerl_jax.data.presets import (
     gold_answer,
     whole_answer,
 )
-from qerl_jax.messages import Given, is_unicode
+from qerl_jax.messages import IN_MEMORY, Given, is_unicode
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
 
 MAX_CHARACTERS = 1_000_000
@@ -223,6 +223,10 @@ def _parse(name: str) -> tuple[str | None, Path | None]:
         preset_name, path = None, Path(name)
     if path.name and path.exists():  # an empty path would be the working directory
         return preset_name, path
+    if name in IN_MEMORY:
+        raise DataError(
+            f'the records of {name} were given to train(…) in Python: call it with them again; resume="auto" goes on'
+        )
     meant = _nearest(before)
     suggestion = f"; did you mean {meant + colon + after!r}?" if meant else ""
     if preset_name or (not colon and (path.suffix in FILE_KINDS or len(path.parts) > 1)):

@@ -136,7 +136,7 @@ def check_positions(config: ModelConfig, prompt_length: int, completion_length: 
     if prompt_length + completion_length > config.max_position_embeddings:
         raise ValueError(
             f"prompts of {prompt_length} tokens and {completion_length} new ones exceed the model's "
-            f"max_position_embeddings {config.max_position_embeddings}"
+            f"max_position_embeddings {config.max_position_embeddings}: lower max_completion_length"
         )
 
 

@@ -23,6 +23,7 @@ from qerl_jax.checkpoint.run_files import (
     REPORT_FILE,
 )
 from qerl_jax.config import Config
+from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.reporting.metrics import cut_back, rows_until
@@ -56,7 +57,7 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
         run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
         if config.overwrite or run_directory.is_incomplete_copy(directory):
             run_directory.clear(directory)
-        checkpoints = Checkpointer(directory, config.save_total_limit, inputs)
+        checkpoints = Checkpointer(directory, config.save_total_limit or LARGEST_INT, inputs)
         state = restore(config, checkpoints, state, console, inputs)
         run_directory.write_config(directory, config)
         place = int(state.step), cut_back(directory, int(state.step))

@@ -348,3 +348,9 @@ def test_records_in_memory():
         load_dataset(Given("mine", {"question": ["p"]}), "train")
     with pytest.raises(DataError, match="mine holds no problems"):
         load_dataset(Given("mine", []), "train")
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_records_that_came_from_python_are_asked_for_again(name):
+    with pytest.raises(DataError, match=rf'the records of {name} were given to train\(…\) .* resume="auto" goes on'):
+        load_dataset(name, "train")
