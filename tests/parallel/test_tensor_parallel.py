@@ -13,14 +13,13 @@ import h200
 import numpy as np
 import pytest
 import small
-from conftest import DATA
 from qerl_kernels.formats import Nvfp4
 
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.partition import Division, parts_of
 
 HERE = Path(__file__).parent
-RANDOM = DATA / "tiny-random-qwen2-hf"
+RANDOM = HERE.parent / "data" / "tiny-random-qwen2-hf"
 LOCAL = {"decode_chunk", "prefill_layer", "forward", "forward_and_keep", "backward"}
 """Programs that compute layers."""
 REDUCED = {"add_squares", "stays_finite"}
