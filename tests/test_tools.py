@@ -85,12 +85,11 @@ def test_each_tier_is_timed_with_its_own_configs(tool):
     assert all(trial.gpu.tier == "warp" and trial.config.cluster == 1 for trial in warp)
 
 
-def test_marlin_is_asked_for_the_gemms_of_the_trials(tool, tmp_path, monkeypatch):
+def test_marlin_is_asked_for_the_gemms_of_the_trials(tool, tmp_path):
     """A GEMM once, though both tiers have it; what its process prints last are the times."""
     module = tool("bench_tiers")
-    (tmp_path / "bench_marlin.py").write_text("import sys; print('loading'); print(list(range(1, len(sys.argv) - 1)))")
-    monkeypatch.setattr(module, "TOOLS", tmp_path)
-    rows = module.marlin_rows(tmp_path / "_C.abi3.so", module.gemm_trials([8, 32]))
+    (tmp_path / "timed.py").write_text("import sys; print('loading'); print(list(range(1, len(sys.argv) - 1)))")
+    rows = module.marlin_rows(tmp_path / "_C.abi3.so", module.gemm_trials([8, 32]), tmp_path / "timed.py")
     assert [row["us"] for row in rows] == list(range(1, 9))
     assert rows[1] == {"case": "qkv_7b", "n": 4608, "k": 3584, "m": 32, "impl": "marlin", "us": 2}
 

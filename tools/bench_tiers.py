@@ -57,11 +57,11 @@ def gemm_rows(trials: list[Trial], jobs: int) -> list[dict]:
     return rows
 
 
-def marlin_rows(library: Path, trials: list[Trial]) -> list[dict]:
-    """The GEMMs of the trials by vLLM's kernel. Raises CalledProcessError where it does not run."""
+def marlin_rows(library: Path, trials: list[Trial], program: Path = TOOLS / "bench_marlin.py") -> list[dict]:
+    """The GEMMs of the trials by vLLM's kernel, timed by `program`. Raises CalledProcessError where it does not run."""
     shapes = {(trial.gemm.name, trial.gemm.n, trial.gemm.k, trial.m): None for trial in trials}
     gemms = [f"{n},{k},{m}" for _, n, k, m in shapes]
-    command = [sys.executable, str(TOOLS / "bench_marlin.py"), str(library.resolve()), *gemms]
+    command = [sys.executable, str(program), str(library.resolve()), *gemms]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     times = json.loads(ran.stdout.splitlines()[-1])
     names = "case", "n", "k", "m"

@@ -112,15 +112,13 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
             left_out.append(
                 f"dataset_name {shown(dataset)}: name a file as dataset, or give records to train(train_dataset=…)"
             )
-        left_out.append(
+        left_out += [
             "columns of the records: rewards get the prompts, those of reward_columns, and that of answer_column as "
-            "`answer`: name it there if they take one"
-        )
-        left_out.append(
-            "a system message: the prompts go through the chat template as they are; name one as system_prompt"
-        )
-        fields |= {"prompt_column": "prompt", "answer_column": "solution" if "accuracy_reward" in names else ""}
-        fields["system_prompt"] = ""
+            "`answer`: name it there if they take one",
+            "a system message: the prompts go through the chat template as they are; name one as system_prompt",
+        ]
+        answer_column = "solution" if "accuracy_reward" in names else ""
+        fields |= {"prompt_column": "prompt", "answer_column": answer_column, "system_prompt": ""}
     weights = values.pop("reward_weights", ["1"] * len(names))
     rewards: dict[str, Any] = {}
     for name, weight in zip(names, weights, strict=False):

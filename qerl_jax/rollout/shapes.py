@@ -74,9 +74,9 @@ def prefill_bytes(policy: Policy, prompts: int, prompt_length: int, batch_invari
     """Bytes of a rollout's largest prefill besides weights and caches, with cuDNN's attention.
 
     With e bytes of the compute dtype: residual stream and what attention adds to it, `8 T D`, with tensor parallelism
-    also a sum over devices and what is summed; in attention q, k and v
-    of the tokens, then with its results in padded rows; in the MLP gate and up, `2 e T F`, and either h or what makes
-    them: their input and, where XLA multiplies, sums in fp32 and the dequantized weight.
+    also a sum over devices and what is summed; in attention q, k and v of the tokens, then with its results in padded
+    rows; in the MLP gate and up, `2 e T F`, and either h or what makes them: their input and, where XLA multiplies,
+    sums in fp32 and the dequantized weight.
 
     Args:
       policy: real or abstract.

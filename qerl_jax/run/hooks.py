@@ -15,7 +15,7 @@ from qerl_jax import aqn
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
-from qerl_jax.messages import Given
+from qerl_jax.messages import IN_MEMORY, Given
 from qerl_jax.programs import program
 from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.loss import TokenLoss
@@ -104,10 +104,8 @@ def with_objects(
     changes: dict[str, Any] = {}
     if reward_funcs is not None:
         changes["reward_funcs"] = tuple(f if isinstance(f, str) else Given(_short_name(f), f) for f in reward_funcs)
-    for field, name, records in (
-        ("dataset", "train_dataset", train_dataset),
-        ("eval_dataset", "eval_dataset", eval_dataset),
-    ):
+    fields, given = ("dataset", "eval_dataset"), (train_dataset, eval_dataset)
+    for field, name, records in zip(fields, IN_MEMORY, given, strict=True):
         if isinstance(records, Iterator):
             raise ConfigError(
                 f"{name} is a {type(records).__name__}, which is read only once: give a datasets.Dataset or a list"
