@@ -17,6 +17,9 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{([^{}]*)\}|[$.]")
 _ARTICLE = re.compile(r"^(?:an?|the)\s+")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed\b")
+_CONSTANT = re.compile(r"\\(?:mathrm|text|operatorname)\{\s*([ei])\s*\}")
+_CUT = re.compile(r"(?:[-+*/^={(]|\\(?:cdot|times|div))\s*\Z")
+_BETWEEN_FORMULAS = re.compile(r"\$\s*\band\b\s*\$")
 _ELLIPSIS = re.compile(r"\\[lc]?dots|…|\.\.\.")
 _NO_PLAIN_NUMBER = re.compile(r"%|\d_|[A-Za-z]\s*=")  # shares, bases, equations: for math-verify
 _DECIMAL_COMMA = re.compile(r"\$?-?0,\d+\$?")  # `1,2` is a list of two numbers
@@ -134,19 +137,22 @@ def _words(answer: str) -> str | None:
 
 
 def _parse(text: str) -> list[Any]:
-    """Expressions that math-verify finds in an answer."""
+    """Expressions that math-verify finds in an answer; none where it read its beginning only (it drops all that stands
+    after some units: `1 -` of `1 - \\mathrm{m}`).
+    """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = (LatexExtractionConfig(True, boxed_match_priority=0), ExprExtractionConfig(True))
     try:
-        return parse(text, extraction_config=configs, parsing_timeout=None)
+        found = parse(text, extraction_config=configs, parsing_timeout=None)
     except Exception:  # likewise
         return []
+    return [] if found and _CUT.search(str(found[-1])) else found
 
 
 def _delimited(text: str) -> str:
     """The answer in dollar signs unless it is delimited, so that it parses as a formula; currency signs are removed."""
-    text = text.replace("\\$", "")
+    text = _BETWEEN_FORMULAS.sub(" and ", _CONSTANT.sub(r" \1", text.replace("\\$", "")))
     return text if _DELIMITED.search(text) else f"${text}$"
 
 

@@ -20,7 +20,8 @@ _MARK = re.compile(  # each alternative begins with a letter of its own, without
     + "|".join(f"{word}{_AFTER_PROSE}" for word in ("answer", "Answer", "ANSWER"))
 )
 _BETWEEN_BOXES = re.compile(
-    r"(?:[ \t,;$&.:]|\n(?!\s*\n)|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\}|\\q?quad\b|\\[()\[\],; ]|[A-Za-z]\w?\s*=)*"
+    r"(?:[ \t,;$&.:]|\n(?!\s*\n)|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\}|\\q?quad\b|\\[()\[\],; ]|"
+    r"[A-Za-z](?:_?\{?\w+\}?)?\s*=)*"
 )
 _HEADING = re.compile(r"\d+[.)]\s|step\b", re.IGNORECASE)
 _CHECKED = re.compile(
@@ -68,13 +69,17 @@ def stated_answer(completion: str) -> str | None:
 
 
 def _outer(completion: str, marks: list[re.Match]) -> list[re.Match]:
-    """The marks without announcements and "####" inside a closed tag or box: those belong to its contents."""
+    """The marks without announcements and "####" inside a closed box, or a closed tag without a box: those belong to
+    its contents. A tag around a box holds a text of its own.
+    """
     if len(marks) < 2 or len({mark[0][0] in _ENCLOSING for mark in marks}) < 2:
         return marks
     kept, inside = [], 0
     for mark in marks:
         if mark[0][0] in _ENCLOSING:
-            inside = max(inside, _end(completion, mark) or 0)
+            end = _end(completion, mark) or 0
+            holds_box = mark[0][0] == "<" and "\\boxed" in completion[mark.end() : end]
+            inside = max(inside, 0 if holds_box else end)
         elif mark.start() < inside:
             continue
         kept.append(mark)
@@ -115,7 +120,7 @@ def _hashed(completion: str, marks: list[re.Match]) -> str | None:
 def _announced(completion: str, marks: list[re.Match]) -> str | None:
     """The first sentence after the mark, or the display or list that follows it; no check of an answer."""
     begin = marks[-1].end()
-    rest = completion[begin : begin + _LONGEST]
+    rest = completion[begin : begin + _LONGEST].partition("</answer>")[0]
     if _CHECKED.search(completion, max(marks[-1].start() - 40, 0), marks[-1].start()):
         return None
     if display := _DISPLAY.match(rest):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 
 from qerl_jax.rewards import mathematics
 from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rewards.outcomes import RewardError, Unparsed
+
+CASES = Path(__file__).resolve().parent.parent / "data" / "grading" / "math_verify_cases.jsonl"
 
 # Text and what `normalize_final_answer` of QeRL's utils/math_dapo.py (e8c6e79) makes of it.
 NORMALIZED = [
@@ -84,11 +88,33 @@ def test_dapo(completion, gold, value):
         ("<answer>1-10</answer>", "\\{1,10\\}", 0),
         ("<answer>1000001</answer>", "1000000", 0),
         ("<answer>5</answer>", "", None),
+        # It drops all that stands after `\\mathrm{e}` and other units.
+        ("<answer>1 + \\frac{1}{\\mathrm{e}}</answer>", "1 - \\frac{1}{\\mathrm{e}}", 0),
+        ("<answer>1</answer>", "1 - \\frac{1}{\\mathrm{e}}", 0),
+        ("<answer>1 - 1/e</answer>", "1 - \\frac{1}{\\mathrm{e}}", 1),
+        ("<answer>e^{2\\pi i/3}</answer>", "\\mathrm{e}^{2\\pi\\mathrm{i}/3}", 1),
+        ("<answer>5</answer>", "5 - \\mathrm{m}^2", None),
     ],
 )  # fmt: skip
 def test_math_verify(completion, gold, value):
     pytest.importorskip("math_verify")
     assert mathematics.math_verify(completions=[completion], answer=[gold]) == [value]
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 6))])
+def test_math_verifys_own_cases(part):
+    """Ours agrees with the expectations of math-verify's tests (options at their defaults) but in rows that say why."""
+    pytest.importorskip("math_verify")
+    rows = [json.loads(line) for line in CASES.read_text().splitlines()]
+    differ = [row for row in rows if "why" in row]
+    assert len(rows) == 261 and len(differ) == 8 and all(row["ours"] != row["expected"] for row in differ)
+    rows = [row for row in rows if "why" not in row][part::6] + (differ if part == 0 else [])
+    rewards = [
+        mathematics.math_verify(completions=[f"<answer>{row['text']}</answer>"], answer=[row["gold"]]) for row in rows
+    ]
+    assert [
+        row for row, reward in zip(rows, rewards, strict=True) if reward != [row.get("ours", row["expected"])]
+    ] == []
 
 
 def test_math_verify_reads_no_answer_into_a_text_without_one():

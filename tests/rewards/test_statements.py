@@ -22,6 +22,8 @@ from qerl_jax.rewards.functions import load_reward
         ("#### 8\nAnswer: 7", "7"),
         ("<answer>1<answer>2</answer> and </answer><answer>", "2"),
         ("<answer>thus \\boxed{4} apples</answer>", "4"),
+        ("<answer>First \\boxed{4}, then 3 more. The final answer is $7$.</answer>", "$7$"),
+        ("<answer>\\boxed{4}. The answer is in dollars.</answer>", "4"),
         # Forms.
         ("The answer is: 7.5\nDone", "7.5"),
         ("**Final Answer:** 18 dollars. Good.", "18 dollars"),
@@ -33,6 +35,7 @@ from qerl_jax.rewards.functions import load_reward
         # Boxes that stand together are one answer, each value once; others are not added up.
         ("so $\\boxed{4}$ and $\\boxed{\\frac{1}{2}}$.", "4, \\frac{1}{2}"),
         ("$x = \\boxed{1}$ or $x = \\boxed{2}$", "1, 2"),
+        ("\\(y_1 = \\boxed{1}\\) and \\(y_{12} = \\boxed{2}\\)", "1, 2"),
         ("\\[\\boxed{7}\\]\n\\[\\boxed{7}\\]", "7"),
         ("\\boxed{4}, no: \\boxed{3}", "3"),
         ("\\boxed{4}\n\n\\boxed{3}", "3"),
