@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import sys
@@ -43,6 +44,7 @@ from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import kernels_note, make_deterministic, use_device_memory
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
+from qerl_jax.run.memory import evaluation_fits
 from qerl_jax.types import Prompts, Rollout
 
 # Fields of Config that are flags here under the same name, and those under another name.
@@ -131,8 +133,10 @@ def main(argv: Sequence[str] | None = None, generate: Generate = generate) -> in
                     write_json(Path(arguments.output), dataclasses.asdict(result))
             return 0
 
-        most = 1 if config.rollout_backend == "vllm" else 0
-        return launch.run(arguments, ("-m", "qerl_jax.evaluate", *words), evaluated, most)
+        use_device_memory(config.vllm_share)
+        most, program = (1 if config.rollout_backend == "vllm" else 0), ("-m", "qerl_jax.evaluate", *words)
+        found, program = launch.sized(arguments, program, functools.partial(evaluation_fits, config), most)
+        return launch.run(found, program, evaluated, most)
 
     return command.run(body, lambda: "interrupted; the same command goes on with --records, and begins anew without")
 
@@ -164,7 +168,6 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     """The evaluation that flags and their config describe. Of the replicas that share its problems, the first keeps the
     records.
     """
-    use_device_memory(config.vllm_share)
     if config.deterministic:
         make_deterministic()
     print(use_compilation_cache(config.compilation_cache_dir), flush=True)

@@ -17,16 +17,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from qerl_kernels.gpu import Gpu
 
+from qerl_jax import driver
 from qerl_jax.cluster import LOST, join, leave
 from qerl_jax.command import FAILED, STOPPED
 from qerl_jax.config import ConfigError
 from qerl_jax.parallel import Replicas
+from qerl_jax.run.devices import usable_bytes
 
 _GRACE_SECONDS = 50  # for the others to end by themselves when one process has failed, and to save the run's state
 _SET_DEATH_SIGNAL = 1  # of prctl, Linux
 _LAUNCHER = "QERL_JAX_LAUNCHER"  # in the environment of the processes that a launcher starts: its process id
 ALL = "all"
+Fits = Callable[[float, int, int, Gpu], bool]
+"""Whether memory of so many bytes suffices on each GPU of so many processes with so many each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +41,10 @@ class Devices:
     devices: str = ALL
     """GPUs of this machine to use, a process for each `tensor_parallel_size`, or all of them. A number on a machine
     without GPUs is that of processes on the CPU."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int | None = None
     """GPUs of one process, over which the layers of a model that does not fit one are divided: a number that divides
-    its key/value heads. A checkpoint is resumed with any other."""
+    its key/value heads. A checkpoint is resumed with any other. None: 1, or on one machine the smallest power of two
+    with which the memory estimate fits."""
     coordinator: str | None = None
     """HOST:PORT where process 0 listens, to start each process of several hosts by hand: this one is then `process_id`
     of `num_processes`. Not needed under SLURM, Open MPI before 5 and Kubernetes (JobSet)."""
@@ -61,7 +67,7 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
 
     Raises ConfigError for devices that are not there.
     """
-    place, gpus, cluster, size = _place(given), visible_gpus(), _cluster(), given.tensor_parallel_size
+    place, gpus, cluster, size = _place(given), len(driver.gpus()), _cluster(), _size(given)
     refuse_size(size, gpus, most)
     if not gpus and size > 1:
         jax.config.update("jax_num_cpu_devices", size)
@@ -104,11 +110,47 @@ def count(given: Devices, most: int = 0) -> int:
     cluster = _cluster()
     if _place(given)[0] is not None:
         return given.num_processes
-    return (
-        cluster.get_process_count()
-        if cluster
-        else count_of(given.devices, visible_gpus(), most, given.tensor_parallel_size)
+    if cluster:
+        return cluster.get_process_count()
+    return count_of(given.devices, len(driver.gpus()), most, _size(given))
+
+
+def _size(given: Devices) -> int:
+    return 1 if given.tensor_parallel_size is None else given.tensor_parallel_size
+
+
+def sized(
+    given: Devices,
+    program: Sequence[str],
+    fits: Fits,
+    most: int = 0,
+    gpus: Sequence[driver.Described] | None = None,
+) -> tuple[Devices, list[str]]:
+    """The flags and the program of a command with a `tensor_parallel_size`: where none is given, and one GPU of those
+    that are used does not hold what each process would, the smallest power of two with which they do, in a line for
+    people. Processes that a cluster or other hands start have their GPUs already: 1, as where no number will do.
+
+    Args:
+      given, program, most: as of `run`.
+      fits: what `run.memory` estimates.
+      gpus: of this machine; None: as the driver says.
+
+    Raises ConfigError for devices that are not there.
+    """
+    if given.tensor_parallel_size is not None or _place(given)[0] is not None or _cluster() is not None:
+        return given, list(program)
+    gpus = driver.gpus() if gpus is None else gpus
+    used = count_of(given.devices, len(gpus), most) if gpus else 1
+    sizes = [1 << k for k in range(used.bit_length()) if given.devices == ALL or used % (1 << k) == 0]
+    memory = usable_bytes(min((gpu.bytes for gpu in gpus), default=0))
+    size = next((size for size in sizes if used > 1 and fits(memory, used // size, size, gpus[0].gpu)), 1)
+    if size == 1:
+        return given, list(program)
+    print(
+        f"the memory estimate does not fit one GPU of {memory / 1e9:.1f} GB: --tensor-parallel-size {size} is chosen",
+        flush=True,
     )
+    return dataclasses.replace(given, tensor_parallel_size=size), [*program, "--tensor-parallel-size", str(size)]
 
 
 def refuse_size(size: int, gpus: int, most: int = 0) -> None:
@@ -140,24 +182,6 @@ def count_of(devices: str, gpus: int, most: int = 0, size: int = 1) -> int:
     if int(devices) % size and gpus:
         raise ConfigError(f"--devices {devices} is no multiple of --tensor-parallel-size {size}")
     return int(devices) // size if gpus else int(devices)
-
-
-def visible_gpus() -> int:
-    """NVIDIA GPUs that JAX would use, found without starting one: a process that only starts others must not take
-    their memory.
-    """
-    try:
-        import jax_plugins
-
-        plugins = [name for path in jax_plugins.__path__ for name in os.listdir(path)]
-        driver = ctypes.CDLL("libcuda.so.1")
-    except (ImportError, OSError):
-        return 0
-    platforms = jax.config.jax_platforms or "cuda"
-    if not any("cuda" in name for name in plugins) or not {"cuda", "gpu"} & set(platforms.split(",")):
-        return 0
-    count = ctypes.c_int()
-    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
 def launch(program: Sequence[str], count: int) -> int:
@@ -243,7 +267,7 @@ def _place(given: Devices) -> tuple[str | None, int | None, int | None]:
 
 def _own_gpus(given: Devices, cluster: Any, gpus: int) -> range | None:
     """Which GPUs are this process's, of those that it sees; None: no matter."""
-    local, size = given.process_id, given.tensor_parallel_size
+    local, size = given.process_id, _size(given)
     local = local if given.coordinator is not None else cluster.get_local_process_id()
     if local is None or gpus == 0:
         return None

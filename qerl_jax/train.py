@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 from jaxtyping import Array
 from rich.console import Console
 
-from qerl_jax import aqn, command, keys, launch
+from qerl_jax import aqn, command, driver, keys, launch
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import Config, ConfigError, flags, load
@@ -49,6 +50,7 @@ from qerl_jax.run.dry_run import show_dry_run
 from qerl_jax.run.hooks import Hooks, with_objects
 from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.lock import locked
+from qerl_jax.run.memory import run_fits
 from qerl_jax.run.prepare import Run, check, prepare
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Prompts, Rollout, TrainState
@@ -221,9 +223,9 @@ class _Arguments(launch.Devices, Config):
     right, a wrong and an unreadable answer; train nothing."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line. Exit code 0: finished; 2: bad input or too little memory, with a one-line error message; 130:
-    stopped by a signal, to be resumed.
+def main(argv: list[str] | None = None, gpus: Sequence[driver.Described] | None = None) -> int:
+    """Command line, on a machine with these GPUs (None: those that the driver names). Exit code 0: finished; 2: bad
+    input or too little memory, with a one-line error message; 130: stopped by a signal, to be resumed.
     """
     output: list[Path] = []
 
@@ -236,9 +238,11 @@ def main(argv: list[str] | None = None) -> int:
         output.append(Path(config.output_dir))
         use_device_memory(config.vllm_share)
         most = 1 if config.rollout_backend == "vllm" else 0
+        program = "-m", "qerl_jax.train", *words
+        found, program = launch.sized(found, program, functools.partial(run_fits, config), most, gpus)
         if found.dry_run:
             config = with_rewards(config)
-            sizes = launch.count(found, most), found.tensor_parallel_size
+            sizes = launch.count(found, most), found.tensor_parallel_size or 1
             check(config, *sizes)
             show_dry_run(config, Console(highlight=False), *sizes)
             return 0
@@ -247,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
             state = train(config, replicas=replicas)
             return 0 if int(state.step) == state.config.num_rollouts else command.STOPPED
 
-        return launch.run(found, ("-m", "qerl_jax.train", *words), trained, most)
+        return launch.run(found, program, trained, most)
 
     return command.run(body, lambda: interrupted(*output))
 

@@ -25,7 +25,7 @@ LAYERS = [
     ("compilation", "buckets"),
     ("programs",),
     ("types", "messages", "parallel"),
-    ("keys", "aqn", "models", "rewards", "atomic", "cluster"),
+    ("keys", "aqn", "models", "rewards", "atomic", "cluster", "driver"),
     ("rollout", "data"),
     ("config",),
     ("checkpoint", "rl"),

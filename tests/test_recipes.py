@@ -9,7 +9,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from qerl_kernels import dispatch
+from qerl_kernels.gpu import H200
 
 from qerl_jax.checkpoint import assets
 from qerl_jax.config import Config, load, to_mapping
@@ -73,10 +73,10 @@ def test_recipes_are_the_released_scripts(script):
     assert config.max_steps == -1 and config.importance_sampling_cap is None
 
 
-def test_the_largest_released_script_fits_80_gb(monkeypatch):
+def test_the_largest_released_script_fits_80_gb():
     config = recipe("release-32b-nvfp4")
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
-    memory = memory_report(dataclasses.replace(config, model=str(SHAPES / "Qwen2.5-32B")), 80e9).memory
+    changes = {"model": str(SHAPES / "Qwen2.5-32B"), "matmul_kernel": "mosaic_gpu"}
+    memory = memory_report(dataclasses.replace(config, **changes), 80e9, gpu=H200).memory
     assert memory.sequences == config.batch_size
     assert max(memory.rollout, memory.update) < 0.95 * 80e9
 
@@ -181,10 +181,10 @@ def test_values_are_the_papers(dataset, size, stored):
     ("dataset", "size", "stored"),
     [("gsm8k", "3b", "bf16"), ("gsm8k", "7b", "nvfp4"), ("bigmath", "14b", "nvfp4"), ("bigmath", "32b", "bf16")],
 )
-def test_recipes_fit_the_gpu_that_they_name(dataset, size, stored, monkeypatch):
+def test_recipes_fit_the_gpu_that_they_name(dataset, size, stored):
     config, limit = recipe(f"{dataset}-{size}-{stored}"), 141e9 if size == "32b" else 80e9
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)  # as on the GPU that the recipe names
-    planned = memory_report(dataclasses.replace(config, model=str(SHAPES / f"Qwen2.5-{size.upper()}")), limit)
+    changes = {"model": str(SHAPES / f"Qwen2.5-{size.upper()}"), "matmul_kernel": "mosaic_gpu"}
+    planned = memory_report(dataclasses.replace(config, **changes), limit, gpu=H200)
     memory = planned.memory
     assert memory.eval_sequences >= 8
     assert memory.weights + max(memory.cache, memory.eval_cache) < 0.95 * limit

@@ -74,7 +74,7 @@ def assume(gpu: Gpu | None = None) -> None:
     from qerl_kernels import dispatch
     from qerl_kernels import gpu as gpus
 
-    dispatch.missing_for_mosaic_gpu = lambda dtype: None
+    dispatch.missing_for_mosaic_gpu = lambda dtype, gpu=None: None
     dispatch.this_gpu = lambda: gpu or gpus.H200
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import unittest.mock
 
 import jax
 from make_checkpoint import SIZES, hf_config
-from qerl_kernels import dispatch
 from qerl_kernels.gpu import H200, Gpu, gpu_of
 
 from qerl_jax.checkpoint.hf_config import parse_config
@@ -43,31 +41,23 @@ SHARE = 0.94  # share of a device for weights, state and caches
 
 def cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace, gpu: Gpu = H200) -> str:
     """How a run goes on a device; – where it does not."""
-    with (
-        unittest.mock.patch.object(dispatch, "missing_for_mosaic_gpu", lambda dtype: None),
-        unittest.mock.patch.object(dispatch, "this_gpu", lambda: gpu),
-    ):
-        return _cell(size, stored, gigabytes, args)
-
-
-def _cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace) -> str:
     config = Config(
         model=size,
         weight_format=stored,
+        matmul_kernel="mosaic_gpu",
         batch_size=args.batch,
         max_prompt_length=args.prompt_len,
         max_completion_length=args.completion_len,
     )
-    policy, state = abstract_trees(parse_config(hf_config(size), {}, size), stored, config)
-    prefill = prefill_bytes(policy, config.num_prompts, args.prompt_len, config.batch_invariant)
+    policy, state = abstract_trees(parse_config(hf_config(size), {}, size), stored, config, gpu=gpu)
+    prefill = prefill_bytes(policy, config.num_prompts, args.prompt_len, config.batch_invariant, gpu)
     beside = tree_bytes((policy.frozen, state)) + max(prefill, decode_bytes(policy.config, args.batch))
     free = SHARE * gigabytes * 1e9 - beside
     if free <= 0:
         return "–"
     try:
-        memory = estimate_memory(
-            policy, state, dataclasses.replace(config, rollout_memory_gb=free / 1e9), gigabytes * 1e9
-        )
+        config = dataclasses.replace(config, rollout_memory_gb=free / 1e9)
+        memory = estimate_memory(policy, state, config, gigabytes * 1e9, gpu=gpu)
     except ValueError:
         return "–"
     plan = memory.update_plan

@@ -31,17 +31,22 @@ def this_gpu() -> Gpu:
 def facts(device: jax.Device) -> Gpu | None:
     """What the kernels know of a device, with its own tuning table where there is a sound one (one that is not is said
     once); None for other devices than NVIDIA GPUs."""
-    arch = _arch(device)
-    if arch is None:
-        return None
-    smem_bytes = getattr(device, "shared_memory_per_block_optin", None)
-    gpu = gpu_of(device.device_kind, arch, getattr(device, "core_count", H200.sms), smem_bytes)
-    for path in tuning.own_tables(gpu):
+    gpu = _without_table(device)
+    for path in tuning.own_tables(gpu) if gpu else ():
         if fault := _fault_of(str(path), gpu):
             say_once(f"{path}: left out, {fault}; python -m qerl_jax.tune makes a new one")
         else:
             return dataclasses.replace(gpu, own_table=str(path))
     return gpu
+
+
+def _without_table(device: jax.Device) -> Gpu | None:
+    """`facts` but for the table."""
+    arch = _arch(device)
+    if arch is None:
+        return None
+    smem_bytes = getattr(device, "shared_memory_per_block_optin", None)
+    return gpu_of(device.device_kind, arch, getattr(device, "core_count", H200.sms), smem_bytes)
 
 
 _fault_of = functools.cache(tuning.fault_of)  # a file is read once
@@ -53,15 +58,13 @@ def _arch(device: jax.Device) -> int | None:
     return 10 * int(found[1]) + int(found[2]) if device.platform == "gpu" and found else None
 
 
-def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike) -> str | None:
-    """What keeps the Mosaic GPU kernels from running on the default device with activations of `dtype`; None where
-    they run."""
-    device = jax.local_devices()[0]
-    arch = _arch(device)
-    if arch is None:
-        return f"an NVIDIA GPU (the default device is {device.platform})"
-    if arch < MIN_ARCH:
-        return f"compute capability 8.0 or later (this is {device.device_kind}, {device.compute_capability})"
+def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike, gpu: Gpu | None = None) -> str | None:
+    """What keeps the Mosaic GPU kernels from running on a GPU with activations of `dtype`; None where they run. `gpu`
+    None: the default device; with one no device is started."""
+    if gpu is None and (gpu := _without_table(jax.local_devices()[0])) is None:
+        return f"an NVIDIA GPU (the default device is {jax.local_devices()[0].platform})"
+    if gpu.arch < MIN_ARCH:
+        return f"compute capability 8.0 or later (this is {gpu.name}, {gpu.arch / 10})"
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"jax 0.11 or later (this is {jax.__version__})"
     if dtype != jax.numpy.bfloat16:

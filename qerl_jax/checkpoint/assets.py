@@ -45,8 +45,10 @@ def model_path(model: str, weights: bool = True) -> Path:
       model: as in `Config.model`.
       weights: whether the weights are downloaded, too, or config and tokenizer alone.
 
-    Raises ConfigError where the hub's model cannot be downloaded.
+    Raises ConfigError where none is named or the hub's cannot be downloaded.
     """
+    if not model:
+        raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
     if model == TINY_MODEL:
         return _PACKAGE / "assets" / "tiny-qwen2"
     return hub.download(model, weights) if hub.is_hub_id(model) else Path(model)

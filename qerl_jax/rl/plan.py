@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from qerl_kernels import dispatch
+from qerl_kernels.gpu import Gpu
 
 from qerl_jax import partition
 from qerl_jax.buckets import bucket, round_up
@@ -71,6 +72,7 @@ def make_update_plan(
     device_bytes: float | None = None,
     longest: int | None = None,
     replicas: int = 1,
+    gpu: Gpu | None = None,
 ) -> UpdatePlan:
     """The plan of all updates of a run, made once.
 
@@ -80,6 +82,7 @@ def make_update_plan(
         divided; weights, state and gradient take a part of it. None: no limit, so that nothing is recomputed.
       longest: tokens of a batch's rows; None: `max_prompt_length + max_completion_length`.
       replicas: processes that share the micro-batches.
+      gpu: on which it is; None: the default device.
     """
     config: Config = state.config
     free = None
@@ -89,7 +92,7 @@ def make_update_plan(
         free = max(0.0, _SHARE * device_bytes - held)
     longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
     itemsize = frozen["embed_tokens"].dtype.itemsize
-    xla = xla_matmuls(frozen["layers"], itemsize, dispatch.this_gpu())
+    xla = xla_matmuls(frozen["layers"], itemsize, gpu or dispatch.this_gpu())
     plan = choose_plan(state.model.part, itemsize, config, config.batch_size, longest, free, xla, replicas)
     return dataclasses.replace(plan, device_bytes=device_bytes)
 

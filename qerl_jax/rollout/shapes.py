@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from qerl_kernels import dispatch
+from qerl_kernels.gpu import Gpu
 
 from qerl_jax.buckets import bucket, bucket_of_rows, power_of_two, round_up
 from qerl_jax.models.config import ModelConfig
@@ -70,7 +71,9 @@ def decode_bytes(config: ModelConfig, slots: int) -> int:
     return 12 * config.vocab_size * slots
 
 
-def prefill_bytes(policy: Policy, prompts: int, prompt_length: int, batch_invariant: bool) -> int:
+def prefill_bytes(
+    policy: Policy, prompts: int, prompt_length: int, batch_invariant: bool, gpu: Gpu | None = None
+) -> int:
     """Bytes of a rollout's largest prefill besides weights and caches, with cuDNN's attention.
 
     With e bytes of the compute dtype: residual stream and what attention adds to it, `8 T D`, with tensor parallelism
@@ -83,11 +86,12 @@ def prefill_bytes(policy: Policy, prompts: int, prompt_length: int, batch_invari
       prompts: prompts of the rollout, P.
       prompt_length: longest prompt, tokens.
       batch_invariant: as in `Engine`.
+      gpu: on which it is; None: the default device.
     """
     config, e = policy.config.part, policy.dtype.itemsize
     d, f = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    xla = xla_matmuls(policy.frozen["layers"], e, dispatch.this_gpu())
+    xla = xla_matmuls(policy.frozen["layers"], e, gpu or dispatch.this_gpu())
 
     def of_layer(t: int, padded: int) -> int:
         attention = e * (t * (heads + 2 * kv_heads) + padded * 2 * (heads + kv_heads))
@@ -117,6 +121,7 @@ def choose_shapes(
     completion_length: int,
     engine: Engine,
     free_bytes: float | None = None,
+    gpu: Gpu | None = None,
 ) -> RolloutShapes:
     """As many slots as requested, or as many as fit `engine.memory_gb`.
 
@@ -135,6 +140,7 @@ def choose_shapes(
       completion_length: longest completion, tokens.
       engine: limits on slots and memory.
       free_bytes: free memory of the device, which is looked at without a `memory_gb`; None: enough.
+      gpu: as in `prefill_bytes`.
 
     Raises:
       ValueError: not a single completion fits; or, without a `memory_gb`, not all requested ones fit `free_bytes`
@@ -159,7 +165,7 @@ def choose_shapes(
     memory_gb = engine.memory_gb
     available, source = round(memory_gb * 1e9) if memory_gb is not None else None, "rollout_memory_gb"
     if memory_gb is None and free_bytes is not None:
-        prefill = prefill_bytes(policy, prompts, prompt_length, engine.batch_invariant)
+        prefill = prefill_bytes(policy, prompts, prompt_length, engine.batch_invariant, gpu)
         beside = max(prefill, decode_bytes(policy.config, requested))
         available = _SHARE_OF_FREE * free_bytes - beside
         source = f"{_SHARE_OF_FREE:.0%} of the free device memory less {beside / 1e9:.3g} GB of activations, in GB,"

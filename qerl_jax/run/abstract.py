@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from qerl_kernels import dispatch
 from qerl_kernels.formats import Nvfp4
+from qerl_kernels.gpu import Gpu
 from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax import partition
@@ -27,20 +28,23 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.types import Policy, TrainState
 
 
-def abstract_run(config: Config, optimizer: Any = None, tensor_parallel: int = 1) -> tuple[Policy, TrainState]:
+def abstract_run(
+    config: Config, optimizer: Any = None, tensor_parallel: int = 1, gpu: Gpu | None = None
+) -> tuple[Policy, TrainState]:
     """Policy and first state of the run that a config describes, from config.json alone: `ShapeDtypeStruct` for arrays.
 
     Args:
       config: config of the run.
       optimizer: as in `init_state`.
       tensor_parallel: devices over which the layers are divided.
+      gpu: on which the run is; None: the default device.
 
     Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
     """
     directory = model_path(config.model, weights=False)
     quantization = hf_config.stored_quantization(directory)
     model = dataclasses.replace(hf_config.model_config(directory), tensor_parallel=tensor_parallel)
-    return abstract_trees(model, weight_format_of(directory, config), config, optimizer, quantization)
+    return abstract_trees(model, weight_format_of(directory, config), config, optimizer, quantization, gpu)
 
 
 def weight_format_of(directory: Path, config: Config) -> str:
@@ -62,6 +66,7 @@ def abstract_trees(
     config: Config,
     optimizer: Any = None,
     quantization: Quantization | None = None,
+    gpu: Gpu | None = None,
 ) -> tuple[Policy, TrainState]:
     """Policy and first state of a run with `ShapeDtypeStruct` for arrays, traced from the code that makes real ones.
     Packed NVFP4 weights have one global scale for all rows, as this project and llm-compressor write them. With tensor
@@ -73,11 +78,13 @@ def abstract_trees(
       config: config of the run.
       optimizer: as in `init_state`.
       quantization: that of the checkpoint; None: all projections have the format.
+      gpu: as in `abstract_run`.
     """
     config = config.with_max_steps(config.num_prompts)  # no shape depends on the number of steps
 
     def build() -> tuple[Policy, TrainState]:
-        frozen, norms = _zero_weights(model, stored, quantization, jnp.dtype(config.dtype), config.matmul_kernel)
+        dtype = jnp.dtype(config.dtype)
+        frozen, norms = _zero_weights(model, stored, quantization, dtype, config.matmul_kernel, gpu)
         policy = build_policy(model, frozen, norms, config.lora, config.seed)
         return policy, init_state(policy, config, optimizer)
 
@@ -85,10 +92,16 @@ def abstract_trees(
 
 
 def _zero_weights(
-    model: ModelConfig, stored: str, quantization: Quantization | None, dtype: DTypeLike, matmul_kernel: str
+    model: ModelConfig,
+    stored: str,
+    quantization: Quantization | None,
+    dtype: DTypeLike,
+    matmul_kernel: str,
+    gpu: Gpu | None,
 ) -> tuple[dict, dict]:
     count = model.tensor_parallel
-    runs = matmul_kernel == "mosaic_gpu" or (matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype) is None)
+    runs = matmul_kernel == "mosaic_gpu"
+    runs = runs or (matmul_kernel == "auto" and dispatch.missing_for_mosaic_gpu(dtype, gpu) is None)
 
     def tensor(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
         part, division = part_of(spec, layer), partition.division_of(spec.path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import jax
@@ -24,15 +24,22 @@ DETERMINISTIC_FLAGS = (
 
 
 MEMORY = "XLA_CLIENT_MEM_FRACTION"
-_SHARE = 0.94  # JAX takes 0.75 of the memory by itself; the rest is for libraries and loaded programs
+_SHARE = 0.94  # the rest is for libraries and loaded programs
+_SHARE_OF_JAX = 0.75
 
 
 def use_device_memory(vllm_share: float = 0.0, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have JAX take 94 % of a GPU's memory when it starts one, less the share that vLLM takes, unless the environment
-    says how much (`XLA_CLIENT_MEM_FRACTION`, or its old name `XLA_PYTHON_CLIENT_MEM_FRACTION`).
+    """Have JAX take 94 % of a GPU's memory when it starts one, not 75, less the share that vLLM takes, unless the
+    environment says how much (`XLA_CLIENT_MEM_FRACTION`, or its old name `XLA_PYTHON_CLIENT_MEM_FRACTION`).
     """
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses both
         environment.setdefault(MEMORY, f"{_SHARE - vllm_share:.2f}")
+
+
+def usable_bytes(memory: int, environment: Mapping[str, str] = os.environ) -> float:
+    """What `device_bytes` will be of a GPU with so much memory, before JAX starts it."""
+    names = "XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY
+    return memory * next((float(environment[name]) for name in names if name in environment), _SHARE_OF_JAX)
 
 
 def device_bytes() -> int | None:

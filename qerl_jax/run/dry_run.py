@@ -11,7 +11,7 @@ from rich.table import Table
 from qerl_jax import aqn
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
-from qerl_jax.config import Config, dump
+from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data import arithmetic
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.prompts import EncodedProblem
@@ -19,15 +19,16 @@ from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.devices import device_bytes
-from qerl_jax.run.memory import MemoryEstimate, MemoryReport, memory_report, oversized
+from qerl_jax.run.memory import MemoryEstimate, MemoryReport, examined
 from qerl_jax.run.prepare import load_problems, ready_rewards
 from qerl_jax.run.sample import sample_lines
 
 
 def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_parallel: int = 1) -> None:
     """Print config, parameters, memory on each device of so many processes with so many each, the first prompt and what
-    the rewards pay. Raises as `memory_report`, `load_problems` and the rewards do; no weights are loaded, nothing is
-    trained or written.
+    the rewards pay; no weights are loaded, nothing is trained or written.
+
+    Raises ConfigError where no rollout fits, and what `load_problems` and the rewards raise.
     """
     with ready_rewards(config, console, download=False) as rewards:
         _show(config, rewards, console, processes, tensor_parallel)
@@ -35,11 +36,13 @@ def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_pa
 
 def _show(config: Config, rewards: Rewards, console: Console, processes: int, tensor_parallel: int) -> None:
     limit, devices = device_bytes(), processes * tensor_parallel
-    report = memory_report(config, limit, processes, tensor_parallel)
+    report, fault = examined(config, limit, processes, tensor_parallel)
+    if report is None:
+        raise ConfigError(fault)
     console.print(dump(config), markup=False, soft_wrap=True)
     console.print(parameter_table(report))
     console.print(memory_table(report.memory, config, devices))
-    if fault := oversized(config, limit, tensor_parallel):
+    if fault:
         console.print(fault, soft_wrap=True, markup=False)
     if config.rollout_backend == "vllm":
         console.print(

@@ -8,9 +8,9 @@ import math
 from pathlib import Path
 
 import jax
+from qerl_kernels.gpu import Gpu
 
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.safetensors import CheckpointError, open_checkpoint
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models.config import ModelConfig
@@ -18,7 +18,7 @@ from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.parallel import Replicas
 from qerl_jax.partition import bytes_on_device
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
-from qerl_jax.rl.state import trained_trees
+from qerl_jax.rl.state import refuse_divided, trained_trees
 from qerl_jax.rollout.shapes import choose_shapes, decode_bytes, prefill_bytes
 from qerl_jax.run.abstract import abstract_run, has_weights, tree_size, weight_format_of
 from qerl_jax.types import Policy, TrainState
@@ -120,23 +120,28 @@ class MemoryReport:
 
 
 def memory_report(
-    config: Config, device_bytes: float | None = None, replicas: int = 1, tensor_parallel: int = 1
+    config: Config,
+    device_bytes: float | None = None,
+    replicas: int = 1,
+    tensor_parallel: int = 1,
+    gpu: Gpu | None = None,
 ) -> MemoryReport:
     """Parameters and memory of the run that a config describes, on each device, with so much memory (None: no limit),
-    of so many replicas with so many devices each.
+    of so many replicas with so many devices each. `gpu`: those devices; None: the default one.
 
     Reads config.json and, where weight files are present, their headers.
 
-    Raises FileNotFoundError or CheckpointError for a model directory that cannot be read.
+    Raises FileNotFoundError or CheckpointError for a model directory that cannot be read, and ValueError if no rollout
+    fits.
     """
     directory = model_path(config.model, weights=False)
-    policy, state = abstract_run(config, tensor_parallel=tensor_parallel)
+    policy, state = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
     return MemoryReport(
         policy.config,
         weight_format_of(directory, config),
         _file_bytes(directory),
         parameter_rows(policy, state),
-        estimate_memory(policy, state, config, device_bytes, replicas),
+        estimate_memory(policy, state, config, device_bytes, replicas, gpu),
     )
 
 
@@ -186,34 +191,81 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     return rows
 
 
-def refuse_oversized_update(config: Config, device_bytes: float | None, tensor_parallel: int = 1) -> None:
-    """Raise ConfigError where `oversized` finds a fault."""
-    if fault := oversized(config, device_bytes, tensor_parallel):
+def refuse_oversized(config: Config, device_bytes: float | None, replicas: int = 1, tensor_parallel: int = 1) -> None:
+    """Raise ConfigError where `examined` finds a fault."""
+    if fault := examined(config, device_bytes, replicas, tensor_parallel)[1]:
         raise ConfigError(fault)
 
 
-def oversized(config: Config, device_bytes: float | None, tensor_parallel: int = 1) -> str | None:
-    """Why rollout or update of a config cannot run in the memory of a device (None: it has no limit), with the numbers,
-    and the smallest larger `tensor_parallel_size`, up to 8, with which it can; None where it fits.
+def examined(
+    config: Config, device_bytes: float | None, replicas: int = 1, tensor_parallel: int = 1
+) -> tuple[MemoryReport | None, str | None]:
+    """The `memory_report` of a run, None where not even a rollout fits, and why rollout or update cannot run in each
+    device's memory (None: it has no limit): the numbers, and the smallest larger `tensor_parallel_size`, up to 8, with
+    which both can; None where they fit.
     """
-    fault = None if device_bytes is None else _oversized(config, device_bytes, tensor_parallel)
-    if fault is None or config.is_full:
-        return fault
-    model = model_config(model_path(config.model, weights=False))
-    sizes = [size for size in (2, 4, 8) if size > tensor_parallel]
-    sizes = [size for size in sizes if not model.num_kv_heads % size and not model.intermediate_size % size]
-    found = next((size for size in sizes if _oversized(config, device_bytes, size) is None), None)
-    return fault if found is None else f"{fault}; or divide the layers over more GPUs: --tensor-parallel-size {found}"
+    report, fault = _examined(config, device_bytes, replicas, tensor_parallel)
+    if fault is None or device_bytes is None:
+        return report, fault
+    sizes, devices = [size for size in (2, 4, 8) if size > tensor_parallel], replicas * tensor_parallel
+    found = next((size for size in sizes if run_fits(config, device_bytes, devices // size or 1, size)), None)
+    more = "" if found is None else f"; or divide the layers over more GPUs: --tensor-parallel-size {found}"
+    return report, fault + more
 
 
-def _oversized(config: Config, device_bytes: float, tensor_parallel: int) -> str | None:
-    """`oversized` without other sizes."""
+def run_fits(
+    config: Config, device_bytes: float, replicas: int = 1, tensor_parallel: int = 1, gpu: Gpu | None = None
+) -> bool:
+    """Whether a config can be divided over so many devices, and its rollout and update fit each one's memory. Arguments
+    as of `memory_report`.
+    """
+    return _examined(config, device_bytes, replicas, tensor_parallel, gpu)[1] is None
+
+
+def evaluation_fits(
+    config: Config, device_bytes: float, replicas: int = 1, tensor_parallel: int = 1, gpu: Gpu | None = None
+) -> bool:
+    """As `run_fits`, whether weights and adapters fit beside a completion: an evaluation can sample few at a time."""
     try:
-        memory = memory_report(config, device_bytes, tensor_parallel=tensor_parallel).memory
+        refuse_division(config, tensor_parallel)
+        policy, _ = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
+        free = device_bytes - bytes_on_device(policy, tensor_parallel)
+        engine = dataclasses.replace(config.eval_engine, slots=1)
+        choose_shapes(policy, 1, 1, config.max_prompt_length, config.max_completion_length, engine, free, gpu)
     except CheckpointError:
         raise
-    except ValueError as error:  # no rollout fits
-        return str(error)
+    except ValueError:
+        return False
+    return True
+
+
+def refuse_division(config: Config, tensor_parallel: int) -> None:
+    """Raise ValueError for a config that does not go with so many devices a process, whatever its model."""
+    if config.is_full:
+        refuse_divided(tensor_parallel)
+    if config.batch_invariant and tensor_parallel > 2:
+        raise ConfigError(
+            f"batch_invariant needs tensor_parallel_size 1 or 2, got {tensor_parallel}: more GPUs add in an order that "
+            "depends on the row"
+        )
+
+
+def _examined(
+    config: Config, device_bytes: float | None, replicas: int, tensor_parallel: int, gpu: Gpu | None = None
+) -> tuple[MemoryReport | None, str | None]:
+    """`examined` without larger sizes; no report where the layers cannot be so divided, either."""
+    try:
+        refuse_division(config, tensor_parallel)
+        report = memory_report(config, device_bytes, replicas, tensor_parallel, gpu)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        return None, str(error)
+    return report, None if device_bytes is None else _oversized(report.memory, config, device_bytes)
+
+
+def _oversized(memory: MemoryEstimate, config: Config, device_bytes: float) -> str | None:
+    """Why an update cannot run in the memory of a device, with the numbers; None where it fits."""
     update = memory.update_plan
     if memory.weights + memory.state + memory.update_state > device_bytes:
         held, more, limit = memory.weights + memory.state, memory.update_state, device_bytes
@@ -237,7 +289,12 @@ def _oversized(config: Config, device_bytes: float, tensor_parallel: int) -> str
 
 
 def estimate_memory(
-    policy: Policy, state: TrainState, config: Config, device_bytes: float | None = None, replicas: int = 1
+    policy: Policy,
+    state: TrainState,
+    config: Config,
+    device_bytes: float | None = None,
+    replicas: int = 1,
+    gpu: Gpu | None = None,
 ) -> MemoryEstimate:
     """Bytes on a GPU, from shapes alone: on that of the first replica, which has the most prompts. Raises ValueError if
     no rollout fits.
@@ -259,6 +316,7 @@ def estimate_memory(
       config: config of the run.
       device_bytes: memory of the device; None: no limit.
       replicas: devices that share the prompts and micro-batches.
+      gpu: the device; None: the default one.
     """
     first = Replicas(0, replicas)
     model: ModelConfig = policy.config
@@ -273,14 +331,14 @@ def estimate_memory(
     free = None if device_bytes is None else device_bytes - weights - held - copy - noisy
     if own:
         sizes = len(first.share(config.num_prompts)), config.num_generations
-        rollout = choose_shapes(policy, *sizes, *lengths, config.engine, free)
-        prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant)
+        rollout = choose_shapes(policy, *sizes, *lengths, config.engine, free, gpu)
+        prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant, gpu)
     if own and config.eval_dataset:
         sizes = len(first.share(config.eval_samples)), config.eval_num_generations
-        evaluation = choose_shapes(policy, *sizes, *lengths, config.eval_engine, free)
-        eval_prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant)
+        evaluation = choose_shapes(policy, *sizes, *lengths, config.eval_engine, free, gpu)
+        eval_prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant, gpu)
     trained = on_device(trained_trees(state.lora, state.norms, state.weights, config))
-    update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas)
+    update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas, gpu=gpu)
     return MemoryEstimate(
         weights=weights,
         state=held,

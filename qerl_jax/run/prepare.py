@@ -34,7 +34,7 @@ from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
-from qerl_jax.rl.state import init_state, refuse_divided
+from qerl_jax.rl.state import init_state
 from qerl_jax.rollout.shapes import choose_shapes, ending_note
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
@@ -42,7 +42,7 @@ from qerl_jax.run.devices import device_bytes, free_device_bytes, kernels_note, 
 from qerl_jax.run.fingerprints import prompts_date
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
-from qerl_jax.run.memory import refuse_oversized_update
+from qerl_jax.run.memory import refuse_division, refuse_oversized
 from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
 from qerl_jax.run.sample import try_rewards
 from qerl_jax.types import Policy, TrainState
@@ -129,7 +129,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     if replicas.is_first:
         assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
     limit = smallest(replicas.gather(device_bytes()))
-    refuse_oversized_update(config, limit, replicas.tensor_parallel)
+    refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
     programs = Ahead(done=functools.partial(console.print, markup=False))
     programs.submit(rehearse_run, config, hooks, limit, replicas)
     try:
@@ -204,8 +204,6 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
     are filled in. Raises ConfigError, CheckpointError, DataError, RewardError, OSError, or ValueError for a
     `weight_format` that is not the stored one.
     """
-    if not config.model:
-        raise ConfigError('model is empty: name a Hugging Face directory, or "tiny" for the bundled policy')
     run_directory.check(Path(config.output_dir), config)
     refuse_locked(Path(config.output_dir))
     sinks.check(config)
@@ -219,13 +217,7 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
     if config.adapter is not None:
         adapter_config(Path(config.adapter))
     directory = assets.model_path(config.model, weights=False)
-    if config.is_full:
-        refuse_divided(tensor_parallel)
-    if config.batch_invariant and tensor_parallel > 2:
-        raise ConfigError(
-            f"batch_invariant needs tensor_parallel_size 1 or 2, got {tensor_parallel}: more GPUs add in an order that "
-            "depends on the row"
-        )
+    refuse_division(config, tensor_parallel)
     if config.is_full and (stored := stored_quantization(directory)):
         raise ConfigError(
             f"weight_format 'full' trains the unquantized weights, but {directory} holds quantized ones "

@@ -14,11 +14,13 @@ import pyarrow.parquet
 import pytest
 import runs
 import small
+from qerl_kernels.gpu import H200, Gpu
 
-from qerl_jax import launch, train
+from qerl_jax import driver, launch, train
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.run.devices import MEMORY, use_device_memory
 
 STEPS = 8
 REWARD = """
@@ -48,6 +50,52 @@ def length(*, completions, **_):
 )
 def test_processes_of_a_machine(devices, gpus, most, size, count):
     assert launch.count_of(devices, gpus, most, size) == count
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "most", "fitting", "size"),
+    [
+        ({}, 8, 0, {1, 2, 4, 8}, 1),
+        ({}, 8, 0, {4, 8}, 4),
+        ({}, 6, 0, {4}, 4),
+        ({"devices": "6"}, 8, 0, {4}, 1),  # no multiple of 4
+        ({"devices": "2"}, 8, 0, {4}, 1),
+        ({}, 1, 0, {2}, 1),
+        ({}, 0, 0, {2}, 1),
+        ({}, 8, 1, {2}, 1),
+        ({}, 8, 0, set(), 1),  # the run is refused
+        ({"tensor_parallel_size": 2}, 8, 0, {4}, 2),
+        ({"coordinator": "a:1", "process_id": 0, "num_processes": 8}, 8, 0, {2}, 1),
+    ],
+)
+def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, most, fitting, size, monkeypatch, capsys):
+    """Over the fewest with which the estimate fits 94 % of the smallest GPU; what is started gets their number."""
+    asked = []
+
+    def fits(memory: float, replicas: int, size: int, gpu: Gpu) -> bool:
+        asked.append((memory, replicas * size <= gpus, gpu))
+        return size in fitting
+
+    use_device_memory(environment=(environment := {}))
+    monkeypatch.setenv(MEMORY, environment[MEMORY])
+    machine = [driver.Described(H200, (80 + number) * 10**9) for number in range(gpus)]
+    given = launch.Devices(**given)
+    found, program = launch.sized(given, ["-m", "program"], fits, most, machine)
+    assert launch._size(found) == size and set(asked) <= {(75.2e9, True, H200)}
+    is_chosen = given.tensor_parallel_size is None and size > 1
+    assert program == ["-m", "program", *(["--tensor-parallel-size", str(size)] if is_chosen else [])]
+    said = f"the memory estimate does not fit one GPU of 75.2 GB: --tensor-parallel-size {size} is chosen\n"
+    assert capsys.readouterr().out == (said if is_chosen else "")
+
+
+def test_a_dry_run_divides_what_does_not_fit(tmp_path, capsys):
+    """The bundled policy with adapters of rank 256, on two GPUs of 65 MB: an update takes 75 and 52."""
+    machine = [driver.Described(H200, 65_000_000)] * 2
+    flags = ["--dry-run", "--output-dir", str(tmp_path / "run"), "--rollout-memory-gb", "0.001"]
+    flags += ["--lora-rank", "256", "--batch-size", "8", "--max-completion-length", "8"]
+    assert train.main(flags, machine) == 0
+    first, output = capsys.readouterr().out.split("\n", 1)
+    assert first.endswith("--tensor-parallel-size 2 is chosen") and "on each of 2 devices" in output
 
 
 @pytest.mark.parametrize(("index", "own"), [(0, range(2)), (1, range(2, 4)), (2, range(2)), (5, range(2, 4))])

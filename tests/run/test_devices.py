@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import subprocess
@@ -10,20 +11,29 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from qerl_kernels import dispatch
 from qerl_kernels.gpu import user_table
 
+from qerl_jax import driver
 from qerl_jax.run.devices import (
     DETERMINISTIC_FLAGS,
     MEMORY,
+    device_bytes,
     kernels_note,
     make_deterministic,
+    usable_bytes,
     use_device_memory,
 )
 
 PROGRAM = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
+from qerl_kernels.gpu import H200
+from qerl_jax.config import Config
 from qerl_jax.run.devices import make_deterministic
+from qerl_jax.run.memory import evaluation_fits, run_fits
+config = Config("tiny", weight_format="nvfp4", eval_dataset="arithmetic")
+print(*(fits(config, memory, 1, 2, H200) for fits in (run_fits, evaluation_fits) for memory in (1e6, 1e10)))
 make_deterministic()
 make_deterministic()
 print(os.environ["XLA_FLAGS"])
@@ -33,8 +43,10 @@ print(jax.jit(lambda x: x + 1)(1))
 
 
 def test_flags_are_added_once_and_xla_knows_them():
+    """A memory estimate for a GPU that is named starts no device before."""
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    flags, result = run.stdout.splitlines()
+    fits, flags, result = run.stdout.splitlines()
+    assert fits == "False True False True"
     assert flags.split() == ["--xla_cpu_enable_fast_math=false", *DETERMINISTIC_FLAGS] and result == "2"
 
 
@@ -138,3 +150,13 @@ sys.exit(program.main())
     environment = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.stderr.strip().endswith("error: 0.94"), run.stderr
+
+
+@pytest.mark.gpu
+def test_the_driver_describes_the_gpus_that_jax_starts():
+    """Facts, number and the memory that a run may use."""
+    described, device = driver.gpus(), jax.local_devices()[0]
+    assert len(described) == jax.local_device_count()
+    assert described[0].gpu == dataclasses.replace(dispatch.facts(device), own_table=None)
+    environment = {name: os.environ[name] for name in os.environ if name.endswith("MEM_FRACTION")}
+    assert usable_bytes(described[0].bytes, environment) == pytest.approx(device_bytes(), rel=0.01)

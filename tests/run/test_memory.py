@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import memory_for_h200
 import pytest
 import runs
-from qerl_kernels import dispatch
+from qerl_kernels.gpu import H200
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
@@ -73,12 +74,12 @@ def test_memory_of_full_fine_tuning_by_hand():
 def test_full_fine_tuning_that_does_not_fit_is_refused():
     """7B: 30 bytes a weight on an H200. 1.5B goes there."""
     small = Config(model=str(SHAPES / "Qwen2.5-1.5B"), weight_format="full", rollout_memory_gb=2)
-    memory.refuse_oversized_update(small, 141e9)
+    memory.refuse_oversized(small, 141e9)
     config = Config(model=str(SHAPES / "Qwen2.5-7B"), weight_format="full", rollout_memory_gb=2)
     with pytest.raises(
         ConfigError, match=r"106\.6 GB of weights and state, .* take 121\.8 GB, .* of 141\.0 GB; train ad"
     ):
-        memory.refuse_oversized_update(config, 141e9)
+        memory.refuse_oversized(config, 141e9)
 
 
 def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
@@ -87,8 +88,26 @@ def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
     """
     lengths = {"max_prompt_length": 64, "max_completion_length": 64}
     config = Config(model=str(SHAPES / "Qwen2.5-7B"), weight_format="nvfp4", rollout_memory_gb=4, **lengths)
-    said = memory.oversized(config, 7e9)
-    assert said.startswith("the update does not fit") and said.endswith("over more GPUs: --tensor-parallel-size 2")
+    with pytest.raises(ConfigError, match=r"^the update does not fit.*more GPUs: --tensor-parallel-size 2$"):
+        memory.refuse_oversized(config, 7e9)
+    assert [memory.run_fits(config, 7e9, 1, size, H200) for size in (1, 2, 3)] == [False, True, False]
+    assert not memory.run_fits(dataclasses.replace(config, batch_invariant=True), 141e9, 1, 4)
+
+
+def test_processes_need_memory_for_their_own_completions():
+    """Of 128 of 7B with 2048 tokens each on one GPU 15.6 GB of keys and values, on each of two 8.1."""
+    config = Config(model=str(SHAPES / "Qwen2.5-7B"), weight_format="nvfp4", max_completion_length=2048)
+    with pytest.raises(ConfigError, match=r"cannot hold 128 completions .* need 15\.6 GB; .*--tensor-parallel-size 2"):
+        memory.refuse_oversized(config, 20e9)
+    memory.refuse_oversized(config, 20e9, 2)
+
+
+def test_an_evaluation_fits_with_few_completions_at_a_time():
+    """32B in NVFP4: 20.7 GB of weights, 262 kB of keys and values a token, of at most 5120 tokens: 1.3 GB."""
+    config = Config(model=str(SHAPES / "Qwen2.5-32B"), weight_format="nvfp4", max_prompt_length=4096, lora_rank=1)
+    sizes = {gigabytes: memory.evaluation_fits(config, gigabytes * 1e9, gpu=H200) for gigabytes in (20, 28)}
+    assert sizes == {20: False, 28: True}
+    assert memory.evaluation_fits(config, 20e9, 1, 2, H200)
 
 
 def test_cache_is_the_real_one(tmp_path):
@@ -145,22 +164,22 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "gigabytes", "missing"), [("3B", 2.8, None), ("7B", 5.9, "a Hopper GPU"), ("32B", 20.7, None)]
+    ("size", "gigabytes", "kernel"), [("3B", 2.8, "mosaic_gpu"), ("7B", 5.9, "xla"), ("32B", 20.7, "mosaic_gpu")]
 )
-def test_weights_of_published_sizes(size, gigabytes, missing, monkeypatch):
+def test_weights_of_published_sizes(size, gigabytes, kernel):
     """The paper's table of weights in NVFP4, to its last figure, from config.json alone, packed for the kernels or not.
     Its 3B counts the tied head twice. The keys and values of a whole rollout, about which nothing is asked here, would
     be refused on a GPU they do not fit.
     """
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: missing)
-    config = Config(model=str(SHAPES / f"Qwen2.5-{size}"), weight_format="nvfp4", rollout_memory_gb=2)
+    model = str(SHAPES / f"Qwen2.5-{size}")
+    config = Config(model=model, weight_format="nvfp4", rollout_memory_gb=2, matmul_kernel=kernel)
     planned = memory_report(config)
     tied = 151936 * 2048 * 2 if size == "3B" else 0
     assert (planned.memory.weights + tied) / 1e9 == pytest.approx(gigabytes, abs=0.1)
     assert planned.files is None
 
 
-def test_every_array_of_a_7b_run_by_hand(monkeypatch):
+def test_every_array_of_a_7b_run_by_hand():
     """Qwen2.5-7B in NVFP4, rank 32, norms trained: state, gradient, next state, logits, and the weight that XLA
     dequantizes, from the published shapes alone.
     """
@@ -169,11 +188,10 @@ def test_every_array_of_a_7b_run_by_hand(monkeypatch):
         model=str(SHAPES / "Qwen2.5-7B"), weight_format="nvfp4", lora_rank=rank, train_norms=True, rollout_memory_gb=2,
         eval_dataset="gsm8k",
     )  # fmt: skip
-    plans = {}
-    for runs_here, missing in {"xla": "a Hopper GPU", "kernels": None}.items():
-        monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype, missing=missing: missing)
-        plans[runs_here] = memory_report(config).memory
-    planned = plans["xla"]
+    planned, by_kernels = (
+        memory_report(dataclasses.replace(config, matmul_kernel=kernel), gpu=H200).memory
+        for kernel in ("xla", "mosaic_gpu")
+    )
     widths = [d + d, d + kv, d + kv, d + d, d + f, d + f, f + d]  # K + N of q, k, v, o, gate, up, down
     trained = 4 * (layers * rank * sum(widths) + 2 * layers * d)
     moments, counters = 2 * trained, 4 * 4  # AdamW's two; steps, problems drawn, two counts of the optimizer
@@ -195,8 +213,8 @@ def test_every_array_of_a_7b_run_by_hand(monkeypatch):
     # gate and up and their adapters in fp32, and the weight of gate and up, dequantized to bf16.
     tokens = planned.update_plan.pack.tokens
     assert planned.working == tokens * (4 * d + 2 * (d + f) + 2 * 4 * (2 * f)) + 2 * (2 * f) * d
-    assert planned.update_plan.pack == plans["kernels"].update_plan.pack
-    assert planned.working > plans["kernels"].working
+    assert planned.update_plan.pack == by_kernels.update_plan.pack
+    assert planned.working > by_kernels.working
 
 
 def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
@@ -276,9 +294,9 @@ def test_the_workspace_of_attention_is_that_of_compiled_programs(monkeypatch, si
     micro-batch's input beside it.
     """
     monkeypatch.setattr(update_plan, "_SHORT", 1 << 30)
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
-    config = Config(model=str(SHAPES / f"Qwen2.5-{size}"), weight_format="nvfp4", rollout_memory_gb=2, **sizes)
-    report = memory_report(config)
+    fixed = {"weight_format": "nvfp4", "rollout_memory_gb": 2, "matmul_kernel": "mosaic_gpu"}
+    config = Config(model=str(SHAPES / f"Qwen2.5-{size}"), **fixed, **sizes)
+    report = memory_report(config, gpu=H200)
     next_input = 4 * report.memory.update_plan.pack.tokens * report.model.hidden_size
     assert (report.memory.working - next_input) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
@@ -303,11 +321,11 @@ def test_update_compiled_for_a_gpu(cases):
 def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_is_loaded(tmp_path):
     config = runs.config(tmp_path, rollout_memory_gb=1e-3)
     for enough in (None, 1e9):  # None: a device that does not say how much it has
-        memory.refuse_oversized_update(config, enough)
+        memory.refuse_oversized(config, enough)
     with pytest.raises(
         ConfigError, match=r"one sequence of 120 tokens takes .* GB more than is left of 0\.0 GB; lower"
     ):
-        memory.refuse_oversized_update(config, 5e6)
+        memory.refuse_oversized(config, 5e6)
 
 
 def test_the_table_of_a_dry_run_has_every_number_in_its_place():
