@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 from rich.console import Console
 
@@ -29,12 +28,10 @@ from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.config.from_trl import from_trl
-from qerl_jax.data.prompts import EncodedProblem, completion_texts, to_prompts
+from qerl_jax.data.prompts import to_prompts
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.phases import Phases
-from qerl_jax.rewards.columns import reward_columns
-from qerl_jax.rewards.functions import score
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.experience import Experience, equal_groups, gather_experience, refill_size, replace_equal_groups
 from qerl_jax.rl.loss import TokenLoss
@@ -47,13 +44,14 @@ from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.devices import use_device_memory
 from qerl_jax.run.directory import resume_command
 from qerl_jax.run.dry_run import show_dry_run
+from qerl_jax.run.grading import Grading
 from qerl_jax.run.hooks import Hooks, with_objects
 from qerl_jax.run.lifecycle import begin_run, finish_run
 from qerl_jax.run.lock import locked
 from qerl_jax.run.memory import run_fits
 from qerl_jax.run.prepare import Run, check, prepare
 from qerl_jax.run.recorder import Recorder
-from qerl_jax.types import FinishReason, Prompts, Rollout, TrainState
+from qerl_jax.types import Prompts, Rollout, TrainState
 
 
 def train(
@@ -155,21 +153,23 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     noise_key = keys.for_step(config.seed, keys.Purpose.AQN, int(state.step))
     noisy = run.hooks.noisy(config, clean, sigma, noise_key)
     actor = current_policy(run.policy, state).replace(**{config.noise_target: noisy})
-    sample = run.vllm.generate if run.vllm else generate
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     engine = dataclasses.replace(config.engine, prompts=len(run.replicas.share(config.num_prompts)) or None)
     for resampling_round in range(1 + config.resampling_rounds):
         problems = run.problems(state, drawn, count)
         prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)
         key = keys.for_round(step_key, resampling_round)
+        grading = Grading(run, problems)
+        # vLLM gives all completions at once.
+        sample = run.vllm.generate if run.vllm else functools.partial(generate, on_progress=grading.begin)
 
-        def completed(prompts: Prompts, key: Array = key) -> Rollout:
+        def completed(prompts: Prompts, sample: Callable = sample, key: Array = key) -> Rollout:
             return sample(actor, prompts, config.sampling, key, engine)
 
         with phases("rollout"):
             rollout = jax.block_until_ready(generate_share(run.replicas, prompts, completed))
         with phases("grading"):
-            fresh = grade(run, problems, rollout) if rollout else None
+            fresh = grading.finish(rollout) if rollout else None
         if run.replicas.count > 1:
             with phases("gather"):
                 fresh = gather_experience(run.replicas, fresh, problems, actor.config.pad_token_id)
@@ -179,34 +179,6 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
             break
         count = refill_size(equal, drawn)
     return dataclasses.replace(experience, perturbed=int(aqn.count_perturbed(clean, noisy)))
-
-
-def grade(run: Run, problems: Sequence[EncodedProblem], rollout: Rollout) -> Experience:
-    """Score the completions of P problems, or of some of them. The reward of a completion whose largest logit was not
-    finite is NaN: it counts in no mean of its group and leaves the loss.
-    """
-    config = run.config
-    rows = [problems[p].problem for p in np.asarray(rollout.prompt_index)]
-    completions = completion_texts(rollout, run.policy.tokenizer)
-    columns = reward_columns(
-        [row.extra for row in rows],
-        prompt_index=np.asarray(rollout.prompt_index).tolist(),
-        completion_lengths=np.asarray(rollout.lengths - rollout.prompt_lengths).tolist(),
-        max_completion_length=config.max_completion_length,
-        overlong_buffer=config.overlong_tokens,
-        reward_timeout=config.reward_timeout,
-    )
-    prompts, answers = [row.as_rewards_see_it for row in rows], [row.answer for row in rows if config.answer_column]
-    rewards, parts = score(run.rewards, config.reward_weights, prompts, completions, answers, **columns)
-    failed = np.asarray(rollout.finish) == FinishReason.FAILED
-    return Experience(
-        problems=list(problems),
-        rollout=rollout,
-        completions=completions,
-        rewards=np.where(failed, np.nan, rewards).astype(np.float32),
-        reward_parts={name: np.asarray(values, np.float32) for name, values in parts.items()},
-        drawn=len(problems),
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,8 +37,8 @@ def finished(tmp_path_factory):
     generate, evaluate = train.generate, lifecycle.evaluate
     sampled, evaluated, states = [], [], []
 
-    def spy_generate(policy, *arguments):
-        sampled.append((len(states), policy, generate(policy, *arguments)))
+    def spy_generate(policy, *arguments, **options):
+        sampled.append((len(states), policy, generate(policy, *arguments, **options)))
         return sampled[-1][2]
 
     def spy_evaluate(policy, *arguments, **options):

@@ -129,8 +129,8 @@ def both(tmp_path_factory):
         at.update(step=at["step"] + 1, round=0)
         return real_collect(*arguments)
 
-    def generate(*arguments):
-        rollout, rows = real_generate(*arguments), FAILED.get(at["step"], []) if at["round"] == 0 else []
+    def generate(*arguments, **options):
+        rollout, rows = real_generate(*arguments, **options), FAILED.get(at["step"], []) if at["round"] == 0 else []
         at["round"] += 1
         finish, logprobs = np.array(rollout.finish), np.array(rollout.logprobs)
         finish[rows], logprobs[rows] = FinishReason.FAILED, np.nan

@@ -31,6 +31,7 @@ from qerl_jax.rl.adamw import AdamW
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan
 from qerl_jax.run import lifecycle
+from qerl_jax.run.grading import Grading
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
@@ -70,7 +71,8 @@ def step(tmp_path, monkeypatch):
     model = types.SimpleNamespace(pad_token_id=0)
     policy = Policy("frozen", norms(0.0), "first", model, LoraConfig(), tokenizer=tokenizer)
 
-    def generate(*arguments):
+    def generate(*arguments, on_progress):
+        assert on_progress.__func__ is Grading.begin
         prompts, place = arguments[1], len(calls.generate)
         calls.generate.append(arguments)
         rows = []

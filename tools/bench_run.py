@@ -45,7 +45,7 @@ from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
 from qerl_jax.rewards.functions import score
 from qerl_jax.rollout.engine import generate
-from qerl_jax.run import prepare
+from qerl_jax.run import grading, prepare
 from qerl_jax.run.devices import device_bytes, use_device_memory
 from qerl_jax.run.memory import memory_report
 from qerl_jax.types import Policy
@@ -185,12 +185,12 @@ def stand_in(stack: contextlib.ExitStack, size: str, model: Path, equal: float) 
         read = {"config": model_config(model), "tokenizer": load_tokenizer(model), "source": str(model)}
         return dataclasses.replace(policy, **read)
 
-    def limited(policy: Policy, prompts: Any, sampling: Any, key: jax.Array, engine: Any = None) -> Any:
+    def limited(policy: Policy, prompts: Any, sampling: Any, key: jax.Array, engine: Any, **options: Any) -> Any:
         rows = prompts.lengths.shape[0] * sampling.num_generations
         lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, rows)
         lengths = np.where(rng.random(rows) < NEVER_STOPS, sampling.max_new_tokens, lengths)
         limits = np.clip(lengths, 8, sampling.max_new_tokens).astype(int).tolist()
-        return generate(policy, prompts, sampling, key, engine, limits)
+        return generate(policy, prompts, sampling, key, engine, limits, **options)
 
     def drawn(rewards: Any, weights: Any, prompts: Sequence[str], *rest: Any, **columns: Any) -> tuple:
         _, parts = score(rewards, weights, prompts, *rest, **columns)
@@ -198,7 +198,7 @@ def stand_in(stack: contextlib.ExitStack, size: str, model: Path, equal: float) 
         values, is_equal = np.arange(len(index)) % 2.0, rng.random(index.max() + 1) < equal
         return np.where(is_equal[index], 1.0, values).tolist(), parts
 
-    for module, name, function in ((prepare, "load", load), (train, "generate", limited), (train, "score", drawn)):
+    for module, name, function in ((prepare, "load", load), (train, "generate", limited), (grading, "score", drawn)):
         stack.enter_context(unittest.mock.patch.object(module, name, function))
 
 

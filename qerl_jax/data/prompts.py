@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import dataclasses
 import datetime
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -235,14 +236,27 @@ def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
 
 
 def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Text of every completion without its final EOS; other special tokens stay, because rewards look for them. It
-    begins with the `<think>` that its prompt ends in, as those of DeepSeek-R1's chat template do, whose end it holds.
+    """The `completion_text` of every completion."""
+    has_eos = (np.asarray(rollout.finish) == FinishReason.EOS).tolist()
+    prompts = map(lambda row, length: row[:length], np.asarray(rollout.tokens), np.asarray(rollout.prompt_lengths))
+    rows = zip(prompts, completion_ids(rollout), has_eos, strict=True)
+    return [completion_text(*row, tokenizer) for row in rows]
+
+
+def completion_text(prompt: array.array | np.ndarray, ids: list[int], has_eos: bool, tokenizer: Any) -> str:
+    """Text of a completion without its final EOS; other special tokens stay, because rewards look for them. It begins
+    with the `<think>` that its prompt ends in, as those of DeepSeek-R1's chat template do, whose end it holds.
     """
-    ended = np.asarray(rollout.finish) == FinishReason.EOS
-    starts, tokens = np.asarray(rollout.prompt_lengths), np.asarray(rollout.tokens)
-    texts = []
-    for row, (ids, eos) in enumerate(zip(completion_ids(rollout), ended, strict=True)):
-        end = tokenizer.decode(tokens[row, max(starts[row] - _BLOCK_TOKENS, 0) : starts[row]].tolist())
-        opened = re.search(r"<think>\s*\Z", end)
-        texts.append((opened[0] if opened else "") + tokenizer.decode(ids[:-1] if eos else ids))
-    return texts
+    opened = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-_BLOCK_TOKENS:].tolist()))
+    return (opened[0] if opened else "") + tokenizer.decode(ids[:-1] if has_eos else ids)
+
+
+class Remembering:
+    """A tokenizer that decodes the same ids once."""
+
+    def __init__(self, tokenizer: Any):
+        self._text = functools.cache(lambda ids: tokenizer.decode(list(ids)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The tokenizer's text of these ids."""
+        return self._text(tuple(ids))

@@ -17,15 +17,15 @@ def reward_columns(
     """Columns by name: `outcomes.GIVEN_COLUMNS`, and those of the datasets, None for a row whose dataset lacks one.
 
     Args:
-      extra: each row's own columns.
-      prompt_index: place of each row's prompt in the batch.
+      extra: the own columns of each prompt of the batch.
+      prompt_index: place of each row's prompt among them.
       completion_lengths: tokens of each row's completion.
       max_completion_length, overlong_buffer: tokens, the same for all rows.
       reward_timeout: seconds, likewise.
     """
-    count = len(extra)
-    names = sorted({name for row in extra for name in row})
-    return {name: [row.get(name) for row in extra] for name in names} | {
+    count = len(prompt_index)
+    names = sorted({name for prompt in extra for name in prompt})
+    return {name: [extra[place].get(name) for place in prompt_index] for name in names} | {
         "prompt_index": list(prompt_index),
         "completion_lengths": list(completion_lengths),
         "max_completion_length": [max_completion_length] * count,

@@ -174,10 +174,7 @@ def score(
     Raises RewardError if a reward raises, returns the wrong number of values, or one that is neither a finite number
     nor None, and for a total beyond `LARGEST_TOTAL`.
     """
-    rows = {"prompts": list(prompts), "completions": list(completions)}
-    if answers:
-        rows["answer"] = list(answers)
-    rows |= {column: list(values) for column, values in columns.items()}
+    rows = as_rows(prompts, completions, answers, **columns)
     each = {name: call(name, reward, rows) for name, reward in rewards.items()}
     totals = []
     for i, row in enumerate(zip(*each.values(), strict=True)):
@@ -193,6 +190,15 @@ def score(
             f"{name}/{flag}": [float(isinstance(value, kind)) for value in values] for flag, kind in FLAGS.items()
         }
     return totals, components
+
+
+def as_rows(
+    prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str], /, **columns: Sequence[object]
+) -> dict[str, list[Any]]:
+    """What `score` calls rewards with."""
+    own = {"answer": list(answers)} if answers else {}
+    rows = {"prompts": list(prompts), "completions": list(completions)} | own
+    return rows | {column: list(values) for column, values in columns.items()}
 
 
 def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> list[float | None]:

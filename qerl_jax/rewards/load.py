@@ -8,7 +8,7 @@ that stay in the trainer take 0.2 to 54 ms for 1,000 completions of 2,000 charac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +27,17 @@ class Rewards(dict[str, Reward]):
     """Rewards by name, and the worker pool of some of them. As a context manager it closes the pool."""
 
     pool: WorkerPool | None = None
+
+    def begin(self, rows: Rows) -> None:
+        """Have rewards begin with all rows of a prompt (`functions.as_rows`). The next call takes the values where it
+        has the same rows among others.
+
+        A reward begins if it sees the rows of one prompt at a time and cannot hold up this process: those in workers,
+        and the built-in ones but for `IN_WORKERS`. A function given as an object is called in order, by `score` alone.
+        """
+        for reward in self.values():
+            if isinstance(reward, _TaskwiseReward):
+                reward.begin(rows)
 
     def __enter__(self) -> Rewards:
         return self
@@ -86,18 +97,23 @@ def load_rewards(
     if workers and in_files:
         rewards.pool = WorkerPool(in_files, workers, timeout)
     for name in names:
-        if name not in outside:
-            rewards[name] = functions.load_reward(name)
-        elif rewards.pool is None or isinstance(name, Given):
-            rewards[name] = _TaskwiseReward(name, _grade_here(name), warn)
-        else:
-            rewards[name] = _TaskwiseReward(name, rewards.pool.grade, warn)
+        is_here = name not in in_files or rewards.pool is None
+        grader = _Here(functions.load_reward(name)) if is_here else rewards.pool
+        rewards[name] = _TaskwiseReward(name, grader, name not in outside or not is_here, warn)
     return rewards
 
 
-def _grade_here(name: str) -> Callable[[str, list[Rows]], list[list[float | None]]]:
-    reward = functions.load_reward(name)
-    return lambda name, tasks: [functions.call(name, reward, task) for task in tasks]
+class _Here:
+    """Grades tasks in this process, as a `WorkerPool` does in others."""
+
+    def __init__(self, reward: Reward):
+        self._reward = reward
+
+    def begin(self, name: str, rows: Rows) -> list[float | None]:
+        return functions.call(name, self._reward, rows)
+
+    def grade(self, name: str, tasks: Sequence[Rows], begun: Mapping[int, Any]) -> list[list[float | None]]:
+        return [begun[i] if i in begun else self.begin(name, rows) for i, rows in enumerate(tasks)]
 
 
 def _as_messages(task: dict[str, Any]) -> dict[str, Any]:
@@ -110,21 +126,34 @@ def _as_messages(task: dict[str, Any]) -> dict[str, Any]:
 class _TaskwiseReward:
     """A reward over all rows that grades them in tasks: one row each, or the rows of one prompt."""
 
-    def __init__(self, name: str, grade: Callable, warn: Callable[[str], None]):
-        self._name, self._grade, self._warn = name, grade, warn
+    def __init__(self, name: str, grader: WorkerPool | _Here, begins: bool, warn: Callable[[str], None]):
+        self._name, self._grader, self._begins, self._warn = name, grader, begins, warn
         self._has_warned = False
+        self._begun: dict[int, list[tuple[Rows, Any]]] = {}  # by prompt: tasks and what the grader has of them
 
-    def __call__(self, **rows: Sequence[Any]) -> list[float | None]:
+    def begin(self, rows: Rows) -> None:
+        if self._begins:
+            tasks = self._tasks(rows)
+            self._begun[rows["prompt_index"][0]] = [(task, self._grader.begin(self._name, task)) for task in tasks]
+
+    def _tasks(self, rows: Rows) -> list[Rows]:
         count = len(rows["completions"])
-        if self._name in functions.BUILT_IN:
+        if self._name in IN_WORKERS:
             indices = [[i] for i in range(count)]
         else:
             prompt = rows.get("prompt_index", rows["prompts"])
             indices = [list(task) for _, task in groupby(range(count), key=lambda i: prompt[i])]
         tasks = [{name: [column[i] for i in chosen] for name, column in rows.items()} for chosen in indices]
-        if self._name not in functions.BUILT_IN:
-            tasks = [_as_messages(task) for task in tasks]
-        values = [value for task in self._grade(self._name, tasks) for value in task]
+        return tasks if self._name in functions.BUILT_IN else [_as_messages(task) for task in tasks]
+
+    def __call__(self, **rows: Sequence[Any]) -> list[float | None]:
+        count, tasks, begun = len(rows["completions"]), self._tasks(rows), {}
+        for i, task in enumerate(tasks):
+            waiting = self._begun and self._begun.get(task["prompt_index"][0])
+            if waiting and waiting[0][0] == task:
+                begun[i] = waiting.pop(0)[1]
+        self._begun = {}
+        values = [value for task in self._grader.grade(self._name, tasks, begun) for value in task]
         late = sum(isinstance(value, TimedOut) for value in values)
         if late and not self._has_warned:
             self._has_warned = True

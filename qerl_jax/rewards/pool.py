@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pebble
@@ -30,6 +31,7 @@ GRACE_SECONDS = 5.0
 MAX_FAILURES = 64
 """Consecutive failures after which a reward counts as broken."""
 Rows = Mapping[str, Sequence[Any]]
+Begun = tuple[pebble.ProcessPool, pebble.ProcessFuture]
 _PR_SET_PDEATHSIG = 1
 
 
@@ -148,8 +150,20 @@ class WorkerPool:
             self._pool.join()
             self._pool = None
 
-    def grade(self, name: str, tasks: Sequence[Rows]) -> list[list[float | None]]:
-        """Values of each task; the rows of a failed task have the value TimedOut or Crashed.
+    def begin(self, name: str, rows: Rows) -> Begun | None:
+        """Have a worker grade a task; `grade` takes the result where it is given what this returns. None: the pool
+        broke.
+        """
+        pool, limit = self._started(), self._limit(name)
+        with contextlib.suppress(RuntimeError):  # since it was looked at: an idle worker died
+            return pool, pool.schedule(_grade, (name, rows), timeout=limit)
+        return None
+
+    def grade(
+        self, name: str, tasks: Sequence[Rows], begun: Mapping[int, Begun | None] = MappingProxyType({})
+    ) -> list[list[float | None]]:
+        """Values of each task; the rows of a failed task have the value TimedOut or Crashed. `begun`: the tasks given
+        to `begin` before, by number.
 
         Raises RewardError if the reward raises, if `max_failures` consecutive tasks fail, or if all tasks of a reward
         fail that never succeeded before. (One that did succeed may fail a whole call: a step can be a single task.)
@@ -163,7 +177,7 @@ class WorkerPool:
                 if rounds == 2:
                     raise RewardError(f"reward {name!r}: the workers died or stopped, {len(left)} tasks are not graded")
                 rounds += 1
-                for task, outcome in self._outcomes(name, left):
+                for task, outcome in self._outcomes(name, left, begun):
                     rounds = 0
                     is_failed = isinstance(outcome, type)
                     results[task] = [outcome(math.nan)] * len(tasks[task]["completions"]) if is_failed else outcome
@@ -173,19 +187,26 @@ class WorkerPool:
             raise
         return [results[task] for task in range(len(tasks))]
 
-    def _outcomes(self, name: str, tasks: Mapping[int, Rows]) -> Iterator[tuple[int, list[float | None] | type]]:
+    def _limit(self, name: str) -> float:
+        return self._timeout + (GRACE_SECONDS if name == "code" else 0.0)
+
+    def _outcomes(
+        self, name: str, tasks: Mapping[int, Rows], begun: Mapping[int, Begun | None]
+    ) -> Iterator[tuple[int, list[float | None] | type]]:
         """Number of each task, and its values or the type of its failure, in the order in which they end; nothing more
         once the pool is broken or stuck.
         """
-        limit = self._timeout + (GRACE_SECONDS if name == "code" else 0.0)
-        pool = self._started()
-        try:
-            running = {pool.schedule(_grade, (name, rows), timeout=limit): task for task, rows in tasks.items()}
-        except RuntimeError:  # pebble's, for a pool that broke since it was looked at: an idle worker died
-            return
+        pool, running = self._started(), {}
+        for task, rows in tasks.items():
+            one = begun.get(task)
+            if one is None or one[0] is not pool:  # else its pool has ended
+                one = self.begin(name, rows)
+            if one is None:
+                return
+            running[one[1]] = task
         pending = set(running)
         while pending:
-            ended, pending = wait(pending, self._start_seconds + limit, FIRST_COMPLETED)
+            ended, pending = wait(pending, self._start_seconds + self._limit(name), FIRST_COMPLETED)
             if not ended:
                 return
             for future in sorted(ended, key=running.__getitem__):

@@ -11,7 +11,7 @@ Axes: B sequences, P prompts, G group (row = p · G + g), T tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -38,11 +38,14 @@ class Progress:
       ended: completions that have ended, or will have with the chunks already sent to the device.
       rows: completions of the rollout, B.
       tokens: completion tokens sampled so far.
+      groups: prompts all of whose completions have ended since the `Progress` before, with the token ids of each, EOS
+        included, in the order of the rows; none where `stop` strings may cut them afterwards.
     """
 
     ended: int
     rows: int
     tokens: int
+    groups: Mapping[int, list[list[int]]]
 
 
 def generate(
@@ -52,6 +55,7 @@ def generate(
     key: Array,
     engine: Engine | None = None,
     limits: Sequence[int] | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Rollout:
     """Sample `sampling.num_generations` completions of each prompt.
 
@@ -66,6 +70,8 @@ def generate(
       engine: how the rollout runs; None: `Engine()`.
       limits: largest completion lengths in tokens, at most `sampling.max_new_tokens`: one for each prompt or one for
         each of the B rows. None: `sampling.max_new_tokens` for all.
+      on_progress: called with each `Progress` of `stream`, while the device decodes: time it takes beyond that of a
+        chunk delays the rollout.
 
     Returns:
       B = P · G rows of width prompt width + max_new_tokens.
@@ -77,9 +83,10 @@ def generate(
     running = stream(policy, prompts, sampling, key, engine, limits)
     while True:
         try:
-            next(running)
+            progress = next(running)
         except StopIteration as end:
             return end.value
+        on_progress(progress)
 
 
 def stream(
@@ -90,7 +97,9 @@ def stream(
     engine: Engine | None = None,
     limits: Sequence[int] | None = None,
 ) -> Generator[Progress, None, Rollout]:
-    """`generate` as a generator: yields a `Progress` after every chunk and returns the Rollout."""
+    """`generate` as a generator: yields a `Progress` after every chunk, while the device decodes the next one, and
+    returns the Rollout.
+    """
     config: ModelConfig = policy.config
     if not isinstance(prompts, Prompts):
         prompts = Prompts.from_lists(prompts, pad=config.pad_token_id)
@@ -185,24 +194,28 @@ class _Decoder:
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
         self.stop = StopStrings(sampling.stop, policy.tokenizer)
-        self.progress = Progress(0, len(limits), 0)
+        self.sampled: list[list[int]] = [[] for _ in limits]  # tokens of each sequence
+        self.decoding = set(range(len(limits)))  # sequences whose last token has not been read
+        self.progress = Progress(0, len(limits), 0, {})
 
     def steps(self) -> Generator[Progress, None, None]:
         """Decode all sequences. The results of a chunk are read while the next one runs."""
         self._begin()
-        running, stopped = [], []
+        running, stopped, seen = [], [], self.progress
         while True:
             self._refill(stopped)
             if self.schedule.live:
                 if not self.schedule.queued:
                     self._compact()
                 running.append(self._decode())
+            if seen is not self.progress:  # behind the dispatch, so that the device does not wait for who looks at it
+                seen = self.progress
+                yield seen
             if not running:
                 return
             if len(running) == 1 and self.schedule.live:
                 continue
             stopped = self._read(running.pop(0))
-            yield self.progress
 
     def rehearse(self) -> None:
         """Make every call of a program that `steps` may make, once; those that compile longest come first."""
@@ -253,8 +266,12 @@ class _Decoder:
 
     def _read(self, chunk: _Chunk) -> list[int]:
         """Wait for a chunk and end the sequences that ended in it; returns the slots that a stop string ends."""
-        active, sampled = np.asarray(chunk.active), np.asarray(chunk.sampled)
-        slot_then = {sequence: slot for slot, sequence in enumerate(chunk.sequences)}  # compaction may have moved it
+        active, sampled = np.asarray(chunk.active), np.asarray(chunk.sampled).T.tolist()
+        # Compaction may have moved it since.
+        slot_then = {sequence: slot for slot, sequence in enumerate(chunk.sequences) if sequence is not None}
+        new = {sequence: [token for token in sampled[slot] if token >= 0] for sequence, slot in slot_then.items()}
+        for sequence, tokens in new.items():
+            self.sampled[sequence] += tokens
         ended, stopped = [], []
         for slot in self.schedule.live:
             sequence = self.schedule.sequences[slot]
@@ -263,15 +280,25 @@ class _Decoder:
             then = slot_then[sequence]
             if not active[then]:
                 ended.append(slot)
-            elif self.stop.is_reached(sequence, sampled[sampled[:, then] >= 0, then].tolist()):
+            elif self.stop.is_reached(self.sampled[sequence], len(new[sequence])):
                 stopped.append(slot)
         self.schedule.end(ended + stopped)
         self.progress = dataclasses.replace(
             self.progress,
             ended=self.progress.rows - self.schedule.queued - len(self.schedule.live),
-            tokens=self.progress.tokens + int((sampled >= 0).sum()),
+            tokens=self.progress.tokens + sum(map(len, new.values())),
+            groups=self._complete({sequence for sequence, slot in slot_then.items() if not active[slot]}),
         )
         return stopped
+
+    def _complete(self, ended: set[int]) -> dict[int, list[list[int]]]:
+        """The tokens of the groups that are complete with these sequences, some of which had ended before."""
+        ended, group = ended & self.decoding, self.schedule.group
+        self.decoding -= ended
+        if self.stop.strings:
+            return {}
+        rows = {prompt: range(prompt * group, (prompt + 1) * group) for prompt in sorted({s // group for s in ended})}
+        return {p: self.sampled[r.start : r.stop] for p, r in rows.items() if self.decoding.isdisjoint(r)}
 
     def _refill(self, stopped: list[int]) -> None:
         loads, admissions = self.schedule.fill()

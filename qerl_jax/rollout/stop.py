@@ -27,15 +27,12 @@ class StopStrings:
         self.strings, self.tokenizer = strings, tokenizer
         # A string of c bytes spans at most c tokens with text; tokens without text only delay detection.
         self._window = max((len(string.encode()) for string in strings), default=0)
-        self._ids: dict[int, list[int]] = {}
 
-    def is_reached(self, sequence: int, new_tokens: list[int]) -> bool:
-        """Append new tokens to a sequence; True if its text now contains a stop string."""
+    def is_reached(self, ids: list[int], new: int) -> bool:
+        """Whether the text of a sequence contains a stop string since its last `new` tokens."""
         if not self.strings:
             return False
-        ids = self._ids.setdefault(sequence, [])
-        ids += new_tokens
-        text = self.tokenizer.decode(ids[-(len(new_tokens) + self._window) :])
+        text = self.tokenizer.decode(ids[-(new + self._window) :])
         return any(string in text for string in self.strings)
 
 

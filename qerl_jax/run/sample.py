@@ -88,7 +88,7 @@ def _pay(config: Config, rewards: Rewards, problem: Problem, texts: dict[str, st
     group = config.num_generations
     count = -(-len(texts) // group) * group
     columns = reward_columns(
-        [problem.extra] * count,
+        [problem.extra] * (count // group),
         [row // group for row in range(count)],
         [16] * count,
         config.max_completion_length,

@@ -92,7 +92,7 @@ def test_results_come_in_order(mine):
     texts = ["slow" if i % 3 == 0 else "x" * i for i in range(30)]
     with load_rewards((f"{mine}:act", "soft_format"), 2, 30.0) as rewards:
         assert rewards[f"{mine}:act"](**rows(texts)) == [float(len(text)) for text in texts]
-        assert rewards["soft_format"] is functions.soft_format
+        assert rewards["soft_format"](**rows(["<think></think><answer></answer>", "x"])) == [1.0, 0.0]
 
 
 def test_each_failure_is_one_items(mine):

@@ -47,7 +47,7 @@ class World:
         self.table, self.drawn, self.keys = table, [], []
         monkeypatch.setattr(train, "generate", self.generate)
 
-    def generate(self, actor, prompts: Prompts, sampling, key: jax.Array, engine) -> Rollout:
+    def generate(self, actor, prompts: Prompts, sampling, key: jax.Array, engine, **_) -> Rollout:
         self.keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
         rows = np.repeat(np.asarray(prompts.ids, np.int32), GROUP)
         member = np.tile(np.arange(GROUP, dtype=np.int32), len(prompts.ids))

@@ -310,6 +310,20 @@ def test_the_stream_reports_progress(policy, free):
     assert [p.ended for p in seen] == sorted(p.ended for p in seen) and 0 < seen[1].tokens < 8 * NEW
 
 
+def test_the_stream_hands_out_each_group_once_it_is_complete(policy, ended):
+    """All tokens of its rows, whatever ends them: EOS, the limit, a failure; none where stop strings cut them."""
+    token = int(completion_ids(generate(ended, PROMPTS, FREE, KEY))[7][2])
+    table = policy.frozen["embed_tokens"].at[token].set(jnp.nan)
+    for actor in (ended, ended.replace(frozen=ended.frozen | {"embed_tokens": table})):
+        seen, rollout = to_the_end(stream(actor, PROMPTS, FREE, KEY, SMALL, [8, 3, 8, 8]))
+        given, ids = [item for progress in seen for item in progress.groups.items()], completion_ids(rollout)
+        assert sorted(given) == [(p, ids[GROUP * p : GROUP * (p + 1)]) for p in range(4)]
+        assert len(seen[-1].groups) < 4
+    assert FinishReason.FAILED in rollout.finish
+    stopping = stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=("x",)), KEY, SMALL)
+    assert not any(progress.groups for progress in to_the_end(stopping)[0])
+
+
 def test_random_rollouts_are_prefixes_of_the_free_one(policy, ended, free):
     """Property: whatever ends rows and in whatever order slots come free, a row is the free row up to its own end."""
     rng = np.random.default_rng(0)

@@ -66,6 +66,17 @@ def test_no_slot_is_idle_where_limits_allow_it(policy, steps, group, limits):
     assert CHUNK * 2 * len(steps) == sum(limits) == progress.tokens
 
 
+def test_the_next_chunk_runs_while_the_stream_is_looked_at(policy, steps):
+    """Groups of 3 and of 8 chunks: the first is handed out long before the last chunk is sent to the device, which has
+    two to do while the results of one are looked at.
+    """
+    running, groups = stream(policy, [[1, 9], [2, 9]], Sampling(32), KEY, Engine(chunk=CHUNK), [12, 32]), []
+    for read, progress in enumerate(running, 1):
+        assert len(steps) == min(read + 2, 8)
+        groups += [(read, *progress.groups)] if progress.groups else []
+    assert groups == [(3, 0), (8, 1)]
+
+
 def test_a_slot_waits_less_than_a_chunk_after_a_limit(policy, steps):
     limits = np.random.default_rng(0).integers(1, 17, 24).tolist()
     run(policy, 12, Sampling(16, num_generations=2), 3, limits)

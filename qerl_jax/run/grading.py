@@ -1,0 +1,78 @@
+"""Grading of a rollout, which begins while it is sampled.
+
+Axes: B completions = P prompts · G group, row = p · G + g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qerl_jax.data.prompts import EncodedProblem, Remembering, completion_text, completion_texts
+from qerl_jax.rewards.columns import reward_columns
+from qerl_jax.rewards.functions import as_rows, score
+from qerl_jax.rl.experience import Experience
+from qerl_jax.rollout.engine import Progress
+from qerl_jax.run.prepare import Run
+from qerl_jax.types import FinishReason, Rollout
+
+
+class Grading:
+    """Scores the completions of P problems, or of this replica's share of them.
+
+    Args:
+      run: the run.
+      problems: P, of all replicas.
+    """
+
+    def __init__(self, run: Run, problems: Sequence[EncodedProblem]):
+        self._run, self._problems = run, problems
+        self._tokenizer = Remembering(run.policy.tokenizer)
+
+    def begin(self, progress: Progress) -> None:
+        """Decode the texts of the groups that have just ended and have the rewards begin with them (`Rewards.begin`).
+        `finish` asks for the same again, which is then there; the groups that end last are left to it, because the
+        device has nothing to do beside them.
+        """
+        if progress.ended == progress.rows:
+            return
+        own = self._run.replicas.share(len(self._problems))
+        eos_ids = self._run.policy.config.eos_token_ids
+        for place, group in progress.groups.items():
+            prompt = self._problems[own[place]].tokens
+            texts = [completion_text(prompt, ids, bool(ids) and ids[-1] in eos_ids, self._tokenizer) for ids in group]
+            rows, columns = self._rows([own[place]] * len(group), texts, list(map(len, group)))
+            self._run.rewards.begin(as_rows(*rows, **columns))
+
+    def finish(self, rollout: Rollout) -> Experience:
+        """Score the whole rollout. The reward of a completion whose largest logit was not finite is NaN: it counts in
+        no mean of its group and leaves the loss.
+        """
+        completions = completion_texts(rollout, self._tokenizer)
+        lengths = np.asarray(rollout.lengths) - np.asarray(rollout.prompt_lengths)
+        rows, columns = self._rows(np.asarray(rollout.prompt_index).tolist(), completions, lengths.tolist())
+        rewards, parts = score(self._run.rewards, self._run.config.reward_weights, *rows, **columns)
+        failed = np.asarray(rollout.finish) == FinishReason.FAILED
+        return Experience(
+            problems=list(self._problems),
+            rollout=rollout,
+            completions=completions,
+            rewards=np.where(failed, np.nan, rewards).astype(np.float32),
+            reward_parts={name: np.asarray(values, np.float32) for name, values in parts.items()},
+            drawn=len(self._problems),
+        )
+
+    def _rows(self, prompt_index: list[int], completions: list[str], lengths: list[int]) -> tuple[tuple, dict]:
+        """Prompts, completions and answers, and the columns beside them, as `score` takes them."""
+        config, rows = self._run.config, [self._problems[p].problem for p in prompt_index]
+        columns = reward_columns(
+            [item.problem.extra for item in self._problems],
+            prompt_index=prompt_index,
+            completion_lengths=lengths,
+            max_completion_length=config.max_completion_length,
+            overlong_buffer=config.overlong_tokens,
+            reward_timeout=config.reward_timeout,
+        )
+        answers = [row.answer for row in rows if config.answer_column]
+        return ([row.as_rewards_see_it for row in rows], completions, answers), columns

@@ -1,0 +1,100 @@
+"""Grading while the rollout is sampled: the result of grading afterwards, each task graded once."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from helpers import assert_trees_equal
+from rich.console import Console
+
+from qerl_jax.config import Config
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.data.stream import ProblemStream
+from qerl_jax.parallel import Replicas
+from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rollout.engine import Progress
+from qerl_jax.run.grading import Grading
+from qerl_jax.run.prepare import Run
+from qerl_jax.types import FinishReason, Policy, Rollout
+
+EOS, STUCK, DYING = 2, 77, 78
+# Values depend on the others of the prompt. Every call leaves a file.
+REWARD = """
+import os, pathlib, tempfile, time
+
+def ranked(prompts, completions, hint, prompt_index, **_):
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    os.close(tempfile.mkstemp(prefix="call", dir=pathlib.Path(__file__).parent)[0])
+    if "77" in texts[0]:
+        time.sleep(1000)
+    if "78" in texts[0]:
+        os._exit(1)
+    return [None if "9" in text else len(text) / len(max(texts, key=len)) + prompt_index[0] for text in texts]
+"""
+
+
+@pytest.mark.parametrize("replicas", [Replicas(), Replicas(1, 2)])
+def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
+    """A group whose grading hangs, one whose worker dies, a failed row, one without a token, messages, a column that
+    one prompt lacks, and a function that sees the whole batch. The last group is not announced, the order is another.
+    """
+    problems = [
+        EncodedProblem(Problem(n, f"{n}?", str(n), extra={"hint": n} if n != 3 else {}), array.array("i", [5, n]))
+        for n in range(5 * replicas.count)
+    ]
+    talk = dataclasses.replace(problems[1].problem, messages=(("user", "1?"),))
+    problems[1] = EncodedProblem(talk, problems[1].tokens)
+    own = list(replicas.share(len(problems)))
+    groups = [[[STUCK], [4]], [[DYING, EOS], []], [[6, 9, EOS], [8]], [[7, EOS], [7, EOS]], [[3, 3], [3, EOS]]]
+    (tmp_path / "mine.py").write_text(REWARD)
+    names, whole = (f"{tmp_path}/mine.py:ranked", "answer", "overlong"), []
+
+    def batch(completions, **columns):
+        whole.append((completions, columns))
+        return [len(completions) + value for value in range(len(completions))]
+
+    config = Config(
+        "m", batch_size=2 * len(problems), num_generations=2, max_completion_length=4, overlong_buffer=3,
+        reward_funcs=(*names, "batch"), reward_weights=(1.0, 2.0, 3.0, 4.0),
+    )  # fmt: skip
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    policy = Policy({}, {}, {}, SimpleNamespace(eos_token_ids=(EOS,)), None, tokenizer=tokenizer)
+    rollout = rolled_out([problems[p] for p in own], own, groups)
+    stream, found = ProblemStream((problems,), None, 0), []
+    with load_rewards(names, 2, 0.5) as rewards:
+        rewards["batch"] = batch
+        run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [], replicas=replicas)
+        for order in ([], list(range(len(own)))[::-1]):
+            before, grading = len(list(tmp_path.glob("call*"))), Grading(run, problems)
+            for ended, place in enumerate(order, 1):
+                grading.begin(Progress(2 * ended, 2 * len(own), 0, {place: groups[place]}))
+            found.append(grading.finish(rollout))
+            assert len(list(tmp_path.glob("call*"))) - before == len(own)
+    after, beside = found
+    assert whole[0] == whole[1] and len(whole) == 2 and after.completions == beside.completions
+    assert_trees_equal((after.rewards, after.reward_parts), (beside.rewards, beside.reward_parts))
+    parts = after.reward_parts
+    assert parts[f"{names[0]}/timeout"].tolist() == [1.0] * 2 + [0.0] * 8
+    assert parts[f"{names[0]}/crash"].tolist() == [0.0] * 2 + [1.0] * 2 + [0.0] * 6
+    assert np.isnan(after.rewards[:6]).tolist() == [True] * 4 + [False, True] and np.isfinite(after.rewards[6:10]).all()
+
+
+def rolled_out(problems: list[EncodedProblem], own: list[int], groups: list[list[list[int]]]) -> Rollout:
+    """The completions of prompts, of which row 5 has failed."""
+    prompts, rows = (
+        [list(item.tokens) for item in problems for _ in range(2)],
+        [ids for group in groups for ids in group],
+    )
+    tokens = np.array([(prompt + ids + [0] * 4)[:6] for prompt, ids in zip(prompts, rows, strict=True)], np.int32)
+    finish = [FinishReason.EOS if ids[-1:] == [EOS] else FinishReason.LENGTH for ids in rows]
+    finish[5] = FinishReason.FAILED
+    lengths, index = np.array([2 + len(ids) for ids in rows], np.int32), np.repeat(np.array(own, np.int32), 2)
+    arrays = tokens, tokens.astype(np.float32), np.full_like(lengths, 2), lengths, np.array(finish, np.int8), index
+    return Rollout(*map(jax.device_put, arrays))
