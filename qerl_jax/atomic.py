@@ -82,9 +82,10 @@ def _remove(target: Path, rests: Iterable[Path]) -> None:
             shutil.rmtree(rest, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a kill or a full disk leaves the old one; a link stays, and its target is
-    replaced. A device or a pipe is written to. Raises OSError naming the path.
+def write_text(path: Path, text: str, sync: bool = True) -> None:
+    """Replace a file in one step, so that a kill or a full disk leaves the old one; with `sync` also a loss of power,
+    for which it waits for the disk. A link stays, and its target is replaced. A device or a pipe is written to. Raises
+    OSError naming the path.
     """
     with naming(path):
         if path.exists() and not path.is_file():
@@ -98,7 +99,8 @@ def write_text(path: Path, text: str) -> None:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, target)
 
 
@@ -144,6 +146,6 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 400 else f"{text[:200]} … {text[-200:]}"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file in one step."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, sync: bool = True) -> None:
+    """Replace a JSON file in one step, as `write_text` does."""
+    write_text(path, json.dumps(value, indent=2) + "\n", sync)

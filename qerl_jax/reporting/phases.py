@@ -58,7 +58,7 @@ class Phases:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         beat = {"time": now, "pid": os.getpid(), "step": self.step, "phase": name}
         try:
-            write_json(self._directory / HEARTBEAT_FILE, beat)
+            write_json(self._directory / HEARTBEAT_FILE, beat, sync=False)  # three a step: no wait for the disk
         except OSError as error:
             if not self._warned:
                 self._warned = True

@@ -94,6 +94,7 @@ class _TensorBoard:
         self._writer = tensorboardX.SummaryWriter(
             str(directory / TENSORBOARD_DIR),
             purge_step=step + 1 if step else None,
+            max_queue=1000,  # of 10, the writer's thread and this one wait for each other at every number
             filename_suffix=f".from{step}",  # names have whole seconds: two starts in one must not share a file
         )
 

@@ -96,14 +96,19 @@ def run_metrics(
     }
 
 
+def _known(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    values = np.asarray(values, np.float64)
+    return values[~np.isnan(values)]
+
+
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.mean(known)) if known else math.nan
+    known = _known(values)
+    return float(known.mean()) if known.size else math.nan
 
 
 def _deviation(values: Sequence[float] | np.ndarray) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
+    known = _known(values)
+    return float(known.std(ddof=1)) if known.size > 1 else 0.0
 
 
 def completion_columns(experience: Experience, advantages: Float32[Array, " B"]) -> dict[str, list[Any]]:

@@ -378,21 +378,13 @@ def assemble(
     count, width = prompts.shape
     prompt_lengths, rows = np.repeat(lengths, group), count * group
     own_lengths = completions.lengths[:rows]
-    columns = np.arange(width + limit)
-    is_prompt = columns < prompt_lengths[:, None]
-    inside = ~is_prompt & (columns < (prompt_lengths + own_lengths)[:, None])
-    is_own = np.arange(completions.tokens.shape[1]) < own_lengths[:, None]
-
-    def placed(into: np.ndarray, array: np.ndarray) -> np.ndarray:
-        into[inside] = array[:rows][is_own]
-        return into
-
     tokens = np.full((rows, width + limit), pad, np.int32)
-    tokens[is_prompt] = np.repeat(prompts, group, axis=0)[is_prompt[:, :width]]
-    logprobs, entropies = (
-        placed(np.zeros(tokens.shape, np.float32), array) for array in (completions.logprobs, completions.entropies)
-    )
-    placed(tokens, completions.tokens)
+    logprobs, entropies = np.zeros((2, *tokens.shape), np.float32)
+    for row, (start, own) in enumerate(zip(prompt_lengths, own_lengths, strict=True)):
+        tokens[row, :start] = prompts[row // group, :start]
+        tokens[row, start : start + own] = completions.tokens[row, :own]
+        logprobs[row, start : start + own] = completions.logprobs[row, :own]
+        entropies[row, start : start + own] = completions.entropies[row, :own]
     index = np.repeat(np.arange(count, dtype=np.int32), group)
     arrays = tokens, logprobs, prompt_lengths, prompt_lengths + own_lengths, completions.finish[:rows], index
     return Rollout(*map(jax.device_put, arrays), entropies=jax.device_put(entropies))
