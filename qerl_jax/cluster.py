@@ -33,7 +33,8 @@ LOST = signal.SIGUSR2
 _AXIS = "replica"
 _WATCH_SECONDS = 1.0
 _POLL_MS = 1000  # between two looks for signals while waiting for other replicas
-_HANG_SECONDS = 30  # time in which the main thread must take notice of a dead replica
+_HANG_SECONDS = 15  # time in which the main thread must take notice of a dead replica
+_SAVE_SECONDS = 10  # then, for what is called before the end; with a heartbeat less than launch's patience
 _LEAVE_SECONDS = 30, 5  # that the process with the key-value store waits for the others; where one of them failed
 
 
@@ -43,6 +44,7 @@ def join(
     count: int | None = None,
     devices: Sequence[int] | None = None,
     heartbeat_seconds: int = 20,
+    hang_seconds: float = _HANG_SECONDS,
 ) -> Replicas:
     """Meet the other processes, before JAX starts a device; from the main thread. `leave` is the end.
 
@@ -53,6 +55,7 @@ def join(
       count: processes.
       devices: its GPUs, among those that it sees; None: the only one, or the cluster's choice.
       heartbeat_seconds: a process of which nothing was heard for so long counts as dead.
+      hang_seconds: where the main thread takes no notice of that for so long, the process is ended.
     """
     from jax._src import distributed  # the key-value store has no public name
 
@@ -69,7 +72,8 @@ def join(
     state = distributed.global_state
     if state.num_processes == 1:
         return Replicas()
-    return Replicas(state.process_id, state.num_processes, Cluster(state.client, state.process_id, state.num_processes))
+    link = Cluster(state.client, state.process_id, state.num_processes, hang_seconds)
+    return Replicas(state.process_id, state.num_processes, link)
 
 
 def leave(replicas: Replicas) -> None:
@@ -86,10 +90,12 @@ class Cluster:
     Args:
       client: of its key-value store.
       index, count: as in `Replicas`.
+      hang_seconds: as in `join`.
     """
 
-    def __init__(self, client: Any, index: int, count: int):
+    def __init__(self, client: Any, index: int, count: int, hang_seconds: float):
         self._client, self._index, self._count, self._number = client, index, count, 0
+        self._hang_seconds, self._before_end = hang_seconds, lambda: None
         self._failure = "another process of the run is dead"
         self._is_over, self._is_told = threading.Event(), threading.Event()
         signal.signal(LOST, self._raise)
@@ -110,6 +116,10 @@ class Cluster:
         self._is_over.set()
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first failure stays
             self._client.key_value_set_bytes(_key("failed"), message)
+
+    def before_end(self, action: Callable[[], None]) -> None:
+        """As in `Link`."""
+        self._before_end = action
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """As in `Link`."""
@@ -148,8 +158,8 @@ class Cluster:
                     raise ReplicaError(f"the other replicas are out of reach: {error}") from error
 
     def _watch(self) -> None:
-        """Raise in the main thread what ended another process. One that waits for the dead one's device forever ends
-        here.
+        """Raise in the main thread what ended another process. One that waits for the dead one's device forever, as
+        NCCL does (gloo raises), ends here: its host still runs, and copies from a device pass by a stuck collective.
         """
         while not self._is_over.wait(_WATCH_SECONDS):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # this process leaves
@@ -159,8 +169,11 @@ class Cluster:
                 if said and not self._is_over.is_set():
                     self._failure = said
                     signal.pthread_kill(threading.main_thread().ident, LOST)
-                    if not self._is_told.wait(_HANG_SECONDS):
+                    if not self._is_told.wait(self._hang_seconds):
                         print(f"error: {said}", file=sys.stderr, flush=True)
+                        last = threading.Thread(target=self._before_end, daemon=True)
+                        last.start()
+                        last.join(_SAVE_SECONDS)
                         os._exit(2)
 
     def _failure_of_others(self, alive: Any) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
@@ -43,6 +43,9 @@ class Link(Protocol):
 
     def announce(self, message: bytes) -> None:
         """Leave a message in place of the next exchange, which all others raise; without waiting for them."""
+
+    def before_end(self, action: Callable[[], None]) -> None:
+        """Call `action`, in another thread, before a process that waits for a dead one's device forever is ended."""
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """The arrays of all replicas, of one size."""

@@ -54,6 +54,9 @@ class ThreadLink:
     def announce(self, message: bytes) -> None:
         self.store.put((self.number, self.index), message)
 
+    def before_end(self, action: Callable[[], None]) -> None:
+        self.last = action
+
     def all_gather(self, words: np.ndarray) -> np.ndarray:
         return np.stack([np.frombuffer(data, words.dtype) for data in self.exchange(words.tobytes())])
 

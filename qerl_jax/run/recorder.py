@@ -77,13 +77,15 @@ class Recorder:
             progress = TrainingProgress(self._first, self._run.config.num_rollouts, self._run.console)
             self._progress = contexts.enter_context(progress)
             self._contexts = contexts.pop_all()
+        if self._run.replicas.link is not None:
+            self._run.replicas.link.before_end(self._save_after_error)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Whatever ends the run, no finished step is lost, unless none of them trained anything."""
         is_lost = error is not None and not isinstance(error, health.UntrainedError)
         with self._contexts:
-            if is_lost and self.checkpoints and self._newest is not None:
+            if is_lost:
                 self._save_after_error()
 
     def record(
@@ -162,9 +164,11 @@ class Recorder:
                 self._run.console.print(f"step {step}: {sentence}", markup=False)
 
     def _save_after_error(self) -> None:
-        """Save the state after the newest finished step, also where the output directory was deleted; the error that
-        ends the run is raised after this.
+        """Save the state after the newest finished step, where there is one and this replica writes, also where the
+        output directory was deleted; the error that ends the run is raised after this.
         """
+        if not self.checkpoints or self._newest is None:
+            return
         state, step, console = self._newest, int(self._newest.step), self._run.console
         try:
             self.checkpoints.save(state)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,6 +87,30 @@ def test_a_difference_is_an_error_that_names_the_values():
     )
     assert same == [None, None]
     assert [str(error) for error in other] == ["the replicas differ in a number: [7, 8]"] * 2
+
+
+HANGS = """
+import ctypes, os, signal, sys
+from qerl_jax import cluster
+replicas = cluster.join(sys.argv[1], int(sys.argv[2]), 2, heartbeat_seconds=2, hang_seconds=1)
+replicas.link.before_end(lambda: print("saved", flush=True))
+replicas.agree()
+if replicas.index:
+    os.kill(os.getpid(), signal.SIGKILL)
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex), lock(mutex)  # forever, and no Python runs in this thread
+"""
+
+
+def test_a_process_that_waits_for_a_dead_one_forever_saves_and_ends():
+    with socket.socket() as some:
+        some.bind(("localhost", 0))
+        place = f"localhost:{some.getsockname()[1]}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([sys.executable, "-c", HANGS, place, str(index)], **pipes) for index in range(2)]
+    (first, said), _ = (process.communicate(timeout=60) for process in both)
+    assert [process.returncode for process in both] == [2, -signal.SIGKILL]
+    assert first == "saved\n" and "error: replica 1 is dead" in said.splitlines()
 
 
 @pytest.mark.parametrize("devices", [1, 2])

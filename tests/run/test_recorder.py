@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import small
-from replicas import on_replicas
+from replicas import Store, ThreadLink, on_replicas
 
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
@@ -100,6 +100,19 @@ def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, monkeypa
     assert_saved(run.directory, after(state, 4))
     assert load(run.directory / "config.yaml").model == run.config.model
     assert [row["step"] for row in read_metrics(run.directory)] == [1, 2]
+
+
+def test_a_replica_that_waits_forever_saves_the_newest_finished_step(running):
+    """As its watcher has it, beside the thread that waits; the second replica writes nothing."""
+    run, first, state = running
+    for index, checkpoints in enumerate((first.checkpoints, None)):
+        link = ThreadLink(Store(), index, 2)
+        recorder = Recorder(dataclasses.replace(run, replicas=Replicas(index, 2, link)), checkpoints, 2, 2)
+        with recorder:
+            recorder._newest = after(state, 4 + index)
+            link.last()
+    assert latest_step(run.directory) == 4
+    assert_saved(run.directory, after(state, 4))
 
 
 def lose(path: Path) -> None:
