@@ -101,12 +101,16 @@ def test_the_command_line_reads_the_examples_form(data, tmp_path):
         index = jnp.arange(4, dtype=jnp.int32)
         return Rollout(tokens, jnp.zeros(tokens.shape, jnp.float32), prompts.lengths, lengths, finish, index)
 
-    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "It is 2.\\n#### 2"}\n')
+    rows = [{"question": f"{n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "test.jsonl").write_text((data / "presets" / "gsm8k" / "train.jsonl").read_text())
-    flags = ["--dataset", f"gsm8k:{tmp_path}", "--few-shot", "1", "--records", str(tmp_path / "records.jsonl")]
+    name = f"gsm8k:{tmp_path}"
+    drawn, others = (few_shot("1", name, "test", seed).prompt("") for seed in (5, 0))
+    assert drawn != others
+    flags = ["--dataset", name, "--few-shot", "1", "--seed", "5", "--records", str(tmp_path / "records.jsonl")]
     assert main(["tiny", *flags, "--output", str(tmp_path / "result.json"), "--dtype", "float32"], generate) == 0
     assert seen["stop"] == ("Question:",)
-    assert all(text.startswith("Question: 1 + 1?\nAnswer: It is 2.\n#### 2\n\nQuestion: ") for text in seen["prompts"])
+    assert all(text.startswith(drawn.removesuffix("\nAnswer:")) for text in seen["prompts"])
     _, *items = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert [item["gold"] for item in items] == ["36", "1,200", "-4", "3"]
     assert [item["answers"] for item in items] == [["36 eggs"], [None], ["$-4."], [None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import functools
 import itertools
@@ -17,6 +18,7 @@ from qerl_jax import keys
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.evaluation import Evaluation, evaluate, harness
 from qerl_jax.evaluation.statistics import Estimate
 from qerl_jax.models.lora import LoraConfig
@@ -121,13 +123,15 @@ def test_what_counts_as_correct_is_a_reward_above_zero(written):
 
 def test_a_gold_answer_that_cannot_be_read_counts_in_no_figure(written):
     """Problem 2, the only one with three correct completions: left out and listed, not wrong."""
-    evaluated, _ = written
+    evaluated, calls = written
     problems = [Problem(7 + i, f"What is {i}?", "" if i == 2 else str(10 + i)) for i in range(4)]
     result = evaluated(problems, Sampling(9, num_generations=3))
     assert (result.ungraded, result.problems) == ((9,), 3)
     assert result.accuracy == pytest.approx(2 / 9) and result.pass_at_k == pytest.approx(2 / 3)
     assert "1 problems are left out: their gold answers cannot be read (ids 9)" in result.table()
     assert "1 more have an unreadable gold answer" in result.describe()
+    *_, lengths = calls[0]
+    assert result.mean_length == pytest.approx(np.delete(np.reshape(lengths, (4, 3)), 2, axis=0).mean())
     with pytest.raises(ValueError, match="none of 4 gold answers can be read; the first is ''"):
         evaluated([Problem(i, "What?", "") for i in range(4)], Sampling(9, num_generations=3))
 
@@ -151,3 +155,19 @@ def test_grading_that_failed_is_counted(written):
     # A program that met the limit keeps its share of the tests; the last completion of all is one that failed.
     assert result.accuracy == pytest.approx(3 / 12)
     assert (result.ungradable, result.unreadable, result.maj_at_k) == (4, pytest.approx(2 / 12), None)
+
+
+def test_parts_of_an_evaluation_have_the_width_of_its_longest_prompt_wherever_it_begins():
+    """So that one which goes on samples what it would have sampled."""
+    problems = [EncodedProblem(Problem(i, "?", "1"), array.array("i", [5] * n)) for i, n in enumerate((9, 2, 3, 4))]
+    seen = []
+
+    def complete(prompts, key):
+        seen.append((prompts.tokens.shape, prompts.ids.tolist(), jax.random.key_data(key).tolist()))
+        raise InterruptedError
+
+    for start in (0, 2):
+        with pytest.raises(InterruptedError):
+            next(harness.sampled_items(complete, None, 0, problems, harness.ANSWER, at_once=2, start=start))
+    (shape, ids, key), (later_shape, later_ids, later_key) = seen
+    assert shape == later_shape == (2, 9) and key == later_key and (ids, later_ids) == ([0, 1], [2, 3])

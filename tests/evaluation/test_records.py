@@ -84,20 +84,23 @@ def test_other_settings_are_refused(tmp_path, change, words):
 
 
 def test_records_know_the_files_behind_the_flags(tmp_path):
-    """An adapter that was trained on, and a dataset whose second answer was mended, are other settings."""
+    """An adapter that was trained on, a dataset whose second answer was mended, and parts of another size are other
+    settings.
+    """
     adapter = shutil.copytree(GOLDEN / "adapter_with_norms", tmp_path / "adapter")
     arguments, _ = parse(["tiny", "--dataset", "arithmetic", "--adapter", str(adapter)])
     items = [EncodedProblem(Problem(i, "?", "1"), array.array("i", [i])) for i in range(2)]
     mended = [items[0], dataclasses.replace(items[1], problem=Problem(1, "?", "2"))]
 
-    def settings(problems: list[EncodedProblem]) -> dict:
-        return _settings(arguments, model_path("tiny"), problems, 4)
+    def settings(problems: list[EncodedProblem], at_once: int = 4) -> dict:
+        return _settings(arguments, model_path("tiny"), problems, at_once)
 
     def changed(one: dict, other: dict) -> set[str]:
         return {name for name in one | other if one.get(name) != other.get(name)}
 
     first = settings(items)
     assert changed(first, settings(mended)) == {"prompts_and_answers"}
+    assert changed(first, settings(items, at_once=8)) == {"problems_at_once"}
     weights = bytearray((adapter / "adapter_model.safetensors").read_bytes())
     weights[-1] ^= 1
     (adapter / "adapter_model.safetensors").write_bytes(weights)

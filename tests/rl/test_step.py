@@ -198,6 +198,7 @@ def test_mismatch_metrics_by_hand(micro, batch):
         "sampling/importance_sampling_ratio/min": np.exp(d).min(),
         "sampling/importance_sampling_ratio/max": np.exp(d).max(),
         "sampling/kl": (np.exp(d) - d - 1).mean(),
+        "sampling/token_mult_prob_error": np.exp(np.abs(d)).mean(),
     }
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-3), name

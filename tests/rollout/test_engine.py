@@ -20,6 +20,7 @@ from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.engine import generate, stream
 from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.rollout.stop import StopStrings
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
@@ -442,6 +443,18 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free)
     assert seen[-1].ended == 8 and seen[-1].tokens < 8 * NEW, "decoding ends at a stop string"
     with pytest.raises(ValueError, match="tokenizer"):
         generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_stop_strings_of_any_length_are_found_in_pieces(size):
+    """Property: reached with the first piece after which the text holds one, each sequence by itself."""
+    ids = [[5, 0, 1, 2, 3, 4, 5, 23], [23, 0, 1, 2, 3, 4, 9, 9]]  # "fabcdefx", "xabcdejj"
+    stops, found = StopStrings(("abcdef", "jj"), Letters()), {}
+    for start in range(0, 8, size):
+        for sequence, own in enumerate(ids):
+            if stops.is_reached(sequence, own[start : start + size]):
+                found.setdefault(sequence, start + size)
+    assert found == {0: -(-7 // size) * size, 1: -(-8 // size) * size}
 
 
 def test_errors_name_the_numbers(policy):
