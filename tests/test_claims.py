@@ -12,25 +12,32 @@ import yaml
 
 from qerl_jax.config import load
 
-# Writes two steps and an evaluation from which cell, seed and settings can be told; a run of σ = 9 fails at first.
+# Writes two steps and an evaluation from which cell, seed and settings can be told; runs of σ = 9 fail at first, that
+# of seed 4 with the process.
 TRAINER = """
-import json, pathlib, sys, yaml
-config = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
-assert sys.argv[-2:] == ["--resume", "auto"]
-out = pathlib.Path(config["output_dir"])
-out.mkdir(exist_ok=True)
-if config["sigma_start"] == 9 and not (out / "begun").exists():
-    (out / "begun").touch()
-    sys.exit(1)
-accuracy = config["learning_rate"] + config["seed"] ** 2 * (1 + config["sigma_start"])
-rows = [
-    {"step": step, "accuracy": accuracy + step, "sampling/entropy": 0.5 * step, "entropy": None, "sampling/kl": 0.0,
-     "completions/mean_length": 10 * step, "reward": 0, "aqn/sigma": config["sigma_start"]}
-    for step in (1, 2)
-]
-(out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-scores = {"before": {"accuracy": 0.25, "pass_at_k": 0.5}, "after": {"accuracy": accuracy, "pass_at_k": None}}
-(out / "evaluation.json").write_text(json.dumps(scores))
+import json, os, pathlib, sys, yaml
+def run(flags):
+    assert flags[0] == "--config" and flags[2:] == ["--resume", "auto"]
+    config = yaml.safe_load(open(flags[1]))
+    out = pathlib.Path(config["output_dir"])
+    out.mkdir(exist_ok=True)
+    if config["sigma_start"] == 9 and not (out / "begun").exists():
+        (out / "begun").touch()
+        if config["seed"] == 4:
+            sys.exit(3)
+        return 1
+    accuracy = config["learning_rate"] + config["seed"] ** 2 * (1 + config["sigma_start"])
+    rows = [
+        {"step": step, "accuracy": accuracy + step, "sampling/entropy": 0.5 * step, "entropy": None, "sampling/kl": 0.0,
+         "completions/mean_length": 10 * step, "reward": 0, "aqn/sigma": config["sigma_start"], "pid": os.getpid()}
+        for step in (1, 2)
+    ]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    scores = {"before": {"accuracy": 0.25, "pass_at_k": 0.5}, "after": {"accuracy": accuracy, "pass_at_k": None}}
+    (out / "evaluation.json").write_text(json.dumps(scores))
+    return 0
+for line in sys.stdin:
+    print(run(json.loads(line)[0]), flush=True)
 """
 PLAN = {
     "config": "tiny",
@@ -73,8 +80,12 @@ def test_intervals_by_hand(claims):
 
 
 def test_an_experiment_goes_on_where_it_failed(experiment, tmp_path, capsys):
-    """Settings reach their cell, pairs share a seed, failed runs are run again and finished ones are not."""
+    """Settings reach their cell, pairs share a seed, the runs of a GPU share a process, which is replaced when it dies,
+    failed runs are run again and finished ones are not.
+    """
     code, found = experiment("--at-once", "2")
+    files = tmp_path.glob("out/*/metrics.jsonl")
+    assert len({json.loads(line)["pid"] for file in files for line in file.read_text().splitlines()}) in (2, 3)
     assert code == 1 and {row["cell"] for row in found["rows"]} == {"plain", "fast"}
     assert {row["figure"] for row in found["differences"] if row["treatment"] == "noisy"} == set()
     stamps = {file: file.stat().st_mtime_ns for file in tmp_path.glob("out/plain-*/metrics.jsonl")}

@@ -15,9 +15,10 @@ A plan (`tools/plans/*.yaml`) is data:
     compare: [[aqn, bf16]]                # treatment, baseline; runs of two cells with one seed are a pair
 
 Each run is `python -m qerl_jax.train --config OUT/CELL-SEED.yaml --resume auto` with the directory OUT/CELL-SEED and
-the log OUT/CELL-SEED.log. A finished run is not repeated and an interrupted one goes on, so the same command continues
-an experiment; Ctrl-C and SIGTERM stop the runs, which save their state. All cells of a seed are run before the next
-seed, so that an experiment cut short has whole pairs.
+the log OUT/CELL-SEED.log; those of one GPU share a process, one after the other, and its compiled programs, which saves
+a quarter of a run of 0.5B (the same tokens, metrics and evaluation, bit for bit). A finished run is not repeated and an
+interrupted one goes on, so the same command continues an experiment; Ctrl-C and SIGTERM stop the runs, which save their
+state. All cells of a seed are run before the next seed, so that an experiment cut short has whole pairs.
 
 Writes OUT/claims.json: `rows`, one flat object a run; `steps`, one a step of a run; `differences`, one a comparison and
 figure; and OUT/claims.png, curves with bands. Exit code 1: some run failed.
@@ -27,7 +28,9 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -45,11 +48,14 @@ from typing import Any
 import numpy as np
 import yaml
 from jaxtyping import Float64
+from numpy.lib.stride_tricks import sliding_window_view
 from record import ROOT, add_commit, commit_of, meta, shell
 from scipy import stats
 
 MEMORY, MEMORY_OF_SEVERAL = 0.94, 0.75
 """Share of a GPU's memory that JAX takes in one run, and in several together: each process has 0.7 GB besides."""
+WINDOW = 5
+"""Steps of which a point of a drawn curve is the mean; odd."""
 LAST = 10
 """Steps at the end of a run over which training figures are averaged."""
 RESAMPLES, LEVEL = 20_000, 0.05
@@ -65,6 +71,9 @@ CURVES = {
 """Columns of metrics.jsonl that a step's row holds, with their labels; those drawn are the first, second and fourth."""
 COMPARED = ("accuracy_after", "pass_at_k_after", "mean_accuracy", "first_entropy", "mean_entropy", "last_length")
 """Figures of a run whose paired differences are taken."""
+
+
+SERVE = "--serve"
 
 
 class PlanError(ValueError):
@@ -159,6 +168,14 @@ def write_config(job: Job) -> None:
     file.write_text(yaml.safe_dump(dict(job.config), sort_keys=True))
 
 
+@dataclasses.dataclass
+class _Slot:
+    """Where one run at a time is done: a GPU, as in `CUDA_VISIBLE_DEVICES`, and the process there."""
+
+    gpu: str | None
+    process: subprocess.Popen[str] | None = None
+
+
 class Runner:
     """Does runs, `at_once` at a time on each GPU, until it is stopped.
 
@@ -166,7 +183,7 @@ class Runner:
       gpus: as in `CUDA_VISIBLE_DEVICES`; none: the device that JAX takes.
       at_once: runs at a time on each.
       commit: recorded with each run.
-      program: the command that a run's flags follow.
+      program: a command that does as `serve`.
     """
 
     def __init__(
@@ -174,14 +191,14 @@ class Runner:
         gpus: Sequence[str],
         at_once: int,
         commit: str,
-        program: Sequence[str] = (sys.executable, "-m", "qerl_jax.train"),
+        program: Sequence[str] = (sys.executable, __file__, SERVE),
     ) -> None:
-        self._slots: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for gpu in [*(gpus or (None,))] * at_once:
-            self._slots.put(gpu)
+            self._slots.put(_Slot(gpu))
         self._count = self._slots.qsize()
         self._at_once, self._commit, self._program = at_once, commit, list(program)
-        self._running: dict[Path, subprocess.Popen[bytes]] = {}
+        self._running: dict[Path, subprocess.Popen[str]] = {}
         self._stopped = threading.Event()
         self._lock = threading.Lock()
 
@@ -190,44 +207,59 @@ class Runner:
         with concurrent.futures.ThreadPoolExecutor(self._count) as pool:
             done = [pool.submit(self._run, job) for job in jobs]
             try:
-                return [job for job, future in zip(jobs, done, strict=True) if not future.result()]
+                failed = [job for job, future in zip(jobs, done, strict=True) if not future.result()]
             except BaseException:
                 with self._lock:
                     self._stopped.set()
                     for process in self._running.values():
                         process.send_signal(signal.SIGTERM)
                 raise
+        while not self._slots.empty():
+            if process := self._slots.get().process:
+                process.communicate()  # its stdin is closed: it ends
+        return failed
 
     def _run(self, job: Job) -> bool:
-        gpu = self._slots.get()
+        slot = self._slots.get()
         try:
-            code, record = self._process(job, gpu)
+            code, record = self._do(job, slot)
         finally:
-            self._slots.put(gpu)
+            self._slots.put(slot)
         if code is None:
             return False
         job.file("json").write_text(json.dumps(record | {"finished": code == 0}, indent=1) + "\n")
         print(job.directory.name, "finished" if code == 0 else f"ended with {code}, see {job.file('log')}", flush=True)
         return code == 0
 
-    def _process(self, job: Job, gpu: str | None) -> tuple[int | None, dict[str, Any]]:
+    def _do(self, job: Job, slot: _Slot) -> tuple[int | None, dict[str, Any]]:
         flags, began, old = ["--config", str(job.file("yaml")), "--resume", "auto"], time.time(), job.record()
-        with job.file("log").open("a") as log:
-            with self._lock:
-                if self._stopped.is_set():
-                    return None, old
-                process = subprocess.Popen(  # in a session of its own: Ctrl-C reaches it once, through `run_all`
-                    [*self._program, *flags], env=self._environment(gpu), stdout=log, stderr=log, start_new_session=True
+        with self._lock:
+            if self._stopped.is_set():
+                return None, old
+            if slot.process is None:
+                slot.process = subprocess.Popen(  # in a session of its own: Ctrl-C reaches it once, through `run_all`
+                    self._program,
+                    env=self._environment(slot.gpu),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
                 )
-                self._running[job.directory] = process
-            code = process.wait()
-            with self._lock:
-                del self._running[job.directory]
+            self._running[job.directory] = process = slot.process
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps([flags, str(job.file("log"))]), file=process.stdin, flush=True)
+        answer = process.stdout.readline()
+        if not answer:  # it has died; the slot's next run gets another one
+            slot.process = None
+            process.communicate()
+        code = int(answer) if answer else process.returncode or 1
+        with self._lock:
+            del self._running[job.directory]
         commits = dict.fromkeys([*filter(None, old.get("commit", "").split("+")), self._commit])
         return code, {
             "commit": "+".join(commits),
-            "gpu": gpu_name(gpu),
-            "command": " ".join(["python", *self._program[1:], *flags]),
+            "gpu": gpu_name(slot.gpu),
+            "command": " ".join(["python -m qerl_jax.train", *flags]),
             "seconds": old.get("seconds", 0.0) + time.time() - began,
         }
 
@@ -237,6 +269,22 @@ class Runner:
         if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX refuses both
             environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{share:.3f}")
         return environment if gpu is None else environment | {"CUDA_VISIBLE_DEVICES": gpu}
+
+
+def serve() -> None:
+    """Do the runs that stdin names, a line of JSON each, [flags, log], and answer each with a line, its exit code."""
+    from qerl_jax import train
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    for line in sys.stdin:
+        flags, log = json.loads(line)
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+        code = train.main(flags)
+        sys.stdout.flush()
+        gc.collect()  # the next run's plan asks how much of the GPU is free
+        print(code, file=answers, flush=True)
 
 
 def gpu_name(gpu: str | None) -> str:
@@ -331,7 +379,7 @@ def table(differences: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Curves of each cell: mean over its seeds, and one standard error of it as a band."""
+    """Curves of each cell: mean over its seeds of the means of `WINDOW` steps, and one standard error as a band."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -347,8 +395,11 @@ def draw(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
                     mine.setdefault(row["step"], []).append(row[name])
             count = max(map(len, mine.values()), default=0)
             x = [step for step, values in mine.items() if len(values) == count]  # all seeds, so that no curve jumps
-            mean = np.array([np.mean(mine[step]) for step in x])
-            error = np.array([np.std(mine[step], ddof=1) / math.sqrt(count) if count > 1 else 0.0 for step in x])
+            values = np.array([mine[step] for step in x])
+            if len(x) >= WINDOW:
+                values, x = sliding_window_view(values, WINDOW, axis=0).mean(axis=-1), x[WINDOW // 2 : -(WINDOW // 2)]
+            mean = values.mean(axis=1)
+            error = values.std(axis=1, ddof=1) / math.sqrt(count) if count > 1 else np.zeros_like(mean)
             (line,) = axes.plot(x, mean, label=f"{cell} ({count})", linewidth=1.2)
             axes.fill_between(x, mean - error, mean + error, color=line.get_color(), alpha=0.2, linewidth=0)
         axes.set_xlabel("step")
@@ -415,6 +466,8 @@ def interrupt(*_: object) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == [SERVE]:
+        sys.exit(serve())
     signal.signal(signal.SIGTERM, interrupt)
     try:
         sys.exit(main())
