@@ -1,4 +1,4 @@
-"""Layers divided over two simulated devices of a CPU against whole ones. `test_tensor_parallel.py` runs it.
+"""Layers divided over two devices, of a CPU simulated ones, against whole ones. `test_tensor_parallel.py` runs it.
 
     python divided.py MODEL
 
@@ -17,7 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import conftest  # noqa: F401  # which checks annotations
+import typecheck
+
+typecheck.install()  # before the package is imported
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +153,7 @@ def update(one: Policy, two: Policy) -> dict[str, Any]:
     (first, metrics), (second, own) = after
     divided = whole_of(second)
     return {
+        "on": jax.default_backend(),
         "state": difference(whole_of(first), divided),
         "moved": difference(one.lora, first.lora),
         "metrics": max(abs(float(own[name]) / float(value) - 1) for name, value in metrics.items() if value),

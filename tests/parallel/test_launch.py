@@ -217,11 +217,8 @@ def processes_of(launcher: int) -> dict[int, int]:
     return found
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """`one`: a run of one process. `two`: the same run of two, of which the second is killed after some steps. It saves
-    no checkpoint until then."""
-    root = tmp_path_factory.mktemp("launch")
+def write_configs(root: Path) -> None:
+    """`one.yaml` and `two.yaml`: the same run into `one` and `two`, without a checkpoint before its end."""
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(16)]
     (root / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "reward.py").write_text(REWARD)
@@ -233,6 +230,13 @@ def place(tmp_path_factory):
             save_steps=1000, dynamic_sampling=False, train_norms=False, beta=0.0, max_prompt_length=120,
         )  # fmt: skip
         (root / f"{name}.yaml").write_text(dump(config))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """`one`: a run of one process. `two`: the same run of two, of which the second is killed after some steps."""
+    root = tmp_path_factory.mktemp("launch")
+    write_configs(root)
     assert train.main(["--config", str(root / "one.yaml")]) == 0
     return root
 
@@ -276,11 +280,29 @@ def test_a_killed_process_ends_the_run_and_loses_no_step(place, killed):
     assert_same_records(place / "one", place / "two", done)
 
 
-def test_one_process_resumes_the_run_of_two(place, killed):
-    """Its gradients are sums in another order, so that adapters agree to rounding."""
-    assert train.main(["--config", str(place / "two.yaml"), "--resume", "auto"]) == 0
-    assert_same_records(place / "one", place / "two", STEPS)
-    arrays = [runs.final_arrays(place / name) for name in ("one", "two")]
+def assert_close_arrays(one: Path, other: Path) -> None:
+    """Gradients are sums in another order, so that adapters agree to rounding."""
+    arrays = [runs.final_arrays(run) for run in (one, other)]
     assert arrays[0].keys() == arrays[1].keys()
     for name, wanted in arrays[0].items():
         np.testing.assert_allclose(arrays[1][name], wanted, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_one_process_resumes_the_run_of_two(place, killed):
+    assert train.main(["--config", str(place / "two.yaml"), "--resume", "auto"]) == 0
+    assert_same_records(place / "one", place / "two", STEPS)
+    assert_close_arrays(place / "one", place / "two")
+
+
+@pytest.mark.gpu
+def test_two_gpus_train_as_one(tmp_path, monkeypatch):
+    if len(driver.gpus()) < 2:
+        pytest.skip("two GPUs")
+    write_configs(tmp_path)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # beside what this process has taken
+    for name, count in (("one", "1"), ("two", "2")):
+        flags = "--devices", count, "--batch-invariant", "--max-steps", "3"
+        with runs.start(tmp_path / f"{name}.yaml", *flags) as process:
+            assert ("2 of" in runs.finish(process)) == (name == "two")
+    assert_same_records(tmp_path / "one", tmp_path / "two", 3)
+    assert_close_arrays(tmp_path / "one", tmp_path / "two")
