@@ -43,7 +43,8 @@ def ranked(prompts, completions, hint, prompt_index, **_):
 @pytest.mark.parametrize("replicas", [Replicas(), Replicas(1, 2)])
 def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
     """A group whose grading hangs, one whose worker dies, a failed row, one without a token, messages, a column that
-    one prompt lacks, and a function that sees the whole batch. The last group is not announced, the order is another.
+    one prompt lacks, and a function that sees the whole batch. The last group is not announced, the order is another;
+    and then a group is announced that is cut afterwards, which is graded again.
     """
     problems = [
         EncodedProblem(Problem(n, f"{n}?", str(n), extra={"hint": n} if n != 3 else {}), array.array("i", [5, n]))
@@ -71,15 +72,17 @@ def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
     with load_rewards(names, 2, 0.5) as rewards:
         rewards["batch"] = batch
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [], replicas=replicas)
-        for order in ([], list(range(len(own)))[::-1]):
+        for announced in ({}, dict(enumerate(groups[::-1])), {0: [[3, 3, 3], [3, EOS]]}):
             before, grading = len(list(tmp_path.glob("call*"))), Grading(run, problems)
-            for ended, place in enumerate(order, 1):
-                grading.begin(Progress(2 * ended, 2 * len(own), 0, {place: groups[place]}))
+            for ended, (place, group) in enumerate(announced.items(), 1):
+                grading.begin(Progress(2 * ended, 2 * len(own), 0, {len(own) - 1 - place: group}))
             found.append(grading.finish(rollout))
-            assert len(list(tmp_path.glob("call*"))) - before == len(own)
-    after, beside = found
-    assert whole[0] == whole[1] and len(whole) == 2 and after.completions == beside.completions
-    assert_trees_equal((after.rewards, after.reward_parts), (beside.rewards, beside.reward_parts))
+            assert len(list(tmp_path.glob("call*"))) - before == len(own) + (len(announced) == 1)
+    after, *others = found
+    assert whole == whole[:1] * 3
+    for beside in others:
+        assert after.completions == beside.completions
+        assert_trees_equal((after.rewards, after.reward_parts), (beside.rewards, beside.reward_parts))
     parts = after.reward_parts
     assert parts[f"{names[0]}/timeout"].tolist() == [1.0] * 2 + [0.0] * 8
     assert parts[f"{names[0]}/crash"].tolist() == [0.0] * 2 + [1.0] * 2 + [0.0] * 6
