@@ -160,17 +160,8 @@ def backward(
     return on_devices(shape.model.tensor_parallel, functools.partial(_backward, shape), *arguments, results=results)
 
 
-def _backward(
-    shape: LayerShape,
-    frozen: Any,
-    trained: Any,
-    gradient: Any,
-    x: Float32[Array, "T D"],
-    kept: Kept | None,
-    d_x: Float32[Array, "T D"],
-    packed: Packed,
-) -> tuple[Any, Float32[Array, "T D"]]:
-    """On one device, with its part of the layer."""
+def _backward(shape, frozen, trained, gradient, x, kept, d_x, packed):
+    """`backward` on one device, with its part of the layer."""
     model = shape.model.part
     kept = Kept(*_forward(shape, frozen, trained, x, packed)[1]) if kept is None else kept
 
