@@ -48,6 +48,7 @@ def test_round_trip_through_yaml(tmp_path):
             {"dataset": ("math", "a.jsonl"), "reward_columns": ("level",)},
         ),
         ("report_to: none", {"report_to": ()}),
+        ("eval_dataset: none", {"eval_dataset": None}),
         ("report_to: [none]\nlora_dropout: 0.0\nuse_vllm: false\nrepetition_penalty: 1.0", {}),
         ("", {}),
     ],

@@ -83,6 +83,7 @@ def test_another_programs_key_in_a_file(key, tmp_path):
 
 def test_values_that_turn_off_what_is_not_here_are_taken():
     flags = "--lora_dropout 0.0 --use_vllm false --fp16=False --report_to none --optim None --eval_strategy no"
+    flags += " --eval-dataset none --min-p none"
     more = "--seed 3 --repetition_penalty 1.0 --tensor_parallel_size 1"
     assert parse(["--model", "m", *flags.split(), *more.split()]) == Config("m", seed=3)
 

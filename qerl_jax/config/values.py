@@ -55,7 +55,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     value = _TRLS.get(name, {}).get(str(value).title(), value)
     if origin in (types.UnionType, typing.Union):
         inner, _ = arguments  # X | None
-        return None if value is None else coerce(name, value, inner)
+        return None if str(value).lower() in ("none", "null") else coerce(name, value, inner)
     if origin is tuple:
         values = value if isinstance(value, list | tuple) else (value,)
         if typing.get_origin(arguments[0]) is Literal and list(values) in ([None], ["none"]):
