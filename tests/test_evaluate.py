@@ -17,6 +17,7 @@ import qerl_jax
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.config import dump
 from qerl_jax.evaluate import main
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
@@ -121,6 +122,30 @@ def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path
     alone, adapted, whole = found
     assert adapted == whole and {verdict for item in whole for verdict in item["verdicts"]} & {"correct", "wrong"}
     assert [item["completions"] for item in alone] != [item["completions"] for item in whole]
+
+
+@pytest.mark.parametrize(
+    ("trained", "flags", "format", "line"),
+    [
+        ("nvfp4", [], "Nvfp4", "the adapter was trained on weights in NVFP4, this model has them in NVFP4"),
+        ("nvfp4", ["--weight-format", "bf16"], "Dense", "trained on weights in NVFP4, this model has them in BF16"),
+        (None, [], "Dense", "the adapter was trained on weights in BF16, this model has them in BF16"),
+    ],
+)
+def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsys, trained, flags, format, line):
+    """Of a run that quantized its base while loading."""
+    config = runs.config(tmp_path, weight_format=trained, max_steps=1)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    policy = load_policy(model_path("tiny"), lora=LoraConfig(2), dtype=jnp.float32)
+    export_adapter(policy, tmp_path / "adapter", norms=False)
+
+    def generate(policy, *_):
+        raise ValueError(type(policy.frozen["layers"][0]["self_attn"]["o_proj"]["weight"]).__name__)
+
+    words = ["tiny", "--adapter", str(tmp_path / "adapter"), "--dataset", "arithmetic", "--samples", "2", *SHORT]
+    assert main([*words, *flags], generate) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"error: {format}\n" and line in printed.out
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):

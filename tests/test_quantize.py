@@ -14,11 +14,10 @@ from oracles import llm_compressor, mxfp4_goldens, numpy_formats
 
 from qerl_jax import load_policy, quantize
 from qerl_jax.checkpoint import hf_config
+from qerl_jax.checkpoint.of_run import loaded_format
 from qerl_jax.checkpoint.policy_tensors import DenseTensors
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.checkpoint.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save
-from qerl_jax.config import Config
-from qerl_jax.run.abstract import weight_format_of
 
 DATA = Path(__file__).parent / "data"
 SOURCE = DATA / "tiny-random-qwen2-hf"
@@ -197,4 +196,4 @@ def test_what_contradicts_an_mxfp4_checkpoint(mxfp4_dir, tmp_path, capsys):
     ):
         assert quantize.main(arguments) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-    assert weight_format_of(mxfp4_dir, Config(model=str(mxfp4_dir))) == "mxfp4"
+    assert loaded_format(mxfp4_dir, None) == "mxfp4"

@@ -5,6 +5,7 @@ trained all of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from qerl_jax.checkpoint.hub import is_hub_id
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE as ADAPTER_CONFIG
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CONFIG_FILE
+from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.messages import shown
@@ -100,6 +102,27 @@ def find_source(directory: Path, base: str | None = None, weight_format: str | N
             raise ConfigError(f"{directory} holds {nothing} complete checkpoint: nothing to export yet")
     base = base or config.model
     return Source(directory, assets.model_path(base), _name(base), config.loaded_format, adapter, config, step)
+
+
+def trained_format(adapter: Path) -> str | None:
+    """Format of the weights under which a run trained its adapter; None where there is no run around it, or its model
+    is not there.
+    """
+    file = adapter.absolute().parent / CONFIG_FILE
+    if adapter.absolute().name != ADAPTER_DIR or not file.exists():
+        return None
+    config = load_config(file)
+    with contextlib.suppress(CheckpointError, ConfigError, OSError):
+        return loaded_format(assets.model_path(config.model, weights=False), config.loaded_format)
+    return None
+
+
+def loaded_format(base: Path, weight_format: str | None) -> str:
+    """Format of a model's projections on the device, one of `WEIGHT_FORMATS`: what is stored, or what an unquantized
+    checkpoint is brought into.
+    """
+    stored = hf_config.stored_quantization(base)
+    return stored.layout.weight_format if stored else weight_format or "bf16"
 
 
 def _name(base: str) -> str:

@@ -19,6 +19,7 @@ from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.layouts import Quantization
 from qerl_jax.checkpoint.load import build_policy
+from qerl_jax.checkpoint.of_run import loaded_format
 from qerl_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig, TensorSpec
@@ -44,15 +45,7 @@ def abstract_run(
     directory = model_path(config.model, weights=False)
     quantization = hf_config.stored_quantization(directory)
     model = dataclasses.replace(hf_config.model_config(directory), tensor_parallel=tensor_parallel)
-    return abstract_trees(model, weight_format_of(directory, config), config, optimizer, quantization, gpu)
-
-
-def weight_format_of(directory: Path, config: Config) -> str:
-    """Format of the projections on the device, one of `WEIGHT_FORMATS`, but for those that a quantized checkpoint
-    leaves unquantized.
-    """
-    quantization = hf_config.stored_quantization(directory)
-    return config.loaded_format or "bf16" if quantization is None else quantization.layout.weight_format
+    return abstract_trees(model, loaded_format(directory, config.loaded_format), config, optimizer, quantization, gpu)
 
 
 def has_weights(directory: Path) -> bool:

@@ -11,6 +11,7 @@ import jax
 from qerl_kernels.gpu import Gpu
 
 from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.of_run import loaded_format
 from qerl_jax.checkpoint.safetensors import CheckpointError, open_checkpoint
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models.config import ModelConfig
@@ -20,7 +21,7 @@ from qerl_jax.partition import bytes_on_device
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import refuse_divided, trained_trees
 from qerl_jax.rollout.shapes import choose_shapes, decode_bytes, prefill_bytes
-from qerl_jax.run.abstract import abstract_run, has_weights, tree_size, weight_format_of
+from qerl_jax.run.abstract import abstract_run, has_weights, tree_size
 from qerl_jax.types import Policy, TrainState
 
 
@@ -138,7 +139,7 @@ def memory_report(
     policy, state = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
     return MemoryReport(
         policy.config,
-        weight_format_of(directory, config),
+        loaded_format(directory, config.loaded_format),
         _file_bytes(directory),
         parameter_rows(policy, state),
         estimate_memory(policy, state, config, device_bytes, replicas, gpu),
