@@ -36,8 +36,10 @@ from qerl_jax.run.lifecycle import export_trained
 LORA = LoraConfig(4)
 
 
-def make_run(place: Path, **changes: object) -> tuple[Path, Config]:
-    """A run with two checkpoints and no adapter yet, and beside it the adapter that it would write."""
+def make_run(place: Path, imports_norms: bool = False, **changes: object) -> tuple[Path, Config]:
+    """A run with two checkpoints and no adapter yet, and beside it the adapter that it would write. `imports_norms`: it
+    began with an adapter that has norms.
+    """
     model, run = small.bf16(place / "model", shards=1), place / "run"
     options = {"model": str(model), "dtype": "float32", "train_norms": True, "max_steps": 4, **changes}
     config = runs.config(run, **options)
@@ -45,7 +47,9 @@ def make_run(place: Path, **changes: object) -> tuple[Path, Config]:
     run_directory.write_config(run, config)
     checkpoints = Checkpointer(run, 2)
     for step in (1, 2):
-        moved = with_norm_offsets(randomized(policy, step), step) if config.train_norms else randomized(policy, step)
+        moved = randomized(policy, step)
+        if config.train_norms or imports_norms:
+            moved = with_norm_offsets(moved, step).replace(base_norms=policy.norms if imports_norms else None)
         state = init_state(moved, config)
         checkpoints.save(state.replace(step=jnp.int32(step)))
     checkpoints.close()
@@ -53,11 +57,11 @@ def make_run(place: Path, **changes: object) -> tuple[Path, Config]:
     return run, config
 
 
-@pytest.mark.parametrize("train_norms", [True, False])
-def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, capsys, train_norms):
+@pytest.mark.parametrize(("train_norms", "imports_norms"), [(True, False), (False, False), (False, True)])
+def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, capsys, train_norms, imports_norms):
     """The same bytes as the adapter that the run writes at its end, and it says where they come from."""
     beta = {} if train_norms else {"beta": 0.0}
-    run, _ = make_run(tmp_path, train_norms=train_norms, **beta)
+    run, _ = make_run(tmp_path, imports_norms, train_norms=train_norms, **beta)
     assert main([str(run), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert f"exporting the newest checkpoint of {run}, of step 2" in said

@@ -76,6 +76,15 @@ MINIMAL = {
 }
 
 
+def test_ids_of_generation_config_come_first():
+    """Those that sampling goes by."""
+    generation = {"eos_token_id": [2, 1], "pad_token_id": 7}
+    for given, eos, pad in ((generation, (2, 1), 7), ({"eos_token_id": 2}, (2, 1), 5), ({}, (1,), 5)):
+        parsed = parse_config(MINIMAL | {"pad_token_id": 5}, given, "x")
+        assert (parsed.eos_token_ids, parsed.pad_token_id) == (eos, pad)
+    assert parse_config(MINIMAL, {"eos_token_id": 2}, "x").pad_token_id == 2  # without one, the first that ends
+
+
 def test_head_dim_is_the_configs_own_where_it_states_one():
     assert parse_config(MINIMAL, {}, "x").head_dim == 8
     assert parse_config({**MINIMAL, "head_dim": 12}, {}, "x").head_dim == 12

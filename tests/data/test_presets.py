@@ -161,6 +161,19 @@ def test_addresses_and_levels():
     assert all(problem.prompt.startswith("(hard)") for problem in hard.problems)
 
 
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if len(preset.answers) > 1])
+def test_of_several_columns_with_an_answer_the_first_counts(name, tmp_path):
+    """And each of them where it is the only one."""
+    preset, columns = PRESETS[name], [column for column, _ in PRESETS[name].answers]
+    for present in (columns, columns[:1], columns[1:]):
+        values = {column: f"so \\boxed{{{i}}}" for i, column in enumerate(columns) if column in present}
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps({preset.prompt_column: "?", **values}))
+        [problem] = load_dataset(f"{name}:{file}", "test").problems
+        read = dict(preset.answers)[present[0]]
+        assert problem.answer == read(values[present[0]]) and str(columns.index(present[0])) in problem.answer
+
+
 def test_without_network_the_error_names_the_local_form():
     with pytest.raises(DataError, match=r"cannot read openai/gsm8k from the Hugging Face hub: .*gsm8k:DIRECTORY"):
         load_dataset("gsm8k", "train")  # conftest sets HF_HUB_OFFLINE

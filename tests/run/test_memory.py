@@ -112,7 +112,7 @@ def test_an_evaluation_fits_with_few_completions_at_a_time():
 
 def test_cache_is_the_real_one(tmp_path):
     """Two prompts of up to 90 tokens and their eight completions of up to 20, in buckets of 96 and 24, with room for 32
-    prompts; half of the completions on each of two devices; under a limit, what fits.
+    prompts; half of the completions on each of two devices, or half of the heads; under a limit, what fits.
     """
     config = runs.config(tmp_path, max_prompt_length=90, max_completion_length=20)
     shape, dtype = load(config).config, jnp.dtype(config.dtype)
@@ -125,6 +125,8 @@ def test_cache_is_the_real_one(tmp_path):
     assert (memory.cache, memory.sequences) == (caches((32, 96), (8, 24)), 8)
     shared = memory_report(config, replicas=2).memory
     assert (shared.cache, shared.sequences) == (caches((32, 96), (4, 24)), 4)
+    divided = memory_report(config, tensor_parallel=2).memory
+    assert (divided.cache, divided.sequences) == (memory.cache / 2, 8)
     whole = caches((2, 96), (8, 24))  # of as little as all need
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=whole / 1e9)).memory
     assert (limited.cache, limited.sequences) == (whole, 8)

@@ -6,15 +6,21 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 
 from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
 from qerl_jax.data.arithmetic import problems
+from qerl_jax.data.files import DataError
 from qerl_jax.data.presets import PROMPT_FORMATS
-from qerl_jax.run.prepare import load_problems
+from qerl_jax.models.lora import LoraConfig
+from qerl_jax.run.prepare import load, load_problems
 
 
 def read(items) -> list[tuple[int, str, str]]:
@@ -58,3 +64,24 @@ def test_the_system_prompt_of_a_config_reaches_training_and_evaluation(settings,
         assert tokenizer.decode(list(item.tokens)).startswith(
             f"<|im_start|>system\n{asked}<|im_end|>\n<|im_start|>user"
         )
+
+
+def test_settings_of_a_prompts_length_reach_training_and_evaluation():
+    tokenizer, settings = load_tokenizer(model_path("tiny")), {"dataset": "arithmetic", "eval_dataset": "arithmetic"}
+    settings |= {"eval_samples": 2, "max_prompt_length": 9}
+    config = Config(model="tiny", overlong_prompts="truncate_left", **settings)
+    stream, evaluation = load_problems(config, tokenizer, Console(quiet=True))
+    for item in stream.sets[0][0], evaluation[0]:
+        assert len(item.tokens) == 9 and tokenizer.decode(list(item.tokens)).endswith("<|im_start|>assistant\n")
+    with pytest.raises(DataError, match="all 1000 prompts are longer than max_prompt_length 9"):
+        load_problems(Config(model="tiny", **settings | {"eval_samples": 1000}), tokenizer, Console(quiet=True))
+
+
+def test_a_policy_is_loaded_as_the_config_says():
+    """Its adapters from the seed."""
+    config = Config(model="tiny", dtype="float32", lora_rank=2, lora_alpha=6.0, seed=5, dataset="arithmetic")
+    wanted = load_policy("tiny", lora=LoraConfig(2, 6.0), dtype=jnp.float32, seed=5)
+    found = load(config)
+    assert found.lora_config == wanted.lora_config and found.dtype == jnp.float32
+    for ours, theirs in zip(jax.tree.leaves(found.lora), jax.tree.leaves(wanted.lora), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
