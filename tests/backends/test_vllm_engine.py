@@ -254,6 +254,8 @@ def test_options_follow_the_settings(base):
     assert options["dtype"] == "bfloat16" and options["max_model_len"] == 100
     plain = engine_options(dataclasses.replace(config, rollout_memory_gb=None), base, 9, 9, 0, 0.4)
     assert not {"kv_cache_memory_bytes", "enable_lora", "max_lora_rank"} & plain.keys()
+    ranks = {1: 8, 8: 8, 9: 16, 32: 32, 512: 512}  # the smallest that vLLM allows and that holds the adapter
+    assert {rank: engine_options(config, base, 9, 9, rank, 0.4)["max_lora_rank"] for rank in ranks} == ranks
     with pytest.raises(ConfigError, match="an adapter of rank 513: vLLM takes at most 512"):
         engine_options(config, base, 100, 1000, 513, 0.4)
 
