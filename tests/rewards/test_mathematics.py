@@ -31,6 +31,7 @@ DAPO = [
     ("The answer is 5", "5", 1), ("Answer: $x = \\frac12$", "\\frac{1}{2}", 1), ("Answer: 1,234", "1234", 1),
     ("Answer: 1234", "1,234", 1), ("**Answer:** 5", "5", 1), ("Answer: 0.5", "1/2", 1), ("Answer:5.", "5", 1),
     ("Answer: 6", "5", 0), ("Answer: x", "\\frac{1}{2}", 0),
+    ("Answer: x^2", "y = x^2", 1), ("Answer: y = x^2", "x^2", 1), ("Answer: x^2", "x^2 = y", 0),
 ]  # fmt: skip
 
 _COLUMN = "\\begin{pmatrix} -1/3 \\\\ 2 \\end{pmatrix}"
