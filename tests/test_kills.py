@@ -20,7 +20,7 @@ from qerl_jax.checkpoint.orbax import MANIFEST_FILE
 from qerl_jax.config import dump
 from qerl_jax.reporting.metrics import read_metrics
 
-FEW, MANY = 4, 40  # steps of a run: of the quick test, of the nightly one
+FEW, MANY = 3, 40  # steps of a run: of the quick test, of the nightly one
 MISSED = 120  # seconds after which a moment that never came is given up
 TRIES = 8  # for a moment at the end of a run, which ends if it is missed
 

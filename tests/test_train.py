@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import jax
@@ -142,19 +141,27 @@ def test_resumed_from_a_path_goes_on_in_a_new_directory(finished, tmp_path):
     assert sorted(path.name for path in (source / "checkpoints").iterdir() if path.name.isdigit()) == ["5"]
 
 
-def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
+STOPPING = """
+import os, signal
+sent = []
+def reward(completions, **_):
+    if not sent and os.path.exists({metrics!r}) and os.path.getsize({metrics!r}):  # in the second step
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
     directory = tmp_path / "stopped"
-    file = tmp_path / "config.yaml"
-    file.write_text(dump(runs.config(directory, max_steps=1000, save_steps=400)))
-    process = runs.start(file)
-    runs.wait_for_step(directory, 1, process)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == STOPPED
+    (tmp_path / "own.py").write_text(STOPPING.format(metrics=str(directory / "metrics.jsonl")))
+    reward = {"reward_funcs": (f"{tmp_path / 'own.py'}:reward",), "reward_weights": None, "reward_workers": 0}
+    (tmp_path / "config.yaml").write_text(dump(runs.config(directory, max_steps=1000, save_steps=400, **reward)))
+    assert train.main(["--config", str(tmp_path / "config.yaml")]) == STOPPED
+    output = capfd.readouterr().out
     assert "stopped by SIGTERM" in output and f"--config {directory}/config.yaml --resume auto" in output
-    last = read_metrics(directory)[-1]["step"]
-    assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
-    assert f"stopped by SIGTERM after step {last} of 500" in (directory / "report.md").read_text()
+    assert read_metrics(directory)[-1]["step"] == 2
+    assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == ["2"]
+    assert "stopped by SIGTERM after step 2 of 500" in (directory / "report.md").read_text()
     assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
     for silence in ("loading tiny …", "reading and tokenizing arithmetic …", "step 1 waits until its programs are"):
         assert silence in output

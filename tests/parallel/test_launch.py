@@ -22,7 +22,7 @@ from qerl_jax.config import ConfigError, dump
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.run.devices import MEMORY, use_device_memory
 
-STEPS = 8
+STEPS = 5
 REWARD = """
 import time
 
