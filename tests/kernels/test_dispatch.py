@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels import dispatch
+from qerl_kernels.decode_attention import api as attention
 from qerl_kernels.formats import Mxfp4, PackedNvfp4
 from qerl_kernels.gpu import H200, user_table
 from qerl_kernels.nvfp4_matmul import tuning
@@ -50,6 +51,24 @@ def test_where_the_kernels_run(monkeypatch, caplog, capability, version, dtype, 
     if missing:
         with pytest.raises(ValueError, match="implementation 'mosaic_gpu' needs"):
             dispatch.choose("nvfp4_matmul", "mosaic_gpu", missing)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "slots", "missing"),
+    [
+        (8, 1, 64, (8, 16), None),
+        (16, 2, 128, (8, 8), None),
+        (16, 1, 128, (8, 8), "at most 8 query heads a key/value head (these are 16 and 1)"),
+        (8, 1, 96, (8, 8), "a head dim of 64 or 128 (this is 96)"),
+        (8, 1, 64, (12, 8), "caches whose slots are a multiple of 8 (these are 12 and 8)"),
+        (8, 1, 64, (8, 12), "caches whose slots are a multiple of 8 (these are 8 and 12)"),
+        (8, 1, 64, (0, 8), "caches whose slots are a multiple of 8 (these are 0 and 8)"),
+    ],
+)
+def test_which_decode_attention_the_kernel_computes(monkeypatch, heads, kv_heads, width, slots, missing):
+    on(monkeypatch, "9.0")
+    shapes = (3, heads, width), (2, kv_heads, slots[0], width), (3, kv_heads, slots[1], width)
+    assert attention._missing(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)) == missing
 
 
 @pytest.mark.parametrize("span", [30, 31])

@@ -13,7 +13,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue import kernel as prologue_kernel
 from qerl_kernels.decode_prologue import reference
 from qerl_kernels.gpu import H200, gpu_of
-from qerl_kernels.nvfp4_matmul import cases, packing, tuning
+from qerl_kernels.nvfp4_matmul import cases, lora_input, packing, tuning
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.dequantize import kernel as dequantize_kernel
 from qerl_kernels.nvfp4_matmul.gemm import kernel, transposed
@@ -393,6 +393,24 @@ def test_which_adapters_the_gemm_adds(adapters, is_fused):
     """Those that lie end to end from feature 0 on and share a scale; XLA adds any other."""
     found = route_problem(Problem(4096, *cases.SHAPES["qkv_7b"], adapters, False, "mosaic_gpu", False, H200))
     assert (found.kernel, found.is_fused) == ("gemm", is_fused)
+
+
+@pytest.mark.parametrize(
+    ("n", "adapters", "features", "fuses"),
+    [
+        (4608, [(32, 3584), (8, 512), (64, 512)], 16, True),
+        (4608, [(32, 3584), (32, 512)], 16, False),  # the last features have none
+        (4608, [(32, 3584), (32, 512), (32, 528)], 16, False),  # nor do features beyond the last
+        (4608, [(32, 3580), (32, 1028)], 16, False),  # one begins within a tile
+        (4608, [(32, 3584), (32, 1024)], 128, True),
+        (4608, [(32, 3600), (32, 1008)], 128, False),
+        (40, [(8, 40)], 16, False),
+        *((64, [(rank, 64)], 16, rank in (8, 64)) for rank in (0, 8, 12, 64, 72)),
+        (64, [], 16, False),
+    ],
+)
+def test_which_adapters_a_kernel_can_add(n, adapters, features, fuses):
+    assert lora_input.can_fuse(n, adapters, features) == fuses
 
 
 def test_which_configs_take_partials():

@@ -93,6 +93,39 @@ def test_exchanged_inputs_are_named_and_refused_unless_told(place, state, tmp_pa
     assert fingerprints(config, [items], []) == before
 
 
+def test_an_exchanged_evaluation_is_named(place):
+    """By its own problems, not those of the training."""
+    config = config_of(place, eval_dataset="arithmetic")
+    before, *others = (
+        fingerprints(config, [[problem(i)]], evaluated)
+        for i, evaluated in (
+            (0, [problem(5)]),
+            (0, [problem(5, "2")]),
+            (0, [problem(5), problem(6)]),
+            (1, [problem(5)]),
+        )
+    )
+    changed = [{name for name in before if before[name] != other[name]} for other in others]
+    assert changed == [{"eval_dataset arithmetic"}, {"eval_dataset arithmetic"}, {"dataset gsm8k"}]
+
+
+def test_every_file_that_a_policy_is_made_of_counts(tmp_path):
+    """Weights, configs and the chat template, by name too; nothing else."""
+    model = tmp_path / "model"
+    model.mkdir()
+    names = ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "README.md")
+    for name in names:
+        (model / name).write_text("a")
+    whole, changed = model_fingerprint(model), set()
+    for name in names:
+        (model / name).write_text("b")
+        changed |= {name} if model_fingerprint(model) != whole else set()
+        (model / name).write_text("a")
+    assert changed == set(names) - {"README.md"} and model_fingerprint(model) == whole
+    (model / "config.json").rename(model / "other.json")
+    assert model_fingerprint(model) != whole
+
+
 def test_a_dataset_is_its_ids_tokens_answers_and_columns_in_order():
     """Of one problem each other: none of them has the fingerprint of another."""
     one, tokens = Problem(0, "?", "1", extra={"hint": "a"}), array.array("i", [1, 2])
