@@ -11,6 +11,7 @@ from typing import NoReturn
 import jax
 
 from qerl_jax.atomic import one_line
+from qerl_jax.lowered import as_in_sources
 
 FAILED, STOPPED = 2, 130
 
@@ -64,7 +65,8 @@ def end(main: Callable[[], int]) -> NoReturn:
     run of Weights & Biases that failed is first reported by its own hook.
     """
     open_standard_streams()
-    code = main()
+    with as_in_sources():
+        code = main()
     is_reported = code == FAILED and getattr(sys.modules.get("wandb"), "run", None) is not None
     if code == 0 or is_reported:
         sys.exit(code)

@@ -23,8 +23,9 @@ import jax
 from qerl_kernels.dispatch import say_once
 from qerl_kernels.kernel_programs import kernel_programs
 
-from qerl_jax import partition
+from qerl_jax import lowered, partition
 from qerl_jax.compilation import is_committed
+from qerl_jax.lowered import LoweredPrograms
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
 _LOAD_SECONDS = 0.5  # for a program from the persistent cache; of one that it compiles, XLA needs no kernel before
@@ -46,7 +47,12 @@ def program(function: Callable | None = None, **options: Any) -> Any:
     """
     if function is None:
         return functools.partial(program, **options)
-    whole = jax.jit(function, **options)
+
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        return lowered.call(function, args, kwargs)
+
+    whole = jax.jit(alone, **options)
 
     @functools.cache
     def on_devices(count: int) -> Any:
@@ -101,6 +107,7 @@ def record(
     *args: Any,
     each: Callable[[Hashable, Recorded], None] = lambda signature, recorded: None,
     known: dict[Hashable, Recorded] | None = None,
+    kept: LoweredPrograms | None = None,
 ) -> list[Recorded]:
     """The programs that `function(*args)` calls, in the order of their first calls. None runs: `function` and whatever
     calls programs for it gets shapes (`jax.ShapeDtypeStruct`) as their results, and reads no values of them.
@@ -110,6 +117,7 @@ def record(
       args: its arguments; shapes may stand for arrays (`shapes_of`).
       each: called with the signature of each program, and the program, at its first call.
       known: programs recorded before, which are left out; new ones are added.
+      kept: lowered programs of earlier processes.
     """
     known = {} if known is None else known
     before = len(known)
@@ -117,7 +125,7 @@ def record(
     def note(jitted: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         key = _signature(jitted, args, kwargs)
         if key not in known:
-            with _calling(None):  # what it calls is a part of it
+            with _calling(None), kept.used() if kept else contextlib.nullcontext():  # what it calls is a part of it
                 traced = jitted.trace(*args, **kwargs)
             known[key] = Recorded(jitted, *shapes_of((args, kwargs)), traced, _results(traced, (args, kwargs)))
             each(key, known[key])
@@ -176,6 +184,7 @@ class Ahead:
     Args:
       threads: programs and kernels compiled at a time; None: one for each core, at least 2.
       done: called with a line for people, or two, by the first call after everything is compiled.
+      kept: lowered programs of earlier processes; those that are new are added.
 
     Attributes:
       cached: programs that the persistent cache had.
@@ -183,7 +192,13 @@ class Ahead:
       waited: seconds that calls have waited for their programs.
     """
 
-    def __init__(self, threads: int | None = None, done: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        threads: int | None = None,
+        done: Callable[[str], None] = lambda line: None,
+        kept: LoweredPrograms | None = None,
+    ) -> None:
+        self._kept = kept
         self._began, self._done, self.waited, self.seconds, self.cached = time.perf_counter(), done, 0.0, 0.0, 0
         self._compilers = ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
         self._recorder, self._recordings = ThreadPoolExecutor(1), []
@@ -208,7 +223,7 @@ class Ahead:
             begun.append(self._start(key, recorded))
 
         with _lowering():
-            record(function, *args, each=start, known=self._known)
+            record(function, *args, each=start, known=self._known, kept=self._kept)
         return begun
 
     def _start(self, key: Hashable, recorded: Recorded) -> Future:

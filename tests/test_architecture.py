@@ -22,7 +22,7 @@ KERNELS = ROOT / "kernels" / "qerl_kernels"
 LAYERS = [
     ("qerl_kernels",),
     ("partition",),
-    ("compilation", "buckets"),
+    ("compilation", "lowered", "buckets"),
     ("programs",),
     ("types", "messages", "parallel"),
     ("keys", "aqn", "models", "rewards", "atomic", "cluster", "driver"),

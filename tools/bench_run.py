@@ -43,6 +43,7 @@ from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.run_files import METRICS_FILE
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
+from qerl_jax.lowered import as_in_sources
 from qerl_jax.rewards.functions import score
 from qerl_jax.rollout.engine import generate
 from qerl_jax.run import grading, prepare
@@ -111,7 +112,8 @@ def measured_run(config: Config) -> dict[str, Any]:
         found.update(compile_s=ahead.seconds, compile=ahead.waited)
 
     patch = unittest.mock.patch.object
-    with patch(train, "begin_run", begin), patch(train, "finish_run", finish):
+    # What is replaced here and in `stand_in` is in no program.
+    with as_in_sources(), patch(train, "begin_run", begin), patch(train, "finish_run", finish):
         train.train(config, on_step=lambda metrics, state: ends.append(since_start()))
     seconds = since_start()
     lines = (Path(config.output_dir) / METRICS_FILE).read_text().splitlines()

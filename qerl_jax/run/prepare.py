@@ -28,6 +28,7 @@ from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, freeze_date, load_encoded
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.messages import Given
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead
@@ -130,7 +131,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
     limit = smallest(replicas.gather(device_bytes()))
     refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
-    programs = Ahead(done=functools.partial(console.print, markup=False))
+    say = functools.partial(console.print, markup=False)
+    programs = Ahead(done=say, kept=LoweredPrograms.beside_compiled())
     programs.submit(rehearse_run, config, hooks, limit, replicas)
     try:
         console.print(f"loading {config.model} …", markup=False)

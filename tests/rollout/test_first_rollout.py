@@ -12,10 +12,11 @@ from helpers import fp32_policy
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
+from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.fused_decode import FusedDecodeExecutor
 from qerl_jax.models.qwen2 import DecoderLayer
-from qerl_jax.programs import compile_calls, record
+from qerl_jax.programs import Ahead, compile_calls, record
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
@@ -76,6 +77,22 @@ def test_decoding_traces_layers_of_one_shape_once(traced, kernel, times):
     policy, _ = abstract_trees(MODEL, "nvfp4", config_of(matmul_kernel=kernel))
     decode.decode_chunk.trace(*states(policy), Sampling(8).distribution, 4, False)
     assert traced == times
+
+
+def test_a_kept_rollout_traces_no_layer_and_draws_the_same_bits(micro_dir, tmp_path, traced):
+    """Programs of an earlier process, as this one is after its caches are cleared."""
+    policy, arguments = fp32_policy(micro_dir, rank=3), (Sampling(5, num_generations=2), jax.random.key(0))
+    prompts, rollouts, layers = [[5, 9, 2], [7, 1]], [], []
+    for kept in (None, LoweredPrograms(tmp_path, b""), LoweredPrograms(tmp_path, b"")):
+        jax.clear_caches()
+        traced.clear()
+        with Ahead(kept=kept) as ahead:
+            ahead.submit(rehearse, policy, len(prompts), 3, *arguments)
+            rollouts.append(jax.device_get(generate(policy, prompts, *arguments)))
+        layers.append(len(traced))
+    assert layers[0] == layers[1] > layers[2] == 0
+    for rollout in rollouts[1:]:
+        jax.tree.map(np.testing.assert_array_equal, rollout, rollouts[0])
 
 
 def test_prefill_traces_layers_of_one_shape_once(traced):

@@ -1,0 +1,209 @@
+"""Lowered programs on disk, so that a later run traces and lowers none of them again.
+
+JAX's compilation cache begins behind lowering, since its key is the lowered program, and lowering is serial Python,
+most of it for the bodies of kernels. `jax.export` makes a value of a lowered program, which a file can hold; a program
+that calls it is lowered in a tenth of a second, to the same text in the first run and in later ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax import export
+from qerl_kernels import dispatch
+from qerl_kernels.kernel_programs import TARGET
+
+_PACKAGES = ("qerl_jax", "qerl_kernels")
+_DISTRIBUTIONS = ("jax", "nvidia", "flax", "numpy", "ml-dtypes")  # beginnings of the names of those that lower
+# Not all of these are among the calls that every later JAX promises to understand; no later one reads these files.
+_CALLS = (TARGET, "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+_here: contextvars.ContextVar[LoweredPrograms | None] = contextvars.ContextVar("lowered programs", default=None)
+_is_as_in_sources = contextvars.ContextVar("no function is replaced", default=False)
+
+
+class LoweredPrograms:
+    """A folder of lowered programs. Their names are hashes of all that they depend on: the function, its arguments, the
+    sources of this project, the versions of the libraries that lower, JAX's settings, the GPU and its tuning table.
+
+    Args:
+      directory: made with the first program.
+      environment: hash of what all programs of a process depend on (`environment`).
+    """
+
+    def __init__(self, directory: Path, environment: bytes) -> None:
+        self._directory, self._environment = directory, environment
+
+    @classmethod
+    def beside_compiled(cls, sources: Sequence[Path] | None = None) -> Self | None:
+        """The folder within JAX's compilation cache. None without a cache, outside of `as_in_sources`, and where a
+        source changed since the process began, which may have read it before. `sources`: files; None: this project's.
+        """
+        sources = _sources() if sources is None else sources
+        directory = jax.config.jax_compilation_cache_dir
+        if not directory or not _is_as_in_sources.get() or max(map(_changed, sources)) > _process_start():
+            return None
+        return cls(Path(directory) / "lowered", environment(sources))
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Programs that are traced within this context are read from the folder, or written to it."""
+        token = _here.set(self)
+        try:
+            yield
+        finally:
+            _here.reset(token)
+
+    def call(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`function(*args, **kwargs)`, of tracers and static values, as a call of the lowered function."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        described = _described(function, leaves, structure)
+        if described is None:
+            return function(*args, **kwargs)
+        name = hashlib.sha256(self._environment + described.encode()).hexdigest()
+        path = self._directory / f"{function.__name__}-{name}"
+        try:
+            stored = _read(path) or self._write(path, *_exported(function, leaves, structure))
+        except Exception as error:  # of JAX, which cannot write every program; the function's own come again
+            dispatch.say_once(f"{function.__name__} is lowered anew in every run, because of {_said(error)}")
+            return function(*args, **kwargs)
+        exported, results = stored
+        return jax.tree.unflatten(jax.tree.structure(results), exported.call(*filter(_is_traced, leaves)))
+
+    def _write(self, path: Path, exported: export.Exported, results: Any) -> tuple[export.Exported, Any]:
+        stored = pickle.dumps((exported, results))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
+                file.write(hashlib.sha256(stored).digest() + stored)
+            os.replace(file.name, path)
+        except OSError as error:
+            dispatch.say_once(f"lowered programs are not kept: {_said(error)}")
+        return exported, results
+
+
+def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`function(*args, **kwargs)` while it is traced: from the folder in use, if there is one."""
+    folder = _here.get()
+    if folder is None:
+        return function(*args, **kwargs)
+    token = _here.set(None)  # programs that it calls are a part of it
+    try:
+        return folder.call(function, args, kwargs)
+    finally:
+        _here.reset(token)
+
+
+@contextlib.contextmanager
+def as_in_sources() -> Iterator[None]:
+    """Within this context no function of this project is replaced by another, as in the process of a command."""
+    token = _is_as_in_sources.set(True)
+    try:
+        yield
+    finally:
+        _is_as_in_sources.reset(token)
+
+
+def environment(sources: Sequence[Path]) -> bytes:
+    """A hash of all that lowering depends on besides a function and its arguments."""
+    found = hashlib.sha256()
+    for path in sources:
+        found.update(f"{path}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    versions = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    versions = sorted(pair for pair in versions.items() if pair[0].startswith(_DISTRIBUTIONS))
+    gpu, device = dispatch.this_gpu(), jax.local_devices()[0]
+    settings = sorted(jax.config.values.items()), os.environ.get("XLA_FLAGS")
+    found.update(repr((versions, gpu, device.platform, device.device_kind, settings)).encode())
+    if gpu.own_table is not None:
+        found.update(Path(gpu.own_table).read_bytes())
+    return found.digest()
+
+
+def _sources() -> list[Path]:
+    roots = (Path(importlib.util.find_spec(package).origin).parent for package in _PACKAGES)
+    return sorted(path for root in roots for path in root.rglob("*") if path.suffix in (".py", ".json"))
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _process_start() -> float:
+    """Seconds since 1970; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0.0
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
+def _described(function: Callable, leaves: list[Any], structure: Any) -> str | None:
+    """A function and its arguments as text; None where text cannot say them: a function of the user's or made by
+    another, an array that is static, a static object without a name of its own.
+    """
+    if function.__module__.split(".")[0] not in _PACKAGES or "<" in function.__qualname__:
+        return None
+    if any(isinstance(leaf, np.ndarray | jax.Array) and not _is_traced(leaf) for leaf in leaves):
+        return None
+    arguments = [f"{jax.typeof(leaf)!r} {leaf.weak_type}" if _is_traced(leaf) else repr(leaf) for leaf in leaves]
+    text = "\n".join([f"{function.__module__}.{function.__qualname__}", str(structure), *arguments])
+    return None if " at 0x" in text else text
+
+
+def _exported(function: Callable, leaves: list[Any], structure: Any) -> tuple[export.Exported, Any]:
+    """The lowered function of its traced arguments, and its results with numbers in the place of arrays."""
+    results = None
+
+    def flat(*traced: Any) -> list[Any]:
+        nonlocal results
+        arrays = iter(traced)
+        args, kwargs = jax.tree.unflatten(structure, [next(arrays) if _is_traced(leaf) else leaf for leaf in leaves])
+        found = jax.tree.leaves(called := function(*args, **kwargs))
+        results = jax.tree.unflatten(jax.tree.structure(called), range(len(found)))
+        return found
+
+    flat.__name__ = function.__name__
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type) for leaf in filter(_is_traced, leaves)
+    ]
+    was = jax.config.jax_export_ignore_forward_compatibility
+    jax.config.update("jax_export_ignore_forward_compatibility", True)  # as if it were lowered without being written
+    try:
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CALLS]
+        found = export.export(jax.jit(flat), disabled_checks=checks)(*shapes)
+    finally:
+        jax.config.update("jax_export_ignore_forward_compatibility", was)
+    # `Exported.serialize` would need another library. The function that makes its gradient cannot be pickled.
+    functions = [field.name for field in dataclasses.fields(found) if callable(getattr(found, field.name))]
+    return dataclasses.replace(found, **dict.fromkeys(functions)), results
+
+
+def _read(path: Path) -> tuple[export.Exported, Any] | None:
+    """What was written; None for no file, or a part of one."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    stored = data[32:]
+    return pickle.loads(stored) if hashlib.sha256(stored).digest() == data[:32] else None

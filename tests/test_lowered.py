@@ -1,0 +1,115 @@
+"""Lowered programs on disk: traced and lowered once for all processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.lowered import LoweredPrograms, as_in_sources, environment
+from qerl_jax.programs import program, record
+
+ARGUMENTS = {"x": np.linspace(0, 1, 8, dtype=np.float32)}, jax.random.key(0)
+
+
+@pytest.fixture
+def traced() -> list[str]:
+    """One entry for each time that Python traced the function of `made`."""
+    return []
+
+
+def made(traced: list[str], name: str = "scaled"):
+    """A function as this project has them, with donated state, a static argument, and a result of weak type."""
+
+    def scaled(state, key, factor=2):
+        traced.append(name)
+        noise = jax.random.normal(key, state["x"].shape)
+        return {"x": jnp.sin(state["x"]) * factor + noise}, key, 1.0, None
+
+    scaled.__module__, scaled.__qualname__ = "qerl_jax.made", name
+    return program(scaled, donate_argnums=0, static_argnames="factor")
+
+
+def called(function, kept: LoweredPrograms | None, **static):
+    """The function's results in a process that records it first, as arrays, and whether the last number is weak."""
+    [found] = record(lambda: function(*ARGUMENTS, **static), kept=kept)
+    state, key, number, nothing = function(*ARGUMENTS, **static)
+    assert nothing is None and jax.tree.structure(found.results) == jax.tree.structure((state, key, number, nothing))
+    return np.asarray(state["x"]), np.asarray(jax.random.key_data(key)), float(number), number.weak_type
+
+
+def test_a_later_process_traces_nothing_and_computes_the_same_bits(tmp_path, traced):
+    """Each call of `made` is a function that JAX has not seen before, as in another process."""
+    plain = called(made(traced), None)
+    for first in (True, False):
+        traced.clear()
+        results = called(made(traced), LoweredPrograms(tmp_path / "new" / "lowered", b"same"))
+        assert traced == ["scaled"] * first
+        for ours, expected in zip(results, plain, strict=True):
+            np.testing.assert_array_equal(ours, expected)
+    assert len(list((tmp_path / "new" / "lowered").iterdir())) == 1
+
+
+@pytest.mark.parametrize("what", ["environment", "static", "name", "part", "nothing"])
+def test_what_a_program_depends_on_is_traced_anew(tmp_path, traced, what):
+    """And a file that a killed machine left in part is replaced."""
+    called(made(traced), LoweredPrograms(tmp_path, b"same"))
+    [file] = tmp_path.iterdir()
+    whole = file.read_bytes()
+    if what == "part":
+        file.write_bytes(whole[:-1])
+    kept = LoweredPrograms(tmp_path, b"other" if what == "environment" else b"same")
+    called(made(traced, "other" if what == "name" else "scaled"), kept, **({"factor": 3} if what == "static" else {}))
+    assert len(traced) == (1 if what == "nothing" else 2)
+    assert len(list(tmp_path.iterdir())) == (1 if what in ("part", "nothing") else 2)
+    assert len(file.read_bytes()) == len(whole)
+
+
+def test_functions_that_text_cannot_name(tmp_path, traced):
+    """They are not kept. One of the user's; one with a function as static argument."""
+
+    def of_user(x):
+        traced.append("of_user")
+        return x + 1
+
+    def with_static(x, static):
+        traced.append("with_static")
+        return x + 1
+
+    with_static.__module__, with_static.__qualname__ = "qerl_jax.made", "with_static"
+    for _ in range(2):
+        for function, static in ((of_user, {}), (with_static, {"static": test_functions_that_text_cannot_name})):
+            function = program(function, static_argnames=tuple(static))
+            record(functools.partial(function, np.ones(3), **static), kept=LoweredPrograms(tmp_path, b"same"))
+    assert traced == ["of_user", "with_static"] * 2 and not list(tmp_path.iterdir())
+
+
+def test_sources_and_only_those_of_a_command_decide(tmp_path):
+    """Another byte is another environment; a source newer than the process, or a process that may have replaced
+    functions, keeps nothing.
+    """
+    file = tmp_path / "module.py"
+    file.write_text("x = 1")
+    before = environment([file])
+    assert environment([file]) == before
+    file.write_text("x = 2")
+    assert environment([file]) != before
+    os.utime(file, (1, 1))
+    was = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert LoweredPrograms.beside_compiled([file]) is None
+        with as_in_sources():
+            assert LoweredPrograms.beside_compiled([file]) is not None
+            os.utime(file, (time.time() + 60,) * 2)
+            assert LoweredPrograms.beside_compiled([file]) is None
+            os.utime(file, (1, 1))
+            jax.config.update("jax_compilation_cache_dir", None)
+            assert LoweredPrograms.beside_compiled([file]) is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
