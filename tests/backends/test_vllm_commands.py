@@ -65,7 +65,7 @@ def test_records_of_the_other_backend_are_refused(stand_in, tmp_path, capsys):
 def settings():
     """Two rollouts of two updates, the second with noise; evaluated before and after."""
     fields = {"dtype": "bfloat16", "weight_format": None, "max_steps": 4, "num_stages": 2, "noise_formula": "paper"}
-    fields |= {"dynamic_sampling": False, "sigma_start": 1.0, "rollout_backend": "vllm", "eval_samples": 8}
+    fields |= {"dynamic_sampling": False, "sigma_start": 1.0, "rollout_backend": "vllm", "eval_samples": 2}
     return fields | {"eval_dataset": "arithmetic", "eval_batch_size": 12, "tokens_per_micro_batch": 1024}
 
 
