@@ -295,7 +295,7 @@ def test_gold_answers():
 
 def test_generated_problems_are_disjoint():
     train, test = load_dataset("arithmetic", "train").problems, load_dataset("arithmetic", "test").problems
-    assert len(train) >= 4_000 and len(test) >= 1000
+    assert (len(train), len(test)) == (4_000, 1_000)
     assert not {p.prompt for p in train} & {p.prompt for p in test}
     assert all(p.answer.lstrip("-").isdigit() for p in test)
     with pytest.raises(DataError, match="'arithmetic' has no split 'dev'"):

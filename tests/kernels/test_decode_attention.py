@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels.decode_attention.api import decode_attention
+from qerl_kernels.decode_attention.config import ctas_for
 
 NAMES = ("q", "prompt_k", "prompt_v", "prompt_index", "prompt_lengths", "k", "v", "lengths")
 
@@ -92,3 +93,9 @@ def test_what_does_not_belong_together_is_refused():
         decode_attention(**{**args, "prompt_k": args["prompt_k"].astype(jnp.bfloat16)})
     with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
         decode_attention(**args, implementation="mosaic_gpu")
+
+
+def test_ctas_share_a_pair_while_that_keeps_idle_sms_busy():
+    """132 SMs."""
+    pairs = {1: 4, 33: 4, 34: 2, 132: 2, 133: 1}
+    assert {count: ctas_for(count, 132) for count in pairs} == pairs

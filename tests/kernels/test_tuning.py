@@ -57,6 +57,15 @@ def test_the_direction_decides_which_features_count(monkeypatch):
     assert tuning.config_for(4096, 37824, 3584, transposed=True).tile_m == 232
 
 
+def test_a_gpus_own_row_comes_before_its_tiers(tmp_path):
+    row = next(row for row in tuning.table() if row.us and isinstance(row.config, GemmConfig))
+    own = dataclasses.replace(row, config=dataclasses.replace(row.config, stages=row.config.stages - 1))
+    (tmp_path / "own.json").write_text(json.dumps({"rows": [tuning.to_json(own)]}))
+    gemm, gpu = (row.m, row.n, row.k), dataclasses.replace(H200, own_table=str(tmp_path / "own.json"))
+    found = [tuning.config_for(*gemm, transposed=row.direction == "dx", gpu=each) for each in (H200, gpu)]
+    assert found == [row.config, own.config]
+
+
 def test_clusters_that_fit():
     assert [GemmConfig(64, cluster=n).resident_clusters(H200) for n in (1, 2, 3, 4)] == [132, 66, 39, 30]
     assert GemmConfig(64, cluster=3, ctas_per_sm=2).resident_clusters(H200) == 78

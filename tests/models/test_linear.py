@@ -18,7 +18,7 @@ from qerl_kernels.nvfp4_matmul.packing import pack
 
 from qerl_jax.models.formats import Dense, Weight, mxfp4, nf4, nvfp4
 from qerl_jax.models.linear import linear
-from qerl_jax.models.lora import Lora
+from qerl_jax.models.lora import Lora, concat_lora_a, fuse_lora_a
 
 N, K, R = 24, 64, 3
 FORMATS = ("bf16", "nvfp4", "nvfp4-multiplies", "mxfp4", "nf4", "nvfp4-packed", "mxfp4-packed")
@@ -132,6 +132,20 @@ def test_any_subset_of_fused_adapters_in_any_order(subset, x):
     want = expected(x, exact, None, loras)
     for order in itertools.permutations(loras):
         np.testing.assert_allclose(linear(jnp.asarray(x), weight, None, list(order)), want, atol=1e-4)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_a_fused_a_has_its_columns_in_the_order_of_the_outputs(order):
+    """In which kernels read them, whatever the order of the dictionary: that of the names, inside jit."""
+    loras = make_loras(range(3))
+    fused = fuse_lora_a({"qkv_proj": {f"part {i}": loras[i] for i in order}})["qkv_proj"]
+    wanted = np.concatenate([lora.a for lora in loras], axis=1)
+    by_offset = sorted(fused.values(), key=lambda lora: lora.offset)
+    np.testing.assert_array_equal(concat_lora_a(by_offset), wanted)
+    for i, lora in enumerate(loras):
+        np.testing.assert_array_equal(fused[f"part {i}"].own_a, lora.a)
+        assert (fused[f"part {i}"].offset, fused[f"part {i}"].scale) == (lora.offset, lora.scale)
+    assert [lora.column for lora in by_offset] == np.cumsum([0, *(lora.a.shape[1] for lora in loras)])[:-1].tolist()
 
 
 def test_one_adapter_without_a_list_and_none(x):

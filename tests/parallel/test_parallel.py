@@ -44,8 +44,9 @@ def test_values_arrive_by_index_whatever_their_size():
         assert first == 10
 
 
-def test_sums_are_those_of_numpy_in_buckets_too(monkeypatch):
-    monkeypatch.setattr(parallel, "_BUCKET", 10)  # arrays of 6, 6 and 1 elements: two buckets
+@pytest.mark.parametrize("bucket", [10, 5])
+def test_sums_are_those_of_numpy_in_buckets_too(monkeypatch, bucket):
+    monkeypatch.setattr(parallel, "_BUCKET", bucket)  # arrays of 6, 6 and 1 elements: two buckets, or one for each
     rng = np.random.default_rng(0)
     trees = [{"a": rng.normal(size=(2, 3)), "b": [rng.normal(size=6), rng.normal(size=())]} for _ in range(4)]
     trees = jax.tree.map(np.float32, trees)
