@@ -26,7 +26,7 @@ from qerl_jax.messages import Given
 from qerl_jax.rewards import code as programs
 from qerl_jax.rewards import mathematics, original
 from qerl_jax.rewards.answers import same_answer
-from qerl_jax.rewards.outcomes import FLAGS, Reward, RewardError, Unparsed
+from qerl_jax.rewards.outcomes import FLAGS, NOT_PASSED, Reward, RewardError, Unparsed
 from qerl_jax.rewards.statements import stated_answer
 
 _BETWEEN = re.compile(r"</think>\s*<answer>")
@@ -247,6 +247,8 @@ def _place(error: BaseException, reward: Reward, rows: Mapping[str, object]) -> 
         asked = [
             p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
+        if theirs := [column for column in asked if column in NOT_PASSED and column not in rows]:
+            return f"{place}: {', '.join(theirs)} of TRL is not passed here: give it a default, or leave it out"
         if missing := [column for column in asked if column not in rows]:
             return (
                 f"{place}: name {', '.join(missing)} in reward_columns, if the dataset has it (the answer is `answer`)"

@@ -12,6 +12,9 @@ GIVEN_COLUMNS = ("prompt_index", "completion_lengths", "max_completion_length", 
 """Columns that training passes to every reward: the prompt's place in the batch (equal texts can be two prompts), then
 tokens, tokens, tokens, seconds."""
 
+NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL passes to a reward and training here does not."""
+
 
 class RewardError(ValueError):
     """A reward that cannot be loaded or run, or does not return one number or None for each completion."""

@@ -342,3 +342,13 @@ def test_reward_from_a_file(tmp_path):
     path.write_text("import nothing_of_this_name")
     with pytest.raises(RewardError, match="failed to load"):
         load_reward(f"{path}:shout")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [("completion_ids", "completion_ids of TRL is not passed here"), ("solution", "name solution in reward_columns")],
+)
+def test_a_reward_that_asks_for_what_training_does_not_pass(parameters, said):
+    reward = eval(f"lambda completions, {parameters}, **_: [0.0]")
+    with pytest.raises(RewardError, match=said):
+        functions.call("mine", reward, {"completions": [""]})
