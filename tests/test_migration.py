@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -79,6 +80,23 @@ def test_another_programs_key_in_a_file(key, tmp_path):
     words = r"trl\.yaml: lora_r is a name of TRL: use lora_rank; ln is a name of QeRL: use train_norms; docs/migration"
     with pytest.raises(ConfigError, match=words):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_trls"),
+    [
+        ("model_name_or_path lora-r dataloader_num_workers", True),
+        ("lora_r", False),
+        ("lora_r bias random_state r", False),
+    ],
+)
+def test_a_file_of_trl_as_the_config(keys, is_trls, tmp_path):
+    """The answer names the command that translates it, where most unknown names are TRL's."""
+    path = tmp_path / "trl.yaml"
+    path.write_text("seed: 1\n" + "".join(f"{key}: 7\n" for key in keys.split()))
+    with pytest.raises(ConfigError, match="lora_r is a name of TRL: use lora_rank") as caught:
+        load(path)
+    assert (f"python -m qerl_jax.train --from-trl {path}" in str(caught.value)) == is_trls
 
 
 def test_values_that_turn_off_what_is_not_here_are_taken():
@@ -157,8 +175,10 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
     assert load(tmp_path / "mine.yaml") == Config(**TRANSLATED)
     told = [line.removeprefix("# - ") for line in text.splitlines() if line.startswith("# - ")]
     assert told == [
-        "reward_funcs 'think_format_reward', of weight 0.5: no built-in reward is the same",
+        "reward_funcs 'think_format_reward', of weight 0.5: no built-in reward is the same; the nearest is "
+        "strict_format, which asks for an answer block, too",
         "report_to trackio: tensorboard or wandb",
+        "vllm_gpu_memory_utilization '0.4': needs rollout_backend vllm",
         "use_vllm True: rollout_backend (vllm; left out, the trainer's own engine samples)",
         "logging_steps '1': metrics.jsonl has every step",
         "dataloader_num_workers '4': no field has its meaning",
@@ -189,7 +209,8 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "",
         ),
         ("dataset_name: open-r1/Big-Math-RL-Verified-Processed", {"dataset": ("bigmath",)}, ""),
-        ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps '10': warmup_ratio (a share of all updates)"),
+        ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps '10': warmup_ratio = '10' / number of updates"),
+        ("warmup_steps: 7\nmax_steps: 25", {"warmup_ratio": math.nextafter(0.28, 0)}, ""),  # 0.28 · 25 is above 7
         ("warmup_steps: 0.25", {"warmup_ratio": 0.25}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 0.5", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
         ("lr_scheduler_type: constant_with_warmup", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
@@ -197,7 +218,41 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ("loss_type: cispo", {"loss_type": "cispo", "epsilon_high": None}, ""),
         ("dtype: float32\nbf16: false", {"dtype": "float32"}, ""),
         ("dtype: float32", {"dtype": "bfloat16"}, ""),
-        ("generation_batch_size: 64\nscale_rewards: batch", {"batch_size": 64, "scale_rewards": "batch"}, ""),
+        (
+            "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 0.5",
+            {"lr_scheduler_type": "constant", "warmup_ratio": 0.5},
+            "",
+        ),
+        ("lr_scheduler_type: polynomial", {"lr_scheduler_type": "cosine"}, "lr_scheduler_type 'polynomial' is not one"),
+        ("scale_rewards: batch\nshuffle_dataset: false", {"scale_rewards": "batch", "data_order": "sequential"}, ""),
+        (
+            "generation_batch_size: 64",
+            {"batch_size": 8},
+            "generation_batch_size 64: TRL makes updates of 8 completions from rollouts of 64; here an update has a",
+        ),
+        (
+            "per_device_train_batch_size: 2\nsteps_per_generation: 8\nnum_processes: 2",
+            {"batch_size": 32},
+            "steps_per_generation 8: TRL makes updates of 4 completions from rollouts of 32; here an update has a",
+        ),
+        ("generation_batch_size: 32\ngradient_accumulation_steps: 4", {"batch_size": 32}, ""),
+        ("num_processes: 4", {"batch_size": 32}, "its batch for 4 process(es)"),
+        ("max_prompt_length: 128", {"max_prompt_length": 128, "overlong_prompts": "truncate_left"}, ""),
+        (
+            "use_vllm: true\nvllm_importance_sampling_correction: false",
+            {"importance_sampling_cap": None},
+            "",
+        ),
+        ("beta: 0.04", {"beta": 0.04}, "use_bias_correction_kl True: beta (the k3 estimator, without a weight)"),
+        ("reward_funcs: trl.rewards.accuracy_reward", {"reward_funcs": ("math_verify",)}, ""),
+        (
+            "reward_funcs: trl.rewards.get_soft_overlong_punishment",
+            {"reward_funcs": None, "dataset": ("gsm8k",)},
+            "same; the nearest is overlong, with overlong_buffer",
+        ),
+        ("seed: 1", {}, "\n# dataset:  # to be set; left out, it is gsm8k\n# reward_funcs:  # to be set; left out"),
+        ("datasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, ""),
+        ("datasets:\n- {path: a/b}\n- {path: c/d}", {}, "name files as dataset, with dataset_weights"),
     ],
 )
 def test_settings_of_trl(text, fields, told, tmp_path):
@@ -208,14 +263,77 @@ def test_settings_of_trl(text, fields, told, tmp_path):
     assert {name: getattr(config, name) for name in fields} == fields and told in from_trl.from_trl(path)
 
 
-def test_a_file_that_trl_reads_is_the_dataset(tmp_path):
+_OTHER = {  # a value that a field is not set to, where no text or number will do
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "vllm_importance_sampling_mode": "token_mask",
+    "scale_rewards": "batch",
+    "report_to": "wandb",
+    "lr_scheduler_type": "cosine",
+    "datasets": [{"path": "openai/gsm8k"}],
+    "lora_target_modules": ["k_proj"],
+    "bnb_4bit_quant_type": "nvfp4",
+    "reward_funcs": "a.b",
+    "num_generations": "2",
+    "num_generations_eval": "2",
+    "top_p": "0.5",
+    "min_p": "0.5",
+    "adam_beta1": "0.5",
+    "adam_beta2": "0.5",
+    "warmup_steps": "0.5",
+    "vllm_importance_sampling_clip_min": "0.5",
+    "max_steps": "16",
+    "bf16": False,
+    "remove_unused_columns": True,
+    "eval_strategy": "steps",
+    "lora_modules_to_save": ["embed_tokens"],
+}
+_OF_COMMAND = """
+    model_name_or_path model_revision dtype torch_dtype trust_remote_code attn_implementation use_peft lora_r
+    lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type
+    use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant
+    dataset_name dataset_config dataset_train_split dataset_test_split dataset_streaming ignore_bias_buffers
+    datasets reward_model_name_or_path reward_funcs reward_weights num_processes max_prompt_length warmup_ratio
+"""
+
+
+@pytest.mark.parametrize("others", [{}, {"use_peft": True, "use_vllm": True, "load_in_4bit": True}])
+def test_no_setting_of_trl_is_lost_in_silence(others):
+    """Every name that its command takes changes the config or is told, but for values that ask for what is."""
+    recorded = json.loads((GOLDEN / "trl_fields.json").read_text())
+    defaults = {name: ast.literal_eval(text) for name, text in (recorded["inherited"] | recorded["fields"]).items()}
+    defaults |= {name: None for name in _OF_COMMAND.split() if name not in defaults}
+    switches = {"use_peft", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"}
+    fields, told = from_trl.translate(others)
+    silent = []
+    for name, default in defaults.items():
+        value = _OTHER.get(name, not default if isinstance(default, bool) else True if name in switches else "7")
+        if name not in others:
+            after, said = from_trl.translate(others | {name: value})
+            if after == fields and not any(line.startswith(name) for line in set(said) - set(told)):
+                silent.append(name)
+    assert len(defaults) > 180
+    assert silent == [  # false, which holds here
+        *("gradient_checkpointing", "ds3_gather_for_generation", "use_bias_correction_kl", "log_multimodal")
+    ]
+
+
+@pytest.mark.parametrize("key", ["dataset_name: {}", "datasets:\n- path: json\n  data_files: {}"])
+def test_a_file_that_trl_reads_is_the_dataset(key, tmp_path, monkeypatch):
+    """With the columns that its reward asks for."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 2 + 3?", "answer": "5"}\n')
-    (tmp_path / "trl.yaml").write_text(f"dataset_name: {tmp_path / 'rows.jsonl'}\nreward_funcs: rewards.mine\n")
+    (tmp_path / "rewards.py").write_text(
+        "raise SystemExit\n"
+        "async def mine(completions, answer, level, /, trainer_state, scale=1, *, source, log_extra=None, **_): ..."
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trl.yaml").write_text(f"{key.format(tmp_path / 'rows.jsonl')}\nreward_funcs: rewards.mine\n")
     text = from_trl.from_trl(tmp_path / "trl.yaml")
     (tmp_path / "mine.yaml").write_text(text)
     config = load(tmp_path / "mine.yaml")
-    assert config.dataset == (str(tmp_path / "rows.jsonl"),) and config.answer_column == ""
-    assert "# - columns of the records: rewards get" in text and "name a file as dataset" not in text
+    assert config.dataset == (str(tmp_path / "rows.jsonl"),) and config.answer_column == "answer"
+    assert config.reward_columns == ("level", "source") and config.reward_funcs == ("rewards.py:mine",)
+    assert "# - columns that a reward reads: add" in text and "name a file" not in text and "to be set" not in text
 
 
 def test_defaults_of_trl_that_are_others_here():
@@ -226,6 +344,7 @@ def test_defaults_of_trl_that_are_others_here():
     differ = {name: theirs[name] for name in here.keys() & theirs.keys() if theirs[name] != here[name]}
     rest = {"output_dir", "report_to", "min_p", "vllm_gpu_memory_utilization"}
     assert {name: value for name, value in differ.items() if name not in rest} == from_trl.DEFAULTS
+    assert Config("m", lr_scheduler_type="constant_with_warmup").lr_scheduler_type == "constant"
     for table in from_trl._BATCH, from_trl._VLLM:
         assert {name: theirs[name] for name in table} == table
 

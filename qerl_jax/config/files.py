@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from qerl_jax.config.fields import Config, upper_clip
-from qerl_jax.config.foreign import without_foreign
+from qerl_jax.config.foreign import FOREIGN, without_foreign
 from qerl_jax.config.values import ConfigError
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
@@ -72,7 +72,10 @@ def load(path: str | Path) -> Config:
     try:
         return Config(**values)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        unknown = {name.replace("-", "_") for name in values} - {field.name for field in dataclasses.fields(Config)}
+        theirs = [name for name in unknown & FOREIGN.keys() if "TRL" in FOREIGN[name].origin]
+        hint = f". A file of TRL's? `python -m qerl_jax.train --from-trl {path}` prints it as a config"
+        raise ConfigError(f"{path}: {error}" + (hint if len(theirs) > max(len(unknown) / 2, 1) else "")) from error
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -119,7 +119,7 @@ FOREIGN: dict[str, Foreign] = {
     # batch and steps
     "per_device_train_batch_size": Foreign("TRL, QeRL", ("batch_size",), _BATCH),
     "gradient_accumulation_steps": Foreign("TRL, QeRL", ("batch_size",), _BATCH),
-    "generation_batch_size": Foreign("TRL", ("batch_size",), "the same number"),
+    "generation_batch_size": Foreign("TRL", ("batch_size",), "the same number, if an update has the whole rollout"),
     "steps_per_generation": Foreign("TRL", (), _MINI_BATCHES),
     "per_device_eval_batch_size": Foreign("TRL", ("eval_batch_size",)),
     "num_generations_eval": Foreign("TRL", ("eval_num_generations",)),
@@ -131,7 +131,7 @@ FOREIGN: dict[str, Foreign] = {
     "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
     "lr": Foreign("other programs", ("learning_rate",)),
     "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
-    "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates"),
+    "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates: steps / max_steps"),
     "ddp_find_unused_parameters": Foreign("TRL, QeRL", (), "one process"),
     "ds3_gather_for_generation": Foreign("TRL", (), "one process"),
     # run

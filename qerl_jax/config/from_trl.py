@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import math
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from qerl_jax.config.foreign import FOREIGN, is_off
 from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.messages import shown
+from qerl_jax.rewards.outcomes import GIVEN_COLUMNS, NOT_PASSED
 
 DEFAULTS: dict[str, Any] = {
     "seed": 42,
@@ -29,12 +33,20 @@ DEFAULTS: dict[str, Any] = {
 }
 """TRL's values of fields that have its names and other defaults here."""
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+_PROCESSES = {"num_processes": 1}  # accelerate's
+_ROLLOUT = ("generation_batch_size", "steps_per_generation")
 _LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
 _VLLM = {"vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_mode": "sequence_mask"}
+_REWARDS = {"accuracy_reward": "math_verify"}
+_NEAREST = {
+    "reasoning_accuracy_reward": "math_verify, which reads the whole completion",
+    "think_format_reward": "strict_format, which asks for an answer block, too",
+    "get_soft_overlong_punishment": "overlong, with overlong_buffer",
+}
+"""TRL's own rewards: the same here, and similar."""
 _RENAMED = {
     "model_name_or_path": "model",
     "lora_r": "lora_rank",
-    "generation_batch_size": "batch_size",
     "per_device_eval_batch_size": "eval_batch_size",
     "num_generations_eval": "eval_num_generations",
     "overwrite_output_dir": "overwrite",
@@ -44,26 +56,34 @@ _RENAMED = {
     "vllm_importance_sampling_mode": "importance_sampling_mode",
 }
 """Names whose value means the same here."""
+_UNSET = {"dataset": "left out, it is gsm8k", "reward_funcs": "left out, they are those of the dataset"}
 
 
 def from_trl(path: Path) -> str:
-    """The config as YAML, with a comment for each setting that it leaves out. Raises ConfigError for a file that cannot
-    be read, or makes no config.
+    """The config as YAML, with a comment for each setting that it leaves out, and for dataset and rewards where it has
+    none. Raises ConfigError for a file that cannot be read, or makes no config.
     """
-    fields, left_out = translate(read_yaml(path))
+    given = read_yaml(path)
+    fields, left_out = translate(given)
     try:
         config = to_mapping(Config(**fields))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    lines = [f"# {path.name} of TRL, for one GPU. Left out:", *(f"# - {line}" for line in left_out or ["nothing"])]
-    return "\n".join(lines) + "\n" + yaml.safe_dump({name: config[name] for name in fields}, sort_keys=False)
+    processes = given.get("num_processes") or "one"
+    lines = [
+        f"# {path.name} of TRL, its batch for {processes} process(es). Left out:",
+        *(f"# - {line}" for line in left_out or ["nothing"]),
+        yaml.safe_dump({name: config[name] for name in fields}, sort_keys=False).rstrip(),
+        *(f"# {name}:  # to be set; {default}" for name, default in _UNSET.items() if name not in fields),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fields of a config, and a line for each setting that is not among them."""
-    values = DEFAULTS | _BATCH | {name: value for name, value in given.items() if value is not None}
+    values = DEFAULTS | _BATCH | _PROCESSES | {name: value for name, value in given.items() if value is not None}
     left_out: list[str] = []
-    fields = _model(values, left_out) | _data(values, left_out) | _optimization(values)
+    fields = _model(values, left_out) | _data(values, left_out) | _optimization(values, left_out)
     for name, value in values.items():
         field = _RENAMED.get(name, name)
         if field in descriptions():
@@ -79,9 +99,12 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Weights, dtype and adapters."""
     fields: dict[str, Any] = {"model": values.pop("model_name_or_path", "")}
-    dtype, is_bf16 = values.pop("torch_dtype", values.pop("dtype", "float32")), values.pop("bf16", True)
+    named = "torch_dtype" if "torch_dtype" in values else "dtype"
+    dtype, is_bf16 = values.pop(named, "float32"), values.pop("bf16", True)
     if not is_bf16:
         fields["dtype"] = dtype
+    elif dtype not in ("float32", "bfloat16", "auto"):
+        left_out.append(f"{named} {shown(dtype)}: bf16 is on, which is dtype bfloat16")
     if values.pop("use_peft", False):
         values |= {name: value for name, value in _LORA.items() if name not in values}
         if values.pop("load_in_4bit", False):
@@ -90,7 +113,8 @@ def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         fields["weight_format"] = "full"
         left_out.append("use_peft False: without it TRL trains all weights; for LoRA remove weight_format")
         for name in (*_LORA, "use_rslora", "lora_modules_to_save", "load_in_4bit", "bnb_4bit_quant_type"):
-            values.pop(name, None)
+            if name in values:
+                left_out.append(f"{name} {shown(values.pop(name))}: needs use_peft")
     return fields
 
 
@@ -98,41 +122,48 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Dataset and rewards. A reward by its import path is taken to lie below the working directory."""
     fields: dict[str, Any] = {}
     names = values.pop("reward_funcs", [])
-    names = [names] if isinstance(names, str) else names
+    names = [name.rpartition(".")[2] if name.startswith("trl.") else name for name in _listed(names)]
+    files = {name: f"{'/'.join(name.split('.')[:-1])}.py:{name.rpartition('.')[2]}" for name in names if "." in name}
     presets = {preset.hub_id.lower(): name for name, preset in reversed(PRESETS.items())}
-    dataset, is_evaluated = values.pop("dataset_name", None), values.pop("eval_strategy", "no") != "no"
-    if preset := presets.get(str(dataset).lower()):
+    dataset, evaluated = _dataset(values, left_out), values.pop("eval_strategy", "no")
+    preset = presets.get(str(dataset).lower())
+    if preset:
         fields["dataset"] = preset
-        if is_evaluated and "test" in PRESETS[preset].splits:
-            fields["eval_dataset"] = preset
     else:
         if dataset is not None and Path(str(dataset)).exists():
             fields["dataset"] = str(dataset)
-        else:
+        elif dataset is not None:
             left_out.append(
                 f"dataset_name {shown(dataset)}: name a file as dataset, or give records to train(train_dataset=…)"
             )
+        asked = [column for file in files.values() for column in columns_of(file)]
+        gold = "solution" if "accuracy_reward" in names else "answer" if "answer" in asked else ""
+        fields |= {"prompt_column": "prompt", "answer_column": gold, "system_prompt": ""}
+        if further := list(dict.fromkeys(column for column in asked if column != "answer")):
+            fields["reward_columns"] = further
         left_out += [
-            "columns of the records: rewards get the prompts, those of reward_columns, and that of answer_column as "
-            "`answer`: name it there if they take one",
+            "columns that a reward reads: add them to reward_columns by hand, but for prompts, completions and the "
+            "parameters of the functions that were found; `answer` is that of answer_column",
             "a system message: the prompts go through the chat template as they are; name one as system_prompt",
         ]
-        answer_column = "solution" if "accuracy_reward" in names else ""
-        fields |= {"prompt_column": "prompt", "answer_column": answer_column, "system_prompt": ""}
-    weights = values.pop("reward_weights", ["1"] * len(names))
+    if evaluated != "no" and preset and "test" in PRESETS[preset].splits:
+        fields["eval_dataset"] = preset
+    elif evaluated != "no":
+        left_out.append(f"eval_strategy {shown(evaluated)}: name eval_dataset, evaluated before and after training")
+    weights = values.pop("reward_weights", None)
+    if weights is not None and not names:
+        left_out.append(f"reward_weights {shown(weights)}: there are no reward_funcs")
     rewards: dict[str, Any] = {}
-    for name, weight in zip(names, weights, strict=False):
-        module, dot, function = name.rpartition(".")
-        if name == "accuracy_reward":
-            rewards["math_verify"] = weight
-        elif dot:
-            rewards[f"{module.replace('.', '/')}.py:{function}"] = weight
+    for name, weight in zip(names, _listed(weights or ["1"] * len(names)), strict=False):
+        if here := _REWARDS.get(name) or files.get(name):
+            rewards[here] = weight
         else:
-            left_out.append(f"reward_funcs {shown(name)}, of weight {weight}: no built-in reward is the same")
+            nearest = f"; the nearest is {_NEAREST[name]}" if name in _NEAREST else ""
+            left_out.append(f"reward_funcs {shown(name)}, of weight {weight}: no built-in reward is the same{nearest}")
     if rewards:
         fields |= {"reward_funcs": list(rewards), "reward_weights": list(rewards.values())}
     services = values.pop("report_to", "none")
-    services = [services] if isinstance(services, str) else services
+    services = _listed(services)
     fields["report_to"] = [service for service in services if service in ("tensorboard", "wandb")]
     left_out += [
         f"report_to {service}: tensorboard or wandb"
@@ -142,24 +173,111 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     return fields
 
 
-def _optimization(values: dict[str, Any]) -> dict[str, Any]:
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _dataset(values: dict[str, Any], left_out: list[str]) -> Any:
+    """The dataset's name or file: `dataset_name`, or the only one of a mixture (`datasets`)."""
+    mixture = values.pop("datasets", None)
+    if mixture is None:
+        return values.pop("dataset_name", None)
+    (entry, *others) = _listed(mixture) or [None]
+    files = _listed(entry.get("data_files")) if isinstance(entry, Mapping) else []
+    if others or len(files) != 1 or isinstance(files[0], Mapping) or "dataset_name" in values:
+        left_out.append(f"datasets {shown(mixture)}: name files as dataset, with dataset_weights")
+        return values.pop("dataset_name", None)
+    used = {"data_files"} if files[0] else {"path"}
+    left_out += [
+        f"{name} {shown(value)} of datasets: no field has its meaning"
+        for name, value in entry.items()
+        if name not in used | {"path", "split"} and value is not None
+    ]
+    return files[0] or entry.get("path")
+
+
+def columns_of(reward: str) -> list[str]:
+    """Parameters without a default of "file.py:function" that are columns of a dataset, `answer` among them, read
+    without running the file; none where it has no such function.
+    """
+    file, _, function = reward.rpartition(":")
+    try:
+        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return []
+    given = {"prompts", "completions", *GIVEN_COLUMNS, *NOT_PASSED}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            places, keywords = [*node.args.posonlyargs, *node.args.args], node.args
+            required = places[: len(places) - len(keywords.defaults)]
+            required += [a for a, value in zip(keywords.kwonlyargs, keywords.kw_defaults, strict=True) if value is None]
+            return [argument.arg for argument in required if argument.arg not in given]
+    return []
+
+
+def _batch(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+    """Completions of an update, which has a rollout of its own here."""
+    per_device, accumulated, processes = (coerce(name, values.pop(name), int) for name in (*_BATCH, *_PROCESSES))
+    update, group = (
+        per_device * accumulated * processes,
+        coerce("num_generations", values.get("num_generations", 8), int),
+    )
+    given = {name: coerce(name, values.pop(name), int) for name in _ROLLOUT if name in values}
+    rollout = given.get(_ROLLOUT[0], per_device * processes * given.get(_ROLLOUT[1], accumulated))
+    if rollout != update:
+        name, value = next(iter(given.items()))
+        theirs = f"{name} {value}: TRL makes updates of {update} completions from rollouts of {rollout}"
+        if update % group:
+            left_out.append(f"{theirs}; here an update has a whole rollout: fewer updates, each of {rollout}")
+            return {"batch_size": rollout}
+        left_out.append(f"{theirs}; here an update has a rollout of its own, of {update}")
+    return {"batch_size": update}
+
+
+def _optimization(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Batch, schedule, and what follows from other settings there."""
-    per_device, accumulated = (coerce(name, values.pop(name), int) for name in _BATCH)
-    values.setdefault("generation_batch_size", per_device * accumulated)
+    fields = _batch(values, left_out)
     if values.get("loss_type") != "cispo":
         values.setdefault("epsilon_high", values.get("epsilon", 0.2))
-    values.pop("vllm_gpu_memory_utilization", None)  # like `use_vllm`, which is told
+    if str(values.get("beta", 0)) not in ("0", "0.0"):
+        values.setdefault("use_bias_correction_kl", True)  # TRL's default, which weighs the estimator
+    if "shuffle_dataset" in values:
+        fields["data_order"] = "shuffled" if values.pop("shuffle_dataset") else "sequential"
+    if "max_prompt_length" in values:
+        fields["overlong_prompts"] = "truncate_left"  # as versions of TRL that have the field
+    if (share := values.pop("vllm_gpu_memory_utilization", None)) is not None:
+        left_out.append(f"vllm_gpu_memory_utilization {shown(share)}: needs rollout_backend vllm")
     if values.get("use_vllm") and values.pop("vllm_importance_sampling_correction", True):
+        if "vllm_importance_sampling_cap" in values:  # the earlier name
+            values.setdefault("vllm_importance_sampling_clip_max", values.pop("vllm_importance_sampling_cap"))
         values |= {name: value for name, value in _VLLM.items() if name not in values}
-    elif not values.get("use_vllm"):
-        values["importance_sampling_cap"] = None  # TRL takes the sampler for the trainer's policy then
-    kind = values["lr_scheduler_type"]
-    values["lr_scheduler_type"] = kind.removesuffix("_with_warmup")
+    else:
+        for name in [name for name, field in _RENAMED.items() if field.startswith("importance_sampling_")]:
+            if name in values:
+                left_out.append(f"{name} {shown(values.pop(name))}: TRL corrects for vLLM alone, if at all")
+        fields["importance_sampling_cap"] = None  # TRL takes the sampler for the trainer's policy then
+    return fields | _schedule(values, left_out)
+
+
+def _schedule(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+    """Decay and warm-up of the learning rate."""
+    kind, fields = values.pop("lr_scheduler_type"), {}
+    try:
+        fields["lr_scheduler_type"] = coerce(
+            "lr_scheduler_type", kind, typing.get_type_hints(Config)["lr_scheduler_type"]
+        )
+    except ConfigError as error:
+        left_out.append(f"{error}")
     warmup, steps = (
         coerce(name, values.get(name, silent), float) for name, silent in (("warmup_steps", 0), ("max_steps", -1))
     )
-    if warmup >= 1 and steps < 0:
-        return {}  # of how many is not known: `warmup_steps` is left out
+    if warmup >= 1 and steps < 0 and kind != "constant":
+        value = shown(values.pop("warmup_steps"))
+        left_out.append(f"warmup_steps {value}: warmup_ratio = {value} / number of updates, which --dry-run shows")
+        return fields
     values.pop("warmup_steps", None)
-    ratio = values.pop("warmup_ratio", warmup if warmup < 1 else warmup / steps)
-    return {"warmup_ratio": 0.0 if kind == "constant" else ratio}  # TRL's "constant" has no warm-up
+    ratio = warmup if warmup < 1 else warmup / steps
+    if warmup >= 1 and math.ceil(ratio * steps) > warmup:  # 7 / 25 * 25 is more than 7
+        ratio = math.nextafter(ratio, 0.0)
+    ratio = values.pop("warmup_ratio", ratio)
+    return fields | {"warmup_ratio": 0.0 if kind == "constant" else ratio}  # TRL's "constant" has no warm-up

@@ -19,6 +19,7 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,9})?", re.ASCII)
 _TRLS = {  # values that TRL takes besides
     "scale_rewards": {"True": "group", "False": "none"},
     "min_p": {"None": 0.0},
+    "lr_scheduler_type": {"Constant_With_Warmup": "constant"},
 }
 
 
