@@ -36,6 +36,7 @@ from qerl_jax.evaluation import Evaluation, sampled_items, summarize
 from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.evaluation.harness import Generate
 from qerl_jax.evaluation.records import open_records
+from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.parallel import ALONE, Replicas
@@ -228,6 +229,8 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
             sample = _sampler(*settings, replicas.tensor_parallel)
             print(ending_note(model, tokenizer), flush=True)
             print("sampling; the first problems wait until the programs are compiled …", flush=True)
+            if kept := LoweredPrograms.beside_compiled():
+                stack.enter_context(kept.used())
             parts = sampled_items(
                 sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items), replicas
             )

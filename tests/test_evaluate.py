@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 import runs
@@ -20,7 +21,9 @@ from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import dump
 from qerl_jax.evaluate import main
 from qerl_jax.evaluation import Evaluation
+from qerl_jax.lowered import as_in_sources
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.rollout.decode import cast_lora
 
 SHORT = ["--max-completion-length", "4", "--batch-size", "4", "--dtype", "float32"]
 TOO_LONG = ["--dataset", "arithmetic", "--samples", "3", "--max-prompt-length", "4"]
@@ -159,6 +162,24 @@ def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
     printed = capsys.readouterr()
     assert "left out 1 of 5 records" in printed.out
     assert printed.err == "error: sampling 16 of 2 prompts, 4 at a time\n"
+
+
+def test_programs_are_kept_lowered(tmp_path, capsys):
+    """By the command, beside the compiled ones. (`jax.clear_caches`: another test may have traced the program.)"""
+
+    def generate(policy, *_):
+        jax.clear_caches()
+        cast_lora(policy)
+        raise ValueError(*(path.name.split("-")[0] for path in (tmp_path / "lowered").iterdir()))
+
+    was = jax.config.jax_compilation_cache_dir
+    try:
+        words = ["tiny", "--dataset", "arithmetic", "--samples", "2", "--compilation-cache-dir", str(tmp_path), *SHORT]
+        with as_in_sources():
+            assert main(words, generate) == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+    assert capsys.readouterr().err == "error: cast_lora\n"
 
 
 def test_the_command_does_not_shadow_the_function():
