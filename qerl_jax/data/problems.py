@@ -263,9 +263,34 @@ def _files(path: Path, split: str, preset: Preset, wanted: set[str]) -> Iterable
     return (open_file(file, wanted) for file in paths)
 
 
+def is_out_of_reach(hub_id: str, cache: Path, api: Any) -> bool:
+    """Whether the Hugging Face hub does not answer, and its cache in a directory has nothing of a dataset: `datasets`
+    would then ask again for a minute and more. `api`: a `huggingface_hub.HfApi`.
+    """
+    from huggingface_hub import errors
+
+    if (cache / f"datasets--{hub_id.replace('/', '--')}").is_dir():
+        return False
+    try:
+        api.dataset_info(hub_id, timeout=10)
+    except errors.HfHubHTTPError:  # an answer
+        return False
+    except Exception:  # whatever the hub's client raises without a connection, which differs by version
+        return True
+    return False
+
+
 def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
     import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
 
+    cache, api = Path(constants.HF_HUB_CACHE), huggingface_hub.HfApi()
+    if not constants.HF_HUB_OFFLINE and is_out_of_reach(preset.hub_id, cache, api):
+        raise DataError(
+            f"cannot read {preset.hub_id}: the Hugging Face hub does not answer, and {cache} has no copy; a local one "
+            f"is read with {name}:DIRECTORY"
+        )
     try:
         rows = datasets.load_dataset(preset.hub_id, preset.subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import types
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from huggingface_hub import errors
 
 from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, PROMPT_FORMATS, hash_answer
-from qerl_jax.data.problems import DataError, load_dataset
+from qerl_jax.data.problems import DataError, is_out_of_reach, load_dataset
 from qerl_jax.rewards import functions, sandbox
 from qerl_jax.rewards.code import code
 from qerl_jax.run.choose_rewards import dataset_rewards
+
+
+def refused_by_hub(message: str) -> Exception:
+    error = errors.HfHubHTTPError.__new__(errors.HfHubHTTPError)
+    error.args = (message,)
+    return error
+
 
 FIXTURES = Path(__file__).parent / "presets"
 TEXT = pa.string()
@@ -179,6 +188,28 @@ def test_without_network_the_error_names_the_local_form():
         load_dataset("gsm8k", "train")  # conftest sets HF_HUB_OFFLINE
     with pytest.raises(DataError, match=r"'bigmath' has no split 'test' on the hub, only \['train'\]"):
         load_dataset("bigmath", "test")
+
+
+@pytest.mark.parametrize(
+    ("answer", "cached", "is_out"),
+    [
+        (None, False, False),
+        (OSError("no route to host"), False, True),
+        (OSError("no route to host"), True, False),
+        (refused_by_hub("no such dataset"), False, False),
+    ],
+)
+def test_a_hub_without_a_connection_is_asked_once(answer, cached, is_out, tmp_path):
+    """Unless its cache has the dataset, or it answers, whatever it says."""
+
+    def dataset_info(hub_id: str, timeout: float) -> None:
+        assert hub_id == "openai/gsm8k" and timeout <= 10
+        if answer is not None:
+            raise answer
+
+    if cached:
+        (tmp_path / "datasets--openai--gsm8k" / "blobs").mkdir(parents=True)
+    assert is_out_of_reach("openai/gsm8k", tmp_path, types.SimpleNamespace(dataset_info=dataset_info)) == is_out
 
 
 @pytest.mark.parametrize(
