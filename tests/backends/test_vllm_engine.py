@@ -19,7 +19,7 @@ from processes import is_running
 
 from qerl_jax import LoraConfig, Prompts, Sampling, aqn, generate, keys, load_policy
 from qerl_jax.backends.vllm_engine import VllmEngine, Weights
-from qerl_jax.backends.vllm_rollout import VllmError, assemble
+from qerl_jax.backends.vllm_rollout import VllmError, assemble, row_seeds
 from qerl_jax.backends.vllm_settings import check, engine_options
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.config import Config, ConfigError
@@ -153,6 +153,14 @@ def test_seeds_are_a_function_of_step_problem_and_sample(running, policy):
     assert len({*first, *seeds(1, PROMPTS, 2)}) == 12
     assert seeds(0, Prompts.from_lists(LISTS[1:2], ids=[4]), 2) == first[2:4]  # whatever stands beside it
     assert seeds(0, Prompts.from_lists([LISTS[0]] * 2, ids=[3, 3]), 1) == first[:2]  # asked for twice: two samples
+
+
+def test_seeds_fill_the_63_bits_that_vllm_takes():
+    """So that no two of a run's rows are likely to have the same: of 2^31, two of 2,000 would in 1 of 1,000 steps."""
+    seeds = row_seeds(keys.for_step(0, keys.Purpose.SAMPLE, 0), np.arange(64), np.zeros(64, int))
+    assert min(seeds) >= 0 and 1 << 62 < max(seeds) < 1 << 63
+    for bits in (seeds, [seed & 0xFFFFFFFF for seed in seeds], [seed >> 32 for seed in seeds]):
+        assert len(set(bits)) == 64
 
 
 def test_stop_strings_end_a_completion_at_their_token(running, policy):
