@@ -19,7 +19,7 @@ from processes import is_running
 
 from qerl_jax import LoraConfig, Prompts, Sampling, aqn, generate, keys, load_policy
 from qerl_jax.backends.vllm_engine import VllmEngine, Weights
-from qerl_jax.backends.vllm_rollout import VllmError, assemble, row_seeds
+from qerl_jax.backends.vllm_rollout import VllmError, assemble, row_seeds, sampling_arguments
 from qerl_jax.backends.vllm_settings import check, engine_options
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.config import Config, ConfigError
@@ -153,6 +153,14 @@ def test_seeds_are_a_function_of_step_problem_and_sample(running, policy):
     assert len({*first, *seeds(1, PROMPTS, 2)}) == 12
     assert seeds(0, Prompts.from_lists(LISTS[1:2], ids=[4]), 2) == first[2:4]  # whatever stands beside it
     assert seeds(0, Prompts.from_lists([LISTS[0]] * 2, ids=[3, 3]), 1) == first[:2]  # asked for twice: two samples
+
+
+def test_every_setting_of_the_sampler_reaches_vllm():
+    sampling = Sampling(7, temperature=0.7, top_k=5, top_p=0.9, min_p=0.2, num_generations=3, stop=("x",))
+    assert sampling_arguments(sampling, (4, 2)) == {
+        "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.2, "max_tokens": 7, "stop_token_ids": [4, 2],
+        "ignore_eos": True, "logprobs": 0, "detokenize": False,
+    }  # fmt: skip
 
 
 def test_seeds_fill_the_63_bits_that_vllm_takes():
