@@ -71,7 +71,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     """Wilson's 95 % score interval of a share of `count` independent trials."""
     centre = (mean + _Z95**2 / (2 * count)) / (1 + _Z95**2 / count)
     half = _Z95 / (1 + _Z95**2 / count) * math.sqrt(mean * (1 - mean) / count + _Z95**2 / (4 * count**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return centre - half if mean > 0 else 0.0, centre + half if mean < 1 else 1.0  # which rounding misses
 
 
 def sampling_error(correct: Float64[np.ndarray, "P n"]) -> float | None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from qerl_jax.evaluation.statistics import estimates, ks, pass_at_k, sampling_error
+from qerl_jax.evaluation.statistics import estimates, ks, pass_at_k, sampling_error, wilson
 
 
 def test_shares_of_problems_have_wilsons_interval():
@@ -18,6 +18,8 @@ def test_shares_of_problems_have_wilsons_interval():
     for right, count, bounds in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))):
         found = estimates({"a": [1.0] * right + [0.0] * (count - right), "b": [0.5] * count})
         assert found["a"] == pytest.approx((right / count, *bounds), abs=5e-5) and found["b"] == (0.5, 0.5, 0.5)
+    for count in range(1, 200):  # exactly, which the formula misses by a rounding
+        assert wilson(0.0, count)[0] == 0.0 and wilson(1.0, count)[1] == 1.0
 
 
 def test_sampling_error_is_the_spread_of_evaluations_of_the_same_problems():
