@@ -29,9 +29,11 @@ from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.config.from_trl import from_trl
 from qerl_jax.data.prompts import to_prompts
+from qerl_jax.messages import IN_MEMORY
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.phases import Phases
+from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.experience import Experience, equal_groups, gather_experience, refill_size, replace_equal_groups
 from qerl_jax.rl.loss import TokenLoss
@@ -96,7 +98,7 @@ def train(
     first step where possible, MemoryError if an update runs out of device memory, and ValueError if updates only skip,
     or no step of the run trained anything, which leaves no checkpoint. Any other error in a later step leaves one of
     the step before. The first SIGINT, SIGTERM or SIGHUP ends the run after the current step, with a checkpoint; so does
-    a closed output pipe.
+    a closed output pipe. `int(state.step) < state.config.num_rollouts` then holds for the state that is returned.
     """
     console = console if console and replicas.is_first else RunConsole(quiet=not replicas.is_first)
     hooks = Hooks(problems, sigma, perturb, token_loss, with_reference, optimizer, on_step)
@@ -253,6 +255,7 @@ def _parsed(argv: Sequence[str]) -> tuple[_Arguments, Config]:
     config = Config(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Config)})
     if found.config is not None:
         refuse_moved(config, Path(found.config))
+        refuse_given(config, Path(found.config))
     return found, config
 
 
@@ -265,6 +268,19 @@ def refuse_moved(config: Config, file: Path) -> None:
         raise ConfigError(
             f"output_dir {config.output_dir} holds no checkpoint, but {file} lies beside that of step {step}: if the "
             f"run was moved, resume it with --output-dir {shlex.quote(str(file.parent))}"
+        )
+
+
+def refuse_given(config: Config, file: Path) -> None:
+    """Raise ConfigError if `resume` asks for a run whose functions or records were given to `train`: its config file
+    has their names alone.
+    """
+    given = [name for name in (*config.dataset, config.eval_dataset) if name in IN_MEMORY]
+    given += [name for name in config.reward_funcs or () if name not in BUILT_IN and ":" not in name]
+    if config.resume != "never" and given and latest_step(file.parent) is not None:
+        raise ConfigError(
+            f"the run of {file} was begun by train(…) in Python with {', '.join(given)}: call it again with the same "
+            "arguments and resume='auto'"
         )
 
 

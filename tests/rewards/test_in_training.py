@@ -125,7 +125,7 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     text = (tmp_path / "run/config.yaml").read_text()
     assert "- train_dataset" in text and "- longer" in text
     report = (tmp_path / "run/report.md").read_text()
-    assert "- reward_funcs is not the config's but `longer, half`." in report
+    assert "- reward_funcs was given to `train`: `longer, half`." in report
 
     def other(completions, **_):
         return [1.0] * len(completions)
@@ -139,6 +139,9 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     ):
         with pytest.raises(ConfigError, match=words):
             train.train(again, **(given | changes))
+    words = "was begun by train.* in Python with train_dataset, longer, half: call it again with the same"
+    with pytest.raises(ConfigError, match=words):
+        train.parse(["--config", str(tmp_path / "run/config.yaml"), "--resume", "auto"])
     assert int(state.step) == 1
 
 
