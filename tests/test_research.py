@@ -92,7 +92,7 @@ def test_a_noise(run, tmp_path, monkeypatch, capsys):
     assert [row["aqn/sigma"] for row in rows] == [0.02, 0.01] == [seen[0] for seen in names["seen"]]
     assert [row["entropy"] for row in rows] == [None if math.isnan(seen[1]) else seen[1] for seen in names["seen"]]
     report = (tmp_path / "noise" / "report.md").read_text()
-    assert "- sigma is not the config's but `research.sigma`." in report
+    assert "- sigma was given to `train`: `research.sigma`." in report
     assert {path.name for path in (tmp_path / "noise" / "plots").iterdir()} >= {"reward.png", "accuracy.png"}
 
     def stop(metrics, state):

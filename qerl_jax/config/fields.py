@@ -85,8 +85,8 @@ class Config:
     """Further columns passed to the rewards, each as a list of that name."""
     data_order: str = "shuffled"
     """Order of the training problems: "shuffled", anew in each epoch by the seed; "sequential", that of the dataset; or
-    the name of a column of numbers or texts by which they are sorted, smallest first (curriculum), which rewards get,
-    too. With dataset_weights it is the order within each dataset."""
+    the name of a column of numbers or texts by which they are sorted, smallest first, equal ones in the order of the
+    dataset (curriculum); rewards get it, too. With dataset_weights it is the order within each dataset."""
     prompt_format: Literal["boxed", "think_answer"] | None = None
     """System message of every prompt by the form of the answer that it asks for: "boxed", a `\\boxed{}`, or
     "think_answer", QeRL's <think> and <answer>. None: that of the dataset, "boxed" for mathematics, unless the
@@ -129,8 +129,8 @@ class Config:
     num_iterations: int = 1
     """Optimizer updates per rollout, each over the whole batch."""
     learning_rate: float = 1e-4
-    """Peak learning rate. The paper's, for models from 3B on, are 1e-5 and 5e-6; a model of 0.5B learned best at 1.5e-4
-    of 5e-5, 1.5e-4 and 5e-4."""
+    """Peak learning rate. The paper's, for models from 3B on, are 1e-5 and 5e-6; for one of 0.5B 1.5e-4 was the best of
+    three tried, beside 5e-5 and 5e-4."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up: cosine to zero, linear to zero, or none."""
     warmup_ratio: float = 0.1

@@ -106,7 +106,7 @@ FOREIGN: dict[str, Foreign] = {
     "dataset_config": Foreign("TRL", ("dataset",), "the presets name their subset"),
     "dataset_train_split": Foreign("TRL", ("dataset",), "train"),
     "dataset_test_split": Foreign("TRL", ("eval_dataset",), "test"),
-    "shuffle_dataset": Foreign("TRL", ("data_order",), "sequential is False"),
+    "shuffle_dataset": Foreign("TRL", ("data_order",), "sequential for False, shuffled for True"),
     "remove_unused_columns": Foreign("TRL", ("reward_columns",), "name the columns that rewards need"),
     "chat_template_kwargs": Foreign("TRL", ("system_prompt",), "the tokenizer's chat template is used as it is"),
     "pad_to_multiple_of": Foreign("TRL", (), "sequences are packed, not padded"),
@@ -123,25 +123,31 @@ FOREIGN: dict[str, Foreign] = {
     "steps_per_generation": Foreign("TRL", (), _MINI_BATCHES),
     "per_device_eval_batch_size": Foreign("TRL", ("eval_batch_size",)),
     "num_generations_eval": Foreign("TRL", ("eval_num_generations",)),
-    "gradient_checkpointing": Foreign("TRL, QeRL", ("update_memory_gb",), "layers are recomputed where memory asks"),
+    "gradient_checkpointing": Foreign(
+        "TRL, QeRL", ("update_memory_gb",), "leave it out: layers are recomputed where memory asks"
+    ),
     "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
     "kv_cache_dtype": Foreign("an earlier version", (), "keys and values have the compute dtype"),
     "watchdog_seconds": Foreign("an earlier version", (), "the heartbeat says which phase runs since when"),
-    "activation_offloading": Foreign("TRL", ("update_memory_gb",), "layers that do not fit are recomputed instead"),
-    "unsloth_num_chunks": Foreign("Unsloth", ("logprob_chunk_size",), "tokens, not a number of chunks"),
+    "activation_offloading": Foreign(
+        "TRL", ("update_memory_gb",), "leave it out: layers that do not fit are recomputed"
+    ),
+    "unsloth_num_chunks": Foreign(
+        "Unsloth", ("logprob_chunk_size",), "leave it out, or tokens, not a number of chunks"
+    ),
     "lr": Foreign("other programs", ("learning_rate",)),
     "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
     "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates: steps / max_steps"),
     "ddp_find_unused_parameters": Foreign("TRL, QeRL", (), "one process"),
     "ds3_gather_for_generation": Foreign("TRL", (), "one process"),
     # run
-    "run_name": Foreign("TRL, QeRL", ("output_dir",)),
+    "run_name": Foreign("TRL, QeRL", ("output_dir",), "a directory, such as runs/NAME"),
     "resume_from_checkpoint": Foreign("TRL", ("resume",), '"auto" or a run directory'),
     "overwrite_output_dir": Foreign("TRL", ("overwrite",)),
-    "save_strategy": Foreign("TRL, QeRL", ("save_steps",), "by steps"),
+    "save_strategy": Foreign("TRL, QeRL", ("save_steps",), "a number of updates; one checkpoint more at the end"),
     "logging_steps": Foreign("TRL, QeRL", (), _METRICS),
-    "eval_strategy": Foreign("TRL", ("eval_dataset",), "evaluated before and after training"),
-    "eval_steps": Foreign("TRL", ("eval_dataset",), "evaluated before and after training"),
+    "eval_strategy": Foreign("TRL", ("eval_dataset",), "a dataset, evaluated before and after training"),
+    "eval_steps": Foreign("TRL", ("eval_dataset",), "a dataset, evaluated before and after training"),
     "random_state": Foreign("Unsloth, QeRL", ("seed",), "without effect in QeRL"),
     "data_seed": Foreign("TRL", ("seed",)),
     **_names(

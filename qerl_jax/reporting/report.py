@@ -120,7 +120,7 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
     def total(key: str) -> int:
         return int(sum(row.get(key) or 0 for row in metrics))
 
-    notes = [f"- {hook} is not the config's but `{name}`." for hook, name in ending.hooks.items()]
+    notes = [f"- {hook} was given to `train`: `{name}`." for hook, name in ending.hooks.items()]
     notes += [f"- At the end {sentence}." for sentence in health.warnings(metrics).values()]
     if skipped := total("skipped"):
         notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
