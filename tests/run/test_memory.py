@@ -219,6 +219,11 @@ def test_every_array_of_a_7b_run_by_hand():
     assert planned.working == tokens * (4 * d + 2 * (d + f) + 2 * 4 * (2 * f)) + 2 * (2 * f) * d
     assert planned.update_plan.pack == by_kernels.update_plan.pack
     assert planned.working > by_kernels.working
+    # Each of two devices has half of gate, up and h, and beside the residual stream and attention's addition what is
+    # summed over both.
+    assert by_kernels.prefill == 8192 * (2 * 4 * d + 2 * 3 * f)
+    divided = dataclasses.replace(config, matmul_kernel="mosaic_gpu")
+    assert memory_report(divided, tensor_parallel=2, gpu=H200).memory.prefill == 8192 * (4 * 4 * d + 2 * 3 * f // 2)
 
 
 def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
