@@ -51,7 +51,6 @@ from qerl_jax.types import Prompts, Rollout
 
 # Fields of Config that are flags here under the same name, and those under another name.
 _SAME = (
-    "adapter",
     "prompt_column",
     "answer_column",
     "prompt_format",
@@ -93,6 +92,8 @@ class _OwnArguments(launch.Devices):
 
     model: str
     """Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny" for the bundled policy."""
+    adapter: str | None = None
+    """PEFT adapter directory to evaluate on the model: adapter/ of a run, an export of it, or one that peft wrote."""
     dataset: str = "gsm8k"
     """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic
     (generated), or a .jsonl, .json or .parquet file or a directory of them."""
@@ -162,7 +163,8 @@ def _config(arguments: Any) -> Config:
         given = {name: getattr(arguments, flag) for flag, name in _FIELDS.items()}
         if given["rollout_backend"] == "vllm" and given["vllm_gpu_memory_utilization"] is None:
             given["vllm_gpu_memory_utilization"] = _VLLM_SHARE
-        return Config(model=arguments.model, max_prompt_length=arguments.max_prompt_length, **given)
+        given |= {name: getattr(arguments, name) for name in ("model", "adapter", "max_prompt_length")}
+        return Config(**given)
     except ConfigError as error:
         message = str(error)
         for flag, name in _RENAMED.items():

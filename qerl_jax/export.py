@@ -34,11 +34,24 @@ from qerl_jax.checkpoint.run_files import ADAPTER_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, refuse_other_tokenizer
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
-from qerl_jax.config import ConfigError, flags
+from qerl_jax.config import Config, ConfigError, flags
+from qerl_jax.data.presets import PRESETS
 from qerl_jax.messages import IN_MEMORY, shown
 from qerl_jax.models.formats import WEIGHT_FORMATS
 
 KINDS = ("peft", "vllm", "merged")
+_OF_EVALUATION = {
+    "num_generations": "eval_num_generations",
+    "temperature": "eval_temperature",
+    "top_p": "eval_top_p",
+} | {
+    name: name
+    for name in (
+        *("prompt_column", "answer_column", "system_prompt", "prompt_format", "overlong_prompts"),
+        *("max_completion_length", "dtype"),
+    )
+}
+"""Flags of an evaluation, and the fields of a run that they continue."""
 Progress = Callable[[str, int, int], None]
 """Called with "write" or "check", and the numbers of tensors done and of all."""
 
@@ -231,22 +244,39 @@ def _commands(kind: str, source: Source, reader: AdapterReader | None, out: Path
     if kind == "merged":
         return [f"vllm serve {place}", f"python -m qerl_jax.quantize {place} {shlex.quote(f'{out}-nvfp4')}"]
     if kind == "peft":
-        chosen = f" --weight-format {source.weight_format}" if source.quantizes else ""
-        config = source.config
-        if config is not None and config.system_prompt is not None:
-            chosen += f" --system-prompt {shlex.quote(config.system_prompt)}"
-        elif config is not None and config.prompt_format is not None:
-            chosen += f" --prompt-format {config.prompt_format}"
-        dataset = config and (config.eval_dataset or config.dataset[0])
-        if dataset and dataset not in IN_MEMORY:
-            chosen += f" --dataset {shlex.quote(dataset)} --max-completion-length {config.max_completion_length}"
-        return [f"python -m qerl_jax.evaluate {shlex.quote(source.base_model)}{chosen} --adapter {place}"]
+        words = ["python", "-m", "qerl_jax.evaluate", source.base_model]
+        words += ["--weight-format", source.weight_format] if source.quantizes else []
+        chosen, note = ([], "") if source.config is None else _evaluation(source.config)
+        return [shlex.join([*words, *chosen, "--adapter", str(out)]) + note]
     has_base = reader.has_norms or source.quantizes
     served = f"{place}/{BASE_PART}" if has_base else shlex.quote(source.base_model)
     if not reader.config.rank:
         return [f"vllm serve {served}"]
     rank = next((rank for rank in RANKS if rank >= reader.config.rank), reader.config.rank)
     return [f"vllm serve {served} --enable-lora --max-lora-rank {rank} --lora-modules trained={place}/{ADAPTER_PART}"]
+
+
+def _evaluation(config: Config) -> tuple[list[str], str]:
+    """Flags of an evaluation with a run's own prompts, limits and sampling, and a comment on those to fill in."""
+    words, missing, defaults = [], [], Config()
+    known = [name for name in (config.eval_dataset, *config.dataset) if name and name not in IN_MEMORY]
+    words += ["--dataset", known[0] if known else "FILE"]
+    if not known:
+        missing.append("FILE: problems with answers, in place of the run's records in memory")
+    preset = PRESETS.get(known[0].partition(":")[0]) if known else None
+    if preset is not None and "test" not in preset.splits:
+        words += ["--split", preset.splits[0]]
+    if config.eval_dataset in known:
+        words += ["--samples", str(config.eval_samples)]
+    words += ["--max-prompt-length", str(config.max_prompt_length)]
+    for name, field in _OF_EVALUATION.items():
+        value = getattr(config, field)
+        if value != getattr(defaults, field) and not (name == "prompt_format" and config.system_prompt is not None):
+            if (name, value) == ("answer_column", ""):
+                value = "COLUMN"
+                missing.append("COLUMN: that of the answers, which the run had none of")
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words, f"  # {'; '.join(missing)}" if missing else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,11 @@ from oracles import torch_qwen2
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.of_run import Source
 from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.config import Config
-from qerl_jax.export import main
+from qerl_jax.evaluate import parse as parse_evaluation
+from qerl_jax.export import _commands, main
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
@@ -57,18 +60,56 @@ def make_run(place: Path, imports_norms: bool = False, **changes: object) -> tup
     return run, config
 
 
+OWN_PROBLEMS = {
+    "eval_dataset": "my rows.jsonl",
+    "eval_samples": 5,
+    "prompt_column": "problem",
+    "answer_column": "solution",
+    "system_prompt": "It's \\boxed{5}.",
+    "overlong_prompts": "truncate_left",
+    "eval_temperature": 0.0,
+    "eval_top_p": 1.0,
+    "eval_num_generations": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"dataset": "train_dataset", "answer_column": ""},
+            "--dataset FILE --max-prompt-length 512 --answer-column COLUMN --adapter A  # FILE: problems with "
+            "answers, in place of the run's records in memory; COLUMN: that of the answers, which the run had none of",
+        ),
+        ({"dataset": "bigmath"}, "--dataset bigmath --split train --max-prompt-length 512 --adapter A"),
+        (
+            {"dataset": "train_dataset", "eval_dataset": "gsm8k", "prompt_format": "think_answer"},
+            "--dataset gsm8k --samples 200 --max-prompt-length 512 --prompt-format think_answer --adapter A",
+        ),
+    ],
+)
+def test_the_command_behind_an_adapter(changes, words, tmp_path):
+    """Where problems or answers were in memory alone, it says so."""
+    base = small.bf16(tmp_path / "model", shards=1)
+    source = Source(tmp_path, base, "B", None, tmp_path, Config("B", **changes))
+    assert _commands("peft", source, None, Path("A")) == [f"python -m qerl_jax.evaluate B {words}"]
+
+
 @pytest.mark.parametrize(("train_norms", "imports_norms"), [(True, False), (False, False), (False, True)])
 def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, capsys, train_norms, imports_norms):
     """The same bytes as the adapter that the run writes at its end, and it says where they come from."""
-    beta = {} if train_norms else {"beta": 0.0}
-    run, _ = make_run(tmp_path, imports_norms, train_norms=train_norms, **beta)
+    changes = {"dtype": "float32"} if train_norms else {"beta": 0.0, **OWN_PROBLEMS}
+    run, config = make_run(tmp_path, imports_norms, train_norms=train_norms, **changes)
     assert main([str(run), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert f"exporting the newest checkpoint of {run}, of step 2" in said
-    assert (
-        f"python -m qerl_jax.evaluate {tmp_path / 'model'} --weight-format nvfp4 --dataset arithmetic "
-        f"--max-completion-length 24 --adapter {tmp_path / 'out'}" in said
-    )
+    (command,) = [line for line in said.splitlines() if "qerl_jax.evaluate" in line]
+    arguments, same = parse_evaluation(shlex.split(command)[3:])
+    assert (arguments.dataset, arguments.samples) == (config.eval_dataset or "arithmetic", config.eval_dataset and 5)
+    assert (same.model, same.adapter) == (str(tmp_path / "model"), str(tmp_path / "out"))
+    for field in ("weight_format", "dtype", "max_prompt_length", "max_completion_length", *OWN_PROBLEMS):
+        if field not in ("eval_dataset", "eval_samples"):
+            assert getattr(same, field) == getattr(config, field), field
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
     shutil.move(tmp_path / "exported", run / "adapter")
