@@ -209,8 +209,9 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "",
         ),
         ("dataset_name: open-r1/Big-Math-RL-Verified-Processed", {"dataset": ("bigmath",)}, ""),
-        ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps '10': warmup_ratio = '10' / number of updates"),
+        ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps 10: warmup_ratio is 10 / number of updates"),
         ("warmup_steps: 7\nmax_steps: 25", {"warmup_ratio": math.nextafter(0.28, 0)}, ""),  # 0.28 · 25 is above 7
+        ("warmup_steps: 3\nmax_steps: 3", {"max_steps": 3, "warmup_ratio": 0.1}, "warmup_steps 3: warmup_ratio is 3 /"),
         ("warmup_steps: 0.25", {"warmup_ratio": 0.25}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 0.5", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
         ("lr_scheduler_type: constant_with_warmup", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
@@ -333,7 +334,9 @@ def test_a_file_that_trl_reads_is_the_dataset(key, tmp_path, monkeypatch):
     config = load(tmp_path / "mine.yaml")
     assert config.dataset == (str(tmp_path / "rows.jsonl"),) and config.answer_column == "answer"
     assert config.reward_columns == ("level", "source") and config.reward_funcs == ("rewards.py:mine",)
-    assert "# - columns that a reward reads: add" in text and "name a file" not in text and "to be set" not in text
+    assert (
+        "# - columns of rewards: reward_columns has" in text and "name a file" not in text and "to be set" not in text
+    )
 
 
 def test_defaults_of_trl_that_are_others_here():

@@ -142,8 +142,8 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         if further := list(dict.fromkeys(column for column in asked if column != "answer")):
             fields["reward_columns"] = further
         left_out += [
-            "columns that a reward reads: add them to reward_columns by hand, but for prompts, completions and the "
-            "parameters of the functions that were found; `answer` is that of answer_column",
+            "columns of rewards: reward_columns has the parameters of functions whose files were found; add by hand "
+            "what others need, or take from **kwargs; `answer` is the column of answer_column",
             "a system message: the prompts go through the chat template as they are; name one as system_prompt",
         ]
     if evaluated != "no" and preset and "test" in PRESETS[preset].splits:
@@ -267,13 +267,13 @@ def _schedule(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
             "lr_scheduler_type", kind, typing.get_type_hints(Config)["lr_scheduler_type"]
         )
     except ConfigError as error:
-        left_out.append(f"{error}")
+        left_out.append(f"{error}: name one, or the default stays")
     warmup, steps = (
         coerce(name, values.get(name, silent), float) for name, silent in (("warmup_steps", 0), ("max_steps", -1))
     )
-    if warmup >= 1 and steps < 0 and kind != "constant":
-        value = shown(values.pop("warmup_steps"))
-        left_out.append(f"warmup_steps {value}: warmup_ratio = {value} / number of updates, which --dry-run shows")
+    if warmup >= 1 and steps <= warmup and kind != "constant":
+        value = values.pop("warmup_steps")
+        left_out.append(f"warmup_steps {value}: warmup_ratio is {value} / number of updates, which --dry-run shows")
         return fields
     values.pop("warmup_steps", None)
     ratio = warmup if warmup < 1 else warmup / steps
