@@ -301,7 +301,7 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capf
     assert "resuming after step 2 of 7" in said and "stopped by SIGTERM after step 4 of 7, checkpoint saved" in said
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4] and latest_step(run) == 4
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "generate", interrupted)

@@ -244,8 +244,8 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch
     """A behaviour log-probability that is not a number poisons loss and gradient. A run that only skips is an error."""
     real, real_step, states = train.generate, train.train_step, []
 
-    def poisoned(*arguments):
-        rollout = real(*arguments)
+    def poisoned(*arguments, **options):
+        rollout = real(*arguments, **options)
         return rollout.replace(logprobs=rollout.logprobs.at[0].set(jnp.nan))
 
     monkeypatch.setattr(train, "generate", poisoned)

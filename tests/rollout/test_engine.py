@@ -452,7 +452,7 @@ def test_stop_strings_of_any_length_are_found_in_pieces(size):
     stops, found = StopStrings(("abcdef", "jj"), Letters()), {}
     for start in range(0, 8, size):
         for sequence, own in enumerate(ids):
-            if stops.is_reached(sequence, own[start : start + size]):
+            if stops.is_reached(own[: start + size], len(own[start : start + size])):
                 found.setdefault(sequence, start + size)
     assert found == {0: -(-7 // size) * size, 1: -(-8 // size) * size}
 
