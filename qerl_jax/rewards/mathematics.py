@@ -173,6 +173,7 @@ def _score_text(completion: str, gold: str) -> float | None:
         return Unparsed(0.0)
     if parse_number(gold) is not None or same_answer(stated, gold):
         return float(same_answer(stated, gold))
+    gold = gold.rsplit("=", 1)[-1]  # as normalize does, but before its length is looked at
     return float(len(gold) <= _LONGEST and normalize(stated[:_LONGEST]) == normalize(gold))
 
 
