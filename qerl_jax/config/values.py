@@ -21,6 +21,7 @@ _TRLS = {  # values that TRL takes besides
     "min_p": {"None": 0.0},
     "lr_scheduler_type": {"Constant_With_Warmup": "constant"},
 }
+_OFF_AND_DEFAULT = ("compilation_cache_dir",)  # whose "none" turns it off, where None is the default
 
 
 class ConfigError(ValueError):
@@ -56,7 +57,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     value = _TRLS.get(name, {}).get(str(value).title(), value)
     if origin in (types.UnionType, typing.Union):
         inner, _ = arguments  # X | None
-        return None if str(value).lower() in ("none", "null") else coerce(name, value, inner)
+        is_none = value is None or (str(value).lower() in ("none", "null") and name not in _OFF_AND_DEFAULT)
+        return None if is_none else coerce(name, value, inner)
     if origin is tuple:
         values = value if isinstance(value, list | tuple) else (value,)
         if typing.get_origin(arguments[0]) is Literal and list(values) in ([None], ["none"]):
