@@ -1,4 +1,4 @@
-"""Six steps on the bundled policy make it better, and what a run leaves is the policy that it trained."""
+"""Eight steps on the bundled policy make it better, and what a run leaves is the policy that it trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare
 
-STEPS = 6
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +37,17 @@ def learnt(tmp_path_factory):
         sigma_end=0.0,
         max_steps=STEPS,
         save_steps=STEPS,
-        eval_samples=24,
     )
     train.train(config, Console(quiet=True))
     return directory, config
 
 
 def test_the_reward_rises(learnt):
-    """It rises by 0.5 of at most 2.2 or more from the first two steps to the last two."""
+    """It rises by 0.6 of at most 2.2 or more from the first two steps to the last three."""
     directory, _ = learnt
     rewards = [row["reward"] for row in read_metrics(directory)]
     assert len(rewards) == STEPS
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.5, rewards
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.6, rewards
 
 
 def test_the_policy_that_samples_is_the_one_that_is_trained(learnt):
