@@ -274,6 +274,7 @@ class Runner:
 def serve() -> None:
     """Do the runs that stdin names, a line of JSON each, [flags, log], and answer each with a line, its exit code."""
     from qerl_jax import train
+    from qerl_jax.lowered import as_in_sources
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     for line in sys.stdin:
@@ -281,7 +282,8 @@ def serve() -> None:
         with open(log, "ab") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
-        code = train.main(flags)
+        with as_in_sources():  # as in the command's own process
+            code = train.main(flags)
         sys.stdout.flush()
         gc.collect()  # the next run's plan asks how much of the GPU is free
         print(code, file=answers, flush=True)
