@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from qerl_jax.config.values import ConfigError
+from qerl_jax.config.values import ConfigError, is_none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +232,7 @@ def is_off(name: str, value: Any) -> bool:
     with contextlib.suppress(ValueError):
         text = f"{float(text):g}"
     without_counterpart = not FOREIGN[name].fields and text in ("false", "0")
-    return text in ("none", "null") or without_counterpart or name in _OFF.get(text, "").split()
+    return is_none(value) or without_counterpart or name in _OFF.get(text, "").split()
 
 
 def without_foreign(values: Mapping[str, Any], prefix: str = "", separator: str = "_") -> dict[str, Any]:

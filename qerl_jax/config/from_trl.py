@@ -162,8 +162,7 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
             left_out.append(f"reward_funcs {shown(name)}, of weight {weight}: no built-in reward is the same{nearest}")
     if rewards:
         fields |= {"reward_funcs": list(rewards), "reward_weights": list(rewards.values())}
-    services = values.pop("report_to", "none")
-    services = _listed(services)
+    services = _listed(values.pop("report_to", "none"))
     fields["report_to"] = [service for service in services if service in ("tensorboard", "wandb")]
     left_out += [
         f"report_to {service}: tensorboard or wandb"
@@ -218,10 +217,8 @@ def columns_of(reward: str) -> list[str]:
 def _batch(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Completions of an update, which has a rollout of its own here."""
     per_device, accumulated, processes = (coerce(name, values.pop(name), int) for name in (*_BATCH, *_PROCESSES))
-    update, group = (
-        per_device * accumulated * processes,
-        coerce("num_generations", values.get("num_generations", 8), int),
-    )
+    update = per_device * accumulated * processes
+    group = coerce("num_generations", values.get("num_generations", 8), int)
     given = {name: coerce(name, values.pop(name), int) for name in _ROLLOUT if name in values}
     rollout = given.get(_ROLLOUT[0], per_device * processes * given.get(_ROLLOUT[1], accumulated))
     if rollout != update:

@@ -49,6 +49,11 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
     return kind(exact)
 
 
+def is_none(value: Any) -> bool:
+    """None, or the text of it in Python or YAML."""
+    return str(value).lower() in ("none", "null")
+
+
 def coerce(name: str, value: Any, hint: Any) -> Any:
     """`value` as the field's type: lists become tuples, a single value a tuple of one, texts of numbers numbers. Raises
     ConfigError where that is not possible.
@@ -57,8 +62,9 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     value = _TRLS.get(name, {}).get(str(value).title(), value)
     if origin in (types.UnionType, typing.Union):
         inner, _ = arguments  # X | None
-        is_none = value is None or (str(value).lower() in ("none", "null") and name not in _OFF_AND_DEFAULT)
-        return None if is_none else coerce(name, value, inner)
+        if value is None or (is_none(value) and name not in _OFF_AND_DEFAULT):
+            return None
+        return coerce(name, value, inner)
     if origin is tuple:
         values = value if isinstance(value, list | tuple) else (value,)
         if typing.get_origin(arguments[0]) is Literal and list(values) in ([None], ["none"]):

@@ -298,7 +298,7 @@ def test_one_process_resumes_the_run_of_two(place, killed):
 @pytest.mark.gpu
 def test_two_gpus_train_as_one(tmp_path, monkeypatch):
     if len(driver.gpus()) < 2:
-        pytest.skip("two GPUs")
+        pytest.skip(f"needs two GPUs, this machine has {len(driver.gpus())}")
     write_configs(tmp_path)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # beside what this process has taken
     for name, count in (("one", "1"), ("two", "2")):

@@ -35,7 +35,7 @@ def found(request, tmp_path_factory):
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     elif len(driver.gpus()) < 2:
-        pytest.skip("two GPUs")
+        pytest.skip(f"needs two GPUs, this machine has {len(driver.gpus())}")
     else:  # beside what this process has taken
         environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     model = small.bf16(tmp_path_factory.mktemp("divided") / "model", num_attention_heads=4, num_key_value_heads=2)
