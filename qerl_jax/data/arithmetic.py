@@ -5,8 +5,7 @@ the answer takes two to four operations. Two things are held out from training: 
 (`HELD_OUT_NUMBERS`, never given in a training question) and some **templates** (`HELD_OUT_TEMPLATES`, sequences of
 clauses that no training question follows). Even indices of the held-out split test the numbers, odd ones the templates.
 
-The worked steps exist for the pretraining corpus of the bundled policy (`tools/pretrain_tiny.py`); training and
-evaluation see question and answer.
+The bundled policy was pretrained on the worked steps; training and evaluation see question and answer.
 """
 
 from __future__ import annotations
