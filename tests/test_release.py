@@ -1,4 +1,6 @@
-"""Values recorded from the released QeRL by `tools/make_release_goldens.py`, which runs its own code."""
+"""Values that the code of the released QeRL (NVlabs/QeRL at e8c6e79) computed from the inputs recorded beside them: its
+functions, cut out by name, ran on stand-ins (`tools/make_release_goldens.py`, which git has up to 829df0f).
+"""
 
 from __future__ import annotations
 
