@@ -62,7 +62,7 @@ def item(text: str) -> str:
 def migration_page() -> str:
     """`docs/migration.md` with its tables made anew."""
     text = MIGRATION.read_text()
-    for name, table in {"names": names_table, "missing": missing_list, "defaults": defaults_table}.items():
+    for name, table in {"names": names_table, "defaults": defaults_table}.items():
         begin = re.search(rf"<!-- {name}:.*?-->\n", text).end()
         text = text[:begin] + "\n".join(table()) + "\n" + text[text.index("<!-- end -->", begin) :]
     return text
@@ -77,15 +77,6 @@ def names_table() -> list[str]:
             answers.setdefault((fields, entry.note), []).append(f"`{name}`")
     rows = [f"| {', '.join(names)} | {fields} | {note} |" for (fields, note), names in answers.items()]
     return ["| name | here | |", "|---|---|---|", *rows]
-
-
-def missing_list() -> list[str]:
-    """Names that nothing here has the meaning of, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for name, entry in FOREIGN.items():
-        if not entry.fields:
-            reasons.setdefault(entry.note, []).append(f"`{name}`")
-    return [item(f"- {', '.join(names)}: {reason}.") for reason, names in reasons.items()]
 
 
 def defaults_table() -> list[str]:

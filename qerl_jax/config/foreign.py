@@ -1,5 +1,5 @@
-"""Names of other programs for what a field here does, or the reason why there is none: one table for the answers to
-flags, YAML files and arguments of `Config`, and for `docs/migration.md`.
+"""Names of other programs for what a field here does, which `docs/migration.md` lists too, or the reason why there is
+none: one table for the answers to flags, YAML files and arguments of `Config`.
 """
 
 from __future__ import annotations
