@@ -15,6 +15,7 @@ from command_lines import replaced
 from helpers import randomized
 
 import qerl_jax
+from qerl_jax import keys
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
@@ -24,6 +25,7 @@ from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout.decode import cast_lora
+from qerl_jax.types import Sampling
 
 SHORT = ["--max-completion-length", "4", "--batch-size", "4", "--dtype", "float32"]
 TOO_LONG = ["--dataset", "arithmetic", "--samples", "3", "--max-prompt-length", "4"]
@@ -152,16 +154,22 @@ def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsy
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
-    """The first part has the problems of 8 batches of 4 completions."""
+    """The first part has the problems of 8 batches of 4 completions, and its programs are those of all parts. Seed and
+    sampling are those of the flags.
+    """
 
     def generate(policy, prompts, sampling, key, engine):
-        raise ValueError(f"sampling {sampling.num_generations} of {len(prompts.ids)} prompts, {engine.slots} at a time")
+        wanted = keys.for_step(5, keys.Purpose.EVALUATE, 0)
+        assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted)) and engine.prompts == 2
+        assert sampling == Sampling(4, temperature=0.5, top_p=0.9, num_generations=16)
+        raise ValueError(f"sampling {len(prompts.ids)} prompts, {engine.slots} completions at a time")
 
-    flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", "--num-generations", "16", *SHORT]
+    flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]
+    flags += ["--seed", "5", "--num-generations", "16", "--temperature", "0.5", "--top-p", "0.9"]
     assert main(["tiny", *flags], generate) == 2
     printed = capsys.readouterr()
     assert "left out 1 of 5 records" in printed.out
-    assert printed.err == "error: sampling 16 of 2 prompts, 4 at a time\n"
+    assert printed.err == "error: sampling 2 prompts, 4 completions at a time\n"
 
 
 def test_programs_are_kept_lowered(tmp_path, capsys):

@@ -32,7 +32,10 @@ def test_results_survive_the_process(tmp_path):
     result = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1, ungraded=(3, 4), estimates=estimates)
     EvaluationResults(tmp_path).put("before", result)
     assert EvaluationResults(tmp_path).get("before") == result and EvaluationResults(tmp_path).get("after") is None
-    result = dataclasses.replace(result, ungraded=())
+    result = dataclasses.replace(result, ungraded=(), maj_at_k=0.5)
+    assert set(result.metrics()) == {
+        f"eval/{n}" for n in ("accuracy", "pass_at_k", "format", "truncated", "mean_length")
+    }
     assert result.describe() == "pass@1 50.0 % (95 % interval 40.0–60.0, 200 problems)"
     broken = dataclasses.replace(result, failed=3).describe()
     assert broken == result.describe()[:-1] + ", 3 completions whose largest logit was not finite)"
@@ -128,6 +131,7 @@ def test_a_gold_answer_that_cannot_be_read_counts_in_no_figure(written):
     result = evaluated(problems, Sampling(9, num_generations=3))
     assert (result.ungraded, result.problems) == ((9,), 3)
     assert result.accuracy == pytest.approx(2 / 9) and result.pass_at_k == pytest.approx(2 / 3)
+    assert result.format == pytest.approx(6 / 9)
     assert "1 problems are left out: their gold answers cannot be read (ids 9)" in result.table()
     assert "1 more have an unreadable gold answer" in result.describe()
     *_, lengths = calls[0]

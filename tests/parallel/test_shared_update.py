@@ -124,7 +124,7 @@ def test_sums_and_extremes_are_over_all_replicas():
 
 
 def test_states_that_differ_in_a_bit_end_the_run(alone):
-    """Of one layer's adapter, or of the optimizer; also where two elements are exchanged."""
+    """Of all adapters, of the optimizer, or the highest of one array; also where two elements are exchanged."""
     state, *_ = alone
 
     def changed(change):
@@ -140,7 +140,9 @@ def test_states_that_differ_in_a_bit_end_the_run(alone):
     count = jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, state.opt_state)
     bit = changed(lambda leaf: leaf.at[0, 0].set(jnp.nextafter(leaf[0, 0], 2.0)))
     swapped = changed(lambda leaf: leaf.at[0, :2].set(leaf[0, :2][::-1]))
-    for other in (state.replace(lora=bit), state.replace(lora=swapped), state.replace(opt_state=count)):
+    (first, *leaves), structure = jax.tree.flatten(state.lora)
+    sign = jax.tree.unflatten(structure, [first.at[0, 0].multiply(-1), *leaves])
+    for other in (*(state.replace(lora=lora) for lora in (bit, swapped, sign)), state.replace(opt_state=count)):
         for error in check(other):
             assert str(error).startswith("the replicas differ in the state after step 0, by layer: [[")
 

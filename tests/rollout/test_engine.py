@@ -305,10 +305,14 @@ def test_invalid_limits(policy):
 
 
 def test_the_stream_reports_progress(policy, free):
+    """After each of twelve chunks of two tokens, four for every three of the rows: rows that end within the next chunk,
+    which has been sent, have ended.
+    """
     seen, rollout = to_the_end(stream(policy, PROMPTS, FREE, KEY, SMALL))
     assert_same_rows(rollout, range(8), free, range(8))
-    assert seen[-1].ended == seen[-1].rows == 8 and seen[-1].tokens == 8 * NEW
-    assert [p.ended for p in seen] == sorted(p.ended for p in seen) and 0 < seen[1].tokens < 8 * NEW
+    ended = [0, 0, 3, 3, 3, 3, 6, 6, 6, 6, 8, 8]
+    tokens = [*range(6, 49, 6), 52, 56, 60, 64]
+    assert [(p.ended, p.rows, p.tokens) for p in seen] == [(e, 8, t) for e, t in zip(ended, tokens, strict=True)]
 
 
 def test_the_stream_hands_out_each_group_once_it_is_complete(policy, ended):

@@ -100,6 +100,9 @@ def test_what_does_not_fit_is_recomputed_gate_and_up_first():
     whole = choose_plan(MODEL, 2, config, 64, 256, None)
     assert whole.recomputed == whole.recomputed_gate_up == 0
     needed, costs, kinds = whole.kept_bytes + whole.working_bytes, [], set()
+    for gigabytes, recomputes in (((needed + 1) / 1e9, False), ((needed - 1) / 1e9, True)):
+        plan = choose_plan(MODEL, 2, dataclasses.replace(config, update_memory_gb=gigabytes), 64, 256, None)
+        assert (plan.recomputed_gate_up > 0) == recomputes
     for free in (share * needed / 60 for share in range(60, 0, -1)):
         plan = choose_plan(MODEL, 2, config, 64, 256, free)
         need, layers = layer_bytes(MODEL, 2, plan.pack, config, XlaMatmuls()), plan.layers(12)
