@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qerl_kernels import dispatch
 
 from qerl_jax.lowered import LoweredPrograms, as_in_sources, environment
 from qerl_jax.programs import program, record
@@ -113,3 +116,33 @@ def test_sources_and_only_those_of_a_command_decide(tmp_path):
             assert LoweredPrograms.beside_compiled([file]) is None
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
+
+
+ROLLOUT = """
+import hashlib, sys
+from pathlib import Path
+from test_batch_invariant import rollout, wider
+from qerl_jax.lowered import LoweredPrograms, as_in_sources
+from qerl_jax.types import Engine
+policy = wider(Path(sys.argv[1]), "nvfp4", "bfloat16", "mosaic_gpu")
+with as_in_sources(), LoweredPrograms.beside_compiled().used():
+    rows = rollout(policy, [0, 3], 2, Engine())
+print(hashlib.sha256(b"".join(a.tobytes() for row in rows.values() for a in row)).hexdigest())
+"""
+
+
+@pytest.mark.gpu
+def test_a_later_process_runs_the_kernels_of_an_earlier_one(tmp_path):
+    """It has traced none, so that no other module has told XLA where their runtime is."""
+    if (missing := dispatch.missing_for_mosaic_gpu(jnp.bfloat16)) is not None:
+        pytest.skip(f"needs {missing}")
+    path = os.pathsep.join([*sys.path, os.path.join(os.path.dirname(__file__), "rollout")])
+    environment = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    seen = []
+    for place in ("one", "two"):
+        command = [sys.executable, "-c", ROLLOUT, str(tmp_path / place)]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        seen.append((ran.stdout, sorted(file.name for file in (tmp_path / "cache" / "lowered").iterdir())))
+    assert seen[0] == seen[1] and seen[0][1]
