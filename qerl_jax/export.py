@@ -92,10 +92,6 @@ def export(
       CheckpointError: an adapter or tokenizer that is not the base's, a damaged file, or a tensor that was read back
         otherwise than it was written; nothing is at `out` then.
     """
-    if kind == "merged-nvfp4":
-        raise ConfigError(
-            "--as 'merged-nvfp4' is two steps: export --as merged, and python -m qerl_jax.quantize what that wrote"
-        )
     if kind not in KINDS:
         raise ConfigError(f"--as {shown(kind)} is not one of {list(KINDS)}")
     source = find_source(directory, base, weight_format)

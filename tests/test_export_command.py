@@ -349,10 +349,6 @@ def test_nothing_to_export(place, capfd):
         said(str(place / "model"), out),
         "MODEL is neither a run with config.yaml nor an adapter with adapter_config.json",
     )
-    assert_says(
-        said(str(place / "adapter"), out, "--as", "merged-nvfp4"),
-        "--as 'merged-nvfp4' is two steps: export --as merged, and python -m qerl_jax.quantize what that wrote",
-    )
     assert_says(said(str(place / "nothing"), out), "HERE/nothing is no directory: name a run or an adapter")
     assert_says(
         said(str(place / "adapter"), out, "--base", str(place / "model"), "--weight-format", "nf4"),

@@ -110,13 +110,13 @@ def write_adapter(
 
 
 def _other_files(directory: Path) -> list[Path]:
-    """Entries of an adapter directory that no export writes (`vllm` is an earlier version's)."""
+    """Entries of an adapter directory that no export writes."""
     entries = sorted(directory.iterdir()) if directory.is_dir() else []
     if entries and not (directory / CONFIG_FILE).exists():
         raise FileExistsError(
             f"{directory} holds {entries[0].name!r} but no {CONFIG_FILE}: it is no adapter to replace"
         )
-    return [entry for entry in entries if entry.name not in (CONFIG_FILE, WEIGHTS_FILE, "vllm")]
+    return [entry for entry in entries if entry.name not in (CONFIG_FILE, WEIGHTS_FILE)]
 
 
 def adapter_tensors(policy: Policy) -> dict[str, np.ndarray]:

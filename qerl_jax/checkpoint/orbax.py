@@ -29,6 +29,7 @@ from qerl_jax.config import ConfigError, differences, to_mapping
 from qerl_jax.types import TrainState
 
 MANIFEST_FILE = "manifest.json"
+_MANIFEST = ("config", "inputs", "arrays")
 
 
 class Checkpointer:
@@ -96,7 +97,8 @@ class Checkpointer:
                 arguments = ocp.args.Composite(state=ocp.args.StandardSave(jax.device_get(arrays)))
                 self._manager.save(step, args=arguments, force=True)
                 self._manager.wait_until_finished()
-                write_json(path / MANIFEST_FILE, _manifest(arrays, state, self.inputs))
+                values = to_mapping(state.config), self.inputs, _shapes(arrays)
+                write_json(path / MANIFEST_FILE, dict(zip(_MANIFEST, values, strict=True)))
             except Exception as error:  # orbax and tensorstore raise what they meet, a ValueError for a full disk
                 failure = one_line(error)
             if failure:
@@ -120,9 +122,7 @@ class Checkpointer:
             raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
         path, target = self.directory / str(step), _flatten(state)
         manifest = self._read_manifest(step)
-        config, arrays = manifest["config"], manifest["arrays"]
-        different = differences(state.config, config)
-        if different:
+        if different := differences(state.config, manifest["config"]):
             raise ConfigError(
                 f"{path} belongs to another config ({'; '.join(different)}); "
                 f"--config {self.directory.parent / CONFIG_FILE} has its own"
@@ -132,13 +132,8 @@ class Checkpointer:
                 f"{path} is that of step {step}, but max_steps {state.config.max_steps} ends at step {last}"
             )
         if not state.config.allow_changed_inputs:
-            self._check_inputs(path, manifest.get("inputs"))
-        needs_norms = state.config.train_norms and state.config.beta > 0
-        if not needs_norms and not any(name.startswith("reference_norms/") for name in arrays):
-            # Written when only `train_norms` with `beta` kept a reference: the run goes on with the one it had.
-            state = state.replace(reference_norms=None)
-            target = _flatten(state)
-        _check_arrays(path, arrays, _shapes(target), self._remedy(step))
+            self._check_inputs(path, manifest["inputs"])
+        _check_arrays(path, manifest["arrays"], _shapes(target), self._remedy(step))
         on_host = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in target.items()}
         composite = ocp.args.Composite(state=ocp.args.StandardRestore(on_host))
         restored = self._orbax(step, lambda: self._manager.restore(step, args=composite))["state"]
@@ -200,8 +195,8 @@ class Checkpointer:
             manifest = read_json(path)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {self._remedy(step)}") from error
-        if not all(isinstance(manifest.get(name), dict) for name in ("config", "arrays")):
-            raise CheckpointError(f"{path} holds {sorted(manifest)}, expected config and arrays; {self._remedy(step)}")
+        if not all(isinstance(manifest.get(name), dict) for name in _MANIFEST):
+            raise CheckpointError(f"{path} holds {sorted(manifest)}, expected {list(_MANIFEST)}; {self._remedy(step)}")
         return manifest
 
     def _remedy(self, step: int) -> str:
@@ -209,11 +204,9 @@ class Checkpointer:
         instead = f"resume from step {max(earlier)}" if earlier else "start from the beginning"
         return f"delete {self.directory / str(step)} to {instead}"
 
-    def _check_inputs(self, path: Path, saved: Any) -> None:
-        """Manifests of older versions hold no inputs."""
+    def _check_inputs(self, path: Path, saved: dict[str, Any]) -> None:
         for name, now in self.inputs.items():
-            was = saved.get(name, now) if isinstance(saved, dict) else now
-            if was != now:
+            if (was := saved.get(name, now)) != now:
                 raise ConfigError(
                     f"{path}: {name} is not what it was when the checkpoint was saved (SHA-256 {str(was)[:12]}…, now "
                     f"{now[:12]}…): put it back, or resume with --allow-changed-inputs"
@@ -247,14 +240,6 @@ def saved_input(directory: Path, name: str) -> str | None:
             inputs = read_json(directory / CHECKPOINTS_DIR / str(step) / MANIFEST_FILE).get("inputs")
             return inputs.get(name) if isinstance(inputs, dict) else None
     return None
-
-
-def _manifest(arrays: dict[str, Any], state: TrainState, inputs: dict[str, str]) -> dict[str, Any]:
-    return {
-        "config": to_mapping(state.config),
-        "inputs": inputs,
-        "arrays": _shapes(arrays),
-    }
 
 
 def _check_arrays(path: Path, saved: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:

@@ -26,7 +26,7 @@ OWNED: dict[str, tuple[str, ...]] = {
     EVALUATION_FILE: (),
     METRICS_FILE: (),
     COMPLETIONS_DIR: ("step_*.parquet", "step_*.tmp"),
-    ADAPTER_DIR: ("adapter_config.json", "adapter_model.safetensors", "vllm"),
+    ADAPTER_DIR: ("adapter_config.json", "adapter_model.safetensors"),
     PLOTS_DIR: ("*.png",),
     NONFINITE_DIR: ("step_*.npz",),
     REPORT_FILE: (),
@@ -38,4 +38,4 @@ OWNED: dict[str, tuple[str, ...]] = {
     INCOMPLETE_COPY_FILE: (),
 }
 """What `--overwrite` deletes, in this order: files, and in directories the entries of these patterns. The two files by
-which a run is known come last, so that they survive a kill. `adapter/vllm` is an earlier version's."""
+which a run is known come last, so that they survive a kill."""

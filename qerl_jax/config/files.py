@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from qerl_jax.config.fields import Config, upper_clip
-from qerl_jax.config.foreign import FOREIGN, without_foreign
+from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.config.values import ConfigError
 
 # Fields that may differ between a checkpoint and the run that resumes it. Those on memory change the order of sums, and
@@ -109,9 +109,9 @@ def dump(config: Config) -> str:
 def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
     """Fields in which a checkpoint's config contradicts ours, as "name: theirs -> ours"; those free to change left
     out. A field that the checkpoint's version did not have yet counts as its default; one that this version lacks is
-    a contradiction. Raises ConfigError for a setting of an earlier version that is gone.
+    a contradiction.
     """
-    mine, theirs = to_mapping(ours), to_mapping(Config()) | without_foreign(theirs)
+    mine, theirs = to_mapping(ours), to_mapping(Config()) | theirs
     if upper_clip(theirs["loss_type"], theirs["epsilon_high"]) == ours.upper_clip:  # None and a number may be the same
         theirs["epsilon_high"] = mine["epsilon_high"]
     return [

@@ -127,8 +127,6 @@ FOREIGN: dict[str, Foreign] = {
         "TRL, QeRL", ("update_memory_gb",), "leave it out: layers are recomputed where memory asks"
     ),
     "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
-    "kv_cache_dtype": Foreign("an earlier version", (), "keys and values have the compute dtype"),
-    "watchdog_seconds": Foreign("an earlier version", (), "the heartbeat says which phase runs since when"),
     "activation_offloading": Foreign(
         "TRL", ("update_memory_gb",), "leave it out: layers that do not fit are recomputed"
     ),
@@ -221,8 +219,6 @@ _OFF = {  # values that ask for what holds here anyway, besides None, and false,
     "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size tensor_parallel_size "
     "pipeline_parallel_size",
     "no": "eval_strategy",
-    "auto": "kv_cache_dtype",
-    "1800": "watchdog_seconds",
 }
 
 

@@ -52,9 +52,7 @@ def _size(path: Path) -> int:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """All rows; a last line cut short by a kill is left out. Older runs without `accuracy` get the mean of the reward
-    `answer` in its place, where recorded. Raises CheckpointError for any other damaged line.
-    """
+    """All rows; a last line cut short by a kill is left out. Raises CheckpointError for any other damaged line."""
     path = directory / METRICS_FILE
     if not path.exists():
         return []
@@ -71,8 +69,6 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}, line {number} is not a step's metrics: {line[:80]!r}; mend or delete the line to resume"
         )
-    if "rewards/answer/mean" in row:
-        row.setdefault("accuracy", row["rewards/answer/mean"])
     return row
 
 
