@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +22,57 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock, path = _claim(target)
-    temporary, old = path.with_suffix(".tmp"), path.with_suffix(".old")
+    temporary, old = (target.with_name(f".{target.name}.{what}") for what in ("writing", "replaced"))
+    lock = _claim(target, temporary)
     try:
-        _tidy(target, path)
-        temporary.mkdir(mode=0o700)
+        _settle(target, old)
+        for rest in temporary.iterdir():
+            _remove(rest)
         yield temporary
         temporary.chmod(0o755)
         if os.path.lexists(target):
-            old.mkdir()
-            os.replace(target, old / "was")
+            os.replace(target, old)
         os.replace(temporary, target)
+    except BaseException:
+        _remove(temporary)
+        raise
     finally:
-        _remove(target, [temporary, old, path])
+        _settle(target, old)
         os.close(lock)
 
 
-def _claim(target: Path) -> tuple[int, Path]:
-    """A new file beside `target`, open and locked by this process, and its path."""
-    while True:
-        lock, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".lock", dir=target.parent)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(name):  # not removed by another writer before it was locked
-            return lock, Path(name)
-        os.close(lock)
-
-
-def _tidy(target: Path, own: Path) -> None:
-    """Remove what killed writers of a target left beside it. Raises FileExistsError if another one is alive."""
-    rests = list(target.parent.glob(f".{glob.escape(target.name)}.????????.*"))
-    rests = [rest for rest in rests if rest.suffix in (".tmp", ".old", ".lock") and rest.name != own.name]
-    if any(_is_locked(rest) for rest in rests if rest.suffix == ".lock"):
-        raise FileExistsError(f"{target} is being written by another process: wait for its end, or name another place")
-    _remove(target, rests)
-
-
-def _is_locked(path: Path) -> bool:
+def _claim(target: Path, temporary: Path) -> int:
+    """The temporary directory, made if it is not there, open and locked by this process."""
+    if temporary.is_symlink():
+        temporary.unlink()
+    temporary.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(temporary, os.O_RDONLY)
     try:
-        with path.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_own = True
     except BlockingIOError:
-        return True
-    except OSError:  # gone, or a file system without locks
-        pass
-    return False
+        is_own = False
+    except OSError:  # a file system without locks
+        is_own = True
+    # Or it has been renamed since it was opened.
+    if not is_own or not (temporary.exists() and os.path.samestat(os.fstat(lock), temporary.stat())):
+        os.close(lock)
+        raise FileExistsError(f"{target} is being written by another process: wait for its end, or name another place")
+    return lock
 
 
-def _remove(target: Path, rests: Iterable[Path]) -> None:
-    """Put an old directory back where none is, and remove the rest."""
-    for rest in rests:
-        if rest.suffix == ".old" and os.path.lexists(rest / "was") and not os.path.lexists(target):
-            os.replace(rest / "was", target)
-        if rest.suffix == ".lock":
-            rest.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(rest, ignore_errors=True)
+def _settle(target: Path, old: Path) -> None:
+    """Put an old directory back where none is, or remove it."""
+    if os.path.lexists(old) and not os.path.lexists(target):
+        os.replace(old, target)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str, sync: bool = True) -> None:

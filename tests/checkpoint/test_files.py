@@ -61,7 +61,7 @@ def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeyp
     (target / "file").write_text("old")
 
     def failing(source, destination):
-        if destination == target and str(source).endswith(".tmp"):
+        if destination == target and str(source).endswith(".writing"):
             raise OSError("no")
         replace(source, destination)
 
@@ -69,10 +69,9 @@ def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeyp
         (directory / "file").write_text("new")
         patch.setattr(os, "replace", failing)
     assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
-    (tmp_path / ".adapter.abcdefgh.old").mkdir()
-    (tmp_path / ".adapter.abcdefgh.tmp").mkdir()
-    (tmp_path / ".adapter.abcdefgh.lock").touch()
-    target.rename(tmp_path / ".adapter.abcdefgh.old/was")
+    (tmp_path / ".adapter.writing").mkdir()
+    (tmp_path / ".adapter.writing/rest").touch()
+    target.rename(tmp_path / ".adapter.replaced")
     with pytest.raises(ZeroDivisionError), atomic_directory(target):
         raise ZeroDivisionError
     assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
