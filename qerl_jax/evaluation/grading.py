@@ -16,7 +16,6 @@ STATED = ("answer", "math_verify", "dapo")
 """Rewards that compare the stated answer with the gold answer."""
 _VERDICT_OF = {"parse_failure": "unreadable", "timeout": "timeout", "crash": "crash"}
 UNREADABLE, TIMEOUT, CRASH = _VERDICT_OF.values()
-VERDICTS = (CORRECT, WRONG, NO_GOLD, UNREADABLE, TIMEOUT, CRASH)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,9 +112,13 @@ def _read(path: Path, file: BinaryIO, ids: Sequence[int], generations: int) -> t
             break  # a kill cut it off
         where = f"records {path}, line {len(items) + 2}"
         try:
-            item = Item.from_json(json.loads(line), generations)
+            item = Item(**json.loads(line))
+            of_completions = item.completions, item.answers, item.verdicts, item.lengths, item.finish
+            is_whole = all(len(values) == generations for values in of_completions)
         except (ValueError, RecursionError, TypeError) as error:
             raise RecordsError(f"{where} is no item of an evaluation: {error}") from error
+        if not is_whole:
+            raise RecordsError(f"{where} is no item of {generations} completions")
         if len(items) == len(ids) or item.id != ids[len(items)]:
             expected = f"problem {ids[len(items)]}" if len(items) < len(ids) else "the end"
             raise RecordsError(f"{where} holds problem {item.id!r} where {expected} should be")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qerl_jax.evaluation.grading import CORRECT, CRASH, NO_GOLD, TIMEOUT, UNREADABLE, VERDICTS
+from qerl_jax.evaluation.grading import CORRECT, CRASH, NO_GOLD, TIMEOUT, UNREADABLE
 from qerl_jax.evaluation.statistics import Estimate, estimates, ks, pass_at_k, sampling_error
-from qerl_jax.messages import shown
 from qerl_jax.rewards import functions
 from qerl_jax.types import FinishReason
 
@@ -46,39 +45,6 @@ class Item:
     finish: list[str]
     majority: int | None
     tied: bool
-
-    @classmethod
-    def from_json(cls, fields: Any, n: int) -> Item:
-        """The inverse of `dataclasses.asdict` through JSON, for `n` completions. Raises ValueError for a value that no
-        item has.
-        """
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(fields, Mapping) or fields.keys() != names:
-            raise ValueError(f"{shown(fields)} has other fields than {sorted(names)}")
-        is_text: Callable[[Any], bool] = lambda value: isinstance(value, str)  # noqa: E731
-        reasons = [_name(reason) for reason in FinishReason]
-        of_problem: dict[str, Callable[[Any], bool]] = {
-            "id": lambda value: type(value) is int,
-            "prompt": is_text,
-            "gold": is_text,
-            "majority": lambda value: value is None or (type(value) is int and 0 <= value < n),
-            "tied": lambda value: isinstance(value, bool),
-        }
-        of_completion: dict[str, Callable[[Any], bool]] = {
-            "completions": is_text,
-            "answers": lambda value: value is None or is_text(value),
-            "verdicts": lambda value: value in VERDICTS,
-            "lengths": lambda value: type(value) is int and value >= 0,
-            "finish": lambda value: value in reasons,
-        }
-        for name, value in fields.items():
-            if name in of_problem:
-                is_legal = of_problem[name](value)
-            else:
-                is_legal = isinstance(value, list) and len(value) == n and all(map(of_completion[name], value))
-            if not is_legal:
-                raise ValueError(f"{name} is {shown(value)} in an item of {n} completions")
-        return cls(**fields)
 
     @property
     def is_graded(self) -> bool:
