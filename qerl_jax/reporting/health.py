@@ -59,7 +59,7 @@ def refuse_untrained(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
 
 
 _NOT_FINITE = (
-    f"loss, gradient or new parameters of every update were not finite (batches in {NONFINITE_DIR}/); lower "
+    f"loss, gradient or new parameters of updates were not finite (batches in {NONFINITE_DIR}/); lower "
     "learning_rate, or look for values that are not finite in the model"
 )
 _FAILED = "the largest logit of every completion was not finite: look for values that are not finite in the model"
@@ -70,7 +70,7 @@ _EQUAL = (
     "the rewards of every group were equal; try easier or harder problems, a larger num_generations, or another "
     "prompt, and read completions/"
 )
-_NO_GRADIENT = "the gradient was 0"
+_NO_GRADIENT = "the gradient was 0; read completions/ and metrics.jsonl"
 
 
 def untrained(row: Mapping[str, Any], config: Config) -> str | None:
@@ -93,22 +93,15 @@ def untrained(row: Mapping[str, Any], config: Config) -> str | None:
 def _dead(last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     steps = f"in {len(last)} steps in a row"
     if all(row.get("skipped", 0) > 0 for row in last):
-        yield "not finite", f"updates were not finite and changed nothing {steps}: lower learning_rate"
+        yield "not finite", f"{steps} {_NOT_FINITE}"
     elif all(_value(row, "reward") is None for row in last):
-        yield (
-            "no reward",
-            f"no completion had a reward {steps}: nothing is learned; what do the rewards return None for?",
-        )
+        yield "no reward", f"{steps} {_NO_REWARD}"
     elif all(_value(row, "frac_reward_zero_std") == 1 for row in last):
-        yield (
-            "equal rewards",
-            f"the rewards of every group were equal {steps}: nothing is learned; try easier or harder problems, a "
-            "larger num_generations, or another prompt, and read completions/",
-        )
+        yield "equal rewards", f"{steps} {_EQUAL}"
     elif all(row.get("grad_norm") == 0 for row in last):
-        yield "no gradient", f"the gradient was 0 {steps}: nothing is learned; read completions/ and metrics.jsonl"
+        yield "no gradient", f"{steps} {_NO_GRADIENT}"
     if all(_value(row, "completions/clipped_ratio") == 1 for row in last):
-        yield "truncated", f"all completions were cut off {steps}: raise max_completion_length, or lower learning_rate"
+        yield "truncated", f"{steps} {_CUT_OFF}"
 
 
 def _drifted(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -46,7 +46,7 @@ SKIPPED, EQUAL = {"skipped": 2.0, "grad_norm": None}, {"grad_norm": 0.0, "frac_r
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (SKIPPED, "of every update were not finite"),
+        (SKIPPED, "of updates were not finite"),
         (EQUAL | {"completions__failed": 16.0, "reward": None}, "the largest logit of every completion"),
         (EQUAL | {"reward": None, "tokens": 0.0}, "no completion had a reward"),
         (EQUAL | {"completions__clipped_ratio": 1.0}, "all completions were cut off"),
