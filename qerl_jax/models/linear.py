@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
+from qerl_kernels import dispatch
 from qerl_kernels.batch_invariant import in_blocks
 from qerl_kernels.gpu import Gpu
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul, rows_at_once
@@ -45,14 +46,15 @@ class XlaMatmuls(NamedTuple):
         return self.wide_bytes * m * n if rows == m else 8 * rows * n
 
 
-def xla_matmuls(layers: Any, itemsize: int, gpu: Gpu) -> XlaMatmuls:
-    """`XlaMatmuls` of the frozen layers, real or abstract, on a GPU: of packed ones too where its tier has no GEMM for
-    many rows. Then one array in fp32 is there at a time; otherwise the product and, with the adapters' part, the sum.
+def xla_matmuls(layers: Any, itemsize: int, gpu: Gpu | None) -> XlaMatmuls:
+    """`XlaMatmuls` of the frozen layers, real or abstract, on a GPU (None: the default one): of packed ones too where
+    its tier has no GEMM for many rows. Then one array in fp32 is there at a time; otherwise the product and, with the
+    adapters' part, the sum.
     """
     weights = jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, Weight))
     weights = [leaf for leaf in weights if isinstance(leaf, Weight)]
     others = [leaf for leaf in weights if not isinstance(leaf, PackedNvfp4)]
-    by_xla = others if gpu.tier == "wgmma" else weights
+    by_xla = others if (gpu or dispatch.this_gpu()).tier == "wgmma" else weights
     quantized = [leaf.shape for leaf in by_xla if not isinstance(leaf, Dense)]
     dequantized_bytes = itemsize * max((n * k for n, k in quantized), default=0)
     return XlaMatmuls(8 if others else 4 if by_xla else 0, bool(by_xla) and not others, dequantized_bytes)

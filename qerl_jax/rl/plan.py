@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from qerl_kernels import dispatch
 from qerl_kernels.gpu import Gpu
 
 from qerl_jax import partition
@@ -92,7 +91,7 @@ def make_update_plan(
         free = max(0.0, _SHARE * device_bytes - held)
     longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
     itemsize = frozen["embed_tokens"].dtype.itemsize
-    xla = xla_matmuls(frozen["layers"], itemsize, gpu or dispatch.this_gpu())
+    xla = xla_matmuls(frozen["layers"], itemsize, gpu)
     plan = choose_plan(state.model.part, itemsize, config, config.batch_size, longest, free, xla, replicas)
     return dataclasses.replace(plan, device_bytes=device_bytes)
 

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from qerl_kernels import dispatch
 from qerl_kernels.gpu import Gpu
 
 from qerl_jax.buckets import bucket, bucket_of_rows, power_of_two, round_up
@@ -91,7 +90,7 @@ def prefill_bytes(
     config, e = policy.config.part, policy.dtype.itemsize
     d, f = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    xla = xla_matmuls(policy.frozen["layers"], e, gpu or dispatch.this_gpu())
+    xla = xla_matmuls(policy.frozen["layers"], e, gpu)
 
     def of_layer(t: int, padded: int) -> int:
         attention = e * (t * (heads + 2 * kv_heads) + padded * 2 * (heads + kv_heads))
