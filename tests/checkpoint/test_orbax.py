@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl_jax.checkpoint import orbax as checkpoint
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.orbax import MANIFEST_FILE, Checkpointer
+from qerl_jax.checkpoint.orbax import MANIFEST_FILE, Checkpointer, latest_step
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.reporting.metrics import MetricsFile
@@ -87,6 +87,9 @@ def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["2", "3"]
     assert_same(checkpoints.restore(state), at(state, 3))
     assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=2), at(state, 2))
+    assert latest_step(tmp_path) == 3
+    (checkpoints.directory / "3").rename(checkpoints.directory / "10")
+    assert latest_step(tmp_path) == 10  # a number, not a text
 
 
 def test_a_complete_checkpoint_is_not_written_again(state, saved, tmp_path):

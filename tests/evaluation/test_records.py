@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 import runs
 from replicas import on_replicas
@@ -85,7 +86,7 @@ def test_other_settings_are_refused(tmp_path, change, words):
 
 def test_records_know_the_files_behind_the_flags(tmp_path):
     """An adapter that was trained on, a dataset whose second answer was mended, and parts of another size are other
-    settings.
+    settings; so are another version of JAX and another device.
     """
     adapter = shutil.copytree(GOLDEN / "adapter_with_norms", tmp_path / "adapter")
     arguments, _ = parse(["tiny", "--dataset", "arithmetic", "--adapter", str(adapter)])
@@ -98,7 +99,8 @@ def test_records_know_the_files_behind_the_flags(tmp_path):
     def changed(one: dict, other: dict) -> set[str]:
         return {name for name in one | other if one.get(name) != other.get(name)}
 
-    first = settings(items)
+    first, device = settings(items), jax.local_devices()[0].device_kind
+    assert (first["jax"], first["device"]) == (jax.__version__, device)
     assert changed(first, settings(mended)) == {"prompts_and_answers"}
     assert changed(first, settings(items, at_once=8)) == {"problems_at_once"}
     weights = bytearray((adapter / "adapter_model.safetensors").read_bytes())

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import h200
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
@@ -17,7 +19,7 @@ from qerl_kernels.formats import Nvfp4
 
 from qerl_jax import driver
 from qerl_jax.checkpoint.hf_config import model_config
-from qerl_jax.partition import Division, parts_of
+from qerl_jax.partition import AXIS, Division, leave, parts_of
 
 HERE = Path(__file__).parent
 RANDOM = HERE.parent / "data" / "tiny-random-qwen2-hf"
@@ -90,6 +92,13 @@ def test_a_decode_step_on_two_gpus_sums_twice_a_layer():
     assert {name.removesuffix("-start") for name in case["inside"]} == {"all-reduce"}
     assert len(shapes) == 2 * 2 and all("f32[8,1024]" in shape and "bf16" not in shape for shape in shapes)
     assert case["outside"] == {} and case["kernels"] == 2 * 10
+
+
+def test_sums_over_devices_are_in_fp32_rounded_once():
+    """256 + 1 is 256 in bf16, of four devices 256 + 1 + 1 + 1 is 260."""
+    parts = jnp.asarray([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
+    found = jax.vmap(leave, axis_name=AXIS)(parts)
+    assert found.dtype == jnp.bfloat16 and found.tolist() == [[260.0]] * 4
 
 
 @pytest.mark.parametrize(

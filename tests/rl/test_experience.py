@@ -114,6 +114,7 @@ def test_equal_groups_are_replaced_by_the_first_useful_fresh_ones(setting):
     check(experience, [0, 4, 2], world)
     assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (5, 1, 1)
     assert world.drawn == [(0, 3), (3, 2)] and len(set(world.keys)) == 2
+    check(World(setting, 1, 0, 2, 4, 3).collect(4), [0, 3, 2], World(setting, 1, 0, 2, 4, 3))  # both would do
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_exchanged_inputs_are_named_and_refused_unless_told(place, state, tmp_pa
     checkpoints = Checkpointer(tmp_path, 1, before)
     checkpoints.save(state)
     checkpoints.restore(state)
+    Checkpointer(tmp_path, 1, before | {"an input of a later version": "0"}).restore(state)
 
     reward, weights = place / "mine.py", place / "model" / "model.safetensors"
     sound = {path: path.read_bytes() for path in (reward, weights)}
