@@ -12,7 +12,6 @@ from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME
 
 from qerl_jax import partition
 
-CACHE_OFF = "none"
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # a program was compiled, or loaded from the persistent cache
 
 
@@ -31,9 +30,9 @@ def use_compilation_cache(directory: str | None) -> str:
     their program are kept again on their own (0.5B: 43 files, 2 of 25 MB).
 
     Args:
-      directory: where; None: `default_cache_dir()`. "none": no cache.
+      directory: where; None: `default_cache_dir()`.
     """
-    if directory == CACHE_OFF or not jax.config.jax_enable_compilation_cache:
+    if not jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_compilation_cache_dir", None)
         return "compiled programs are not kept (no compilation cache)"
     path = default_cache_dir() if directory is None else Path(directory)

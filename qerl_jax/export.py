@@ -312,7 +312,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    arguments = flags.parse(_arguments(), argv, "python -m qerl_jax.export", inspect.getdoc(_Arguments))
+    arguments = flags.parse(
+        _arguments(), argv, "python -m qerl_jax.export", inspect.getdoc(_Arguments), renamed={"as": "kind"}
+    )
     from qerl_jax.reporting.progress import tensor_bar
 
     stages = {"write": "writing tensors", "check": "reading them back"}

@@ -49,7 +49,6 @@ def test_round_trip_through_yaml(tmp_path):
         ),
         ("report_to: none", {"report_to": ()}),
         ("eval_dataset: none", {"eval_dataset": None}),
-        ("compilation_cache_dir: none", {"compilation_cache_dir": "none"}),
         ("compilation_cache_dir: null", {"compilation_cache_dir": None}),
         ("report_to: [none]\nlora_dropout: 0.0\nuse_vllm: false\nrepetition_penalty: 1.0", {}),
         ("", {}),

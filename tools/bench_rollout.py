@@ -38,7 +38,7 @@ from record import add_commit, write_rows
 from timing import peak_bytes, timed_warm
 
 from qerl_jax import Engine, LoraConfig, Policy, Prompts, Sampling, generate, keys
-from qerl_jax.compilation import CACHE_OFF, use_compilation_cache
+from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.rollout import engine
 from qerl_jax.rollout.schedule import Schedule
 
@@ -175,7 +175,8 @@ def main() -> None:
         parser.error("--batch and --new-tokens must rise: peak memory is that of the process so far")
     if args.profile and args.new_tokens[0] < 2 * SHORT:
         parser.error(f"--profile needs at least {2 * SHORT} --new-tokens")
-    use_compilation_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE_OFF))  # a first call is measured cold
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # else a first call is measured cold
+        use_compilation_cache(None)
     kernel = "xla" if args.format == "bf16" else args.matmul_kernel
     args.matmul_kernel = kernel
     lora = LoraConfig(rank=args.lora_rank)

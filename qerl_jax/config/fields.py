@@ -114,7 +114,7 @@ class Config:
     """Also send metrics to TensorBoard files or Weights & Biases; metrics.jsonl is always written."""
     compilation_cache_dir: str | None = None
     """Directory of compiled programs, which later runs load. None: JAX_COMPILATION_CACHE_DIR, or else a directory in
-    the user's cache folder; "none": compile in every run."""
+    the user's cache folder. JAX_ENABLE_COMPILATION_CACHE=0 in the environment: compile in every run."""
     seed: int = 0
     """Random seed: adapter initialization, data order, noise, sampling."""
 

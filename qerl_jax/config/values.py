@@ -21,7 +21,6 @@ _TRLS = {  # values that TRL takes besides
     "min_p": {"None": 0.0},
     "lr_scheduler_type": {"Constant_With_Warmup": "constant"},
 }
-_OFF_AND_DEFAULT = ("compilation_cache_dir",)  # whose "none" turns it off, where None is the default
 
 
 class ConfigError(ValueError):
@@ -62,7 +61,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     value = _TRLS.get(name, {}).get(str(value).title(), value)
     if origin in (types.UnionType, typing.Union):
         inner, _ = arguments  # X | None
-        if value is None or (is_none(value) and name not in _OFF_AND_DEFAULT):
+        if is_none(value):
             return None
         return coerce(name, value, inner)
     if origin is tuple:

@@ -55,7 +55,7 @@ def test_no_program_is_compiled_after_the_second_step(tmp_path, capfd, monkeypat
         "--max-completion-length": 24,
         "--reward-funcs": f"{tmp_path / 'reward.py'}:some",
         "--reward-workers": 0,
-        "--compilation-cache-dir": "none",  # every program is compiled here
+        "--compilation-cache-dir": tmp_path / "rows.jsonl",  # no directory: every program is compiled here
         "--eval-dataset": tmp_path / "rows.jsonl",
         "--eval-samples": 20,
     }
