@@ -33,6 +33,12 @@ def test_every_planted_bug_occurs_in_the_code(tool):
     assert len(tool("mutate").load()) >= 30
 
 
+def test_the_ptx_of_many_kernels_is_compared(tool):
+    """Each case is made into the config of its kernel."""
+    kernels = {case.kernel for case in tool("compare_ptx").all_cases()}
+    assert kernels == {"gemm", "skinny", "prologue", "attention", "rope"}
+
+
 def test_random_policies_have_the_published_spread(tool, monkeypatch):
     """Standard deviation of dequantized weights is that of bf16 ones, 0.02."""
     random_policy = tool("random_policy")

@@ -203,20 +203,20 @@ PROGRAMS = {
 # Configs that the table does not hold, with what they are for: operands made ahead with stages shared by two consumers
 # or not; x A in parts with one to nine of them; and skinny ones with every number of m16 tiles, warps and CTAs.
 GEMM = [
-    ("forward", 8, 4608, 3584, (8, 1, 2, 2, 4, 3, 2, False, True))
+    ("forward", 8, 4608, 3584, (8, 1, 2, 2, 4, 3, 2, True))
 ] + [
-    (direction, m, 4608, 3584, (m, rows, 1, 1, depth, stages, 1, False, ahead))
+    (direction, m, 4608, 3584, (m, rows, 1, 1, depth, stages, 1, ahead))
     for ahead in (False, True)
     for m, rows, depth, stages in ((64, 4, 1, 7), (128, 3, 2, 3), (256, 2, 1, 4))
     for direction in ("forward", "dx")
 ] + [
     ("forward", m, 3584, 18944, values)
     for m, values in (
-        (17, (32, 1, 4, 2, 2, 3, 1, False, False)), (63, (64, 1, 2, 2, 2, 4, 1, False, False)),
-        (64, (64, 2, 1, 2, 1, 6, 1, False, True)), (40, (64, 4, 1, 1, 2, 4, 1, False, False)),
-        (32, (32, 3, 2, 1, 1, 2, 1, False, False)), (8, (8, 7, 1, 1, 1, 4, 1, True, False)),
-        (30, (32, 1, 2, 1, 1, 3, 2, False, False)), (200, (64, 2, 2, 1, 1, 4, 1, False, False)),
-        (30, (64, 1, 1, 1, 1, 4, 1, False, False)),
+        (17, (32, 1, 4, 2, 2, 3, 1, False)), (63, (64, 1, 2, 2, 2, 4, 1, False)),
+        (64, (64, 2, 1, 2, 1, 6, 1, True)), (40, (64, 4, 1, 1, 2, 4, 1, False)),
+        (32, (32, 3, 2, 1, 1, 2, 1, False)), (8, (8, 7, 1, 1, 1, 4, 1, False)),
+        (30, (32, 1, 2, 1, 1, 3, 2, False)), (200, (64, 2, 2, 1, 1, 4, 1, False)),
+        (30, (64, 1, 1, 1, 1, 4, 1, False)),
     )
 ]  # fmt: skip
 SKINNY = [
