@@ -49,7 +49,8 @@ typecheck.install()
 import jax
 import pytest
 
-jax.config.update("jax_disable_most_optimizations", QUICK_COMPILES)  # mutate.py has imported JAX already
+# Of every version of jax; mutate.py has imported JAX already.
+jax.config.update("jax_disable_most_optimizations", os.environ["JAX_PLATFORMS"] == "cpu")
 
 DATA = Path(__file__).parent / "data"
 TOOLS = Path(__file__).parent.parent / "tools"

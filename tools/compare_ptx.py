@@ -8,7 +8,7 @@
 {case: {"ptx": digest, "launch": grid, cluster and block dimensions and shared memory}}, and each PTX by its digest.
 The PTX is normalized: symbol and file names, line numbers, comments, scopes and white space are removed. A case is
 named by shapes and by the values of its config in their order, so that names survive a change of layout; "The kernels
-of a checkout" below is all that knows the layout. No ptxas runs: a stub takes its place.
+of a checkout" below is all that knows the layout. No ptxas runs.
 """
 
 from __future__ import annotations
@@ -302,29 +302,11 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 # ---- Recording ----
 
-STUB = """#!/bin/sh
-case "$*" in *--version*|*-V*|*--input-as-string*) exec {ptxas} "$@";; esac
-while [ $# -gt 0 ]; do [ "$1" = -o ] && cp {cubin} "$2"; shift; done
-exit 0
-"""
-NOTHING = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry nothing() { ret; }\n"
 
-
-def make_stub(folder: Path) -> None:
-    """A folder of compilers whose ptxas writes an empty kernel: the assembler takes half of the time."""
-    (folder / "bin").mkdir()
-    (folder / "nvvm").symlink_to(h200.cuda_dir() / "nvvm")
-    ptxas, source, cubin = h200.cuda_dir() / "bin/ptxas", folder / "nothing.ptx", folder / "nothing.cubin"
-    source.write_text(NOTHING)
-    subprocess.run([ptxas, "-arch=sm_90a", source, "-o", cubin], check=True)
-    (folder / "bin/ptxas").write_text(STUB.format(ptxas=ptxas, cubin=cubin))
-    (folder / "bin/ptxas").chmod(0o755)
-
-
-def start(stub: str, log: str) -> None:
+def start(log: str) -> None:
     """A worker: what its compiler prints goes to a file."""
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
-    h200.use_compilers(Path(stub), *h200.BY_PTXAS)
+    h200.use_compilers_to_ptx()
     os.dup2(os.open(f"{log}/{os.getpid()}", os.O_RDWR | os.O_CREAT), 1)
 
 
@@ -365,9 +347,8 @@ def record(out: Path, only: str, jobs: int) -> None:
     (out / "ptx").mkdir(parents=True, exist_ok=True)
     digests, refused = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        make_stub(Path(folder))
         spawn = multiprocessing.get_context("spawn")
-        pool = concurrent.futures.ProcessPoolExecutor(jobs, spawn, start, (folder, folder))
+        pool = concurrent.futures.ProcessPoolExecutor(jobs, spawn, start, (folder,))
         with pool:
             tasks = {pool.submit(record_case, case): case for case in cases}
             for done, task in enumerate(concurrent.futures.as_completed(tasks), 1):
@@ -435,7 +416,7 @@ def main() -> None:
     packages = [str(checkout), str(checkout / "kernels")]
     sys.path[:0] = packages
     os.environ["PYTHONPATH"] = os.pathsep.join([*packages, str(Path(__file__).parent)])
-    if missing := h200.missing("bin/ptxas"):
+    if missing := h200.missing():
         sys.exit(missing)
     if args.checkout and shutil.which("git"):
         commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True)

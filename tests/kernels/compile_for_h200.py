@@ -1,4 +1,5 @@
-"""Compiles kernels for an H200 on a machine without a GPU and prints their PTX. `test_compile.py` runs it.
+"""Compiles kernels for an H200 on a machine without a GPU and prints their PTX and ptxas'
+report. `test_compile.py` runs it.
 
     PYTHONPATH=tools python compile_for_h200.py CASE [CASE ...]
 
@@ -22,24 +23,27 @@ import types
 
 import h200
 
-os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
-h200.use_compilers(None, *h200.BY_PTXAS, *[f"--xla_dump_to={eval(case)[2]}" for case in sys.argv[1:] if "step" in case])
+os.environ |= h200.PRINTED
+if whole := [case for case in sys.argv[1:] if "step" in case or "swiglu" in case]:
+    h200.use_compilers_to_ptx(*[f"--xla_dump_to={eval(case)[2]}" for case in whole if "step" in case])
+else:
+    h200.use_compilers(None, *h200.BY_PTXAS)
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from qerl_kernels.decode_attention import kernel as attention  # noqa: E402
-from qerl_kernels.decode_prologue import config as prologue_config  # noqa: E402
-from qerl_kernels.decode_prologue import kernel as prologue  # noqa: E402
-from qerl_kernels.formats import PackedNvfp4  # noqa: E402
-from qerl_kernels.nvfp4_matmul import cases  # noqa: E402
-from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul  # noqa: E402
-from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig  # noqa: E402
-from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm  # noqa: E402
-from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx  # noqa: E402
-from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig  # noqa: E402
-from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul  # noqa: E402
-from qerl_kernels.ops import silu_mul  # noqa: E402
-from qerl_kernels.rope_cache import kernel as rope  # noqa: E402
+import jax
+import jax.numpy as jnp
+from qerl_kernels.decode_attention import kernel as attention
+from qerl_kernels.decode_prologue import config as prologue_config
+from qerl_kernels.decode_prologue import kernel as prologue
+from qerl_kernels.formats import PackedNvfp4
+from qerl_kernels.nvfp4_matmul import cases
+from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
+from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
+from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
+from qerl_kernels.ops import silu_mul
+from qerl_kernels.rope_cache import kernel as rope
 
 
 def weight(n: int, k: int) -> PackedNvfp4:

@@ -1,5 +1,5 @@
 """Compiles the kernels that run on a GPU without Hopper's instructions, for one such GPU on a machine without any, and
-prints their PTX. `test_targets.py` runs it.
+prints their PTX and ptxas' report. `test_targets.py` runs it.
 
     PYTHONPATH=tools python compile_for_targets.py ARCH SMS [all]
 
@@ -12,7 +12,7 @@ import sys
 
 import h200
 
-os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+os.environ |= h200.PRINTED
 h200.use_compilers(None, *h200.BY_PTXAS)
 
 import jax  # noqa: E402

@@ -100,12 +100,11 @@ def random_packed(n: int, k: int):
 @pytest.mark.parametrize(
     "config, m, n, k, ranks, parts",
     [
-        (Config(8, warpgroups_n=1, k_tiles=2, stages=2), 5, 128, 320, (), 0),
+        (Config(8, warpgroups_n=1, k_tiles=2, stages=2), 5, 128, 320, (24,), 3),
         (Config(16, warpgroups_n=2, k_tiles=1, stages=2), 24, 192, 192, (32, 8), 0),
         (Config(8, warpgroups_n=1, k_tiles=1, stages=3, lookahead=True), 8, 64, 320, (24,), 0),
         (Config(8, warpgroups_n=1, k_tiles=2, stages=2, lookahead=True), 16, 64, 384, (), 0),
         (Config(8, warpgroups_n=1, warpgroups_k=2, k_tiles=1, stages=6), 8, 128, 192, (16,), 0),
-        (Config(8, warpgroups_n=1, k_tiles=1, stages=2), 7, 128, 128, (24,), 3),
     ],
     ids=lambda value: None if isinstance(value, int) else "",
 )

@@ -15,25 +15,34 @@ from qerl_kernels.gpu import gpu_of
 TARGETS = {80: 108, 86: 82, 89: 128, 100: 148, 103: 148, 120: 170, 87: 16, 110: 20, 121: 48}
 KERNELS = {"nvfp4_dequantize": 1, "nvfp4_skinny": 3, "decode_prologue": 4, "decode_attention": 2, "rope_and_cache": 1}
 nightly = pytest.mark.nightly
-ARCHS = [pytest.param(arch, marks=nightly if arch in (87, 110, 121) else ()) for arch in TARGETS]
+SAME = {arch: {89: [86], 100: [103]}.get(arch, []) for arch in TARGETS}
+ARCHS = [pytest.param(arch, marks=() if arch in (80, 89, 100, 120) else nightly) for arch in TARGETS]
+needs_compilers = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 
 
-def compiled(arch: int, tmp_path: pathlib.Path, *more: str) -> list[tuple[str, str, str]]:
+def compiled(arch: int, *more: str) -> list[tuple[str, str, str]]:
     """(name, PTX, the assembler's report) of each kernel."""
-    if missing := h200.missing("bin/ptxas"):
-        pytest.skip(missing)
-    run = h200.run(pathlib.Path(__file__).parent / "compile_for_targets.py", str(arch), str(TARGETS[arch]), *more)
-    found = []
-    for part in re.split(r"(?=^\.version )", run.stdout + run.stderr, flags=re.M):
-        if entry := re.search(r"\.entry (\w+)", part):
-            source = tmp_path / f"{len(found)}.ptx"
-            source.write_text(part.rsplit("}\n", 1)[0] + "}\n")
-            target = re.search(r"^\.target (\w+)", part, flags=re.M)[1]
-            assert target == f"sm_{arch}" + "a" * (arch >= 90)
-            command = [h200.cuda_dir() / "bin/ptxas", "-v", f"-arch={target}", source, "-o", tmp_path / "cubin"]
-            report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            found.append((entry[1], part, report))
-    return found
+    script = pathlib.Path(__file__).parent / "compile_for_targets.py"
+    kernels = h200.kernels(h200.run(script, str(arch), str(TARGETS[arch]), *more))
+    assert all(f"\n.target {target(arch)}\n" in ptx for ptx, _ in kernels)
+    return [(re.search(r"\.entry (\w+)", ptx)[1], ptx, report) for ptx, report in kernels]
+
+
+def target(arch: int) -> str:
+    return f"sm_{arch}" + "a" * (arch >= 90)
+
+
+def assembled(ptx: str, arch: int, tmp_path: pathlib.Path) -> str:
+    """The assembler's report of a kernel for another GPU than it was compiled for."""
+    source = tmp_path / "kernel.ptx"
+    source.write_text(re.sub(r"^\.target \w+", f".target {target(arch)}", ptx, flags=re.M))
+    command = [h200.cuda_dir() / "bin/ptxas", "-v", f"-arch={target(arch)}", source, "-o", tmp_path / "cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def check_spills(kernels: list[tuple[str, str, str]]) -> None:
+    for name, _, report in kernels:
+        assert "0 bytes spill stores, 0 bytes spill loads" in report, (name, report)
 
 
 def of_tcgen05(ptx: str) -> None:
@@ -49,13 +58,16 @@ def of_tcgen05(ptx: str) -> None:
     assert all(len(registers) == 1 and columns.issuperset(registers) for registers in found)
 
 
+@needs_compilers
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles(arch, tmp_path):
-    kernels = compiled(arch, tmp_path)
+    """And its PTX assembles for the GPUs of the same code paths and the same shared memory."""
+    kernels = compiled(arch)
     for name, count in (KERNELS | {"nvfp4_tcgen05": arch in (100, 103)}).items():
         assert len([found for found, *_ in kernels if name in found]) == count, name
-    for name, ptx, report in kernels:
-        assert "0 bytes spill stores, 0 bytes spill loads" in report, (name, report)
+    check_spills(kernels)
+    check_spills([(name, ptx, assembled(ptx, other, tmp_path)) for name, ptx, _ in kernels for other in SAME[arch]])
+    for name, ptx, _ in kernels:
         if "tcgen05" in name:
             of_tcgen05(ptx)
             continue
@@ -64,11 +76,11 @@ def test_every_kernel_compiles(arch, tmp_path):
         assert not re.search(r"wgmma|mapa|st\.async|cp\.async\.bulk|mbarrier\.|barrier\.cluster", ptx), name
 
 
+@needs_compilers
 @nightly
 @pytest.mark.parametrize("arch", [80, 86, 120])
-def test_every_config_of_the_table_compiles(arch, tmp_path):
-    for name, _, report in compiled(arch, tmp_path, "all"):
-        assert "0 bytes spill stores, 0 bytes spill loads" in report, (name, report)
+def test_every_config_of_the_table_compiles(arch):
+    check_spills(compiled(arch, "all"))
 
 
 @pytest.mark.parametrize("arch", TARGETS)

@@ -83,8 +83,7 @@ def main(gpu: Gpu | None, slots: int) -> None:
 
 
 def use_compilers(*flags: str, gpu: Gpu | None = None) -> None:
-    """XLA's own products are not tuned: that takes a GPU."""
-    h200.use_compilers(None, *h200.BY_PTXAS, "--xla_gpu_autotune_level=0", *flags)
+    h200.use_compilers_to_ptx(*flags)
     h200.assume(gpu)
 
 

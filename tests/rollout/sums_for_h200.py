@@ -1,10 +1,10 @@
 """Compiles decode chunks of one layer with two numbers of slots for an H200. `test_decode_compile.py` runs it.
 
-    python sums_for_h200.py {nvfp4,bf16}
+    python sums_for_h200.py {nvfp4,bf16} {whole,truncated}
 
 Prints, as JSON, the distinct reductions of each chunk: fused computations with a reduction or a dot, and library calls,
-without names and with the number of slots replaced, in the mode and, for NVFP4, without it. Mosaic's kernels are left
-out.
+without names and with the number of slots replaced, in the mode and, for the whole distribution, without it. Mosaic's
+kernels are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qerl_jax.types import Sampling
 
 SLOTS = (3, 88)
 MODEL = dataclasses.replace(decode_for_h200.MODEL, num_layers=1)
-TRUNCATED = Sampling(256, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+SAMPLING = {"whole": Sampling(256), "truncated": Sampling(256, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)}
 
 
 def plain(text: str) -> str:
@@ -32,8 +32,9 @@ def plain(text: str) -> str:
     return re.sub(rf"\b({'|'.join(map(str, SLOTS))})(?=[],])", "S", text)
 
 
-def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
+def sums(slots: int, batch_invariant: bool) -> list[str]:
     """Reductions of one chunk."""
+    sampling = SAMPLING[sys.argv[2]]
     states = decode_for_h200.abstract_chunk(slots, sys.argv[1], MODEL)
     program = decode_for_h200.compiled(decode.decode_chunk, states, sampling.distribution, 4, batch_invariant)
     found = set()
@@ -45,10 +46,9 @@ def sums(slots: int, sampling: Sampling, batch_invariant: bool) -> list[str]:
 
 
 def main() -> None:
-    samplings = (Sampling(256), TRUNCATED) if sys.argv[1] == "nvfp4" else (TRUNCATED,)
-    found = {"batch_invariant": [[sums(slots, sampling, True) for slots in SLOTS] for sampling in samplings]}
-    if sys.argv[1] == "nvfp4":
-        found["not"] = [sums(slots, Sampling(256), False) for slots in SLOTS]
+    found = {"batch_invariant": [sums(slots, True) for slots in SLOTS]}
+    if sys.argv[2] == "whole":
+        found["not"] = [sums(slots, False) for slots in SLOTS]
     print(json.dumps(found))
 
 

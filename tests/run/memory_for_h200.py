@@ -38,13 +38,13 @@ from qerl_jax.types import Batch, Policy, TrainState
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
 FEW = [
     (SMALL, {}),
-    (SMALL, {"update_memory_gb": 0.017, "max_completion_length": 1984}),
     (
         dataclasses.replace(SMALL, vocab_size=64000),
         {"logprob_chunk_size": 512, "weight_format": "full", "lora_rank": 0},
     ),
 ]
 OTHERS = [
+    (SMALL, {"update_memory_gb": 0.017, "max_completion_length": 1984}),
     (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
     (SMALL, {"max_completion_length": 192, "tokens_per_micro_batch": 1024}),
     (dataclasses.replace(SMALL, num_layers=6, intermediate_size=1024), {"max_completion_length": 448}),
@@ -183,5 +183,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    h200.use_compilers(None, *h200.BY_PTXAS, "--xla_gpu_autotune_level=0")
+    h200.use_compilers_to_ptx()
     main()

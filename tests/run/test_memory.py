@@ -313,8 +313,8 @@ def test_the_workspace_of_attention_is_that_of_compiled_programs(monkeypatch, si
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 @pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.nightly)])
 def test_update_compiled_for_a_gpu(cases):
-    """With and without recomputation, a large vocabulary, all weights; and, of all, several sequences at a time and a
-    long one: within 15 %.
+    """Without recomputation and, on an RTX 4090, with it; a large vocabulary, all weights; and, of all, some layers
+    recomputed, several sequences at a time and a long one: within 15 %.
 
     The optimizer makes one array of many without writing it, and has at most 28 kernels for the 14 adapters of a layer
     with their moments and gradients: one for each of these 56 arrays would take longer to launch than to run.
