@@ -11,6 +11,7 @@ The bundled policy was pretrained on the worked steps; training and evaluation s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 import random
@@ -198,10 +199,11 @@ def _choose_template(rng: random.Random, held_out: bool) -> tuple[str, ...]:
     return rng.choice(by_operations[rng.choice(list(by_operations))])
 
 
-def problems(split: str, count: int, seed: int = 0) -> list[tuple[str, str]]:
+@functools.lru_cache(maxsize=4)  # several runs of a process
+def problems(split: str, count: int, seed: int = 0) -> tuple[tuple[str, str], ...]:
     """The first `count` (question, answer) pairs of a split, "train" or "heldout"."""
     worked = (arithmetic_problem(split, seed, index) for index in range(count))
-    return [(problem.question, problem.answer) for problem in worked]
+    return tuple((problem.question, problem.answer) for problem in worked)
 
 
 def _draw(rng: random.Random, clauses: tuple[str, ...], pool: Sequence[int]) -> WordProblem:

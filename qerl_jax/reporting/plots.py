@@ -31,7 +31,8 @@ def write_plots(directory: Path, metrics: list[dict[str, Any]]) -> list[Path]:
         rows = [row for row in metrics if row.get(needed) is not None]
         if not rows:
             continue
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure, axes = plt.subplots(figsize=(7, 4))
+        figure.subplots_adjust(left=0.1, right=0.9, bottom=0.12, top=0.92)  # a layout engine draws everything twice
         draw(axes, rows)
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)

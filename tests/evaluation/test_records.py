@@ -208,6 +208,6 @@ def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, ca
     assert shared.read_bytes() == through.read_bytes()
     assert result["problems"] == 8 and set(result["estimates"]) == {"avg@3", "pass@2", "pass@3", "maj@3"}
     items = [json.loads(line) for line in through.read_text().splitlines()[1:]]
-    assert [(item["prompt"], item["gold"]) for item in items] == problems("heldout", 8)
+    assert [(item["prompt"], item["gold"]) for item in items] == list(problems("heldout", 8))
     assert main(["tiny", *FLAGS, "--records", str(stopped), "--temperature", "0.5"]) == 2
     assert "with temperature 0.6, this call has 0.5" in capsys.readouterr().err
