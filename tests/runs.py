@@ -83,6 +83,7 @@ def learning(directory: Path, **changes: object) -> Config:
         "eval_dataset": "arithmetic",
         "eval_samples": 48,
         "eval_temperature": 0.0,
+        "eval_batch_size": 24,  # one number of slots, and so one program
     }
     return config(directory, **(settings | changes))
 

@@ -177,16 +177,22 @@ def collectives(policy: Policy, state: Any, batch: Any, plan: Any) -> dict[str, 
 
 def run(directory: Path) -> dict[str, Any]:
     """A step of training on two devices, another one from its checkpoint, and the last one read by one device."""
-    changes = {"weight_format": "bf16", "num_iterations": 1, "train_norms": False, "beta": 0.0}
+    (directory / "reward.py").write_text("def reward(completions, **_):\n    return list(map(len, completions))\n")
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
+    (directory / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    changes = {"model": str(MODEL), "dataset": str(directory / "problems.jsonl"), "max_prompt_length": 120}
+    changes |= {"reward_funcs": (f"{directory / 'reward.py'}:reward",), "reward_weights": None}
+    changes |= {"weight_format": "bf16", "num_iterations": 1, "train_norms": False, "beta": 0.0}
     changes |= {"dynamic_sampling": False, "noise_target": "lora"}
+    place = directory / "run"
     for steps in (1, 2):
-        config = runs.config(directory, **changes, max_steps=steps, resume="auto")
+        config = runs.config(place, **changes, max_steps=steps, resume="auto")
         state = train(config, Console(quiet=True), replicas=Replicas(tensor_parallel=DEVICES))
-    whole, policy = runs.final_arrays(directory), load_run(config, tensor_parallel=DEVICES)
+    whole, policy = runs.final_arrays(place), load_run(config, tensor_parallel=DEVICES)
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(policy.frozen))
     return {
-        "steps": [row["step"] for row in read_metrics(directory)],
-        "rewards": [row["reward"] for row in read_metrics(directory)],
+        "steps": [row["step"] for row in read_metrics(place)],
+        "rewards": [row["reward"] for row in read_metrics(place)],
         "weights": [own, memory_report(config, tensor_parallel=DEVICES).memory.weights],
         "restored": difference(list(whole.values()), state),
         "moved": max(float(np.abs(array).max()) for name, array in whole.items() if name.endswith(".b")),
