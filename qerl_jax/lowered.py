@@ -169,7 +169,7 @@ def _described(function: Callable, leaves: list[Any], structure: Any) -> str | N
         return None
     if any(isinstance(leaf, np.ndarray | jax.Array) and not _is_traced(leaf) for leaf in leaves):
         return None
-    arguments = [f"{jax.typeof(leaf)!r} {leaf.weak_type}" if _is_traced(leaf) else repr(leaf) for leaf in leaves]
+    arguments = [repr(jax.typeof(leaf) if _is_traced(leaf) else leaf) for leaf in leaves]
     text = "\n".join([f"{function.__module__}.{function.__qualname__}", str(structure), *arguments])
     return None if " at 0x" in text else text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels import dispatch
+from qerl_kernels.gpu import H200
 
 from qerl_jax.lowered import LoweredPrograms, as_in_sources, environment
 from qerl_jax.programs import program, record
@@ -38,10 +40,10 @@ def made(traced: list[str], name: str = "scaled"):
     return program(scaled, donate_argnums=0, static_argnames="factor")
 
 
-def called(function, kept: LoweredPrograms | None, **static):
+def called(function, kept: LoweredPrograms | None, arguments: tuple = ARGUMENTS, **named):
     """The function's results in a process that records it first, as arrays, and whether the last number is weak."""
-    [found] = record(lambda: function(*ARGUMENTS, **static), kept=kept)
-    state, key, number, nothing = function(*ARGUMENTS, **static)
+    [found] = record(lambda: function(*arguments, **named), kept=kept)
+    state, key, number, nothing = function(*arguments, **named)
     assert nothing is None and jax.tree.structure(found.results) == jax.tree.structure((state, key, number, nothing))
     return np.asarray(state["x"]), np.asarray(jax.random.key_data(key)), float(number), number.weak_type
 
@@ -58,16 +60,19 @@ def test_a_later_process_traces_nothing_and_computes_the_same_bits(tmp_path, tra
     assert len(list((tmp_path / "new" / "lowered").iterdir())) == 1
 
 
-@pytest.mark.parametrize("what", ["environment", "static", "name", "part", "nothing"])
+@pytest.mark.parametrize("what", ["environment", "static", "name", "keyword", "weak", "part", "nothing"])
 def test_what_a_program_depends_on_is_traced_anew(tmp_path, traced, what):
     """And a file that a killed machine left in part is replaced."""
-    called(made(traced), LoweredPrograms(tmp_path, b"same"))
+    before = ({"x": np.float32(0.5)}, ARGUMENTS[1]) if what == "weak" else ARGUMENTS
+    called(made(traced), LoweredPrograms(tmp_path, b"same"), before)
     [file] = tmp_path.iterdir()
     whole = file.read_bytes()
     if what == "part":
         file.write_bytes(whole[:-1])
     kept = LoweredPrograms(tmp_path, b"other" if what == "environment" else b"same")
-    called(made(traced, "other" if what == "name" else "scaled"), kept, **({"factor": 3} if what == "static" else {}))
+    arguments = {"weak": ({"x": jnp.asarray(0.5)}, ARGUMENTS[1]), "keyword": ARGUMENTS[:1]}.get(what, ARGUMENTS)
+    named = {"static": {"factor": 3}, "keyword": {"key": ARGUMENTS[1]}}.get(what, {})
+    called(made(traced, "other" if what == "name" else "scaled"), kept, arguments, **named)
     assert len(traced) == (1 if what == "nothing" else 2)
     assert len(list(tmp_path.iterdir())) == (1 if what in ("part", "nothing") else 2)
     assert len(file.read_bytes()) == len(whole)
@@ -92,9 +97,9 @@ def test_functions_that_text_cannot_name(tmp_path, traced):
     assert traced == ["of_user", "with_static"] * 2 and not list(tmp_path.iterdir())
 
 
-def test_sources_and_only_those_of_a_command_decide(tmp_path):
-    """Another byte is another environment; a source newer than the process, or a process that may have replaced
-    functions, keeps nothing.
+def test_sources_and_only_those_of_a_command_decide(tmp_path, monkeypatch):
+    """Another byte is another environment, also of the GPU's own tuning table; a source newer than the process, or a
+    process that may have replaced functions, keeps nothing.
     """
     file = tmp_path / "module.py"
     file.write_text("x = 1")
@@ -102,6 +107,14 @@ def test_sources_and_only_those_of_a_command_decide(tmp_path):
     assert environment([file]) == before
     file.write_text("x = 2")
     assert environment([file]) != before
+    with monkeypatch.context() as patch:
+        gpu = dataclasses.replace(H200, own_table=str(tmp_path / "table.json"))
+        patch.setattr(dispatch, "this_gpu", lambda: gpu)
+        tables = []
+        for rows in ("[]", "[1]"):
+            (tmp_path / "table.json").write_text(rows)
+            tables.append(environment([file]))
+        assert tables[0] != tables[1]
     os.utime(file, (1, 1))
     was = jax.config.jax_compilation_cache_dir
     try:

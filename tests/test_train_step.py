@@ -261,6 +261,8 @@ def test_what_is_written_of_a_step(step):
     row, _ = read_metrics(step.run.directory)
     assert curves == [(STEP + 1, metrics), (STEP + 1, again)] and row == pytest.approx(metrics | {"step": STEP + 1})
     assert (row["accuracy"], row["step_time"], row["num_tokens"] > 1000) == (pytest.approx(3 / 5), 4.0, True)
+    within_groups = (np.std([2.1, 0.0], ddof=1) + np.std([0.1, 2.1], ddof=1)) / 2
+    assert (row["reward_std"], row["epoch"]) == pytest.approx((within_groups, (CURSOR + 4) / 15))
     written = pyarrow.parquet.read_table(
         step.run.directory / "completions" / f"step_{STEP + 1:06d}.parquet"
     ).to_pydict()

@@ -96,7 +96,12 @@ def slices() -> dict[str, Any]:
             pairs = zip(jax.tree.leaves(own), jax.tree.leaves(whole), strict=True)
             if not all(np.array_equal(part, expected(np.asarray(leaf), spec, device)) for part, leaf in pairs):
                 wrong.append(f"{spec.path} on device {device}")
-    return {"tensors": ["/".join(spec.path[1:]) for spec in specs], "wrong": wrong}
+    gate_up = next(spec for spec in specs if "gate_up_proj" in spec.path)
+    several = at(model, gate_up, 1)
+    scales = several.global_scale.at[-1].multiply(2)  # of the second device's last row
+    several = on_devices(dataclasses.replace(several, global_scale=scales), gate_up, DEVICES, packed)
+    tensors = ["/".join(spec.path[1:]) for spec in specs]
+    return {"tensors": tensors, "wrong": wrong, "uniform": [divided.uniform, several.uniform]}
 
 
 def expected(array: np.ndarray, spec: TensorSpec, device: int) -> np.ndarray:

@@ -49,7 +49,11 @@ def found(request, tmp_path_factory):
 
 def test_each_device_holds_its_heads_and_features_byte_for_byte(found):
     tensors = ["qkv_proj/weight", "qkv_proj/bias", "o_proj/weight", "gate_up_proj/weight", "down_proj/weight"]
-    assert found["slices"] == {"tensors": tensors, "wrong": []}
+    assert (found["slices"]["tensors"], found["slices"]["wrong"]) == (tensors, [])
+
+
+def test_rows_share_a_scale_only_where_those_of_all_devices_do(found):
+    assert found["slices"]["uniform"] == [True, False]
 
 
 def test_completions_are_those_of_one_device(found):
