@@ -4,7 +4,7 @@ compilation cache where both limits lie in one bucket.
 
 from __future__ import annotations
 
-_ROWS = 256  # arrays of rows are small: 3 kB for each token of the longest completion
+_ROWS = 1024  # arrays of rows are small: 12 kB for each token of the longest completion
 
 
 def bucket(size: int) -> int:
@@ -14,7 +14,7 @@ def bucket(size: int) -> int:
 
 
 def bucket_of_rows(rows: int) -> int:
-    """The bucket of so many sequences of a batch, with room for 256: those beyond are masked."""
+    """The bucket of so many sequences of a batch, with room for 1024: those beyond are masked."""
     return max(_ROWS, bucket(rows))
 
 

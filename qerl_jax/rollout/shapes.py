@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from qerl_kernels import dispatch
 from qerl_kernels.gpu import Gpu
 
 from qerl_jax.buckets import bucket, bucket_of_rows, power_of_two, round_up
@@ -25,6 +26,10 @@ _MIN_SLOTS = 8
 _SHARE_OF_FREE = 0.94  # allocator and libraries take the rest
 _CACHE_MULTIPLE = 8  # cache widths in tokens are multiples of this: the smallest copy of the attention kernel
 _PROMPT_SLOTS, _PROMPT_TOKENS = 32, 8192  # at least so many prompts in the prompt cache, up to so many tokens
+# Where keys and values of a token take little memory, as at 0.5B, there is room for twice as many prompts and for
+# completions of other limits. The attention kernel reads no more for it, and its bits are the same.
+_LITTLE_TOKEN_BYTES, _LITTLE_BYTES = 16 * 1024, 8e9  # of a token in all layers; of both caches
+_COMPLETION_WIDTH = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +134,9 @@ def choose_shapes(
     an old one are still being decoded.
 
     Widths are buckets and prompt slots a power of two, so that runs with other limits or groups have the same programs
-    (`buckets`). Both are as small as they may be under `batch_invariant`, and where the requested slots would not fit
-    `engine.memory_gb` in buckets.
+    (`buckets`). By the kernels, a model whose keys and values are small has room for completions of 1024 tokens, too.
+    Widths and prompt slots are as small as they may be under `batch_invariant`, and where the requested slots would not
+    fit `engine.memory_gb` otherwise.
 
     Args:
       prompts: prompts of the rollout, P.
@@ -146,12 +152,14 @@ def choose_shapes(
         beside what a prefill or a decode step needs. The message has the numbers and names the setting to lower.
     """
     layer_bytes = kv_token_bytes(policy.config, policy.dtype)
+    is_little = policy.config.num_layers * layer_bytes <= _LITTLE_TOKEN_BYTES
+    is_little &= dispatch.missing_for_mosaic_gpu(policy.dtype, gpu) is None  # XLA's attention reads whole caches
 
-    def with_slots(count: int, in_buckets: bool = False) -> RolloutShapes:
+    def with_slots(count: int, in_buckets: bool = False, has_more: bool = False) -> RolloutShapes:
         lengths, prompt_slots = (prompt_length, completion_length), min(prompts, count, 2 * -(-count // group))
         if in_buckets:
-            lengths = [bucket(length) for length in lengths]
-            room = min(_PROMPT_SLOTS, _PROMPT_TOKENS // lengths[0])
+            lengths = [bucket(prompt_length), max(_COMPLETION_WIDTH if has_more else 0, bucket(completion_length))]
+            room = min(_PROMPT_SLOTS, _PROMPT_TOKENS // lengths[0]) * (2 if has_more else 1)
             prompt_slots = max(room, power_of_two(prompt_slots))
         widths = [round_up(length, _CACHE_MULTIPLE) for length in lengths]
         shapes = RolloutShapes(count, prompt_slots, *widths, bucket_of_rows(prompts * group), 0)
@@ -168,9 +176,13 @@ def choose_shapes(
         beside = max(prefill, decode_bytes(policy.config, requested))
         available = _SHARE_OF_FREE * free_bytes - beside
         source = f"{_SHARE_OF_FREE:.0%} of the free device memory less {beside / 1e9:.3g} GB of activations, in GB,"
-    whole = with_slots(requested, in_buckets=not engine.batch_invariant)
-    if memory_gb is not None and whole.cache_bytes > available:
-        whole = with_slots(requested)
+    found = [with_slots(requested)]
+    if not engine.batch_invariant:
+        found.insert(0, with_slots(requested, in_buckets=True))
+        if is_little and (more := with_slots(requested, True, has_more=True)).cache_bytes <= _LITTLE_BYTES:
+            found.insert(0, more)
+    fitting = (shapes for shapes in found if memory_gb is None or shapes.cache_bytes <= available)
+    whole = next(fitting, found[-1])
     if available is None or whole.cache_bytes <= available:
         return whole
     if memory_gb is None or with_slots(1).cache_bytes > available:

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomized
+from qerl_kernels import dispatch
+from qerl_kernels.gpu import H200, Gpu
 
 from qerl_jax import aqn, keys
+from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.models.qwen2 import merge_model
@@ -264,6 +267,28 @@ def test_room_for_more_changes_no_sample(policy):
         assert completion_ids(roomy)[row] == ids
         start = int(roomy.prompt_lengths[row])
         np.testing.assert_allclose(roomy.logprobs[row, start : start + 33], logprobs, atol=1e-5)
+
+
+def test_small_models_have_room_for_other_limits(tool, monkeypatch):
+    """By the kernels 0.5B has the caches of 1024 tokens for every shorter limit, and those of 64 prompts, unless a
+    limit of memory holds buckets alone; 1.5B and whoever reads whole caches have buckets.
+    """
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype, gpu: None if gpu else "a GPU")
+
+    def shapes_of(size: str, gpu: Gpu | None, limit: int, batch: int, memory_gb: float | None = None) -> tuple:
+        model = parse_config(tool("make_checkpoint").hf_config(size), {}, size)
+        policy = Policy({"embed_tokens": jnp.zeros(0, jnp.bfloat16)}, {}, {}, model, None)
+        shapes = choose_shapes(policy, batch // 8, 8, 256, limit, Engine(memory_gb=memory_gb), gpu=gpu)
+        return shapes.completion_width, shapes.prompt_slots, shapes.rows
+
+    mine = shapes_of("0.5B", H200, 512, 256)
+    assert mine == (1024, 64, 1024)
+    assert {shapes_of("0.5B", H200, limit, batch) for limit in (50, 640, 1024) for batch in (128, 512)} == {mine}
+    assert shapes_of("0.5B", H200, 1100, 256) == (1536, 64, 1024)
+    # 24 layers x 2 x 2 heads x 64 x 2 bytes: 256 completions of 512 tokens and 32 prompts of 256 are 1.71 GB
+    assert shapes_of("0.5B", H200, 512, 256, memory_gb=1.8) == (512, 32, 1024)
+    assert shapes_of("0.5B", H200, 512, 1024) == (512, 128, 1024)  # 12.9 GB
+    assert shapes_of("1.5B", H200, 512, 256) == shapes_of("0.5B", None, 512, 256) == (512, 32, 1024)
 
 
 def test_survivors_move_into_fewer_slots(policy, free):
