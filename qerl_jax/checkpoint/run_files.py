@@ -15,9 +15,6 @@ HEARTBEAT_FILE = "heartbeat.json"
 TENSORBOARD_DIR = "tensorboard"
 WANDB_DIR = "wandb"
 WANDB_FILE = "wandb.json"
-INCOMPLETE_COPY_FILE = "incomplete_copy.txt"
-"""Names the run whose files are being taken over; deleted once all of them, and a checkpoint, are there."""
-
 LOCK_FILE = "run.lock"
 """Host and process of the run that holds the directory. Never deleted: a lock belongs to the file, not to its name."""
 
@@ -35,7 +32,6 @@ OWNED: dict[str, tuple[str, ...]] = {
     WANDB_DIR: ("run-*", "offline-run-*", "latest-run", "debug*.log", "settings"),
     WANDB_FILE: (),
     CONFIG_FILE: (),
-    INCOMPLETE_COPY_FILE: (),
 }
 """What `--overwrite` deletes, in this order: files, and in directories the entries of these patterns. The two files by
 which a run is known come last, so that they survive a kill."""

@@ -100,8 +100,8 @@ class Config:
 
     output_dir: str = "runs/qerl"
     """Directory for all output of the run."""
-    resume: str = "never"
-    """"never" refuses a used output_dir, "auto" resumes the run there, a path resumes that run in output_dir."""
+    resume: Literal["never", "auto"] = "never"
+    """"never" refuses a used output_dir, "auto" resumes the run there."""
     overwrite: bool = False
     """Delete what an existing run in output_dir made, and start from scratch."""
     allow_changed_inputs: bool = False

@@ -140,7 +140,7 @@ FOREIGN: dict[str, Foreign] = {
     "ds3_gather_for_generation": Foreign("TRL", (), "one process"),
     # run
     "run_name": Foreign("TRL, QeRL", ("output_dir",), "a directory, such as runs/NAME"),
-    "resume_from_checkpoint": Foreign("TRL", ("resume",), '"auto" or a run directory'),
+    "resume_from_checkpoint": Foreign("TRL", ("resume",), '"auto": the newest checkpoint of output_dir'),
     "overwrite_output_dir": Foreign("TRL", ("overwrite",)),
     "save_strategy": Foreign("TRL, QeRL", ("save_steps",), "a number of updates; one checkpoint more at the end"),
     "logging_steps": Foreign("TRL, QeRL", (), _METRICS),

@@ -87,8 +87,10 @@ def write_completions(directory: Path, step: int, columns: Mapping[str, Sequence
         os.replace(temporary, path)
 
 
-def rows_until(directory: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of steps 1 to `step`. Raises CheckpointError if one of them is missing, doubled or out of order."""
+def cut_back(directory: Path, step: int) -> int:
+    """Drop all records after `step`, because a resumed run writes them again. Returns `num_tokens` of the last line.
+    Raises CheckpointError if a step up to it is missing, doubled or out of order.
+    """
     rows = [row for row in read_metrics(directory) if row["step"] <= step]
     for number in range(1, max(step, len(rows)) + 1):
         found = rows[number - 1]["step"] if number <= len(rows) else None
@@ -98,14 +100,6 @@ def rows_until(directory: Path, step: int) -> list[dict[str, Any]]:
                 f"{directory / METRICS_FILE} {there} where step {number} must stand, but the checkpoint is that of "
                 f"step {step}: put the file back, or delete the checkpoints after step {number - 1}"
             )
-    return rows
-
-
-def cut_back(directory: Path, step: int) -> int:
-    """Drop all records after `step`, because a resumed run writes them again. Returns `num_tokens` of the last line.
-    Raises CheckpointError as `rows_until` does.
-    """
-    rows = rows_until(directory, step)
     write_text(directory / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     for file in (directory / COMPLETIONS_DIR).glob("step_*"):
         ours = re.fullmatch(r"step_(\d+)\.(parquet|tmp)", file.name)

@@ -14,23 +14,19 @@ import numpy as np
 from qerl_jax.atomic import check_writable, write_text
 from qerl_jax.checkpoint.run_files import (
     CHECKPOINTS_DIR,
-    COMPLETIONS_DIR,
     CONFIG_FILE,
-    INCOMPLETE_COPY_FILE,
     LOCK_FILE,
-    METRICS_FILE,
     NONFINITE_DIR,
     OWNED,
     WANDB_DIR,
 )
 from qerl_jax.config import Config, ConfigError, dump
-from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.types import Batch
 
 
 def check(directory: Path, config: Config) -> None:
     """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither resumes nor overwrites,
-    or a link in the place of such a file, or if a resume path holds none; OSError if it cannot be written.
+    or a link in the place of such a file; OSError if it cannot be written.
     """
     check_writable(directory, "output_dir")
     if link := next(_links(directory), None):
@@ -39,8 +35,6 @@ def check(directory: Path, config: Config) -> None:
             "would write to: remove it, or name another --output-dir"
         )
     found = [name for name in OWNED if _holds(directory / name)]
-    is_incomplete = INCOMPLETE_COPY_FILE in found
-    here = config.resume == "auto" or Path(config.resume).resolve() == directory.resolve()
     if config.resume == "never" and not config.overwrite and found:
         is_whole = CONFIG_FILE in found
         what, anew = ("a run", ", start anew with --overwrite,") if is_whole else (f"{found[0]} of a run", "")
@@ -48,31 +42,15 @@ def check(directory: Path, config: Config) -> None:
             f"output_dir {directory} holds {what} already: resume it with --resume auto{anew} or name another "
             "--output-dir"
         )
-    if config.overwrite and found and not is_incomplete and not _is_config_of_a_run(directory / CONFIG_FILE):
+    if config.overwrite and found and not _is_config_of_a_run(directory / CONFIG_FILE):
         raise ConfigError(
             f"output_dir {directory} holds {found[0]}, but no {CONFIG_FILE} of a run: --overwrite deletes only what a "
             "run made; name another --output-dir"
-        )
-    if here and is_incomplete:
-        source = (directory / INCOMPLETE_COPY_FILE).read_text(encoding="utf-8")
-        raise ConfigError(
-            f"output_dir {directory} holds only a part of what it takes from {source}: --resume {shlex.quote(source)}"
         )
     if config.resume == "auto" and found and not {CONFIG_FILE, CHECKPOINTS_DIR} & set(found):
         raise ConfigError(
             f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to resume "
             "from: name another --output-dir"
-        )
-    if config.resume in ("never", "auto"):
-        return
-    if found and not here and not is_incomplete:
-        raise ConfigError(
-            f"output_dir {directory} holds a run already, resume {config.resume!r} would begin another: resume the "
-            "one that is there with --resume auto, or name a new --output-dir"
-        )
-    if not (Path(config.resume) / CHECKPOINTS_DIR).is_dir():
-        raise ConfigError(
-            f"resume {config.resume!r} is neither 'never', 'auto' nor a run directory with {CHECKPOINTS_DIR}/"
         )
 
 
@@ -89,11 +67,6 @@ def _links(directory: Path) -> Iterator[Path]:
 def _holds(path: Path) -> bool:
     """Whether a file is there, or a directory with anything in it: an empty one is left by a run killed at once."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def is_incomplete_copy(directory: Path) -> bool:
-    """Whether a kill came while another run's files were copied here; they are to be cleared."""
-    return (directory / INCOMPLETE_COPY_FILE).exists()
 
 
 def _is_config_of_a_run(path: Path) -> bool:
@@ -124,28 +97,10 @@ def clear(directory: Path) -> None:
 
 
 def write_config(directory: Path, config: Config) -> None:
-    """Write the resolved config, such that `--config` reads it back for a new run or, with `--resume auto`, to go
-    on. It comes last of what a run begins with: the copy is complete from here on.
-    """
+    """Write the resolved config, which `--config` reads back for a new run or, with `--resume auto`, to go on."""
     directory.mkdir(parents=True, exist_ok=True)
     lasting = dataclasses.replace(config, resume="never", overwrite=False, allow_changed_inputs=False)
     write_text(directory / CONFIG_FILE, dump(lasting))
-    (directory / INCOMPLETE_COPY_FILE).unlink(missing_ok=True)
-
-
-def copy_from(directory: Path, source: Path) -> None:
-    """Start a run's files from those of another run that it resumes: metrics, completions, the evaluation before it.
-    `write_config` ends this.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / INCOMPLETE_COPY_FILE, str(source.resolve()))
-    if (source / METRICS_FILE).exists():
-        shutil.copyfile(source / METRICS_FILE, directory / METRICS_FILE)
-    if (source / COMPLETIONS_DIR).is_dir():
-        shutil.copytree(source / COMPLETIONS_DIR, directory / COMPLETIONS_DIR, dirs_exist_ok=True)
-    before = EvaluationResults(source).get("before")
-    if before is not None:
-        EvaluationResults(directory).put("before", before)
 
 
 def dump_batch(directory: Path, step: int, batch: Batch) -> None:

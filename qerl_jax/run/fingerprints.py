@@ -48,8 +48,7 @@ def fingerprints(
 
 def prompts_date(config: Config) -> datetime.date:
     """The date that the chat template writes into prompts: that of the run to resume, or today."""
-    directory = config.output_dir if config.resume in ("never", "auto") else config.resume
-    saved = None if config.resume == "never" else saved_input(Path(directory), PROMPTS_DATE)
+    saved = None if config.resume == "never" else saved_input(Path(config.output_dir), PROMPTS_DATE)
     return datetime.date.fromisoformat(saved) if saved else datetime.date.today()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +25,7 @@ from qerl_jax.config import Config
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
-from qerl_jax.reporting.metrics import cut_back, rows_until
+from qerl_jax.reporting.metrics import cut_back
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
@@ -55,12 +54,12 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     checkpoints, place = None, (0, 0)
     if run.replicas.is_first:
         run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
-        if config.overwrite or run_directory.is_incomplete_copy(directory):
+        if config.overwrite:
             run_directory.clear(directory)
         checkpoints = Checkpointer(directory, config.save_total_limit or LARGEST_INT, inputs)
-        state = restore(config, checkpoints, state, console, inputs)
-        run_directory.write_config(directory, config)
+        state = restore(config, checkpoints, state, console)
         place = int(state.step), cut_back(directory, int(state.step))
+        run_directory.write_config(directory, config)
     step, tokens = run.replicas.broadcast(place)
     if checkpoints is None and step:
         state = Checkpointer(directory, keep=None, inputs=inputs).restore(state, step)
@@ -79,31 +78,24 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     return recorder, state
 
 
-def restore(
-    config: Config, checkpoints: Checkpointer, state: TrainState, console: Console, inputs: Mapping[str, str]
-) -> TrainState:
-    """The newest checkpoint under `resume`, together with the files of its run if that is another; else `state`."""
+def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
+    """The newest checkpoint under `resume`; else `state`."""
     if config.resume == "never":
         return state
-    directory = Path(config.output_dir)
-    elsewhere = config.resume != "auto" and Path(config.resume).resolve() != directory.resolve()
-    source = Checkpointer(Path(config.resume), keep=None, inputs=inputs) if elsewhere else checkpoints
-    for step in source.incomplete_steps():
-        console.print(f"{source.directory / str(step)} is incomplete and ignored: it has no manifest", markup=False)
-    if config.resume == "auto" and source.latest_step() is None:
-        console.print(f"no checkpoint to resume in {directory}: starting from the beginning", markup=False)
+    for step in checkpoints.incomplete_steps():
+        console.print(
+            f"{checkpoints.directory / str(step)} is incomplete and ignored: it has no manifest", markup=False
+        )
+    if checkpoints.latest_step() is None:
+        console.print(f"no checkpoint to resume in {config.output_dir}: starting from the beginning", markup=False)
         return state
-    state = source.restore(state)
-    if (before := source.max_steps(int(state.step))) != config.max_steps:
+    state = checkpoints.restore(state)
+    if (before := checkpoints.max_steps(int(state.step))) != config.max_steps:
         console.print(
             f"max_steps: {before} -> {config.max_steps}; learning rate and noise are those of the new length from here "
             "on",
             markup=False,
         )
-    rows_until(source.directory.parent, int(state.step))
-    if elsewhere:
-        run_directory.copy_from(directory, Path(config.resume))
-        checkpoints.save(state)
     console.print(f"resuming after step {int(state.step)} of {config.num_rollouts}", markup=False)
     return state
 

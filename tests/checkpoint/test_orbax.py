@@ -76,7 +76,7 @@ def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
         MetricsFile(directory).append(step, {"num_tokens": step})
     config = dataclasses.replace(state.config, output_dir=str(directory), resume="auto")
     checkpoints = Checkpointer(directory, 3)
-    assert_same(lifecycle.restore(config, checkpoints, state, Console(quiet=True), {}), at(state, 2))
+    assert_same(lifecycle.restore(config, checkpoints, state, Console(quiet=True)), at(state, 2))
     checkpoints.close()
 
 

@@ -14,8 +14,6 @@ import pytest
 import runs
 
 from qerl_jax.config import Config, ConfigError
-from qerl_jax.evaluation import Evaluation
-from qerl_jax.reporting.metrics import EvaluationResults, MetricsFile, read_metrics, write_completions
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.lock import locked, refuse_locked
 
@@ -141,18 +139,3 @@ def test_overwrite_refuses_a_directory_that_is_no_run(tmp_path, files, first):
     write(tmp_path, files)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} holds {first}, but no config.yaml of a run")):
         run_directory.check(tmp_path, config_of(tmp_path))
-
-
-def test_a_run_that_goes_on_elsewhere_takes_its_records_and_the_evaluation_before_it(tmp_path):
-    """Not the one after its end; and the copy counts as incomplete until the run begins."""
-    source, new = tmp_path / "source", tmp_path / "new"
-    source.mkdir()
-    MetricsFile(source).append(1, {"num_tokens": 5})
-    write_completions(source, 1, {"completion": ["a"]})
-    before, after = (Evaluation(share, 0.0, 1.0, 0.9, 1.0, 0.0, 12.5, 200, 1) for share in (0.25, 0.75))
-    for name, result in ("before", before), ("after", after):
-        EvaluationResults(source).put(name, result)
-    run_directory.copy_from(new, source)
-    assert EvaluationResults(new).all() == {"before": before}
-    assert read_metrics(new) == [{"step": 1, "num_tokens": 5}] and run_directory.is_incomplete_copy(new)
-    assert [path.name for path in (new / "completions").iterdir()] == ["step_000001.parquet"]
