@@ -56,7 +56,6 @@ _SAME = (
     "prompt_format",
     "system_prompt",
     "overlong_prompts",
-    "max_completion_length",
     "rollout_memory_gb",
     "batch_invariant",
     "deterministic",
@@ -76,6 +75,7 @@ _RENAMED = {
     "top_p": "eval_top_p",
     "batch_size": "eval_batch_size",
 }
+_LENGTHS = ("max_prompt_length", "max_completion_length")  # of Config, with defaults of their own
 _FIELDS = _RENAMED | {name: name for name in _SAME}
 _NOT_SETTINGS = (  # no item depends on these
     *("output", "records", "compilation_cache_dir", "reward_workers", "vllm_gpu_memory_utilization"),
@@ -103,6 +103,8 @@ class _OwnArguments(launch.Devices):
     """Only the first so many problems."""
     max_prompt_length: int = 4096
     """Most tokens of a prompt; `overlong_prompts` says what happens to longer ones."""
+    max_completion_length: int = 4096
+    """Longest completion in tokens."""
     few_shot: str | None = None
     """Few-shot prompts as plain text, without chat template and system prompt. wei: the 8 examples of Wei et al. 2022
     (GSM8K); minerva: the 4 of Lewkowycz et al. 2022 (MATH); a number: so many worked solutions of the train split,
@@ -163,7 +165,7 @@ def _config(arguments: Any) -> Config:
         given = {name: getattr(arguments, flag) for flag, name in _FIELDS.items()}
         if given["rollout_backend"] == "vllm" and given["vllm_gpu_memory_utilization"] is None:
             given["vllm_gpu_memory_utilization"] = _VLLM_SHARE
-        given |= {name: getattr(arguments, name) for name in ("model", "adapter", "max_prompt_length")}
+        given |= {name: getattr(arguments, name) for name in ("model", "adapter", *_LENGTHS)}
         return Config(**given)
     except ConfigError as error:
         message = str(error)

@@ -97,9 +97,9 @@ def test_a_value_of_python_that_is_no_such_number(value):
 
 
 def test_defaults_that_decide_what_a_run_computes():
-    """The paper's (§4 and appendix), else those of the released scripts, but for learning rate and noise."""
+    """The paper's (§4 and appendix), else those of the released scripts, but for learning rate, noise and sizes."""
     expected = {
-        "batch_size": 128, "num_generations": 8, "num_iterations": 1, "max_steps": -1, "num_train_epochs": 1.0,
+        "batch_size": 256, "num_generations": 8, "num_iterations": 1, "max_steps": -1, "num_train_epochs": 1.0,
         "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "weight_decay": 0.1,
         "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 0.2,
         "lora_rank": 32, "lora_alpha": None, "use_rslora": False, "train_norms": False,
@@ -107,7 +107,7 @@ def test_defaults_that_decide_what_a_run_computes():
         "beta": 0.0, "importance_sampling_mode": "token_truncate", "importance_sampling_cap": 2.0,
         "importance_sampling_floor": None, "scale_rewards": "group", "mask_truncated_completions": False,
         "dynamic_sampling": False, "max_refill_rounds": 4, "reward_timeout": 20.0, "overlong_buffer": None,
-        "max_prompt_length": 512, "max_completion_length": 4096, "seed": 0,
+        "max_prompt_length": 512, "max_completion_length": 1024, "seed": 0,
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
         "sigma_start": 0.0, "sigma_end": 0.0, "num_stages": 10, "noise_schedule": "exponential",
         "noise_formula": "qerl", "noise_target": "norms",
@@ -115,7 +115,7 @@ def test_defaults_that_decide_what_a_run_computes():
     }  # fmt: skip
     config = Config()
     assert {name: getattr(config, name) for name in expected} == expected
-    assert config.upper_clip == 0.28 and config.lora.scale == 1 and config.overlong_tokens == 819
+    assert config.upper_clip == 0.28 and config.lora.scale == 1 and config.overlong_tokens == 204
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_defaults_that_decide_what_a_run_computes():
         ("{rollout_backend: vllm, vllm_gpu_memory_utilization: 0.95}", ["must lie in (0, 0.9], got 0.95"]),
         ("vllm_gpu_memory_utilization: 0.5", ["0.5 has no meaning for rollout_backend 'jax'"]),
         ("warmup_ratio: 1", ["warmup_ratio must lie in [0, 1), got 1.0"]),
-        ("overlong_buffer: 5000", ["overlong_buffer 5000 exceeds max_completion_length 4096"]),
+        ("overlong_buffer: 5000", ["overlong_buffer 5000 exceeds max_completion_length 1024"]),
         ("{dataset: [math, gsm8k], dataset_weights: [1]}", ["2 dataset", "1 dataset_weights"]),
         ("{dataset: [math, gsm8k], dataset_weights: [1, 0]}", ["dataset_weights", "0", "'gsm8k'"]),
         ("overlong_prompts: cut", ["overlong_prompts", "'cut'", "truncate_left"]),
@@ -219,8 +219,8 @@ def test_epochs_make_the_steps_of_trl():
 def test_given_steps_count_and_epochs_need_a_rollout_of_problems():
     given = Config(max_steps=7, num_train_epochs=3, num_iterations=4)
     assert given.with_max_steps(10**6) is given and given.num_rollouts == 2
-    with pytest.raises(ConfigError, match="15 problems are fewer than the 16 of one rollout"):
-        Config().with_max_steps(15)
+    with pytest.raises(ConfigError, match="31 problems are fewer than the 32 of one rollout"):
+        Config().with_max_steps(31)
     with pytest.raises(ConfigError, match=r"num_train_epochs 1\.0 needs the number of problems"):
         _ = Config().num_rollouts
 

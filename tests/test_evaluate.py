@@ -20,7 +20,7 @@ from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import dump
-from qerl_jax.evaluate import main
+from qerl_jax.evaluate import main, parse
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.models.lora import LoraConfig
@@ -44,6 +44,13 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
     assert "4 problems" in printed
     result = runs.read_json(output)
     assert (result["problems"], result["truncated"], result["accuracy"]) == (4, 1.0, 0.0)
+
+
+def test_lengths_are_longer_than_those_of_training():
+    _, config = parse(["tiny", "--dataset", "arithmetic"])
+    assert (config.max_prompt_length, config.max_completion_length) == (4096, 4096)
+    _, config = parse(["tiny", "--dataset", "arithmetic", "--max-completion-length", "9"])
+    assert (config.max_prompt_length, config.max_completion_length) == (4096, 9)
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,9 @@ class Config:
     num_train_epochs: float = 1.0
     """Passes over the dataset, where max_steps is -1; a pass is problems // (batch_size / num_generations) rollouts.
     The resolved config has the max_steps that follows. As a flag it replaces a file's max_steps."""
-    batch_size: int = 128
-    """Completions per step, of `batch_size / num_generations` prompts."""
+    batch_size: int = 256
+    """Completions per step, of `batch_size / num_generations` prompts. The longest completion bounds a rollout's time,
+    so that many cost little more than few."""
     num_iterations: int = 1
     """Optimizer updates per rollout, each over the whole batch."""
     learning_rate: float = 1e-4
@@ -211,8 +212,9 @@ class Config:
     allow_code_execution: bool = False
     """Let the reward "code" execute generated programs, each in bubblewrap (Linux)."""
 
-    max_completion_length: int = 4096
-    """Longest completion in tokens."""
+    max_completion_length: int = 1024
+    """Longest completion in tokens; QeRL's recipes have 4096. A completion that never ends holds up its step until
+    then, one that is cut off earns nothing: the report says how many were."""
     temperature: float = 1.0
     """Sampling temperature of rollouts, also applied to the trainer's log-probabilities."""
     top_k: int = 0
