@@ -118,3 +118,11 @@ def test_what_takes_hopper_is_refused_before_the_compiler(arch):
     if arch < 90:
         with pytest.raises(ValueError, match=r"cluster_wait needs compute capability 9\.0, this is for 8"):
             PtxMachine(arch).cluster_wait()
+
+
+def test_a_kernel_of_unstated_target_has_only_what_every_gpu_has():
+    pytest.importorskip("jax", "0.11")
+    from qerl_kernels.ptx.instructions import PtxMachine
+
+    with pytest.raises(ValueError, match=r"fence_proxy_async needs compute capability 9\.0, this is for 8"):
+        PtxMachine().fence_proxy_async()

@@ -107,7 +107,7 @@ def init_mbarrier(mbarrier: jax.Ref, expected: jax.Array) -> None:
     """Prepares this CTA's `mbarrier` (8 bytes of shared memory) for so many bytes, and announces it to the cluster."""
 
     def emit(ctx, mbarrier, expected):
-        machine = PtxMachine()
+        machine = PtxMachine(90)
         barriers = [(machine.shared_address(mbarrier), I32(expected.registers.item()))]
         machine.init_mbarriers(barriers, machine.thread_index())
 
@@ -116,14 +116,14 @@ def init_mbarrier(mbarrier: jax.Ref, expected: jax.Array) -> None:
 
 def cluster_wait() -> None:
     """Waits until every thread of the cluster has announced its mbarrier."""
-    plgpu.inline_mgpu()(lambda ctx: PtxMachine().cluster_wait())()
+    plgpu.inline_mgpu()(lambda ctx: PtxMachine(90).cluster_wait())()
 
 
 def wait_for_partials(mbarrier: jax.Ref) -> None:
     """Waits until all bytes that `init_mbarrier` expects have come."""
 
     def emit(ctx, mbarrier):
-        machine = PtxMachine()
+        machine = PtxMachine(90)
         machine.mbarrier_wait(machine.shared_address(mbarrier))
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(mbarrier)
@@ -136,7 +136,7 @@ def send(partial: Partial, slot: jax.Ref, mbarrier: jax.Ref) -> None:
     """Writes a partial to `slot` of CTA 0 and counts its bytes on `mbarrier` there."""
 
     def emit(ctx, m, l, out, slot, mbarrier):  # noqa: E741
-        machine = PtxMachine()
+        machine = PtxMachine(90)
         place, barrier = _place(machine, slot), machine.shared_address(mbarrier)
         for byte, pair in _pairs(m, l, out):
             machine.st_async(place, machine.i32(0), pair, barrier, byte=byte)

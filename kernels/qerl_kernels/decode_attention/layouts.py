@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from qerl_kernels.ptx.values import F32, I32, element
+from qerl_kernels.ptx.values import F32, I32, as_word
 
 # [warps, rows, queries] as the accumulators C lie: each warp has its own.
 ACCUMULATOR = plgpu.Layout.TILED(
@@ -54,5 +54,4 @@ def f32_pair(first: F32, second: F32) -> ir.Value:
 
 def words(registers: Sequence[ir.Value]) -> list[I32]:
     """Vectors of two 16-bit numbers as 32-bit words."""
-    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    return [I32(element(mgpu.utils.bitcast(register, one), 0)) for register in registers]
+    return [as_word(register) for register in registers]

@@ -47,7 +47,7 @@ class TmaStages:
         `ldmatrix` under way: about one pair in a thousand to ten thousand was torn.
         """
         del use, is_values
-        plgpu.inline_mgpu()(lambda ctx: PtxMachine().fence_proxy_async())()
+        plgpu.inline_mgpu()(lambda ctx: PtxMachine(90).fence_proxy_async())()
         plgpu.barrier_arrive(self.shared.empty.at[stage])
 
 

@@ -92,5 +92,5 @@ def _dequantize_lane(ctx, words, scales):
     [word], [scale] = words.registers.flat, scales.registers.flat
     words, scales = ([I32(element(vec, i)) for i in range(count)] for vec, count in ((word, 4), (scale, 2)))
     return as_fragments(
-        [[each.value for each in registers] for registers in weight_fragments(PtxMachine(), words, scales)]
+        [[each.value for each in registers] for registers in weight_fragments(PtxMachine(90), words, scales)]
     )

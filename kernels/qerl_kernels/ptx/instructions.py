@@ -45,10 +45,10 @@ class PtxMachine:
     """Emits the instructions of one thread; see `values` for its arithmetic.
 
     Attributes:
-      arch: compute capability of the target times ten.
+      arch: compute capability of the target times ten; by default the least that any kernel runs on.
     """
 
-    def __init__(self, arch: int = 90):
+    def __init__(self, arch: int = 80):
         self.arch = arch
 
     # ---- values and control ----

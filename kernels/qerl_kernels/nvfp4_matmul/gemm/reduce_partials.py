@@ -37,7 +37,7 @@ def reduce_partials(partials_g: jax.Ref, lora_x_s: jax.Ref, registers: int | Non
 
     def program(ctx, partials_g: ir.Value, lora_x_s: ir.Value) -> None:
         del ctx
-        machine = PtxMachine()
+        machine = PtxMachine(90)
         thread = machine.thread_index() % 128 - 32
         source = Ptr(mgpu.utils.memref_ptr(partials_g))
         emit(machine, source, machine.shared_address(lora_x_s), thread, shape, rows, registers)

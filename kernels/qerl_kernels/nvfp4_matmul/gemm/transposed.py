@@ -152,7 +152,7 @@ def load_transposed(words_s: jax.Ref, scales_s: jax.Ref) -> tuple[jax.Array, jax
 
     def program(ctx, words_s, scales_s):
         del ctx
-        machine = PtxMachine()
+        machine = PtxMachine(90)
         thread = machine.thread_index()
         addresses = [machine.shared_address(ref) for ref in (words_s, scales_s)]
         words, scales = emit_load(machine, *addresses, thread)
@@ -187,7 +187,7 @@ def store_transposed(out_s: jax.Ref, y: jax.Array) -> None:
 
     def program(ctx, out_s, y):
         del ctx
-        machine = PtxMachine()
+        machine = PtxMachine(90)
         at, thread = machine.shared_address(out_s), machine.thread_index()
         emit_store(machine, at, thread, [as_word(register) for register in y.registers.flat])
 
@@ -212,7 +212,7 @@ def dequantize_transposed(words: jax.Array, scales: jax.Array) -> jax.Array:
 
     def program(ctx, words, scales):
         del ctx
-        machine = PtxMachine()
+        machine = PtxMachine(90)
         thread = machine.thread_index()
         pairs, words = ([I32(element(vec, 0)) for vec in array.registers.flat] for array in (scales, words))
         fragments = emit_dequantize(machine, words, pairs, thread)

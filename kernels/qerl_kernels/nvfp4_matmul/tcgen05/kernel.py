@@ -213,7 +213,7 @@ def _dequantize_thread(ctx, words, scales):
     words, scales = ([[I32(element(vec, i)) for i in range(count)] for vec in array.registers.flat]
                      for array, count in ((words, 4), (scales, 2)))  # fmt: skip
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    registers = emit_dequantize(PtxMachine(), words, scales)
+    registers = emit_dequantize(PtxMachine(100), words, scales)
     for place, register in np.ndenumerate(registers):
         registers[place] = mgpu.utils.bitcast(register.value, pair)
     layout = plgpu.Layout.TCGEN05.to_mgpu()
