@@ -338,7 +338,8 @@ def normalized(printed: str) -> str:
 def record_case(case: Case) -> tuple[str, list[int]]:
     """(normalized PTX, arguments of the launch: grid, cluster and block dimensions, bytes of shared memory)."""
     printed = dumped(case)
-    [launch] = re.findall(r"call i32 @mosaic_gpu_launch_kernel\(([^)]*)\)", printed)
+    of_jax_11, of_jax_12 = "i32 @mosaic_gpu_launch_kernel", "void @mosaic_gpu_build_kernel_spec"
+    [launch] = re.findall(rf"call (?:{of_jax_11}|{of_jax_12})\(([^)]*)\)", printed)
     return normalized(printed), [int(value) for value in re.findall(r"i32 (\d+)", launch)]
 
 
