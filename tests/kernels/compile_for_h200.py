@@ -16,6 +16,7 @@ the first for the product, the last for the products of a 7B decode step with ad
 the folder.
 """
 
+import dataclasses
 import os
 import re
 import sys
@@ -31,30 +32,16 @@ else:
 
 import jax
 import jax.numpy as jnp
-from qerl_kernels.decode_attention import kernel as attention
-from qerl_kernels.decode_prologue import config as prologue_config
-from qerl_kernels.decode_prologue import kernel as prologue
-from qerl_kernels.formats import PackedNvfp4
+from compare_ptx import PROGRAMS, Case
+from compare_ptx import packed_weight as weight
 from qerl_kernels.nvfp4_matmul import cases
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.gemm.kernel import gemm
-from qerl_kernels.nvfp4_matmul.gemm.transposed import gemm_dx
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
-from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
 from qerl_kernels.ops import silu_mul
-from qerl_kernels.rope_cache import kernel as rope
 
 
-def weight(n: int, k: int) -> PackedNvfp4:
-    tiles, units = -(-n // 64), -(-k // 64)
-    words = jax.ShapeDtypeStruct((tiles, units, 4, 128), jnp.uint32)
-    scales = jax.ShapeDtypeStruct((tiles, units, 64), jnp.uint32)
-    rows = jax.ShapeDtypeStruct((tiles * 64,), jnp.float32)
-    return PackedNvfp4(words, scales, rows, jax.ShapeDtypeStruct((n,), jnp.float32), (n, k), True, 16, True)
-
-
-def matmul_program(
+def matmul_case(
     m: int,
     n: int,
     k: int,
@@ -63,25 +50,28 @@ def matmul_program(
     adapters: int,
     rank: int = 32,
     parts: int = 0,
-) -> None:
-    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    args = [bf16(m, n if transposed else k), weight(n, k)]
-    is_own = isinstance(config, SkinnyConfig) and config.computes_lora_x
-    if adapters:
-        a_or_t = bf16(k, rank * adapters) if is_own else bf16(m, 64 * adapters)
-        if parts:
-            a_or_t = jax.ShapeDtypeStruct((parts, m, rank * adapters), jnp.float32)
-        args += [bf16(n), a_or_t, *[bf16(rank, n // adapters)] * adapters]
+) -> Case:
+    is_skinny = isinstance(config, SkinnyConfig)
+    form = "own" if is_skinny and config.computes_lora_x else "partials" if parts else "whole"
+    shape = ("dx" if transposed else "forward", m, n, k)
+    lora = (form, rank, (n // adapters,) * adapters, parts) if adapters else ()
+    name, values = "skinny" if is_skinny else "gemm", dataclasses.astuple(config)
+    return Case(name, shape, values, lora, "bfloat16" if adapters else "")
 
-    def call(x, weight, bias=None, a_or_t=None, *expand):
-        if isinstance(config, SkinnyConfig):
-            given = {"lora_a" if is_own else "lora_x": a_or_t}
-            return skinny_matmul(x, weight, config, bias=bias, lora_b=expand, scale=2.0, **given)
-        if transposed:
-            return gemm_dx(x, weight, config)
-        return gemm(x, weight, config, bias=bias, lora_x=a_or_t, lora_b=expand, scale=2.0)
 
-    refuse_copies(compiled(call, args))
+def prologue_case(kind: str, tokens: int, features: int, *ranks: int) -> Case:
+    kind, _, partials = kind.partition(" ")
+    return Case("prologue", (kind, tokens, features), lora=(partials or "whole", *ranks) if ranks else ())
+
+
+def kernel_program(case: Case) -> None:
+    """A kernel alone in a program, which copies neither a weight nor a cache."""
+    call, args = PROGRAMS[case.kernel](case)
+    program = compiled(call, args, donated=(4, 5) if case.kernel == "rope" else ())
+    if case.kernel in ("attention", "rope"):
+        copied = [line for line in program.splitlines() if " copy(" in line]
+        assert not copied, f"a cache is copied: {copied}"
+    refuse_copies(program)
 
 
 def refuse_copies(program: str) -> None:
@@ -110,45 +100,6 @@ def step_program(layers: int) -> None:
     all_lists = [inputs, weights, b, a]
     program = compiled(lambda *lists: [product(*one) for one in zip(*lists, strict=True)], all_lists)
     refuse_copies(program)
-
-
-def attention_program(rows: int, heads: int, kv_heads: int, width: int, slots: int, own_slots: int) -> None:
-    cache = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    prompt, own = cache(3, kv_heads, slots, width), cache(rows, kv_heads, own_slots, width)
-    q = jax.ShapeDtypeStruct((rows, heads, width), jnp.bfloat16)
-    program = compiled(
-        lambda *args: attention.decode_attention(*args, scale=0.1),
-        [q, prompt, prompt, numbers, numbers, own, own, numbers],
-    )
-    copied = [line for line in program.splitlines() if " copy(" in line]
-    assert not copied, f"a cache is copied: {copied}"
-
-
-def prologue_program(kind: str, tokens: int, features: int, *ranks: int) -> None:
-    norm = kind == "norm"
-    kind, _, partials = kind.partition(" ")
-    more = {"eps": 1e-6, "residual": True} if norm else {"partials": bool(partials)}
-    spec = prologue_config.PrologueSpec(kind, tokens, features, ranks, **more)
-    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
-    inputs = [bf16(tokens, features * (2 if kind == "silu" else 1))]
-    if norm:
-        wide = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, features), (features,))]
-        inputs = [wide[0], *inputs, wide[1]]
-    a = [bf16(features, sum(ranks))] if ranks else []
-    config = prologue_config.best_config(spec)
-    call = lambda *args: prologue.fused_prologue(spec, config, args[: len(inputs)], args[-1] if a else None)  # noqa: E731
-    compiled(call, inputs + a)
-
-
-def rope_program(rows: int, heads: int, kv_heads: int, width: int) -> None:
-    array = jax.ShapeDtypeStruct
-    cache = array((rows, kv_heads, 256, width), jnp.bfloat16)
-    qkv = array((rows, (heads + 2 * kv_heads) * width), jnp.bfloat16)
-    angles, slots = array((rows, width // 2), jnp.float32), array((rows,), jnp.int32)
-    program = compiled(rope.rope_and_cache, [qkv, angles, angles, slots, cache, cache], donated=(4, 5))
-    copied = [line for line in program.splitlines() if " copy(" in line]
-    assert not copied, f"a cache is copied: {copied}"
 
 
 def swiglu_gradient_program(tokens: int, hidden: int, inner: int) -> None:
@@ -185,12 +136,15 @@ def compiled(call, args, donated: tuple[int, ...] = ()) -> str:
 
 
 if __name__ == "__main__":
-    programs = {
-        "attention": attention_program,
-        "prologue": prologue_program,
-        "rope": rope_program,
-        "swiglu gradient": swiglu_gradient_program,
-        "step": lambda layers, _: step_program(layers),
+    kernels = {
+        "attention": lambda *shape: Case("attention", shape, bias="bfloat16"),
+        "prologue": prologue_case,
+        "rope": lambda *shape: Case("rope", shape, bias="bfloat16"),
     }
     for case in map(eval, sys.argv[1:]):
-        programs[case[0]](*case[1:]) if case[0] in programs else matmul_program(*case)
+        if case[0] == "step":
+            step_program(case[1])
+        elif case[0] == "swiglu gradient":
+            swiglu_gradient_program(*case[1:])
+        else:
+            kernel_program(kernels[case[0]](*case[1:]) if case[0] in kernels else matmul_case(*case))
