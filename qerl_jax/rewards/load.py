@@ -51,14 +51,10 @@ class Rewards(dict[str, Reward]):
             self.pool.close()
 
 
-def check_rewards(names: Sequence[str], workers: int, timeout: float, allow_code_execution: bool = False) -> None:
-    """Raise RewardError for everything `load_rewards` refuses before it runs code: limits out of range, unknown names,
-    built-in rewards whose package or system feature is missing, and "code" without `allow_code_execution`.
+def check_rewards(names: Sequence[str], allow_code_execution: bool = False) -> None:
+    """Raise RewardError for everything `load_rewards` refuses before it runs code: unknown names, built-in rewards
+    whose package or system feature is missing, and "code" without `allow_code_execution`.
     """
-    if workers < 0:
-        raise RewardError(f"reward_workers must be at least 0, got {workers}")
-    if not timeout > 0:
-        raise RewardError(f"reward_timeout must be above 0, got {timeout}")
     if "code" in names and not allow_code_execution:
         raise RewardError(
             "reward 'code' runs programs that the policy wrote: refused without allow_code_execution "
@@ -90,7 +86,7 @@ def load_rewards(
 
     Raises RewardError as `check_rewards` does, and for a file whose function cannot be loaded.
     """
-    check_rewards(names, workers, timeout, allow_code_execution)
+    check_rewards(names, allow_code_execution)
     outside = [name for name in names if name in IN_WORKERS or name not in functions.BUILT_IN]
     rewards = Rewards()
     in_files = [name for name in outside if not isinstance(name, Given)]

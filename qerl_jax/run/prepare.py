@@ -209,10 +209,9 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
     run_directory.check(Path(config.output_dir), config)
     refuse_locked(Path(config.output_dir))
     sinks.check(config)
-    grading = config.reward_workers, config.reward_timeout, config.allow_code_execution
-    check_rewards(config.reward_funcs, *grading)
+    check_rewards(config.reward_funcs, config.allow_code_execution)
     if config.eval_dataset:
-        check_rewards((correctness_reward(config.eval_dataset),), *grading)
+        check_rewards((correctness_reward(config.eval_dataset),), config.allow_code_execution)
         check_dataset(config.eval_dataset, "test")
     for name in config.dataset:
         check_dataset(name, "train")

