@@ -109,6 +109,16 @@ def draw(rows, widths, ranks, scale=0.5, beside=True):
     return jnp.asarray(normal(rows, K), jnp.bfloat16), packed_weight(), loras
 
 
+def compiled(function, *arguments):
+    """A result by one program, for which kernels are called anew: each operation by itself compiles for 40 ms."""
+    return jax.jit(lambda *arguments: function(*arguments))(*arguments)
+
+
+def opaque(weight):
+    """A constant of a program that XLA does not compute with while it compiles."""
+    return jax.lax.optimization_barrier(weight)
+
+
 def near(got, expected):
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     np.testing.assert_allclose(got, expected, rtol=2.0**-7, atol=2.0**-7 * np.abs(expected).max())
@@ -146,21 +156,24 @@ def test_partials_are_reduced(calls, monkeypatch, widths, ranks):
     of_gemm = "parts" if len(ranks) == 1 else "whole"
     halves = [x[:, part].astype(jnp.float32) @ loras[0].a[part].astype(jnp.float32) for part in np.s_[:200, 200:]]
     parts = jnp.stack(halves)
-    expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
-    product = lambda x, parts, **more: nvfp4_matmul(x, weight, None, loras, lora_x=parts, **more)  # noqa: E731
-    near(product(x, parts), expected)
-    near(product(x, parts, implementation="xla"), expected)
-    near(product(jnp.tile(x, (2, 1)), jnp.tile(parts, (1, 2, 1)))[8:], expected)
-    several = jax.vmap(product)(x.reshape(2, 4, K), jnp.moveaxis(parts.reshape(2, 2, 4, -1), 1, 0))
+    expected = compiled(lambda x: nvfp4_matmul(x, opaque(weight), None, loras, implementation="xla"), x)
+
+    def product(x, parts, **more):
+        return nvfp4_matmul(x, opaque(weight), None, loras, lora_x=parts, **more)
+
+    near(compiled(product, x, parts), expected)
+    near(compiled(functools.partial(product, implementation="xla"), x, parts), expected)
+    near(compiled(product, jnp.tile(x, (2, 1)), jnp.tile(parts, (1, 2, 1)))[8:], expected)
+    several = compiled(jax.vmap(product), x.reshape(2, 4, K), jnp.moveaxis(parts.reshape(2, 2, 4, -1), 1, 0))
     near(several.reshape(8, N), expected)
-    near(jax.vmap(product)(jnp.stack([-x, x, -x]), jnp.stack([-parts, parts, -parts]))[1], expected)
-    near(product(jnp.tile(x, (9, 1)), jnp.tile(parts, (1, 9, 1)))[64:], expected)
+    near(compiled(jax.vmap(product), jnp.stack([-x, x, -x]), jnp.stack([-parts, parts, -parts]))[1], expected)
+    near(compiled(product, jnp.tile(x, (9, 1)), jnp.tile(parts, (1, 9, 1)))[64:], expected)
     kinds = [call for call in calls if call[1] in (8, 16, 24, 72)]
     assert {("few", 8, "parts"), ("many", 16, of_gemm), ("many", 24, of_gemm), ("many", 72, "whole")} == set(kinds)
-    near(product(x, parts, batch_invariant=True), expected)
+    near(compiled(functools.partial(product, batch_invariant=True), x, parts), expected)
     assert calls[-1] == ("many", 8, "whole")
-    over_x = jax.vmap(product, in_axes=(0, None))(jnp.stack([x, x]), parts)  # as many as there are parts
-    over_parts = jax.vmap(product, in_axes=(None, 0))(x, jnp.stack([parts, parts[::-1]]))
+    over_x = compiled(jax.vmap(product, in_axes=(0, None)), jnp.stack([x, x]), parts)  # as many as there are parts
+    over_parts = compiled(jax.vmap(product, in_axes=(None, 0)), x, jnp.stack([parts, parts[::-1]]))
     for several in (*over_x, *over_parts):
         near(several, expected)
     with pytest.raises(ValueError, match=r"lora_x is float32\[2, 8, \d+\], .* need float32\[2, 8, \d+\]"):
@@ -172,21 +185,22 @@ def test_gradients_need_lora_x(calls):
 
     def loss(x, b, implementation):
         lora = types.SimpleNamespace(a=loras[0].a, b=b, scale=0.5, offset=0)
-        return nvfp4_matmul(x, weight, None, [lora], implementation=implementation).astype(jnp.float32).sum()
+        return nvfp4_matmul(x, opaque(weight), None, [lora], implementation=implementation).astype(jnp.float32).sum()
 
-    ours = jax.grad(loss, (0, 1))(x, loras[0].b, None)
+    ours = compiled(jax.grad(functools.partial(loss, implementation=None), (0, 1)), x, loras[0].b)
     assert calls == [("shrink", 4, (16,)), ("few", 4, "whole"), ("many", 4, None)]
-    for got, expected in zip(ours, jax.grad(loss, (0, 1))(x, loras[0].b, "xla"), strict=True):
+    theirs = compiled(jax.grad(functools.partial(loss, implementation="xla"), (0, 1)), x, loras[0].b)
+    for got, expected in zip(ours, theirs, strict=True):
         near(got, expected)
 
 
 def test_a_batch_of_few_rows_may_be_many(calls):
     """`vmap` makes one GEMM of all rows; where that is not the skinny kernel, `x A` is computed for it."""
     x, weight, loras = draw(8, (256, 256), (32, 8))
-    one = lambda x: nvfp4_matmul(x, weight, None, loras)  # noqa: E731
-    expected = nvfp4_matmul(x, weight, None, loras, implementation="xla")
-    near(jax.vmap(one)(x.reshape(2, 4, K)).reshape(8, N), expected)
-    near(jax.vmap(one)(jnp.stack([x, x, x]))[1], expected)
+    one = lambda x, **more: nvfp4_matmul(x, opaque(weight), None, loras, **more)  # noqa: E731
+    expected = compiled(functools.partial(one, implementation="xla"), x)
+    near(compiled(jax.vmap(one), x.reshape(2, 4, K)).reshape(8, N), expected)
+    near(compiled(jax.vmap(one), jnp.stack([x, x, x]))[1], expected)
     made = [call for call in calls if call[1] in (8, 24)]
     assert made[-3:] == [("few", 8, "a"), ("shrink", 24, (32, 8)), ("many", 24, "whole")]
 
@@ -219,9 +233,14 @@ def draw_for_gradients(rows, widths, ranks, k=K):
             types.SimpleNamespace(a=a, b=b, scale=lora.scale, offset=lora.offset)
             for lora, (a, b) in zip(loras, pairs, strict=True)
         ]
-        return nvfp4_matmul(x, weight, None, parts, **more)
+        return nvfp4_matmul(x, opaque(weight), None, parts, **more)
 
     return product, (x[:, :k], [(lora.a[:k], lora.b) for lora in loras])
+
+
+def compiled_gradients(product, arguments, **more):
+    """`value_and_gradients` by one program."""
+    return compiled(lambda *arguments: value_and_gradients(product, arguments, **more), *arguments)
 
 
 def value_and_gradients(product, arguments, **more):
@@ -253,10 +272,10 @@ def all_near(got, expected):
 )
 def test_up_to_128_rows_the_prologue_kernel_computes_lora_x(calls, rows, widths, ranks):
     product, arguments = draw_for_gradients(rows, widths, ranks)
-    got = value_and_gradients(product, arguments)
+    got = compiled_gradients(product, arguments)
     assert [call for call in calls if call[0] == "shrink"] == [("shrink", rows, ranks)] * (rows <= 128)
     calls.clear()
-    expected = value_and_gradients(product, arguments, implementation="xla")
+    expected = compiled_gradients(product, arguments, implementation="xla")
     assert not calls
     all_near(got, expected)
 
@@ -269,9 +288,9 @@ def test_up_to_128_rows_the_prologue_kernel_computes_lora_x(calls, rows, widths,
 )  # fmt: skip
 def test_shapes_that_the_prologue_kernel_refuses_go_to_xla(calls, ranks, k, more):
     product, arguments = draw_for_gradients(8, (512,), ranks, k)
-    got = value_and_gradients(product, arguments, **more)
+    got = compiled_gradients(product, arguments, **more)
     assert "shrink" not in [call[0] for call in calls]
-    all_near(got, value_and_gradients(product, arguments, implementation="xla"))
+    all_near(got, compiled_gradients(product, arguments, implementation="xla"))
 
 
 @pytest.mark.parametrize(
@@ -298,13 +317,13 @@ def test_a_gpu_without_wgmma(calls, monkeypatch, rows, kernels):
     )
     monkeypatch.setattr(dequantize_kernel, "dequantize", dequantize)
     product, arguments = draw_for_gradients(rows, (448, 64), (32, 8))
-    got = value_and_gradients(product, arguments)
+    got = compiled_gradients(product, arguments)
     assert calls == kernels
-    all_near(got, value_and_gradients(product, arguments, implementation="xla"))
+    all_near(got, compiled_gradients(product, arguments, implementation="xla"))
     x, pairs = arguments
-    all_near(jax.vmap(product, (0, None))(jnp.stack([x] * 30), pairs), [got[0]] * 30)
+    all_near(compiled(jax.vmap(product, (0, None)), jnp.stack([x] * 30), pairs), [got[0]] * 30)
     assert calls[-1][0] == "dequantize"
-    near(product(x, pairs, batch_invariant=True), got[0])
+    near(compiled(functools.partial(product, batch_invariant=True), x, pairs), got[0])
     assert calls[-1][0] == "dequantize"
 
 
@@ -328,13 +347,13 @@ def test_many_rows_on_data_center_blackwell(calls, monkeypatch):
     monkeypatch.setattr(kernel, "gemm", gemm)
     monkeypatch.setattr(dequantize_kernel, "dequantize", lambda weight, *, gpu: packing.packed_parts(weight)[0])
     product, arguments = draw_for_gradients(129, (448, 64), (32, 8))
-    got = value_and_gradients(product, arguments)
+    got = compiled_gradients(product, arguments)
     assert calls == [("tcgen05", 129, 100)]
-    all_near(got, value_and_gradients(product, arguments, implementation="xla"))
+    all_near(got, compiled_gradients(product, arguments, implementation="xla"))
     few, pairs = arguments[0][:5], arguments[1]
-    batch = jax.vmap(product, (0, None))(jnp.stack([few] * 30), pairs)
+    batch = compiled(jax.vmap(product, (0, None)), jnp.stack([few] * 30), pairs)
     assert calls[-1] == ("tcgen05", 150, 100)
-    all_near(batch, [product(few, pairs, implementation="xla")] * 30)
+    all_near(batch, [compiled(functools.partial(product, implementation="xla"), few, pairs)] * 30)
     chosen = [
         tuning.config_for(256, n, 512, gpu=gpu_of("GPU A", arch, 148), **more)
         for arch, n, more in [(103, 512, {}), (100, 448, {}), (100, 512, {"batch_invariant": True}), (120, 512, {})]
@@ -349,18 +368,19 @@ def test_transformations_of_a_gemm_whose_lora_x_a_kernel_computes(calls, how, ba
     product, (x, pairs) = draw_for_gradients(12 * batch, (256, 256), (32, 8))
     several = x.reshape(batch, 12, K)
     of_one = lambda x, **more: value_and_gradients(product, (x, pairs), **more)  # noqa: E731
-    expected = [jnp.stack(leaves) for leaves in zip(*[of_one(x, implementation="xla") for x in several], strict=True)]
+    by_xla = jax.jit(functools.partial(of_one, implementation="xla"))
+    expected = [jnp.stack(leaves) for leaves in zip(*map(by_xla, several), strict=True)]
     calls.clear()
     if how == "scan":
         got = jax.lax.scan(lambda carry, x: (carry, of_one(x)), 0, several)[1]
     elif how == "inner":  # the gradients of A and B are sums over the batch
         mapped = lambda x, pairs, **more: jax.vmap(lambda x: product(x, pairs, **more))(x)  # noqa: E731
-        got = value_and_gradients(mapped, (several, pairs))
+        got = compiled_gradients(mapped, (several, pairs))
         expected = expected[:2] + [leaf.astype(jnp.float32).sum(0).astype(leaf.dtype) for leaf in expected[2:]]
     elif how == "remat":
-        got = jax.vmap(lambda x: value_and_gradients(jax.checkpoint(product), (x, pairs)))(several)
+        got = compiled(jax.vmap(lambda x: value_and_gradients(jax.checkpoint(product), (x, pairs))), several)
     else:
-        got = jax.vmap(of_one)(several)
+        got = compiled(jax.vmap(of_one), several)
     all_near(got, expected)
     rows = {call[1] for call in calls if call[0] == "shrink"}
     last = [call for call in calls if call[0] == "many" and call[2]][-1]
@@ -374,9 +394,10 @@ def test_a_batch_of_adapters_outside_the_gemm(calls):
     """Adapters that the product cannot add itself may have a batch axis: their `x A` is XLA's."""
     product, (x, pairs) = draw_for_gradients(8, (240, 272), (16, 16))
     several = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf, 2 * leaf]), pairs)
-    expected = [product(x, jax.tree.map(lambda leaf, i=i: leaf[i], several), implementation="xla") for i in range(3)]
-    near(jax.vmap(product, (None, 0))(x, several), jnp.stack(expected))
-    near(jax.vmap(product, (0, 0))(jnp.stack([x] * 3), several), jnp.stack(expected))
+    by_xla = jax.jit(functools.partial(product, implementation="xla"))
+    expected = [by_xla(x, jax.tree.map(lambda leaf, i=i: leaf[i], several)) for i in range(3)]
+    near(compiled(jax.vmap(product, (None, 0)), x, several), jnp.stack(expected))
+    near(compiled(jax.vmap(product, (0, 0)), jnp.stack([x] * 3), several), jnp.stack(expected))
 
 
 @pytest.mark.parametrize(
