@@ -167,8 +167,7 @@ SMALL = ["make_batch", "inputs_of"]  # joins and pads; every other program of an
 UPDATE = ["embed", "forward_and_keep", "head_loss", "backward"]
 SLOTS = ["allocate_jit", "admit_jit", "decode_chunk", "gather", "gather"]  # of the largest number of slots
 ANEW = {
-    "--max-completion-length 50": SMALL,
-    "--max-prompt-length 70": SMALL,
+    "--max-completion-length 50 --max-prompt-length 70": SMALL,
     "--num-generations 4": ["_advantages", *UPDATE],
     "--batch-size 128": ["_advantages", *SMALL, *SLOTS],
     "--max-completion-length 70": [

@@ -114,9 +114,9 @@ def test_a_process_that_waits_for_a_dead_one_forever_saves_and_ends():
     assert first == "saved\n" and "error: replica 1 is dead" in said.splitlines()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, monkeypatch, devices):
-    """Each with one device, or with two over which its layers are divided."""
+    """Each with two devices over which its layers are divided, or with one, as the run of two in `test_launch`."""
     monkeypatch.setenv("DEVICES_OF_A_REPLICA", str(devices))
     words, outputs = under_slurm(2, Path(__file__).with_name("exchange.py"), tmp_path, "--model", "m")
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
