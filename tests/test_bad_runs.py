@@ -321,6 +321,8 @@ def test_a_finished_run_goes_on_to_more_steps(used, capfd):
     assert read_metrics(run)[:2] == rows and read_metrics(run)[2]["learning_rate"] == pytest.approx(1e-3 / 2)
     assert EvaluationResults(run).all() == {} and find_source(run).adapter == run / "adapter"
     assert (run / "adapter/adapter_model.safetensors").read_bytes() != before
+    EvaluationResults(run).put("after", Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1))
+    assert train.main(longer) == 0 and set(EvaluationResults(run).all()) == {"after"}  # once it is over, it stays
     said = error_of(train.main, training(used, "--resume", "auto"), used, capfd)
     assert_says(said, "OUT/checkpoints/3 is that of step 3, but max_steps 2 ends at step 2")
 

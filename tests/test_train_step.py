@@ -310,3 +310,7 @@ def test_the_end_of_a_run(step, tmp_path, monkeypatch):
     assert directory == tmp_path / "adapter" and options["norms"]
     for one in (policy, exported):
         assert one.norms is last.norms and one.lora == "trained" and one.frozen == "frozen"
+    lifecycle._evaluate(run, recorder, step.before, "before")
+    assert recorder.evaluations.get("before") == result and curves[1:] == [(STEP, result.metrics())]
+    (policy, *_), _ = made["evaluated"]
+    assert policy.norms is step.before.norms

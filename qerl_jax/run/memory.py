@@ -231,8 +231,8 @@ def evaluation_fits(
         refuse_division(config, tensor_parallel)
         policy, _ = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
         free = device_bytes - bytes_on_device(policy, tensor_parallel)
-        engine = dataclasses.replace(config.eval_engine, slots=1)
-        choose_shapes(policy, 1, 1, config.max_prompt_length, config.max_completion_length, engine, free, gpu)
+        lengths = config.max_prompt_length, config.max_completion_length
+        choose_shapes(policy, 1, 1, *lengths, config.eval_engine, free, gpu)
     except CheckpointError:
         raise
     except ValueError:

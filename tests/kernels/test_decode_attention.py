@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels.decode_attention.api import decode_attention
-from qerl_kernels.decode_attention.config import ctas_for
+from qerl_kernels.decode_attention.config import best_config, ctas_for, partial_slots
+from qerl_kernels.gpu import gpu_of
 
 NAMES = ("q", "prompt_k", "prompt_v", "prompt_index", "prompt_lengths", "k", "v", "lengths")
 
@@ -99,3 +100,18 @@ def test_ctas_share_a_pair_while_that_keeps_idle_sms_busy():
     """132 SMs."""
     pairs = {1: 4, 33: 4, 34: 2, 132: 2, 133: 1}
     assert {count: ctas_for(count, 132) for count in pairs} == pairs
+
+
+@pytest.mark.parametrize(("arch", "stages"), [(80, (8, 4)), (89, (8, 4)), (100, (8, 4)), (90, (10, 4))])
+def test_stages_that_fit(arch, stages):
+    """Of 64 tokens in bf16, for head dims of 64 and 128: 8 and 16 KiB. Tier "warp" may have 99 KiB or half of an SM's
+    with 6 for little things, 8 or 16 for the warps' sums and 4 or 6 for its running partial: 10 or 11 of 64, at most 8,
+    and 4 or 5 of 128, an even number. Hopper with two CTAs a pair keeps three partials.
+    """
+    gpu = gpu_of("GPU", arch, 132)
+    assert tuple(best_config(100, width, gpu).stages for width in (64, 128)) == stages
+
+
+def test_places_of_partial_results():
+    """Of four splits: those that other CTAs send, and one for a CTA's own where it has several."""
+    assert [partial_slots(ctas) for ctas in (1, 2, 4)] == [0 + 1, 2 + 1, 3 + 0]

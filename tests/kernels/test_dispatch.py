@@ -109,6 +109,7 @@ def test_facts_of_a_gpu(monkeypatch, capability, sms, smem_kib, clusters, tier):
     gpu = dispatch.this_gpu()
     assert (gpu.arch / 10, gpu.sms, gpu.smem_bytes, gpu.tier) == (float(capability), sms, smem_kib * 1024, tier)
     assert [gpu.resident_clusters(ctas) for ctas in (1, 2, 3, 4, 16)] == clusters
+    assert gpu.has_tcgen05 == (capability == "10.3")
 
 
 def test_without_a_gpu_the_facts_are_those_of_an_h200(monkeypatch):

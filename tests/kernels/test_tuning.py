@@ -57,6 +57,14 @@ def test_the_direction_decides_which_features_count(monkeypatch):
     assert tuning.config_for(4096, 37824, 3584, transposed=True).tile_m == 232
 
 
+def test_the_nearest_shape_is_by_ratio(monkeypatch):
+    """3000 features are 2.9 times 1024, and 8192 are 2.7 times 3000."""
+    near, far = (dataclasses.replace(WIDE, stages=stages) for stages in (3, 4))
+    rows = [tuning.Row("forward", n, 1024, 128, config, 1.0) for n, config in ((8192, near), (1024, far))]
+    monkeypatch.setattr(tuning, "table", lambda name: tuple(rows))
+    assert tuning.config_for(128, 3000, 1024) == near
+
+
 def test_a_gpus_own_row_comes_before_its_tiers(tmp_path):
     row = next(row for row in tuning.table() if row.us and isinstance(row.config, GemmConfig))
     own = dataclasses.replace(row, config=dataclasses.replace(row.config, stages=row.config.stages - 1))

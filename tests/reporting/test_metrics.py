@@ -17,14 +17,16 @@ from qerl_jax.reporting.plots import _PLOTS, write_plots
 
 def test_cut_back(tmp_path):
     for step in (1, 2, 3):
-        sink.MetricsFile(tmp_path).append(step, {"reward": step / 2, "kl": math.nan, "num_tokens": 10 * step})
+        sink.MetricsFile(tmp_path).append(
+            step, {"reward": step / 2, "kl": math.nan, "loss": -math.inf, "num_tokens": 10 * step}
+        )
         sink.write_completions(tmp_path, step, {"completion": ["a", "b"]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a kill in the middle of a line
     (tmp_path / "completions" / "step_000004.tmp").write_text("")
     assert [row["step"] for row in sink.read_metrics(tmp_path)] == [1, 2, 3]
     assert sink.cut_back(tmp_path, 2) == 20
-    assert sink.read_metrics(tmp_path)[-1] == {"step": 2, "reward": 1.0, "kl": None, "num_tokens": 20}
+    assert sink.read_metrics(tmp_path)[-1] == {"step": 2, "reward": 1.0, "kl": None, "loss": None, "num_tokens": 20}
     assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [
         "step_000001.parquet",
         "step_000002.parquet",

@@ -19,7 +19,7 @@ from qerl_jax.checkpoint.safetensors import read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError, dump, to_mapping
 from qerl_jax.data.problems import Problem
-from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.data.prompts import EncodedProblem, encode_problems
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.messages import Given
 from qerl_jax.reporting.metrics import read_metrics
@@ -27,7 +27,7 @@ from qerl_jax.rewards.load import Rewards
 from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import correctness_reward, largest_weight
 from qerl_jax.run.hooks import Hooks, with_objects
-from qerl_jax.run.sample import try_rewards
+from qerl_jax.run.sample import sample_lines, try_rewards
 
 # Counts its calls in a folder, whatever worker it runs in. The first one is the trial before the run, with a whole
 # group; a step makes two, one for each prompt.
@@ -164,6 +164,12 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     assert (columns["prompts"], columns["answer"], columns["prompt_index"]) == (["1 + 1?"] * 4, ["2"] * 4, [0] * 4)
     right, wrong = "So it is \\boxed{2}.", "So it is \\boxed{3}."
     assert columns["completions"] == [right, wrong, "I do not know.", right]
+    # A dry run shows all three, in groups of two.
+    config = dataclasses.replace(config, num_generations=2, reward_weights=(1.0,))
+    tokenizer = load_tokenizer(model_path("tiny"))
+    items, _ = encode_problems([Problem(0, "1 + 1?", "2")], tokenizer, "", 64)
+    assert "for a wrong answer" in "\n".join(sample_lines(config, Rewards(spy=spy), tokenizer, items))
+    assert seen[1]["prompt_index"] == [0, 0, 1, 1]
 
 
 def test_objects_that_are_no_rewards_and_no_records(tmp_path):

@@ -101,6 +101,10 @@ def test_processes_need_memory_for_their_own_completions():
     with pytest.raises(ConfigError, match=r"cannot hold 128 completions .* need 15\.6 GB; .*--tensor-parallel-size 2"):
         memory.refuse_oversized(config, 20e9)
     memory.refuse_oversized(config, 20e9, 2)
+    # Two GPUs of 11 GB hold neither their half of the completions, nor all of them by half of the heads; on four a
+    # quarter of the heads does.
+    with pytest.raises(ConfigError, match=r"need 8\.05 GB; .*--tensor-parallel-size 4$"):
+        memory.refuse_oversized(config, 11e9, 2)
 
 
 def test_an_evaluation_fits_with_few_completions_at_a_time():

@@ -92,7 +92,7 @@ def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, monkeypa
     recorder.checkpoints.save(after(state, 3))
     with pytest.raises(type(error)), recorder:
         monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
-        assert not recorder.end_step(after(state, 4))
+        assert not recorder.end_step(after(state, 4)) and recorder.phases.step == 5
         if deleted != "nothing":
             shutil.rmtree(run.directory if deleted == "all" else run.directory / "checkpoints")
         raise error
