@@ -109,8 +109,9 @@ def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
     policy = committed(prepare.load(config))
     state = init_state(policy, config)
     arguments = config, Hooks(), policy, state, make_update_plan(state, policy.frozen)
-    assert signatures(rehearse_run, config, Hooks(), None) == signatures(rehearse_step, *arguments)
-    found = names_of(record(rehearse_step, *arguments))
+    known = {}
+    found = names_of(record(rehearse_step, *arguments, known=known))
+    assert signatures(rehearse_run, config, Hooks(), None) == set(known)
     with CompilationCounter() as counter:
         compile_calls(rehearse_step, *arguments)
         compiled = collections.Counter(counter.take())  # none that other tests have compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -157,8 +158,9 @@ def test_attention_and_its_gradient_are_those_of_each_sequence(case):
         packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
         heads_of = [jnp.where(packed.real[:, None, None], x, jnp.nan) for x in (q, k, v)]
         kind = shape.holding(int(packed.lengths.max()))
-        out, statistics = segment_attention(*heads_of, packed, kind)
-        gradients = segment_attention_backward(*heads_of, out, statistics, d_out, packed, kind)
+        out, statistics = jax.jit(segment_attention, static_argnums=4)(*heads_of, packed, kind)
+        backward = jax.jit(segment_attention_backward, static_argnums=7)
+        gradients = backward(*heads_of, out, statistics, d_out, packed, kind)
         for found, wanted in zip((out, *gradients), dense(q, k, v, d_out, visible(some, packed)), strict=True):
             np.testing.assert_allclose(found, wanted, atol=1e-5)
 
