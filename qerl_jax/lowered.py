@@ -56,7 +56,7 @@ class LoweredPrograms:
         directory = jax.config.jax_compilation_cache_dir
         if not directory or not _is_as_in_sources.get() or max(map(_changed, sources)) > _process_start():
             return None
-        if jax.local_devices()[0].platform == "gpu":
+        if dispatch.facts(jax.local_devices()[0]) is not None:
             # What it has compiled with Mosaic GPU, XLA links with a library that it knows from this import alone.
             importlib.import_module("jax.experimental.mosaic.gpu")
         return cls(Path(directory) / "lowered", environment(sources))
