@@ -138,10 +138,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         console.print(f"loading {config.model} …", markup=False)
         loaded = load(config, console, replicas.tensor_parallel)
         policy = committed(loaded, replicas.tensor_parallel).replace(tokenizer=loaded.tokenizer, source=loaded.source)
-        lengths = config.max_prompt_length, config.max_completion_length
         if config.rollout_backend == "jax":
-            sizes = len(replicas.share(config.num_prompts)) or 1, config.num_generations, *lengths
-            choose_shapes(policy, *sizes, config.engine, free_device_bytes())  # does it fit?
+            refuse_rollout(policy, config, replicas, free_device_bytes())
         console.print(ending_note(policy.config, loaded.tokenizer), soft_wrap=True, markup=False)
         console.print(f"reading and tokenizing {', '.join(config.dataset)} …", soft_wrap=True, markup=False)
         date = prompts_date(config)
@@ -168,6 +166,12 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
 def smallest(limits: Sequence[int | None]) -> int | None:
     """Memory that all replicas have, on which they plan alike; None where a backend does not say."""
     return None if None in limits else min(limits)
+
+
+def refuse_rollout(policy: Policy, config: Config, replicas: Replicas, free_bytes: int | None) -> None:
+    """Raise ValueError where this replica's part of a rollout does not fit so much free memory (None: no limit)."""
+    sizes = len(replicas.share(config.num_prompts)) or 1, config.num_generations
+    choose_shapes(policy, *sizes, config.max_prompt_length, config.max_completion_length, config.engine, free_bytes)
 
 
 def ready_rewards(config: Config, console: Console, download: bool = True) -> Rewards:

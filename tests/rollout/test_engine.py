@@ -15,6 +15,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.gpu import H200, Gpu
 
 from qerl_jax import aqn, keys
+from qerl_jax.buckets import bucket
 from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
@@ -41,6 +42,11 @@ def with_eos(policy: Policy, *ids: int) -> Policy:
 def policy(micro_dir) -> Policy:
     """Adapters of rank 2, no EOS."""
     return with_eos(randomized(fp32_policy(micro_dir, rank=2), 1, 0.3))
+
+
+def test_buckets_are_the_smallest_that_hold_a_size():
+    sizes = sorted({times * 2**k for k in range(1, 12) for times in (1, 1.5)} | {1})
+    assert [bucket(n) for n in range(1, 2049)] == [next(size for size in sizes if size >= n) for n in range(1, 2049)]
 
 
 @pytest.fixture(scope="module")

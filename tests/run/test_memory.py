@@ -16,15 +16,16 @@ from qerl_kernels.gpu import H200
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
+from qerl_jax.parallel import Replicas
 from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, recomputation
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import memory
-from qerl_jax.run.abstract import abstract_trees, tree_bytes
+from qerl_jax.run.abstract import abstract_run, abstract_trees, tree_bytes
 from qerl_jax.run.dry_run import memory_table
 from qerl_jax.run.memory import MemoryEstimate, memory_report
-from qerl_jax.run.prepare import load
+from qerl_jax.run.prepare import load, refuse_rollout
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
@@ -101,6 +102,10 @@ def test_processes_need_memory_for_their_own_completions():
     with pytest.raises(ConfigError, match=r"cannot hold 128 completions .* need 15\.6 GB; .*--tensor-parallel-size 2"):
         memory.refuse_oversized(config, 20e9)
     memory.refuse_oversized(config, 20e9, 2)
+    policy, _ = abstract_run(config)  # beside which so much is free once it is there
+    refuse_rollout(policy, config, Replicas(1, 2), 10_000_000_000)
+    with pytest.raises(ValueError, match="cannot hold 128 completions"):
+        refuse_rollout(policy, config, Replicas(), 10_000_000_000)
     # Two GPUs of 11 GB hold neither their half of the completions, nor all of them by half of the heads; on four a
     # quarter of the heads does.
     with pytest.raises(ConfigError, match=r"need 8\.05 GB; .*--tensor-parallel-size 4$"):
