@@ -153,6 +153,7 @@ def test_seeds_are_a_function_of_step_problem_and_sample(running, policy):
     assert len({*first, *seeds(1, PROMPTS, 2)}) == 12
     assert seeds(0, Prompts.from_lists(LISTS[1:2], ids=[4]), 2) == first[2:4]  # whatever stands beside it
     assert seeds(0, Prompts.from_lists([LISTS[0]] * 2, ids=[3, 3]), 1) == first[:2]  # asked for twice: two samples
+    assert len(set(seeds(0, Prompts.from_lists([LISTS[0]] * 2, ids=[3, 3]), 2))) == 4
 
 
 def test_every_setting_of_the_sampler_reaches_vllm():

@@ -231,6 +231,12 @@ def test_two_subsets_side_by_side_are_not_mixed_up(tmp_path):
         load_dataset(f"bigmath:{tmp_path}", "train")
 
 
+def test_a_prompt_may_have_as_many_characters_as_the_limit(tmp_path):
+    rows = [{"prompt": "x" * length, "solution": "1"} for length in (1024, 1025)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [len(problem.prompt) for problem in load_dataset(f"bigmath:{tmp_path}", "train").problems] == [1024]
+
+
 def test_mathematics_asks_as_qwen_does():
     """Qwen2.5-Math's own system prompt, to the letter; QeRL's tags are a choice."""
     boxed = "Please reason step by step, and put your final answer within " + chr(92) + "boxed{}."
@@ -242,6 +248,8 @@ def test_mathematics_asks_as_qwen_does():
     assert load_dataset(path, "train").system_prompt == load_dataset("arithmetic", "train").system_prompt == boxed
     assert load_dataset(path, "train", asks_itself=True).system_prompt == ""
     assert load_dataset(path, "train", asks_itself=True, system_prompt="Hi").system_prompt == "Hi"
+    for name in (path, "arithmetic"):
+        assert load_dataset(name, "train", system_prompt="").system_prompt == ""
     assert "Answer: " in ANSWER_LINE_SYSTEM_PROMPT == PRESETS["miromind"].system_prompt
     assert "```python" in PRESETS["codeforces"].system_prompt
 

@@ -55,6 +55,13 @@ def test_a_log_has_twenty_lines_of_a_run_from_where_it_began():
     assert list(map(int, re.findall(r"^step (\d+)/60", file.getvalue(), re.M))) == [*range(10, 60, 3), 60]
 
 
+def test_a_bar_begins_where_the_run_does():
+    file = io.StringIO()
+    with TrainingProgress(7, 60, Console(file=file, width=200, force_terminal=True)):
+        pass
+    assert "step 7/60" in file.getvalue() and "step 0/" not in file.getvalue()
+
+
 def test_a_log_keeps_paths_whole(tmp_path):
     """Where rich assumes 80 columns, a path of a run's messages and of its summary can be copied."""
     path = "/runs/" + 10 * "a-long-name/"

@@ -103,6 +103,8 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
         if plot == "reward":  # 44 ± 24 to 46 ± 26
             [band] = axes.collections
             assert [band.get_datalim(axes.transData).y0, band.get_datalim(axes.transData).y1] == [20.0, 72.0]
+    _PLOTS["mismatch"][1](axes := Figure().add_subplot(), [dict.fromkeys(shown, 1e-6) | {"step": 1}])  # without noise
+    assert [line.get_ydata().tolist() for line in axes.get_lines()] == [[1e-6]] * 3
 
 
 @pytest.mark.parametrize(("sigma", "title"), [(0.0, ""), (0.01, ", sampled under noise")])

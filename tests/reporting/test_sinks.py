@@ -66,6 +66,8 @@ def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
     assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
     sinks.Sinks(config, run, 1, CONSOLE)  # a resumed run continues the same curve
     assert (wandb.calls[-1][1]["id"], wandb.calls[-1][1]["resume"]) == ("abc123", "allow")
+    sinks.Sinks(config, run, 0, CONSOLE)  # one that was killed before its first checkpoint begins another
+    assert wandb.calls[-1][1]["id"] is None
 
 
 def test_wandb_that_does_not_know_the_user_is_bad_input(wandb, monkeypatch):
