@@ -48,9 +48,11 @@ def token_sums(
     }
 
     def over_tokens(name: str, value: Array) -> Array:
-        if name.endswith("/max"):
-            return jnp.max(jnp.where(mask, value, -jnp.inf))
-        return jnp.min(jnp.where(mask, value, jnp.inf)) if name.endswith("/min") else jnp.sum(jnp.where(mask, value, 0))
+        if not name.endswith(("/max", "/min")):
+            return jnp.sum(jnp.where(mask, value, 0))
+        extreme, others = (jnp.max, -jnp.inf) if name.endswith("/max") else (jnp.min, jnp.inf)
+        is_nan = jnp.any(mask & jnp.isnan(value))  # which the extreme of a large array loses on a CPU
+        return jnp.where(is_nan, jnp.nan, extreme(jnp.where(mask, value, others)))
 
     sums = {"loss": loss} | {name: over_tokens(name, value) for name, value in values.items()}
     return jax.tree.map(jax.lax.stop_gradient, sums)
