@@ -4,7 +4,7 @@ compilation cache where both limits lie in one bucket.
 
 from __future__ import annotations
 
-_ROWS = 1024  # arrays of rows are small: 12 kB for each token of the longest completion
+_ROWS, _COLUMNS = 1024, 1024  # arrays of a number for each token of a batch are small: 4 MB
 
 
 def bucket(size: int) -> int:
@@ -16,6 +16,11 @@ def bucket(size: int) -> int:
 def bucket_of_rows(rows: int) -> int:
     """The bucket of so many sequences of a batch, with room for 1024: those beyond are masked."""
     return max(_ROWS, bucket(rows))
+
+
+def bucket_of_columns(tokens: int) -> int:
+    """The bucket of so many tokens of a row, with room for 1024: those beyond are masked."""
+    return max(_COLUMNS, bucket(tokens))
 
 
 def power_of_two(size: int) -> int:

@@ -164,15 +164,15 @@ SIZES = [
     *("--max-prompt-length", "90", "--max-completion-length", "60", "--batch-size", "64", "--num-generations", "8"),
     *("--tokens-per-micro-batch", "2048"),
 ]
-SMALL = ["make_batch", "inputs_of"]  # joins and pads; every other program of an update has shapes of buckets
-UPDATE = ["embed", "forward_and_keep", "head_loss", "backward"]
+SMALL = ["make_batch", "inputs_of"]  # joins and pads; all others of an update but the layers' have shapes of buckets
+LAYER = ["forward_and_keep", "backward"]  # of an update
 SLOTS = ["allocate_jit", "admit_jit", "decode_chunk", "gather", "gather"]  # of the largest number of slots
 ANEW = {
     "--max-completion-length 50 --max-prompt-length 70": SMALL,
-    "--num-generations 4": ["_advantages", *UPDATE],
+    "--num-generations 4": ["_advantages", *LAYER],
     "--batch-size 128": ["_advantages", *SMALL, *SLOTS],
     "--max-completion-length 70": [
-        *SMALL, "no_logprobs", "no_sums", *UPDATE, "allocate_jit", *["decode_chunk"] * 3, "gather", "gather",
+        *SMALL, *LAYER, "allocate_jit", *["decode_chunk"] * 3, "gather", "gather",
     ],
 }  # fmt: skip
 

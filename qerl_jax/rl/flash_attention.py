@@ -108,9 +108,15 @@ def rows_of(tokens: int, longest: int) -> int:
 
 def _parts(packed: Packed, shape: PackShape) -> tuple[_Part, _Part]:
     rows, segments = views(shape)
-    count = packed.prefixes
-    used = count + shape.suffixes  # `packed` has room for more where the batch has other micro-batches with more
-    starts, lengths = (_padded(x[:used], rows * segments) for x in (packed.starts, packed.lengths))
+    room, count = packed.prefixes, shape.prefixes  # `packed` has room for more prefixes and suffixes than are used
+    prefix_starts, suffix_starts = packed.starts[:count], packed.starts[room:]
+    prefix_lengths, suffix_lengths = packed.lengths[:count], packed.lengths[room:]
+    is_suffix = packed.segment_ids >= room
+
+    def of_all(prefixes: Array, suffixes: Array) -> Array:
+        return _padded(jnp.concatenate([prefixes, suffixes[: shape.suffixes]]), rows * segments)
+
+    starts, lengths = of_all(prefix_starts, suffix_starts), of_all(prefix_lengths, suffix_lengths)
     itself = _Part(
         causal=True,
         rows=rows,
@@ -119,23 +125,23 @@ def _parts(packed: Packed, shape: PackShape) -> tuple[_Part, _Part]:
         q_lengths=lengths,
         k_starts=starts,
         k_lengths=lengths,
-        segment_of=packed.segment_ids,
+        segment_of=packed.segment_ids - jnp.where(is_suffix, room - count, 0),
         place_of=packed.places,
         reads=packed.real,
         is_read=packed.real,
     )
     # The suffixes of a prefix: the first one's start, all their tokens.
     own = packed.prefix_of == jnp.arange(count)[:, None]
-    own &= (packed.lengths[count:] > 0) & (packed.lengths[:count, None] > 0)
-    q_lengths = jnp.sum(jnp.where(own, packed.lengths[count:], 0), axis=1)
-    q_starts = packed.starts[count:][jnp.argmax(own, axis=1)]
-    suffix = jnp.clip(packed.segment_ids - count, 0, packed.prefix_of.shape[0] - 1)
+    own &= (suffix_lengths > 0) & (prefix_lengths[:, None] > 0)
+    q_lengths = jnp.sum(jnp.where(own, suffix_lengths, 0), axis=1)
+    q_starts = suffix_starts[jnp.argmax(own, axis=1)]
+    suffix = jnp.clip(packed.segment_ids - room, 0, packed.prefix_of.shape[0] - 1)
     prefix = packed.prefix_of[suffix]
-    reads = packed.real & (packed.segment_ids >= count) & (packed.lengths[prefix] > 0)
-    is_read = (packed.segment_ids < count) & (q_lengths[jnp.minimum(packed.segment_ids, count - 1)] > 0)
+    reads = packed.real & is_suffix & (prefix_lengths[prefix] > 0)
+    is_read = ~is_suffix & (q_lengths[jnp.minimum(packed.segment_ids, count - 1)] > 0)
     place = jnp.arange(shape.tokens) - q_starts[prefix]
     width = row_segments(count)
-    arrays = (_padded(x, width) for x in (q_starts, q_lengths, packed.starts[:count], packed.lengths[:count]))
+    arrays = (_padded(x, width) for x in (q_starts, q_lengths, prefix_starts, prefix_lengths))
     return itself, _Part(False, 1, width, *arrays, prefix, jnp.where(reads, place, 0), reads, is_read)
 
 

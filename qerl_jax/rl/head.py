@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from qerl_jax.buckets import bucket_of_rows
+from qerl_jax.buckets import bucket_of_columns, bucket_of_rows
 from qerl_jax.config import Config
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import rounded
 from qerl_jax.models.modules import final_norm
 from qerl_jax.programs import program
-from qerl_jax.rl.layer import LayerShape
 from qerl_jax.rl.logprobs import add_head_gradient, logprobs_entropy_and_gradients
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.metrics import Sums, add_sums, empty_sums, token_sums
@@ -38,17 +38,19 @@ class HeadShape:
     """What the head's programs are compiled for. Hashable: static under jit.
 
     Attributes:
-      layer: the layers' shape.
+      model: shape of the model.
+      dtype: compute dtype, by name.
       chunk: tokens whose logits exist at one time.
     """
 
-    layer: LayerShape
+    model: ModelConfig
+    dtype: str
     chunk: int
 
     @classmethod
-    def of(cls, layer: LayerShape, config: Config) -> HeadShape:
+    def of(cls, model: ModelConfig, dtype: str, config: Config) -> HeadShape:
         """That of a config."""
-        return cls(layer, config.logprob_chunk_size)
+        return cls(model, dtype, config.logprob_chunk_size)
 
 
 @program(static_argnames=("loss_type", "limit", "room"))
@@ -59,10 +61,11 @@ def inputs_of(loss_type: str, limit: int, room: tuple[int, int], batch: Batch) -
     Args:
       loss_type: how tokens are averaged, static.
       limit: `max_completion_length`, static.
-      room: tokens of a prompt and of a completion, at least, static.
+      room: tokens of a prompt and of a completion, at least; their buckets are. Static.
       batch: the whole batch.
     """
     rows, width = batch.tokens.shape
+    most = [bucket_of_columns(tokens) for tokens in room]
     columns = batch.prompt_lengths[:, None] + jnp.arange(min(limit, width - 1))
     inside = columns < width
     columns = jnp.where(inside, columns, 0)
@@ -82,22 +85,29 @@ def inputs_of(loss_type: str, limit: int, room: tuple[int, int], batch: Batch) -
         "weights": token_weights(mask, loss_type, limit),
     }
     sequences = {
-        "tokens": padded(batch.tokens, sum(room)),
+        "tokens": padded(batch.tokens, sum(most)),
         "lengths": padded(batch.lengths),
         "prompt_lengths": padded(batch.prompt_lengths),
     }
-    completions = {name: padded(array, room[1]) for name, array in of_tokens.items()}
+    completions = {name: padded(array, most[1]) for name, array in of_tokens.items()}
     return sequences, completions | {"advantages": padded(batch.advantages)}
 
 
-@program(static_argnames="shape")
+@program(static_argnames=("dtype", "tokens", "prefixes"))
 def embed(
-    shape: LayerShape, embedding: Float[Array, "V D"], sequences: Sequences, assignment: Assignment
+    dtype: str,
+    tokens: int,
+    prefixes: int,
+    embedding: Float[Array, "V D"],
+    sequences: Sequences,
+    assignment: Assignment,
 ) -> tuple[Float32[Array, "T D"], Packed]:
-    """The residual stream before the first layer, and the layout, of the sequences of a micro-batch."""
-    packed = pack(assignment, sequences["lengths"], sequences["prompt_lengths"], shape.pack)
+    """The residual stream before the first layer, and the layout, of the sequences of a micro-batch with room for so
+    many tokens and prefixes.
+    """
+    packed = pack(assignment, sequences["lengths"], sequences["prompt_lengths"], tokens, prefixes)
     rows = embedding[packed_tokens(sequences["tokens"], packed)].astype(jnp.float32)
-    return rounded(rows, jnp.dtype(shape.dtype)), packed
+    return rounded(rows, jnp.dtype(dtype)), packed
 
 
 @program(donate_argnums=0)
@@ -252,10 +262,10 @@ def _head(shape, distribution, frozen, x, packed, completions, mask, of):
     width = mask.shape[1]
     total = packed.real.shape[0]
 
-    dtype = jnp.dtype(shape.layer.dtype)
+    dtype = jnp.dtype(shape.dtype)
 
     def norm(x: Array, weight: Array) -> Array:
-        return final_norm(shape.layer.model, weight, dtype)(x)
+        return final_norm(shape.model, weight, dtype)(x)
 
     hidden, norm_pullback = jax.vjp(norm, x, frozen["norm"])
     matrix = frozen["head"] if frozen["head"].dtype == dtype else rounded(frozen["head"], dtype).astype(dtype)

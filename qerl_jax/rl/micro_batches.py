@@ -23,7 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
+from qerl_jax.buckets import power_of_two
 from qerl_jax.models.packed_sequences import segments
+
+_PREFIXES, _SUFFIXES = 32, 128  # that a layout has room for, at least: arrays of integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +74,21 @@ class PackShape:
         if self.short is None:
             return self
         longest = self.short if segment <= self.short else self.longest_segment
+        prefix, suffix = min(self.longest_prefix, longest), min(self.longest_suffix, longest)
         return dataclasses.replace(
             self,
             suffixes=self.most_suffixes(segment),
-            longest_prefix=min(self.longest_prefix, longest),
-            longest_suffix=min(self.longest_suffix, longest),
+            longest=min(self.longest, prefix + suffix),
+            longest_prefix=prefix,
+            longest_suffix=suffix,
             short=None,
             suffixes_beside_long=None,
         )
+
+    def roomy(self) -> PackShape:
+        """The shape with so much room for prefixes and suffixes that other groups have the same."""
+        prefixes, suffixes = max(_PREFIXES, power_of_two(self.prefixes)), max(_SUFFIXES, power_of_two(self.suffixes))
+        return dataclasses.replace(self, prefixes=prefixes, suffixes=suffixes)
 
     def kinds(self) -> list[PackShape]:
         """All shapes that `holding` gives."""
@@ -99,6 +109,11 @@ class Assignment(NamedTuple):
     def micro_batches(self) -> list[Assignment]:
         """That of each micro-batch."""
         return [Assignment(*some) for some in zip(*self, strict=True)]
+
+    def with_room(self, suffixes: int) -> Assignment:
+        """That of one micro-batch, with room for so many sequences."""
+        more = (0, suffixes - len(self.rows))
+        return Assignment(np.pad(self.rows, more, constant_values=-1), np.pad(self.prefix_of, more))
 
 
 def prompts_of(tokens: Int[np.ndarray, "B L"], prompt_lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
@@ -233,18 +248,22 @@ class Packed:
 
 
 def pack(
-    assignment: Assignment, lengths: Int32[Array, " B"], prompt_lengths: Int32[Array, " B"], shape: PackShape
+    assignment: Assignment,
+    lengths: Int32[Array, " B"],
+    prompt_lengths: Int32[Array, " B"],
+    tokens: int,
+    prefixes: int,
 ) -> Packed:
-    """The layout of a micro-batch from the sequences assigned to it."""
+    """The layout of a micro-batch with room for so many tokens and prefixes, from the sequences assigned to it."""
     rows, prefix_of = map(jnp.asarray, assignment)
     used = rows >= 0
     row = jnp.maximum(rows, 0)
-    has = used & (prefix_of == jnp.arange(shape.prefixes)[:, None])  # [P, S]
+    has = used & (prefix_of == jnp.arange(prefixes)[:, None])  # [P, S]
     first = row[jnp.argmax(has, axis=1)]
     prefix = jnp.where(has.any(axis=1), prompt_lengths[first], 0)
     suffix = jnp.where(used, jnp.maximum(lengths[row] - prompt_lengths[row], 0), 0)
     own = jnp.concatenate([prefix, suffix])
-    starts, _, segment_ids, inside, places = segments(own, shape.tokens)
+    starts, _, segment_ids, inside, places = segments(own, tokens)
     before = jnp.concatenate([jnp.zeros_like(prefix), prefix[prefix_of]])
     return Packed(
         rows=jnp.where(used, rows, lengths.shape[0]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
 from qerl_kernels.gpu import Gpu
 
 from qerl_jax import partition
@@ -19,7 +20,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import XlaMatmuls, xla_matmuls
 from qerl_jax.rl import flash_attention
 from qerl_jax.rl.activations import Keeps, layer_bytes, peak_bytes
-from qerl_jax.rl.micro_batches import PackShape
+from qerl_jax.rl.micro_batches import PackShape, assign
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import TrainState
 
@@ -28,6 +29,10 @@ _FULL_RATE = 5120 * 3584  # tokens x hidden size beyond which a micro-batch gain
 _LAYER_FLOP = 3e11  # of a layer's forward pass: below, its programs end before the host has launched the next ones
 _MOST_TOKENS = 8192, 20480  # of a micro-batch; the second where 8192 tokens of a layer are below `_LAYER_FLOP`
 _SHORT = 1024  # tokens, about: a longer segment is long (`PackShape`)
+# Large batches have micro-batches of a whole number of these tokens, a prompt of 256 beside 4096 of its completions,
+# whatever their limits. Where all completions reach their limit, that may cost 15 %; shorter ones fill any size alike.
+_COMMON_TOKENS, _COMMON_COST = 4352, 1.15
+_LARGE_BATCH = 7  # micro-batches, at least, of sequences at their limits: the last one may be half empty
 _LATENCY = 200  # tokens that would take as long as what a micro-batch costs besides its tokens
 _SHARING_COST = 1.05  # of an update, at most, whose programs those of other limits are
 _SHARE = 0.94  # usable share of device memory; allocator and libraries take the rest
@@ -113,7 +118,7 @@ def choose_plan(
     micro-batches as a multiple of theirs.
 
     It is chosen for the buckets of the limits, so that runs with others have the same programs (`buckets`), unless that
-    costs more than 5 %.
+    costs more than 5 %. Large batches of other limits and groups have one size, too, unless it costs more than 15 %.
 
     Args:
       model: its shape, or that of one device's part.
@@ -142,6 +147,14 @@ def choose_plan(
 
     limits = _Limits(longest, prefix, suffix, config.num_generations)
     shared, own = fastest(limits.in_buckets()), fastest(limits)
+    tokens = round(target) // _COMMON_TOKENS * _COMMON_TOKENS
+    if budget is None and limits.longest <= tokens and limits.tokens(rows) >= _LARGE_BATCH * tokens:
+        common = _plan(model, itemsize, config, _pack(limits.in_rows(tokens), tokens, rows), free_bytes, xla)
+        costs = [
+            _cost(model, limits, rows, plan, replicas, _at_limits(limits, rows, plan.pack)) for plan in (common, own)
+        ]
+        if not common.lacking_bytes and costs[0] <= _COMMON_COST * costs[1]:
+            return common
     costs = [_cost(model, limits, rows, plan, replicas) for plan in (shared, own)]
     return own if shared.lacking_bytes or costs[0] > _SHARING_COST * costs[1] else shared
 
@@ -164,6 +177,13 @@ class _Limits(NamedTuple):
         prefix, suffix = bucket(self.prefix), bucket(self.suffix)
         is_sum = self.longest == self.prefix + self.suffix
         return _Limits(prefix + suffix if is_sum else bucket(self.longest), prefix, suffix, self.group)
+
+    def in_rows(self, tokens: int) -> _Limits:
+        """Their buckets, the larger part as long as a row of attention over so many tokens."""
+        prefix, suffix = bucket(self.prefix), bucket(self.suffix)
+        row = tokens // flash_attention.rows_of(tokens, max(prefix, suffix))
+        prefix, suffix = (prefix, row) if suffix >= prefix else (row, suffix)
+        return _Limits(min(tokens, prefix + suffix), prefix, suffix, self.group)
 
 
 def _target_tokens(model: ModelConfig) -> float:
@@ -200,12 +220,22 @@ def _plan(
     return dataclasses.replace(plan, lacking_bytes=lacking)
 
 
-def _cost(model: ModelConfig, limits: _Limits, rows: int, plan: UpdatePlan, replicas: int = 1) -> float:
-    """Relative time of an update whose completions are all as long as they may be."""
+def _cost(
+    model: ModelConfig,
+    limits: _Limits,
+    rows: int,
+    plan: UpdatePlan,
+    replicas: int = 1,
+    micro_batches: int | None = None,
+) -> float:
+    """Relative time of an update whose completions are all as long as they may be. `micro_batches`: how many there are,
+    None: `_micro_batches`.
+    """
+    micro_batches = _micro_batches(limits, rows, plan.pack) if micro_batches is None else micro_batches
     shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
     share = (shapes["gate_proj"] + shapes["up_proj"]) / sum(shapes.values())
     passes = 4 + 2 * (plan.recomputed + share * plan.recomputed_gate_up) / model.num_layers
-    busiest = -(-_micro_batches(limits, rows, plan.pack) // replicas)
+    busiest = -(-micro_batches // replicas)
     return busiest * (plan.pack.tokens + _LATENCY) * passes
 
 
@@ -223,6 +253,12 @@ def _micro_batches(limits: _Limits, rows: int, pack: PackShape) -> int:
         return groups * (group // together)
     rests = max(1, min(pack.tokens // (prefix + rest * suffix), pack.prefixes, suffixes // rest))
     return groups * (group // together) - (-groups // rests)
+
+
+def _at_limits(limits: _Limits, rows: int, pack: PackShape) -> int:
+    """Micro-batches that `assign` makes of such groups."""
+    lengths, prompts = np.full(rows, limits.longest), np.arange(rows) // limits.group
+    return len(assign(lengths, lengths - min(limits.suffix, limits.longest), prompts, pack).rows)
 
 
 def _pack(limits: _Limits, tokens: int, rows: int) -> PackShape:

@@ -131,7 +131,7 @@ class Work(NamedTuple):
     Attributes:
       plan: how the update is divided.
       keeps: what each layer keeps between the passes.
-      shape: what embedding and head are compiled for, the same for all micro-batches.
+      shape: what the layers' programs are compiled for, but for the kind of micro-batch.
       head_shape: what the head's are.
       loss: the loss.
       needs_reference: whether anything reads the reference's log-probabilities.
@@ -163,8 +163,9 @@ class Work(NamedTuple):
     ) -> Work:
         """That of `grpo_step`'s arguments."""
         config: Config = state.config
-        shape = layer.LayerShape(state.model, frozen["embed_tokens"].dtype.name, plan.pack)
-        head_shape, loss = head.HeadShape.of(shape, config), LossSettings.of(config, token_loss)
+        dtype = frozen["embed_tokens"].dtype.name
+        shape = layer.LayerShape(state.model, dtype, plan.pack)
+        head_shape, loss = head.HeadShape.of(state.model, dtype, config), LossSettings.of(config, token_loss)
         keeps, needs_reference = plan.layers(state.model.num_layers), with_reference or config.beta > 0
         return cls(plan, keeps, shape, head_shape, loss, needs_reference, frozen, batch, replicas)
 
@@ -172,18 +173,25 @@ class Work(NamedTuple):
         """What the layers' programs are compiled for in a kind of micro-batch."""
         return dataclasses.replace(self.shape, pack=kind)
 
+    def embed(self, embedding: Array, sequences: head.Sequences, some: MicroBatch) -> tuple[Array, Packed]:
+        """The residual stream before the first layer, and the layout."""
+        pack = self.plan.pack.roomy()
+        return head.embed(self.shape.dtype, pack.tokens, pack.prefixes, embedding, sequences, some.assignment)
+
 
 def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Replicas = ALONE) -> list[MicroBatch]:
     """The sequences of each micro-batch of this replica: those with a token in the loss and, under `needs_advantage`,
     an advantage other than 0. For the shapes of a batch (`programs.record`) an empty one of each kind.
     """
+    suffixes = plan.pack.roomy().suffixes
     if isinstance(batch.lengths, jax.ShapeDtypeStruct):
-        none = Assignment(np.full(plan.pack.suffixes, -1, np.int32), np.zeros(plan.pack.suffixes, np.int32))
+        none = Assignment(np.zeros(0, np.int32), np.zeros(0, np.int32)).with_room(suffixes)
         return [MicroBatch(none, kind) for kind in plan.pack.kinds()]
     known = (batch.lengths, batch.loss_mask, batch.advantages)
     if any(isinstance(array, jax.core.Tracer) for array in known):
         kind = plan.pack.holding(plan.pack.longest_segment)
-        return [MicroBatch(some, kind) for some in assign_any(batch.tokens.shape[0], plan.pack).micro_batches()]
+        found = assign_any(batch.tokens.shape[0], plan.pack).micro_batches()
+        return [MicroBatch(some.with_room(suffixes), kind) for some in found]
     tokens, lengths, prompt_lengths, mask, advantages = jax.device_get(
         (batch.tokens, batch.lengths, batch.prompt_lengths, batch.loss_mask, batch.advantages)
     )
@@ -193,7 +201,7 @@ def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Re
     found = assign(lengths, prompt_lengths, prompts_of(tokens, prompt_lengths), plan.pack).micro_batches()
     filled = [some for some in found if (some.rows >= 0).any()]
     return [
-        MicroBatch(some, plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max())))
+        MicroBatch(some.with_room(suffixes), plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max())))
         for some in (filled[i] for i in replicas.share(len(filled)))
     ]
 
@@ -247,7 +255,7 @@ def _reference(
     layers = layers_of(without_adapters(state.lora), norms)
     logprobs = no_logprobs(completions)
     for some in micro_batches:
-        x, packed = head.embed(work.shape, work.frozen["embed_tokens"], sequences, some.assignment)
+        x, packed = work.embed(work.frozen["embed_tokens"], sequences, some)
         shape = work.layer_shape(some.kind)
         for i, trained in enumerate(layers):
             x = layer.forward(shape, work.frozen["layers"][i], trained, x, packed)
@@ -272,7 +280,7 @@ def _update(
     gradients, outside = zero_gradients(state, layers)
     sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), no_logprobs(completions), None
     for some in micro_batches:
-        x, packed = head.embed(work.shape, weights["embed_tokens"], sequences, some.assignment)
+        x, packed = work.embed(weights["embed_tokens"], sequences, some)
         jax.block_until_ready(d_x)  # else a host that is ahead would hold the activations of two micro-batches
         d_x = None  # frees it before the forward pass
         shape = work.layer_shape(some.kind)

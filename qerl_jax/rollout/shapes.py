@@ -28,7 +28,7 @@ _CACHE_MULTIPLE = 8  # cache widths in tokens are multiples of this: the smalles
 _PROMPT_SLOTS, _PROMPT_TOKENS = 32, 8192  # at least so many prompts in the prompt cache, up to so many tokens
 # Where keys and values of a token take little memory, as at 0.5B, there is room for twice as many prompts and for
 # completions of other limits. The attention kernel reads no more for it, and its bits are the same.
-_LITTLE_TOKEN_BYTES, _LITTLE_BYTES = 16 * 1024, 8e9  # of a token in all layers; of both caches
+_LITTLE_TOKEN_BYTES, _LITTLE_BYTES = 16 * 1024, 9e9  # of a token in all layers; of both caches
 _COMPLETION_WIDTH = 1024
 
 

@@ -89,16 +89,23 @@ def forward_and_backward(q, k, v, d_out, packed, shape):
     return out, *flash_attention.backward(q, k, v, out, statistics, d_out, packed, shape)
 
 
-@pytest.mark.parametrize(("case", "tokens"), [("groups", 41), *((case, 40) for case in CASES)])
-def test_both_calls_together_are_the_attention_of_each_sequence(monkeypatch, case, tokens):
-    """With 40 tokens in four rows, or in five where all segments are short; with 41 in one."""
+@pytest.mark.parametrize(
+    ("case", "tokens", "has_room"),
+    [("groups", 41, False), ("groups", 40, True), *((case, 40, False) for case in CASES)],
+)
+def test_both_calls_together_are_the_attention_of_each_sequence(monkeypatch, case, tokens, has_room):
+    """With 40 tokens in four rows, or in five where all segments are short; with 41 in one. With room in the layout for
+    more prefixes and suffixes than there are.
+    """
     monkeypatch.setattr(flash_attention, "_cudnn_forward", forward_by_definition)
     monkeypatch.setattr(flash_attention, "_cudnn_backward", backward_by_definition)
     lengths, prompt_lengths, prompts = map(np.array, CASES[case])
     shape = PackShape(tokens, 3, 6, 20, 10, 10, short=8, suffixes_beside_long=3)
     rng = np.random.default_rng(0)
     for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
-        packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
+        prefixes, suffixes = (shape.prefixes + 2, shape.suffixes + 1) if has_room else (shape.prefixes, shape.suffixes)
+        some = some.with_room(suffixes)
+        packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), tokens, prefixes)
         q, k, v, d_out = (jnp.asarray(rng.normal(size=(tokens, n, 3)), jnp.float32) for n in (4, 2, 2, 4))
         real = packed.real[:, None, None]
         q, k, v, d_out = (jnp.where(real, x, 0) for x in (q, k, v, d_out))
@@ -112,7 +119,7 @@ def test_both_calls_together_are_the_attention_of_each_sequence(monkeypatch, cas
 def test_cudnns_operations_take_what_they_are_given():
     """Shapes alone; their parameters have changed from one jax to the next."""
     shape = PackShape(2560, 5, 9, 1280, 256, 1024)
-    packed = jax.eval_shape(lambda n: pack(assign_nothing(9), n, n, shape), jax.ShapeDtypeStruct((12,), jnp.int32))
+    packed = jax.eval_shape(lambda n: pack(assign_nothing(9), n, n, 2560, 5), jax.ShapeDtypeStruct((12,), jnp.int32))
     q, k = (jax.ShapeDtypeStruct((2560, heads, 128), jnp.bfloat16) for heads in (28, 4))
     out, statistics = jax.eval_shape(lambda *a: flash_attention.forward(*a, shape), q, k, k, packed)
     assert (out.shape, statistics.shape, statistics.dtype) == (q.shape, (2560, 28), jnp.float32)

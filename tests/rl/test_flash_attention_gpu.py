@@ -37,7 +37,7 @@ def test_it_is_that_of_each_sequence(case, tokens, few, heads):
     shape = PackShape(tokens, 5, 9, 1280, 256, 1024, **few)
     rng = np.random.default_rng(0)
     for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
-        packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
+        packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape.tokens, shape.prefixes)
         q, k, v, d_out = (
             jnp.asarray(rng.normal(size=(tokens, n, width)), jnp.bfloat16)
             for n in (query_heads, kv_heads, kv_heads, query_heads)

@@ -83,7 +83,7 @@ def test_few_sequences_lie_beside_a_long_segment():
 
 def test_kinds_of_micro_batches():
     shape = PackShape(40, 2, 8, 11, 2, 9, short=4, suffixes_beside_long=3)
-    few, many = PackShape(40, 2, 3, 11, 2, 9), PackShape(40, 2, 8, 11, 2, 4)
+    few, many = PackShape(40, 2, 3, 11, 2, 9), PackShape(40, 2, 8, 6, 2, 4)
     assert [shape.holding(n) for n in (1, 4, 5, 9)] == [many, many, few, few]
     assert set(shape.kinds()) == {few, many} and [shape.most_suffixes(n) for n in (4, 5)] == [8, 3]
     assert few.holding(1) == few.holding(9) == few and few.kinds() == [few] and few.most_suffixes(9) == 3
@@ -125,7 +125,7 @@ def test_places_of_tokens_by_hand():
     tokens = jnp.array([[10, 11, 12, 13, 0], [20, 21, 0, 0, 0], [10, 11, 12, 30, 31]])
     shape = PackShape(12, 3, 4, 5, 4, 5)
     rows = Assignment(np.array([2, 0, 1, -1]), np.array([0, 0, 1, 0]))
-    packed = pack(rows, jnp.array([4, 2, 5]), jnp.array([3, 1, 3]), shape)
+    packed = pack(rows, jnp.array([4, 2, 5]), jnp.array([3, 1, 3]), shape.tokens, shape.prefixes)
     assert packed.lengths.tolist() == [3, 1, 0, 2, 1, 1, 0]
     assert packed.starts.tolist()[3:6] == [4, 6, 7] and packed.rows.tolist() == [2, 0, 1, 3]
     assert packed.real.tolist() == [True] * 8 + [False] * 4
@@ -155,7 +155,7 @@ def test_attention_and_its_gradient_are_those_of_each_sequence(case):
         jnp.asarray(rng.normal(size=(36, n, width)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
     )
     for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
-        packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape)
+        packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape.tokens, shape.prefixes)
         heads_of = [jnp.where(packed.real[:, None, None], x, jnp.nan) for x in (q, k, v)]
         kind = shape.holding(int(packed.lengths.max()))
         out, statistics = jax.jit(segment_attention, static_argnums=4)(*heads_of, packed, kind)
