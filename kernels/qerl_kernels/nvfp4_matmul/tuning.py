@@ -1,10 +1,10 @@
 """The config of each GEMM: a table found by `python -m qerl_jax.tune` and stored as data, one file for a kind of GPU.
 
 A row of the table: kernel ("gemm" or "skinny"), direction ("forward" or "dx"), n, k, m (the largest m it was tuned
-for), the fields of that kernel's config, and the microseconds measured; null where the row is the choice of the tuner's
-model, or that of a similar shape. A shape that is not in the table takes the row of the shape nearest to it in log n
-and log k. Rows of a GPU's own table, which may be few, come before those of the table of its tier. "prologue_us":
-microseconds of the decode prologue where it was counted when this row was chosen.
+for), the fields of that kernel's config, and the microseconds measured; null where the row is that of a similar shape
+or of an earlier sweep. A shape that is not in the table takes the row of the shape nearest to it in log n and log k.
+Rows of a GPU's own table, which may be few, come before those of the table of its tier. "prologue_us": microseconds of
+the decode prologue where it was counted when this row was chosen.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from qerl_kernels.ptx import values
-from qerl_kernels.ptx.values import F32, I32, Flag, Ptr, Value
+from qerl_kernels.ptx.values import F32, I32, Ptr, Value
 
 MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -281,6 +281,3 @@ def _vector(count: int) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else "{" + ", ".join(names) + "}"
-
-
-__all__ = ["F32", "I32", "Flag", "Ptr", "PtxMachine"]
