@@ -124,8 +124,10 @@ OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     [({}, {MEMORY: "0.94"}), ({MEMORY: "0.5"}, {MEMORY: "0.5"}), ({OLD_NAME: "0.3"}, {OLD_NAME: "0.3"})],
 )
 def test_jax_takes_most_of_the_memory_unless_told(before, after):
+    """What a program estimates with. JAX itself, without a word, takes three quarters."""
     use_device_memory(environment=before)
-    assert before == after
+    assert before == after and usable_bytes(1000, before) == 1000 * float(*after.values())
+    assert usable_bytes(1000, {}) == 750
 
 
 def test_jax_leaves_vllm_its_share():

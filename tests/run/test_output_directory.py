@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from qerl_jax.config import Config, ConfigError
+from qerl_jax.config import Config, ConfigError, load
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.lock import locked, refuse_locked
 
@@ -76,9 +76,20 @@ def write(directory: Path, names: list[str]) -> dict[str, str]:
     return dict.fromkeys(names, "")
 
 
+def test_an_empty_folder_of_a_run_killed_at_once_is_no_run(tmp_path):
+    config = runs.config(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    run_directory.check(tmp_path / "run", config)
+    write(tmp_path / "run", ["checkpoints/3/manifest.json"])
+    with pytest.raises(ConfigError, match="holds checkpoints of a run already"):
+        run_directory.check(tmp_path / "run", config)
+
+
 def test_overwrite_deletes_only_what_a_run_made(tmp_path):
     directory = tmp_path / "run"
     made_by_a_run(directory)
+    lasting = load(directory / "config.yaml")  # with which a later run neither overwrites nor resumes unasked
+    assert (lasting.overwrite, lasting.resume, lasting.allow_changed_inputs) == (False, "never", False)
     foreign = write(
         directory,
         [
