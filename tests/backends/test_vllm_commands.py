@@ -24,7 +24,9 @@ def records(path):
 
 
 def test_a_greedy_evaluation_is_that_of_the_trainers_engine(stand_in, tmp_path, capsys):
-    """Base, adapter and trained norms; prompts, stop rule and grader are the same, and so are the records."""
+    """Base, adapter and trained norms; prompts, stop rule and grader are the same, and so are the records, which the
+    other backend does not go on with.
+    """
     policy = load_policy("tiny", lora=LoraConfig(rank=4), dtype=jnp.float32)
     noisy = policy.replace(norms=aqn.perturb(policy.norms, 0.1, keys.for_step(0, keys.Purpose.AQN, 0)))
     export_adapter(noisy, tmp_path / "adapter", base_model="tiny")
@@ -39,6 +41,13 @@ def test_a_greedy_evaluation_is_that_of_the_trainers_engine(stand_in, tmp_path, 
     (begun,) = stand_in("start")
     assert begun["gpu_memory_utilization"] == 0.85 and begun["max_num_seqs"] == 8
     assert len(stand_in("generate")) == 1
+    refused = {"jax": "written with dtype 'float32', this call has 'bfloat16'"}
+    refused |= {"vllm": "written with vllm '0.22.1', this call has None"}
+    for written, other in (("jax", "vllm"), ("vllm", "jax")):
+        own = ["--backend", other, "--dtype", "bfloat16", "--records", str(tmp_path / f"{written}.jsonl")]
+        assert evaluate([*flags, *own]) == 2
+        assert refused[written] in capsys.readouterr().err
+    assert len(stand_in("start")) == 1
 
 
 @pytest.mark.parametrize(
@@ -52,13 +61,6 @@ def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
     assert evaluate(["tiny", *EVALUATE, "--backend", "vllm", *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
-
-
-def test_records_of_the_other_backend_are_refused(stand_in, tmp_path, capsys):
-    path = ["--records", str(tmp_path / "records.jsonl")]
-    assert evaluate(["tiny", *EVALUATE, *path]) == 0
-    assert evaluate(["tiny", *EVALUATE, *path, "--backend", "vllm"]) == 2
-    assert "vllm" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
