@@ -79,6 +79,18 @@ def test_a_chain_of_calls_is_recorded_and_compiled_once(on_device):
     assert number == 4
 
 
+def test_a_weakly_typed_number_has_a_program_of_its_own():
+    """Whose results have other types: 2 · 0.5 in bf16 is bf16 for a weak 2 alone."""
+
+    @program
+    def scaled(x, factor):
+        return factor * x
+
+    x, known = jnp.ones(3, jnp.bfloat16), {}
+    results = [record(scaled, x, factor, known=known)[0].results for factor in (jnp.asarray(2.0), np.float32(2))]
+    assert [result.dtype for result in results] == [jnp.bfloat16, jnp.float32] and len(known) == 2
+
+
 SETTINGS = {
     "nvfp4, trained norms, KL, two updates": [
         *("--weight-format", "nvfp4", "--dtype", "float32", "--train-norms", "--beta", "0.1", "--num-iterations", "2"),

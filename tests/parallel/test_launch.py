@@ -155,6 +155,15 @@ def test_devices_that_are_not_there(devices, gpus, most, said):
     assert str(error.value) == said
 
 
+def test_processes_that_others_have_started(monkeypatch):
+    """By hand, or as a step of SLURM."""
+    by_hand = launch.Devices(coordinator="a:1", process_id=2, num_processes=3)
+    step = {"JOB_ID": "7", "STEP_NODELIST": "a,b", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert (launch.count(launch.Devices()), launch.count(by_hand)) == (4, 3)
+
+
 def test_every_process_of_a_host_has_a_gpu_of_its_own():
     """By hand 8 processes on two hosts of 4 GPUs; by a cluster the local number, where it knows one."""
     by_hand = [launch.Devices(coordinator="a:1", process_id=index, num_processes=8) for index in range(8)]
