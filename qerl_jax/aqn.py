@@ -1,13 +1,10 @@
 """Adaptive Quantization Noise (QeRL, arXiv 2510.11696, §3.3, eq. 7–12, Alg. 1): the schedule and the perturbation,
-both pure functions; and noise on the adapters in place of the layer norms, to compare with.
-
-Axes: L layers, D model, K input features, N output features, R rank.
+both pure functions, of L layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -121,57 +118,24 @@ def perturb(norms: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
       sigma: standard deviation, from `sigma(...)`.
       key: one key for each rollout; the noise of norm i uses `fold_in(key, i)`.
     """
-    return _with_noise(norms, sigma, key, "layer norm", lambda norm: 1.0)
-
-
-def perturb_lora(lora: Any, sigma: float | Float[Array, ""], key: Array) -> Any:
-    """Noisy adapters `A + Z_A / √K`, `B + Z_B / √R`, `Z ~ N(0, σ² I)`: independent noise on each weight, in fp32, from
-    the clean adapters. σ = 0 returns the same bits.
-
-    This is parameter-space noise (Plappert et al., arXiv 1706.01905, §3): one draw for each rollout, on all weights of
-    the policy that samples. Its deviation falls with the root of a matrix's inputs, as NoisyNet initializes that of its
-    factorised noise (σ₀ / √p for p inputs; Fortunato et al., arXiv 1706.10295), because a fresh A lies in ±1 / √K
-    (`models.lora.init_lora`): noise of the deviation σ itself would be √(3K) σ times A's own, as large as A at K = 3584
-    and σ = 0.01. For an input of root mean square 1 and a fresh adapter (B = 0) of scale c, every output feature
-    changes by a deviation of
-
-      c σ √(1/3 + σ²),
-
-    whatever width and rank. Noise on A alone would change nothing there, because B is 0; noise in proportion to each
-    weight would leave B at 0.
-
-    Args:
-      lora: adapters of a policy, fp32: A is [K, R], B is [R, N].
-      sigma: standard deviation, from `sigma(...)`.
-      key: one key for each rollout; the noise of matrix i, in the order of the tree's leaves, uses `fold_in(key, i)`.
-    """
-    return _with_noise(lora, sigma, key, "adapter matrix", lambda matrix: matrix.shape[0] ** -0.5)
-
-
-PERTURBATIONS: dict[str, Callable[[Any, Any, Array], Any]] = {"norms": perturb, "lora": perturb_lora}
-"""`noise_target` of a config, the field of a `Policy` that gets the noise -> its function."""
-
-
-def _with_noise(tree: Any, sigma: Any, key: Array, name: str, relative: Callable[[Array], float]) -> Any:
-    """`w + σ · relative(w) · N(0, 1)` for each array w of a tree."""
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(norms)
     of_shape: dict[tuple[int, ...], list[int]] = {}
     for i, weight in enumerate(leaves):
         if weight.dtype != jnp.float32:
-            raise ValueError(f"{name} {i} is {weight.dtype}: noise must be added in float32")
+            raise ValueError(f"layer norm {i} is {weight.dtype}: noise must be added in float32")
         of_shape.setdefault(weight.shape, []).append(i)
     noisy = list(leaves)
     for shape, indices in of_shape.items():  # drawn together: one generator for each norm would compile for 16 s
         normal = jax.vmap(lambda i, shape=shape: jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32))
         for i, noise in zip(indices, normal(jnp.asarray(indices)), strict=True):
-            noisy[i] = jnp.where(sigma == 0, leaves[i], leaves[i] + sigma * relative(leaves[i]) * noise)
+            noisy[i] = jnp.where(sigma == 0, leaves[i], leaves[i] + sigma * noise)
     return jax.tree.unflatten(treedef, noisy)
 
 
 @program
 def count_perturbed(clean: Any, noisy: Any) -> Int32[Array, ""]:
-    """Number of arrays of a tree, layer norms or adapter matrices, that differ: 2 L norms under noise, 0 at σ = 0. The
-    released QeRL silently changes none, because vLLM's model has another class of norms than the one it looks for.
+    """Number of layer norms that differ: 2 L under noise, 0 at σ = 0. The released QeRL silently changes none, because
+    vLLM's model has another class of norms than the one it looks for.
     """
     pairs = zip(*map(jax.tree.leaves, (clean, noisy)), strict=True)
     return sum((jnp.any(a != b).astype(jnp.int32) for a, b in pairs), start=jnp.int32(0))

@@ -82,8 +82,8 @@ def train(
       problems: `problems(step)`, the ids of the `batch_size / num_generations` problems of rollout `step`, from 0, in
         place of `data_order`. An id is the number of a record, from 0, counted over all records of all datasets.
       sigma: `sigma(step)`, the noise's standard deviation in rollout `step`, from 0; in place of the config's schedule.
-      perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`; with
-        `noise_target` lora its adapters, in place of `aqn.perturb_lora`. `key` is one for each rollout.
+      perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`. `key` is one
+        for each rollout.
       token_loss, with_reference: as in `grpo_step`.
       optimizer: as in `init_state`.
       on_step: `on_step(metrics, state)`, called when a step has been recorded, with its metrics and the state after it.
@@ -149,12 +149,11 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     denominator (metric `frac_reward_zero_std`).
     """
     config, experience, count, drawn = run.config, None, run.config.num_prompts, 0
-    # Only the rollout sees the noisy norms or adapters; `state` stays clean, and the update trains that clean policy.
-    # The log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
-    clean = getattr(state, config.noise_target)
+    # Only the rollout sees the noisy norms; `state` stays clean, and the update trains that clean policy. The
+    # log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
     noise_key = keys.for_step(config.seed, keys.Purpose.AQN, int(state.step))
-    noisy = run.hooks.noisy(config, clean, sigma, noise_key)
-    actor = current_policy(run.policy, state).replace(**{config.noise_target: noisy})
+    noisy = run.hooks.noisy(state.norms, sigma, noise_key)
+    actor = current_policy(run.policy, state).replace(norms=noisy)
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     engine = dataclasses.replace(config.engine, prompts=len(run.replicas.share(config.num_prompts)) or None)
     for resampling_round in range(1 + config.resampling_rounds):
@@ -180,7 +179,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
         if not equal.any():
             break
         count = refill_size(equal, drawn)
-    return dataclasses.replace(experience, perturbed=int(aqn.count_perturbed(clean, noisy)))
+    return dataclasses.replace(experience, perturbed=int(aqn.count_perturbed(state.norms, noisy)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_defaults_that_decide_what_a_run_computes():
         "max_prompt_length": 512, "max_completion_length": 1024, "seed": 0,
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
         "sigma_start": 0.0, "sigma_end": 0.0, "num_stages": 10, "noise_schedule": "exponential",
-        "noise_formula": "qerl", "noise_target": "norms",
+        "noise_formula": "qerl",
         "eval_samples": 200, "eval_num_generations": 1, "eval_temperature": 0.6, "eval_top_p": 0.95,
     }  # fmt: skip
     config = Config()
@@ -169,9 +169,6 @@ def test_defaults_that_decide_what_a_run_computes():
             "{weight_format: full, lora_target_modules: [q_proj]}",
             ["lora_target_modules ['q_proj'] contradicts weight_format 'full'"],
         ),
-        ("{weight_format: full, noise_target: lora}", ["noise_target 'lora' contradicts weight_format 'full'"]),
-        ("{lora_rank: 0, train_norms: true, noise_target: lora}", ["noise_target 'lora' contradicts lora_rank 0"]),
-        ("noise_target: adapters", ["noise_target 'adapters'", "['norms', 'lora']"]),
         ("lora_target_modules: [q_proj, x_proj]", ["x_proj", "down_proj"]),
         ("sigma_start: 1e-2", ["sigma_end 0"]),
         ("sigma_end: 5e-4", ["sigma_start 0", "sigma_end 0.0005"]),
@@ -317,7 +314,7 @@ def test_differences_name_both_values_and_spare_free_fields():
 @pytest.mark.parametrize(
     "change",
     [
-        {"sigma_start": 0.02}, {"sigma_end": 1e-3}, {"num_stages": 5}, {"noise_target": "lora"}, {"beta": 0.1},
+        {"sigma_start": 0.02}, {"sigma_end": 1e-3}, {"num_stages": 5}, {"beta": 0.1},
         {"temperature": 0.7}, {"seed": 1}, {"dataset": "arithmetic"}, {"reward_funcs": "answer"}, {"lora_rank": 8},
         {"num_iterations": 2}, {"max_completion_length": 99}, {"eval_samples": 7}, {"learning_rate": 2e-4},
     ],

@@ -95,8 +95,8 @@ SETTINGS = {
     "nvfp4, trained norms, KL, two updates": [
         *("--weight-format", "nvfp4", "--dtype", "float32", "--train-norms", "--beta", "0.1", "--num-iterations", "2"),
     ],
-    "bf16, noise on one adapter, few slots": [
-        *("--lora-target-modules", "down_proj", "--noise-target", "lora", "--rollout-memory-gb", "2e-5"),
+    "bf16, one adapter, few slots": [
+        *("--lora-target-modules", "down_proj", "--rollout-memory-gb", "2e-5"),
         "--batch-invariant",
     ],
     "full, KL": ["--weight-format", "full", "--lora-rank", "0", "--beta", "0.1"],
@@ -133,10 +133,9 @@ def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
         rewards = jnp.asarray(rng.random(config.batch_size), jnp.float32)
         aqn_key, sample_key = (keys.for_step(0, purpose, 0) for purpose in (keys.Purpose.AQN, keys.Purpose.SAMPLE))
         counter.take()
-        clean = getattr(state, config.noise_target)
-        noisy = Hooks().noisy(config, clean, 0.01, aqn_key)
-        assert int(aqn.count_perturbed(clean, noisy)) == len(jax.tree.leaves(clean))
-        actor = current_policy(policy, state).replace(**{config.noise_target: noisy})
+        noisy = Hooks().noisy(state.norms, 0.01, aqn_key)
+        assert int(aqn.count_perturbed(state.norms, noisy)) == len(jax.tree.leaves(noisy))
+        actor = current_policy(policy, state).replace(norms=noisy)
         rollout = generate(actor, Prompts.from_lists(prompts, length=limit), config.sampling, sample_key, config.engine)
         advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
         batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)

@@ -97,8 +97,6 @@ def _of_training(c: Config) -> Iterator[str]:
         yield f"overlong_buffer {c.overlong_buffer} exceeds max_completion_length {c.max_completion_length}"
     if c.lora_rank == 0 and not c.trains_norms:
         yield "lora_rank 0 without train_norms: there would be nothing to train"
-    if c.lora_rank == 0 and c.noise_target == "lora":
-        yield "noise_target 'lora' contradicts lora_rank 0: there are no adapters that could get noise"
     if c.loss_type == "cispo" and c.upper_clip < 1:
         yield (
             f"epsilon_high {c.epsilon_high} would cap the ratio of loss_type 'cispo', which starts at 1: set it to at "
@@ -118,7 +116,7 @@ def _of_training(c: Config) -> Iterator[str]:
 def _of_full(c: Config) -> Iterator[str]:
     """Settings of adapters, which full fine-tuning would leave without effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    for name in ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "noise_target"):
+    for name in ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules"):
         value = getattr(c, name)
         if c.is_full and value != defaults[name] and (name, value) != ("lora_rank", 0):
             value = list(value) if isinstance(value, tuple) else value

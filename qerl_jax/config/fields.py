@@ -248,9 +248,6 @@ class Config:
     """Decay of the standard deviation from stage to stage."""
     noise_formula: Literal["qerl", "paper"] = "qerl"
     """"qerl" reaches sigma_end in the last stage, as the released code; "paper" is equation 11."""
-    noise_target: Literal["norms", "lora"] = "norms"
-    """Weights of the sampling policy that get the noise: the layer norms (AQN), or in their place the LoRA adapters,
-    where a matrix with n inputs gets a standard deviation of sigma / sqrt(n)."""
 
     tokens_per_micro_batch: int | None = None
     """Tokens per micro-batch of the update; the gradient is that of the whole batch. A smaller value is raised to

@@ -90,7 +90,7 @@ def run_metrics(
     return {
         **rate,
         "aqn/sigma": sigma,
-        {"norms": "aqn/norms", "lora": "aqn/lora_matrices"}[config.noise_target]: experience.perturbed,
+        "aqn/norms": experience.perturbed,
         "num_tokens": tokens + int(experience.rollout.lengths.sum()),
         "epoch": int(state.cursor) / problems,
     }

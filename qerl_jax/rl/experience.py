@@ -31,7 +31,7 @@ class Experience:
       drawn: problems taken from the data stream, in all rounds.
       resampled: groups replaced.
       resampling_rounds: rounds after the first.
-      perturbed: layer norms, or A and B matrices of the adapters, that the noise changed.
+      perturbed: layer norms that the noise changed.
     """
 
     problems: list[Any]

@@ -121,8 +121,6 @@ def memory_table(memory: MemoryEstimate, config: Config, devices: int = 1) -> Ta
     row("weights, adapters, norms, optimizer state", held, held, held)
     if memory.copy:
         row("copy of the trained weights", memory.copy, None, memory.copy)
-    if memory.noisy:
-        row("adapters with noise", memory.noisy)
     row(f"keys and values of {sequences} at a time", memory.cache, None, memory.eval_cache)
     row("prefill: activations, or", memory.prefill, None, memory.eval_prefill)
     row("decode step: logits and sampling", memory.logits, None, memory.eval_logits)

@@ -22,7 +22,7 @@ from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.run.fingerprints import function_fingerprint, name_of
 from qerl_jax.types import TrainState
 
-_PERTURB = {target: program(perturb) for target, perturb in aqn.PERTURBATIONS.items()}
+_perturb = program(aqn.perturb)
 _TRAINING = (
     "problems",
     "sigma",
@@ -69,18 +69,14 @@ class Hooks:
             raise ValueError(f"sigma({step}) returned {value!r}, expected a finite number of at least 0")
         return float(value)
 
-    def noisy(self, config: Config, clean: Any, sigma: float, key: Array) -> Any:
-        """Layer norms or adapters of the rollout, as `noise_target` says. Raises ValueError for a result of another
-        form than `clean`.
-        """
+    def noisy(self, clean: Any, sigma: float, key: Array) -> Any:
+        """Layer norms of the rollout. Raises ValueError for a result of another form than `clean`."""
         if self.perturb is None:
-            return _PERTURB[config.noise_target](clean, np.float32(sigma), key)
+            return _perturb(clean, np.float32(sigma), key)
         found = self.perturb(clean, sigma, key)
         wanted, given = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tree) for tree in (clean, found))
         if wanted != given:
-            raise ValueError(
-                f"perturb returned {config.noise_target} of the form {given}, expected that of its argument, {wanted}"
-            )
+            raise ValueError(f"perturb returned norms of the form {given}, expected that of its argument, {wanted}")
         return found
 
     def given(self) -> dict[str, str]:

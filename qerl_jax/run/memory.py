@@ -50,7 +50,6 @@ class MemoryEstimate:
       weights: the frozen base, or the checkpoint where all weights are trained.
       state: adapters, norms, optimizer state; all trained weights.
       copy: the trained weights in the compute dtype, beside the rollout or evaluation that reads them; 0 with adapters.
-      noisy: the adapters with noise, beside the rollout that reads them; 0 with noise on the norms, which are small.
       sequences: number of sequences decoded together in a rollout.
       cache: KV cache of a rollout.
       eval_sequences: number of sequences decoded together in an evaluation; 0 without an evaluation.
@@ -69,7 +68,6 @@ class MemoryEstimate:
     weights: int
     state: int
     copy: int
-    noisy: int
     sequences: int
     cache: int
     eval_sequences: int
@@ -87,7 +85,7 @@ class MemoryEstimate:
     @property
     def rollout(self) -> int:
         """Peak during the rollout."""
-        return self.weights + self.state + self.copy + self.noisy + self.cache + max(self.prefill, self.logits)
+        return self.weights + self.state + self.copy + self.cache + max(self.prefill, self.logits)
 
     @property
     def evaluation(self) -> int:
@@ -178,16 +176,15 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     others = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
     named = [*(["biases"] if model.qkv_bias else []), *(["norms of heads"] if model.qk_norm else []), "final norm"]
     rows.append(ParameterRow(", ".join(named), others, dense, rest))
-    added = ", noise is added" if state.config.sigma_start > 0 else ""
-    noise = dict.fromkeys(("norms", "lora"), "") | {state.config.noise_target: added}
-    trained = "trained" if state.config.trains_norms else f"frozen{noise['norms']}"
+    noise = ", noise is added" if state.config.sigma_start > 0 else ""
+    trained = "trained" if state.config.trains_norms else f"frozen{noise}"
     rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", held(policy.norms)))
     if state.weights is not None:
         size = tree_size(state.weights)
         rows.append(ParameterRow("all but layer norms (trained)", size, "float32", held(state.weights)))
     if rank := state.config.lora.rank:
-        name = f"adapters, rank {rank} (trained{noise['lora']})"
-        rows.append(ParameterRow(name, tree_size(policy.lora), "float32", held(policy.lora)))
+        size = tree_size(policy.lora)
+        rows.append(ParameterRow(f"adapters, rank {rank} (trained)", size, "float32", held(policy.lora)))
     rows.append(ParameterRow("AdamW's moments", tree_size(state.opt_state), "float32", held(state.opt_state)))
     return rows
 
@@ -303,8 +300,7 @@ def estimate_memory(
     With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
 
     - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient. With all
-      weights trained a rollout reads a copy of them in the compute dtype, with noise on the adapters noisy ones beside
-      the clean.
+      weights trained a rollout reads a copy of them in the compute dtype.
     - cache: `2 L K H e` for each token of the prompts and completions that the rollout holds at one time
       (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the `eval_batch_size` of an evaluation.
     - prefill or logits of a decode step, whichever is more (`rollout.shapes.prefill_bytes`, `decode_bytes`).
@@ -328,8 +324,7 @@ def estimate_memory(
     on_device = functools.partial(bytes_on_device, count=model.tensor_parallel)
     weights, held = on_device(policy.frozen), on_device(state)
     copy = weights if config.is_full else 0
-    noisy = on_device(state.lora) if config.noise_target == "lora" else 0
-    free = None if device_bytes is None else device_bytes - weights - held - copy - noisy
+    free = None if device_bytes is None else device_bytes - weights - held - copy
     if own:
         sizes = len(first.share(config.num_prompts)), config.num_generations
         rollout = choose_shapes(policy, *sizes, *lengths, config.engine, free, gpu)
@@ -344,7 +339,6 @@ def estimate_memory(
         weights=weights,
         state=held,
         copy=copy,
-        noisy=noisy,
         sequences=rollout.slots if rollout else 0,
         cache=rollout.cache_bytes if rollout else 0,
         eval_sequences=evaluation.slots if evaluation else 0,

@@ -46,11 +46,10 @@ def rehearse_step(
       plan: of its updates.
       replicas: those that share its work.
     """
-    clean = getattr(state, config.noise_target)
     # A function of the user's may read values.
-    noisy = clean if hooks.perturb else hooks.noisy(config, clean, 0.0, keys.for_step(0, keys.Purpose.AQN, 0))
-    aqn.count_perturbed(clean, noisy)
-    actor = current_policy(policy, state).replace(**{config.noise_target: noisy})
+    noisy = state.norms if hooks.perturb else hooks.noisy(state.norms, 0.0, keys.for_step(0, keys.Purpose.AQN, 0))
+    aqn.count_perturbed(state.norms, noisy)
+    actor = current_policy(policy, state).replace(norms=noisy)
     prompts = len(replicas.share(config.num_prompts))
     if config.rollout_backend == "jax" and prompts:
         sizes, key = (prompts, config.max_prompt_length), keys.for_step(0, keys.Purpose.SAMPLE, 0)

@@ -86,19 +86,9 @@ def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, 
     assert begun["max_num_seqs"] == 12  # the larger of a rollout's 8 and an evaluation's
     assert set(runs.read_json(tmp_path / "run" / "evaluation.json")) == {"before", "after"}
     assert (tmp_path / "run" / "adapter").is_dir()
-    assert_importance_weights_see_what_vllm_sampled(rows)
-
-
-def assert_importance_weights_see_what_vllm_sampled(rows):
-    """Without noise vLLM and trainer differ by the rounding of bf16; noise shows in the mismatch of its step alone."""
+    # The importance weights see what vLLM sampled: without noise both differ by the rounding of bf16.
     clean, noisy = (row["sampling/sampling_logp_difference/mean"] for row in rows)
     assert 0 < clean < 0.02 < 0.1 < noisy
-
-
-@pytest.mark.nightly
-def test_a_run_with_noise_on_the_adapter(settings, stand_in, tmp_path, nothing_compiled_ahead):
-    train(runs.config(tmp_path / "run", **settings | {"eval_dataset": None, "noise_target": "lora"}))
-    assert_importance_weights_see_what_vllm_sampled(read_metrics(tmp_path / "run"))
 
 
 def test_a_dry_run_counts_no_cache_and_tells_the_share(stand_in, tmp_path, monkeypatch, capfd):

@@ -188,7 +188,7 @@ def run(directory: Path) -> dict[str, Any]:
     changes = {"model": str(MODEL), "dataset": str(directory / "problems.jsonl"), "max_prompt_length": 120}
     changes |= {"reward_funcs": (f"{directory / 'reward.py'}:reward",), "reward_weights": None}
     changes |= {"weight_format": "bf16", "num_iterations": 1, "train_norms": False, "beta": 0.0}
-    changes |= {"dynamic_sampling": False, "noise_target": "lora"}
+    changes |= {"dynamic_sampling": False}
     place = directory / "run"
     for steps in (1, 2):
         config = runs.config(place, **changes, max_steps=steps, resume="auto")

@@ -52,6 +52,13 @@ def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
     assert sum(part.parameters for part in frozen) == policy.config.parameter_count()
 
 
+def test_the_parameter_table_says_where_noise_is_added():
+    noise = {"sigma_start": 1e-2, "sigma_end": 5e-4}
+    for changes, wanted in ((noise, "frozen, noise is added"), ({}, "frozen"), ({"train_norms": True}, "trained")):
+        names = [row.name for row in memory_report(Config(model="tiny", **changes)).parameters]
+        assert [name for name in names if name.startswith("layer norms")] == [f"layer norms ({wanted})"]
+
+
 def test_memory_of_full_fine_tuning_by_hand():
     """Qwen2.5-1.5B: 1.54 G weights, of them 28 * 2 * 1536 in layer norms. The checkpoint in bf16 (norms fp32), a copy
     of it in rollouts; masters, two moments, gradient and next state in fp32.
@@ -349,7 +356,7 @@ def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_i
 
 def test_the_table_of_a_dry_run_has_every_number_in_its_place():
     gigabytes = {
-        "weights": 1, "state": 2, "copy": 4, "noisy": 8, "cache": 16, "eval_cache": 32, "eval_logits": 64,
+        "weights": 1, "state": 2, "copy": 4, "cache": 16, "eval_cache": 32, "eval_logits": 64,
         "logits": 128, "gradient": 256, "update_state": 512, "activations": 1024, "working": 2048,
         "prefill": 127, "eval_prefill": 65,
     }  # fmt: skip
@@ -360,12 +367,11 @@ def test_the_table_of_a_dry_run_has_every_number_in_its_place():
     assert {name: [cell.removesuffix(".000 GB") for cell in row] for name, row in found.items()} == {
         "weights, adapters, norms, optimizer state": ["3", "3", "3"],
         "copy of the trained weights": ["4", "", "4"],
-        "adapters with noise": ["8", "", ""],
         "keys and values of 6 sequences (evaluation: 3) at a time": ["16", "", "32"],
         "prefill: activations, or": ["127", "", "65"],
         "decode step: logits and sampling": ["128", "", "64"],
         "gradient": ["", "256", ""],
         f"activations of 64 tokens, {recomputation(memory.update_plan)}": ["", "1024", ""],
         "a layer's backward pass, or the head": ["", "2048", ""],
-        "peak, about": ["159", "3331", "104"],
+        "peak, about": ["151", "3331", "104"],
     }
