@@ -123,7 +123,7 @@ def test_defaults_that_decide_what_a_run_computes():
     [
         ("lerning_rate: 1", ["unknown field 'lerning_rate'; did you mean 'learning_rate'?"]),
         ("seed: 1\nlora-rank: 2\nlora_rank: 2", ["'lora_rank' is given twice, in lines 2 and 3"]),
-        ("lora_dropout: 0.1", ["lora_dropout is a name of TRL, Unsloth without a counterpart: with dropout"]),
+        ("lora_dropout: 0.1", ["lora_dropout is a name of TRL, Unsloth, no field here: with dropout"]),
         ("loss_type: ppo", ["loss_type", "'ppo'", "dapo"]),
         ("max_steps: many", ["max_steps", "'many'"]),
         ("max_steps: 0", ["max_steps", "0", "num_train_epochs"]),

@@ -55,10 +55,10 @@ def test_the_table_names_fields_and_reasons():
             "use --sigma-start and --sigma-end (QeRL: 1e-2 and 5e-4; 0 and 0 (the default): no noise)",
         ),
         (["--max_seq_length", "2500"], "use --max-prompt-length and --max-completion-length"),
-        (["--tools", "calculator.py"], "--tools is a name of other programs without a counterpart: no tools;"),
-        (["--num-gpus", "8"], "without a counterpart: all GPUs of the machine are used;"),
-        (["--rollout-func", "mine.py:roll"], "without a counterpart: no multi-turn rollouts;"),
-        (["--sync_ref_model", "True"], "--sync-ref-model is a name of TRL without a counterpart: the reference of"),
+        (["--tools", "calculator.py"], "--tools is a name of other programs, no field here: no tools;"),
+        (["--num-gpus", "8"], "no field here: all GPUs of the machine are used;"),
+        (["--rollout-func", "mine.py:roll"], "no field here: no multi-turn rollouts;"),
+        (["--sync_ref_model", "True"], "--sync-ref-model is a name of TRL, no field here: the reference of"),
     ],
 )
 def test_another_programs_flag_is_answered_with_the_name_here(flags, words, capfd):
@@ -178,11 +178,12 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         "reward_funcs 'think_format_reward', of weight 0.5: no built-in reward is the same; the nearest is "
         "strict_format, which asks for an answer block, too",
         "report_to trackio: tensorboard or wandb",
+        "no limit of prompts: those of more than max_prompt_length 512 tokens are dropped",
         "vllm_gpu_memory_utilization '0.4': needs rollout_backend vllm",
         "use_vllm True: rollout_backend (vllm; left out, the trainer's own engine samples)",
         "logging_steps '1': metrics.jsonl has every step",
         "dataloader_num_workers '4': no field has its meaning",
-        "lora_dropout 0.05: with dropout the ratio would measure the dropout mask",
+        "lora_dropout 0.05 (by default): with dropout the ratio would measure the dropout mask",
     ]
 
 
@@ -244,7 +245,11 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"importance_sampling_cap": None},
             "",
         ),
-        ("beta: 0.04", {"beta": 0.04}, "use_bias_correction_kl True: beta (the k3 estimator, without a weight)"),
+        (
+            "beta: 0.04",
+            {"beta": 0.04},
+            "use_bias_correction_kl True (by default): beta (the k3 estimator, without a weight)",
+        ),
         ("reward_funcs: trl.rewards.accuracy_reward", {"reward_funcs": ("math_verify",)}, ""),
         (
             "reward_funcs: trl.rewards.get_soft_overlong_punishment",

@@ -248,7 +248,7 @@ def without_foreign(values: Mapping[str, Any], prefix: str = "", separator: str 
             entry = FOREIGN[name]
             fields = " and ".join(prefix + field.replace("_", separator) for field in entry.fields)
             note = f" ({entry.note})" if entry.note else ""
-            answer = f": use {fields}{note}" if fields else f" without a counterpart: {entry.note}"
+            answer = f": use {fields}{note}" if fields else f", no field here: {entry.note}"
             said.append(f"{prefix}{name.replace('_', separator)} is a name of {entry.origin}{answer}")
     if said:
         raise ConfigError("; ".join([*said, "docs/migration.md has the whole list"]))

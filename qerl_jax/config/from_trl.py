@@ -37,6 +37,7 @@ _PROCESSES = {"num_processes": 1}  # accelerate's
 _ROLLOUT = ("generation_batch_size", "steps_per_generation")
 _LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
 _VLLM = {"vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_mode": "sequence_mask"}
+_PROMPT = Config.max_prompt_length
 _REWARDS = {"accuracy_reward": "math_verify"}
 _NEAREST = {
     "reasoning_accuracy_reward": "math_verify, which reads the whole completion",
@@ -85,14 +86,14 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     left_out: list[str] = []
     fields = _model(values, left_out) | _data(values, left_out) | _optimization(values, left_out)
     for name, value in values.items():
-        field = _RENAMED.get(name, name)
+        field, said = _RENAMED.get(name, name), f"{name} {shown(value)}{'' if name in given else ' (by default)'}"
         if field in descriptions():
             fields[field] = value
         elif name not in FOREIGN:
-            left_out.append(f"{name} {shown(value)}: no field has its meaning")
+            left_out.append(f"{said}: no field has its meaning")
         elif not is_off(name, value):
             here, note = " and ".join(FOREIGN[name].fields), FOREIGN[name].note
-            left_out.append(f"{name} {shown(value)}: " + (f"{here} ({note})" if here and note else here or note))
+            left_out.append(f"{said}: " + (f"{here} ({note})" if here and note else here or note))
     return fields, left_out
 
 
@@ -242,6 +243,8 @@ def _optimization(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]
         fields["data_order"] = "shuffled" if values.pop("shuffle_dataset") else "sequential"
     if "max_prompt_length" in values:
         fields["overlong_prompts"] = "truncate_left"  # as versions of TRL that have the field
+    else:
+        left_out.append(f"no limit of prompts: those of more than max_prompt_length {_PROMPT} tokens are dropped")
     if (share := values.pop("vllm_gpu_memory_utilization", None)) is not None:
         left_out.append(f"vllm_gpu_memory_utilization {shown(share)}: needs rollout_backend vllm")
     if values.get("use_vllm") and values.pop("vllm_importance_sampling_correction", True):

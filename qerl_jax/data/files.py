@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -116,7 +117,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, {place} is not UTF-8 text: {error}") from error
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, {place} is not JSON: {error}") from error
+                why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise DataError(f"{path}, {place} is not JSON: {why}") from error
             yield place, _object(row, path, place)
 
 

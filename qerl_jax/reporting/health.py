@@ -123,7 +123,7 @@ def _drifted(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any
             f"completions shrank from {length:.0f} to {new_length:.0f} tokens, accuracy did not rise: read "
             "completions/; take another prompt_format or reward, or a smaller learning_rate",
         )
-    if new_entropy < 0.05 and new_entropy < entropy / 4:  # neither holds for NaN
+    if new_entropy < 0.05 and new_entropy < entropy / 4 and not new_accuracy > 0.8:  # a task that is learnt has little
         yield (
             "entropy",
             f"the entropy fell from {entropy:.2f} to {new_entropy:.3f} nats a token: samples hardly differ; try a "

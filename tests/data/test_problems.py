@@ -104,7 +104,7 @@ def test_directories(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b'{"question": "a", "answer": "1"}\n\n{"question": ', r"data\.jsonl, line 3 is not JSON"),
+        (b'{"question": "a", "answer": "1"}\n\n{"question": ', r"data\.jsonl, line 3 is not JSON: [^:]*, column 14$"),
         (b'{"question": "a", "answer": "1"}\n{"question": "\xff"}', r"data\.jsonl, line 2 is not UTF-8"),
         (b'{"question": "a", "answer": "1"}\n[1, 2]', r"data\.jsonl, line 2 is a list, expected an object"),
         (b"[" * 100_000, r"data\.jsonl, line 1 is not JSON"),

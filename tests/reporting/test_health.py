@@ -95,3 +95,4 @@ def test_a_collapse_of_entropy():
     for newest in (10, 30):  # long since, too
         assert kinds(rows(10, entropy=0.36), rows(newest, entropy=0.03)) == {"entropy"}
     assert kinds(rows(10, entropy=0.06), rows(10, entropy=0.04)) == set()
+    assert kinds(rows(10, entropy=0.36), rows(10, entropy=0.03, accuracy=0.9)) == set(), "a task that is learnt"
