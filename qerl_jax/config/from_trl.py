@@ -37,7 +37,6 @@ _PROCESSES = {"num_processes": 1}  # accelerate's
 _ROLLOUT = ("generation_batch_size", "steps_per_generation")
 _LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
 _VLLM = {"vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_mode": "sequence_mask"}
-_PROMPT = Config.max_prompt_length
 _REWARDS = {"accuracy_reward": "math_verify"}
 _NEAREST = {
     "reasoning_accuracy_reward": "math_verify, which reads the whole completion",
@@ -244,7 +243,8 @@ def _optimization(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]
     if "max_prompt_length" in values:
         fields["overlong_prompts"] = "truncate_left"  # as versions of TRL that have the field
     else:
-        left_out.append(f"no limit of prompts: those of more than max_prompt_length {_PROMPT} tokens are dropped")
+        most = Config.max_prompt_length
+        left_out.append(f"no limit of prompts: those of more than max_prompt_length {most} tokens are dropped")
     if (share := values.pop("vllm_gpu_memory_utilization", None)) is not None:
         left_out.append(f"vllm_gpu_memory_utilization {shown(share)}: needs rollout_backend vllm")
     if values.get("use_vllm") and values.pop("vllm_importance_sampling_correction", True):
