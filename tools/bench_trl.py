@@ -1,13 +1,14 @@
 """The same job by TRL's GRPOTrainer and by this project, one after the other on one GPU: seconds a step.
 
     python tools/bench_trl.py MODEL PROBLEMS.jsonl --out DIR [--formats nvfp4,bf16] [--steps 10] [--batch 256]
-        [--length 512] [--micro-batch 32] [--checkpointing] [--no-vllm]
+        [--length 512] [--micro-batch 32] [--checkpointing] [--no-vllm] [--coin]
 
 MODEL is a directory of unquantized weights, PROBLEMS has `problem` and `answer`. Each side is a process of its own:
 TRL samples with vLLM in the same process (`colocate`), or with transformers under `--no-vllm`; ours is
 `tools/bench_run.py`. Both have the prompt of `SYSTEM`, `math_verify` as reward, LoRA on all projections, the DAPO loss
-without a KL penalty, one update a rollout, no noise and no evaluation. Rows of both go into run.json of --out, and
-into run.png.
+without a KL penalty, one update a rollout, no noise and no evaluation. `--coin` is for random weights, whose answers
+are all wrong, so that ours would leave out the whole update: every completion wins or loses by its text's checksum.
+Rows of both go into run.json of --out, and into run.png.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="TRL's gradient checkpointing")
     parser.add_argument("--vllm-memory", type=float, default=0.35, help="share of the GPU's memory that vLLM takes")
     parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--coin", action="store_true", help="reward a completion by its checksum")
     parser.add_argument(TRL_FLAG, action="store_true", help="no run of ours, in this process")
     add_commit(parser)
     words = sys.argv[1:] if argv is None else list(argv)
@@ -83,7 +86,7 @@ def ours(args: argparse.Namespace, stored: str) -> list[str]:
         "prompt-column": "problem",
         "answer-column": "answer",
         "system-prompt": SYSTEM,
-        "reward-funcs": "math_verify",
+        "reward-funcs": f"{Path(__file__).resolve()}:coin" if args.coin else "math_verify",
         "max-steps": args.steps,
         "batch-size": args.batch,
         "num-generations": args.group,
@@ -98,6 +101,11 @@ def ours(args: argparse.Namespace, stored: str) -> list[str]:
     return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
 
 
+def coin(completions: Sequence[str], **_: object) -> list[float]:
+    """1 or 0 for each completion, as likely, by its text."""
+    return [float(zlib.crc32(text.encode()) % 2) for text in completions]
+
+
 def trl_row(args: argparse.Namespace) -> dict[str, Any]:
     """TRL's run as a row of run.json."""
     import torch
@@ -110,10 +118,8 @@ def trl_row(args: argparse.Namespace) -> dict[str, Any]:
     from qerl_jax.rewards.mathematics import math_verify
 
     def reward(completions: list, answer: list[str], **_: object) -> list[float]:
-        return [
-            float(value or 0)
-            for value in math_verify(completions=[c[0]["content"] for c in completions], answer=answer)
-        ]
+        values = (coin if args.coin else math_verify)(completions=[c[0]["content"] for c in completions], answer=answer)
+        return [float(value or 0) for value in values]
 
     class Clock(transformers.TrainerCallback):
         """Seconds of each step, work on the device included."""
