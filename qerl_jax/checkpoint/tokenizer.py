@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -48,11 +49,11 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
         )
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it advises to install PyTorch
     with _importing:  # a second thread would find a half of it
-        from transformers import AutoTokenizer
+        kind = _class_of(path)
 
     try:
         with _without_mistral_warning():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            tokenizer = kind.from_pretrained(str(path), local_files_only=True)
         tokenizer(_PROBE)
         largest = max(tokenizer.get_vocab().values(), default=-1)
     except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
@@ -66,14 +67,31 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     return tokenizer
 
 
+def _class_of(path: Path) -> Any:
+    """transformers' class that reads the directory: `AutoTokenizer`, or, for Qwen, the class that it would choose.
+    Importing `AutoTokenizer` imports PyTorch where it is installed, which takes longer than all the rest.
+    """
+    import transformers
+
+    with contextlib.suppress(CheckpointError):
+        config, own = _read(path, "config.json"), _read(path, "tokenizer_config.json")
+        is_qwen = config.get("model_type") in ("qwen2", "qwen3") and "auto_map" not in own
+        if is_qwen and own.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
+            return transformers.Qwen2Tokenizer
+    return transformers.AutoTokenizer
+
+
+def _read(directory: Path, name: str) -> dict[str, Any]:
+    """A file's JSON object; an empty one where there is no such file."""
+    return read_json(directory / name) if (directory / name).is_file() else {}
+
+
 def eos_id(directory: Path) -> int | None:
     """Id of the tokenizer's `eos_token` as transformers finds it, from the JSON files alone: programs are compiled
     before transformers is imported. None where the files name none; what is wrong with them `load_tokenizer` says.
     """
 
-    def read(name: str) -> dict[str, Any]:
-        return read_json(directory / name) if (directory / name).is_file() else {}
-
+    read = functools.partial(_read, directory)
     with contextlib.suppress(CheckpointError, AttributeError, KeyError, TypeError, ValueError):
         config = read("tokenizer_config.json")
         # Only a directory of the older form has its say in special_tokens_map.json, too.

@@ -1,6 +1,11 @@
-"""The EOS token, without transformers."""
+"""The class that reads a tokenizer, and the EOS token, without transformers."""
 
 from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import small
@@ -10,6 +15,7 @@ from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.safetensors import read_json
 from qerl_jax.checkpoint.tokenizer import eos_id, load_tokenizer
 
+DATA = Path(__file__).parents[1] / "data"
 DECODER = {"1": {"content": "<|im_start|>", "special": True}, "2": {"content": "<|im_end|>", "special": True}}
 
 
@@ -39,3 +45,48 @@ def test_the_tokenizers_end_token_ends_a_completion(tmp_path, config, names, exp
 def test_end_tokens_of_published_tokenizers(data):
     assert eos_id(data / "qwen2.5_tokenizer") == load_tokenizer(data / "qwen2.5_tokenizer").eos_token_id == 151645
     assert eos_id(model_path("tiny")) == 2 and eos_id(data / "stories260K-qwen2-hf") is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [
+        ("qwen2", "Qwen2Tokenizer"),
+        ("qwen3", "Qwen2TokenizerFast"),
+        ("qwen2", "PreTrainedTokenizerFast"),
+        ("llama", "Qwen2Tokenizer"),
+        ("llama", "PreTrainedTokenizerFast"),
+    ],
+)
+def test_a_tokenizer_is_the_one_that_transformers_would_choose(tmp_path, model_type, named):
+    """The oracle is `AutoTokenizer`."""
+    from transformers import AutoTokenizer
+
+    directory = _directory(tmp_path / "model", model_type, named)
+    ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    assert type(ours) is type(theirs)
+    assert ours("a test, 12")["input_ids"] == theirs("a test, 12")["input_ids"]
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert repr(ours) == repr(theirs) and ours.chat_template == theirs.chat_template
+
+
+def test_the_tokenizer_of_a_qwen_model_is_read_and_used_without_pytorch(tmp_path):
+    """Importing it takes as long as all else that a tokenizer needs."""
+    pytest.importorskip("torch")
+    directory = _directory(tmp_path / "model", "qwen2", "Qwen2Tokenizer")
+    code = (
+        "import sys; from pathlib import Path; from qerl_jax.checkpoint.tokenizer import load_tokenizer; "
+        "load_tokenizer(Path(sys.argv[1]))('a'); print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True, timeout=300)
+    assert run.stdout == "False\n", run.stderr
+
+
+def _directory(directory, model_type, named):
+    """A model's directory with a small tokenizer of Qwen's kind, whose files name these."""
+    shutil.copytree(DATA / "nvfp4" / "llm-compressor-awq", directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name, own in (
+        ("config.json", {"model_type": model_type}),
+        ("tokenizer_config.json", {"tokenizer_class": named}),
+    ):
+        small.write_json(directory / name, read_json(directory / name) | own)
+    return directory
