@@ -30,7 +30,6 @@ from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError, flags
-from qerl_jax.data.few_shot import few_shot
 from qerl_jax.data.prompts import EncodedProblem, load_encoded
 from qerl_jax.evaluation import Evaluation, sampled_items, summarize
 from qerl_jax.evaluation.grading import grader_of
@@ -105,10 +104,6 @@ class _OwnArguments(launch.Devices):
     """Most tokens of a prompt; `overlong_prompts` says what happens to longer ones."""
     max_completion_length: int = 4096
     """Longest completion in tokens."""
-    few_shot: str | None = None
-    """Few-shot prompts as plain text, without chat template and system prompt. wei: the 8 examples of Wei et al. 2022
-    (GSM8K); minerva: the 4 of Lewkowycz et al. 2022 (MATH); a number: so many worked solutions of the train split,
-    drawn by seed (gsm8k, math). None: the question alone, through the chat template."""
     output: str | None = None
     """Also write the result to this JSON file."""
     records: str | None = None
@@ -191,9 +186,6 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         print(f"the adapter was trained on weights in {trained.upper()}, this model has them in {own}", flush=True)
     model = model_config(directory)
     tokenizer = load_tokenizer(directory, model.vocab_size)
-    shots = None
-    if arguments.few_shot is not None:
-        shots = few_shot(arguments.few_shot, arguments.dataset, arguments.split, config.seed)
     print(f"reading and tokenizing {arguments.dataset} …", flush=True)
     problems, _, notes = load_encoded(
         arguments.dataset,
@@ -206,7 +198,6 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         overlong_prompts=config.overlong_prompts,
         limit=arguments.samples,
         need_answers=True,
-        shots=shots,
     )
     for note in notes:
         print(note, flush=True)
@@ -220,16 +211,15 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
             records = stack.enter_context(opened)
         name = correctness_reward(arguments.dataset)
         rewards = stack.enter_context(load_rewards((name,), config.reward_workers, config.reward_timeout))
-        grader = grader_of(name, rewards[name], shots and shots.extract_before_stop)
+        grader = grader_of(name, rewards[name])
         items = replicas.broadcast(list(records.items) if records else [])
         if items:
             print(f"{len(items)} of {len(problems)} problems are in the records", flush=True)
         if len(items) < len(problems):  # else no model is loaded
             longest = max(len(item.tokens) for item in problems)
-            stop = (shots.stop,) if shots else ()
             room = min(at_once, len(problems))
             print(f"loading {config.model} …", flush=True)
-            settings = config, directory, model, tokenizer, longest, stop, room, stack, generate
+            settings = config, directory, model, tokenizer, longest, room, stack, generate
             sample = _sampler(*settings, replicas.tensor_parallel)
             print(ending_note(model, tokenizer), flush=True)
             print("sampling; the first problems wait until the programs are compiled …", flush=True)
@@ -244,7 +234,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
                 items += part
                 if len(problems) > at_once:
                     print(f"{len(items)} of {len(problems)} problems", flush=True)
-        return summarize(items, votes=grader.extract is not None)
+        return summarize(items, grader.votes)
 
 
 def _check(arguments: Any, config: Config) -> None:
@@ -262,8 +252,6 @@ def _check(arguments: Any, config: Config) -> None:
         )
     if config.adapter is not None:
         adapter_config(Path(config.adapter))
-    if arguments.few_shot is not None and config.system_message is not None:
-        raise ValueError("few_shot has no system prompt: leave out system_prompt and prompt_format")
     for name in ("output", "records"):
         if getattr(arguments, name) is not None:
             check_file_writable(Path(getattr(arguments, name)), name)
@@ -307,7 +295,6 @@ def _sampler(
     model: ModelConfig,
     tokenizer: Any,
     longest: int,
-    stop: tuple[str, ...],
     room: int,
     stack: contextlib.ExitStack,
     generate: Generate,
@@ -316,7 +303,7 @@ def _sampler(
     """The loaded model as a function that samples the completions of up to `room` prompts of at most `longest` tokens,
     the last ones of an evaluation in the programs of all others.
     """
-    sampling = config.eval_sampling.replace(stop=stop)
+    sampling = config.eval_sampling
     if config.rollout_backend == "jax":
         policy = load_policy(
             directory,

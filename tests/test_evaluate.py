@@ -67,13 +67,6 @@ def test_lengths_are_longer_than_those_of_training():
         (["--records", "."], "records . is a directory: name a file"),
         (["--output", "a.jsonl", "--records", "./a.jsonl"], "output and records are the same file, a.jsonl"),
         (["--problems-at-once", "0"], "problems_at_once must be at least 1, got 0"),
-        (["--few-shot", "five"], "few_shot 'five' is neither one of ['minerva', 'wei'] nor a number of examples"),
-        (["--few-shot", "0"], "few_shot '0' is neither one of"),
-        (
-            ["--few-shot", "2", "--dataset", "arithmetic"],
-            "'arithmetic' has no worked solutions, only ['gsm8k', 'math']",
-        ),
-        (["--few-shot", "wei", "--system-prompt", ""], "few_shot has no system prompt: leave out system_prompt"),
         (["--weight-format", "full"], "weight_format 'full' is a way to train: evaluate the model that"),
     ],
 )
@@ -208,7 +201,7 @@ def test_a_flag_for_every_shared_field_of_the_config(capsys):
         main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    own = ["dataset", "split", "samples", "output", "max-prompt-length", "few-shot", "records", "problems-at-once"]
+    own = ["dataset", "split", "samples", "output", "max-prompt-length", "records", "problems-at-once"]
     for flag in [*own, "adapter", "system-prompt", "top-p", "batch-size", "batch-invariant", "seed"]:
         assert f"--{flag}" in text
     assert "--eval" not in text and "(default: 0.6)" in text and "truncate_left" in text

@@ -27,7 +27,6 @@ import record
 
 from qerl_jax.evaluation.grading import CORRECT, Grader, grader_of
 from qerl_jax.rewards.functions import load_reward
-from qerl_jax.rewards.statements import chain_of_thought_statement, minerva_statement, solution_statement
 
 CASES = Path(__file__).resolve().parent.parent / "tests" / "data" / "grading"
 MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
@@ -44,11 +43,6 @@ FORMULA_FORMS = {
     "minerva": "{thought}\nFinal Answer: The final answer is ${answer}$. I hope it is correct.",
 }
 THOUGHT = "First we add 2 and 7, which makes 9. Then we are done."
-EXTRACTED = {
-    "solution": solution_statement,
-    "chain of thought": chain_of_thought_statement,
-    "minerva": minerva_statement,
-}
 
 # lm-evaluation-harness 0.4.13 (MIT), `filter_list` of lm_eval/tasks/gsm8k/gsm8k.yaml (strict-match of "solution", and
 # flexible-extract) and gsm8k-cot.yaml (strict-match of "chain of thought"); `regexes_to_ignore` of both.
@@ -120,10 +114,10 @@ def published_completions(path: Path) -> Iterator[dict]:
             yield {"problem": f"test/{index}", "model": model, "gold": gold, **found}
 
 
-def ours(dataset: str, form: str) -> Grader:
-    """The grader of the harness: the dataset's reward, the form's extraction."""
+def ours(dataset: str) -> Grader:
+    """The grader of the harness: the dataset's reward."""
     name = "answer" if dataset == "gsm8k" else "math_verify"
-    return grader_of(name, load_reward(name), EXTRACTED.get(form))
+    return grader_of(name, load_reward(name))
 
 
 def is_correct(grader: Grader, case: Case) -> bool:
@@ -165,14 +159,11 @@ def graders_of(case: Case) -> dict[str, Callable[[Case], bool]]:
 
 def compare(cases: Iterable[Case]) -> list[dict]:
     """A row for each case: its fields but the completion, and the verdict of every grader."""
-    graders: dict[tuple[str, str], Grader] = {}
+    graders = {"gsm8k": ours("gsm8k"), "formula": ours("formula")}
     rows = []
     for case in cases:
-        place = ("gsm8k" if case.dataset == "gsm8k" else "formula", case.form)
-        if place not in graders:
-            graders[place] = ours(case.dataset, case.form)
         row = {key: value for key, value in dataclasses.asdict(case).items() if key != "completion"}
-        row["verdicts"] = {"ours": is_correct(graders[place], case)}
+        row["verdicts"] = {"ours": is_correct(graders["gsm8k" if case.dataset == "gsm8k" else "formula"], case)}
         row["verdicts"] |= {name: bool(judge(case)) for name, judge in graders_of(case).items()}
         rows.append(row)
     return rows

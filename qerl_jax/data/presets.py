@@ -80,7 +80,6 @@ class Preset:
       rewards: names of reward functions and their weights.
       max_prompt_characters: longer prompts are skipped.
       extra: further columns passed to the rewards.
-      solution_column: a worked solution that ends in the answer, for few-shot examples; None without one.
     """
 
     hub_id: str
@@ -92,7 +91,6 @@ class Preset:
     rewards: Mapping[str, float]
     max_prompt_characters: int | None = None
     extra: tuple[str, ...] = ()
-    solution_column: str | None = None
 
 
 NUMBER_REWARDS = MappingProxyType({"answer": 1.0})
@@ -135,7 +133,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             answers=(("answer", hash_answer),),
             system_prompt=PROMPT_FORMATS["boxed"],
             rewards=NUMBER_REWARDS,
-            solution_column="answer",
         ),
         "bigmath": _BIGMATH,
         "bigmath_hard": dataclasses.replace(_BIGMATH, subset="level_4_5"),
@@ -177,7 +174,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             answers=(("answer", whole_answer), ("solution", boxed_answer)),
             system_prompt=PROMPT_FORMATS["boxed"],
             rewards=_FORMULA_REWARDS,
-            solution_column="solution",
         ),
         "math500": Preset(
             hub_id="HuggingFaceH4/MATH-500",

@@ -19,7 +19,6 @@ from qerl_jax.data.presets import (
     Preset,
     Unusable,
     gold_answer,
-    whole_answer,
 )
 from qerl_jax.messages import IN_MEMORY, Given, is_unicode
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
@@ -197,17 +196,6 @@ def own_system_prompt(name: str, asks_itself: bool) -> str:
     preset = preset_of(name)
     own = preset.system_prompt if preset else PROMPT_FORMATS["boxed"]
     return "" if asks_itself and own in PROMPT_FORMATS.values() else own
-
-
-def load_solutions(name: str, split: str) -> Dataset:
-    """The problems of a preset (by name or PRESET:PATH) with their worked solutions in place of their answers. Raises
-    DataError as `load_dataset` does, and for a dataset that has none.
-    """
-    preset = preset_of(name)
-    if preset is None or preset.solution_column is None:
-        known = sorted(key for key, value in PRESETS.items() if value.solution_column)
-        raise DataError(f"dataset {name!r} has no worked solutions, only {known} have")
-    return _load(name, split, dataclasses.replace(preset, answers=((preset.solution_column, whole_answer),)))
 
 
 def _parse(name: str) -> tuple[str | None, Path | None]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.data.few_shot import FewShot, with_examples
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import MAX_CHARACTERS, Dataset, Problem, load_dataset
 from qerl_jax.messages import shown
@@ -48,10 +47,9 @@ def load_encoded(
     limit: int | None = None,
     first_id: int = 0,
     need_answers: bool = False,
-    shots: FewShot | None = None,
 ) -> tuple[list[EncodedProblem], Dataset, list[str]]:
     """Problems of a dataset as token ids (see `load_dataset`, `encode_problems`), the dataset, and one note for each
-    kind of record that was left out or cut. `shots`: few-shot prompts, without system prompt and chat template.
+    kind of record that was left out or cut.
 
     Raises DataError.
     """
@@ -68,9 +66,8 @@ def load_encoded(
     )
     if need_answers and not dataset.problems[0].answer:
         raise DataError(f"dataset {name!r} has no answers to evaluate by")
-    problems = with_examples(dataset.problems, shots) if shots else dataset.problems
     items, overlong = encode_problems(
-        problems, tokenizer, dataset.system_prompt, max_prompt_length, overlong_prompts, use_template=shots is None
+        dataset.problems, tokenizer, dataset.system_prompt, max_prompt_length, overlong_prompts
     )
     notes = list(dataset.notes)
     if overlong:
@@ -87,7 +84,6 @@ def encode_problems(
     system_prompt: str,
     max_prompt_length: int,
     overlong: str = "drop",
-    use_template: bool = True,
 ) -> tuple[list[EncodedProblem], int]:
     """Encode every problem; those longer than `max_prompt_length` tokens are left out ("drop"), cut to their last
     `max_prompt_length` tokens ("truncate_left") or refused ("error"). Also returns the number of overlong prompts.
@@ -102,7 +98,7 @@ def encode_problems(
     lengths = []
     for start in range(0, len(problems), _TEXTS_AT_ONCE):
         part = problems[start : start + _TEXTS_AT_ONCE]
-        for problem, ids in zip(part, encode(part, tokenizer, system_prompt, use_template), strict=True):
+        for problem, ids in zip(part, encode(part, tokenizer, system_prompt), strict=True):
             lengths.append(len(ids))
             if len(ids) > max_prompt_length and overlong == "error":
                 raise DataError(
@@ -119,9 +115,9 @@ def encode_problems(
     return kept, sum(length > max_prompt_length for length in lengths)
 
 
-def encode(problems: list[Problem], tokenizer: Any, system_prompt: str, use_template: bool = True) -> list[list[int]]:
+def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[list[int]]:
     """Token ids of each prompt, ready for the assistant's turn. A conversation brings its own system message or none.
-    Without a chat template, or without `use_template`: all messages with a blank line between them, behind the BOS that
+    Without a chat template: all messages with a blank line between them, behind the BOS that
     the tokenizer begins texts with, if any; never with the EOS that it may end them with. The text of a control token
     inside a message, such as `<|im_end|>`, is encoded as text: only the template makes turns.
 
@@ -130,7 +126,7 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str, use_temp
     system = (("system", system_prompt),) if system_prompt else ()
     # The tokenizer is called without `verbose`: prompts that are too long are counted elsewhere.
     conversations = [problem.messages or (*system, ("user", problem.prompt)) for problem in problems]
-    if not (tokenizer.chat_template and use_template):
+    if not tokenizer.chat_template:
         texts = ["\n\n".join(content for _, content in messages) for messages in conversations]
         found = tokenizer(texts, verbose=False, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         begin = _begin_ids(tokenizer)

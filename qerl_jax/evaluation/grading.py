@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from qerl_jax.rewards.outcomes import FLAGS, Reward
-from qerl_jax.rewards.statements import Extract, stated_answer
+from qerl_jax.rewards.statements import stated_answer
 
 CORRECT, WRONG, NO_GOLD = "correct", "wrong", "no gold"
 STATED = ("answer", "math_verify", "dapo")
@@ -24,17 +24,11 @@ class Grader:
 
     Attributes:
       reward: gives a correct completion more than 0, and None where it cannot read the gold answer.
-      extract: the answer that a completion states, as a text, or None. Without it nothing is extracted and no vote is
-        taken.
-      form: a completion that states the answer "{}", as the reward reads one.
-      reads_extracted: the reward judges `form` with the extracted answer in place of the completion, whose form it does
-        not know; no extracted answer is unreadable.
+      votes: it compares the answer that a completion states, so that equal ones can vote.
     """
 
     reward: Reward
-    extract: Extract | None = None
-    form: str = "{}"
-    reads_extracted: bool = False
+    votes: bool = False
 
     def verdicts(
         self, prompts: Sequence[str], golds: Sequence[str], completions: Sequence[str], prompt_index: Sequence[int]
@@ -42,17 +36,14 @@ class Grader:
         """One verdict for each completion: "correct", "wrong", "unreadable" (it states no answer), "timeout" or "crash"
         of its grading, or "no gold" (the gold answer cannot be read).
         """
-        if self.reads_extracted:
-            stated = [self.extract(text) for text in completions]
-            completions = ["" if text is None else self.stating(text) for text in stated]
         values = self.reward(
             prompts=list(prompts), completions=list(completions), answer=list(golds), prompt_index=list(prompt_index)
         )
         return [_verdict(value) for value in values]
 
-    def stating(self, answer: str) -> str:
-        """A completion that states an answer."""
-        return self.form.replace("{}", answer)
+    def extract(self, completion: str) -> str | None:
+        """The answer that a completion states, as a text; None where there is none or no vote is taken."""
+        return stated_answer(completion) if self.votes else None
 
     def majority(self, answers: Sequence[str | None]) -> tuple[int | None, bool]:
         """Index of the first completion with the answer that most of them give, and whether others have as many votes;
@@ -84,24 +75,16 @@ class Grader:
         count = len(representatives)
         values = self.reward(
             prompts=[""] * count,
-            completions=[self.stating(text)] * count,
+            completions=[f"<answer>{text}</answer>"] * count,
             answer=representatives,
             prompt_index=list(range(count)),
         )
         return next((i for i, value in enumerate(values) if _verdict(value) == CORRECT), count)
 
 
-def grader_of(name: str, reward: Reward, extract: Extract | None = None) -> Grader:
-    """The grader of a reward by its name in `rewards.functions.BUILT_IN`; `extract`: the form in which the completions
-    state their answers, where it is not that of the reward.
-
-    Raises ValueError for such a form with a reward that compares no texts.
-    """
-    if name in STATED:
-        return Grader(reward, extract or stated_answer, "<answer>{}</answer>", reads_extracted=extract is not None)
-    if extract is not None:
-        raise ValueError(f"reward {name!r} cannot judge an extracted answer, only one of {sorted(STATED)} can")
-    return Grader(reward)
+def grader_of(name: str, reward: Reward) -> Grader:
+    """The grader of a reward by its name in `rewards.functions.BUILT_IN`."""
+    return Grader(reward, votes=name in STATED)
 
 
 def _verdict(value: float | None) -> str:

@@ -66,7 +66,7 @@ def evaluate(
     [items] = sampled_items(
         complete, policy.tokenizer, policy.config.pad_token_id, problems, grader, seed, replicas=replicas
     )
-    return summarize(items, votes=grader.extract is not None)
+    return summarize(items, grader.votes)
 
 
 def sampled_items(
@@ -110,7 +110,7 @@ def graded_items(problems: Sequence[Problem], texts: Sequence[str], rollout: Rol
         texts,
         np.asarray(rollout.prompt_index).tolist(),
     )
-    answers = [grader.extract(text) if grader.extract else None for text in texts]
+    answers = [grader.extract(text) for text in texts]
     lengths = np.asarray(rollout.lengths - rollout.prompt_lengths).tolist()
     finish = [FinishReason(value).name.lower() for value in np.asarray(rollout.finish).tolist()]
     failed = [reason == FinishReason.FAILED.name.lower() for reason in finish]

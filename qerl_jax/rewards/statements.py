@@ -1,16 +1,10 @@
-"""Where a completion states its answer, as a text: for rewards, evaluations and votes alike; and where completions that
-continue few-shot examples state it, in the examples' form.
-"""
+"""Where a completion states its answer, as a text: for rewards, evaluations and votes alike."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from types import MappingProxyType
 
-from qerl_jax.rewards.answers import parse_number, unbox
-
-Extract = Callable[[str], str | None]
 _LONGEST = 1000  # characters of a statement
 _SHORT = 80  # characters of a sentence that states an answer, and does not speak about it
 _MOST_MARKS = 32  # looked at, from the end: a completion that repeats a mark thousands of times costs no time
@@ -41,9 +35,6 @@ _DISPLAY = re.compile(r"\s*(?:\\\[|\$\$)(.*?)(?:\\\]|\$\$)", re.DOTALL)
 _VALUE = re.compile(r"\d|\\[A-Za-z]|\$")
 _WORD = re.compile(r"\w")
 _BRACE = re.compile(r"[{}]")
-_THE_ANSWER_IS = re.compile(r"[Tt]he answer is:?[ \t]*([^\n]*)")
-_FINAL_ANSWER_IS = re.compile(r"[Ff]inal answer is:?[ \t]*([^\n]*)")
-_HOPE = re.compile(r"\.?\s*I hope it is correct")
 _SENTENCE = re.compile(r"\.(?:\s|$)")
 
 
@@ -168,28 +159,6 @@ def _closing_brace(text: str, begin: int) -> int | None:
 _ENCLOSING = frozenset("\\<")
 _STATED = MappingProxyType({"\\": _boxed, "<": _tagged, "#": _hashed})
 """How a statement is read, by the first character of its mark; `_announced` for the word "answer"."""
-
-
-def chain_of_thought_statement(completion: str) -> str | None:
-    """The first "The answer is …" that states a number, else the first one (Wei et al. 2022)."""
-    found = [text for line in _THE_ANSWER_IS.findall(completion) if (text := _clean(line))]
-    return next((text for text in found if parse_number(text) is not None), found[0] if found else None)
-
-
-def minerva_statement(completion: str) -> str | None:
-    """The first "final answer is …", up to "I hope it is correct" (Lewkowycz et al. 2022); else the last box."""
-    found = _FINAL_ANSWER_IS.search(completion)
-    if found:
-        return _clean(_HOPE.split(found[1])[0])
-    return unbox(completion).strip() if "\\boxed{" in completion else None
-
-
-def solution_statement(completion: str) -> str | None:
-    """The rest of the line after the first "####" (GSM8K's solutions); else the last `\\boxed{…}` (MATH's)."""
-    _, mark, rest = completion.partition("####")
-    if mark:
-        return rest.partition("\n")[0].strip()[:_LONGEST] or None
-    return unbox(completion).strip() if "\\boxed{" in completion else None
 
 
 def _clean(text: str) -> str | None:

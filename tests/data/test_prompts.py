@@ -179,7 +179,7 @@ def test_what_was_left_out_is_told(tmp_path, tokenizer):
 )
 def test_the_block_that_a_prompt_opens(tokenizer, end, opened):
     """DeepSeek-R1's and Qwen3's templates end the prompt in `<think>`, whose end alone is in the completion. Rewards
-    see both; where the prompt ends otherwise, few-shot for example, they see the completion alone."""
+    see both; where the prompt ends otherwise, they see the completion alone."""
     said = "5</think>\n<answer>5</answer>"
     prompt, completion = (tokenizer.encode(text, add_special_tokens=False) for text in ("What is 2 + 3?" + end, said))
     tokens = jnp.asarray([[*prompt, *completion, 2, 0]])
@@ -199,9 +199,12 @@ def test_plain_prompts_begin_with_bos_and_never_end_with_eos(tokenizer):
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
     )
     assert wrapped("ab")["input_ids"] == [1, *tokenizer("ab")["input_ids"], 2]
-    begin, *text = encode([Problem(0, control, "")], wrapped, "", use_template=False)[0]
+    plain = copy.deepcopy(tokenizer)
+    wrapped.chat_template, plain.chat_template = None, None
+    begin, *text = encode([Problem(0, control, "")], wrapped, "")[0]
     assert begin == 1 and not {1, 2} & set(text) and tokenizer.decode(text) == control
-    assert encode([Problem(0, control, "")], tokenizer, "", use_template=False) == [text]
+    assert encode([Problem(0, control, "")], plain, "") == [text]
+    wrapped.chat_template = tokenizer.chat_template
     assert encode([SHORT], wrapped, "") == encode([SHORT], tokenizer, "")  # a template writes its own
 
 

@@ -68,7 +68,7 @@ def test_every_cut_leaves_whole_parts(tmp_path):
     ("change", "words"),
     [
         ({"temperature": 0.0}, "were written with temperature 0.6, this call has 0.0: name another file"),
-        ({"few_shot": "wei"}, "few_shot None, this call has 'wei'"),
+        ({"split": "test"}, "split None, this call has 'test'"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, change, words):
@@ -79,8 +79,8 @@ def test_other_settings_are_refused(tmp_path, change, words):
     with pytest.raises(RecordsError, match=words):
         write(path, IDS[2:4], SETTINGS | change)
     assert path.read_bytes() == before
-    write(tmp_path / "other.jsonl", IDS[:2], SETTINGS | {"few_shot": "wei"})
-    with pytest.raises(RecordsError, match="few_shot 'wei', this call has None"):
+    write(tmp_path / "other.jsonl", IDS[:2], SETTINGS | {"split": "test"})
+    with pytest.raises(RecordsError, match="split 'test', this call has None"):
         write(tmp_path / "other.jsonl", IDS[2:4])
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.rewards.functions import load_reward
-from qerl_jax.rewards.statements import chain_of_thought_statement
 
 # Answers, index of the winner, whether it was a tie.
 VOTES = {
@@ -49,18 +48,14 @@ def test_equal_texts_are_compared_once():
     assert calls == [(["<answer>b</answer>"], ["a"])]
 
 
-def test_verdicts_of_whole_completions_and_of_extracted_answers():
-    """In the form of few-shot examples only their statement counts; the reward sees the extracted answer in tags."""
+def test_verdicts_of_whole_completions():
     completions = ["<answer>5</answer>", "<answer>6</answer>", "It is 5. The answer is 5.", "5"]
     rows = (["p"] * 4, ["5"] * 4, completions, [0, 1, 2, 3])
-    chat = grader_of("answer", load_reward("answer"))
-    assert chat.verdicts(*rows) == ["correct", "wrong", "correct", "unreadable"]
-    few_shot = grader_of("answer", load_reward("answer"), chain_of_thought_statement)
-    assert few_shot.verdicts(*rows) == ["unreadable", "unreadable", "correct", "unreadable"]
-    assert chat.verdicts(["p"], [""], ["<answer>5</answer>"], [0]) == ["no gold"]
+    grader = grader_of("answer", load_reward("answer"))
+    assert grader.verdicts(*rows) == ["correct", "wrong", "correct", "unreadable"]
+    assert grader.verdicts(["p"], [""], ["<answer>5</answer>"], [0]) == ["no gold"]
 
 
 def test_a_reward_that_compares_no_texts_takes_no_votes():
-    assert grader_of("code", load_reward("soft_format")).extract is None
-    with pytest.raises(ValueError, match=r"reward 'code' cannot judge an extracted answer, only one of \['answer'"):
-        grader_of("code", load_reward("soft_format"), chain_of_thought_statement)
+    grader = grader_of("code", load_reward("soft_format"))
+    assert not grader.votes and grader.extract("<answer>5</answer>") is None

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from qerl_jax.evaluation.grading import STATED, grader_of
-from qerl_jax.rewards import statements
 from qerl_jax.rewards.functions import load_reward
+from qerl_jax.rewards.statements import stated_answer
 
 
 @pytest.mark.parametrize(
@@ -55,45 +55,7 @@ from qerl_jax.rewards.functions import load_reward
     ],
 )
 def test_stated_answer(text, stated):
-    assert statements.stated_answer(text) == stated
-
-
-@pytest.mark.parametrize(
-    ("text", "stated"),
-    [
-        (" 2 + 3 = 5. The answer is 5.", "5"),
-        ("The answer is 5.\n\nThe answer is 6.", "5"),
-        ("The answer is not yet known. So the answer is 6.", "not yet known"),
-        ("The answer is the sum.\nThe answer is 6.", "6"),
-        ("The answer is $1,234.50.", "$1,234.50"),
-        ("The answer is 18 dollars. Good.", "18 dollars"),
-        ("The answer is .", None),
-        ("5", None),
-    ],
-)
-def test_chain_of_thought_statement(text, stated):
-    assert statements.chain_of_thought_statement(text) == stated
-
-
-@pytest.mark.parametrize(
-    ("text", "stated"),
-    [
-        ("\\boxed{3}\nFinal Answer: The final answer is $4$. I hope it is correct.", "$4$"),
-        ("The final answer is $0.5$. I hope it is correct.\n\nThe final answer is $6$", "$0.5$"),
-        ("so \\boxed{3}", "3"),
-        ("so 3", None),
-    ],
-)
-def test_minerva_statement(text, stated):
-    assert statements.minerva_statement(text) == stated
-
-
-@pytest.mark.parametrize(
-    ("text", "stated"),
-    [("a\n#### 7\n#### 8", "7"), ("#### 1,000 eggs", "1,000 eggs"), ("#### ", None), ("\\boxed{2}", "2"), ("2", None)],
-)
-def test_solution_statement(text, stated):
-    assert statements.solution_statement(text) == stated
+    assert stated_answer(text) == stated
 
 
 @pytest.mark.parametrize("name", STATED)
@@ -104,7 +66,7 @@ def test_a_reward_reads_an_answer_in_its_form(name):
     reward = load_reward(name)
     grader = grader_of(name, reward)
     for text in ("12", "\\frac{1}{2}", "1,234"):
-        completion = grader.stating(text)
+        completion = f"<answer>{text}</answer>"
         assert grader.extract(completion) == text
         assert reward(completions=[completion, f"\\boxed{{{text}}}"], answer=[text] * 2) == [1, 1]
 
@@ -121,13 +83,6 @@ def test_a_reward_reads_an_answer_in_its_form(name):
     ],
 )
 def test_a_degenerate_completion_costs_no_time(text):
-    readers = (
-        statements.stated_answer,
-        statements.chain_of_thought_statement,
-        statements.minerva_statement,
-        statements.solution_statement,
-    )
-    for name in readers:
-        started = time.process_time()
-        name(text)
-        assert time.process_time() - started < 0.2, name
+    started = time.process_time()
+    stated_answer(text)
+    assert time.process_time() - started < 0.2
