@@ -22,9 +22,9 @@ from qerl_jax.backends.vllm_engine import VllmEngine, Weights
 from qerl_jax.backends.vllm_settings import VERSION, engine_options
 from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
+from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.of_run import loaded_format, trained_format
+from qerl_jax.checkpoint.of_run import format_for, formats_note
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
@@ -145,10 +145,10 @@ def parse(words: Sequence[str]) -> tuple[Any, Config]:
     """The flags of a command line, and their config. Raises ValueError or OSError for those that cannot be used."""
     kind = flags.fields_of_config(_FIELDS, (_OwnArguments,))
     arguments = flags.parse(kind, words, "python -m qerl_jax.evaluate", inspect.getdoc(_OwnArguments))
-    if arguments.adapter is not None and arguments.weight_format is None:
-        trained, base = trained_format(Path(arguments.adapter)), model_path(arguments.model, weights=False)
-        if trained is not None and stored_quantization(base) is None:
-            arguments = dataclasses.replace(arguments, weight_format=trained)
+    if arguments.adapter is not None:
+        base = model_path(arguments.model, weights=False)
+        trained = format_for(Path(arguments.adapter), base, arguments.weight_format)
+        arguments = dataclasses.replace(arguments, weight_format=trained)
     config = _config(arguments)
     _check(arguments, config)
     return arguments, config
@@ -181,9 +181,8 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":
         check_vllm(config, directory, "backend")
-    if config.adapter is not None and (trained := trained_format(Path(config.adapter))):
-        own = loaded_format(directory, config.weight_format).upper()
-        print(f"the adapter was trained on weights in {trained.upper()}, this model has them in {own}", flush=True)
+    if config.adapter is not None:
+        print(formats_note(Path(config.adapter), directory, config.weight_format), flush=True)
     model = model_config(directory)
     tokenizer = load_tokenizer(directory, model.vocab_size)
     print(f"reading and tokenizing {arguments.dataset} …", flush=True)

@@ -24,10 +24,17 @@ from qerl_jax.atomic import atomic_directory
 from qerl_jax.backends.vllm_settings import RANKS
 from qerl_jax.checkpoint import hf_config, names
 from qerl_jax.checkpoint.adapter import write_adapter
-from qerl_jax.checkpoint.adapter_reader import AdapterReader
+from qerl_jax.checkpoint.adapter_reader import AdapterReader, trained_format
 from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.load import accepted_quantization
-from qerl_jax.checkpoint.of_run import Source, find_source, trained_weights, write_trained_adapter
+from qerl_jax.checkpoint.of_run import (
+    Source,
+    find_source,
+    formats_note,
+    loaded_format,
+    trained_weights,
+    write_trained_adapter,
+)
 from qerl_jax.checkpoint.policy_tensors import DenseTensors, Replaced
 from qerl_jax.checkpoint.quantize import write_quantized
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR
@@ -78,7 +85,7 @@ def export(
         where that is not the original one. "merged": one bf16 model, `W + scale · B A` computed in fp32 and rounded
         once; of full fine-tuning the fp32 masters, rounded.
       base: model that the adapter belongs to, as in `Config.model`; for a run None: its own.
-      weight_format: format into which the base was quantized while loading; for a run its own.
+      weight_format: format into which the base was quantized while loading; None: the one of the training.
       overwrite: replace an earlier export.
       say: called with each line for people.
       progress: called with a stage, and the numbers of layers or tensors done and of all.
@@ -114,6 +121,7 @@ def export(
             source = dataclasses.replace(source, adapter=Path(temporary))
         refuse_other_tokenizer(source.base, source.adapter)
         reader = AdapterReader(source.adapter, source.model)
+        say(formats_note(source.adapter, source.base, source.weight_format))
         if kind == "peft":
             _write_peft(source, reader, building)
         elif kind == "vllm":
@@ -150,31 +158,38 @@ def _write_merged(source: Source, reader: AdapterReader, directory: Path, progre
 
 def _write_peft(source: Source, reader: AdapterReader, directory: Path) -> None:
     """The adapter with its norms, and the base's tokenizer."""
-    _write_adapter(directory, source, reader, reader.norm_tensors(), source.base_model)
+    trained_on = trained_format(source.adapter)
+    _write_adapter(directory, source, reader, reader.norm_tensors(), source.base_model, trained_on)
     for name in TOKENIZER_FILES:
         if (source.base / name).is_file():
             shutil.copyfile(source.base / name, directory / name)
 
 
 def _write_adapter(
-    directory: Path, source: Source, reader: AdapterReader, norms: Mapping[str, np.ndarray], base_model: str
+    directory: Path,
+    source: Source,
+    reader: AdapterReader,
+    norms: Mapping[str, np.ndarray],
+    base_model: str,
+    weight_format: str | None,
 ) -> None:
-    """An adapter with these norms, read back."""
-    write_adapter(directory, reader.config, reader.lora_tensors(), norms, base_model)
+    """An adapter with these norms, read back. `weight_format`: of the base that it belongs to, where it is known."""
+    write_adapter(directory, reader.config, reader.lora_tensors(), norms, base_model, weight_format)
     written = AdapterReader(directory, source.model)
     check_written(written.lora_tensors() | written.norm_tensors(), reader.lora_tensors() | norms)
 
 
 def _write_vllm(source: Source, reader: AdapterReader, directory: Path, final: Path, progress: Progress) -> None:
     """The LoRA alone, and the base with the adapter's norms; the base only where it is not the original one."""
-    base_model, norms = source.base_model, reader.norm_tensors()
+    base_model, norms, weight_format = source.base_model, reader.norm_tensors(), trained_format(source.adapter)
     if norms or source.quantizes:
         base_model = str(final.absolute() / BASE_PART)
         (directory / BASE_PART).mkdir()
         _write_base(source, norms, directory / BASE_PART, progress)
+        weight_format = loaded_format(directory / BASE_PART, None)
     if reader.config.rank:
         (directory / ADAPTER_PART).mkdir()
-        _write_adapter(directory / ADAPTER_PART, source, reader, {}, base_model)
+        _write_adapter(directory / ADAPTER_PART, source, reader, {}, base_model, weight_format)
 
 
 def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path, progress: Progress) -> None:
@@ -287,7 +302,7 @@ class _Arguments:
     """Model that an adapter belongs to: Hugging Face directory, ORGANIZATION/NAME on the hub, or "tiny". None: the
     run's; for a run that was moved away from its model, the model's new place."""
     weight_format: Literal[*WEIGHT_FORMATS] | None = None
-    """Format into which an unquantized base was quantized while loading. None: the run's; for an adapter, none."""
+    """Format into which an unquantized base was quantized while loading. None: the run's, which an adapter names."""
     overwrite: bool = False
     """Replace out if it is an earlier export."""
 

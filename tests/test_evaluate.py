@@ -19,7 +19,6 @@ from qerl_jax import keys
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.config import dump
 from qerl_jax.evaluate import main, parse
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
@@ -133,16 +132,18 @@ def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path
     ("trained", "flags", "format", "line"),
     [
         ("nvfp4", [], "Nvfp4", "the adapter was trained on weights in NVFP4, this model has them in NVFP4"),
-        ("nvfp4", ["--weight-format", "bf16"], "Dense", "trained on weights in NVFP4, this model has them in BF16"),
+        ("nf4", ["--weight-format", "bf16"], "Dense", "trained on weights in NF4, this model has them in BF16"),
         (None, [], "Dense", "the adapter was trained on weights in BF16, this model has them in BF16"),
+        ("unsaid", [], "Dense", "does not say on weights of which format it was trained, this model has them in BF16"),
     ],
 )
 def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsys, trained, flags, format, line):
-    """Of a run that quantized its base while loading."""
-    config = runs.config(tmp_path, weight_format=trained, max_steps=1)
-    (tmp_path / "config.yaml").write_text(dump(config))
-    policy = load_policy(model_path("tiny"), lora=LoraConfig(2), dtype=jnp.float32)
+    """On a base that was quantized while loading. The last adapter is as peft writes it."""
+    kind = None if trained == "unsaid" else trained
+    policy = load_policy(model_path("tiny"), kind, LoraConfig(2), jnp.float32)
     export_adapter(policy, tmp_path / "adapter", norms=False)
+    if trained == "unsaid":
+        (tmp_path / "adapter/README.md").write_text("---\nlibrary_name: peft\n---\nweight_format: nf4\n")
 
     def generate(policy, *_):
         raise ValueError(type(policy.frozen["layers"][0]["self_attn"]["o_proj"]["weight"]).__name__)

@@ -10,8 +10,9 @@ import dataclasses
 import json
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import runs
 import small
+import yaml
 from command_lines import assert_says, error_of
 from helpers import assert_trees_equal, randomized, with_norm_offsets
 from oracles import torch_qwen2
@@ -39,11 +41,13 @@ from qerl_jax.run.lifecycle import export_trained
 LORA = LoraConfig(4)
 
 
-def make_run(place: Path, imports_norms: bool = False, **changes: object) -> tuple[Path, Config]:
+def make_run(
+    place: Path, imports_norms: bool = False, shape: Mapping[str, int] = MappingProxyType({}), **changes: object
+) -> tuple[Path, Config]:
     """A run with two checkpoints and no adapter yet, and beside it the adapter that it would write. `imports_norms`: it
-    began with an adapter that has norms.
+    began with an adapter that has norms. `shape`: of the model, where it is another.
     """
-    model, run = small.bf16(place / "model", shards=1), place / "run"
+    model, run = small.bf16(place / "model", shards=1, **shape), place / "run"
     options = {"model": str(model), "dtype": "float32", "train_norms": True, "max_steps": 4, **changes}
     config = runs.config(run, **options)
     policy = load_policy(model, config.weight_format, config.lora, jnp.float32)
@@ -175,6 +179,30 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path, capsys):
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", "merged", "--base", str(wider)]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "'model.layers.0.mlp.down_proj.weight' has shape (16, 48)" in said and "(16, 32) in the run's check" in said
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "nf4"])
+def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, capsys, kind):
+    """In its card and on the terminal, from a checkpoint and from the adapter alone, whose base is then loaded so. What
+    vLLM serves names the format of the base beside it: NVFP4, or the values of another format in bf16.
+    """
+    run, _ = make_run(tmp_path, shape={"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}, weight_format=kind)
+    base = str(tmp_path / "model")
+
+    def card(directory: str) -> dict:
+        return yaml.safe_load((tmp_path / directory / "README.md").read_text().split("---")[1])
+
+    for source, out in (([run], "out"), ([tmp_path / "out", "--base", base], "again")):
+        assert main([*map(str, source[:1]), str(tmp_path / out), *source[1:]]) == 0
+        line = f"the adapter was trained on weights in {kind.upper()}, this model has them in {kind.upper()}"
+        assert line in capsys.readouterr().out
+        assert card(out) == {"base_model": base, "library_name": "peft", "weight_format": kind}
+    assert main([str(tmp_path / "again"), str(tmp_path / "other"), "--base", base, "--weight-format", "bf16"]) == 0
+    assert f"trained on weights in {kind.upper()}, this model has them in BF16" in capsys.readouterr().out
+    assert main([str(run), str(tmp_path / "served"), "--as", "vllm"]) == 0
+    found = card("served/adapter")
+    assert found["base_model"] == str(tmp_path / "served/base")
+    assert found["weight_format"] == ("nvfp4" if kind == "nvfp4" else "bf16")
 
 
 def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):

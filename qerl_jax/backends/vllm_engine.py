@@ -163,7 +163,7 @@ class VllmEngine:
             self._number += 1
             directory = self.directory / f"adapter-{self._number}"
             directory.mkdir()
-            write_adapter(directory, weights.config, weights.lora, {}, self._base)
+            write_adapter(directory, weights.config, weights.lora, {}, self._base, None)
         found = self._ask(("set_adapter", (self._number, directory and str(directory))), "adapter")
         if found != ([self._number] if directory else []):
             raise VllmError(f"vLLM has the adapters {found}, not {self._number if directory else 'none'}")

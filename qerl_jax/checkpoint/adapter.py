@@ -7,6 +7,7 @@ vLLM refuses an adapter with norms in it: `python -m qerl_jax.export RUN OUT --a
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,11 +19,28 @@ import numpy as np
 
 from qerl_jax.atomic import atomic_directory, write_json
 from qerl_jax.checkpoint import names, safetensors
-from qerl_jax.checkpoint.adapter_reader import WEIGHTS_FILE, AdapterReader, lora_key, norm_key
+from qerl_jax.checkpoint.adapter_reader import (
+    CARD_FILE,
+    WEIGHTS_FILE,
+    AdapterReader,
+    lora_key,
+    norm_key,
+    trained_format,
+)
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE, norms_config, peft_config
 from qerl_jax.models.config import LAYER_NORMS
+from qerl_jax.models.formats import Weight, format_name
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.types import Policy
+
+_CARD = """---
+base_model: {base}
+library_name: peft
+weight_format: {format}
+---
+QeRL-JAX trained this adapter on {name} with projections in `weight_format`. On projections in another format, as those
+of an unquantized checkpoint for an adapter of 4-bit ones, it gives other logits and another accuracy.
+"""
 
 
 def import_adapter(policy: Policy, directory: Path) -> Policy:
@@ -79,10 +97,17 @@ def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_mod
             raise ValueError(f"{dst} is not written: {name!r} holds a value that is not finite")
     others = _other_files(Path(dst))
     with atomic_directory(Path(dst)) as directory:
-        write_adapter(directory, policy.lora_config, lora, layer_norms, base_model)
+        write_adapter(directory, policy.lora_config, lora, layer_norms, base_model, policy_format(policy))
         for entry in others:
             copy = shutil.copytree if entry.is_dir() else shutil.copy2
             copy(entry, directory / entry.name)
+
+
+def policy_format(policy: Policy) -> str:
+    """Format of a policy's projections, one of `WEIGHT_FORMATS`: of those quantized, where some are not."""
+    leaves = jax.tree.leaves(policy.frozen["layers"], is_leaf=lambda node: isinstance(node, Weight))
+    found = {format_name(leaf) for leaf in leaves if isinstance(leaf, Weight)}
+    return next(iter(sorted(found - {"bf16"})), "bf16")
 
 
 def write_adapter(
@@ -91,6 +116,7 @@ def write_adapter(
     lora: Mapping[str, np.ndarray],
     norms: Mapping[str, np.ndarray],
     base_model: str,
+    weight_format: str | None,
 ) -> None:
     """Write a PEFT adapter into an empty directory.
 
@@ -100,6 +126,7 @@ def write_adapter(
       lora: PEFT name -> f32 array (`adapter_tensors`); empty: the norms alone, as LN_TUNING.
       norms: name in the base checkpoint -> f32[D] (`norm_tensors`); empty: none.
       base_model: written as `base_model_name_or_path`.
+      weight_format: of the base that it was trained on, for the card that `trained_format` reads; None: no card.
     """
     saved = {norm_key(name, alone=not lora): value for name, value in norms.items()}
     values = peft_config(config, base_model) if lora else norms_config(base_model)
@@ -107,6 +134,9 @@ def write_adapter(
         values["modules_to_save"] = [norm for norm in LAYER_NORMS if any(f".{norm}." in name for name in saved)]
     write_json(directory / CONFIG_FILE, values)
     safetensors.save(directory / WEIGHTS_FILE, {**lora, **saved})
+    if weight_format is not None:
+        card = _CARD.format(base=json.dumps(base_model), name=base_model, format=weight_format)
+        (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def _other_files(directory: Path) -> list[Path]:
@@ -116,7 +146,8 @@ def _other_files(directory: Path) -> list[Path]:
         raise FileExistsError(
             f"{directory} holds {entries[0].name!r} but no {CONFIG_FILE}: it is no adapter to replace"
         )
-    return [entry for entry in entries if entry.name not in (CONFIG_FILE, WEIGHTS_FILE)]
+    own = (CONFIG_FILE, WEIGHTS_FILE, *([CARD_FILE] if trained_format(directory) else []))
+    return [entry for entry in entries if entry.name not in own]
 
 
 def adapter_tensors(policy: Policy) -> dict[str, np.ndarray]:

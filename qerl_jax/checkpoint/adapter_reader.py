@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from qerl_jax.checkpoint.layouts import Expected
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE, adapter_config
 from qerl_jax.checkpoint.safetensors import FLOATS, CheckpointError, read_json
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
+from qerl_jax.models.formats import WEIGHT_FORMATS
 
 _PREFIX = "base_model.model."
 WEIGHTS_FILE = "adapter_model.safetensors"
+CARD_FILE = "README.md"  # names the weights' format: peft warns of keys of others in adapter_config.json
 
 
 def lora_key(layer: int, part: str, matrix: str) -> str:
@@ -26,6 +29,16 @@ def norm_key(name: str, alone: bool) -> str:
     """PEFT's name of a norm that is `name` in the base checkpoint: beside a LoRA, or alone (LN_TUNING)."""
     key = _PREFIX + name
     return f"{key.removesuffix('weight')}ln_tuning_layers.weight" if alone else key
+
+
+def trained_format(directory: Path) -> str | None:
+    """Format of the weights that an adapter was trained on, one of `WEIGHT_FORMATS`; None where its card does not say
+    so, as that of peft.
+    """
+    path = directory / CARD_FILE
+    text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
+    found = re.match(r"---\n(?:(?!---).*\n)*?weight_format: (\w+)\n", text)
+    return found[1] if found and found[1] in WEIGHT_FORMATS else None
 
 
 class AdapterReader:

@@ -5,7 +5,6 @@ trained all of them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -15,12 +14,11 @@ import numpy as np
 
 from qerl_jax.checkpoint import assets, hf_config, names
 from qerl_jax.checkpoint.adapter import write_adapter
-from qerl_jax.checkpoint.adapter_reader import lora_key
+from qerl_jax.checkpoint.adapter_reader import lora_key, trained_format
 from qerl_jax.checkpoint.hub import is_hub_id
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE as ADAPTER_CONFIG
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CONFIG_FILE
-from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.messages import shown
@@ -83,7 +81,8 @@ def find_source(directory: Path, base: str | None = None, weight_format: str | N
             raise ConfigError(
                 f"{directory} is an adapter: name its base with --base (its {ADAPTER_CONFIG} has {shown(named)})"
             )
-        return Source(directory, assets.model_path(base), _name(base), weight_format, directory)
+        path = assets.model_path(base)
+        return Source(directory, path, _name(base), format_for(directory, path, weight_format), directory)
     config_file, adapter = directory / CONFIG_FILE, directory / ADAPTER_DIR
     if not config_file.exists():
         raise ConfigError(f"{directory} is neither a run with {CONFIG_FILE} nor an adapter with {ADAPTER_CONFIG}")
@@ -104,17 +103,21 @@ def find_source(directory: Path, base: str | None = None, weight_format: str | N
     return Source(directory, assets.model_path(base), _name(base), config.loaded_format, adapter, config, step)
 
 
-def trained_format(adapter: Path) -> str | None:
-    """Format of the weights under which a run trained its adapter; None where there is no run around it, or its model
-    is not there.
+def format_for(adapter: Path, base: Path, weight_format: str | None) -> str | None:
+    """`weight_format` to load an adapter's base with: the given one; None, and the base is not quantized: the one that
+    the adapter was trained on, where it says so.
     """
-    file = adapter.absolute().parent / CONFIG_FILE
-    if adapter.absolute().name != ADAPTER_DIR or not file.exists():
-        return None
-    config = load_config(file)
-    with contextlib.suppress(CheckpointError, ConfigError, OSError):
-        return loaded_format(assets.model_path(config.model, weights=False), config.loaded_format)
-    return None
+    if weight_format is None and hf_config.stored_quantization(base) is None:
+        return trained_format(adapter)
+    return weight_format
+
+
+def formats_note(adapter: Path, base: Path, weight_format: str | None) -> str:
+    """A line on the weights that an adapter was trained on, and on those it is put on here."""
+    trained, own = trained_format(adapter), loaded_format(base, weight_format).upper()
+    if trained is None:
+        return f"the adapter does not say on weights of which format it was trained, this model has them in {own}"
+    return f"the adapter was trained on weights in {trained.upper()}, this model has them in {own}"
 
 
 def loaded_format(base: Path, weight_format: str | None) -> str:
@@ -141,7 +144,8 @@ def write_trained_adapter(source: Source, directory: Path) -> None:
         if match
     }
     moved = source.config.train_norms or any(name.startswith("reference_norms/") for name in arrays)
-    write_adapter(directory, source.config.lora, lora, _norms(arrays) if moved else {}, source.base_model)
+    trained_on = loaded_format(source.base, source.weight_format)
+    write_adapter(directory, source.config.lora, lora, _norms(arrays) if moved else {}, source.base_model, trained_on)
 
 
 def trained_weights(source: Source) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
 from qerl_jax.checkpoint.load import accepted_quantization, load_policy
+from qerl_jax.checkpoint.of_run import formats_note
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
@@ -135,6 +136,9 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     programs = Ahead(done=say, kept=LoweredPrograms.beside_compiled())
     programs.submit(rehearse_run, config, hooks, limit, replicas)
     try:
+        if config.adapter is not None:
+            base = assets.model_path(config.model)
+            console.print(formats_note(Path(config.adapter), base, config.loaded_format), soft_wrap=True, markup=False)
         console.print(f"loading {config.model} …", markup=False)
         loaded = load(config, console, replicas.tensor_parallel)
         policy = committed(loaded, replicas.tensor_parallel).replace(tokenizer=loaded.tokenizer, source=loaded.source)

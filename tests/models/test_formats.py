@@ -12,12 +12,12 @@ from helpers import assert_trees_equal, fp32_policy, logits_of
 from oracles import mxfp4_goldens
 from oracles import numpy_formats as oracle
 from qerl_kernels.formats import Mxfp4, Nvfp4
-from qerl_kernels.nvfp4_matmul import reference
+from qerl_kernels.nvfp4_matmul import packing, reference
 from safetensors import safe_open
 
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.checkpoint.safetensors import Tensors, open_checkpoint
-from qerl_jax.models.formats import host, mxfp4, nf4, nvfp4
+from qerl_jax.models.formats import FORMATS, format_name, host, mxfp4, nf4, nvfp4
 
 BF16 = ml_dtypes.bfloat16
 
@@ -239,3 +239,11 @@ def test_bf16_parts_are_exact():
     matrix, row = reference.bf16_parts(mx)
     assert row is None
     np.testing.assert_array_equal(np.asarray(matrix).astype(np.float64), oracle.mxfp4(mx.codes, mx.exponents))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_names_its_format_packed_too(name):
+    weight = FORMATS[name].zeros(64, 64, jnp.bfloat16)
+    assert format_name(weight) == name
+    if FORMATS[name].packs:
+        assert format_name(packing.pack(weight)) == name

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import operator
 
-from qerl_kernels.formats import Mxfp4, Nvfp4, PackedNvfp4
+from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4, PackedNvfp4
 
 from qerl_jax.models.formats import dense, mxfp4, nf4, nvfp4
 from qerl_jax.models.formats.dense import Dense, rounded
@@ -31,6 +31,7 @@ __all__ = [
     "Nvfp4",
     "PackedNvfp4",
     "Weight",
+    "format_name",
     "format_of",
     "rounded",
 ]
@@ -39,3 +40,9 @@ __all__ = [
 def format_of(weight: Weight) -> Format:
     """The format of a weight that is not packed."""
     return _OF[type(weight)]
+
+
+def format_name(weight: Weight) -> str:
+    """The name of a weight's format, one of `WEIGHT_FORMATS`."""
+    kind = {NVFP4_BLOCK: Nvfp4, MXFP4_BLOCK: Mxfp4}[weight.block] if isinstance(weight, PackedNvfp4) else type(weight)
+    return next(name for name, own in FORMATS.items() if own.weight is kind)
