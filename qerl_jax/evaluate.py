@@ -218,7 +218,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
             longest = max(len(item.tokens) for item in problems)
             room = min(at_once, len(problems))
             print(f"loading {config.model} …", flush=True)
-            settings = config, directory, model, tokenizer, longest, room, stack, generate
+            settings = config, directory, model, longest, room, stack, generate
             sample = _sampler(*settings, replicas.tensor_parallel)
             print(ending_note(model, tokenizer), flush=True)
             print("sampling; the first problems wait until the programs are compiled …", flush=True)
@@ -292,7 +292,6 @@ def _sampler(
     config: Config,
     directory: Path,
     model: ModelConfig,
-    tokenizer: Any,
     longest: int,
     room: int,
     stack: contextlib.ExitStack,
@@ -323,7 +322,7 @@ def _sampler(
     engine = stack.enter_context(VllmEngine(options, model))
     engine.set_weights(weights)
     print(f"vLLM {engine.version}: {len(weights.norms)} layer norms and {len(weights.lora)} matrices set", flush=True)
-    return lambda prompts, key: engine.sample(prompts, sampling, key, tokenizer)
+    return lambda prompts, key: engine.sample(prompts, sampling, key)
 
 
 def program() -> NoReturn:

@@ -25,9 +25,7 @@ class FinishReason(enum.IntEnum):
     """Truncated at its token limit."""
     EOS = 1
     """Its last token is one of the model's EOS ids."""
-    STOP = 2
-    """Its text contains one of the `stop` strings."""
-    FAILED = 3
+    FAILED = 2
     """The largest logit was not finite: the completion is excluded from the update."""
 
 
@@ -208,7 +206,6 @@ class Sampling(_Replace):
       top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
       min_p: drop tokens less likely than min_p times the most likely; 0 keeps all.
       num_generations: completions per prompt, G.
-      stop: strings that end a completion; the token that completes one is its last.
     """
 
     max_new_tokens: int
@@ -217,14 +214,11 @@ class Sampling(_Replace):
     top_p: float = 1.0
     min_p: float = 0.0
     num_generations: int = 1
-    stop: tuple[str, ...] = ()
 
     def __post_init__(self):
         for name, low in (("max_new_tokens", 1), ("num_generations", 1), ("temperature", 0), ("top_k", 0)):
             if not getattr(self, name) >= low:  # so that NaN is refused, too
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        if isinstance(self.stop, str) or not all(isinstance(string, str) and string for string in self.stop):
-            raise ValueError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:

@@ -32,7 +32,6 @@ from qerl_jax.checkpoint.tokenizer import refuse_other_tokenizer
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout.engine import check_positions
-from qerl_jax.rollout.stop import truncate_at_stop
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
 _WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -174,10 +173,10 @@ class VllmEngine:
     ) -> Rollout:
         """`rollout.engine.generate` by vLLM: the same contract, other samples. `engine` is not used."""
         self.set_weights(Weights.of_policy(policy))
-        return self.sample(prompts, sampling, key, policy.tokenizer)
+        return self.sample(prompts, sampling, key)
 
-    def sample(self, prompts: Prompts, sampling: Sampling, key: Array, tokenizer: Any = None) -> Rollout:
-        """`generate` with the weights that were set last. The tokenizer is needed for stop texts alone."""
+    def sample(self, prompts: Prompts, sampling: Sampling, key: Array) -> Rollout:
+        """`generate` with the weights that were set last."""
         tokens, lengths, ids = (np.asarray(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
         check_positions(self._model, tokens.shape[1], sampling.max_new_tokens)
         group = sampling.num_generations
@@ -186,10 +185,7 @@ class VllmEngine:
         shared = sampling_arguments(sampling, self._model.eos_token_ids)
         arguments = [shared | {"seed": seed} for seed in row_seeds(key, ids[rows], numbers)]
         completions = self._ask(("complete", ([tokens[p, : lengths[p]].tolist() for p in rows], arguments)), "rollout")
-        rollout = assemble(prompts, rows, completions, sampling, self._model)
-        if sampling.stop:
-            rollout = truncate_at_stop(rollout, sampling.stop, tokenizer, self._model.pad_token_id)
-        return rollout
+        return assemble(prompts, rows, completions, sampling, self._model)
 
 
 def _equal(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:

@@ -26,7 +26,7 @@ class VllmError(ValueError):
 
 
 def sampling_arguments(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Arguments of `vllm.SamplingParams`, but for the seed. `truncate_at_stop` finds stop strings afterwards."""
+    """Arguments of `vllm.SamplingParams`, but for the seed."""
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,

@@ -30,7 +30,7 @@ class Item:
       answers: the answer extracted from each, None where it states none or where none are extracted.
       verdicts: one for each, as in `Grader.verdicts`.
       lengths: tokens of each, EOS included.
-      finish: why each ended: "eos", "length", "stop" or "failed".
+      finish: why each ended: "eos", "length" or "failed".
       majority: index of a completion with the answer that most give; None without a vote.
       tied: whether as many gave another answer.
     """

@@ -137,17 +137,15 @@ def cast_lora(policy: Policy) -> Any:
     return fuse_lora_a(jax.tree.map(lambda leaf: leaf.astype(policy.dtype), policy.lora))
 
 
-def admit(
-    slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, np.ndarray], stop: Bool[np.ndarray, " S"]
-) -> Slots:
-    """Start new sequences in the slots of `new["start"]` and deactivate those of `stop`. `slots` is consumed.
+def admit(slots: Slots, prompt_cache: PromptCache, key: Array, new: dict[str, np.ndarray]) -> Slots:
+    """Start new sequences in the slots of `new["start"]`. `slots` is consumed.
 
     Args:
       key: random key of the rollout.
       new: for each slot `start` (bool), `sequences`, `prompt_slots`, `limits`, and the two parts of the random key: the
         prompt's `ids` and the index in the group, `samples`.
     """
-    return dataclasses.replace(slots, **admit_jit(_fields(slots), prompt_cache.hidden, key, new, stop))
+    return dataclasses.replace(slots, **admit_jit(_fields(slots), prompt_cache.hidden, key, new))
 
 
 @program(donate_argnames="fields")
@@ -156,7 +154,6 @@ def admit_jit(
     prompt_hidden: Float[Array, "P D"],
     key: Array,
     new: dict[str, Array],
-    stop: Bool[Array, " S"],
 ) -> dict[str, Array]:
     """`admit` without the caches, whose widths are those of other limits."""
     start = new["start"]
@@ -171,7 +168,7 @@ def admit_jit(
         "prompt_slots": put("prompt_slots", new["prompt_slots"]),
         "lengths": put("lengths", jnp.zeros_like(fields["lengths"])),
         "limits": put("limits", new["limits"]),
-        "active": start | (fields["active"] & ~stop),
+        "active": start | fields["active"],
     }
 
 

@@ -23,7 +23,6 @@ from qerl_jax.rollout import decode, prefill
 from qerl_jax.rollout.prefill_packing import PrefillBatch, pack_prompts, prefill_shapes
 from qerl_jax.rollout.schedule import Admission, PromptLoad, Schedule
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
-from qerl_jax.rollout.stop import StopStrings, truncate_at_stop
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
 _ADMISSION_FIELDS = ("sequences", "prompt_slots", "limits", "ids", "samples")
@@ -39,7 +38,7 @@ class Progress:
       rows: completions of the rollout, B.
       tokens: completion tokens sampled so far.
       groups: prompts all of whose completions have ended since the `Progress` before, with the token ids of each, EOS
-        included, in the order of the rows; none where `stop` strings may cut them afterwards.
+        included, in the order of the rows.
     """
 
     ended: int
@@ -63,7 +62,7 @@ def generate(
     (`Prompts.occurrences`), and its logits; on nothing else of the batch.
 
     Args:
-      policy: policy with the (noisy or clean) norms and adapters to sample from; `stop` strings need its tokenizer.
+      policy: policy with the (noisy or clean) norms and adapters to sample from.
       prompts: `Prompts`, or token lists.
       sampling: sampling parameters.
       key: random key of this rollout (`keys.for_step`).
@@ -78,7 +77,7 @@ def generate(
 
     Raises:
       ValueError: no prompts, an empty prompt, a token id beyond the vocabulary, prompt + completion beyond the model's
-        positions, `stop` without a tokenizer, limits out of range, or too little memory (with the numbers).
+        positions, limits out of range, or too little memory (with the numbers).
     """
     running = stream(policy, prompts, sampling, key, engine, limits)
     while True:
@@ -105,8 +104,6 @@ def stream(
         prompts = Prompts.from_lists(prompts, pad=config.pad_token_id)
     _check_prompts(prompts, config.vocab_size)
     check_positions(config, prompts.tokens.shape[1], sampling.max_new_tokens)
-    if sampling.stop and policy.tokenizer is None:
-        raise ValueError(f"stop strings {list(sampling.stop)} need a tokenizer, and the policy has none")
     decoder = _Decoder(policy, prompts, sampling, key, engine or Engine(), _check_limits(limits, prompts, sampling))
     try:
         yield from decoder.steps()
@@ -120,8 +117,7 @@ def stream(
             "with which a run can be resumed, or start a new run with a smaller max_completion_length or "
             "max_prompt_length"
         ) from error
-    rollout = decoder.result()
-    return truncate_at_stop(rollout, sampling.stop, policy.tokenizer, config.pad_token_id) if sampling.stop else rollout
+    return decoder.result()
 
 
 def rehearse(
@@ -193,7 +189,6 @@ class _Decoder:
         self.most, self.chunk = most, engine.chunk
         self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
-        self.stop = StopStrings(sampling.stop, policy.tokenizer)
         self.sampled: list[list[int]] = [[] for _ in limits]  # tokens of each sequence
         self.decoding = set(range(len(limits)))  # sequences whose last token has not been read
         self.progress = Progress(0, len(limits), 0, {})
@@ -201,9 +196,9 @@ class _Decoder:
     def steps(self) -> Generator[Progress, None, None]:
         """Decode all sequences. The results of a chunk are read while the next one runs."""
         self._begin()
-        running, stopped, seen = [], [], self.progress
+        running, seen = [], self.progress
         while True:
-            self._refill(stopped)
+            self._refill()
             if self.schedule.live:
                 if not self.schedule.queued:
                     self._compact()
@@ -215,7 +210,7 @@ class _Decoder:
                 return
             if len(running) == 1 and self.schedule.live:
                 continue
-            stopped = self._read(running.pop(0))
+            self._read(running.pop(0))
 
     def rehearse(self) -> None:
         """Make every call of a program that `steps` may make, once; those that compile longest come first."""
@@ -223,12 +218,10 @@ class _Decoder:
         self._decode_chunk()
         for shape in self.prefill_shapes:
             self._prefill(PrefillBatch(0, shape), [])
-        self._admit([], [])
+        self._admit([])
         for count in self.shapes.slot_counts()[1:]:
             self._move(count)
             self._decode_chunk()
-            if self.stop.strings:  # no sequence waits any more, but a string may end one
-                self._admit([], [])
 
     def result(self) -> Rollout:
         """The rollout, once all sequences have ended."""
@@ -264,50 +257,38 @@ class _Decoder:
         self.schedule.end([slot for slot in self.schedule.live if self.budget[slot] <= 0])
         return chunk
 
-    def _read(self, chunk: _Chunk) -> list[int]:
-        """Wait for a chunk and end the sequences that ended in it; returns the slots that a stop string ends."""
+    def _read(self, chunk: _Chunk) -> None:
+        """Wait for a chunk and end the sequences that ended in it."""
         active, sampled = np.asarray(chunk.active), np.asarray(chunk.sampled).T.tolist()
         # Compaction may have moved it since.
         slot_then = {sequence: slot for slot, sequence in enumerate(chunk.sequences) if sequence is not None}
         new = {sequence: [token for token in sampled[slot] if token >= 0] for sequence, slot in slot_then.items()}
         for sequence, tokens in new.items():
             self.sampled[sequence] += tokens
-        ended, stopped = [], []
-        for slot in self.schedule.live:
-            sequence = self.schedule.sequences[slot]
-            if sequence not in slot_then:
-                continue  # started after this chunk
-            then = slot_then[sequence]
-            if not active[then]:
-                ended.append(slot)
-            elif self.stop.is_reached(self.sampled[sequence], len(new[sequence])):
-                stopped.append(slot)
-        self.schedule.end(ended + stopped)
+        ended = {sequence for sequence, slot in slot_then.items() if not active[slot]}
+        self.schedule.end([slot for slot in self.schedule.live if self.schedule.sequences[slot] in ended])
         self.progress = dataclasses.replace(
             self.progress,
             ended=self.progress.rows - self.schedule.queued - len(self.schedule.live),
             tokens=self.progress.tokens + sum(map(len, new.values())),
-            groups=self._complete({sequence for sequence, slot in slot_then.items() if not active[slot]}),
+            groups=self._complete(ended),
         )
-        return stopped
 
     def _complete(self, ended: set[int]) -> dict[int, list[list[int]]]:
         """The tokens of the groups that are complete with these sequences, some of which had ended before."""
         ended, group = ended & self.decoding, self.schedule.group
         self.decoding -= ended
-        if self.stop.strings:
-            return {}
         rows = {prompt: range(prompt * group, (prompt + 1) * group) for prompt in sorted({s // group for s in ended})}
         return {p: self.sampled[r.start : r.stop] for p, r in rows.items() if self.decoding.isdisjoint(r)}
 
-    def _refill(self, stopped: list[int]) -> None:
+    def _refill(self) -> None:
         loads, admissions = self.schedule.fill()
         lengths = [int(self.lengths[load.prompt]) for load in loads]
         for batch in pack_prompts(lengths, self.prefill_shapes):
             self._prefill(batch, loads[: batch.prompts])
             loads = loads[batch.prompts :]
-        if admissions or stopped:
-            self._admit(admissions, stopped)
+        if admissions:
+            self._admit(admissions)
 
     def _prefill(self, batch: PrefillBatch, loads: list[PromptLoad]) -> None:
         """Prefill prompts packed into one batch; its padding is dropped."""
@@ -321,18 +302,17 @@ class _Decoder:
             self.policy, self.prompt_cache, tokens, lengths, prompt_slots, batch.shape.width, self.batch_invariant
         )
 
-    def _admit(self, admissions: list[Admission], stopped: list[int]) -> None:
+    def _admit(self, admissions: list[Admission]) -> None:
         slots = len(self.schedule.sequences)
         new = {name: np.zeros(slots, np.int32) for name in _ADMISSION_FIELDS}
-        start, stop = np.zeros(slots, bool), np.zeros(slots, bool)
-        stop[stopped] = True
+        start = np.zeros(slots, bool)
         for admission in admissions:
             slot, (prompt, sample) = admission.slot, divmod(admission.sequence, self.schedule.group)
             start[slot] = True
             new["sequences"][slot], new["prompt_slots"][slot] = admission.sequence, admission.prompt_slot
             new["limits"][slot] = self.budget[slot] = self.limits[admission.sequence]
             new["ids"][slot], new["samples"][slot] = self.ids[prompt], self.first_samples[prompt] + sample
-        self.slots = decode.admit(self.slots, self.prompt_cache, self.key, {"start": start, **new}, stop)
+        self.slots = decode.admit(self.slots, self.prompt_cache, self.key, {"start": start, **new})
 
     def _compact(self) -> None:
         """Move the survivors into the smallest number of slots that holds them, one slot count after another (few moves

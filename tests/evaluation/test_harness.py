@@ -62,11 +62,11 @@ def written():
                 answer = 10 + (p if own else (p + 1) % len(RIGHT))
                 text = f"<think>{g}</think><answer>{answer}</answer>" if p else f"<answer>{answer}</answer>"
                 start = np.asarray(prompts.tokens)[p, : int(prompts.lengths[p])]
-                rows.append((p, [*start, *tokenizer.encode(text, add_special_tokens=False)]))
+                rows.append((p, [*start, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]))
         width = max(len(row) for _, row in rows)
         tokens = np.array([[*row, *[0] * (width - len(row))] for _, row in rows], np.int32)
         index = jnp.asarray([p for p, _ in rows], jnp.int32)
-        finish = [FinishReason.STOP] * 10 + [FinishReason.LENGTH, FinishReason.FAILED]
+        finish = [FinishReason.EOS] * 10 + [FinishReason.LENGTH, FinishReason.FAILED]
         lengths = jnp.asarray([len(row) for _, row in rows], jnp.int32)
         logprobs = jnp.zeros(tokens.shape, jnp.float32)
         calls.append((prompts, sampling, key, engine, lengths - prompts.lengths[index]))

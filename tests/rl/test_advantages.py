@@ -79,13 +79,13 @@ def test_errors_name_both_numbers():
 
 
 def rollout() -> Rollout:
-    """Four rows: ended, truncated, failed, stopped."""
+    """Four rows: ended, truncated, failed, ended."""
     return Rollout(
         tokens=jnp.arange(24, dtype=jnp.int32).reshape(4, 6),
         logprobs=jnp.zeros((4, 6)),
         prompt_lengths=jnp.asarray([2, 2, 1, 1], jnp.int32),
         lengths=jnp.asarray([4, 6, 3, 5], jnp.int32),
-        finish=jnp.asarray([FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED, FinishReason.STOP], jnp.int8),
+        finish=jnp.asarray([FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED, FinishReason.EOS], jnp.int8),
         prompt_index=jnp.asarray([0, 0, 1, 1], jnp.int32),
     )
 

@@ -24,7 +24,6 @@ from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.engine import generate, stream
 from qerl_jax.rollout.shapes import choose_shapes
-from qerl_jax.rollout.stop import StopStrings
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
@@ -346,18 +345,16 @@ def test_the_stream_reports_progress(policy, free):
     assert [(p.ended, p.rows, p.tokens) for p in seen] == [(e, 8, t) for e, t in zip(ended, tokens, strict=True)]
 
 
-def test_the_stream_hands_out_each_group_once_it_is_complete(policy, ended):
-    """All tokens of its rows, whatever ends them: EOS, the limit, a failure; none where stop strings cut them."""
+def test_the_stream_hands_out_each_group_once_it_is_complete(ended):
+    """All tokens of its rows, whatever ends them: EOS, the limit, a failure."""
     token = int(completion_ids(generate(ended, PROMPTS, FREE, KEY))[7][2])
-    table = policy.frozen["embed_tokens"].at[token].set(jnp.nan)
+    table = ended.frozen["embed_tokens"].at[token].set(jnp.nan)
     for actor in (ended, ended.replace(frozen=ended.frozen | {"embed_tokens": table})):
         seen, rollout = to_the_end(stream(actor, PROMPTS, FREE, KEY, SMALL, [8, 3, 8, 8]))
         given, ids = [item for progress in seen for item in progress.groups.items()], completion_ids(rollout)
         assert sorted(given) == [(p, ids[GROUP * p : GROUP * (p + 1)]) for p in range(4)]
         assert len(seen[-1].groups) < 4
     assert FinishReason.FAILED in rollout.finish
-    stopping = stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=("x",)), KEY, SMALL)
-    assert not any(progress.groups for progress in to_the_end(stopping)[0])
 
 
 def test_random_rollouts_are_prefixes_of_the_free_one(policy, ended, free):
@@ -448,48 +445,6 @@ def test_a_row_with_a_broken_logit_fails_alone(policy, free, value):
         assert (np.asarray(rollout.tokens[row, 2:]) == PAD).all() and (np.asarray(rollout.logprobs[row]) == 0).all()
     greedy = generate(poisoned, [*PROMPTS[:3], [40, token]], FREE.replace(temperature=0), KEY)
     assert [finish == FinishReason.FAILED for finish in greedy.finish.tolist()] == [False] * 6 + [True] * 2
-
-
-class Letters:
-    """Token 1 is "b", 26 and up are capitals, and so on: a tokenizer whose text has one character a token."""
-
-    def decode(self, ids, **_):
-        return "".join(chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i in ids)
-
-
-def test_stop_strings_end_a_row_with_the_token_that_completes_them(policy, free):
-    texts = [Letters().decode(ids) for ids in completion_ids(free)]
-    stop = (texts[0][1:3], texts[5][0], texts[7][-2:])  # the first one straddles a chunk of two
-    rollout = generate(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY)
-    stopped = 0
-    for row, text in enumerate(texts):
-        ends = [text.find(s) + len(s) for s in stop if s in text]
-        kept, start = min(ends, default=NEW), int(free.prompt_lengths[row])
-        stopped += bool(ends)
-        assert completion_ids(rollout)[row] == completion_ids(free)[row][:kept]
-        assert int(rollout.finish[row]) == (FinishReason.STOP if ends else FinishReason.LENGTH)
-        assert (np.asarray(rollout.tokens[row, start + kept :]) == PAD).all()
-        assert (np.asarray(rollout.logprobs[row, start + kept :]) == 0).all()
-        assert (np.asarray(rollout.entropies[row, start + kept :]) == 0).all()
-        np.testing.assert_allclose(rollout.logprobs[row, : start + kept], free.logprobs[row, : start + kept], atol=1e-5)
-    assert 3 <= stopped < 8
-    seen, early = to_the_end(stream(policy.replace(tokenizer=Letters()), PROMPTS, FREE.replace(stop=stop), KEY, SMALL))
-    assert_same_rows(early, range(8), rollout, range(8))
-    assert seen[-1].ended == 8 and seen[-1].tokens < 8 * NEW, "decoding ends at a stop string"
-    with pytest.raises(ValueError, match="tokenizer"):
-        generate(policy, PROMPTS, FREE.replace(stop=("x",)), KEY)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_stop_strings_of_any_length_are_found_in_pieces(size):
-    """Property: reached with the first piece after which the text holds one, each sequence by itself."""
-    ids = [[5, 0, 1, 2, 3, 4, 5, 23], [23, 0, 1, 2, 3, 4, 9, 9]]  # "fabcdefx", "xabcdejj"
-    stops, found = StopStrings(("abcdef", "jj"), Letters()), {}
-    for start in range(0, 8, size):
-        for sequence, own in enumerate(ids):
-            if stops.is_reached(own[: start + size], len(own[start : start + size])):
-                found.setdefault(sequence, start + size)
-    assert found == {0: -(-7 // size) * size, 1: -(-8 // size) * size}
 
 
 def test_errors_name_the_numbers(policy):

@@ -140,13 +140,13 @@ def test_a_rollout_compiles_its_own_functions_only(micro_dir):
 
 
 def test_a_rollout_compiles_nothing_once_its_programs_are_compiled(micro_dir):
-    """Over refills, survivors that move, stop strings, and prompts of other lengths. A policy
+    """Over refills, survivors that move, and prompts of other lengths. A policy
     restored from a checkpoint is committed to its device.
     """
     policy = fp32_policy(micro_dir, rank=5)
     policy = policy.replace(lora=jax.device_put(policy.lora, jax.devices()[0]))
-    policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=(3, 5)), tokenizer=Digits())
-    sampling, engine = Sampling(16, num_generations=4, stop=("77",)), Engine(40, chunk=3)
+    policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=(3, 5)))
+    sampling, engine = Sampling(16, num_generations=4), Engine(40, chunk=3)
     rng, key = np.random.default_rng(0), jax.random.key(0)
     compile_calls(rehearse, policy, 14, 60, sampling, key, engine)
     batches = [[rng.integers(0, 64, rng.integers(1, 1 + most)).tolist() for _ in range(14)] for most in (60, 4, 30)]
@@ -155,10 +155,3 @@ def test_a_rollout_compiles_nothing_once_its_programs_are_compiled(micro_dir):
         for prompts in batches:
             jax.block_until_ready(generate(policy, prompts, sampling, key, engine))
         assert counter.take() == []
-
-
-class Digits:
-    """A tokenizer whose text has the last digit of each token."""
-
-    def decode(self, ids, **_):
-        return "".join(str(i % 10) for i in ids)
