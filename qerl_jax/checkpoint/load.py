@@ -7,7 +7,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ def load_policy(
     matmul_kernel: str = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
     tensor_parallel: int = 1,
+    tokenizer: Future | None = None,
 ) -> Policy:
     """Load a Qwen2.5, Qwen3 (dense) or Llama 3 directory as a policy with fresh or imported adapters.
 
@@ -62,6 +63,7 @@ def load_policy(
         they can run.
       progress: called with the number of layers loaded and the number of all layers.
       tensor_parallel: devices over which the layers are divided (`partition`); the policy is committed to them.
+      tokenizer: result of `read_tokenizer` in another thread; None: a thread here reads it.
 
     Raises:
       FileNotFoundError: no such directory, config or weights.
@@ -76,30 +78,31 @@ def load_policy(
     config = dataclasses.replace(hf_config.model_config(path), tensor_parallel=tensor_parallel)
     if lora is None:
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))
-    # In a thread: transformers takes seconds to import, 13 where it imports PyTorch too.
-    pool = ThreadPoolExecutor(1)
-    loading = pool.submit(_load_tokenizer, path, config.vocab_size, adapter)
-    pool.shutdown(wait=False)
+    if tokenizer is None:
+        pool = ThreadPoolExecutor(1)  # transformers takes seconds to import
+        tokenizer = pool.submit(read_tokenizer, path, adapter)
+        pool.shutdown(wait=False)
 
     def report(done: int, total: int) -> None:
-        if loading.done():
-            loading.result()  # raises what was wrong with it
+        if tokenizer.done():
+            tokenizer.result()  # raises what was wrong with it
         progress(done, total)
 
     frozen, norms = load_weights(path, config, weight_format, dtype, matmul_kernel, report)
-    tokenizer = loading.result()
     source = name if hub.is_hub_id(name) else str(path)
     policy = build_policy(config, frozen, norms, lora, seed)
     policy = policy if adapter is None else import_adapter(policy, Path(adapter))
     policy = policy if tensor_parallel == 1 else committed(policy, tensor_parallel)
-    return policy.replace(tokenizer=tokenizer, source=source)
+    return policy.replace(tokenizer=tokenizer.result(), source=source)
 
 
-def _load_tokenizer(path: Path, vocab_size: int, adapter: str | Path | None) -> Any:
-    """The model's tokenizer. Raises CheckpointError for an adapter that has another."""
+def read_tokenizer(path: Path, adapter: str | Path | None = None) -> Any:
+    """The tokenizer of a model, or None. Raises CheckpointError as `load_tokenizer`, and for an adapter that has
+    another.
+    """
     if adapter is not None:
         refuse_other_tokenizer(path, Path(adapter))
-    return load_tokenizer(path, vocab_size)
+    return load_tokenizer(path, hf_config.model_config(path).vocab_size)
 
 
 def build_policy(config: ModelConfig, frozen: Any, norms: Any, lora: LoraConfig, seed: int) -> Policy:

@@ -7,6 +7,7 @@ import datetime
 import functools
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
-from qerl_jax.checkpoint.load import accepted_quantization, load_policy
+from qerl_jax.checkpoint.load import accepted_quantization, load_policy, read_tokenizer
 from qerl_jax.checkpoint.of_run import formats_note
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.compilation import committed, use_compilation_cache
@@ -124,34 +125,37 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     replicas.agree()
     if config.deterministic:
         make_deterministic()
-    console.print(use_compilation_cache(config.compilation_cache_dir), soft_wrap=True, markup=False)
-    if note := kernels_note(config.matmul_kernel):
-        console.print(note, soft_wrap=True, markup=False)
+    say = functools.partial(console.print, soft_wrap=True, markup=False)
+    say(use_compilation_cache(config.compilation_cache_dir))
+    programs, reader = None, ThreadPoolExecutor(1)
     rewards = ready_rewards(config, console)
-    if replicas.is_first:
-        assets.model_path(config.model)  # downloads what the hub has, before a file is asked for its size
-    limit = smallest(replicas.gather(device_bytes()))
-    refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
-    say = functools.partial(console.print, markup=False)
-    programs = Ahead(done=say, kept=LoweredPrograms.beside_compiled())
-    programs.submit(rehearse_run, config, hooks, limit, replicas)
     try:
+        if replicas.is_first:
+            assets.model_path(config.model)  # downloads what the hub has, before anybody reads it
+        replicas.agree()
+        # In a thread from here on: importing transformers takes seconds, and so do starting a device and its weights.
+        say(f"reading and tokenizing {', '.join(config.dataset)} …")
+        date = prompts_date(config)
+        tokenizer = reader.submit(read_tokenizer, assets.model_path(config.model), config.adapter)
+        problems = reader.submit(_problems, config, tokenizer, date, console)
+        if note := kernels_note(config.matmul_kernel):
+            say(note)
+        limit = smallest(replicas.gather(device_bytes()))
+        refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
+        programs = Ahead(done=say, kept=LoweredPrograms.beside_compiled())
+        programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
-            base = assets.model_path(config.model)
-            console.print(formats_note(Path(config.adapter), base, config.loaded_format), soft_wrap=True, markup=False)
-        console.print(f"loading {config.model} …", markup=False)
-        loaded = load(config, console, replicas.tensor_parallel)
+            say(formats_note(Path(config.adapter), assets.model_path(config.model), config.loaded_format))
+        say(f"loading {config.model} …")
+        loaded = load(config, console, replicas.tensor_parallel, tokenizer, problems)
         policy = committed(loaded, replicas.tensor_parallel).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         if config.rollout_backend == "jax":
             refuse_rollout(policy, config, replicas, free_device_bytes())
-        console.print(ending_note(policy.config, loaded.tokenizer), soft_wrap=True, markup=False)
-        console.print(f"reading and tokenizing {', '.join(config.dataset)} …", soft_wrap=True, markup=False)
-        date = prompts_date(config)
-        freeze_date(loaded.tokenizer, date)
-        stream, eval_problems = load_problems(config, loaded.tokenizer, console)
+        stream, eval_problems = problems.result()
+        say(ending_note(policy.config, loaded.tokenizer))
         config = config.with_max_steps(len(stream))
         if hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
-            console.print(note, soft_wrap=True, markup=False)
+            say(note)
         state = init_state(policy, config, hooks.optimizer)
         if replicas.tensor_parallel > 1:  # what a checkpoint restores lies where it does
             state = committed(state, replicas.tensor_parallel)
@@ -160,11 +164,22 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         programs.submit(rehearse_step, config, hooks, policy, state, plan, replicas)
         vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None
     except BaseException:
-        programs.cancel()
+        if programs:
+            programs.cancel()
         rewards.close()
         raise
+    finally:
+        reader.shutdown(wait=False, cancel_futures=True)
     inputs = config, directory, console, policy, rewards, stream, eval_problems
     return Run(*inputs, hooks, plan, programs, vllm, replicas, date), state
+
+
+def _problems(
+    config: Config, tokenizer: Future, date: datetime.date, console: Console
+) -> tuple[ProblemStream, list[EncodedProblem]]:
+    """`load_problems` with a chat template that writes this date."""
+    freeze_date(tokenizer.result(), date)
+    return load_problems(config, tokenizer.result(), console)
 
 
 def smallest(limits: Sequence[int | None]) -> int | None:
@@ -246,13 +261,26 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
         check_vllm(config, directory)
 
 
-def load(config: Config, console: Console | None = None, tensor_parallel: int = 1) -> Policy:
+def load(
+    config: Config,
+    console: Console | None = None,
+    tensor_parallel: int = 1,
+    tokenizer: Future | None = None,
+    problems: Future | None = None,
+) -> Policy:
     """The policy of a config, its adapters initialized from the seed or imported, its layers divided over so many
-    devices. On a terminal, `console` shows a bar that counts layers.
+    devices. On a terminal, `console` shows a bar that counts layers. `tokenizer`: as of `load_policy`. `problems`: read
+    meanwhile; what is wrong with them is raised between layers.
     """
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=console is None or not console.is_terminal) as bar:
         task = bar.add_task(f"loading {config.model}", total=None)
+
+        def report(done: int, total: int) -> None:
+            if problems is not None and problems.done():
+                problems.result()
+            bar.update(task, completed=done, total=total)
+
         return load_policy(
             assets.model_path(config.model),
             config.loaded_format,
@@ -261,8 +289,9 @@ def load(config: Config, console: Console | None = None, tensor_parallel: int = 
             config.adapter,
             config.seed,
             config.matmul_kernel,
-            lambda done, total: bar.update(task, completed=done, total=total),
+            report,
             tensor_parallel,
+            tokenizer,
         )
 
 

@@ -5,6 +5,7 @@ files, by the files themselves.
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -85,3 +86,11 @@ def test_a_policy_is_loaded_as_the_config_says():
     assert found.lora_config == wanted.lora_config and found.dtype == jnp.float32
     for ours, theirs in zip(jax.tree.leaves(found.lora), jax.tree.leaves(wanted.lora), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_dataset_that_is_read_meanwhile_and_refused_ends_the_loading():
+    read, refused = Future(), Future()
+    read.set_result(None)
+    refused.set_exception(DataError("no such column"))
+    with pytest.raises(DataError, match="no such column"):
+        load(Config(model="tiny", lora_rank=2, dataset="arithmetic"), tokenizer=read, problems=refused)
