@@ -113,8 +113,11 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 def bytes_on_device(tree: Any, count: int = 1) -> int:
     """Bytes of a tree's arrays, real or abstract, on each of `count` devices."""
-    each = zip(jax.tree.leaves(tree), jax.tree.leaves(specs(tree)), strict=True)
-    return sum(leaf.size * leaf.dtype.itemsize // (count if AXIS in spec else 1) for leaf, spec in each)
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
+    if count == 1:
+        return sum(sizes)
+    each = zip(sizes, jax.tree.leaves(specs(tree)), strict=True)
+    return sum(size // (count if AXIS in spec else 1) for size, spec in each)
 
 
 def devices_of(tree: Any) -> int:
