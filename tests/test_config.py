@@ -96,28 +96,6 @@ def test_a_value_of_python_that_is_no_such_number(value):
         Config(seed=value)
 
 
-def test_defaults_that_decide_what_a_run_computes():
-    """The paper's (§4 and appendix), else those of the released scripts, but for learning rate, noise and sizes."""
-    expected = {
-        "batch_size": 256, "num_generations": 8, "num_iterations": 1, "max_steps": -1, "num_train_epochs": 1.0,
-        "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "weight_decay": 0.1,
-        "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 0.2,
-        "lora_rank": 32, "lora_alpha": None, "use_rslora": False, "train_norms": False,
-        "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
-        "beta": 0.0, "importance_sampling_mode": "token_truncate", "importance_sampling_cap": 2.0,
-        "importance_sampling_floor": None, "scale_rewards": "group", "mask_truncated_completions": False,
-        "dynamic_sampling": False, "max_refill_rounds": 4, "reward_timeout": 20.0, "overlong_buffer": None,
-        "max_prompt_length": 512, "max_completion_length": 1024, "seed": 0,
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        "sigma_start": 0.0, "sigma_end": 0.0, "num_stages": 10, "noise_schedule": "exponential",
-        "noise_formula": "qerl",
-        "eval_samples": 200, "eval_num_generations": 1, "eval_temperature": 0.6, "eval_top_p": 0.95,
-    }  # fmt: skip
-    config = Config()
-    assert {name: getattr(config, name) for name in expected} == expected
-    assert config.upper_clip == 0.28 and config.lora.scale == 1 and config.overlong_tokens == 204
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -229,14 +207,6 @@ def test_checkpoints_are_due_after_the_rollout_whose_update_trl_saves_at(save_st
     saved = {update for update in range(1, 61) if update % save_steps == 0 or update == 60}
     expected = {-(-update // num_iterations) for update in saved}
     assert {step for step in range(1, config.num_rollouts + 1) if checkpoint_is_due(step, config)} == expected
-
-
-def test_engines_carry_every_field_that_decides_a_rollout():
-    fields = {"rollout_memory_gb": 3.5, "batch_invariant": True}
-    config = Config(model="m", eval_batch_size=5, **fields)
-    expected = Engine(memory_gb=3.5, batch_invariant=True)
-    assert config.engine == expected
-    assert config.eval_engine == dataclasses.replace(expected, slots=5)
 
 
 def test_rewards_come_from_the_dataset_unless_named():

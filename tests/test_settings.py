@@ -1,0 +1,244 @@
+"""Settings: the value of each where nothing is given, and where a value that is given arrives."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from helpers import assert_trees_equal, randomized
+from rich.console import Console
+
+import qerl_jax
+from qerl_jax import keys
+from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.config import Config
+from qerl_jax.evaluate import main as evaluate
+from qerl_jax.models.formats import Nvfp4
+from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+from qerl_jax.rl.adamw import AdamW
+from qerl_jax.run import prepare
+from qerl_jax.types import Engine, Sampling
+
+
+def defaults(what: Any) -> dict[str, Any]:
+    """Of the fields of a dataclass, or the parameters of a function; functions and types by their names."""
+    if dataclasses.is_dataclass(what):
+        found = {field.name: field.default for field in dataclasses.fields(what)}
+    else:
+        found = {name: one.default for name, one in inspect.signature(what).parameters.items()}
+    absent = (dataclasses.MISSING, inspect.Parameter.empty)
+    return {name: getattr(value, "__name__", value) for name, value in found.items() if value not in absent}
+
+
+def test_every_default_of_a_config():
+    """The paper's (§4 and appendix), else those of the released scripts, but for learning rate, noise and sizes."""
+    assert defaults(Config) == {
+        "model": "", "adapter": None, "weight_format": None, "dtype": "bfloat16", "matmul_kernel": "auto",
+        "dataset": ("gsm8k",), "dataset_weights": None, "prompt_column": "question", "answer_column": "answer",
+        "reward_columns": (), "data_order": "shuffled", "prompt_format": None, "system_prompt": None,
+        "max_prompt_length": 512, "overlong_prompts": "drop",
+        "output_dir": "runs/qerl", "resume": "never", "overwrite": False, "allow_changed_inputs": False,
+        "save_steps": 50, "save_total_limit": 3, "report_to": (), "compilation_cache_dir": None, "seed": 0,
+        "max_steps": -1, "num_train_epochs": 1.0, "batch_size": 256, "num_iterations": 1,
+        "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "weight_decay": 0.1,
+        "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-8, "max_grad_norm": 0.2,
+        "lora_rank": 32, "lora_alpha": None, "use_rslora": False, "lora_target_modules": PROJECTIONS,
+        "train_norms": False,
+        "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
+        "beta": 0.0, "importance_sampling_mode": "token_truncate", "importance_sampling_cap": 2.0,
+        "importance_sampling_floor": None, "scale_rewards": "group", "mask_truncated_completions": False,
+        "num_generations": 8, "dynamic_sampling": False, "max_refill_rounds": 4,
+        "reward_funcs": None, "reward_weights": None, "reward_workers": 4, "reward_timeout": 20.0,
+        "overlong_buffer": None, "allow_code_execution": False,
+        "max_completion_length": 1024, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+        "rollout_backend": "jax", "vllm_gpu_memory_utilization": None, "rollout_memory_gb": None,
+        "deterministic": False, "batch_invariant": False,
+        "sigma_start": 0.0, "sigma_end": 0.0, "num_stages": 10, "noise_schedule": "exponential",
+        "noise_formula": "qerl",
+        "tokens_per_micro_batch": None, "update_memory_gb": None, "logprob_chunk_size": 512,
+        "eval_dataset": None, "eval_samples": 200, "eval_num_generations": 1, "eval_temperature": 0.6,
+        "eval_top_p": 0.95, "eval_batch_size": 64,
+    }  # fmt: skip
+    config = Config()
+    assert config.upper_clip == 0.28 and config.lora.scale == 1 and config.overlong_tokens == 204
+
+
+ALONE = qerl_jax.parallel.Replicas(0, 1, None, 1)
+PLACE = dict.fromkeys(("tensor_parallel_size", "coordinator", "process_id", "num_processes")) | {"devices": "all"}
+OF_FUNCTIONS = {
+    "evaluate": {
+        "seed": 0, "system_prompt": "", "max_prompt_length": 512, "engine": None, "sample": None, "replicas": ALONE,
+    },
+    "encode_problems": {"overlong": "drop"},
+    "export_adapter": {"norms": True, "base_model": None},
+    "generate": {"engine": None, "limits": None, "on_progress": "<lambda>"},
+    "group_advantages": {"scale_rewards": "group"},
+    "grpo_step": {"plan": None, "drawn": None, "token_loss": None, "with_reference": False, "replicas": ALONE},
+    "hidden_states": {"attention_mask": None},
+    "init_state": {"optimizer": None},
+    "load_dataset": {
+        "prompt_column": "question", "answer_column": "answer", "seed": 0, "reward_columns": (), "system_prompt": None,
+        "asks_itself": False, "limit": None, "first_id": 0,
+    },
+    "load_policy": {
+        "weight_format": None, "lora": None, "dtype": "bfloat16", "adapter": None, "seed": 0, "matmul_kernel": "auto",
+        "progress": "<lambda>", "tensor_parallel": 1, "tokenizer": None,
+    },
+    "make_batch": {"rewards": None, "mask_truncated_completions": False},
+    "make_update_plan": {"device_bytes": None, "longest": None, "replicas": 1, "gpu": None},
+    "policy_logits": {"attention_mask": None},
+    "quantize_checkpoint": {"weight_format": "nvfp4", "overwrite": False, "progress": "<lambda>", "ignore": ()},
+    "stream": {"engine": None, "limits": None},
+    "token_logprobs": {"attention_mask": None, "temperature": 1.0, "chunk": 1024},
+    "Engine": {"slots": None, "memory_gb": None, "chunk": 8, "batch_invariant": False, "prompts": None},
+    "LoraConfig": {"rank": 32, "alpha": None, "use_rslora": False, "target_modules": PROJECTIONS, "dropout": 0.0},
+    "Sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_generations": 1},
+}  # fmt: skip
+OF_COMMANDS = {
+    "train._Arguments": PLACE | {"config": None, "from_trl": None, "dry_run": False},
+    "evaluate._OwnArguments": PLACE | {
+        "adapter": None, "dataset": "gsm8k", "split": "test", "samples": None, "max_prompt_length": 4096,
+        "max_completion_length": 4096, "output": None, "records": None, "problems_at_once": None,
+    },
+    "quantize._Arguments": {"format": "nvfp4", "ignore": (), "overwrite": False},
+    "export._Arguments": {"base": None, "weight_format": None, "overwrite": False},
+    "compare._Arguments": {"adapter": None, "weight_format": None, "dtype": "float32", "prompts": None},
+    "tune._Arguments": {"most": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_defaults_of_functions(name):
+    found = defaults(getattr(qerl_jax, name))
+    if name == "evaluate":
+        assert found.pop("reward").reward is qerl_jax.rewards.functions.answer
+    assert found == OF_FUNCTIONS[name]
+
+
+@pytest.mark.parametrize("place", OF_COMMANDS)
+def test_defaults_of_commands(place):
+    """Besides those of the fields that they share with a config."""
+    module, name = place.split(".")
+    found = defaults(getattr(importlib.import_module(f"qerl_jax.{module}"), name))
+    shared = defaults(Config) if module == "train" else {}
+    assert {name: value for name, value in found.items() if name not in shared} == OF_COMMANDS[place]
+
+
+TELLING = {
+    "batch_size": 12, "num_generations": 3, "max_steps": 41, "num_iterations": 4, "max_completion_length": 23,
+    "temperature": 0.8, "top_k": 31, "top_p": 0.91, "min_p": 0.07,
+    "eval_num_generations": 5, "eval_temperature": 0.3, "eval_top_p": 0.83, "eval_batch_size": 17,
+    "rollout_memory_gb": 3.5, "batch_invariant": True,
+    "lora_rank": 6, "lora_alpha": 9.0, "use_rslora": True, "lora_target_modules": ("q_proj", "up_proj"),
+    "learning_rate": 3e-3, "lr_scheduler_type": "linear", "warmup_ratio": 0.26, "weight_decay": 0.31,
+    "adam_beta1": 0.81, "adam_beta2": 0.92, "adam_epsilon": 1e-5,
+    "data_order": "level", "reward_columns": ("tests", "level", "level of"), "dynamic_sampling": True,
+    "max_refill_rounds": 7, "overlong_buffer": 11, "epsilon_high": 0.37,
+}  # fmt: skip
+
+
+def test_what_becomes_of_a_configs_fields():
+    """41 updates of 4 a rollout are 11 rollouts, so 44 updates; 44 · 0.26 of them, rounded up, warm up."""
+    config = Config(**TELLING)
+    found = {name: getattr(config, name) for name in ("sampling", "eval_sampling", "engine", "eval_engine", "lora")}
+    assert found == {
+        "sampling": Sampling(23, 0.8, 31, 0.91, 0.07, 3),
+        "eval_sampling": Sampling(23, 0.3, 0, 0.83, 0.0, 5),
+        "engine": Engine(None, 3.5, 8, True),
+        "eval_engine": Engine(17, 3.5, 8, True),
+        "lora": LoraConfig(6, 9.0, True, ("q_proj", "up_proj")),
+    }
+    optimizer = dataclasses.asdict(AdamW.of(config))
+    assert optimizer == {
+        "learning_rate": np.float32(3e-3), "warmup": 12, "updates": 44, "lr_scheduler_type": "linear",
+        "adam_beta1": 0.81, "adam_beta2": 0.92, "adam_epsilon": 1e-5, "weight_decay": 0.31,
+    }  # fmt: skip
+    assert (config.num_prompts, config.num_rollouts, config.resampling_rounds) == (4, 11, 7)
+    assert (config.order_column, config.read_columns) == ("level", ("tests", "level", "level of"))
+    assert (config.overlong_tokens, config.upper_clip, config.vllm_share) == (11, 0.37, 0.0)
+    shares = {given: Config(rollout_backend="vllm", vllm_gpu_memory_utilization=given) for given in (None, 0.25)}
+    assert {given: own.vllm_share for given, own in shares.items()} == {None: 0.4, 0.25: 0.25}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """(Model, adapter with norms, its policy): of rank 2, alpha 3 and two projections."""
+    place = tmp_path_factory.mktemp("adapted")
+    model, lora = small.bf16(place / "model", shards=1), LoraConfig(2, 3.0, False, ("q_proj", "up_proj"))
+    policy = randomized(load_policy(model, "nvfp4", lora, jnp.float32), seed=1)
+    export_adapter(policy, place / "adapter")
+    return model, place / "adapter", policy
+
+
+def test_a_run_loads_what_its_config_names(adapted):
+    """Its adapter in place of fresh ones, its format and dtype; its kernels, which a CPU does not have."""
+    model, adapter, policy = adapted
+    shape = {"lora_rank": 2, "lora_alpha": 3.0, "lora_target_modules": ("q_proj", "up_proj")}
+    config = Config(model=str(model), adapter=str(adapter), weight_format="nvfp4", dtype="float32", **shape)
+    found = prepare.load(config)
+    assert_trees_equal((found.frozen, found.norms, found.lora), (policy.frozen, policy.norms, policy.lora))
+    assert found.dtype == jnp.float32
+    with pytest.raises(ValueError, match="mosaic_gpu"):
+        prepare.load(dataclasses.replace(config, matmul_kernel="mosaic_gpu"))
+
+
+def test_every_flag_of_an_evaluation_arrives(adapted, tmp_path, capsys):
+    """Which split, columns, prompts, weights, samples and limits: by the arguments of the rollout."""
+    model, adapter, policy = adapted
+    rows = [{"q": f"{'long ' * 20}{i} + {i}?", "a": str(2 * i), "question": "no", "answer": "no"} for i in range(9)]
+    for split, own in (("train", rows[:6]), ("test", rows[6:])):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, own)))
+    flags = {
+        "adapter": adapter, "dataset": tmp_path, "split": "train", "samples": 5, "prompt-column": "q",
+        "answer-column": "a", "system-prompt": "Be brief.", "max-prompt-length": 40,
+        "overlong-prompts": "truncate_left", "max-completion-length": 7, "num-generations": 3, "temperature": 0.7,
+        "top-p": 0.85, "seed": 11, "batch-size": 4, "rollout-memory-gb": 0.5, "problems-at-once": 2,
+        "dtype": "float32", "records": tmp_path / "records.jsonl",
+    }  # fmt: skip
+    seen = []
+
+    def generate(*arguments):
+        seen.append(arguments)
+        raise ValueError("seen")
+
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    assert evaluate([str(model), *words, "--batch-invariant"], generate) == 2
+    assert capsys.readouterr().err == "error: seen\n"
+    [(actor, prompts, sampling, key, engine)] = seen
+    assert_trees_equal((actor.frozen, actor.norms, actor.lora), (policy.frozen, policy.norms, policy.lora))
+    assert isinstance(actor.frozen["layers"][0]["self_attn"]["o_proj"]["weight"], Nvfp4)
+    assert sampling == Sampling(7, 0.7, 0, 0.85, 0.0, 3)
+    assert engine == Engine(4, 0.5, 8, True, 2)
+    wanted = keys.for_step(11, keys.Purpose.EVALUATE, 0)
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted))
+    assert prompts.ids.tolist() == [0, 1] and prompts.lengths.tolist() == [40, 40]
+    texts = [actor.tokenizer.decode(np.asarray(row).tolist()) for row in prompts.tokens]
+    assert [text.partition(" + ")[0].split()[-1] for text in texts] == ["0", "1"]
+    settings = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
+    told = {name.replace("-", "_"): value for name, value in flags.items() if name != "records"}
+    found = settings.get("settings", settings)
+    assert {name: str(found[name]) for name in told} == {name: str(value) for name, value in told.items()}
+    assert found["weight_format"] == "nvfp4" and found["batch_invariant"] is True
+
+
+def test_a_run_reads_the_columns_that_its_config_names(adapted, tmp_path):
+    model, _, policy = adapted
+    row = {"q": "1 + 1?", "a": "2", "level": 3, "question": "no", "answer": "no"}
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | {"level": level}) for level in (5, 3, 4)))
+    columns = {"prompt_column": "q", "answer_column": "a", "data_order": "level", "eval_samples": 2}
+    files = {"dataset": str(tmp_path / "rows.jsonl"), "eval_dataset": str(tmp_path / "rows.jsonl")}
+    config = Config(model=str(model), **columns, **files)
+    stream, evaluation = prepare.load_problems(config, policy.tokenizer, Console(quiet=True))
+    assert [item.problem.extra["level"] for item in stream.at(0, 3)] == [3, 4, 5]
+    for items in stream.at(0, 3), evaluation:
+        assert {(item.problem.prompt, item.problem.answer) for item in items} == {("1 + 1?", "2")}
+    assert len(evaluation) == 2
