@@ -32,7 +32,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def test_the_tables_of_the_config_are_the_codes(tool):
-    """`docs/config.md` has every field with its default and docstring, `docs/migration.md` every foreign name."""
+    """`docs/config.md` has every field with its default and docstring, `docs/migration.md` TRL's other defaults."""
     for page, text in tool("config_docs").pages().items():
         assert page.read_text() == text, "run python tools/config_docs.py"
 

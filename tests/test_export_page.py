@@ -139,31 +139,6 @@ def test_a_scripts_flags_come_in(capfd):
     assert config == dataclasses.replace(recipe, learning_rate=3e-5, output_dir=given["output-dir"])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_recipe_goes_back_to_its_flags(script):
-    """docs/migration.md, "Back to the release", on the recipe of each script: its flags with its values."""
-    size = re.search(r"qwen2\.5-(\d+b)_(\w+?)_", script)
-    name = f"release-{size[1]}-{size[2]}" if size else "release-llama3.1-8b-nvfp4"
-    recipe = to_mapping(load(assets.find_config(name)))
-    text = section("docs/migration.md", "Back to the release")
-    table = {flag: field for field, flag in re.findall(r"^\| `(\w+)` \| `--([\w-]+)`", text, re.MULTILINE)}
-    always, rest = re.split(r"always set: `([^`]+)`", text)[1:]
-    always = dict(re.findall(r"--([\w-]+) (\S+)", always))
-    without = {*always, *re.findall(r"--([\w-]+)", rest)}
-    flags = dict(SCRIPTS[script])
-    assert {flag: flags[flag] for flag in always} == always
-    per_device = int(flags["per-device-train-batch-size"]) * int(flags.pop("gradient-accumulation-steps"))
-    flags["per-device-train-batch-size"] = str(per_device)
-    for flag, value in flags.items():
-        field = table.get(flag, flag.replace("-", "_"))
-        if flag in without:
-            assert field not in recipe or flag == "vllm-gpu-memory-utilization", flag
-        elif field not in ("model", "output_dir"):
-            found = recipe[field]
-            found = found[0] if isinstance(found, list) else found
-            assert str(found) == value if isinstance(found, str | bool) else float(found) == float(value), flag
-
-
 @pytest.mark.nightly
 def test_what_is_trained_is_served(tmp_path, monkeypatch, capfd):
     """Our four commands, the lines for transformers and peft, and vLLM's, as the exports print them."""

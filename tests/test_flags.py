@@ -26,7 +26,7 @@ LOSSES = "['grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo']"
         (
             train.main,
             ["--lr", "1"],
-            "--lr is a name of other programs: use --learning-rate; docs/migration.md has the whole list",
+            "--lr is a name of other programs: use --learning-rate; docs/migration.md says more",
         ),
         (train.main, ["--learning-rate", "a b"], "learning_rate must be a number, got 'a b'"),
         (train.main, ["--batch-size", "12"], "num_generations 8 does not divide batch_size 12"),

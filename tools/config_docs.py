@@ -1,4 +1,4 @@
-"""Write `docs/config.md`, the table of the config's fields, and the tables of `docs/migration.md`.
+"""Write `docs/config.md`, the table of the config's fields, and TRL's other defaults in `docs/migration.md`.
 
 python tools/config_docs.py
 """
@@ -15,7 +15,6 @@ import textwrap
 from pathlib import Path
 
 from qerl_jax.config import Config
-from qerl_jax.config.foreign import FOREIGN
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG, MIGRATION = ROOT / "docs" / "config.md", ROOT / "docs" / "migration.md"
@@ -60,23 +59,10 @@ def item(text: str) -> str:
 
 
 def migration_page() -> str:
-    """`docs/migration.md` with its tables made anew."""
+    """`docs/migration.md` with its table of defaults made anew."""
     text = MIGRATION.read_text()
-    for name, table in {"names": names_table, "defaults": defaults_table}.items():
-        begin = re.search(rf"<!-- {name}:.*?-->\n", text).end()
-        text = text[:begin] + "\n".join(table()) + "\n" + text[text.index("<!-- end -->", begin) :]
-    return text
-
-
-def names_table() -> list[str]:
-    """Names of other programs that a field here has the meaning of, those with one answer in one row."""
-    answers: dict[tuple[str, str], list[str]] = {}
-    for name, entry in FOREIGN.items():
-        if entry.fields:
-            fields = ", ".join(f"`{field}`" for field in entry.fields)
-            answers.setdefault((fields, entry.note), []).append(f"`{name}`")
-    rows = [f"| {', '.join(names)} | {fields} | {note} |" for (fields, note), names in answers.items()]
-    return ["| name | here | |", "|---|---|---|", *rows]
+    begin = re.search(r"<!-- defaults:.*?-->\n", text).end()
+    return text[:begin] + "\n".join(defaults_table()) + "\n" + text[text.index("<!-- end -->", begin) :]
 
 
 def defaults_table() -> list[str]:

@@ -1,4 +1,4 @@
-"""Names of other programs for what a field here does, which `docs/migration.md` lists too, or the reason why there is
+"""Names of other programs for what a field here does, or the reason why there is
 none: one table for the answers to flags, YAML files and arguments of `Config`.
 """
 
@@ -251,5 +251,5 @@ def without_foreign(values: Mapping[str, Any], prefix: str = "", separator: str 
             answer = f": use {fields}{note}" if fields else f", no field here: {entry.note}"
             said.append(f"{prefix}{name.replace('_', separator)} is a name of {entry.origin}{answer}")
     if said:
-        raise ConfigError("; ".join([*said, "docs/migration.md has the whole list"]))
+        raise ConfigError("; ".join([*said, "docs/migration.md says more"]))
     return kept
