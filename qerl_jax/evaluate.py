@@ -95,7 +95,7 @@ class _OwnArguments(launch.Devices):
     """PEFT adapter directory to evaluate on the model: adapter/ of a run, an export of it, or one that peft wrote."""
     dataset: str = "gsm8k"
     """gsm8k, math, math500, aime24, aime25, amc23 (from the hub), PRESET:PATH (a local copy of one), arithmetic
-    (generated), or a .jsonl, .json or .parquet file or a directory of them."""
+    (bundled), or a .jsonl, .json or .parquet file or a directory of them."""
     split: str = "test"
     """Split of a named dataset."""
     samples: int | None = None

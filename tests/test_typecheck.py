@@ -10,7 +10,7 @@ import typecheck
 from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturnViolation
 from jaxtyping import Float32, TypeCheckError
 
-from qerl_jax.data.arithmetic import Step, arithmetic_problem
+from qerl_jax.data.problems import Problem, own_system_prompt
 from qerl_jax.types import Prompts
 
 checked = typecheck.jaxtyped(typechecker=typecheck.check)
@@ -37,9 +37,9 @@ def test_a_function_without_axes():
     with pytest.raises(BeartypeCallHintParamViolation):
         half("3")
     with pytest.raises(BeartypeCallHintParamViolation):
-        arithmetic_problem("train", 0, "1")
+        own_system_prompt("tiny", "yes")
     with pytest.raises(BeartypeCallHintParamViolation):
-        Step("1", "+", 2)
+        Problem("1", "?", "2")
 
 
 @pytest.mark.parametrize("hint", [Rows, Rows | None, list[Rows], tuple[int, Rows], dict[str, list[Rows]]])

@@ -71,7 +71,7 @@ class Config:
 
     dataset: tuple[str, ...] = ("gsm8k",)
     """One or more of: gsm8k, bigmath, bigmath_hard, dapomath, miromind, math, codeforces (all from the hub),
-    PRESET:PATH (a local copy of one of these), arithmetic (generated), or a .jsonl, .json or .parquet file or a
+    PRESET:PATH (a local copy of one of these), arithmetic (bundled), or a .jsonl, .json or .parquet file or a
     directory of them."""
     dataset_weights: tuple[float, ...] | None = None
     """Sampling weight of each dataset. None: one concatenated dataset."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from qerl_jax.data import arithmetic
 from qerl_jax.data.files import FILE_KINDS, DataError, Source, open_file, open_rows, split_files
 from qerl_jax.data.presets import (
     NUMBER_REWARDS,
@@ -25,8 +24,11 @@ from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
 
 MAX_CHARACTERS = 1_000_000
 """Longest text of a prompt's message or an answer: some 250,000 tokens, encoded in a second."""
-GENERATED_SPLITS = MappingProxyType({"train": ("train", 4_000), "test": ("heldout", 1_000)})
-"""Splits of the generated dataset "arithmetic": the generator's name, and the number of problems."""
+BUNDLED = "arithmetic"
+"""The dataset of the package: 4,000 word problems to train on, and 1,000 whose numbers (every other one) or sequences
+of clauses (the others) training never has; generated, by a program that git has up to f82698f.
+"""
+_BUNDLED_FILES = Path(__file__).resolve().parent.parent / "assets" / BUNDLED
 ROLES = ("system", "user", "assistant")
 _TAKEN = frozenset({"prompts", "completions", "answer", *GIVEN_COLUMNS})  # arguments of every reward
 
@@ -81,7 +83,6 @@ def load_dataset(
     split: str,
     prompt_column: str = "question",
     answer_column: str = "answer",
-    seed: int = 0,
     *,
     reward_columns: Sequence[str] = (),
     system_prompt: str | None = None,
@@ -92,14 +93,12 @@ def load_dataset(
     """Read a dataset by name.
 
     Args:
-      name: a preset's name (from the Hugging Face hub), PRESET:PATH (a local copy with the same columns), "arithmetic"
-        (generated), the path of a file or directory, or a `Given` whose value are records. A file is .jsonl, .json (a
+      name: a preset's name (from the Hugging Face hub), PRESET:PATH (a local copy with the same columns), `BUNDLED`,
+        the path of a file or directory, or a `Given` whose value are records. A file is .jsonl, .json (a
         list of objects) or .parquet; of a directory the files are read whose names are the split's up to the first "-",
         "_" or ".".
-      split: "train" or "test"; ignored for a single file. The "test" of "arithmetic" holds numbers and templates that
-        "train" never does.
+      split: "train" or "test"; ignored for a single file.
       prompt_column, answer_column: columns of a file or directory without a preset; "" for no answers.
-      seed: seed of the generated problems.
       reward_columns: further columns for the rewards, besides the preset's own.
       system_prompt: replaces the dataset's own and that of a conversation; "" for none.
       asks_itself: the model's chat template asks for an answer's form: the dataset's own system prompt is left out.
@@ -113,31 +112,11 @@ def load_dataset(
     """
     if limit is not None and limit < 1:
         raise DataError(f"{limit} problems of dataset {name!r} were asked for: at least 1 is needed")
-    if name == arithmetic.NAME:
-        check_dataset(name, split)
-        if reward_columns:
-            raise DataError(f"dataset {name!r} has no columns for the rewards, got {list(reward_columns)}")
-        generator, size = GENERATED_SPLITS[split]
-        rows = arithmetic.problems(generator, size if limit is None else min(size, limit), seed)
-        problems = [Problem(first_id + i, question, answer) for i, (question, answer) in enumerate(rows)]
-        own = own_system_prompt(name, asks_itself)
-        return Dataset(name, problems, own if system_prompt is None else system_prompt, len(problems))
+    check_dataset(name, split)
+    if name == BUNDLED:
+        prompt_column, answer_column = "question", "answer"
     preset = preset_of(name) or _plain(prompt_column, answer_column)
     preset = dataclasses.replace(preset, system_prompt=own_system_prompt(name, asks_itself))
-    return _load(name, split, preset, reward_columns, system_prompt, limit, first_id)
-
-
-def _load(
-    name: str,
-    split: str,
-    preset: Preset,
-    reward_columns: Sequence[str] = (),
-    system_prompt: str | None = None,
-    limit: int | None = None,
-    first_id: int = 0,
-) -> Dataset:
-    """`load_dataset` with the columns of `preset`."""
-    check_dataset(name, split)
     preset_name, path = _parse(name)
     extra = tuple(dict.fromkeys((*preset.extra, *reward_columns)))
     if taken := sorted(_TAKEN & set(extra)):
@@ -172,10 +151,6 @@ def check_dataset(name: str, split: str) -> None:
     """Raise DataError for an unknown dataset, or one that has no such split; no record is read."""
     if isinstance(name, Given):
         return
-    if name == arithmetic.NAME:
-        if split not in GENERATED_SPLITS:
-            raise DataError(f"dataset {name!r} has no split {split!r}, only {list(GENERATED_SPLITS)}")
-        return
     preset_name, path = _parse(name)
     if path is None and split not in PRESETS[preset_name].splits:
         raise DataError(f"dataset {name!r} has no split {split!r} on the hub, only {list(PRESETS[preset_name].splits)}")
@@ -184,8 +159,8 @@ def check_dataset(name: str, split: str) -> None:
 
 
 def preset_of(name: str) -> Preset | None:
-    """The preset of a dataset; None for generated problems and plain files. Raises DataError for an unknown name."""
-    preset_name = None if name == arithmetic.NAME else _parse(name)[0]
+    """The preset of a dataset; None for the bundled one and plain files. Raises DataError for an unknown name."""
+    preset_name = _parse(name)[0]
     return PRESETS[preset_name] if preset_name else None
 
 
@@ -202,6 +177,8 @@ def _parse(name: str) -> tuple[str | None, Path | None]:
     """Preset and path that a name stands for; both None for records in memory."""
     if isinstance(name, Given):
         return None, None
+    if name == BUNDLED:
+        return None, _BUNDLED_FILES
     if name in PRESETS:
         return name, None
     before, colon, after = name.partition(":")
@@ -220,14 +197,14 @@ def _parse(name: str) -> tuple[str | None, Path | None]:
     if preset_name or (not colon and (path.suffix in FILE_KINDS or len(path.parts) > 1)):
         raise DataError(f"dataset file or directory {after if preset_name else name!r} does not exist{suggestion}")
     raise DataError(
-        f"dataset {name!r} is neither one of {sorted([*PRESETS, arithmetic.NAME])} nor a directory or file ending in "
+        f"dataset {name!r} is neither one of {sorted([*PRESETS, BUNDLED])} nor a directory or file ending in "
         f"one of {list(FILE_KINDS)}{suggestion}"
     )
 
 
 def _nearest(name: str) -> str | None:
     """The dataset that a mistyped name, or an address on the hub, most likely means."""
-    known = {name: name for name in (*PRESETS, arithmetic.NAME)}
+    known = {name: name for name in (*PRESETS, BUNDLED)}
     addresses = {preset.hub_id: name for name, preset in reversed(PRESETS.items())}
     close = [] if name in known else difflib.get_close_matches(name, [*known, *addresses], n=1)
     return (known | addresses)[close[0]] if close else None

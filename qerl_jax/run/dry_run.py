@@ -12,8 +12,8 @@ from qerl_jax import aqn
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError, dump
-from qerl_jax.data import arithmetic
 from qerl_jax.data.presets import PRESETS
+from qerl_jax.data.problems import BUNDLED
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.plan import recomputation
@@ -75,9 +75,7 @@ def local_problems(config: Config, tokenizer: Any, console: Console) -> list[Enc
     evaluated = None if config.eval_dataset in PRESETS else config.eval_dataset
     if not local and not evaluated:
         return []
-    chosen = dataclasses.replace(
-        config, dataset=local or (arithmetic.NAME,), dataset_weights=None, eval_dataset=evaluated
-    )
+    chosen = dataclasses.replace(config, dataset=local or (BUNDLED,), dataset_weights=None, eval_dataset=evaluated)
     stream, _ = load_problems(chosen, tokenizer, console)
     if local == config.dataset:
         config.with_max_steps(len(stream))

@@ -16,8 +16,7 @@ from replicas import on_replicas
 from qerl_jax import generate
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.command import STOPPED
-from qerl_jax.data.arithmetic import problems
-from qerl_jax.data.problems import Problem
+from qerl_jax.data.problems import Problem, load_dataset
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.evaluate import _settings, main, parse, run
 from qerl_jax.evaluation.records import RecordsError, open_records
@@ -208,6 +207,7 @@ def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, ca
     assert shared.read_bytes() == through.read_bytes()
     assert result["problems"] == 8 and set(result["estimates"]) == {"avg@3", "pass@2", "pass@3", "maj@3"}
     items = [json.loads(line) for line in through.read_text().splitlines()[1:]]
-    assert [(item["prompt"], item["gold"]) for item in items] == list(problems("heldout", 8))
+    problems = load_dataset("arithmetic", "test", limit=8).problems
+    assert [(item["prompt"], item["gold"]) for item in items] == [(one.prompt, one.answer) for one in problems]
     assert main(["tiny", *FLAGS, "--records", str(stopped), "--temperature", "0.5"]) == 2
     assert "with temperature 0.6, this call has 0.5" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Who reads which split: training the `train` files and the generator's training problems, the evaluation the `test`
+"""Who reads which split: training the `train` files and the bundled training problems, the evaluation the `test`
 files, by the files themselves.
 """
 
@@ -17,9 +17,9 @@ from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
-from qerl_jax.data.arithmetic import problems
 from qerl_jax.data.files import DataError
 from qerl_jax.data.presets import PROMPT_FORMATS
+from qerl_jax.data.problems import load_dataset
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.run.prepare import load, load_problems
 
@@ -32,21 +32,25 @@ def rows(split: str) -> list[tuple[str, str]]:
     return [(f"What is {i} + {i} ({split})?", str(2 * i)) for i in range(5)]
 
 
-@pytest.mark.parametrize("generated", [False, True])
-def test_training_and_evaluation_read_their_own_splits(tmp_path, generated):
+def of_package(split: str, count: int) -> list[tuple[str, str]]:
+    return [(one.prompt, one.answer) for one in load_dataset("arithmetic", split, limit=count).problems]
+
+
+@pytest.mark.parametrize("is_bundled", [False, True])
+def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
     """Two sets, ids one after the other; the evaluation of as many problems as were asked for."""
     for split in ("train", "test"):
         lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows(split)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    evaluated = "arithmetic" if generated else str(tmp_path)
+    evaluated = "arithmetic" if is_bundled else str(tmp_path)
     config = Config(model="tiny", dataset=(str(tmp_path), "arithmetic"), eval_dataset=evaluated, eval_samples=3)
     stream, evaluation = load_problems(config, load_tokenizer(model_path("tiny")), Console(quiet=True))
-    files, generator = (
+    files, bundled = (
         [(one.problem.id, one.problem.prompt, one.problem.answer) for one in part] for part in stream.sets
     )
     assert files == [(i, question, answer) for i, (question, answer) in enumerate(rows("train"))]
-    assert generator[:20] == [(5 + i, *row) for i, row in enumerate(problems("train", 20))]
-    wanted = problems("heldout", 3) if generated else rows("test")[:3]
+    assert bundled[:20] == [(5 + i, *row) for i, row in enumerate(of_package("train", 20))]
+    wanted = of_package("test", 3) if is_bundled else rows("test")[:3]
     assert read(evaluation) == [(i, *row) for i, row in enumerate(wanted)]
 
 
