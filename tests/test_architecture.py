@@ -184,3 +184,15 @@ def test_import_is_light_and_starts_no_device():
     probe = [sys.executable, "-c", IMPORT_PROBE]
     found = json.loads(subprocess.run(probe, capture_output=True, text=True, check=True).stdout)
     assert found == {"backends": [], "heavy": []}
+
+
+def test_no_text_is_read_as_markup():
+    """A path or a prompt may hold brackets, which rich would take for a style; tables have texts of ours alone."""
+    tables, found = ("table", "parameter_table(report)", "memory_table(report.memory, config, devices)"), []
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "print":
+                named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if named.get("markup") != "False" and ast.unparse(node.args[0]) not in tables:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found

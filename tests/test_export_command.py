@@ -12,7 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,15 @@ def test_the_command_behind_an_adapter(changes, words, tmp_path):
     base = small.bf16(tmp_path / "model", shards=1)
     source = Source(tmp_path, base, "B", None, tmp_path, Config("B", **changes))
     assert _commands("peft", source, None, Path("A")) == [f"python -m qerl_jax.evaluate B {words}"]
+
+
+@pytest.mark.parametrize(("rank", "most"), [(1, 8), (8, 8), (9, 16), (200, 256), (300, 320), (512, 512)])
+def test_the_command_behind_an_export_for_vllm(rank, most, tmp_path):
+    """Its `max_lora_rank` is one of vLLM's, the smallest that holds the adapter's rank."""
+    source = Source(tmp_path, small.bf16(tmp_path / "model", shards=1), "B", None, tmp_path)
+    reader = SimpleNamespace(config=LoraConfig(rank), has_norms=False)
+    lora = f"--enable-lora --max-lora-rank {most} --lora-modules trained=A/adapter"
+    assert _commands("vllm", source, reader, Path("A")) == [f"vllm serve B {lora}"]
 
 
 @pytest.mark.parametrize(("train_norms", "imports_norms"), [(True, False), (False, False), (False, True)])

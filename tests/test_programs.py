@@ -442,3 +442,10 @@ def test_what_a_future_jax_writes_is_left_out():
     [again] = kernel_programs(kernels()[b"1"].trace().lower(lowering_platforms=("cuda",)))
     assert again == b"1"
     assert kernels(ranks=np.arange(3)) == {} and kernels(count=np.int32(3)) == {}
+
+
+def test_what_the_compiler_refuses_is_raised():
+    """Before the function is called, and not only where it calls the program."""
+    refused = program(lambda x: x + 1, compiler_options={"xla_is_no_option": "1"})
+    with pytest.raises(Exception, match="xla_is_no_option"):
+        compile_calls(lambda: refused(jnp.ones(2)))

@@ -177,9 +177,9 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(prepare, "load_policy", refuse)
     monkeypatch.chdir(tmp_path)
-    assert train.main(["--config", "tiny", "--dry-run", "--seed", "5", "--output-dir", "out"]) == 0
+    assert train.main(["--config", "tiny", "--dry-run", "--seed", "5", "--output-dir", "[red]out"]) == 0
     text = capsys.readouterr().out
-    assert "seed: 5" in text and "adapters, rank 16" in text and "peak, about" in text
+    assert "seed: 5" in text and "[red]out" in text and "adapters, rank 16" in text and "peak, about" in text
     # The prompt as the template renders it, and the rewards' own values: 2 × answer + 0.2 × soft_format.
     assert "<|im_start|>system\n<think>steps</think><answer>number</answer><|im_end|>\n<|im_start|>user\n" in text
     assert "The reward is 2 × answer, 0.2 × soft_format." in text

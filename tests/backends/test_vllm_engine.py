@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -189,6 +190,17 @@ def test_failures_are_told(fault, words, stand_in, base, policy, monkeypatch):
         if fault == "dies":
             engine.sample(PROMPTS, SAMPLING, KEY)
         engine.set_weights(Weights.of_policy(randomized(policy, seed=7)))
+
+
+def test_a_failure_ends_with_the_newest_lines_of_the_log(tmp_path):
+    engine = object.__new__(VllmEngine)
+    engine.log = tmp_path / "log"
+    engine.log.write_text("".join(f"line {number}\n" for number in range(30)))
+    engine._connection = types.SimpleNamespace(send=lambda _: None, recv=lambda: ("no memory left", None))
+    with pytest.raises(VllmError) as failed:
+        engine._ask("options", "start")
+    said = "vLLM failed (start): no memory left; the end of its log:"
+    assert str(failed.value).splitlines() == [said, *(f"line {number}" for number in range(10, 30))]
 
 
 def test_completions_by_hand(policy):

@@ -96,3 +96,24 @@ def test_a_collapse_of_entropy():
         assert kinds(rows(10, entropy=0.36), rows(newest, entropy=0.03)) == {"entropy"}
     assert kinds(rows(10, entropy=0.06), rows(10, entropy=0.04)) == set()
     assert kinds(rows(10, entropy=0.36), rows(10, entropy=0.03, accuracy=0.9)) == set(), "a task that is learnt"
+
+
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [
+        ({"reward": 0.34}, set()),
+        ({"reward": 0.36}, {"paid for something else"}),
+        ({"reward": 0.36, "accuracy": 0.305}, {"paid for something else"}),
+        ({"reward": 0.36, "accuracy": 0.315}, set()),
+        ({"completions__mean_length": 101.0}, set()),
+        ({"completions__mean_length": 99.0}, {"shorter"}),
+        ({"completions__mean_length": 99.0, "accuracy": 0.315}, set()),
+        ({"entropy": 0.051}, set()),
+        ({"entropy": 0.049}, {"entropy"}),
+        ({"entropy": 0.049, "accuracy": 0.81}, set()),
+        ({"entropy": 0.049, "accuracy": 0.79}, {"entropy"}),
+    ],
+)
+def test_the_limits_of_what_is_said(last, found):
+    """On both sides of each, from a reward and an accuracy of 0.3, 300 tokens and an entropy of 0.3."""
+    assert kinds(rows(10), rows(10, **last)) == found

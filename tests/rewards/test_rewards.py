@@ -355,3 +355,9 @@ def test_a_reward_that_asks_for_what_training_does_not_pass(parameters, said):
     reward = eval(f"lambda completions, {parameters}, **_: [0.0]")
     with pytest.raises(RewardError, match=said):
         functions.call("mine", reward, {"completions": [""]})
+
+
+def test_a_built_in_reward_is_the_function_of_its_name():
+    assert {name: function.__name__ for name, function in functions.BUILT_IN.items()} == {
+        name: name for name in functions.BUILT_IN
+    }

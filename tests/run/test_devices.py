@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from qerl_kernels import dispatch
-from qerl_kernels.gpu import user_table
+from qerl_kernels.gpu import Gpu, user_table
 
 from qerl_jax import driver
 from qerl_jax.run.devices import (
@@ -152,6 +152,33 @@ sys.exit(program.main())
     environment = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.stderr.strip().endswith("error: 0.94"), run.stderr
+
+
+def test_a_gpu_is_described_by_its_own_attributes():
+    """CUDA's attributes 75 and 76, 16, 97: compute capability, SMs, bytes of shared memory that a block may ask for."""
+    own = {75: 8, 76: 9, 16: 128, 97: 101376}
+
+    class Driver:
+        """Devices have handles 10 and 11; each function writes through the pointer that it is given."""
+
+        def cuDeviceGet(self, device, ordinal):
+            device._obj.value = 10 + ordinal
+            return 0
+
+        def cuDeviceTotalMem_v2(self, memory, device):
+            memory._obj.value = {11: 25_000_000_000}[device.value]
+            return 0
+
+        def cuDeviceGetName(self, name, size, device):
+            name.value = {11: b"NVIDIA RTX"}[device.value]
+            return 0 if size == 256 else 1
+
+        def cuDeviceGetAttribute(self, value, number, device):
+            value._obj.value = own[number]
+            return 0 if device.value == 11 else 101
+
+    wanted = Gpu("NVIDIA RTX", 89, 128, 101376)
+    assert driver._described(Driver(), 1) == driver.Described(wanted, 25_000_000_000)
 
 
 @pytest.mark.gpu
