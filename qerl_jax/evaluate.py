@@ -43,7 +43,7 @@ from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.engine import check_positions, generate
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.choose_rewards import correctness_reward
-from qerl_jax.run.devices import kernels_note, make_deterministic, use_device_memory
+from qerl_jax.run.devices import free_device_bytes, kernels_note, make_deterministic, use_device_memory
 from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
 from qerl_jax.run.memory import evaluation_fits
 from qerl_jax.types import Prompts, Rollout
@@ -312,7 +312,7 @@ def _sampler(
             matmul_kernel=config.matmul_kernel,
             tensor_parallel=tensor_parallel,
         )
-        engine = dataclasses.replace(config.eval_engine, prompts=room)
+        engine = config.eval_engine.replace(prompts=room, free_bytes=free_device_bytes())
         return lambda prompts, key: generate(policy, prompts, sampling, key, engine)
     weights = Weights.of_files(directory, None if config.adapter is None else Path(config.adapter))
     width, rank = longest + config.max_completion_length, weights.config.rank

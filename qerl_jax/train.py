@@ -37,6 +37,7 @@ from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.experience import Experience, equal_groups, gather_experience, refill_size, replace_equal_groups
 from qerl_jax.rl.loss import TokenLoss
+from qerl_jax.rl.plan import within
 from qerl_jax.rl.reduction import check_same_state
 from qerl_jax.rl.state import current_policy
 from qerl_jax.rl.step import grpo_step
@@ -155,7 +156,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     noisy = run.hooks.noisy(state.norms, sigma, noise_key)
     actor = current_policy(run.policy, state).replace(norms=noisy)
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
-    engine = dataclasses.replace(config.engine, prompts=len(run.replicas.share(config.num_prompts)) or None)
+    engine = within(run.plan, config.engine).replace(prompts=len(run.replicas.share(config.num_prompts)) or None)
     for resampling_round in range(1 + config.resampling_rounds):
         problems = run.problems(state, drawn, count)
         prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)

@@ -232,19 +232,21 @@ class Sampling(_Replace):
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class Engine(_Replace):
     """How a rollout is executed. It changes a completion at most through the rounding of its logits, and under
     `batch_invariant` not at all.
 
     Attributes:
       slots: most sequences decoded together; None: all.
       memory_gb: limit of the KV cache, in 1e9 bytes; where it does not hold all sequences, fewer are decoded together.
-        None: no limit, and an error where the free device memory cannot hold the cache.
+        None: no limit but `free_bytes`.
       chunk: decode steps between two checks for ended sequences. While others wait, a slot idles for half a chunk
         after a completion that reached its limit, and for one and a half after one that ended by itself.
       batch_invariant: the bits of a completion do not depend on slots, chunk, refill or neighbours (among rollouts of
         one prompt width and one `max_new_tokens`).
       prompts: a rollout of fewer prompts runs in the programs of one of so many; None: in its own.
+      free_bytes: memory that weights and state leave on the device, for the KV cache and what a step takes besides;
+        where it does not hold all sequences, an error. Looked at without a `memory_gb`; None: enough.
     """
 
     slots: int | None = None
@@ -252,6 +254,7 @@ class Engine:
     chunk: int = 8
     batch_invariant: bool = False
     prompts: int | None = None
+    free_bytes: float | None = None
 
     def __post_init__(self):
         for name in ("slots", "memory_gb", "chunk", "prompts"):

@@ -28,8 +28,11 @@ from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.state import current_policy, init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.shapes import decode_bytes, prefill_bytes
 from qerl_jax.run import prepare
+from qerl_jax.run.abstract import abstract_run
 from qerl_jax.run.hooks import Hooks
+from qerl_jax.run.memory import estimate_memory
 from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
 from qerl_jax.train import parse
 from qerl_jax.types import Prompts
@@ -186,6 +189,26 @@ ANEW = {
         *SMALL, *LAYER, "allocate_jit", *["decode_chunk"] * 3, "gather", "gather",
     ],
 }  # fmt: skip
+
+
+def test_programs_are_recorded_for_the_memory_of_the_device(tmp_path):
+    """Caches as wide as the buckets, and as narrow as the limits where weights and state leave no more."""
+    small.bf16(tmp_path / "model")
+    config, sizes = config_of(tmp_path, *SIZES), {}
+    policy, state = abstract_run(config)
+
+    def widths_on(device_bytes: float | None) -> tuple[int, int, int]:
+        programs = record(rehearse_run, config, Hooks(), device_bytes)
+        [shapes] = [each.args[-1] for each in programs if each.function.__name__ == "allocate_jit"]
+        sizes[shapes.cache_bytes] = estimate_memory(policy, state, config, device_bytes).cache
+        return shapes.prompt_slots, shapes.prompt_width, shapes.completion_width
+
+    assert widths_on(None) == (32, 96, 64)
+    free = make_update_plan(state, policy.frozen, 1e9).rollout_bytes
+    assert free == 1e9 - sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((policy.frozen, state)))
+    beside = max(prefill_bytes(policy, 8, 90, False), decode_bytes(policy.config, 64))
+    assert widths_on(1e9 - free + (max(sizes) - 9 + beside) / 0.94) == (8, 96, 64)
+    assert all(recorded == estimated for recorded, estimated in sizes.items()) and len(sizes) == 2
 
 
 def test_a_run_of_other_sizes_finds_most_of_its_programs(tmp_path):

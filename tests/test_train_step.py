@@ -41,7 +41,7 @@ SEED, STEP, CURSOR = 6, 3, 10
 # A stage a rollout, 10 in all: the 4th begins with update 7 of 20, in stage 7 · 10 // 20 = 3, the third of 9 with
 # noise, which falls from 1e-2 to 5e-4.
 SIGMA = 1e-2 * (5e-4 / 1e-2) ** (2 / 8)
-PLAN = UpdatePlan(PackShape(1, 1, 1, 1, 1, 1), 0, 0, 0, 0)
+PLAN = UpdatePlan(PackShape(1, 1, 1, 1, 1, 1), 0, 0, 0, 0, rollout_bytes=5e9)
 EOS, LENGTH, FAILED = FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED
 # Two groups of three in two rounds: the second of round 0 is equal, so is the first of round 1. The last row of round 1
 # has no reward at all.
@@ -133,7 +133,7 @@ def test_the_rollouts(step):
         assert actor.lora == "trained" and actor.frozen == "frozen"
         assert float(actor.norms["layers"][1]["b"]["weight"][0]) == pytest.approx(1.3)
         assert sampling == step.config.sampling
-        assert engine == dataclasses.replace(step.config.engine, prompts=2)
+        assert engine == step.config.engine.replace(prompts=2, free_bytes=5e9)
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 30, 0.9, 0.1)
         assert (sampling.max_new_tokens, sampling.num_generations) == (12, 3)
         assert_key(key, 2, STEP, place)

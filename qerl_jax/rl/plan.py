@@ -8,6 +8,7 @@ set of shapes; and from the buckets of the limits, so that most runs of a model 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from qerl_jax.rl import flash_attention
 from qerl_jax.rl.activations import Keeps, layer_bytes, peak_bytes
 from qerl_jax.rl.micro_batches import PackShape, assign
 from qerl_jax.rl.state import trained_trees
-from qerl_jax.types import TrainState
+from qerl_jax.types import Engine, TrainState
 
 _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 5120 * 3584  # tokens x hidden size beyond which a micro-batch gains nothing on an H200
@@ -50,6 +51,7 @@ class UpdatePlan:
       working_bytes: most that is needed besides at one time: for a layer's backward pass or the head.
       lacking_bytes: missing even so; above 0 the update cannot run.
       device_bytes: memory of the device, of which these are a part; None: no limit was given.
+      rollout_bytes: of it, what the weights that a rollout reads and the state leave; None as `device_bytes`.
     """
 
     pack: PackShape
@@ -59,6 +61,7 @@ class UpdatePlan:
     working_bytes: int
     lacking_bytes: int = 0
     device_bytes: float | None = dataclasses.field(default=None, compare=False)
+    rollout_bytes: float | None = dataclasses.field(default=None, compare=False)
 
     def layers(self, count: int) -> list[Keeps]:
         """What each layer of a model of `count` layers keeps.
@@ -68,6 +71,11 @@ class UpdatePlan:
         whole = count - self.recomputed - self.recomputed_gate_up
         some = [Keeps.INPUT] * self.recomputed + [Keeps.ALL_BUT_GATE_UP] * self.recomputed_gate_up
         return some + [Keeps.ALL] * whole
+
+
+def within(plan: UpdatePlan | None, engine: Engine) -> Engine:
+    """The engine of rollouts in the memory that a plan leaves them; None: that of a device without limit."""
+    return engine.replace(free_bytes=plan.rollout_bytes) if plan else engine
 
 
 def make_update_plan(
@@ -89,16 +97,18 @@ def make_update_plan(
       gpu: on which it is; None: the default device.
     """
     config: Config = state.config
-    free = None
+    free = rollout_bytes = None
     if device_bytes is not None:
-        trained = trained_trees(state.lora, state.norms, state.weights, config)
-        held = partition.bytes_on_device((frozen, state, trained), state.model.tensor_parallel)
-        free = max(0.0, _SHARE * device_bytes - held)
+        bytes_of = functools.partial(partition.bytes_on_device, count=state.model.tensor_parallel)
+        held, trained = bytes_of((frozen, state)), trained_trees(state.lora, state.norms, state.weights, config)
+        free = max(0.0, _SHARE * device_bytes - held - bytes_of(trained))
+        # Where all weights are trained, a rollout reads a copy of them in the compute dtype.
+        rollout_bytes = device_bytes - held - (bytes_of(frozen) if config.is_full else 0)
     longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
     itemsize = frozen["embed_tokens"].dtype.itemsize
     xla = xla_matmuls(frozen["layers"], itemsize, gpu)
     plan = choose_plan(state.model.part, itemsize, config, config.batch_size, longest, free, xla, replicas)
-    return dataclasses.replace(plan, device_bytes=device_bytes)
+    return dataclasses.replace(plan, device_bytes=device_bytes, rollout_bytes=rollout_bytes)
 
 
 def choose_plan(

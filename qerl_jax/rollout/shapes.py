@@ -6,6 +6,7 @@ Axes: B sequences, P prompts, G group, T tokens, L layers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -124,7 +125,6 @@ def choose_shapes(
     prompt_length: int,
     completion_length: int,
     engine: Engine,
-    free_bytes: float | None = None,
     gpu: Gpu | None = None,
 ) -> RolloutShapes:
     """As many slots as requested, or as many as fit `engine.memory_gb`.
@@ -136,7 +136,7 @@ def choose_shapes(
     Widths are buckets and prompt slots a power of two, so that runs with other limits or groups have the same programs
     (`buckets`). By the kernels, a model whose keys and values are small has room for completions of 1024 tokens, too.
     Widths and prompt slots are as small as they may be under `batch_invariant`, and where the requested slots would not
-    fit `engine.memory_gb` otherwise.
+    fit the memory otherwise.
 
     Args:
       prompts: prompts of the rollout, P.
@@ -144,49 +144,53 @@ def choose_shapes(
       prompt_length: longest prompt, tokens.
       completion_length: longest completion, tokens.
       engine: limits on slots and memory.
-      free_bytes: free memory of the device, which is looked at without a `memory_gb`; None: enough.
       gpu: as in `prefill_bytes`.
 
     Raises:
-      ValueError: not a single completion fits; or, without a `memory_gb`, not all requested ones fit `free_bytes`
-        beside what a prefill or a decode step needs. The message has the numbers and names the setting to lower.
+      ValueError: not a single completion fits `engine.memory_gb`; or, without one, not all requested ones fit
+        `engine.free_bytes` beside what a prefill or a decode step needs. The message has the numbers and names the
+        setting to lower.
     """
     layer_bytes = kv_token_bytes(policy.config, policy.dtype)
     is_little = policy.config.num_layers * layer_bytes <= _LITTLE_TOKEN_BYTES
     is_little &= dispatch.missing_for_mosaic_gpu(policy.dtype, gpu) is None  # XLA's attention reads whole caches
 
-    def with_slots(count: int, in_buckets: bool = False, has_more: bool = False) -> RolloutShapes:
-        lengths, prompt_slots = (prompt_length, completion_length), min(prompts, count, 2 * -(-count // group))
-        if in_buckets:
-            lengths = [bucket(prompt_length), max(_COMPLETION_WIDTH if has_more else 0, bucket(completion_length))]
-            room = min(_PROMPT_SLOTS, _PROMPT_TOKENS // lengths[0]) * (2 if has_more else 1)
-            prompt_slots = max(room, power_of_two(prompt_slots))
+    def caches(slots: int, prompt_slots: int, *lengths: int) -> RolloutShapes:
         widths = [round_up(length, _CACHE_MULTIPLE) for length in lengths]
-        shapes = RolloutShapes(count, prompt_slots, *widths, bucket_of_rows(prompts * group), 0)
+        shapes = RolloutShapes(slots, prompt_slots, *widths, bucket_of_rows(prompts * group), 0)
         # While survivors move into fewer slots, the keys or values of one layer exist twice.
         moved = sum(shapes.slot_counts()[1:2]) * shapes.completion_width * layer_bytes // 2
-        tokens = count * shapes.completion_width + prompt_slots * shapes.prompt_width
+        tokens = slots * shapes.completion_width + prompt_slots * shapes.prompt_width
         return dataclasses.replace(shapes, cache_bytes=policy.config.num_layers * layer_bytes * tokens + moved)
 
-    requested = min(prompts * group, engine.slots or prompts * group)
-    memory_gb = engine.memory_gb
+    def least_prompts(slots: int) -> int:
+        return min(prompts, slots, 2 * -(-slots // group))
+
+    def narrow(slots: int) -> RolloutShapes:
+        return caches(slots, least_prompts(slots), prompt_length, completion_length)
+
+    def widest_first(slots: int) -> Iterator[RolloutShapes]:
+        if not engine.batch_invariant:
+            widths, least = (bucket(prompt_length), bucket(completion_length)), power_of_two(least_prompts(slots))
+            room = min(_PROMPT_SLOTS, _PROMPT_TOKENS // widths[0])
+            more = caches(slots, max(2 * room, least), widths[0], max(_COMPLETION_WIDTH, widths[1]))
+            if is_little and more.cache_bytes <= _LITTLE_BYTES:
+                yield more
+            yield caches(slots, max(room, least), *widths)
+        yield narrow(slots)
+
+    requested, memory_gb = min(prompts * group, engine.slots or prompts * group), engine.memory_gb
     available, source = round(memory_gb * 1e9) if memory_gb is not None else None, "rollout_memory_gb"
-    if memory_gb is None and free_bytes is not None:
+    if memory_gb is None and engine.free_bytes is not None:
         prefill = prefill_bytes(policy, prompts, prompt_length, engine.batch_invariant, gpu)
         beside = max(prefill, decode_bytes(policy.config, requested))
-        available = _SHARE_OF_FREE * free_bytes - beside
+        available = _SHARE_OF_FREE * engine.free_bytes - beside
         source = f"{_SHARE_OF_FREE:.0%} of the free device memory less {beside / 1e9:.3g} GB of activations, in GB,"
-    found = [with_slots(requested)]
-    if not engine.batch_invariant:
-        found.insert(0, with_slots(requested, in_buckets=True))
-        if is_little and (more := with_slots(requested, True, has_more=True)).cache_bytes <= _LITTLE_BYTES:
-            found.insert(0, more)
-    fitting = (shapes for shapes in found if memory_gb is None or shapes.cache_bytes <= available)
-    whole = next(fitting, found[-1])
-    if available is None or whole.cache_bytes <= available:
-        return whole
-    if memory_gb is None or with_slots(1).cache_bytes > available:
-        need = whole if memory_gb is None else with_slots(1)
+    for shapes in widest_first(requested):
+        if available is None or shapes.cache_bytes <= available:
+            return shapes
+    need = narrow(requested if memory_gb is None else 1)
+    if memory_gb is None or need.cache_bytes > available:
         advice = "set rollout_memory_gb so that fewer are decoded at a time" if memory_gb is None else "raise it"
         raise ValueError(
             f"{source} {available / 1e9:.3g} cannot hold {need.slots} completions of {completion_length} tokens and "
@@ -196,5 +200,5 @@ def choose_shapes(
     low, high = 1, requested  # the largest count that fits
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if with_slots(middle).cache_bytes <= available else (low, middle)
-    return with_slots(low - low % _MIN_SLOTS if low > _MIN_SLOTS else low)
+        low, high = (middle, high) if narrow(middle).cache_bytes <= available else (low, middle)
+    return narrow(low - low % _MIN_SLOTS if low > _MIN_SLOTS else low)

@@ -30,6 +30,7 @@ from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rl.plan import within
 from qerl_jax.rl.state import current_policy
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
@@ -171,7 +172,7 @@ def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> Non
     if name == "before" and run.programs and run.vllm is None and own:
         longest = max(len(problem.tokens) for problem in run.eval_problems)
         policy = run.policy.replace(norms=state.norms, lora=state.lora)
-        run.programs.submit(rehearse_evaluation, run.config, policy, own, longest)
+        run.programs.submit(rehearse_evaluation, run.config, policy, run.plan, own, longest)
     with recorder.phases("evaluation"):
         result = evaluate_state(run, state)
         if recorder.evaluations:
@@ -190,7 +191,7 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
             run.eval_problems,
             config.eval_sampling,
             config.seed,
-            engine=config.eval_engine,
+            engine=within(run.plan, config.eval_engine),
             reward=grader_of(reward, rewards[reward]),
             sample=run.vllm and run.vllm.generate,
             replicas=run.replicas,

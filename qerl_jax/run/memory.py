@@ -18,7 +18,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.parallel import Replicas
 from qerl_jax.partition import bytes_on_device
-from qerl_jax.rl.plan import UpdatePlan, make_update_plan
+from qerl_jax.rl.plan import UpdatePlan, make_update_plan, within
 from qerl_jax.rl.state import refuse_divided, trained_trees
 from qerl_jax.rollout.shapes import choose_shapes, decode_bytes, prefill_bytes
 from qerl_jax.run.abstract import abstract_run, has_weights, tree_size
@@ -229,7 +229,7 @@ def evaluation_fits(
         policy, _ = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
         free = device_bytes - bytes_on_device(policy, tensor_parallel)
         lengths = config.max_prompt_length, config.max_completion_length
-        choose_shapes(policy, 1, 1, *lengths, config.eval_engine, free, gpu)
+        choose_shapes(policy, 1, 1, *lengths, config.eval_engine.replace(free_bytes=free), gpu)
     except CheckpointError:
         raise
     except ValueError:
@@ -324,17 +324,16 @@ def estimate_memory(
     on_device = functools.partial(bytes_on_device, count=model.tensor_parallel)
     weights, held = on_device(policy.frozen), on_device(state)
     copy = weights if config.is_full else 0
-    free = None if device_bytes is None else device_bytes - weights - held - copy
+    update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas, gpu=gpu)
     if own:
         sizes = len(first.share(config.num_prompts)), config.num_generations
-        rollout = choose_shapes(policy, *sizes, *lengths, config.engine, free, gpu)
+        rollout = choose_shapes(policy, *sizes, *lengths, within(update, config.engine), gpu)
         prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant, gpu)
     if own and config.eval_dataset:
         sizes = len(first.share(config.eval_samples)), config.eval_num_generations
-        evaluation = choose_shapes(policy, *sizes, *lengths, config.eval_engine, free, gpu)
+        evaluation = choose_shapes(policy, *sizes, *lengths, within(update, config.eval_engine), gpu)
         eval_prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant, gpu)
     trained = on_device(trained_trees(state.lora, state.norms, state.weights, config))
-    update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas, gpu=gpu)
     return MemoryEstimate(
         weights=weights,
         state=held,

@@ -11,7 +11,7 @@ from qerl_jax.compilation import committed
 from qerl_jax.config import Config
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.rl.advantages import group_advantages, make_batch
-from qerl_jax.rl.plan import UpdatePlan, make_update_plan
+from qerl_jax.rl.plan import UpdatePlan, make_update_plan, within
 from qerl_jax.rl.reduction import check_same_state
 from qerl_jax.rl.state import current_policy
 from qerl_jax.rl.step import grpo_step
@@ -43,7 +43,7 @@ def rehearse_step(
       config: settings of the run.
       hooks: functions of the user's.
       policy, state: those the run starts with, or their shapes, committed to a device.
-      plan: of its updates.
+      plan: of its updates, and of the memory of its rollouts.
       replicas: those that share its work.
     """
     # A function of the user's may read values.
@@ -53,7 +53,7 @@ def rehearse_step(
     prompts = len(replicas.share(config.num_prompts))
     if config.rollout_backend == "jax" and prompts:
         sizes, key = (prompts, config.max_prompt_length), keys.for_step(0, keys.Purpose.SAMPLE, 0)
-        engine.rehearse(actor, *sizes, config.sampling, key, config.engine)
+        engine.rehearse(actor, *sizes, config.sampling, key, within(plan, config.engine))
     rollout = rollout_shape(config.batch_size, config.max_prompt_length + config.max_completion_length)
     rewards = jnp.asarray(np.zeros(config.batch_size, np.float32))
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
@@ -74,7 +74,9 @@ def rollout_shape(rows: int, width: int) -> Rollout:
     return jax.eval_shape(rollout)
 
 
-def rehearse_evaluation(config: Config, policy: Policy, prompts: int, prompt_length: int) -> None:
+def rehearse_evaluation(
+    config: Config, policy: Policy, plan: UpdatePlan | None, prompts: int, prompt_length: int
+) -> None:
     """The calls of programs in the evaluation of a policy on so many prompts, for `programs.record`."""
     key = keys.for_step(0, keys.Purpose.EVALUATE, 0)
-    engine.rehearse(policy, prompts, prompt_length, config.eval_sampling, key, config.eval_engine)
+    engine.rehearse(policy, prompts, prompt_length, config.eval_sampling, key, within(plan, config.eval_engine))

@@ -23,7 +23,7 @@ from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.engine import generate, stream
-from qerl_jax.rollout.shapes import choose_shapes
+from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
@@ -280,10 +280,10 @@ def test_small_models_have_room_for_other_limits(tool, monkeypatch):
     """
     monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype, gpu: None if gpu else "a GPU")
 
-    def shapes_of(size: str, gpu: Gpu | None, limit: int, batch: int, memory_gb: float | None = None) -> tuple:
+    def shapes_of(size: str, gpu: Gpu | None, limit: int, batch: int, **memory: float) -> tuple:
         model = parse_config(tool("make_checkpoint").hf_config(size), {}, size)
-        policy = Policy({"embed_tokens": jnp.zeros(0, jnp.bfloat16)}, {}, {}, model, None)
-        shapes = choose_shapes(policy, batch // 8, 8, 256, limit, Engine(memory_gb=memory_gb), gpu=gpu)
+        policy = Policy({"embed_tokens": jnp.zeros(0, jnp.bfloat16), "layers": {}}, {}, {}, model, None)
+        shapes = choose_shapes(policy, batch // 8, 8, 256, limit, Engine(**memory), gpu=gpu)
         return shapes.completion_width, shapes.prompt_slots, shapes.rows
 
     mine = shapes_of("0.5B", H200, 512, 256)
@@ -292,6 +292,11 @@ def test_small_models_have_room_for_other_limits(tool, monkeypatch):
     assert shapes_of("0.5B", H200, 1100, 256) == (1536, 64, 1024)
     # 24 layers x 2 x 2 heads x 64 x 2 bytes: 256 completions of 512 tokens and 32 prompts of 256 are 1.71 GB
     assert shapes_of("0.5B", H200, 512, 256, memory_gb=1.8) == (512, 32, 1024)
+    # Those of 1024 tokens and 64 prompts are 3.42 GB, and 33.6 MB while 128 survivors move; logits take 12 bytes each.
+    wide = 24 * 512 * (256 * 1024 + 64 * 256) + 128 * 1024 * 256
+    free = (wide + 12 * 151_936 * 256) / 0.94
+    assert shapes_of("0.5B", H200, 512, 256, free_bytes=free + 9) == mine
+    assert shapes_of("0.5B", H200, 512, 256, free_bytes=free - 9) == (512, 32, 1024)
     assert shapes_of("0.5B", H200, 512, 1024) == (512, 128, 1024)  # 12.9 GB
     assert shapes_of("1.5B", H200, 512, 256) == shapes_of("0.5B", None, 512, 256) == (512, 32, 1024)
 
@@ -392,21 +397,25 @@ def test_slots_that_fit_a_memory_limit(policy):
 
 
 def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
-    """94 % of what is free holds the cache, of 256 bytes a token 8 completions of 8 tokens and 32 prompts of as many,
-    and a prefill of 512 tokens: residual stream and attention's addition; q, k and v, in 32 rows of 64 too with the
-    result.
+    """94 % of what is free holds the cache, of 256 bytes a token 8 completions of 8 tokens and as many prompts, 4 at
+    least and 32 where there is room, and a prefill of 512 tokens: residual stream and attention's addition; q, k and
+    v, in 32 rows of 64 too with the result.
     """
-    need = 256 * (8 * 8 + 8 * 32)
-    free = (need + 512 * 2 * 4 * 32 + 4 * (512 * (32 + 16 + 16) + 2048 * 2 * (32 + 16))) / 0.94
+    roomy, need = (256 * (8 * 8 + 8 * prompts) for prompts in (32, 4))
+    beside = 512 * 2 * 4 * 32 + 4 * (512 * (32 + 16 + 16) + 2048 * 2 * (32 + 16))
 
-    assert choose_shapes(policy, 4, 2, 5, 8, Engine(), free + 2).cache_bytes == need
+    def shapes_of(cache: int, **settings: int) -> RolloutShapes:
+        return choose_shapes(policy, 4, 2, 5, 8, Engine(free_bytes=(cache + beside) / 0.94, **settings))
+
+    assert shapes_of(roomy + 2).cache_bytes == roomy
+    assert shapes_of(roomy - 2).cache_bytes == shapes_of(need + 2).cache_bytes == need
     expected = (
-        r"94% of the free device memory less 0\.00105 GB of activations, in GB, 8\.19e-05 cannot hold 8 completions of "
-        r"8 tokens and 32 prompts of 5: they need 8\.19e-05 GB; lower max_completion_length, or set rollout_memory_gb"
+        r"94% of the free device memory less 0\.00105 GB of activations, in GB, 2\.46e-05 cannot hold 8 completions of "
+        r"8 tokens and 4 prompts of 5: they need 2\.46e-05 GB; lower max_completion_length, or set rollout_memory_gb"
     )
     with pytest.raises(ValueError, match=expected):
-        choose_shapes(policy, 4, 2, 5, 8, Engine(), free - 2)
-    assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=4), free - 2).slots == 4
+        shapes_of(need - 2)
+    assert shapes_of(need - 2, slots=4).slots == 4
 
 
 def test_keys_make_the_samples(policy, free):
