@@ -12,7 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from oracles import torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.of_run import Source
 from qerl_jax.checkpoint.orbax import Checkpointer
@@ -103,7 +104,8 @@ def test_the_command_behind_an_adapter(changes, words, tmp_path):
 def test_the_command_behind_an_export_for_vllm(rank, most, tmp_path):
     """Its `max_lora_rank` is one of vLLM's, the smallest that holds the adapter's rank."""
     source = Source(tmp_path, small.bf16(tmp_path / "model", shards=1), "B", None, tmp_path)
-    reader = SimpleNamespace(config=LoraConfig(rank), has_norms=False)
+    reader = object.__new__(AdapterReader)  # of a file that nobody needs
+    reader.config, reader._norms = LoraConfig(rank), {}
     lora = f"--enable-lora --max-lora-rank {most} --lora-modules trained=A/adapter"
     assert _commands("vllm", source, reader, Path("A")) == [f"vllm serve B {lora}"]
 
