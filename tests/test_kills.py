@@ -18,6 +18,7 @@ import small
 from qerl_jax import train
 from qerl_jax.checkpoint.orbax import MANIFEST_FILE
 from qerl_jax.config import dump
+from qerl_jax.lowered import as_in_sources
 from qerl_jax.reporting.metrics import read_metrics
 
 FEW, MANY = 3, 40  # steps of a run: of the quick test, of the nightly one
@@ -48,7 +49,8 @@ def prepared(config, place: Path, steps: int) -> tuple[Path, Path, Path]:
     through.parent.mkdir()
     for file, output in ((place / "config.yaml", directory), (through.parent / "config.yaml", through)):
         file.write_text(dump(config(output, steps)))
-    assert train.main(["--config", str(through.parent / "config.yaml")]) == 0
+    with as_in_sources():  # the process to kill finds its programs
+        assert train.main(["--config", str(through.parent / "config.yaml")]) == 0
     return place / "config.yaml", directory, through
 
 
@@ -109,7 +111,8 @@ def kill(file: Path, directory: Path, steps: int, name: str | None, moment: Call
 
 def finish_and_compare(file: Path, directory: Path, through: Path) -> None:
     """The same end: arrays, metrics, completions, adapter, evaluation, and no file more or less."""
-    assert train.main(["--config", str(file), "--resume", "auto"]) == 0
+    with as_in_sources():
+        assert train.main(["--config", str(file), "--resume", "auto"]) == 0
     runs.assert_same_run(through, directory)
     assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
     assert files(directory) == files(through)

@@ -15,7 +15,10 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.train import main, train
 
-EVALUATE = ["--dataset", "arithmetic", "--samples", "4", "--max-completion-length", "12", "--batch-size", "8"]
+EVALUATE = [
+    *("--dataset", "arithmetic", "--samples", "4", "--batch-size", "8"),
+    *("--max-prompt-length", "96", "--max-completion-length", "12"),
+]
 
 
 def records(path):

@@ -117,12 +117,8 @@ def packed(part: Any) -> Any:
 
 
 def completions(one: Policy, two: Policy) -> dict[str, Any]:
-    """Of four slots, so that some are filled again, and of a greedy rollout."""
+    """Of four slots, so that some are filled again."""
     rollouts = [generate(policy, PROMPTS, SAMPLING, KEY, Engine(slots=4, chunk=4)) for policy in (one, two)]
-    greedy = [
-        generate(policy, PROMPTS, SAMPLING.replace(temperature=0.0), KEY, Engine(slots=4, chunk=4))
-        for policy in (one, two)
-    ]
     logprobs = [
         token_logprobs(policy, rollout.tokens, rollout.attention_mask)
         for policy, rollout in zip((one, two), rollouts, strict=True)
@@ -130,7 +126,6 @@ def completions(one: Policy, two: Policy) -> dict[str, Any]:
     drawn = np.asarray(rollouts[0].completion_mask)[:, 1:]
     return {
         "sampled": np.array_equal(rollouts[0].tokens, rollouts[1].tokens),
-        "greedy": np.array_equal(greedy[0].tokens, greedy[1].tokens),
         "distinct": len({tuple(row) for row in np.asarray(rollouts[0].tokens).tolist()}),
         "logprobs": difference(rollouts[0].logprobs, rollouts[1].logprobs),
         "token_logprobs": difference(*(np.where(drawn, x, 0) for x in logprobs)),
