@@ -100,6 +100,20 @@ def test_marlin_is_asked_for_the_gemms_of_the_trials(tool, tmp_path):
     assert rows[1] == {"case": "qkv_7b", "n": 4608, "k": 3584, "m": 32, "impl": "marlin", "us": 2}
 
 
+@pytest.mark.parametrize("only", ["yaml ", "reward ", "flag ", pytest.param("", marks=pytest.mark.nightly)])
+def test_hostile_inputs_are_read_as_stated_or_refused(tool, only):
+    failed, passed = tool("hostile_inputs").failures(only)
+    assert not failed and passed > (350 if only == "" else 15)
+
+
+def test_a_hostile_input_that_is_read_otherwise_is_a_failure(tool):
+    refused_or = tool("hostile_inputs").refused_or
+    assert refused_or({"seed": 10}, lambda: {"seed": 8}) == "read as {'seed': 8}, expected is {'seed': 10}"
+    assert refused_or("seed", lambda: 1).startswith("accepted as 1")
+    assert refused_or("seed", lambda: int("x")).startswith("says ")
+    assert refused_or("seed", lambda: [][0]).startswith("a trace: IndexError")
+
+
 @pytest.mark.nightly
 def test_a_run_of_random_weights_is_measured(tool, monkeypatch, tmp_path):
     """Two steps of four groups with rewards 0 and 1 in turn, or equal in about half of them: those do not train."""

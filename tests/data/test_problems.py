@@ -175,12 +175,6 @@ def test_bad_records_are_left_out_counted_and_told_once(tmp_path):
     )
 
 
-def test_a_file_as_windows_writes_one(tmp_path):
-    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "a", "answer": "4"}\r\n\r\n')
-    [problem] = load_dataset(str(tmp_path / "data.jsonl"), "train").problems
-    assert (problem.prompt, problem.answer) == ("a", "4")
-
-
 def test_limit_reads_no_further(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "a", "answer": "1"}\n' * 3 + "not JSON\n")

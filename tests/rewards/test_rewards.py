@@ -277,9 +277,6 @@ def test_score_sums_weighted_and_none_means_not_applicable():
     [
         (lambda **_: 1 / 0, "ZeroDivisionError"),
         (lambda **_: [1.0], "1 values for 2 completions"),
-        (lambda **_: None, "raised TypeError"),
-        (lambda **_: "10", "returned a str"),
-        (lambda **_: {0: 1, 1: 2}, "returned a dict"),
         (lambda **_: [1.0, math.nan], "nan for completion 1"),
         (lambda **_: ["x", 1.0], "'x' for completion 0"),
         (lambda **_: [1.0, np.float32("nan")], "for completion 1; expected a finite number"),
