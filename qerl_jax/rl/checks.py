@@ -17,8 +17,9 @@ def checked(batch: Batch, config: Config) -> Batch:
     the mismatch are NaN then.
 
     Raises ValueError, naming both values, where shapes, group size or lengths are not the config's, and where the
-    importance weight would be computed from behaviour log-probabilities that are not there (None, or no token's is
-    finite and other than 0). Under `jit`, or from shapes, only shapes are known, and only they are checked.
+    importance weight would be computed from behaviour log-probabilities that are not there (None, or of the rows with
+    an advantage no token's is finite and other than 0). Under `jit`, or from shapes, only shapes are known, and only
+    they are checked.
     """
     rows, width = config.batch_size, batch.tokens.shape[1]
     of_tokens = [batch.tokens, batch.loss_mask, *([] if batch.logprobs is None else [batch.logprobs])]
@@ -29,13 +30,14 @@ def checked(batch: Batch, config: Config) -> Batch:
     except AssertionError as error:
         raise ValueError(f"the batch is not one of batch_size {rows} and {width} tokens: {error}") from error
     lacks = batch.logprobs is None
-    values = batch.prompt_lengths, batch.lengths, batch.prompt_index, batch.loss_mask, batch.logprobs
+    values = batch.prompt_lengths, batch.lengths, batch.prompt_index, batch.loss_mask, batch.logprobs, batch.advantages
     if not any(isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct) for value in values):
-        prompts, lengths, groups, mask, logprobs = jax.device_get(values)
+        prompts, lengths, groups, mask, logprobs, advantages = jax.device_get(values)
         _check_groups(groups, config)
         _check_lengths(lengths - prompts, config)
-        # A single kept token has the log-probability 0.
-        lacks = lacks or (config.top_k != 1 and mask.any() and not _any_known(logprobs[mask]))
+        # A single kept token has the log-probability 0, and so have all of a policy that always says the same.
+        weighted = mask & (np.nan_to_num(advantages) != 0)[:, None]
+        lacks = lacks or (config.top_k != 1 and weighted.any() and not _any_known(logprobs[weighted]))
     if not lacks:
         return batch
     if config.importance_sampling_cap is not None:

@@ -23,6 +23,7 @@ from qerl_jax.models.linear import XlaMatmuls
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import compile_calls, record, shapes_of
 from qerl_jax.rl import step
+from qerl_jax.rl.checks import checked
 from qerl_jax.rl.head import inputs_of
 from qerl_jax.rl.micro_batches import PackShape, assign
 from qerl_jax.rl.plan import UpdatePlan, _cost, _Limits, _micro_batches, _pack, choose_plan, make_update_plan
@@ -247,6 +248,16 @@ def test_a_batch_without_behaviour_logprobs_is_refused_or_trained_without_a_weig
     assert_trees_equal(found.lora, wanted.lora)
     assert all(np.isnan(value) == name.startswith("sampling/") for name, value in metrics.items())
     assert all(np.isfinite(value) for value in usual.values())
+
+
+def test_a_policy_that_always_says_the_same_is_trained_on():
+    """Its log-probabilities are all 0; so are its advantages, as a group's completions are equal."""
+    config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
+    certain = batch.replace(logprobs=jnp.zeros_like(batch.logprobs))
+    none = jnp.zeros_like(batch.advantages)
+    assert checked(certain.replace(advantages=none), config).logprobs is certain.logprobs
+    with pytest.raises(ValueError, match="no behaviour log-probabilities"):
+        checked(certain.replace(advantages=none.at[int(batch.loss_mask.any(1).argmax())].set(1.0)), config)
 
 
 @pytest.mark.parametrize(("tokens", "gigabytes"), [(1, None), (128, 0.00053), (200, 1e-9)])
