@@ -19,7 +19,7 @@ from oracles import torch_qwen2
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.peft_config import adapter_config
+from qerl_jax.checkpoint.peft_config import adapter_config, norms_config, peft_config
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.types import Policy
@@ -96,6 +96,23 @@ def test_norms_alone_that_peft_wrote_are_read(micro_dir, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     policy = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "theirs")
     np.testing.assert_allclose(np.asarray(logits_of(policy, TOKENS)), torch_qwen2.logits(model, TOKENS), atol=1e-4)
+
+
+def test_the_config_that_peft_reads():
+    """Alpha where none is given: the rank. Norms alone are LN_TUNING."""
+    shared = {"base_model_name_or_path": "b", "inference_mode": True, "task_type": "CAUSAL_LM"}
+    lora = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "use_dora": False}
+    shape = {
+        "r": 6,
+        "lora_alpha": 6.0,
+        "lora_dropout": 0.25,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "up_proj"],
+    }
+    config = LoraConfig(6, None, True, ("q_proj", "up_proj"), 0.25)
+    assert peft_config(config, "b") == shared | lora | shape | {"modules_to_save": None}
+    norms = {"peft_type": "LN_TUNING", "target_modules": ["input_layernorm", "post_attention_layernorm"]}
+    assert norms_config("b") == shared | norms
 
 
 def test_an_export_names_its_base_model(micro_dir, tmp_path):

@@ -14,7 +14,8 @@ import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.gpu import Gpu, user_table
 
-from qerl_jax import driver
+from qerl_jax import driver, train
+from qerl_jax.evaluate import main as evaluate
 from qerl_jax.run.devices import (
     DETERMINISTIC_FLAGS,
     MEMORY,
@@ -107,11 +108,16 @@ def test_a_cpu_is_told_nothing():
     assert kernels_note("auto") is None
 
 
-def test_too_late_is_an_error(monkeypatch):
+def test_too_late_is_an_error(monkeypatch, tmp_path, capsys):
     jax.devices()
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     with pytest.raises(ValueError, match="JAX has started its devices already"):
         make_deterministic()
+    monkeypatch.setenv(MEMORY, "0.5")
+    flags = ["--dataset", "arithmetic", "--deterministic", "--max-completion-length", "8", "--max-prompt-length", "96"]
+    for main, own in ((train.main, ["--model", "tiny", "--output-dir", str(tmp_path)]), (evaluate, ["tiny"])):
+        assert main([*own, *flags]) == 2
+        assert "JAX has started its devices already" in capsys.readouterr().err
     monkeypatch.setenv("XLA_FLAGS", " ".join(DETERMINISTIC_FLAGS))
     make_deterministic()
 
