@@ -20,7 +20,7 @@ from qerl_kernels.ops import fp32_matmul
 from qerl_jax.checkpoint import hf_config, names
 from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.reader import WeightReader
-from qerl_jax.checkpoint.safetensors import Overlay, Spec, TensorSource, open_checkpoint
+from qerl_jax.checkpoint.safetensors import Spec, TensorSource, open_checkpoint
 from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import Weight, format_of
 
@@ -128,17 +128,33 @@ def dense_values(weight: Weight) -> Float32[Array, "N K"]:
     return format_of(weight).values(weight)
 
 
-class Replaced(Overlay):
+class Replaced(TensorSource):
     """A checkpoint with fp32 values in the place of some tensors, in `dtype`."""
 
     def __init__(self, tensors: TensorSource, values: Mapping[str, np.ndarray], dtype: DTypeLike = np.float32):
-        super().__init__(tensors)
-        self._values, self._dtype = values, np.dtype(dtype)
+        self._tensors, self._values, self._dtype = tensors, values, np.dtype(dtype)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._values[name].astype(self._dtype) if name in self._values else self._tensors[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def where(self) -> str:
+        """The files of the checkpoint."""
+        return self._tensors.where()
+
+    def file_of(self, name: str) -> Path:
+        """The file of the checkpoint's own tensor."""
+        return self._tensors.file_of(name)
+
     def spec(self, name: str) -> Spec:
         """dtype and shape."""
-        dtype, shape = super().spec(name)
+        dtype, shape = self._tensors.spec(name)
         return (self._dtype if name in self._values else dtype), shape

@@ -78,34 +78,6 @@ class TensorSource(Mapping[str, np.ndarray]):
             raise CheckpointError(f"{self.where()}: tensor {name!r} is missing from the checkpoint")
 
 
-class Overlay(TensorSource):
-    """The names, files, dtypes and shapes of another checkpoint; a subclass computes the values of some tensors."""
-
-    def __init__(self, tensors: TensorSource):
-        self._tensors = tensors
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self):
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def where(self) -> str:
-        """The files of the checkpoint."""
-        return self._tensors.where()
-
-    def file_of(self, name: str) -> Path:
-        """The file of the checkpoint's own tensor."""
-        return self._tensors.file_of(name)
-
-    def spec(self, name: str) -> Spec:
-        """dtype and shape."""
-        return self._tensors.spec(name)
-
-
 class Tensors(TensorSource):
     """Read-only view of one or several safetensors files; arrays are memory-mapped and read on first use.
 

@@ -397,14 +397,9 @@ class Config:
     @property
     def upper_clip(self) -> float:
         """`epsilon_high`, or that of the loss where it is None."""
-        return upper_clip(self.loss_type, self.epsilon_high)
-
-
-def upper_clip(loss_type: str, epsilon_high: float | None) -> float:
-    """`epsilon_high`, or that of the loss where it is None."""
-    if epsilon_high is None:
-        return 5.0 if loss_type == "cispo" else 0.28
-    return epsilon_high
+        if self.epsilon_high is None:
+            return 5.0 if self.loss_type == "cispo" else 0.28
+        return self.epsilon_high
 
 
 @functools.cache  # reads the source

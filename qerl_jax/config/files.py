@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from qerl_jax.config.fields import Config, upper_clip
+from qerl_jax.config.fields import Config
 from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.config.values import ConfigError
 
@@ -108,14 +108,11 @@ def dump(config: Config) -> str:
 
 def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
     """Fields in which a checkpoint's config contradicts ours, as "name: theirs -> ours"; those free to change left
-    out. A field that the checkpoint's version did not have yet counts as its default; one that this version lacks is
-    a contradiction.
+    out.
     """
-    mine, theirs = to_mapping(ours), to_mapping(Config()) | theirs
-    if upper_clip(theirs["loss_type"], theirs["epsilon_high"]) == ours.upper_clip:  # None and a number may be the same
-        theirs["epsilon_high"] = mine["epsilon_high"]
+    mine = to_mapping(ours)
     return [
-        f"{name}: {theirs[name]!r} -> {mine[name]!r}"
-        for name in mine
-        if name not in FREE_ON_RESUME and theirs[name] != mine[name]
-    ] + [f"{name}: {theirs[name]!r} -> unknown to this version" for name in theirs if name not in mine]
+        f"{name}: {theirs.get(name)!r} -> {mine.get(name)!r}"
+        for name in mine | theirs
+        if name not in FREE_ON_RESUME and theirs.get(name) != mine.get(name)
+    ]

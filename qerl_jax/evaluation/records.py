@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 from qerl_jax.atomic import check_file_writable, naming
 from qerl_jax.evaluation.summary import Item
 
-VERSION = 1
-
 
 class RecordsError(ValueError):
     """A file that holds something else than records of this evaluation."""
@@ -73,7 +71,7 @@ def open_records(
     with file:
         _lock(path, file)
         file.seek(0)
-        header = _line({"version": VERSION, "settings": dict(settings)})
+        header = _line({"settings": dict(settings)})
         first = file.readline()
         if not first.endswith(b"\n") and header.encode().startswith(first):  # new, or killed in its first write
             os.ftruncate(file.fileno(), 0)
@@ -91,10 +89,10 @@ def _compare(path: Path, first: bytes, ours: dict[str, Any]) -> None:
     """Raise RecordsError unless the first line is a header with our settings."""
     try:
         theirs = json.loads(first)
-        found = theirs["settings"] | {"version": theirs["version"]}
+        found = dict(theirs["settings"])
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise RecordsError(f"records {path} holds something else than records of an evaluation") from error
-    wanted = ours["settings"] | {"version": ours["version"]}
+    wanted = ours["settings"]
     for name in (*wanted, *found):
         if found.get(name) != wanted.get(name):
             raise RecordsError(

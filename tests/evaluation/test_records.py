@@ -46,7 +46,7 @@ def test_items_come_back(tmp_path):
     with open_records(path, SETTINGS, IDS, 2, 2) as records:
         assert records.items == [item(3), item(5)]
     header, *lines = path.read_text().split("\n")
-    assert json.loads(header) == {"version": 1, "settings": SETTINGS} and len(lines) == 3 and lines[-1] == ""
+    assert json.loads(header) == {"settings": SETTINGS} and len(lines) == 3 and lines[-1] == ""
 
 
 def test_every_cut_leaves_whole_parts(tmp_path):
@@ -108,7 +108,7 @@ def test_records_know_the_files_behind_the_flags(tmp_path):
     assert changed(first, settings(items)) == {"adapter_files"}
 
 
-@pytest.mark.parametrize("content", ["", "\n", "{}\n", "[1]\n", "not JSON\n", '{"settings": 3, "version": 1}\n', "x"])
+@pytest.mark.parametrize("content", ["", "\n", "{}\n", "[1]\n", "not JSON\n", '{"settings": 3}\n', "x"])
 def test_a_file_of_something_else_is_left_alone(tmp_path, content):
     path = tmp_path / "records.jsonl"
     path.write_text(content)
