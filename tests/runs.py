@@ -20,13 +20,16 @@ from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run.prepare import load
 
+PROBLEMS, COUNT = Path(__file__).parent / "data" / "arithmetic", 96
+"""The first problems of the bundled dataset, and how many: all of it takes a second to encode."""
+
 # Small enough for seconds, but every part of the program at work: two iterations, micro-batches, norms, KL, refills,
 # noise.
 SMALL = {
     "model": "tiny",
     "weight_format": "nvfp4",
     "dtype": "float32",
-    "dataset": "arithmetic",
+    "dataset": str(PROBLEMS),
     "max_steps": 12,
     "batch_size": 8,
     "num_generations": 4,
@@ -81,7 +84,7 @@ def learning(directory: Path, **changes: object) -> Config:
         "beta": 0.0,
         "dynamic_sampling": False,
         "eval_dataset": "arithmetic",
-        "eval_samples": 48,
+        "eval_samples": 24,
         "eval_temperature": 0.0,
         "eval_batch_size": 24,  # one number of slots, and so one program
     }

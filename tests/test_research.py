@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import ConfigError
@@ -26,7 +27,7 @@ PROGRAMS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```$
 def run(tmp_path, monkeypatch):
     """Runs the program below a heading in an empty directory, with few problems; returns its names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(problems, "GENERATED_SPLITS", {**problems.GENERATED_SPLITS, "train": ("train", 40)})
+    monkeypatch.setattr(problems, "_BUNDLED_FILES", runs.PROBLEMS)
 
     def execute(heading: str) -> dict:
         names: dict = {"__name__": "research"}

@@ -24,7 +24,7 @@ from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.command import STOPPED
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data.files import DataError
-from qerl_jax.data.problems import GENERATED_SPLITS, Problem
+from qerl_jax.data.problems import Problem
 from qerl_jax.evaluation import evaluate
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     few.write_text("\n".join(map(json.dumps, rows)))
     config = runs.config(
         directory,
-        dataset=("arithmetic", str(few)),
+        dataset=(str(runs.PROBLEMS), str(few)),
         dataset_weights=(1, 1),
         system_prompt="",
         eval_dataset="arithmetic",
@@ -109,7 +109,7 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
         np.testing.assert_allclose(np.mean(table["reward"]), row["reward"], rtol=1e-6)
         assert np.mean(table["rewards/answer"]) == pytest.approx(row["accuracy"])
         np.testing.assert_allclose(np.mean(table["length"]), row["completions/mean_length"])
-        of_the_second = np.greater_equal(table["problem_id"], GENERATED_SPLITS["train"][1])
+        of_the_second = np.greater_equal(table["problem_id"], runs.COUNT)
         assert of_the_second.tolist() == [prompt.startswith("Zed") for prompt in table["prompt"]]
         drawn += of_the_second.tolist()
         groups = np.reshape(table["problem_id"], (-1, config.num_generations))
@@ -147,7 +147,8 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
     directory = tmp_path / "stopped"
     (tmp_path / "own.py").write_text(STOPPING.format(metrics=str(directory / "metrics.jsonl")))
     reward = {"reward_funcs": (f"{tmp_path / 'own.py'}:reward",), "reward_weights": None, "reward_workers": 0}
-    (tmp_path / "config.yaml").write_text(dump(runs.config(directory, max_steps=1000, save_steps=400, **reward)))
+    config = runs.config(directory, dataset="arithmetic", max_steps=1000, save_steps=400, **reward)
+    (tmp_path / "config.yaml").write_text(dump(config))
     assert train.main(["--config", str(tmp_path / "config.yaml")]) == STOPPED
     output = capfd.readouterr().out
     assert "stopped by SIGTERM" in output and f"--config {directory}/config.yaml --resume auto" in output
