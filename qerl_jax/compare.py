@@ -1,6 +1,6 @@
 """`python -m qerl_jax.compare MODEL [--adapter DIR]`: a model here and in transformers, layer by layer.
 
-Both compute the same prompts, transformers in fp32 on the CPU with eager attention; peft loads the adapter, norms
+Both compute the same prompts in fp32, transformers on the CPU with eager attention; peft loads the adapter, norms
 included. Compared are the residual stream behind every layer (transformers' `output_hidden_states`, whose normalized
 last entry is replaced by the input of the final norm), the logits, and the log-probabilities of the prompts' tokens.
 
@@ -9,7 +9,7 @@ reference's residual stream up to this layer: what an earlier, larger state was 
 count relative to their norm times `s / ‖last state‖`, log-probabilities relative to their own magnitude plus the rms of
 the token's logits times the same factor.
 
-The bound in fp32, behind layer l = 1, 2, …: `4 √(13 l) (1 + √K) 2^-24`. Each of 13 operations in a row (norm,
+The bound behind layer l = 1, 2, …: `4 √(13 l) (1 + √K) 2^-24`. Each of 13 operations in a row (norm,
 projections, rotary embedding, scores, softmax, … residual addition) rounds once, and sums up to K terms, K the longest
 sum of the model; a sum that is rounded after every addition is off by about √K roundings, and errors of independent
 sign add up as a square root; with 4 in front, such a sum exceeds the bound with probability 2 exp(-4²/2) = 7e-4 (Higham
@@ -21,9 +21,6 @@ The policy runs on JAX's default device. transformers reads NVFP4 through compre
 the file has its layout. Since it rounds the weights to bf16, those that agree with our loader's up to that rounding are
 replaced by the unrounded ones. Other quantized weights are dequantized by our loader alone, and the comparison then
 says nothing of them.
-
-Under `--dtype stored` bf16 rounds by 2^-8, and by how much attention magnifies that depends on the model. So the bound
-is twice the deviation of transformers in that dtype from transformers in fp32.
 
 Memory holds one of the models at a time, and the logits of all prompts.
 
@@ -38,7 +35,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +58,6 @@ from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.types import Policy
 
 _OPERATIONS, _CONFIDENCE, _FP32_UNIT = 13, 4.0, 2.0**-24
-_STORED_MARGIN = 2.0
 _TEXTS = (
     "What is 17 times 23? Think step by step, then give the answer as a number in <answer> tags, please.",
     "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take in total, without stops?",
@@ -83,8 +79,6 @@ class _Arguments:
     """PEFT directory, norms included."""
     weight_format: Literal[*WEIGHT_FORMATS] | None = None
     """Format into which an unquantized model is quantized while loading. None: the stored one."""
-    dtype: Literal["float32", "stored"] = "float32"
-    """Arithmetic here: float32, or the dtype that the model's config.json names. The reference is always float32."""
     prompts: str | None = None
     """Text file with one prompt a line. None: four built-in texts; random tokens where the model has no tokenizer."""
 
@@ -120,7 +114,7 @@ def _run(argv: Sequence[str], load: Callable[..., Policy]) -> int:
         raise ConfigError(f"the comparison needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     console = Console(stderr=True)
     path, adapter = model_path(arguments.model), None if arguments.adapter is None else Path(arguments.adapter)
-    config, dtype = hf_config.model_config(path), _dtype(path, arguments.dtype)
+    config = hf_config.model_config(path)
     accepted_quantization(path, arguments.weight_format)
     if adapter is not None:  # before hours of work
         AdapterReader(adapter, config)
@@ -128,28 +122,11 @@ def _run(argv: Sequence[str], load: Callable[..., Policy]) -> int:
     prompts = _prompts(path, config, arguments.prompts)
     with console.status("computing here"):
         lora = LoraConfig(0) if adapter is None else None
-        found = our_outputs(load(path, arguments.weight_format, lora, dtype, adapter), prompts)
+        found = our_outputs(load(path, arguments.weight_format, lora, jnp.float32, adapter), prompts)
     with console.status("computing in PyTorch"):
-        wanted, reference = reference_outputs(path, adapter, arguments.weight_format, "float32", prompts)
-    if dtype == jnp.float32:
-        bounds = rounding_bounds(config, max(map(len, prompts)))
-    else:
-        with console.status(f"computing in PyTorch, in {dtype.__name__}"):
-            rounded, _ = reference_outputs(path, adapter, arguments.weight_format, dtype.__name__, prompts)
-        bounds = [_STORED_MARGIN * deviation.relative for deviation in deviations(rounded, wanted)]
-    print(f"{arguments.model} in {dtype.__name__}, {len(prompts)} prompts; reference: {reference}")
-    return _show(deviations(found, wanted), bounds)
-
-
-def _dtype(path: Path, wanted: str) -> Any:
-    """The dtype of our arithmetic."""
-    if wanted == "float32":
-        return jnp.float32
-    raw = hf_config.read_json(path / "config.json")
-    stored = raw.get("dtype", raw.get("torch_dtype"))
-    if stored not in ("bfloat16", "float32"):
-        raise ConfigError(f"{path / 'config.json'} has dtype {stored!r}; computed here is in bfloat16 or float32")
-    return getattr(jnp, stored)
+        wanted, reference = reference_outputs(path, adapter, arguments.weight_format, prompts)
+    print(f"{arguments.model} in float32, {len(prompts)} prompts; reference: {reference}")
+    return _show(deviations(found, wanted), rounding_bounds(config, max(map(len, prompts))))
 
 
 def _default_prompts(base: Path, model: ModelConfig) -> list[list[int]]:
@@ -232,7 +209,7 @@ def _differences(found: Outputs, wanted: Outputs) -> Iterator[tuple[np.ndarray, 
 
 
 def rounding_bounds(config: ModelConfig, length: int) -> list[float]:
-    """The bound of each row in fp32, as derived above, for prompts of at most `length` tokens."""
+    """The bound of each row, as derived above, for prompts of at most `length` tokens."""
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, length)
     unit = _CONFIDENCE * (1 + math.sqrt(max(widths))) * _FP32_UNIT
     bounds = [unit * math.sqrt(_OPERATIONS * layer) for layer in range(config.num_layers + 2)]

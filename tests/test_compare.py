@@ -119,15 +119,15 @@ def test_stated_figures_are_those_of_the_arrays(tmp_path, capsys):
         assert (largest, mean) == pytest.approx((differences.max(), differences.mean()), rel=6e-3)  # three digits
 
 
-@pytest.mark.parametrize(("rank", "dtype"), [(4, "float32"), (0, "stored")])
-def test_an_adapter_with_trained_norms(tmp_path, capsys, rank, dtype):
+@pytest.mark.parametrize("rank", [4, 0])
+def test_an_adapter_with_trained_norms(tmp_path, capsys, rank):
     """It agrees, and a norm or a LoRA B that only one side has does not."""
     model = bf16_model(tmp_path)
     adapter = adapter_of(model, rank)
-    command = [str(model), "--adapter", str(adapter), "--dtype", dtype]
+    command = [str(model), "--adapter", str(adapter)]
     assert main(command) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert f"{'bfloat16' if dtype == 'stored' else dtype}, 4 prompts" in said and ", adapter by peft " in said
+    assert "float32, 4 prompts" in said and ", adapter by peft " in said
     suffix = "" if rank else "ln_tuning_layers."
     names = [f"base_model.model.model.layers.1.input_layernorm.{suffix}weight"]
     names += ["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"] if rank else []
@@ -200,15 +200,15 @@ def test_bounds_by_hand(tiny_dir):
 
 
 @pytest.mark.parametrize(
-    ("layout", "with_adapter", "dtype"),
-    [("modelopt", False, "float32"), ("nvfp4", True, "stored")],
+    ("layout", "with_adapter"),
+    [("modelopt", False), ("nvfp4", True)],
 )
-def test_quantized_models_by_our_loader(tmp_path, capsys, monkeypatch, layout, with_adapter, dtype):
+def test_quantized_models_by_our_loader(tmp_path, capsys, monkeypatch, layout, with_adapter):
     hide(monkeypatch, "compressed_tensors")
     model = getattr(small, layout)(tmp_path / "model")
     small.change_json(model / "config.json", dtype="bfloat16")
     adapter = ["--adapter", str(adapter_of(model))] if with_adapter else []
-    assert main([str(model), *adapter, "--dtype", dtype]) == 0
+    assert main([str(model), *adapter]) == 0
     said = capsys.readouterr().out
     why = " (compressed-tensors is not installed)" if layout == "nvfp4" else ""
     assert f" in float32, weights dequantized by our loader{why}" in said
@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_refused(tmp_path, capfd):
     assert_says(said, f"{narrow}: the tokenizer's ids reach …, but the embedding has vocab_size 128 rows")
 
 
-def test_bad_prompts_and_dtypes(tmp_path, capfd, stories_dir):
+def test_bad_prompts(tmp_path, capfd, stories_dir):
     model, file = bf16_model(tmp_path), tmp_path / "prompts.txt"
     command = [str(model), "--prompts", str(file)]
     for text, message in {
@@ -277,6 +277,3 @@ def test_bad_prompts_and_dtypes(tmp_path, capfd, stories_dir):
         assert_says(error_of(main, command, tmp_path, capfd), message)
     said = error_of(main, [str(stories_dir), "--prompts", str(file)], tmp_path, capfd)
     assert_says(said, f"{stories_dir} has no tokenizer, which --prompts {file} needs")
-    small.change_json(model / "config.json", dtype="float16")
-    said = error_of(main, [str(model), "--dtype", "stored"], tmp_path, capfd)
-    assert_says(said, "MODEL/config.json has dtype 'float16'; computed here is in bfloat16 or float32")

@@ -50,24 +50,23 @@ def missing_packages(adapter: bool) -> list[str]:
 
 
 def reference_outputs(
-    path: Path, adapter: Path | None, weight_format: str | None, dtype: str, prompts: Sequence[Sequence[int]]
+    path: Path, adapter: Path | None, weight_format: str | None, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[Outputs], str]:
-    """A model on each prompt, and in words how it was computed.
+    """A model on each prompt, in fp32, and in words how it was computed.
 
     Args:
       path: model directory.
       adapter: PEFT directory.
       weight_format: as for `load_policy`.
-      dtype: dtype of weights and arithmetic, "float32" or "bfloat16".
       prompts: ids of the tokens.
     """
     import torch
 
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with _quiet():
         model, label = _torch_model(path, weight_format, options)
         final_norm = model.model.norm  # found here, before peft wraps the model
-        label = f"transformers {_version('transformers')} in {dtype}{label}"
+        label = f"transformers {_version('transformers')} in float32{label}"
         if adapter is not None:
             from peft import PeftModel
 
