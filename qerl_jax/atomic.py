@@ -88,7 +88,7 @@ def write_text(path: Path, text: str, sync: bool = True) -> None:
         target = path.resolve() if path.is_symlink() else path
         temporary = target.with_name(f".{target.name}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of a killed writer
+        temporary.unlink(missing_ok=True)  # of a killed writer, or a link that somebody put there
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()

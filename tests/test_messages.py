@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
 import time
 from pathlib import Path
 
+import jinja2.sandbox
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -18,8 +20,9 @@ from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.checkpoint.safetensors import INDEX_FILE, CheckpointError, read_index
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError
+from qerl_jax.data import prompts
 from qerl_jax.data.files import DataError
-from qerl_jax.data.problems import load_dataset
+from qerl_jax.data.problems import MAX_CHARACTERS, load_dataset
 from qerl_jax.messages import shown
 from qerl_jax.rewards.mathematics import dapo
 from qerl_jax.rollout.shapes import ending_note
@@ -31,6 +34,32 @@ def test_long_values_are_cut_in_messages():
     assert shown("a[/b]") == "'a[/b]'"
     assert shown(HUGE) == "1" + "0" * 59 + "…" + "0" * 20 + " (402 characters)"
     assert shown(10**5000) == f"a number of {(10**5000).bit_length()} bits"
+
+
+class Tokenizer:
+    """As much of a tokenizer as a chat template needs."""
+
+    def __init__(self, template: str):
+        self.chat_template = template
+        self.added_tokens_decoder, self.special_tokens_map = {}, {}
+
+    def get_chat_template(self):
+        return self.chat_template
+
+    def apply_chat_template(self, turns, **_):
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
+        environment.globals["range"] = range
+        template = environment.from_string(self.chat_template)
+        return [template.render(messages=messages) for messages in turns]
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[1] for _ in texts]}
+
+
+def test_a_chat_template_that_repeats_its_text():
+    problems = load_dataset("arithmetic", "train", limit=2).problems
+    with pytest.raises(DataError, match="chat template makes 3,000,"):
+        prompts.encode(problems, Tokenizer("{{ messages[-1].content }}{{ 'a' * 3000000 }}"), "")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +74,11 @@ def test_long_values_are_cut_in_messages():
 def test_sizes_of_a_model(key, value):
     with pytest.raises(CheckpointError, match=f"^config.json: {key} "):
         parse_config({**small.CONFIG, key: value}, {}, "config.json")
+
+
+def test_sizes_that_are_too_large_together():
+    with pytest.raises(CheckpointError, match=r"parameters, at most 1e\+13 are supported"):
+        parse_config({**small.CONFIG, "hidden_size": 2**30, "vocab_size": 2**31 - 1, "head_dim": 2}, {}, "config.json")
 
 
 def test_the_tokens_that_end_a_completion_are_told():
@@ -68,8 +102,12 @@ def test_an_empty_index(tmp_path):
         ({"seed": HUGE}, "seed must be at most 2147483647, got 1000"),
         ({"epsilon_high": -1.0}, "epsilon_high must be at least 0"),
         ({"eval_temperature": -1.0}, "eval_temperature must be at least 0"),
+        ({"eval_top_p": 2.0}, "eval_top_p must lie in"),
         ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8 .*, got 'run\\udcff'"),
         ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
+        ({"reward_columns": ("n", "n")}, "reward_columns names 'n' twice"),
+        ({"report_to": ("tensorboard", "tensorboard")}, "report_to names 'tensorboard' twice"),
+        ({"lora_target_modules": ("q_proj", "k_proj", "q_proj")}, "lora_target_modules names 'q_proj' twice"),
     ],
 )
 def test_values_of_a_config(values, words):
@@ -86,6 +124,7 @@ ROW = '{"question": "q", "answer": %s}\n'
         ("1e400", "'answer' is not finite"),
         ("-Infinity", "'answer' is not finite"),
         ("true", "'answer' is neither text nor a number"),
+        (f'"{"1" * (MAX_CHARACTERS + 1)}"', "'answer' over 1000000 characters"),
         ('"\\ud800"', "'answer' is not valid Unicode"),
     ],
 )
@@ -94,6 +133,13 @@ def test_answers_that_are_none(tmp_path, answer, reason):
     found = load_dataset(str(tmp_path / "rows.jsonl"), "train")
     assert [problem.answer for problem in found.problems] == [str(HUGE)]
     assert f"1 × {reason}" in found.notes[0]
+
+
+def test_prompts_beyond_any_model_are_not_encoded(tmp_path):
+    rows = [{"question": "a" * (MAX_CHARACTERS + 1), "answer": "1"}, {"question": "q", "answer": "1"}]
+    (tmp_path / "rows.jsonl").write_text("".join(map(json.dumps, rows)).replace("}{", "}\n{"))
+    found = load_dataset(str(tmp_path / "rows.jsonl"), "train")
+    assert [problem.id for problem in found.problems] == [1]
 
 
 def test_columns_given_twice(tmp_path):

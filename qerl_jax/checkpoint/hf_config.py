@@ -16,7 +16,7 @@ from qerl_jax.messages import shown
 from qerl_jax.models.config import ModelConfig, RopeScaling
 
 MODELOPT_FILE = "hf_quant_config.json"
-MAX_LAYERS = 1_000
+MAX_LAYERS, _MAX_PARAMETERS = 1_000, 1e13
 _MODEL_TYPES = ("qwen2", "qwen3", "llama")
 _QWEN3_HEAD_DIM = 128  # transformers' default, whatever the hidden size
 _DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes; every published Qwen2.5 states its own
@@ -98,9 +98,15 @@ def parse_config(
         "rope_scaling": scaling,
     }
     try:
-        return ModelConfig(**fields)
+        model = ModelConfig(**fields)
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
+    if model.parameter_count() > _MAX_PARAMETERS:
+        raise CheckpointError(
+            f"{where}: its sizes make a model of {model.parameter_count():.1e} parameters, at most "
+            f"{_MAX_PARAMETERS:.0e} are supported"
+        )
+    return model
 
 
 def _positive_number(key: str, value: Any, where: str) -> float:

@@ -22,6 +22,8 @@ from qerl_jax.data.presets import (
 from qerl_jax.messages import IN_MEMORY, Given, is_unicode
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
 
+MAX_CHARACTERS = 1_000_000
+"""Longest text of a prompt's message or an answer: some 250,000 tokens, encoded in a second."""
 BUNDLED = "arithmetic"
 """The dataset of the package: 4,000 word problems to train on, and 1,000 whose numbers (every other one) or sequences
 of clauses (the others) training never has; generated, by a program that git has up to f82698f.
@@ -332,7 +334,11 @@ def _text(value: Any, column: str) -> str:
 
 
 def _legible(text: str, column: str) -> str:
-    """The text, unless it holds half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    """The text, unless it is longer than any model reads, or holds half of a surrogate pair, which JSON can write and
+    no tokenizer reads.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise Unusable(f"{column!r} over {MAX_CHARACTERS} characters")
     if not is_unicode(text):
         raise Unusable(f"{column!r} is not valid Unicode")
     return text

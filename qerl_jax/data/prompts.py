@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.data.files import DataError
-from qerl_jax.data.problems import Dataset, Problem, load_dataset
+from qerl_jax.data.problems import MAX_CHARACTERS, Dataset, Problem, load_dataset
 from qerl_jax.messages import shown
 from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
 
@@ -138,6 +138,8 @@ def encode(problems: list[Problem], tokenizer: Any, system_prompt: str) -> list[
     except Exception as error:  # a template is a program and may raise anything
         raise DataError(f"the model's chat template fails on {shown(turns[0])}: {shown(error)}") from error
     for messages, text in zip(conversations, texts, strict=True):
+        if len(text) > 2 * sum(len(content) for _, content in messages) + MAX_CHARACTERS:
+            raise DataError(f"the model's chat template makes {len(text):,} characters of {shown(messages)}")
         for role, content in messages:
             if role in ("system", "user") and content.strip() not in text:
                 raise DataError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +15,25 @@ from qerl_jax.atomic import check_writable, write_text
 from qerl_jax.checkpoint.run_files import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
+    LOCK_FILE,
     NONFINITE_DIR,
     OWNED,
+    WANDB_DIR,
 )
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.types import Batch
 
 
 def check(directory: Path, config: Config) -> None:
-    """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither resumes nor overwrites;
-    OSError if it cannot be written.
+    """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither resumes nor overwrites,
+    or a link in the place of such a file; OSError if it cannot be written.
     """
     check_writable(directory, "output_dir")
+    if link := next(_links(directory), None):
+        raise ConfigError(
+            f"output_dir {directory}: {link.relative_to(directory)} is a link to {os.readlink(link)}, which the run "
+            "would write to: remove it, or name another --output-dir"
+        )
     found = [name for name in OWNED if _holds(directory / name)]
     if config.resume == "never" and not config.overwrite and found:
         is_whole = CONFIG_FILE in found
@@ -43,6 +52,16 @@ def check(directory: Path, config: Config) -> None:
             f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to resume "
             "from: name another --output-dir"
         )
+
+
+def _links(directory: Path) -> Iterator[Path]:
+    """Links in the place of files that a run writes, as a directory from somebody else may hold. (A directory may be a
+    link, to a larger disk.)
+    """
+    for name, patterns in {LOCK_FILE: (), **OWNED}.items():
+        if name != WANDB_DIR:  # W&B makes links of its own
+            entries = [directory / name, *(entry for pattern in patterns for entry in (directory / name).glob(pattern))]
+            yield from (path for path in entries if path.is_symlink() and not path.is_dir())
 
 
 def _holds(path: Path) -> bool:

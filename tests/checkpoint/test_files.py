@@ -35,6 +35,14 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "file").read_text() == "new"
 
 
+def test_nothing_is_written_through_a_link_in_the_place_of_a_temporary_file(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".file.tmp").symlink_to(tmp_path / "mine")
+    write_text(tmp_path / "file", "new")
+    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "file").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [("a\0b", "embedded null byte"), ("a" * 5000, "File name too long"), ("a" * 300, "File name too long")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import socket
@@ -106,6 +107,26 @@ def test_overwrite_deletes_only_what_a_run_made(tmp_path):
     run_directory.clear(directory)
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert left == set(foreign)
+
+
+@pytest.mark.parametrize("name", ["run.lock", "config.yaml", "metrics.jsonl", "plots/reward.png", "wandb.json"])
+def test_a_link_in_the_place_of_a_runs_file_is_refused(tmp_path, name):
+    """In a directory that came from somebody else it may lead to any file of the user's."""
+    directory = tmp_path / "run"
+    made_by_a_run(directory)
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(tmp_path / "mine")
+    config = config_of(directory)
+    for change in ({}, {"resume": "auto", "overwrite": False}):
+        with pytest.raises(ConfigError, match=f"{name} is a link to {tmp_path}/mine, which the run would write to"):
+            run_directory.check(directory, dataclasses.replace(config, **change))
+
+
+def test_links_that_wandb_makes_are_no_danger(tmp_path):
+    made_by_a_run(tmp_path / "run")
+    (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")
+    (tmp_path / "run" / "wandb" / "debug.log").symlink_to("run-1/files/x")
+    run_directory.check(tmp_path / "run", config_of(tmp_path / "run"))
 
 
 def test_overwrite_follows_a_link_to_checkpoints_and_keeps_it(tmp_path):
