@@ -65,7 +65,7 @@ def step(tmp_path, monkeypatch):
         reward_weights=(2.0, 0.25), reward_timeout=7.0, num_stages=10,
     )  # fmt: skip
     tokenizer = load_tokenizer(model_path("tiny"))
-    problems = [Problem(i, f"Number {i}?", str(100 + i)) for i in range(15)]
+    problems = [Problem(i, f"Number {i}?", str(100 + i)) for i in range(40, 55)]  # no id is a place in the step
     stream = ProblemStream((encode_problems(problems, tokenizer, "", 96)[0],), None, SEED)
     calls = types.SimpleNamespace(generate=[], rewards=[])
     model = types.SimpleNamespace(pad_token_id=0)

@@ -11,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import launch
+from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.config import Config
 from qerl_jax.parallel import ReplicaError, Replicas
+from qerl_jax.rl.adamw import AdamW
+from qerl_jax.types import TrainState
 
 
 def exchanges(replicas: Replicas) -> int:
@@ -24,6 +28,7 @@ def exchanges(replicas: Replicas) -> int:
     say(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), tree))
     say(all(leaf.devices() == set(jax.local_devices()) for leaf in jax.tree.leaves(tree)))
     say(replicas.broadcast(f"from {index}"))
+    say(restored(replicas))
     try:
         with replicas:
             if index == 1:
@@ -34,6 +39,20 @@ def exchanges(replicas: Replicas) -> int:
     except KeyError:
         say("raised")
     return 0
+
+
+def restored(replicas: Replicas) -> list[float]:
+    """What each replica reads of the checkpoint that the first wrote; its own state has other values."""
+    config = Config("m", max_steps=2)
+    own = {"layers": {0: {"norm": {"weight": jnp.arange(3.0) + 10 * replicas.index}}}}
+    state = TrainState(jnp.int32(1), jnp.int32(8), own, {}, {}, None, None, config, AdamW.of(config))
+    if replicas.is_first:
+        checkpoints = Checkpointer(os.environ["PLACE"], 1)
+        checkpoints.save(state)
+        checkpoints.close()
+    replicas.agree()
+    found = Checkpointer(os.environ["PLACE"], None).restore(state)
+    return np.asarray(found.norms["layers"][0]["norm"]["weight"]).tolist()
 
 
 def say(value: object) -> None:

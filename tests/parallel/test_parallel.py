@@ -122,10 +122,10 @@ def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, 
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
-        small, large, tree, is_on_each, first, error = map(json.loads, output.splitlines())
+        small, large, tree, is_on_each, first, restored, error = map(json.loads, output.splitlines())
         assert small == [[[""], []], [["é"], [0]]]
         assert large == [[0, 0], [1_500_000, 1_500_000 * 1_499_999]]
         assert tree == {"a": [[3.0] * 3] * 2, "b": [tenth, [0.0, 1.0, 2.0, 3.0]]}
         assert is_on_each
-        assert first == "from 0"
+        assert first == "from 0" and restored == [0.0, 1.0, 2.0]
         assert error == ["replica 1 failed: KeyError: 'a reason'", "raised"][index]
