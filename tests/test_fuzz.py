@@ -160,7 +160,7 @@ def test_a_damaged_model_is_refused_or_loaded_as_stored(models, dataset, attempt
     assert_some_are_refused(refused, cases)
 
 
-@first_and_rest(20, 60)
+@first_and_rest(10, 60)
 def test_a_damaged_adapter_is_refused_or_loaded_as_stored(models, dataset, attempt, tmp_path, cases):
     """The oracle of an accepted one: exported again, it is the file, by the safetensors library."""
     export_adapter(load_policy(models[1], lora=LoraConfig(rank=2)), tmp_path / "sound", norms=False)

@@ -1,4 +1,4 @@
-"""Eight steps on the bundled policy make it better, and what a run leaves is the policy that it trained."""
+"""Six steps on the bundled policy make it better, and what a run leaves is the policy that it trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare
 
-STEPS = 8
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def learnt(tmp_path_factory):
     config = runs.learning(
         directory,
         lora_rank=8,
-        learning_rate=4e-3,
+        learning_rate=6e-3,
         sigma_start=0.0,
         sigma_end=0.0,
         max_steps=STEPS,

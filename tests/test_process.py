@@ -98,7 +98,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 lowered = []
 def long(number):
     def f(x):
-        for i in range(1500):
+        for i in range(800):
             x = jnp.sin(x @ x + number * i)
         return x
     return programs.program(f)

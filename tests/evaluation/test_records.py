@@ -172,7 +172,8 @@ def test_one_process_at_a_time(tmp_path):
 
 
 FLAGS = ["--dataset", "arithmetic", "--samples", "8", "--num-generations", "3", "--batch-size", "4",
-         "--dtype", "float32", "--max-completion-length", "12", "--problems-at-once", "2"]  # fmt: skip
+         "--dtype", "float32", "--max-prompt-length", "120", "--max-completion-length", "12",
+         "--problems-at-once", "2"]  # fmt: skip
 
 
 def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, capsys):
