@@ -26,6 +26,7 @@ from qerl_jax.models.formats import Nvfp4
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.rl.adamw import AdamW
 from qerl_jax.run import prepare
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.types import Engine, Sampling
 
 
@@ -86,7 +87,7 @@ OF_FUNCTIONS = {
     "hidden_states": {"attention_mask": None},
     "init_state": {"optimizer": None},
     "load_dataset": {
-        "prompt_column": "question", "answer_column": "answer", "seed": 0, "reward_columns": (), "system_prompt": None,
+        "prompt_column": "question", "answer_column": "answer", "reward_columns": (), "system_prompt": None,
         "asks_itself": False, "limit": None, "first_id": 0,
     },
     "load_policy": {
@@ -99,7 +100,9 @@ OF_FUNCTIONS = {
     "quantize_checkpoint": {"weight_format": "nvfp4", "overwrite": False, "progress": "<lambda>", "ignore": ()},
     "stream": {"engine": None, "limits": None},
     "token_logprobs": {"attention_mask": None, "temperature": 1.0, "chunk": 1024},
-    "Engine": {"slots": None, "memory_gb": None, "chunk": 8, "batch_invariant": False, "prompts": None},
+    "Engine": {
+        "slots": None, "memory_gb": None, "chunk": 8, "batch_invariant": False, "prompts": None, "free_bytes": None,
+    },
     "LoraConfig": {"rank": 32, "alpha": None, "use_rslora": False, "target_modules": PROJECTIONS, "dropout": 0.0},
     "Sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_generations": 1},
 }  # fmt: skip
@@ -111,7 +114,7 @@ OF_COMMANDS = {
     },
     "quantize._Arguments": {"format": "nvfp4", "ignore": (), "overwrite": False},
     "export._Arguments": {"base": None, "weight_format": None, "overwrite": False},
-    "compare._Arguments": {"adapter": None, "weight_format": None, "dtype": "float32", "prompts": None},
+    "compare._Arguments": {"adapter": None, "weight_format": None, "prompts": None},
     "tune._Arguments": {"most": 24},
 }  # fmt: skip
 
@@ -228,6 +231,15 @@ def test_every_flag_of_an_evaluation_arrives(adapted, tmp_path, capsys):
     found = settings.get("settings", settings)
     assert {name: str(found[name]) for name in told} == {name: str(value) for name, value in told.items()}
     assert found["weight_format"] == "nvfp4" and found["batch_invariant"] is True
+
+
+def test_hooks_that_change_the_training_are_named_and_kept():
+    """Each of them; one that only looks on is neither in the report nor in a checkpoint's fingerprints."""
+    names = ("problems", "sigma", "perturb", "token_loss", "optimizer")
+    hooks = Hooks(**dict.fromkeys(names, prepare.check), on_step=prepare.load)
+    assert hooks.given() == dict.fromkeys(names, "qerl_jax.run.prepare.check") and Hooks().given() == {}
+    changed = {name for name, text in hooks.fingerprints().items() if text != Hooks().fingerprints()[name]}
+    assert changed == {f"hook {name}" for name in names} == set(Hooks().fingerprints())
 
 
 def test_a_run_reads_the_columns_that_its_config_names(adapted, tmp_path):

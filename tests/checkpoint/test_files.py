@@ -77,6 +77,17 @@ def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeyp
     assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
+def test_a_directory_takes_the_place_of_a_link_to_nowhere_and_others_may_read_it(tmp_path):
+    target = tmp_path / "out"
+    target.symlink_to(tmp_path / "nowhere")
+    with atomic_directory(target) as directory:
+        assert directory.stat().st_mode & 0o777 == 0o700
+        (directory / "file").write_text("new")
+    assert (target / "file").read_text() == "new" and not target.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_two_writers_of_one_directory_do_not_destroy_each_other(tmp_path):
     """The second is refused while the first writes, and its refusal leaves the first's files alone."""
     target = tmp_path / "out"

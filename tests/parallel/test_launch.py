@@ -217,6 +217,11 @@ def test_processes_end_together(body, grace, code, said, tmp_path, monkeypatch, 
     assert (captured.out, captured.err) == ("ready 0\n", said)  # the others' standard output is dropped
 
 
+def test_processes_have_sessions_of_their_own():
+    """So that Ctrl-C reaches them once, through their launcher."""
+    assert launch.launch(["-c", "import os, sys; sys.exit(os.getsid(0) != os.getpid())"], 1) == 0
+
+
 def processes_of(launcher: int) -> dict[int, int]:
     """Process id of each replica that a launcher has started (Linux)."""
     found = {}

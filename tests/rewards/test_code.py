@@ -26,6 +26,8 @@ def test_extract_program():
     assert extract_program("```cpp\na\n```") is None
     assert extract_program("```python\nnever closed") is None
     assert extract_program("print(1)") is None
+    for language in ("Python", "PY ", "python3"):
+        assert extract_program(f"```{language}\nprint(1)\n```") == "print(1)\n"
 
 
 def block(program: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -187,6 +188,14 @@ def test_a_file_is_called_with_the_completions_of_one_prompt(mine):
 def pids_of(pool: WorkerPool, name: str, tasks: int = 1, text: str = "x") -> list[int]:
     """Process of each task."""
     return [int(value) for (value,) in pool.grade(name, [rows([text])] * tasks)]
+
+
+def test_a_reward_that_does_not_load_leaves_no_process_behind(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)\n")
+    before = set(multiprocessing.active_children())
+    with pytest.raises(RewardError, match=r"slow\.py:f'\] were not loaded within 0 s"):
+        WorkerPool([f"{tmp_path / 'slow.py'}:f"], 1, 1.0, start_seconds=0.2)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_worker_that_stopped_while_idle_costs_no_item(mine):

@@ -306,6 +306,15 @@ def test_a_long_prompt_has_a_shape_that_holds_it():
     )
 
 
+def test_micro_batches_of_a_batch_that_is_traced_hold_every_sequence_at_its_longest():
+    """Lengths are not known then: of the kind of long segments, each row once."""
+    batch, plan = make_batch(64, 0, 5), UpdatePlan(PackShape(64, 2, 4, LENGTH, PROMPT, COMPLETION, 3, 2), 0, 0, 0, 0)
+    found = []
+    jax.eval_shape(lambda lengths: found.extend(assigned(plan, batch.replace(lengths=lengths), False)), batch.lengths)
+    assert {kind for _, kind in found} == {plan.pack.holding(max(PROMPT, COMPLETION))} != {plan.pack.holding(1)}
+    assert sorted(row for some, _ in found for row in some.rows.tolist() if row >= 0) == [0, 1, 2, 3, 4]
+
+
 def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):
     """Distance of the gradient from that of the same weights computed in fp32: both round as often, at places of which
     few differ, so neither is more than a quarter farther away.
