@@ -97,7 +97,7 @@ class WeightReader:
         """An unquantized tensor and its largest magnitude; every value is finite in the compute dtype."""
         array = self.tensors[name]
         largest = max_magnitude(self.tensors, name, array)
-        if not np.isfinite(jnp.asarray(largest, self.dtype)):
+        if not np.isfinite(np.float32(largest).astype(self.dtype)):  # on the host: no thread waits for the device
             raise CheckpointError(
                 f"{self.tensors.file_of(name)}: {name!r} holds a value of magnitude {largest:.3g}, which "
                 f"{jnp.dtype(self.dtype).name} cannot hold"

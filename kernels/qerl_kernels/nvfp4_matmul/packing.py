@@ -87,14 +87,12 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
     if isinstance(weight, Mxfp4):
         if concrete and (missing := missing_for_packing(weight)):
             raise ValueError(f"pack: the packed form needs {missing}")
-        words, scales, factor = _pack_mxfp4(weight)
+        words, scales, factor, padded, is_one = _pack_mxfp4(weight)
         stored, divides = factor, False
     else:
-        words, scales, factor = _pack_nvfp4(weight)
+        words, scales, _, padded, is_one = _pack_nvfp4(weight)
         stored, divides = weight.global_scale, weight.divides
-    uniform = concrete and bool(jnp.all(factor == factor[0]))
-    padded = jnp.pad(factor * 2.0**PRODUCT_LOG2, (0, words.shape[0] * TILE - n), mode="edge")
-    return PackedNvfp4(words, scales, padded, stored, (n, k), divides, block, uniform)
+    return PackedNvfp4(words, scales, padded, stored, (n, k), divides, block, concrete and bool(is_one))
 
 
 def missing_for_packing(weight: Nvfp4 | Mxfp4) -> str | None:
@@ -109,7 +107,16 @@ def _pack_nvfp4(weight: Nvfp4):
     byte = jax.lax.bitcast_convert_type(weight.scales, jnp.uint8)
     codes = _nibbles(weight.codes)
     codes = jnp.where(jnp.repeat(byte == 0, NVFP4_BLOCK, axis=1), 0, codes)
-    return _words(codes), pack_scales(weight.scales), multiplier(weight)
+    return _words(codes), pack_scales(weight.scales), *_factors(multiplier(weight))
+
+
+def _factors(factor: Float32[Array, " n"]) -> tuple[Float32[Array, " n"], Float32[Array, " m"], Array]:
+    """The multipliers of the rows, those of the rows of whole tiles as the kernels take them, and whether all are one.
+
+    Within the program that packs: each operation on its own waits for the interpreter while programs are lowered.
+    """
+    padded = jnp.pad(factor * 2.0**PRODUCT_LOG2, (0, -len(factor) % TILE), mode="edge")
+    return factor, padded, jnp.all(factor == factor[0])
 
 
 def pack_scales(scales: Float8e4m3fn[Array, "n k/16"]) -> UInt32[Array, "n/64 k/64 64"]:
@@ -141,7 +148,7 @@ def _pack_mxfp4(weight: Mxfp4):
     byte = jnp.where(_block_has_value(weight.codes), level << 3, 0).astype(jnp.uint8)
     # weight = code × 2^(exponent - 127), and the byte reads as 2^(level - 16).
     factor = jnp.ldexp(jnp.float32(1), top - MXFP4_SPAN + 16 - 127)
-    return _words(_nibbles(weight.codes)), _scale_words(jnp.repeat(byte, 2, axis=1)), factor
+    return _words(_nibbles(weight.codes)), _scale_words(jnp.repeat(byte, 2, axis=1)), *_factors(factor)
 
 
 def _nibbles(codes: UInt8[Array, "n k/2"]) -> UInt32[Array, "n k"]:
