@@ -70,6 +70,7 @@ def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
 def settings():
     """Two rollouts of two updates, the second with noise; evaluated before and after."""
     fields = {"dtype": "bfloat16", "weight_format": None, "max_steps": 4, "num_stages": 2, "noise_formula": "paper"}
+    fields |= {"beta": 0.0}
     fields |= {"dynamic_sampling": False, "sigma_start": 1.0, "rollout_backend": "vllm", "eval_samples": 2}
     return fields | {"eval_dataset": "arithmetic", "eval_batch_size": 12, "tokens_per_micro_batch": 1024}
 
