@@ -14,7 +14,13 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import errors
 
-from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, PROMPT_FORMATS, hash_answer
+from qerl_jax.data.presets import (
+    ANSWER_LINE_SYSTEM_PROMPT,
+    PRESETS,
+    PROGRAM_SYSTEM_PROMPT,
+    PROMPT_FORMATS,
+    hash_answer,
+)
 from qerl_jax.data.problems import DataError, is_out_of_reach, load_dataset
 from qerl_jax.rewards import functions, sandbox
 from qerl_jax.rewards.code import code
@@ -130,6 +136,52 @@ def test_every_preset_has_a_fixture():
     assert set(PRESETS) == set(SCHEMAS) == set(EXPECTED)
     for name in PRESETS:
         assert set(records(name)[0]) == {column for column, _ in SCHEMAS[name]} and len(records(name)) == 5
+
+
+BOTH = (("answer", "whole_answer"), ("solution", "boxed_answer"))
+# Address, subset and splits on the hub, columns, form of the answer that is asked for, reward, limit of characters.
+PUBLISHED = {
+    "gsm8k": ("openai/gsm8k", "main", "train test", "question", (("answer", "hash_answer"),), "boxed", "answer", None),
+    **{
+        name: (
+            "open-r1/Big-Math-RL-Verified-Processed", subset, "train", "prompt", (("solution", "whole_answer"),),
+            "boxed", "math_verify", 1024,
+        )
+        for name, subset in (("bigmath", "level_3_4_5"), ("bigmath_hard", "level_4_5"))
+    },
+    "dapomath": (
+        "open-r1/DAPO-Math-17k-Processed", "en", "train", "source_prompt", (("solution", "whole_answer"),), "", "dapo",
+        1024,
+    ),
+    "miromind": (
+        "miromind-ai/MiroMind-M1-RL-62K", None, "train", "problem", (("clean_answer", "whole_answer"),), "line", "dapo",
+        1024,
+    ),
+    "codeforces": (
+        "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled", None, "train", "problem", (),
+        "program", "code", None,
+    ),
+    "math": ("DigitalLearningGmbH/MATH-lighteval", None, "train test", "problem", BOTH, "boxed", "math_verify", None),
+    "math500": (
+        "HuggingFaceH4/MATH-500", None, "test", "problem", (("answer", "whole_answer"),), "boxed", "math_verify", None,
+    ),
+    "aime24": ("math-ai/aime24", None, "test", "problem", BOTH, "boxed", "math_verify", None),
+    "aime25": ("math-ai/aime25", None, "test", "problem", BOTH, "boxed", "math_verify", None),
+    "amc23": ("math-ai/amc23", None, "test", "question", BOTH, "boxed", "math_verify", None),
+}  # fmt: skip
+
+
+def test_every_value_of_a_preset():
+    forms = {PROMPT_FORMATS["boxed"]: "boxed", "": "", ANSWER_LINE_SYSTEM_PROMPT: "line"}
+    forms |= {PROGRAM_SYSTEM_PROMPT: "program"}
+    found = {}
+    for name, preset in PRESETS.items():
+        answers = tuple((column, read.__name__) for column, read in preset.answers)
+        [(reward, weight)] = preset.rewards.items()
+        assert weight == 1 and preset.extra == (("verification_info",) if name == "codeforces" else ())
+        of_the_hub = preset.hub_id, preset.subset, " ".join(preset.splits), preset.prompt_column, answers
+        found[name] = (*of_the_hub, forms[preset.system_prompt], reward, preset.max_prompt_characters)
+    assert found == PUBLISHED
 
 
 @pytest.mark.parametrize("name", PRESETS)

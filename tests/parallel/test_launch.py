@@ -162,6 +162,8 @@ def test_processes_that_others_have_started(monkeypatch):
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert (launch.count(launch.Devices()), launch.count(by_hand)) == (4, 3)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert launch._cluster() is None  # a step of one process is no cluster
 
 
 def test_every_process_of_a_host_has_a_gpu_of_its_own():
