@@ -105,6 +105,15 @@ def test_a_complete_checkpoint_is_not_written_again(state, saved, tmp_path):
     assert files() == before
 
 
+def test_the_way_on_from_a_damaged_checkpoint_is_the_newest_before_it(state, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    damaged = tmp_path / "checkpoints" / "3"
+    shutil.copytree(tmp_path / "checkpoints" / "2", damaged)
+    (damaged / MANIFEST_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=f"delete {damaged} to resume from step 2$"):
+        Checkpointer(tmp_path, 3).restore(state)
+
+
 @pytest.mark.parametrize(
     "damage", ["cut", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("removed", "emptied"))]
 )

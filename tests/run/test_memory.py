@@ -99,6 +99,9 @@ def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
     with pytest.raises(ConfigError, match=r"^the update does not fit.*more GPUs: --tensor-parallel-size 2$"):
         memory.refuse_oversized(config, 7e9)
     assert not memory.run_fits(config, 141e9, 1, 3)  # which divides no 4 key/value heads
+    memory.refuse_oversized(config, 141e9, 3, 1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide"):
+        memory.refuse_oversized(config, 141e9, 1, 3)
     assert not memory.run_fits(dataclasses.replace(config, batch_invariant=True), 141e9, 1, 4)
 
 
