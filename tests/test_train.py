@@ -44,6 +44,7 @@ def finished(tmp_path_factory):
     few.write_text("\n".join(map(json.dumps, rows)))
     config = runs.config(
         directory,
+        max_steps=8,
         dataset=(str(runs.PROBLEMS), str(few)),
         dataset_weights=(1, 1),
         system_prompt="",
@@ -69,16 +70,16 @@ def test_a_run_leaves_what_it_promises(finished):
     assert runs.run_config(directory) == with_rewards(config)
     for name in ("reward", "accuracy", "entropy", "length", "mismatch"):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["5", "6"]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["3", "4"]
     assert set(runs.read_json(directory / "evaluation.json")) == {"before", "after"}
     beat = runs.read_json(directory / "heartbeat.json")
-    assert (beat["step"], beat["phase"]) == (6, "finished")
+    assert (beat["step"], beat["phase"]) == (4, "finished")
 
 
 def test_metrics_of_a_run(finished):
     directory, config = finished
     rows = read_metrics(directory)
-    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
     expected = {
         "loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl", "num_tokens", "epoch",
         "step_time", "sampling/entropy",
@@ -89,10 +90,10 @@ def test_metrics_of_a_run(finished):
     }  # fmt: skip
     assert expected <= set(rows[0])
     layers = prepare.load(config).config.num_layers
-    # Stages of six steps in thirds: none, sigma_start, sigma_end.
-    np.testing.assert_allclose([row["aqn/sigma"] for row in rows], [0, 0, 1e-2, 1e-2, 5e-4, 5e-4])
-    assert [row["aqn/norms"] for row in rows] == [0] * 2 + [2 * layers] * 4
-    quiet, noisy = rows[0], rows[2]
+    # Three stages of eight updates, from the first u on with 3 (u + 1) >= 8 k: none, sigma_start, sigma_end.
+    np.testing.assert_allclose([row["aqn/sigma"] for row in rows], [0, 1e-2, 1e-2, 5e-4])
+    assert [row["aqn/norms"] for row in rows] == [0] + [2 * layers] * 3
+    quiet, noisy = rows[:2]
     assert quiet["sampling/sampling_logp_difference/max"] < 1e-4 and quiet["sampling/kl"] < 1e-6
     assert noisy["sampling/sampling_logp_difference/max"] > 1e-3 and noisy["sampling/kl"] > 0
     assert quiet["sampling/entropy"] == pytest.approx(quiet["entropy"], rel=1e-4)
@@ -122,13 +123,13 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
 
 
 def test_a_copy_of_a_run_goes_on(finished, tmp_path):
-    """From the checkpoint after step 5, the last step again: the same end and the same files."""
+    """From the checkpoint after step 3, the last step again: the same end and the same files."""
     through, config = finished
     directory = shutil.copytree(through, tmp_path / "copy")
-    shutil.rmtree(directory / "checkpoints" / "6")
+    shutil.rmtree(directory / "checkpoints" / "4")
     said = Console(file=io.StringIO())
     train.train(dataclasses.replace(config, output_dir=str(directory), resume="auto"), said)
-    assert "resuming after step 5 of 6" in said.file.getvalue()
+    assert "resuming after step 3 of 4" in said.file.getvalue()
     runs.assert_same_run(through, directory)
     assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
 
@@ -167,7 +168,7 @@ def test_used_directory_and_other_config_are_refused(finished):
     other = dataclasses.replace(config, resume="auto", learning_rate=2e-3)
     with pytest.raises(ConfigError, match=r"learning_rate: 0\.001 -> 0\.002"):
         train.train(other)
-    assert len(read_metrics(directory)) == 6 and runs.run_config(directory) == with_rewards(config)  # nothing was lost
+    assert len(read_metrics(directory)) == 4 and runs.run_config(directory) == with_rewards(config)  # nothing was lost
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):
