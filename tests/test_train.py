@@ -321,7 +321,7 @@ def test_a_curriculum_by_a_column(tmp_path):
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, nothing_compiled_ahead):
     short = ["--max-prompt-length", "80", "--max-completion-length", "16"]
-    tiny = ["--model", "tiny", "--dataset", "arithmetic", *short]
+    tiny = ["--model", "tiny", "--dataset", str(runs.PROBLEMS), *short]
     fp32 = [*tiny, "--dtype", "float32"]  # what no kernel takes, not even on a Hopper GPU
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
     for flags, words in [
