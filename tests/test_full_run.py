@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shlex
 import shutil
 
 import chex
@@ -30,10 +31,13 @@ FULL = {"weight_format": "full", "lora_rank": 0, "sigma_start": 1e-3}
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """Directory, config and last state of a run of four steps, all but the first with noise."""
-    directory = tmp_path_factory.mktemp("full") / "run"
+    directory, said = tmp_path_factory.mktemp("full") / "a run", io.StringIO()
     settings = {"num_iterations": 1, "max_steps": 4, "dynamic_sampling": False, "beta": 0.0, "train_norms": False}
     config = runs.config(directory, **FULL, **settings)
-    return directory, config, train.train(config, Console(quiet=True))
+    state = train.train(config, Console(file=said, width=300))
+    command = f"python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged"
+    assert f"the trained model: {command}\n" in said.getvalue()
+    return directory, config, state
 
 
 def test_the_policy_that_samples_is_the_one_that_is_trained(short):

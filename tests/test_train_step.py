@@ -211,12 +211,14 @@ def test_the_record(step):
     }
     assert metrics == {name: pytest.approx(value, rel=1e-6, abs=1e-7) for name, value in wanted.items()}
     no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
+    no_verdict["spy/timeout"] = np.float32([1, 0, 0, 1, 0, 0])
     entropies = jnp.asarray(experience.rollout.completion_mask * 0.25, jnp.float32)
     other = dataclasses.replace(
         experience, reward_parts=no_verdict, rollout=experience.rollout.replace(entropies=entropies)
     )
     found = step_metrics(other, update, 3, timing, "spy")
     assert np.isnan(found["accuracy"]) and found["sampling/entropy"] == pytest.approx(0.25)
+    assert found["rewards/spy/timeout_rate"] == pytest.approx(2 / 6) and found["rewards/spy/crash_rate"] == 0
     lengths = np.asarray(experience.rollout.lengths)
     for skipped in (0, 1, 2):  # of two updates; 7 of the 8 before and in this step changed something
         state = state.replace(opt_state=state.optimizer.init(norms(0.0)))
