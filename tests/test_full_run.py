@@ -33,7 +33,7 @@ def short(tmp_path_factory):
     """Directory, config and last state of a run of four steps, all but the first with noise."""
     directory, said = tmp_path_factory.mktemp("full") / "a run", io.StringIO()
     settings = {"num_iterations": 1, "max_steps": 4, "dynamic_sampling": False, "beta": 0.0, "train_norms": False}
-    config = runs.config(directory, **FULL, **settings)
+    config = runs.config(directory, **FULL | settings | {"sigma_start": 1e-2, "sigma_end": 1e-2})
     state = train.train(config, Console(file=said, width=300))
     command = f"python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged"
     assert f"the trained model: {command}\n" in said.getvalue()
