@@ -77,7 +77,8 @@ def note(config: NoiseConfig, total_steps: int) -> str | None:
         return None  # the first rollout has noise where num_stages // updates, the stage of u = 1, is above 0
     return (
         f"WARNING: {total_steps * config.num_iterations} updates are no more than num_stages {config.num_stages}: no "
-        f"stage is without noise, the first rollout has sigma {sigma(config, 0, total_steps):.4g}"
+        f"stage is without noise, the first rollout has sigma {sigma(config, 0, total_steps):.4g}; take fewer "
+        "stages or more steps"
     )
 
 

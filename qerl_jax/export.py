@@ -285,7 +285,7 @@ def _evaluation(config: Config) -> tuple[list[str], str]:
         if value != getattr(defaults, field) and not (name == "prompt_format" and config.system_prompt is not None):
             if (name, value) == ("answer_column", ""):
                 value = "COLUMN"
-                missing.append("COLUMN: that of the answers, which the run had none of")
+                missing.append("COLUMN: the column of the answers, as the run had none")
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words, f"  # {'; '.join(missing)}" if missing else ""
 

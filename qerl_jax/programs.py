@@ -294,7 +294,7 @@ class Ahead:
         if is_over:
             self.seconds = now - self._began
             loaded = f" and loaded {self.cached} from the cache" if self.cached else ""
-            seconds = f"{self.seconds:.1f} s, {self.waited:.1f} s of which were waited for"
+            seconds = f"{self.seconds:.1f} s, of which the run waited {self.waited:.1f}"
             self._done(f"compiled {self.programs - self.cached} programs{loaded} in {seconds}")
             if errors := [error for recording in self._recordings if (error := recording.exception())]:
                 said = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:400]

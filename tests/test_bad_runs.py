@@ -89,7 +89,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "positions": (
         ["--max-prompt-length", "200", "--max-completion-length", "57"],
         "max_prompt_length 200 + max_completion_length 57 exceed max_position_embeddings 256 of MODEL/config.json: "
-        "give smaller ones",
+        "give a max_prompt_length of at most 199",
     ),
     "rollout memory": (
         ["--rollout-memory-gb", "1e-6"],

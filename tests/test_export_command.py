@@ -84,7 +84,7 @@ OWN_PROBLEMS = {
         (
             {"dataset": "train_dataset", "answer_column": ""},
             "--dataset FILE --max-prompt-length 512 --answer-column COLUMN --adapter A  # FILE: problems with "
-            "answers, in place of the run's records in memory; COLUMN: that of the answers, which the run had none of",
+            "answers, in place of the run's records in memory; COLUMN: the column of the answers, as the run had none",
         ),
         ({"dataset": "bigmath"}, "--dataset bigmath --split train --max-prompt-length 512 --adapter A"),
         (

@@ -255,7 +255,7 @@ def test_a_call_waits_for_its_own_program_only():
     [line] = lines
     counts = re.match(r"compiled (\d) programs(?: and loaded (\d) from the cache)? in ", line).groups()
     assert sum(int(count or 0) for count in counts) == 2
-    assert line.endswith(f" in {ahead.seconds:.1f} s, {waited:.1f} s of which were waited for")
+    assert line.endswith(f" in {ahead.seconds:.1f} s, of which the run waited {waited:.1f}")
 
 
 def test_an_error_is_left_to_the_call():

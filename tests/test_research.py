@@ -106,7 +106,7 @@ def test_a_noise(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("qerl_jax.run.lifecycle.write_plots", lambda *_: None)  # seconds, and seen above
     with pytest.raises(KeyError):
         train(first, **hooks, on_step=stop)
-    assert "resume='auto' and the same arguments: sigma, perturb" in capsys.readouterr().out
+    assert "resume='auto'), …) and the same arguments: sigma, perturb" in capsys.readouterr().out
     second = type(config)(**again, output_dir="again", resume="auto")
     with pytest.raises(ConfigError, match="hook perturb is not what it was"):
         train(second, sigma=hooks["sigma"])

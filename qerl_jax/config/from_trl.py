@@ -244,7 +244,10 @@ def _optimization(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]
         fields["overlong_prompts"] = "truncate_left"  # as versions of TRL that have the field
     else:
         most = Config.max_prompt_length
-        left_out.append(f"no limit of prompts: those of more than max_prompt_length {most} tokens are dropped")
+        left_out.append(
+            f"no limit of prompts: those of more than max_prompt_length {most} tokens are dropped; with "
+            "max_completion_length it is at most the model's max_position_embeddings"
+        )
     if (share := values.pop("vllm_gpu_memory_utilization", None)) is not None:
         left_out.append(f"vllm_gpu_memory_utilization {shown(share)}: needs rollout_backend vllm")
     if values.get("use_vllm") and values.pop("vllm_importance_sampling_correction", True):

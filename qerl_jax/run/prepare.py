@@ -101,7 +101,7 @@ class Run:
     def resume_command(self) -> str:
         """How to resume the run: a command line knows no functions of the user's."""
         if given := ", ".join(self.given):
-            return f"  train(config, …) with resume='auto' and the same arguments: {given}"
+            return f"  train(Config(…, resume='auto'), …) and the same arguments: {given}"
         return run_directory.resume_command(self.directory)
 
     def problems(self, state: TrainState, drawn: int, count: int) -> list[EncodedProblem]:
@@ -252,9 +252,11 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
     positions = model.max_position_embeddings
     accepted_quantization(directory, config.loaded_format)
     if config.max_prompt_length + config.max_completion_length > positions:
+        room = positions - config.max_completion_length
+        advice = f"a max_prompt_length of at most {room}" if room > 0 else "a smaller max_completion_length"
         raise ConfigError(
             f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
-            f"exceed max_position_embeddings {positions} of {directory / 'config.json'}: give smaller ones"
+            f"exceed max_position_embeddings {positions} of {directory / 'config.json'}: give {advice}"
         )
     if config.rollout_backend == "vllm":
         if (devices := processes * tensor_parallel) > 1:
