@@ -61,7 +61,7 @@ def test_a_run_without_a_stage_without_noise_is_told():
         note, first = aqn.note(config, steps), aqn.sigma(config, 0, steps)
         assert (note is None) == (first == 0)
         assert note is None or f"{steps * updates} updates are no more than num_stages {stages}:" in note
-        assert note is None or note.endswith(f"has sigma {first:.4g}")
+        assert note is None or f"has sigma {first:.4g};" in note
         assert aqn.note(dataclasses.replace(config, sigma_start=0.0, sigma_end=0.0), steps) is None
 
 

@@ -120,7 +120,10 @@ def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, cap
     assert f"exporting the newest checkpoint of {run}, of step 2" in said
     (command,) = [line for line in said.splitlines() if "qerl_jax.evaluate" in line]
     arguments, same = parse_evaluation(shlex.split(command)[3:])
-    assert (arguments.dataset, arguments.samples) == (config.eval_dataset or "arithmetic", config.eval_dataset and 5)
+    assert (arguments.dataset, arguments.samples) == (
+        config.eval_dataset or config.dataset[0],
+        config.eval_dataset and 5,
+    )
     assert (same.model, same.adapter) == (str(tmp_path / "model"), str(tmp_path / "out"))
     for field in ("weight_format", "dtype", "max_prompt_length", "max_completion_length", *OWN_PROBLEMS):
         if field not in ("eval_dataset", "eval_samples"):

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -58,7 +59,23 @@ class _Process(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    Process = _Process
+    """Makes the workers of a pool, and knows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workers: weakref.WeakSet[_Process] = weakref.WeakSet()
+
+    def Process(self, *args: Any, **kwargs: Any) -> _Process:
+        """A worker, not started."""
+        worker = _Process(*args, **kwargs)
+        self._workers.add(worker)
+        return worker
+
+    def kill(self) -> None:
+        """End all workers that have started."""
+        for worker in tuple(self._workers):
+            if worker.is_alive():
+                worker.terminate()
 
 
 class _Loaded:
@@ -147,6 +164,7 @@ class WorkerPool:
         """End all processes."""
         if self._pool is not None:
             self._pool.stop()
+            self._context.kill()  # before pebble takes away the locks that one which is still starting asks for
             self._pool.join()
             self._pool = None
 
@@ -234,7 +252,9 @@ class WorkerPool:
         if self._pool is not None and not self._pool.active:
             self.close()
         if self._pool is None:
-            self._pool = pebble.ProcessPool(self._count, self._recycle, _begin, (self._names, os.getpid()), _Context())
+            self._context = _Context()
+            begin = _begin, (self._names, os.getpid())
+            self._pool = pebble.ProcessPool(self._count, self._recycle, *begin, self._context)
         return self._pool
 
 
