@@ -46,6 +46,7 @@ def flaky(prompts, completions, answer, **columns):
     if number == 3:
         time.sleep(1000)
     if number == 5:
+        time.sleep(1)  # until pebble knows who has the task: of one who dies before, it is graded anew
         os._exit(1)
     if number >= 7:
         raise ValueError("no more")
