@@ -19,7 +19,6 @@ from qerl_jax import aqn
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rl import optimizer
 from qerl_jax.rl.adamw import AdamW, learning_rate
 from qerl_jax.rl.advantages import make_batch
@@ -151,9 +150,3 @@ def test_the_kl_reference_of_an_adapter_with_norms_is_the_base(adapted):
 
     plain = adapted.replace(norms=adapted.base_norms, base_norms=None)
     assert init_state(plain, config_of(plain)).reference_norms is None
-
-
-def test_xml_count_is_the_releases():
-    cases = recorded("xml_count")["cases"]
-    texts, values = zip(*cases, strict=True)
-    assert load_reward("xml_count")(completions=texts) == pytest.approx(values, abs=1e-9)

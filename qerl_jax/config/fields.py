@@ -197,9 +197,8 @@ class Config:
     max_refill_rounds: int = 4
     """Most resampling rounds of dynamic sampling per step; equal groups that remain are kept."""
     reward_funcs: tuple[str, ...] | None = None
-    """Rewards: "answer", "math_verify", "dapo", "code", "soft_format", "strict_format", "xml_count", "overlong",
-    "qerl_exact", "qerl_first_character", or "file.py:function"; `train(config, reward_funcs=[…])` also takes functions.
-    None: those of the dataset."""
+    """Rewards: "answer", "math_verify", "dapo", "code", "soft_format", "strict_format", "overlong", or
+    "file.py:function"; `train(config, reward_funcs=[…])` also takes functions. None: those of the dataset."""
     reward_weights: tuple[float, ...] | None = None
     """Weights of reward_funcs. None: 1 each, or those of the dataset."""
     reward_workers: int = 4

@@ -24,7 +24,7 @@ from typing import Any
 
 from qerl_jax.messages import Given
 from qerl_jax.rewards import code as programs
-from qerl_jax.rewards import mathematics, original
+from qerl_jax.rewards import mathematics
 from qerl_jax.rewards.answers import same_answer
 from qerl_jax.rewards.outcomes import FLAGS, NOT_PASSED, Reward, RewardError, Unparsed
 from qerl_jax.rewards.statements import stated_answer
@@ -96,9 +96,6 @@ BUILT_IN: dict[str, Reward] = {
     "math_verify": mathematics.math_verify,
     "dapo": mathematics.dapo,
     "code": programs.code,
-    "xml_count": original.xml_count,
-    "qerl_exact": original.qerl_exact,
-    "qerl_first_character": original.qerl_first_character,
 }
 LARGEST_TOTAL = 1e15
 """Largest reward of a completion: the squares of a whole batch's stay finite in float32."""

@@ -213,7 +213,7 @@ def test_soft_format_is_the_pattern():
 def test_a_degenerate_completion_costs_no_time(text):
     """Some 30,000 characters of repetition; the patterns these searches replaced took 0.3 to 35 s."""
     rows = {"completions": [text], "answer": ["7"]}
-    for name in ("answer", "soft_format", "strict_format", "dapo", "xml_count", "qerl_exact", "qerl_first_character"):
+    for name in ("answer", "soft_format", "strict_format", "dapo"):
         started = time.process_time()
         assert load_reward(name)(**rows)[0] <= 0.25
         assert time.process_time() - started < 0.2, name
