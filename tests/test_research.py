@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_the_page_has_the_programs_of_this_file():
-    assert len(PROGRAMS) == len(re.findall(r"^```python", PAGE.read_text(), re.M)) - 1 == 6
+    assert len(PROGRAMS) == len(re.findall(r"^```python", PAGE.read_text(), re.M)) - 1 == 5
     assert {heading for heading in PROGRAMS if f'run("{heading}")' not in Path(__file__).read_text()} == set()
 
 
@@ -72,16 +72,6 @@ def test_another_optimizer(run, capsys):
     total = sum(float(names["learning_rate"](config)(count)) for count in range(config.num_iterations))
     moved = np.abs(b[b != 0])
     assert len(moved) > 0.5 * len(b) and moved.max() <= total * (1 + 1e-5)
-
-
-def test_a_reward(run):
-    names = run("A reward of one's own")
-    for text, value, total, right in zip(
-        names["texts"], names["parts"]["distinct"], names["totals"], names["parts"]["answer"], strict=True
-    ):
-        words = text.split()
-        assert value == pytest.approx(len(dict.fromkeys(words)) / len(words))
-        assert float(total) == pytest.approx(2 * right + 0.5 * value)
 
 
 def test_a_noise(run, tmp_path, monkeypatch, capsys):
