@@ -9,8 +9,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import pytest
 import small
 import test_export_command
@@ -37,10 +35,6 @@ def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return lambda model: small.change_tensors(model, change)
 
 
-def config(**changes: object) -> Callable[[Path], None]:
-    return lambda model: small.change_json(model / "config.json", **changes)
-
-
 def element(name: str, index: object, value: object) -> Callable[[Path], None]:
     return tensors(lambda all_: all_[name].__setitem__(index, value))
 
@@ -56,46 +50,19 @@ def smaller_embedding(model: Path) -> None:
     )
 
 
-SCALE, F8 = f"{Q}.weight_scale", ml_dtypes.float8_e4m3fn
 FILE, SHARD, CONFIG = "MODEL/model.safetensors", "model-00002-of-00002.safetensors", "MODEL/config.json"
 # what is wrong: (layout, damage, message)
 MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
-    "missing shard": (
-        small.bf16,
-        lambda model: (model / SHARD).unlink(),
-        f"MODEL/model.safetensors.index.json names 2 shards, of which ['{SHARD}'] are missing",
-    ),
     "truncated shard": (
         small.bf16,
         cut(SHARD, 20_000),
         f"MODEL/{SHARD} is damaged, or was cut short (20,000 bytes): …, file not fully covered",
-    ),
-    "shape of the config": (
-        small.nvfp4,
-        config(intermediate_size=64),
-        f"{FILE}: 'model.layers.0.mlp.gate_proj.weight_packed' has shape [32, 8], the config asks for [64, 8]",
-    ),
-    "NaN block scale": (
-        small.nvfp4,
-        element(SCALE, (5, 0), F8(np.nan)),
-        f"{FILE}: '{SCALE}'[5, 0] is nan, must be a number of at least 0",
     ),
     "global scale beyond fp32's weights": (
         small.modelopt,
         element(f"{Q}.weight_scale_2", (), 1e37),
         f"{FILE}: '{Q}.weight_scale_2' is 9.999999933815813e+36, which multiplies weights by 1e+37; it must lie "
         "between 1.18e-38 and 1.27e+35 for them to be numbers",
-    ),
-    "unknown quantization method": (
-        small.bf16,
-        config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        f"{CONFIG}: quantization is {{'quant_method': 'gptq'}}; supported are ['compressed-tensors', "
-        "'modelopt', 'compressed-tensors, MXFP4', 'bitsandbytes']",
-    ),
-    "quantized twice over": (
-        small.nvfp4,
-        config(quantization_config=None),
-        f"{FILE}: '{Q}.weight_scale' quantizes '{Q}', but config.json has no quantization_config",
     ),
     "tokenizer larger than the embedding": (
         small.nvfp4,
@@ -112,7 +79,6 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
         cut("tokenizer.json", 1000),
         f"MODEL: the tokenizer files {list(small.TOKENIZER)} cannot be read: JSONDecodeError: …",
     ),
-    "another architecture": (small.nvfp4, config(model_type="gpt2"), f"{CONFIG}: model_type is 'gpt2', …'qwen2'…"),
     "no model": (small.nvfp4, shutil.rmtree, "model directory MODEL does not exist"),
     "GGUF": (
         small.nvfp4,
@@ -137,7 +103,7 @@ def test_models(case, place, capfd):
     layout, damage, message = MODELS[case]
     damage(layout(place / "model"))
     assert_says(error_of(train.main, training(place), place, capfd), message)
-    if case in ("truncated shard", "no tokenizer"):  # read by the same code
+    if case in ("truncated shard", "no tokenizer", "no model"):  # read by the same code
         assert_says(error_of(evaluate, evaluation(place), place, capfd), message)
     assert not (place / "run").exists()
 

@@ -86,28 +86,15 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 FLAGS: dict[str, tuple[list[str], str]] = {
-    "positions": (
-        ["--max-prompt-length", "200", "--max-completion-length", "57"],
-        "max_prompt_length 200 + max_completion_length 57 exceed max_position_embeddings 256 of MODEL/config.json: "
-        "give a max_prompt_length of at most 199",
-    ),
     "rollout memory": (
         ["--rollout-memory-gb", "1e-6"],
         "rollout_memory_gb … cannot hold 1 completions of 6 tokens and 1 prompts of 120: …raise it",
-    ),
-    "no such reward": (
-        ["--reward-funcs", "x", "--reward-weights", "1"],
-        "reward 'x' is neither one of […] nor of the form file.py:function…",
     ),
     "output under a file": (
         ["--output-dir", "DATA/run"],
         "output_dir DATA/run cannot be written: DATA is not a directory",
     ),
     "output is a file": (["--output-dir", "DATA"], "output_dir DATA cannot be written: DATA is not a directory"),
-    "resume of nothing": (
-        ["--resume", "MODEL"],
-        "resume 'MODEL' is not one of […]",
-    ),
     "no adapter there": (
         ["--adapter", "MODEL"],
         "MODEL/adapter_config.json does not exist: an adapter is a PEFT directory",

@@ -13,13 +13,11 @@ import pytest
 from qerl_jax.checkpoint import assets
 from qerl_jax.config import FREE_ON_RESUME, Config, ConfigError, differences, dump, load, to_mapping
 from qerl_jax.data.files import DataError
-from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, out_of_memory
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.recorder import checkpoint_is_due
 from qerl_jax.train import parse
-from qerl_jax.types import Engine, Sampling
 
 
 def test_round_trip_through_yaml(tmp_path):
@@ -125,6 +123,9 @@ def test_a_value_of_python_that_is_no_such_number(value):
         ("lora_target_modules: [q_proj, q_proj]", ["lora_target_modules names 'q_proj' twice"]),
         ("eval_top_p: 2", ["eval_top_p must lie in"]),
         ("{rollout_backend: vllm, dtype: float32}", ["dtype 'float32' contradicts rollout_backend 'vllm'"]),
+        ("{rollout_backend: vllm, batch_invariant: true}", ["batch_invariant True contradicts rollout_backend 'vllm'"]),
+        ("{rollout_backend: vllm, deterministic: true}", ["deterministic True contradicts rollout_backend 'vllm'"]),
+        ("{rollout_backend: vllm, temperature: 0.001}", ["temperature 0.001 contradicts rollout_backend 'vllm'"]),
         (
             "{rollout_backend: vllm, min_p: 0.1, top_p: 0.5}",
             ["min_p 0.1 with top_p 0.5 contradicts rollout_backend 'vllm'"],
@@ -308,22 +309,3 @@ def test_a_checkpoint_of_another_version_is_not_resumed():
     theirs = to_mapping(Config(model="m")) | {"sharpness": 3}
     del theirs["adam_beta2"]
     assert differences(Config(model="m"), theirs) == ["adam_beta2: None -> 0.99", "sharpness: 3 -> None"]
-
-
-def test_each_group_of_settings_holds_its_fields():
-    """What rollouts, evaluations and adapters get of a config, every value other than its default."""
-    config = Config(
-        model="x", batch_size=24, num_generations=6, max_completion_length=77, temperature=0.8, top_k=30, top_p=0.9,
-        min_p=0.1, lora_rank=4, lora_alpha=9.0, use_rslora=True, lora_target_modules=("q_proj", "up_proj"),
-        eval_temperature=0.3, eval_top_p=0.5, eval_num_generations=5, eval_batch_size=11, rollout_memory_gb=3.0,
-        batch_invariant=True, max_refill_rounds=3,
-    )  # fmt: skip
-    assert config.num_prompts == 4
-    assert config.sampling == Sampling(77, 0.8, 30, 0.9, 0.1, 6)
-    assert config.eval_sampling == Sampling(77, temperature=0.3, top_p=0.5, num_generations=5)
-    assert config.lora == LoraConfig(4, 9.0, True, ("q_proj", "up_proj"))
-    assert config.lora.scale == 9.0 / 2
-    engine = Engine(memory_gb=3.0, batch_invariant=True)
-    assert config.engine == engine and config.eval_engine == dataclasses.replace(engine, slots=11)
-    assert config.resampling_rounds == 0
-    assert dataclasses.replace(config, dynamic_sampling=True).resampling_rounds == 3

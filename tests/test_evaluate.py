@@ -19,7 +19,7 @@ from qerl_jax import keys
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.evaluate import main, parse
+from qerl_jax.evaluate import main
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.models.lora import LoraConfig
@@ -43,13 +43,6 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
     assert "4 problems" in printed
     result = runs.read_json(output)
     assert (result["problems"], result["truncated"], result["accuracy"]) == (4, 1.0, 0.0)
-
-
-def test_lengths_are_longer_than_those_of_training():
-    _, config = parse(["tiny", "--dataset", "arithmetic"])
-    assert (config.max_prompt_length, config.max_completion_length) == (4096, 4096)
-    _, config = parse(["tiny", "--dataset", "arithmetic", "--max-completion-length", "9"])
-    assert (config.max_prompt_length, config.max_completion_length) == (4096, 9)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +76,6 @@ def test_output_replaces_nothing_but_a_result(tmp_path, capsys, text):
     assert main(["tiny", "--dataset", str(file), *SHORT, "--output", str(file)]) == 2
     said = f"error: output {file} is no result of an evaluation, so it is not replaced: name another\n"
     assert (capsys.readouterr().err, file.read_text()) == (said, text)
-
-
-def test_a_model_that_is_missing_is_named(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    for name, words in (("nothing", "does not exist"), ("empty", "config.json")):
-        assert main([str(tmp_path / name), "--dataset", "arithmetic"]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and str(tmp_path / name) in error and words in error
 
 
 def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):

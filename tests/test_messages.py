@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
-from pathlib import Path
 
 import jinja2.sandbox
 import pyarrow
@@ -102,12 +100,10 @@ def test_an_empty_index(tmp_path):
         ({"seed": HUGE}, "seed must be at most 2147483647, got 1000"),
         ({"epsilon_high": -1.0}, "epsilon_high must be at least 0"),
         ({"eval_temperature": -1.0}, "eval_temperature must be at least 0"),
-        ({"eval_top_p": 2.0}, "eval_top_p must lie in"),
         ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8 .*, got 'run\\udcff'"),
         ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
         ({"reward_columns": ("n", "n")}, "reward_columns names 'n' twice"),
         ({"report_to": ("tensorboard", "tensorboard")}, "report_to names 'tensorboard' twice"),
-        ({"lora_target_modules": ("q_proj", "k_proj", "q_proj")}, "lora_target_modules names 'q_proj' twice"),
     ],
 )
 def test_values_of_a_config(values, words):
@@ -155,21 +151,3 @@ def test_dapo_takes_no_time_for_a_long_gold_answer():
     gold, began = "\\text{" * 4000, time.perf_counter()
     assert dapo(completions=["Answer: 1", "Answer: x = 1"], answer=[gold, f"{'y = ' * 9_000}1"]) == [0, 1]
     assert time.perf_counter() - began < 1
-
-
-def test_messages_and_tables_print_brackets_as_they_are():
-    """Every text that a console prints is given to it as plain: `[/b]` in a path would be markup."""
-    import ast
-
-    package = Path(sys.modules[Config.__module__].__file__).parents[1]
-    printed = 0
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "print"
-            if is_print and "console" in ast.unparse(node.func.value).lower():
-                is_text = any(isinstance(part, ast.JoinedStr | ast.Constant) for part in node.args[:1])
-                plain = any(word.arg == "markup" for word in node.keywords)
-                is_table = not is_text and "table" in ast.unparse(node.args[0])
-                assert plain or is_table, f"{path}, line {node.lineno}"
-                printed += 1
-    assert printed > 20

@@ -71,6 +71,7 @@ def test_every_default_of_a_config():
     }  # fmt: skip
     config = Config()
     assert config.upper_clip == 0.28 and config.lora.scale == 1 and config.overlong_tokens == 204
+    assert config.resampling_rounds == 0
 
 
 ALONE = qerl_jax.parallel.Replicas(0, 1, None, 1)
@@ -160,6 +161,7 @@ def test_what_becomes_of_a_configs_fields():
         "eval_engine": Engine(17, 3.5, 8, True),
         "lora": LoraConfig(6, 9.0, True, ("q_proj", "up_proj")),
     }
+    assert config.lora.scale == pytest.approx(9 / 6**0.5)
     optimizer = dataclasses.asdict(AdamW.of(config))
     assert optimizer == {
         "learning_rate": np.float32(3e-3), "warmup": 12, "updates": 44, "lr_scheduler_type": "linear",

@@ -161,16 +161,6 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
         assert silence in output
 
 
-def test_used_directory_and_other_config_are_refused(finished):
-    directory, config = finished
-    with pytest.raises(ConfigError, match="holds a run already"):
-        train.train(config)
-    other = dataclasses.replace(config, resume="auto", learning_rate=2e-3)
-    with pytest.raises(ConfigError, match=r"learning_rate: 0\.001 -> 0\.002"):
-        train.train(other)
-    assert len(read_metrics(directory)) == 4 and runs.run_config(directory) == with_rewards(config)  # nothing was lost
-
-
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     """Config, table and estimate on the terminal; no policy loaded, no directory made; bad input as in a run."""
 
@@ -319,18 +309,11 @@ def test_a_curriculum_by_a_column(tmp_path):
         prepare.load_problems(dataclasses.replace(config, data_order="difficulty"), tokenizer, console)
 
 
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, nothing_compiled_ahead):
+def test_kernels_that_cannot_run_are_refused(tmp_path, capsys, nothing_compiled_ahead):
     short = ["--max-prompt-length", "80", "--max-completion-length", "16"]
     tiny = ["--model", "tiny", "--dataset", str(runs.PROBLEMS), *short]
     fp32 = [*tiny, "--dtype", "float32"]  # what no kernel takes, not even on a Hopper GPU
-    (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
     for flags, words in [
-        (replaced(tiny, "--dataset", "nothing"), "'nothing' is neither"),
-        (replaced(tiny, "--dataset", "arithmetik"), "did you mean 'arithmetic'?"),
-        (replaced(tiny, "--dataset", "math", "dapomath"), "different rewards"),
-        (replaced(tiny, "--dataset", str(tmp_path / "bad.jsonl")), "bad.jsonl, line 2 is not JSON"),
-        ([*tiny, "--rollout-memory-gb", "1e-9"], "cannot hold 1 completions of 16 tokens and 1 prompts of 80"),
-        (replaced(tiny, "--max-prompt-length", "1"), "max_prompt_length 1; the shortest has"),
         ([*tiny, "--weight-format", "nf4", "--matmul-kernel", "mosaic_gpu"], "needs weights of NVFP4 or MXFP4"),
         ([*fp32, "--weight-format", "nvfp4", "--matmul-kernel", "mosaic_gpu"], "implementation 'mosaic_gpu' needs"),
     ]:

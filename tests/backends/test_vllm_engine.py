@@ -252,19 +252,6 @@ def test_weights_that_vllm_would_compute_otherwise_are_refused(stand_in, base, t
         check(Config(), small.modelopt(tmp_path / "modelopt"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"batch_invariant": True}, "batch_invariant True contradicts rollout_backend 'vllm'"),
-        ({"deterministic": True}, "deterministic True contradicts rollout_backend 'vllm'"),
-        ({"temperature": 0.001}, "temperature 0.001 contradicts rollout_backend 'vllm'"),
-    ],
-)
-def test_contradictory_settings_name_both(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        Config(**{"rollout_backend": "vllm", **changes})
-
-
 def test_options_follow_the_settings(base):
     config = Config(rollout_backend="vllm", rollout_memory_gb=2.5, seed=9)
     options = engine_options(config, base, 100, 1000, 33, config.vllm_share)
