@@ -104,10 +104,44 @@ def test_the_command_behind_an_adapter(changes, words, tmp_path):
 def test_the_command_behind_an_export_for_vllm(rank, most, tmp_path):
     """Its `max_lora_rank` is one of vLLM's, the smallest that holds the adapter's rank."""
     source = Source(tmp_path, small.bf16(tmp_path / "model", shards=1), "B", None, tmp_path)
-    reader = object.__new__(AdapterReader)  # of a file that nobody needs
-    reader.config, reader._norms = LoraConfig(rank), {}
     lora = f"--enable-lora --max-lora-rank {most} --lora-modules trained=A/adapter"
-    assert _commands("vllm", source, reader, Path("A")) == [f"vllm serve B {lora}"]
+    assert _commands("vllm", source, reader_of(rank), Path("A")) == [f"vllm serve B {lora}"]
+
+
+def reader_of(rank: int, has_norms: bool = False) -> AdapterReader:
+    """Of a file that nobody needs."""
+    reader = object.__new__(AdapterReader)
+    reader.config, reader._norms = LoraConfig(rank), {"norm": np.ones(1)} if has_norms else {}
+    return reader
+
+
+@pytest.mark.parametrize(
+    ("kind", "reader", "weight_format", "commands"),
+    [
+        ("vllm", reader_of(0, has_norms=True), None, ["vllm serve 'my out'/base"]),
+        ("vllm", reader_of(0), "nf4", ["vllm serve 'my out'/base"]),
+        (
+            "vllm",
+            reader_of(8, has_norms=True),
+            None,
+            ["vllm serve 'my out'/base --enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"],
+        ),
+        ("vllm", reader_of(0), "bf16", ["vllm serve 'the base'"]),
+        ("merged", None, "nf4", ["vllm serve 'my out'", "python -m qerl_jax.quantize 'my out' 'my out-nvfp4'"]),
+        (
+            "peft",
+            reader_of(8),
+            "nf4",
+            ["python -m qerl_jax.evaluate 'the base' --weight-format nf4 --adapter 'my out'"],
+        ),
+        ("peft", reader_of(8), "bf16", ["python -m qerl_jax.evaluate 'the base' --adapter 'my out'"]),
+    ],
+)
+def test_commands_name_what_was_written(kind, reader, weight_format, commands, tmp_path):
+    """The base beside the adapter where it has other norms or weights than the original, and its format."""
+    base = small.bf16(tmp_path / "model", shards=1)
+    source = Source(tmp_path, base, "the base", weight_format, tmp_path)
+    assert _commands(kind, source, reader, Path("my out")) == commands
 
 
 @pytest.mark.parametrize(("train_norms", "imports_norms"), [(True, False), (False, False), (False, True)])

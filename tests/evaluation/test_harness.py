@@ -41,6 +41,38 @@ def test_results_survive_the_process(tmp_path):
     assert broken == result.describe()[:-1] + ", 3 completions whose largest logit was not finite)"
 
 
+def test_every_figure_has_its_place_in_the_table_and_the_curves():
+    """No two are equal. Curves have no vote of one completion, nor one where no answers are extracted."""
+    result = Evaluation(
+        0.125, 0.0625, 0.25, 0.5, 0.75, 0.3125, 12.25, 200, 4, failed=5, maj_at_k=0.375, ties=6, unreadable=0.4375,
+        ungradable=7, ungraded=(8, 9), sampling_error=0.015,
+        estimates={"avg@4": Estimate(0.125, 0.0625, 0.25), "maj@4": Estimate(0.375, 0.0, 1.0)},
+    )  # fmt: skip
+    assert result.table() == [
+        "200 problems, 4 completions of each; intervals: over problems",
+        "avg@4 12.5 % (95 % interval 6.2–25.0)",
+        "maj@4 37.5 % (95 % interval 0.0–100.0)",
+        "avg@4 with other samples on the same problems: standard error 1.5 points",
+        "format 75.0 %, truncated 31.2 %, no answer 43.8 %, mean length 12.2 tokens",
+        "6 votes were ties: the answer given first counts",
+        "5 completions whose largest logit was not finite count as wrong",
+        "7 completions whose grading met reward_timeout or crashed count as wrong",
+        "2 problems are left out: their gold answers cannot be read (ids 8, 9)",
+    ]
+    assert result.describe() == (
+        "avg@4 12.5 % (95 % interval 6.2–25.0, 200 problems, 5 completions whose largest logit was not finite, "
+        "2 more have an unreadable gold answer)"
+    )
+    curves = {"accuracy": 0.125, "pass_at_k": 0.5, "format": 0.75, "truncated": 0.3125, "mean_length": 12.25}
+    curves = {f"eval/{name}": value for name, value in curves.items()}
+    assert result.metrics() == curves | {"eval/maj_at_k": 0.375}
+    once = dataclasses.replace(result, generations=1)
+    assert once.metrics() == dataclasses.replace(result, maj_at_k=None).metrics() == curves
+    sound = dataclasses.replace(once, failed=0, ties=0, ungradable=0, ungraded=(), sampling_error=None, estimates={})
+    assert sound.table() == ["200 problems, 1 completion of each; intervals: over problems", result.table()[4]]
+    assert sound.describe() == "pass@1 12.5 % (95 % interval 6.2–25.0, 200 problems)"
+
+
 SAMPLING = Sampling(9, num_generations=3)
 RIGHT = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0]])  # four problems, three completions each
 

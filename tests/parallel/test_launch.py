@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,7 +19,9 @@ from qerl_kernels.gpu import H200, Gpu
 
 from qerl_jax import driver, launch, train
 from qerl_jax.checkpoint.orbax import latest_step
+from qerl_jax.command import FAILED, STOPPED
 from qerl_jax.config import ConfigError, dump
+from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.run.devices import MEMORY, use_device_memory
 
@@ -174,6 +177,79 @@ def test_every_process_of_a_host_has_a_gpu_of_its_own():
     for local, gpus, own in ((2, 4, one[2]), (5, 4, one[1]), (0, 1, one[0]), (None, 4, None), (3, 0, None)):
         cluster = types.SimpleNamespace(get_local_process_id=lambda local=local: local)
         assert launch._own_gpus(launch.Devices(), cluster, gpus) == own
+
+
+SHARED = "they share prompts and micro-batches"
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "most", "started", "settings", "said"),
+    [
+        ({}, 8, 0, 8, {}, f"8 of 8 GPUs (--devices all), a process each: {SHARED}"),
+        ({"devices": "3"}, 8, 0, 3, {}, f"3 of 8 GPUs (--devices 3), a process each: {SHARED}"),
+        (
+            {"devices": "6", "tensor_parallel_size": 2}, 8, 0, 3, {},
+            f"6 of 8 GPUs (--devices 6 --tensor-parallel-size 2), 3 processes with 2 each: {SHARED}",
+        ),
+        (
+            {"devices": "4", "tensor_parallel_size": 4}, 8, 0, Replicas(tensor_parallel=4),
+            {"jax_cuda_visible_devices": "0,1,2,3"},
+            "4 of 8 GPUs (--devices 4 --tensor-parallel-size 4), which share the layers",
+        ),
+        ({"devices": "1"}, 8, 0, Replicas(), {"jax_cuda_visible_devices": "0"}, "1 of 8 GPUs (--devices 1)"),
+        ({}, 8, 1, Replicas(), {"jax_cuda_visible_devices": "0"}, "1 of 8 GPUs (--devices all)"),
+        ({}, 1, 0, Replicas(), {}, ""),
+        ({}, 0, 0, Replicas(), {}, ""),
+        ({"devices": "3"}, 0, 0, 3, {}, f"3 processes on the CPU (--devices 3), a process each: {SHARED}"),
+        ({"tensor_parallel_size": 2}, 0, 0, Replicas(tensor_parallel=2), {"jax_num_cpu_devices": 2}, ""),
+    ],
+)  # fmt: skip
+def test_a_command_says_which_gpus_it_takes_and_takes_them(
+    given, gpus, most, started, settings, said, monkeypatch, capsys
+):
+    """A number of processes, or in this one the first GPUs."""
+    calls, updates = [], {}
+    config = types.SimpleNamespace(update=lambda name, value: updates.update({name: value}))
+    monkeypatch.setattr(driver, "gpus", lambda: [None] * gpus)
+    monkeypatch.setattr(launch, "jax", types.SimpleNamespace(config=config))
+    monkeypatch.setattr(launch, "launch", lambda program, number: calls.append((program, number)) or 7)
+    assert launch.run(launch.Devices(**given), ["-m", "it"], lambda replicas: calls.append(replicas) or 7, most) == 7
+    assert calls == [(["-m", "it"], started) if isinstance(started, int) else started]
+    assert (updates, capsys.readouterr().out) == (settings, said + "\n" if said else "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, 0), (ConfigError("no"), FAILED), (OSError("no"), FAILED), (MemoryError(), FAILED),
+     (KeyboardInterrupt(), STOPPED), (KeyError("a bug"), None)],
+)  # fmt: skip
+def test_the_first_process_of_a_cluster_speaks_for_all(error, code, monkeypatch, capsys):
+    """What it prints, and errors of the input. The others end with its exit code; all of them leave."""
+    places, left = [], []
+    monkeypatch.setattr(driver, "gpus", lambda: [None] * 4)
+    monkeypatch.setattr(launch, "leave", left.append)
+
+    def body(replicas: Replicas) -> int:
+        print("from", replicas.index)
+        if error is not None:
+            raise error
+        return 0
+
+    for index in (0, 1):
+        joined = Replicas(index, 2)
+        monkeypatch.setattr(launch, "join", lambda *place, joined=joined: places.append(place) or joined)
+        given = launch.Devices(coordinator="a:1", process_id=index, num_processes=2, tensor_parallel_size=2)
+        if error is not None and (index == 0 or code is None):
+            with pytest.raises(type(error)):
+                launch.run(given, [], body)
+        else:
+            assert launch.run(given, [], body) == code
+        assert left[index] == Replicas(index, 2, tensor_parallel=2)
+    assert places == [("a:1", 0, 2, range(0, 2)), ("a:1", 1, 2, range(2, 4))]
+    assert capsys.readouterr().out == "from 0\n"
+    with pytest.raises(ConfigError, match="2 processes were started, this command can use 1"):
+        monkeypatch.setattr(launch, "join", lambda *_: Replicas(0, 2))
+        launch.run(dataclasses.replace(given, tensor_parallel_size=1, process_id=0), [], body, most=1)
 
 
 @pytest.mark.parametrize("flags", [["--process-id", "0"], ["--num-processes", "2"], ["--coordinator", "a:1"]])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ import pytest
 from replicas import on_replicas, under_slurm
 
 from qerl_jax import parallel
+from qerl_jax.cluster import Cluster
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
 
 
@@ -88,6 +91,80 @@ def test_a_difference_is_an_error_that_names_the_values():
     )
     assert same == [None, None]
     assert [str(error) for error in other] == ["the replicas differ in a number: [7, 8]"] * 2
+
+
+class KeyValues:
+    """As much of `jax.distributed`'s client as a link uses: a store that several share, and who is alive."""
+
+    def __init__(self, store: dict[str, bytes]):
+        self.store, self.deadlines = store, 0
+
+    def key_value_set_bytes(self, key, value):
+        if key in self.store:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+        self.store[key] = value
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        if self.deadlines:
+            self.deadlines -= 1
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED after {milliseconds} ms")
+        if key not in self.store:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: socket closed")
+        return self.store[key]
+
+    def key_value_try_get_bytes(self, key):
+        if key not in self.store:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+        return self.store[key]
+
+    def key_value_delete(self, key):
+        del self.store[key]
+
+
+def link_of(store: dict[str, bytes], index: int, count: int) -> Cluster:
+    """Of a process without a watcher."""
+    link = object.__new__(Cluster)
+    link._client, link._index, link._count, link._number = KeyValues(store), index, count, 0
+    link._is_over = threading.Event()
+    return link
+
+
+def test_an_exchange_takes_the_messages_of_its_number_and_leaves_none_behind():
+    """Of 30 exchanges the store keeps the last one's messages alone. A look that ends without one is repeated."""
+    store: dict[str, bytes] = {}
+    links = [link_of(store, index, 2) for index in range(2)]
+    for number in range(30):
+        store.setdefault(f"qerl_jax/{number}/1", b"b%d" % number)  # the other process is there first
+        links[0]._client.deadlines = 2
+        assert links[0].exchange(b"a%d" % number) == [b"a%d" % number, b"b%d" % number]
+        del store[f"qerl_jax/{number}/1"]
+        assert links[1].exchange(b"b%d" % number) == [b"a%d" % number, b"b%d" % number]
+        assert sorted(store) == [f"qerl_jax/{number}/0", f"qerl_jax/{number}/1"]
+    with pytest.raises(ReplicaError, match="the other replicas are out of reach: UNAVAILABLE: socket closed"):
+        links[0].exchange(b"")
+
+
+@pytest.mark.parametrize(
+    ("store", "alive", "said"),
+    [
+        ({}, [0, 1, 2], None),
+        ({}, [0, 2], "replica 1 is dead"),
+        ({}, [0, 1], "replica 2 is dead"),
+        ({"qerl_jax/left/1": b""}, [0, 2], None),
+        ({"qerl_jax/left/1": b""}, [0], "replica 2 is dead"),
+        ({"qerl_jax/failed": pickle.dumps("replica 2 failed: no")}, [0, 1], "replica 2 failed: no"),
+    ],
+)
+def test_what_a_watcher_says_of_the_others(store, alive, said):
+    """A message before a death, which follows it; one that has left is not dead."""
+    assert link_of(store, 0, 3)._failure_of_others(alive) == said
+
+
+def test_the_first_failure_stays_and_its_process_says_no_other():
+    link = link_of(store := {}, 1, 2)
+    for reason in ("first", "second"):
+        link.announce(pickle.dumps(reason))
+    assert store == {"qerl_jax/failed": pickle.dumps("first")} and link._is_over.is_set()
 
 
 HANGS = """

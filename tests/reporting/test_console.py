@@ -55,6 +55,22 @@ def test_a_log_has_twenty_lines_of_a_run_from_where_it_began():
     assert list(map(int, re.findall(r"^step (\d+)/60", file.getvalue(), re.M))) == [*range(10, 60, 3), 60]
 
 
+def test_a_line_names_its_numbers():
+    file = io.StringIO()
+    numbers = {"reward": 0.5, "entropy": 0.25, "aqn/sigma": 0.01, "completions/mean_length": 20.4, "step_time": 1.5}
+    with TrainingProgress(0, 2, Console(file=file, width=200)) as progress:
+        progress.update(1, numbers | {"tokens_per_second": 99.6})
+    assert file.getvalue() == ("step 1/2  reward 0.500  entropy 0.250  σ 1.0e-02  length 20  100 tok/s  1.50 s/step\n")
+
+
+def test_a_summary_has_results_and_then_files():
+    file = io.StringIO()
+    summary_table(Console(file=file, width=60), [("before", "1 %"), ("after", "2 %")], "runs/a", [("report", "r.md")])
+    said, _, *rows, _ = file.getvalue().splitlines()
+    assert said == "run finished, in runs/a"
+    assert rows == ["│ before │ 1 %  │", "│ after  │ 2 %  │", "├────────┼──────┤", "│ report │ r.md │"]
+
+
 def test_a_bar_begins_where_the_run_does():
     file = io.StringIO()
     with TrainingProgress(7, 60, Console(file=file, width=200, force_terminal=True)):

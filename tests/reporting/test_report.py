@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
+import platform
 import re
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -67,6 +70,62 @@ def test_a_stopped_run_with_something_to_look_at(tmp_path):
     for words in ("2 updates were not finite", "1 completions"):
         assert words in text, words
     assert "first step | last step" in text and "| reward | 0.1 | 0.3 |" in text
+
+
+def test_every_row_and_note_says_what_its_number_is():
+    """A row for each metric, from the first two of 20 steps and the last two; other steps, and null, in no mean. Times
+    add up over all steps.
+    """
+    names = (
+        "reward", "accuracy", "entropy", "sampling/entropy", "completions/mean_length", "completions/clipped_ratio",
+        "frac_reward_zero_std", "grad_norm", "tokens_per_second", "step_time",
+    )  # fmt: skip
+    metrics = [{name: 100.0 for name in names} for _ in range(20)]
+    for i, name in enumerate(names, 1):
+        metrics[0][name], metrics[1][name], metrics[18][name], metrics[19][name] = i, i + 1, None, 10 * i
+    metrics[5] |= {"aqn/sigma": 0.01, "skipped": 2, "completions/failed": 3}
+    metrics[6] |= {"skipped": 4, "completions/failed": 5, "time/rollout": 1.0, "time/update": 2.0}
+    metrics[7] |= {"time/rollout": 4.0, "time/update": None}
+    config = Config(model="m", dataset=("a", "b"), max_steps=40, num_iterations=2)
+    ending = Ending(20, "", {}, {"rollout": 9.0, "checkpoint": 3.0}, {"sigma": "mine", "optimizer": "lion"})
+    head, notes, *_ = (text := render("run", config, metrics, ending, ["x.png"])).split("\n- ", 1)
+    assert head.rstrip().splitlines() == [
+        "# run",
+        "",
+        "m on a, b: finished step 20 of 20.",
+        "",
+        "| in training, mean of | first 2 steps | last 2 steps |",
+        "|---|---|---|",
+        "| reward (under noise) | 1.5 | 10 |",
+        "| share correct (under noise) | 2.5 | 20 |",
+        "| entropy, nats a token | 3.5 | 30 |",
+        "| entropy of the sampled policy, nats a token (under noise) | 4.5 | 40 |",
+        "| completion length, tokens | 5.5 | 50 |",
+        "| share cut off at max_completion_length | 6.5 | 60 |",
+        "| share of groups with equal rewards | 7.5 | 70 |",
+        "| gradient norm | 8.5 | 80 |",
+        "| rollout, tokens/s | 9.5 | 90 |",
+        "| seconds a step | 10.5 | 100 |",
+    ]
+    assert notes.split("\n\n")[0].splitlines() == [
+        "sigma was given to `train`: `mine`.",
+        "- optimizer was given to `train`: `lion`.",
+        "- 6 updates were not finite and changed nothing; their batches are in `nonfinite/`.",
+        "- 8 completions whose largest logit was not finite were left out.",
+    ]
+    assert "\n![x](plots/x.png)\n" in text
+    versions = dict(re.findall(r"^\| (\S+) \| (.*) \|$", text.split("## Versions")[1], re.M))
+    assert versions["Python"] == platform.python_version() and versions["system"] == platform.platform()
+    assert versions["device"] == f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+    for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy"):
+        assert versions[name] == importlib.metadata.version(name)
+    assert text.split("## Time")[1].split("##")[0].strip().splitlines() == [
+        "| phase | seconds | share |",
+        "|---|---|---|",
+        "| rollout | 5.0 | 50 % |",
+        "| update | 2.0 | 20 % |",
+        "| checkpoint (since the last start) | 3.0 | 30 % |",
+    ]
 
 
 def test_a_run_stopped_before_its_first_step(tmp_path):
