@@ -20,12 +20,13 @@ from rich.console import Console
 from qerl_jax import train
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.command import STOPPED
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Problem
-from qerl_jax.evaluation import evaluate
+from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
@@ -52,8 +53,39 @@ def finished(tmp_path_factory):
         eval_samples=8,
         eval_batch_size=8,
     )
-    train.train(config, Console(quiet=True))
+    with directory.with_name("said").open("w") as said:
+        train.train(config, Console(file=said, width=200))
     return directory, config
+
+
+def test_a_run_says_what_it_does_and_found(finished):
+    """Sizes, both evaluations, each step, and at the end results and files."""
+    directory, config = finished
+    said = directory.with_name("said").read_text()
+    results = runs.read_json(directory / "evaluation.json")
+    first, *steps, last = (row for row in read_metrics(directory))
+    parameters = prepare.load(config).config.parameter_count() / 1e6
+    for line in (
+        f"tiny: {parameters:.1f} M parameters, {runs.COUNT + 3} problems, into {directory}",
+        "evaluating the policy on 8 problems before training …",
+        "step 1 waits until its programs are compiled …",
+        "evaluating the trained policy on the same problems …",
+    ):
+        assert said.splitlines().count(line) == 1, line
+    for row in (first, *steps, last):
+        numbers = f"step {row['step']}/4  reward {row['reward']:.3f}  entropy {row['entropy']:.3f}"
+        assert f"{numbers}  σ {row['aqn/sigma']:.1e}  length {row['completions/mean_length']:.0f}" in said
+    *_, end = said.partition(f"run finished, in {directory}\n")
+    shown = [[cell.strip() for cell in line.strip("│").split("│")] for line in end.splitlines() if line[:1] == "│"]
+    assert shown == [
+        *([name, Evaluation.from_json(result).describe()] for name, result in results.items()),
+        *(["report", "report.md"], ["metrics", "metrics.jsonl"], ["completions", "completions"]),
+        *(["checkpoints", "checkpoints"], ["plots", "plots"], ["adapter", "adapter"]),
+    ]
+    assert list(results) == ["before", "after"]
+    before, after = (Evaluation.from_json(result) for result in results.values())
+    report = (directory / "report.md").read_text()
+    assert f"| before | {before.describe()} |\n| after | {after.describe()} |\n" in report
 
 
 def test_a_run_leaves_what_it_promises(finished):
@@ -177,6 +209,11 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
     assert "The reward is 2 × answer, 0.2 × soft_format." in text
     assert "  2.2 for a right answer" in text and "  0.2 for a wrong answer" in text
     assert "  0 for an unreadable answer, 'I do not know.' (answer 0, soft_format 0)" in text
+    model = model_path("tiny")
+    count = sum(tensor.size for tensor in open_checkpoint(model).values()) / 1e6
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
+    last = f"tiny: {count:.1f} M parameters, projections in nvfp4, weight files of {size:.3f} GB. Dry run: no weights"
+    assert text.endswith(f"\n{last} were loaded, nothing was written.\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -252,6 +252,13 @@ def test_the_first_process_of_a_cluster_speaks_for_all(error, code, monkeypatch,
         launch.run(dataclasses.replace(given, tensor_parallel_size=1, process_id=0), [], body, most=1)
 
 
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_place_beyond_the_last(index):
+    given = launch.Devices(coordinator="a:1", process_id=index, num_processes=2)
+    with pytest.raises(ConfigError, match=f"process_id must be from 0 to num_processes - 1, got {index}"):
+        launch.count(given)
+
+
 @pytest.mark.parametrize("flags", [["--process-id", "0"], ["--num-processes", "2"], ["--coordinator", "a:1"]])
 def test_a_place_that_is_incomplete(flags, capsys):
     assert train.main(flags) == 2

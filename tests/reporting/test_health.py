@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from qerl_jax.config import Config
@@ -37,6 +39,27 @@ def test_three_steps_without_a_signal():
     assert kinds(rows(3, completions__clipped_ratio=1.0)) == {"truncated"}
     assert kinds(rows(3, grad_norm=0.0)) == {"no gradient"} and kinds(rows(3, skipped=1.0)) == {"not finite"}
     assert kinds(rows(3, grad_norm=0.0, frac_reward_zero_std=1.0)) == {"equal rewards"}
+
+
+def test_what_is_said_has_its_numbers():
+    """Before and after, and the steps that it is said of."""
+    first = rows(10, reward=0.31, accuracy=0.12, completions__mean_length=300.0, entropy=0.51)
+    last = rows(10, reward=0.62, accuracy=0.122, completions__mean_length=44.0, entropy=0.023)
+    said = warnings(first + rows(5) + last)
+    assert {kind: re.split("[;:]", sentence)[0] for kind, sentence in said.items()} == {
+        "paid for something else": "the reward rose from 0.31 to 0.62, accuracy stayed (12.0% to 12.2%)",
+        "shorter": "completions shrank from 300 to 44 tokens, accuracy did not rise",
+        "entropy": "the entropy fell from 0.51 to 0.023 nats a token",
+    }
+    idle = {
+        "not finite": ({"skipped": 1.0}, "loss, gradient or new parameters of updates were not finite"),
+        "no reward": ({"reward": None}, "no completion had a reward"),
+        "equal rewards": ({"frac_reward_zero_std": 1.0}, "the rewards of every group were equal"),
+        "no gradient": ({"grad_norm": 0.0}, "the gradient was 0"),
+        "truncated": ({"completions__clipped_ratio": 1.0}, "all completions were cut off at max_completion_length"),
+    }
+    for kind, (changes, words) in idle.items():
+        assert warnings(rows(4, **changes))[kind].startswith(f"in 3 steps in a row {words}")
 
 
 CONFIG = Config(batch_size=16, num_generations=8, num_iterations=2)

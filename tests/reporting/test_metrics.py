@@ -87,6 +87,13 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
             "KL(sampled ‖ trainer)": "sampling/kl",
         },
     }
+    words = {
+        "reward": ("Reward, mean ± standard deviation within groups", "reward", "linear"),
+        "accuracy": ("Share of correct completions in training, sampled under noise", "accuracy", "linear"),
+        "entropy": ("Entropy of the policy, and AQN's σ", "entropy (nats a token)", "linear"),
+        "length": ("Completion length", "tokens", "linear"),
+        "mismatch": ("Rollout against trainer, the noise between them", "nats", "log"),
+    }
     shown = ["reward_std", "aqn/sigma", *(metric for lines in names.values() for metric in lines.values())]
     rows = [{"step": step} | {name: 20.0 + 10 * i + step for i, name in enumerate(shown)} for step in (4, 5, 6)]
     for plot, (_, draw) in _PLOTS.items():
@@ -97,8 +104,11 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
             name: [row[metric] for row in rows] for name, metric in names[plot].items()
         }
         assert all(line.get_xdata().tolist() == [4, 5, 6] for line in lines.values())
+        assert (axes.get_title(), axes.get_ylabel(), axes.get_yscale()) == words[plot]
         if plot == "entropy":
             [sigma] = figure.axes[1].get_lines()
+            assert (figure.axes[1].get_ylabel(), figure.axes[1].get_yscale()) == ("noise σ", "log")
+            assert sigma.get_xdata().tolist() == [4, 5, 6]
             assert sigma.get_ydata().tolist() == [row["aqn/sigma"] for row in rows]
         if plot == "reward":  # 44 ± 24 to 46 ± 26
             [band] = axes.collections
@@ -107,13 +117,23 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
     assert [line.get_ydata().tolist() for line in axes.get_lines()] == [[1e-6]] * 3
 
 
-@pytest.mark.parametrize(("sigma", "title"), [(0.0, ""), (0.01, ", sampled under noise")])
-def test_a_plot_names_noise_where_there_was_some(sigma, title):
+@pytest.mark.parametrize(
+    ("plot", "title", "noise"),
+    [
+        ("accuracy", "Share of correct completions in training", ", sampled under noise"),
+        ("entropy", "Entropy of the policy", ", and AQN's σ"),
+        ("mismatch", "Rollout against trainer", ", the noise between them"),
+    ],
+)
+def test_a_plot_names_noise_where_there_was_some(plot, title, noise):
     from matplotlib.figure import Figure
 
-    axes = Figure().add_subplot()
-    _PLOTS["accuracy"][1](axes, [{"step": 1, "accuracy": 0.0, "aqn/sigma": sigma}])
-    assert axes.get_title() == f"Share of correct completions in training{title}"
+    names = ("accuracy", "entropy", "sampling/kl", "sampling/sampling_logp_difference/mean")
+    for sigmas, wanted in (((0.0, 0.0), title), ((0.0, 0.01), title + noise)):
+        axes = Figure().add_subplot()
+        _PLOTS[plot][1](axes, [dict.fromkeys(names, 0.5) | {"step": 1, "aqn/sigma": sigma} for sigma in sigmas])
+        assert axes.get_title() == wanted
+        assert plot != "accuracy" or axes.get_ylim() == (-0.02, 1.02)
 
 
 def test_a_curve_has_its_moving_average_beside_it(tmp_path, monkeypatch):

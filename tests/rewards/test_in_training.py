@@ -169,8 +169,17 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     config = dataclasses.replace(config, num_generations=2, reward_weights=(1.0,))
     tokenizer = load_tokenizer(model_path("tiny"))
     items, _ = encode_problems([Problem(0, "1 + 1?", "2")], tokenizer, "", 64)
-    assert "for a wrong answer" in "\n".join(sample_lines(config, Rewards(spy=spy), tokenizer, items))
-    assert seen[1]["prompt_index"] == [0, 0, 1, 1]
+    config = dataclasses.replace(config, reward_funcs=("spy", "other"), reward_weights=(2.0, 0.5))
+    paying = {"spy": lambda **named: spy(**named) and [1.0, 0.5, 0.25, 9.0], "other": lambda **_: [8.0, 2.0, 6.0, 9.0]}
+    assert list(sample_lines(config, Rewards(**paying), tokenizer, items)) == [
+        "The first prompt:",
+        tokenizer.decode(list(items[0].tokens)),
+        "The reward is 2 × spy, 0.5 × other. It pays, where the answer is '2':",
+        "  6 for a right answer, '<think>…</think><answer>2</answer>' (spy 1, other 8)",
+        "  2 for a wrong answer, '<think>…</think><answer>3</answer>' (spy 0.5, other 2)",
+        "  3.5 for an unreadable answer, 'I do not know.' (spy 0.25, other 6)",
+    ]
+    assert seen[1]["prompt_index"] == [0, 0, 1, 1] and seen[1]["answer"] == ["2"] * 4
 
 
 def test_objects_that_are_no_rewards_and_no_records(tmp_path):

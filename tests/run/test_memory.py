@@ -23,8 +23,8 @@ from qerl_jax.rl.plan import UpdatePlan, make_update_plan, recomputation
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_run, abstract_trees, tree_bytes
-from qerl_jax.run.dry_run import memory_table
-from qerl_jax.run.memory import MemoryEstimate, memory_report
+from qerl_jax.run.dry_run import memory_table, parameter_table
+from qerl_jax.run.memory import MemoryEstimate, MemoryReport, ParameterRow, memory_report
 from qerl_jax.run.prepare import load, refuse_rollout
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
@@ -355,6 +355,21 @@ def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_i
         ConfigError, match=r"one sequence of 120 tokens takes .* GB more than is left of 0\.0 GB; lower"
     ):
         memory.refuse_oversized(config, 5e6)
+
+
+def test_the_parameters_of_a_dry_run_have_every_number_in_its_place():
+    rows = [
+        ParameterRow("24 projections", 4_000_000, "Nvfp4", 2_250_000),
+        ParameterRow("norms", 1_500, "float32", 6_000),
+    ]
+    report = object.__new__(MemoryReport)
+    object.__setattr__(report, "parameters", rows)
+    what, *numbers = ([*column.cells] for column in parameter_table(report).columns)
+    assert dict(zip(what, zip(*numbers, strict=True), strict=True)) == {
+        "24 projections": ("4.000", "Nvfp4", "4.50", "0.002 GB"),
+        "norms": ("0.002", "float32", "32.00", "0.000 GB"),
+        "all of it": ("", "", "", "0.002 GB"),
+    }
 
 
 def test_the_table_of_a_dry_run_has_every_number_in_its_place():

@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
@@ -186,6 +187,24 @@ def test_metrics_with_all_steps_go_on(tmp_path):
 def test_a_resume_that_finds_nothing_says_so(place, state, tmp_path, capsys):
     assert restore(config_of(place, resume="auto"), Checkpointer(tmp_path, 1), state, Console()) is state
     assert "no checkpoint to resume in" in capsys.readouterr().out
+
+
+def test_a_resume_says_from_where_and_what_has_changed(state, tmp_path, capsys):
+    """Of two checkpoints and the rest of a third; the second time the run ends later."""
+    config = dataclasses.replace(state.config, output_dir=str(tmp_path), resume="auto")
+    for step in (3, 5):
+        Checkpointer(tmp_path, 2).save(state.replace(step=jnp.int32(step)))
+    (tmp_path / "checkpoints" / "7").mkdir()
+    said = {
+        8: "resuming after step 5 of 8\n",
+        20: "max_steps: 8 -> 20; learning rate and noise are those of the new length from here on\n"
+        "resuming after step 5 of 20\n",
+    }
+    rest = f"{tmp_path / 'checkpoints' / '7'} is incomplete and ignored: it has no manifest\n"
+    for steps, lines in said.items():
+        changed = dataclasses.replace(config, max_steps=steps)
+        found = restore(changed, Checkpointer(tmp_path, 2), state.replace(config=changed), Console(soft_wrap=True))
+        assert int(found.step) == 5 and capsys.readouterr().out == rest + lines
 
 
 def test_a_run_that_was_moved_is_found_beside_its_config(place, tmp_path):
