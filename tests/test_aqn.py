@@ -13,7 +13,7 @@ import pytest
 from helpers import assert_trees_equal, fp32_policy, logits_of, with_norm_offsets
 
 from qerl_jax import aqn
-from qerl_jax.checkpoint.adapter import map_norms
+from qerl_jax.checkpoint.adapter import map_layers
 
 KEY = jax.random.key(5)
 
@@ -170,7 +170,7 @@ def test_noise_equals_scaled_columns_of_the_weights_behind_the_norm(policy):
     """
     noisy = aqn.perturb(policy.norms, 0.05, KEY)
     factors = {}
-    map_norms(
+    map_layers(
         lambda layer, name, w: factors.setdefault((layer, name), w),
         jax.tree.map(lambda a, b: a / b, noisy, policy.norms),
     )

@@ -55,7 +55,7 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
     if _shape(ours) != _shape(source.config):
         raise ValueError(f"{directory / CONFIG_FILE} describes {source.config}, the policy was asked for {ours}")
 
-    def lora(path: tuple[str | int, ...], layer: int, part: str, old: Lora) -> Lora:
+    def lora(layer: int, part: str, old: Lora) -> Lora:
         a, b = source.lora(layer, part)
         return dataclasses.replace(old, a=jnp.asarray(a).T, b=jnp.asarray(b).T)
 
@@ -63,7 +63,7 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
         value = source.norm(layer, name)
         return old if value is None else jnp.asarray(value)
 
-    adapters, norms = map_adapters(lora, policy.lora), map_norms(norm, policy.norms)
+    adapters, norms = map_layers(lora, policy.lora), map_layers(norm, policy.norms)
     base = policy.norms if policy.base_norms is None and source.has_norms else policy.base_norms
     return policy.replace(lora=adapters, norms=norms, base_norms=base, lora_config=ours)
 
@@ -154,12 +154,11 @@ def adapter_tensors(policy: Policy) -> dict[str, np.ndarray]:
     """PEFT name -> fp32 array of every adapter."""
     tensors = {}
 
-    def collect(path: tuple[str | int, ...], layer: int, part: str, lora: Lora) -> Lora:
+    def collect(layer: int, part: str, lora: Lora) -> None:
         for matrix, value in (("A", lora.a), ("B", lora.b)):
             tensors[lora_key(layer, part, matrix)] = np.ascontiguousarray(np.asarray(value, np.float32).T)
-        return lora
 
-    map_adapters(collect, policy.lora)
+    map_layers(collect, policy.lora)
     return tensors
 
 
@@ -167,29 +166,18 @@ def norm_tensors(policy: Policy) -> dict[str, np.ndarray]:
     """Name in the base checkpoint -> fp32 array of every layer norm."""
     tensors = {}
 
-    def collect(layer: int, name: str, weight: jax.Array) -> jax.Array:
+    def collect(layer: int, name: str, weight: jax.Array) -> None:
         tensors[names.layer_norm(layer, name)] = np.asarray(weight, np.float32)
-        return weight
 
-    map_norms(collect, policy.norms)
+    map_layers(collect, policy.norms)
     return tensors
 
 
-def map_adapters(function: Callable[[tuple, int, str, Lora], Lora], lora: Any) -> Any:
-    """Apply `function(tree path, layer, part, Lora)` to every adapter of a policy's lora tree."""
+def map_layers(function: Callable[[int, str, Any], Any], tree: Any) -> Any:
+    """Apply `function(layer, name, leaf)` to every `Lora` of a policy's adapters, or to every weight of its norms."""
 
-    def visit(path, leaf: Lora) -> Lora:
-        keys = tuple(entry.key for entry in path)
-        return function(keys, keys[1], keys[-1], leaf)
+    def visit(path: tuple, leaf: Any) -> Any:
+        keys = [entry.key for entry in path]
+        return function(keys[1], keys[-1] if isinstance(leaf, Lora) else keys[-2], leaf)
 
-    return jax.tree_util.tree_map_with_path(visit, lora, is_leaf=lambda node: isinstance(node, Lora))
-
-
-def map_norms(function: Callable[[int, str, jax.Array], jax.Array], norms: Any) -> Any:
-    """Apply `function(layer, name, weight)` to every layer norm of a policy's norms tree."""
-
-    def visit(path, leaf: jax.Array) -> jax.Array:
-        keys = tuple(entry.key for entry in path)
-        return function(keys[1], keys[2], leaf)
-
-    return jax.tree_util.tree_map_with_path(visit, norms)
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda node: isinstance(node, Lora))

@@ -58,22 +58,13 @@ class DenseTensors(TensorSource):
         self._modules = {
             names.projection(layer, part): (layer, part) for layer in layers for part in self.config.projection_shapes()
         }
-        self._stored_names = {dense: name for name in self._stored if (dense := self._dense_name(name)) is not None}
+        self.names = {dense: name for name in self._stored if (dense := self._dense_name(name)) is not None}
         self._weight = functools.lru_cache(maxsize=2)(self._read_weight)  # o_proj comes between k_proj and q_proj
 
     def __getitem__(self, name: str) -> np.ndarray:
         if (place := self._modules.get(name.removesuffix(".weight"))) is not None:
             return self._projection(*place)
-        return self._stored[self._stored_names[name]].astype(self.dtype)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored_names
-
-    def __iter__(self):
-        return iter(self._stored_names)
-
-    def __len__(self) -> int:
-        return len(self._stored_names)
+        return self._stored[self.names[name]].astype(self.dtype)
 
     def where(self) -> str:
         """The files of the base."""
@@ -81,12 +72,12 @@ class DenseTensors(TensorSource):
 
     def file_of(self, name: str) -> Path:
         """The base's file from which the tensor is computed."""
-        return self._stored.file_of(self._stored_names[name])
+        return self._stored.file_of(self.names[name])
 
     def spec(self, name: str) -> Spec:
         """dtype and shape."""
         place = self._modules.get(name.removesuffix(".weight"))
-        shape = self._stored.spec(self._stored_names[name])[1]
+        shape = self._stored.spec(self.names[name])[1]
         return self.dtype, shape if place is None else self.config.projection_shapes()[place[1]]
 
     def _dense_name(self, stored: str) -> str | None:
@@ -132,19 +123,11 @@ class Replaced(TensorSource):
     """A checkpoint with fp32 values in the place of some tensors, in `dtype`."""
 
     def __init__(self, tensors: TensorSource, values: Mapping[str, np.ndarray], dtype: DTypeLike = np.float32):
-        self._tensors, self._values, self._dtype = tensors, values, np.dtype(dtype)
+        self.names = self._tensors = tensors
+        self._values, self._dtype = values, np.dtype(dtype)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._values[name].astype(self._dtype) if name in self._values else self._tensors[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self):
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def where(self) -> str:
         """The files of the checkpoint."""

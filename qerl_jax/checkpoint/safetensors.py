@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,22 @@ Spec = tuple[np.dtype, tuple[int, ...]]
 
 
 class TensorSource(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name: those of files (`Tensors`), or values computed when they are asked for."""
+    """The tensors of a checkpoint by name: those of files (`Tensors`), or values computed when they are asked for.
+
+    Attributes:
+      names: of the tensors, as keys.
+    """
+
+    names: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would compute the tensor
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
     @abc.abstractmethod
     def spec(self, name: str) -> Spec:
@@ -87,29 +102,20 @@ class Tensors(TensorSource):
 
     def __init__(self, files: Iterable[Path]):
         self._files = list(files)
-        self._entries: dict[str, tuple[Path, Spec, int]] = {}
+        self.names: dict[str, tuple[Path, Spec, int]] = {}
         for path in self._files:
             for name, entry in _entries(path).items():
-                if name in self._entries:
-                    raise CheckpointError(f"tensor {name!r} stands in both {self._entries[name][0]} and {path}")
-                self._entries[name] = entry
+                if name in self.names:
+                    raise CheckpointError(f"tensor {name!r} stands in both {self.names[name][0]} and {path}")
+                self.names[name] = entry
 
     def __getitem__(self, name: str) -> np.ndarray:
-        path, (dtype, shape), begin = self._entries[name]
+        path, (dtype, shape), begin = self.names[name]
         if math.prod(shape) == 0:
             return np.empty(shape, dtype)
         # The offset need not suit the dtype's alignment (the format promises none), so map bytes and reinterpret them.
         raw = np.memmap(path, np.uint8, "r", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
         return raw.view(dtype).reshape(shape)
-
-    def __contains__(self, name: object) -> bool:  # Mapping's own would map the tensor
-        return name in self._entries
-
-    def __iter__(self):
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def where(self) -> str:
         """The file, or the directory and the number of its files."""
@@ -117,11 +123,11 @@ class Tensors(TensorSource):
 
     def file_of(self, name: str) -> Path:
         """The file a tensor stands in."""
-        return self._entries[name][0]
+        return self.names[name][0]
 
     def spec(self, name: str) -> Spec:
         """dtype and shape without touching the data."""
-        return self._entries[name][1]
+        return self.names[name][1]
 
 
 def _entries(path: Path) -> dict[str, tuple[Path, Spec, int]]:

@@ -163,11 +163,11 @@ def test_fresh_adapters(micro_dir, targets):
         load_policy(micro_dir, lora=LoraConfig(3, 6.0, target_modules=targets), seed=s, dtype=jnp.float32)
         for s in (0, 1)
     ]
-    from qerl_jax.checkpoint.adapter import map_adapters
+    from qerl_jax.checkpoint.adapter import map_layers
 
     seen, previous = {}, {}
     for policy, found in zip(policies, (previous, seen), strict=True):
-        map_adapters(lambda path, layer, part, lora, found=found: found.setdefault((layer, part), lora), policy.lora)
+        map_layers(lambda layer, part, lora, found=found: found.setdefault((layer, part), lora), policy.lora)
     assert set(seen) == {(layer, part) for layer in range(2) for part in targets}
     shapes = policies[0].config.projection_shapes()
     drawn = []

@@ -18,7 +18,7 @@ from oracles import torch_qwen2
 from oracles.torch_updates import TorchUpdates
 from updates import ROWS, make_batch, make_config
 
-from qerl_jax.checkpoint.adapter import map_adapters, map_norms
+from qerl_jax.checkpoint.adapter import map_layers
 from qerl_jax.config import Config
 from qerl_jax.rl import head, layer, optimizer
 from qerl_jax.rl import step as rl_step
@@ -46,11 +46,10 @@ class TorchTrainer(TorchUpdates):
         self.config, self.scale = config, policy.lora_config.scale
         adapters = {}
 
-        def collect(path, layer, part, lora):
+        def collect(layer, part, lora):
             adapters[layer, part] = (np.asarray(lora.a).T, np.asarray(lora.b).T, lora.scale)
-            return lora
 
-        map_adapters(collect, policy.lora)
+        map_layers(collect, policy.lora)
         self.base = torch_qwen2.load(directory).double()
         self.model = torch_qwen2.load(directory)
         torch_qwen2.attach_lora(self.model, adapters)
@@ -78,25 +77,22 @@ class TorchTrainer(TorchUpdates):
     def _set_norms(model, policy):
         def put(layer, name, weight):
             getattr(model.model.layers[layer], name).weight.data = torch.tensor(np.asarray(weight)).double()
-            return weight
 
-        map_norms(put, policy.norms)
+        map_layers(put, policy.norms)
 
 
 def parameters(state: TrainState, config: Config) -> dict:
     found = {}
 
-    def adapter(path, layer, part, lora):
+    def adapter(layer, part, lora):
         found[layer, part, "a"], found[layer, part, "b"] = np.asarray(lora.a).T, np.asarray(lora.b).T
-        return lora
 
     def norm(layer, name, weight):
         found[layer, name, "w"] = np.asarray(weight)
-        return weight
 
-    map_adapters(adapter, state.lora)
+    map_layers(adapter, state.lora)
     if config.train_norms:
-        map_norms(norm, state.norms)
+        map_layers(norm, state.norms)
     return found
 
 

@@ -118,7 +118,7 @@ class LLM:
     def policy(self, adapter):
         import jax.numpy as jnp
 
-        from qerl_jax.checkpoint.adapter import map_norms
+        from qerl_jax.checkpoint.adapter import map_layers
         from qerl_jax.checkpoint.load import load_policy
         from qerl_jax.models.lora import LoraConfig
 
@@ -127,7 +127,7 @@ class LLM:
         policy = load_policy(self.path, lora=base, dtype=jnp.float32, adapter=path)
         layers = self.model.model.layers
         return policy.replace(
-            norms=map_norms(
+            norms=map_layers(
                 lambda layer, name, old: jnp.asarray(getattr(layers[layer], name).weight.data.numpy()), policy.norms
             )
         )
