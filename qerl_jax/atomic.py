@@ -23,7 +23,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = (target.with_name(f".{target.name}.{what}") for what in ("writing", "replaced"))
-    lock = _claim(target, temporary)
+    descriptor = _claim(target, temporary)
     try:
         _settle(target, old)
         for rest in temporary.iterdir():
@@ -38,7 +38,20 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         raise
     finally:
         _settle(target, old)
-        os.close(lock)
+        os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Take the lock of an open file or directory, which the kernel releases when the process ends, however it does;
+    False where another process has it. A file system without locks is used without.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _claim(target: Path, temporary: Path) -> int:
@@ -46,19 +59,12 @@ def _claim(target: Path, temporary: Path) -> int:
     if temporary.is_symlink():
         temporary.unlink()
     temporary.mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(temporary, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_own = True
-    except BlockingIOError:
-        is_own = False
-    except OSError:  # a file system without locks
-        is_own = True
+    descriptor = os.open(temporary, os.O_RDONLY)
     # Or it has been renamed since it was opened.
-    if not is_own or not (temporary.exists() and os.path.samestat(os.fstat(lock), temporary.stat())):
-        os.close(lock)
+    if not lock(descriptor) or not (temporary.exists() and os.path.samestat(os.fstat(descriptor), temporary.stat())):
+        os.close(descriptor)
         raise FileExistsError(f"{target} is being written by another process: wait for its end, or name another place")
-    return lock
+    return descriptor
 
 
 def _settle(target: Path, old: Path) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from qerl_jax.atomic import check_file_writable, naming
+from qerl_jax.atomic import check_file_writable, lock, naming
 from qerl_jax.evaluation.summary import Item
 
 
@@ -69,7 +68,8 @@ def open_records(
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
     with file:
-        _lock(path, file)
+        if not lock(file.fileno()):
+            raise RecordsError(f"records {path} are being written by another process")
         file.seek(0)
         header = _line({"settings": dict(settings)})
         first = file.readline()
@@ -134,13 +134,3 @@ def _write(path: Path, file: BinaryIO, text: str) -> None:
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-def _lock(path: Path, file: BinaryIO) -> None:
-    """The kernel releases the lock when the process ends. A file system without locks is used without."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RecordsError(f"records {path} are being written by another process") from error
-    except OSError:
-        pass

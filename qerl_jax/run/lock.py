@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from qerl_jax.atomic import naming
+from qerl_jax.atomic import lock, naming
 from qerl_jax.checkpoint.run_files import LOCK_FILE
 from qerl_jax.config import ConfigError
 
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock file, which names host and process, for the length of a block. The kernel releases the
-    lock when the process ends, however that happens; the file stays. A file system without locks is used without.
+    """Hold the directory's lock file, which names host and process, for the length of a block; the file stays.
 
     Raises ConfigError naming host and process if another run holds it; OSError if it cannot be written.
     """
@@ -43,13 +41,9 @@ def refuse_locked(directory: Path) -> None:
 
 
 def _take(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not lock(descriptor):
         host, process = (*path.read_text().split(), "?", "?")[:2]
         raise ConfigError(
             f"output_dir {path.parent} is in use by another run, process {process} on host {host}: wait until it ends, "
             "or name another --output-dir"
-        ) from error
-    except OSError:  # a network file system without locks
-        pass
+        )
