@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
+from qerl_jax.config import Config
+
 _MEASURED = (
     "loss",
     "tokens",
@@ -30,22 +32,6 @@ _MEASURED = (
     "skipped",
     "clip_ratio/region_mean",
 )  # by the update itself
-
-
-@runtime_checkable
-class LossConfig(Protocol):
-    """What the loss reads; `qerl_jax.config.Config` has it."""
-
-    loss_type: str
-    importance_sampling_level: str
-    epsilon: float
-    upper_clip: float
-    delta: float | None
-    beta: float
-    importance_sampling_mode: str
-    importance_sampling_cap: float | None
-    importance_sampling_floor: float | None
-    max_completion_length: int
 
 
 def token_weights(mask: Bool[Array, "B T"], loss_type: str, max_completion_length: int) -> Float32[Array, "B T"]:
@@ -175,7 +161,7 @@ def policy_ratio(
     return jnp.exp(log_ratio)
 
 
-def built_in_loss(config: LossConfig) -> TokenLoss:
+def built_in_loss(config: Config) -> TokenLoss:
     """The token loss of `loss_type`, with the settings of the config. Equal settings give equal functions, for which
     nothing is compiled again.
     """
@@ -201,7 +187,7 @@ class LossSettings:
     importance_sampling_floor: float | None
 
     @classmethod
-    def of(cls, config: LossConfig, token_loss: TokenLoss | None = None) -> LossSettings:
+    def of(cls, config: Config, token_loss: TokenLoss | None = None) -> LossSettings:
         """Those of a config; `token_loss` in place of its built-in one."""
         names = [field.name for field in dataclasses.fields(cls)[1:]]
         return cls(token_loss or built_in_loss(config), *(getattr(config, name) for name in names))

@@ -20,22 +20,10 @@ LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 B, T = 5, 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    loss_type: str = "grpo"
-    importance_sampling_level: str = "token"
-    epsilon: float = 0.2
-    epsilon_high: float = 0.28
-    delta: float | None = None
-    beta: float = 0.0
-    importance_sampling_mode: str = "token_truncate"
-    importance_sampling_cap: float | None = None
-    importance_sampling_floor: float | None = None
-    max_completion_length: int = 9
-
-    @property
-    def upper_clip(self) -> float:
-        return self.epsilon_high
+def make_settings(loss_type: str = "grpo", importance_sampling_level: str = "token", **changes) -> Config:
+    """Of a loss without importance weights, unless `changes` say so."""
+    own = {"max_completion_length": 9, "importance_sampling_cap": None} | changes
+    return Config(loss_type=loss_type, importance_sampling_level=importance_sampling_level, **own)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +51,7 @@ def case() -> dict[str, np.ndarray]:
     }
 
 
-def ours(case: dict[str, np.ndarray], settings: Settings) -> tuple[float, np.ndarray, dict]:
+def ours(case: dict[str, np.ndarray], settings: Config) -> tuple[float, np.ndarray, dict]:
     """Loss, its gradient in the log-probabilities, and the values to report."""
     mask = jnp.asarray(case["mask"])
     weights = token_weights(mask, settings.loss_type, settings.max_completion_length)
@@ -91,7 +79,7 @@ def theirs(case, settings, function=torch_grpo.loss):
 
 
 GRID = [
-    Settings(
+    make_settings(
         *choice[:2],
         epsilon_high=1.2 if choice[0] == "cispo" else 0.28,
         delta=choice[2],
@@ -124,7 +112,7 @@ def test_values_gradients_and_metrics_equal_the_formulas_and_trl(case, loss_type
 
 def test_the_case_makes_every_setting_matter(case):
     """Each of the settings changes the loss, so that the comparison above can tell them apart; and every clip binds."""
-    base = Settings()
+    base = make_settings()
     values = [theirs(case, s)[0] for s in GRID]
     assert len({round(v, 6) for v in values}) == len([s for s in GRID if s.loss_type != "bnpo"])  # bnpo is dapo
     for changes in (
@@ -177,7 +165,11 @@ def test_unknown_loss_type_is_refused():
         token_weights(jnp.ones((1, 2), bool), "gspo", 3)
 
 
-@pytest.mark.parametrize("settings", [Settings(t, "sequence", beta=0.3) for t in LOSSES] + [Settings()], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [make_settings(t, "sequence", beta=0.3) for t in LOSSES] + [make_settings()],
+    ids=lambda settings: f"{settings.loss_type}-{settings.importance_sampling_level}",
+)
 def test_a_masked_row_counts_in_the_mean_over_rows_alone(case, settings):
     """Garbage, infinities and NaN behind the mask change nothing; a masked row is an absent one but for the number of
     rows that `grpo` and `dr_grpo` divide by."""
@@ -200,7 +192,7 @@ def test_a_masked_row_counts_in_the_mean_over_rows_alone(case, settings):
 def test_first_update_gradient_is_reinforce(case, loss_type):
     """At ratio 1 nothing clips, so every variant's gradient is -weight · A; CISPO's cap above 1 never binds."""
     on_policy = {**case, "old": case["logp"]}
-    settings = Settings(loss_type, epsilon_high=3.0 if loss_type == "cispo" else 0.28)
+    settings = make_settings(loss_type, epsilon_high=3.0 if loss_type == "cispo" else 0.28)
     _, gradient, _ = ours(on_policy, settings)
     weights = np.asarray(token_weights(jnp.asarray(case["mask"]), loss_type, 9))
     np.testing.assert_allclose(gradient, -weights * case["advantages"][:, None], atol=1e-6)
@@ -208,7 +200,7 @@ def test_first_update_gradient_is_reinforce(case, loss_type):
 
 def test_the_importance_weight_has_no_gradient(case):
     """d loss / d behaviour and d old through the weight: the weight multiplies the loss, it is not trained."""
-    settings = Settings("bnpo", importance_sampling_cap=1.5)
+    settings = make_settings("bnpo", importance_sampling_cap=1.5)
     mask = jnp.asarray(case["mask"])
     arrays = {k: jnp.asarray(v) for k, v in case.items()}
 
@@ -225,7 +217,7 @@ def test_the_importance_weight_has_no_gradient(case):
 def test_the_importance_weights_are_trls(case, mode, floor):
     """Against TRL's own lines, and formulas; ratios lie below, between and above the bounds, of tokens and sequences.
     The KL penalty is not weighted."""
-    settings = Settings(
+    settings = make_settings(
         beta=0.3, importance_sampling_mode=mode, importance_sampling_cap=1.5, importance_sampling_floor=floor
     )
     mismatch = np.where(case["mask"], case["old"] - case["behaviour"], 0)
@@ -247,7 +239,7 @@ def loss_of_my_own(logp, old_logp, behaviour_logp, reference_logp, advantages, m
 
 
 def test_a_loss_of_ones_own_is_weighted_and_penalized_like_the_others(case):
-    settings = Settings("grpo", beta=0.3, importance_sampling_cap=1.5)
+    settings = make_settings("grpo", beta=0.3, importance_sampling_cap=1.5)
     mask, (reference, behaviour) = case["mask"], (case["reference"], case["behaviour"])
     arrays = {k: jnp.asarray(v) for k, v in case.items()}
 
@@ -280,7 +272,7 @@ def test_a_loss_of_ones_own_is_weighted_and_penalized_like_the_others(case):
 def test_results_of_a_loss_that_are_not_one_a_token_are_refused(case, returned, words):
     arrays = [jnp.asarray(case[name]) for name in ("logp", "old", "behaviour", "reference", "advantages", "mask")]
     with pytest.raises(ValueError, match=words):
-        token_losses(*arrays, LossSettings.of(Settings(), lambda logp, *_: returned(logp)))
+        token_losses(*arrays, LossSettings.of(make_settings(), lambda logp, *_: returned(logp)))
 
 
 def test_losses_of_equal_settings_are_equal():
