@@ -200,7 +200,7 @@ def test_programs_are_recorded_for_the_memory_of_the_device(tmp_path):
     def widths_on(device_bytes: float | None) -> tuple[int, int, int]:
         programs = record(rehearse_run, config, Hooks(), device_bytes)
         [shapes] = [each.args[-1] for each in programs if each.function.__name__ == "allocate_jit"]
-        sizes[shapes.cache_bytes] = estimate_memory(policy, state, config, device_bytes).cache
+        sizes[shapes.cache_bytes] = estimate_memory(policy, state, config, device_bytes).rollout.cache
         return shapes.prompt_slots, shapes.prompt_width, shapes.completion_width
 
     assert widths_on(None) == (32, 96, 64)

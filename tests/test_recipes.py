@@ -77,8 +77,8 @@ def test_the_largest_released_script_fits_80_gb():
     config = recipe("release-32b-nvfp4")
     changes = {"model": str(SHAPES / "Qwen2.5-32B"), "matmul_kernel": "mosaic_gpu"}
     memory = memory_report(dataclasses.replace(config, **changes), 80e9, gpu=H200).memory
-    assert memory.sequences == config.batch_size
-    assert max(memory.rollout, memory.update) < 0.95 * 80e9
+    assert memory.rollout.sequences == config.batch_size
+    assert max(memory.rollout_peak, memory.update_peak) < 0.95 * 80e9
 
 
 @pytest.mark.parametrize("name", MORE_DATA)
@@ -186,11 +186,11 @@ def test_recipes_fit_the_gpu_that_they_name(dataset, size, stored):
     changes = {"model": str(SHAPES / f"Qwen2.5-{size.upper()}"), "matmul_kernel": "mosaic_gpu"}
     planned = memory_report(dataclasses.replace(config, **changes), limit, gpu=H200)
     memory = planned.memory
-    assert memory.eval_sequences >= 8
-    assert memory.weights + max(memory.cache, memory.eval_cache) < 0.95 * limit
-    assert max(memory.cache, memory.eval_cache) <= config.rollout_memory_gb * 1e9
-    peak = max(memory.rollout, memory.update, memory.evaluation)
+    assert memory.evaluation.sequences >= 8
+    assert memory.weights + max(memory.rollout.cache, memory.evaluation.cache) < 0.95 * limit
+    assert max(memory.rollout.cache, memory.evaluation.cache) <= config.rollout_memory_gb * 1e9
+    peak = max(memory.rollout_peak, memory.update_peak, memory.evaluation_peak)
     assert peak < 0.95 * limit
-    if memory.sequences < config.batch_size:  # sequences wait for memory: then the card is made use of
+    if memory.rollout.sequences < config.batch_size:  # sequences wait for memory: then the card is made use of
         assert peak > 0.3 * limit
-    assert planned.memory.sequences >= 8
+    assert planned.memory.rollout.sequences >= 8

@@ -137,7 +137,7 @@ def measured_run(config: Config) -> dict[str, Any]:
         "compilations_last_step": rows[-1]["compilations"],
         **found,
         "peak_bytes": peak_bytes(),
-        "predicted_bytes": max(planned.rollout, planned.update),
+        "predicted_bytes": max(planned.rollout_peak, planned.update_peak),
     }
 
 

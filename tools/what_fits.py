@@ -65,7 +65,7 @@ def cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace, gpu: 
         return "–"
     keeps_all = plan.recomputed == plan.recomputed_gate_up == 0
     again = "" if keeps_all else f", {recomputation(plan)}"
-    return f"{plan.pack.tokens} tokens{again}; {memory.sequences} decoded"
+    return f"{plan.pack.tokens} tokens{again}; {memory.rollout.sequences} decoded"
 
 
 def row_of(name: str, args: argparse.Namespace) -> str:

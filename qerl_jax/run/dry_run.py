@@ -108,8 +108,9 @@ def memory_table(memory: MemoryEstimate, config: Config, devices: int = 1) -> Ta
     """A row for each thing that takes memory, and both peaks."""
     each = f" on each of {devices} devices" if devices > 1 else ""
     table = _table(f"Memory estimate{each} (GB = 1e9 bytes)", "what", "rollout", "update", "evaluation")
-    evaluated = memory.eval_sequences > 0
-    sequences = f"{memory.sequences} sequences" + (f" (evaluation: {memory.eval_sequences})" if evaluated else "")
+    own, other = memory.rollout, memory.evaluation
+    evaluated = other.sequences > 0
+    sequences = f"{own.sequences} sequences" + (f" (evaluation: {other.sequences})" if evaluated else "")
 
     def row(what: str, rollout: int | None = None, update: int | None = None, evaluation: int | None = None) -> None:
         evaluation = evaluation if evaluated else None
@@ -119,13 +120,13 @@ def memory_table(memory: MemoryEstimate, config: Config, devices: int = 1) -> Ta
     row("weights, adapters, norms, optimizer state", held, held, held)
     if memory.copy:
         row("copy of the trained weights", memory.copy, None, memory.copy)
-    row(f"keys and values of {sequences} at a time", memory.cache, None, memory.eval_cache)
-    row("prefill: activations, or", memory.prefill, None, memory.eval_prefill)
-    row("decode step: logits and sampling", memory.logits, None, memory.eval_logits)
+    row(f"keys and values of {sequences} at a time", own.cache, None, other.cache)
+    row("prefill: activations, or", own.prefill, None, other.prefill)
+    row("decode step: logits and sampling", own.logits, None, other.logits)
     row("gradient", None, memory.gradient)
     plan = memory.update_plan
     row(f"activations of {plan.pack.tokens} tokens, {recomputation(plan)}", None, memory.activations)
     row("a layer's backward pass, or the head", None, memory.working)
     table.add_section()
-    row("peak, about", memory.rollout, memory.update, memory.evaluation)
+    row("peak, about", memory.rollout_peak, memory.update_peak, memory.evaluation_peak)
     return table

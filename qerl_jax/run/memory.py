@@ -22,7 +22,7 @@ from qerl_jax.rl.plan import UpdatePlan, make_update_plan, within
 from qerl_jax.rl.state import refuse_divided, trained_trees
 from qerl_jax.rollout.shapes import choose_shapes, decode_bytes, prefill_bytes
 from qerl_jax.run.abstract import abstract_run, has_weights, tree_size
-from qerl_jax.types import Policy, TrainState
+from qerl_jax.types import Engine, Policy, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +43,36 @@ class ParameterRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes of a rollout besides weights and state; all 0 where none samples here.
+
+    Attributes:
+      sequences: number of sequences decoded together.
+      cache: KV cache.
+      prefill: activations of the largest prefill.
+      logits: logits and sampling of a decode step.
+    """
+
+    sequences: int = 0
+    cache: int = 0
+    prefill: int = 0
+    logits: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Most of them at one time."""
+        return self.cache + max(self.prefill, self.logits)
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device, as `estimate_memory` computes them; `sequences` and `eval_sequences` are counts.
+    """Bytes on the device, as `estimate_memory` computes them.
 
     Attributes:
       weights: the frozen base, or the checkpoint where all weights are trained.
       state: adapters, norms, optimizer state; all trained weights.
       copy: the trained weights in the compute dtype, beside the rollout or evaluation that reads them; 0 with adapters.
-      sequences: number of sequences decoded together in a rollout.
-      cache: KV cache of a rollout.
-      eval_sequences: number of sequences decoded together in an evaluation; 0 without an evaluation.
-      eval_cache: KV cache of an evaluation.
-      eval_prefill: activations of an evaluation's largest prefill.
-      eval_logits: logits and sampling of an evaluation's decode step.
-      prefill: activations of a rollout's largest prefill.
-      logits: logits and sampling of a rollout's decode step.
+      rollout, evaluation: what sampling takes in training and in an evaluation.
       gradient: gradient of the trained trees.
       update_state: gradient and next state, which stand beside the last state once all activations are freed.
       update_plan: shape of a micro-batch, and the number of layers that recompute.
@@ -68,14 +83,8 @@ class MemoryEstimate:
     weights: int
     state: int
     copy: int
-    sequences: int
-    cache: int
-    eval_sequences: int
-    eval_cache: int
-    eval_prefill: int
-    eval_logits: int
-    prefill: int
-    logits: int
+    rollout: RolloutMemory
+    evaluation: RolloutMemory
     gradient: int
     update_state: int
     update_plan: UpdatePlan
@@ -83,18 +92,18 @@ class MemoryEstimate:
     working: int
 
     @property
-    def rollout(self) -> int:
+    def rollout_peak(self) -> int:
         """Peak during the rollout."""
-        return self.weights + self.state + self.copy + self.cache + max(self.prefill, self.logits)
+        return self.weights + self.state + self.copy + self.rollout.peak
 
     @property
-    def evaluation(self) -> int:
+    def evaluation_peak(self) -> int:
         """Peak during an evaluation; 0 without one."""
         held = self.weights + self.state + self.copy
-        return held + self.eval_cache + max(self.eval_prefill, self.eval_logits) if self.eval_sequences else 0
+        return held + self.evaluation.peak if self.evaluation.sequences else 0
 
     @property
-    def update(self) -> int:
+    def update_peak(self) -> int:
         """Peak during the update."""
         return self.weights + self.state + max(self.gradient + self.activations + self.working, self.update_state)
 
@@ -318,34 +327,27 @@ def estimate_memory(
     first = Replicas(0, replicas)
     model: ModelConfig = policy.config
     lengths = config.max_prompt_length, config.max_completion_length
-    own = config.rollout_backend == "jax"  # else the KV cache is vLLM's
-    rollout = evaluation = None
-    prefill = eval_prefill = 0
     on_device = functools.partial(bytes_on_device, count=model.tensor_parallel)
     weights, held = on_device(policy.frozen), on_device(state)
     copy = weights if config.is_full else 0
     update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas, gpu=gpu)
-    if own:
-        sizes = len(first.share(config.num_prompts)), config.num_generations
-        rollout = choose_shapes(policy, *sizes, *lengths, within(update, config.engine), gpu)
-        prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant, gpu)
-    if own and config.eval_dataset:
-        sizes = len(first.share(config.eval_samples)), config.eval_num_generations
-        evaluation = choose_shapes(policy, *sizes, *lengths, within(update, config.eval_engine), gpu)
-        eval_prefill = prefill_bytes(policy, sizes[0], lengths[0], config.batch_invariant, gpu)
+
+    def sampling(problems: int, group: int, engine: Engine) -> RolloutMemory:
+        if config.rollout_backend != "jax":  # the KV cache is vLLM's
+            return RolloutMemory()
+        prompts = len(first.share(problems))
+        shapes = choose_shapes(policy, prompts, group, *lengths, within(update, engine), gpu)
+        prefill = prefill_bytes(policy, prompts, lengths[0], config.batch_invariant, gpu)
+        return RolloutMemory(shapes.slots, shapes.cache_bytes, prefill, decode_bytes(model, shapes.slots))
+
+    evaluated = config.eval_samples, config.eval_num_generations, config.eval_engine
     trained = on_device(trained_trees(state.lora, state.norms, state.weights, config))
     return MemoryEstimate(
         weights=weights,
         state=held,
         copy=copy,
-        sequences=rollout.slots if rollout else 0,
-        cache=rollout.cache_bytes if rollout else 0,
-        eval_sequences=evaluation.slots if evaluation else 0,
-        eval_cache=evaluation.cache_bytes if evaluation else 0,
-        eval_prefill=eval_prefill,
-        eval_logits=decode_bytes(model, evaluation.slots) if evaluation else 0,
-        prefill=prefill,
-        logits=decode_bytes(model, rollout.slots) if rollout else 0,
+        rollout=sampling(config.num_prompts, config.num_generations, config.engine),
+        evaluation=sampling(*evaluated) if config.eval_dataset else RolloutMemory(),
         gradient=trained,
         update_state=2 * trained + on_device(state.opt_state),
         update_plan=update,

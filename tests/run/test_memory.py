@@ -24,7 +24,7 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_run, abstract_trees, tree_bytes
 from qerl_jax.run.dry_run import memory_table, parameter_table
-from qerl_jax.run.memory import MemoryEstimate, MemoryReport, ParameterRow, memory_report
+from qerl_jax.run.memory import MemoryEstimate, MemoryReport, ParameterRow, RolloutMemory, memory_report
 from qerl_jax.run.prepare import load, refuse_rollout
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
@@ -70,13 +70,12 @@ def test_memory_of_full_fine_tuning_by_hand():
     assert planned.weights == planned.copy == checkpoint
     assert planned.state == 12 * count + 4 * norms + 16  # the layer norms before training; counters
     assert planned.gradient == 4 * count and planned.update_state == 16 * count + 8
-    assert planned.rollout == checkpoint + planned.state + checkpoint + planned.cache + max(
-        planned.logits, planned.prefill
-    )
-    assert planned.evaluation == checkpoint + planned.state + checkpoint + planned.eval_cache + max(
-        planned.eval_logits, planned.eval_prefill
-    )
-    assert planned.update == checkpoint + planned.state + planned.update_state
+    for peak, own in (
+        (planned.rollout_peak, planned.rollout),
+        (planned.evaluation_peak, planned.evaluation),
+    ):
+        assert peak == checkpoint + planned.state + checkpoint + own.cache + max(own.logits, own.prefill)
+    assert planned.update_peak == checkpoint + planned.state + planned.update_state
 
 
 def test_full_fine_tuning_that_does_not_fit_is_refused():
@@ -144,16 +143,16 @@ def test_cache_is_the_real_one(tmp_path):
         return tree_bytes([kv.init_cache(rows, tokens, *layers) for rows, tokens in sizes])
 
     memory = memory_report(config).memory
-    assert (memory.cache, memory.sequences) == (caches((32, 96), (8, 24)), 8)
+    assert (memory.rollout.cache, memory.rollout.sequences) == (caches((32, 96), (8, 24)), 8)
     shared = memory_report(config, replicas=2).memory
-    assert (shared.cache, shared.sequences) == (caches((32, 96), (4, 24)), 4)
+    assert (shared.rollout.cache, shared.rollout.sequences) == (caches((32, 96), (4, 24)), 4)
     divided = memory_report(config, tensor_parallel=2).memory
-    assert (divided.cache, divided.sequences) == (memory.cache / 2, 8)
+    assert (divided.rollout.cache, divided.rollout.sequences) == (memory.rollout.cache / 2, 8)
     whole = caches((2, 96), (8, 24))  # of as little as all need
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=whole / 1e9)).memory
-    assert (limited.cache, limited.sequences) == (whole, 8)
+    assert (limited.rollout.cache, limited.rollout.sequences) == (whole, 8)
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=whole / 2e9)).memory
-    assert 0 < limited.cache <= whole / 2 and 0 < limited.sequences < 8
+    assert 0 < limited.rollout.cache <= whole / 2 and 0 < limited.rollout.sequences < 8
     with pytest.raises(ValueError, match=r"rollout_memory_gb .* cannot hold"):
         memory_report(runs.config(tmp_path, rollout_memory_gb=1e-6))
 
@@ -163,7 +162,7 @@ def test_a_cache_with_several_slot_counts_by_hand(tmp_path):
     room for 32 prompts of 96; while 64 survivors move, and later 32, the keys or values of one layer exist twice.
     """
     config = runs.config(tmp_path, batch_size=96)
-    assert memory_report(config).memory.cache == 4 * 512 * (96 * 24 + 32 * 96) + 64 * 24 * 256
+    assert memory_report(config).memory.rollout.cache == 4 * 512 * (96 * 24 + 32 * 96) + 64 * 24 * 256
 
 
 def test_the_evaluations_cache_is_the_real_one(tmp_path):
@@ -176,15 +175,15 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
         for rows, tokens in ((32, 96), (3, 24))
     ]
     memory = memory_report(config).memory
-    assert (memory.eval_cache, memory.eval_sequences) == (tree_bytes(caches), 3)
-    assert memory.evaluation - memory.weights - memory.state == tree_bytes(caches) + max(
-        12 * shape.vocab_size * 3, memory.eval_prefill
+    assert (memory.evaluation.cache, memory.evaluation.sequences) == (tree_bytes(caches), 3)
+    assert memory.evaluation_peak - memory.weights - memory.state == tree_bytes(caches) + max(
+        12 * shape.vocab_size * 3, memory.evaluation.prefill
     )
     half = tree_bytes(caches) * 3 // 32 // 2  # of the caches of three prompts, about
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=half / 1e9, **changes)).memory
-    assert 0 < limited.eval_cache <= half and 0 < limited.eval_sequences < 3
+    assert 0 < limited.evaluation.cache <= half and 0 < limited.evaluation.sequences < 3
     without = memory_report(runs.config(tmp_path)).memory
-    assert (without.eval_cache, without.eval_sequences, without.evaluation) == (0, 0, 0)
+    assert (without.evaluation.cache, without.evaluation.sequences, without.evaluation_peak) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -224,15 +223,16 @@ def test_every_array_of_a_7b_run_by_hand():
     assert planned.gradient == trained
     assert planned.update_state == trained + trained + moments + counters - 8  # gradient, parameters, optimizer
     assert (
-        planned.logits == 3 * 4 * vocab * planned.sequences
-        and planned.eval_logits == 12 * vocab * planned.eval_sequences
+        planned.rollout.logits == 3 * 4 * vocab * planned.rollout.sequences
+        and planned.evaluation.logits == 12 * vocab * planned.evaluation.sequences
     )
-    assert planned.rollout == planned.weights + planned.state + planned.cache + max(planned.logits, planned.prefill)
+    own = planned.rollout
+    assert planned.rollout_peak == planned.weights + planned.state + own.cache + max(own.logits, own.prefill)
     beside = max(planned.gradient + planned.activations + planned.working, planned.update_state)
-    assert planned.update == planned.weights + planned.state + beside
+    assert planned.update_peak == planned.weights + planned.state + beside
     # A prefill of 8192 tokens: the residual stream and attention's addition, gate and up, their input, their products
     # and adapters in fp32, and their weight.
-    assert planned.prefill == 8192 * (2 * 4 * d + 2 * (2 * f) + 2 * d + 2 * 4 * (2 * f)) + 2 * (2 * f) * d
+    assert planned.rollout.prefill == 8192 * (2 * 4 * d + 2 * (2 * f) + 2 * d + 2 * 4 * (2 * f)) + 2 * (2 * f) * d
     # The forward pass of the last layer: the residual stream behind it, its normed input and h in bf16, the products of
     # gate and up and their adapters in fp32, and the weight of gate and up, dequantized to bf16.
     tokens = planned.update_plan.pack.tokens
@@ -241,9 +241,10 @@ def test_every_array_of_a_7b_run_by_hand():
     assert planned.working > by_kernels.working
     # Each of two devices has half of gate, up and h, and beside the residual stream and attention's addition what is
     # summed over both.
-    assert by_kernels.prefill == 8192 * (2 * 4 * d + 2 * 3 * f)
+    assert by_kernels.rollout.prefill == 8192 * (2 * 4 * d + 2 * 3 * f)
     divided = dataclasses.replace(config, matmul_kernel="mosaic_gpu")
-    assert memory_report(divided, tensor_parallel=2, gpu=H200).memory.prefill == 8192 * (4 * 4 * d + 2 * 3 * f // 2)
+    divided = memory_report(divided, tensor_parallel=2, gpu=H200).memory
+    assert divided.rollout.prefill == 8192 * (4 * 4 * d + 2 * 3 * f // 2)
 
 
 def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
@@ -374,11 +375,11 @@ def test_the_parameters_of_a_dry_run_have_every_number_in_its_place():
 
 def test_the_table_of_a_dry_run_has_every_number_in_its_place():
     gigabytes = {
-        "weights": 1, "state": 2, "copy": 4, "cache": 16, "eval_cache": 32, "eval_logits": 64,
-        "logits": 128, "gradient": 256, "update_state": 512, "activations": 1024, "working": 2048,
-        "prefill": 127, "eval_prefill": 65,
+        "weights": 1, "state": 2, "copy": 4, "gradient": 256, "update_state": 512, "activations": 1024, "working": 2048,
     }  # fmt: skip
-    counts = {name: number * 10**9 for name, number in gigabytes.items()} | {"sequences": 6, "eval_sequences": 3}
+    counts = {name: number * 10**9 for name, number in gigabytes.items()}
+    counts["rollout"] = RolloutMemory(6, cache=16 * 10**9, prefill=127 * 10**9, logits=128 * 10**9)
+    counts["evaluation"] = RolloutMemory(3, cache=32 * 10**9, prefill=65 * 10**9, logits=64 * 10**9)
     memory = MemoryEstimate(**counts, update_plan=UpdatePlan(PackShape(64, 1, 1, 64, 32, 32), 0, 0, 0, 0))
     what, *numbers = ([str(cell) for cell in column.cells] for column in memory_table(memory, Config()).columns)
     found = dict(zip(what, zip(*numbers, strict=True), strict=True))
