@@ -51,6 +51,10 @@ import pytest
 
 # Of every version of jax; mutate.py has imported JAX already.
 jax.config.update("jax_disable_most_optimizations", os.environ["JAX_PLATFORMS"] == "cpu")
+if QUICK_COMPILES:
+    import shared_context
+
+    shared_context.install()
 
 DATA = Path(__file__).parent / "data"
 TOOLS = Path(__file__).parent.parent / "tools"
