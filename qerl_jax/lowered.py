@@ -2,7 +2,8 @@
 
 JAX's compilation cache begins behind lowering, since its key is the lowered program, and lowering is serial Python,
 most of it for the bodies of kernels. `jax.export` makes a value of a lowered program, which a file can hold; a program
-that calls it is lowered in a tenth of a second, to the same text in the first run and in later ones.
+that calls it is lowered in a tenth of a second, to the same text in the first run and in later ones. Processes that
+lower into one folder at a time divide its programs: each is lowered under a lock.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -31,6 +33,7 @@ _PACKAGES = ("qerl_jax", "qerl_kernels")
 _DISTRIBUTIONS = ("jax", "nvidia", "flax", "numpy", "ml-dtypes")  # beginnings of the names of those that lower
 # Not all of these are among the calls that every later JAX promises to understand; no later one reads these files.
 _CALLS = (TARGET, "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+_PATIENCE = 60.0  # seconds that a program of another process is waited for; the slowest take five
 _here: contextvars.ContextVar[LoweredPrograms | None] = contextvars.ContextVar("lowered programs", default=None)
 _is_as_in_sources = contextvars.ContextVar("no function is replaced", default=False)
 
@@ -42,10 +45,15 @@ class LoweredPrograms:
     Args:
       directory: made with the first program.
       environment: hash of what all programs of a process depend on (`environment`).
+      waits: whether a program that another process lowers is waited for; else it is traced without being lowered.
+
+    Attributes:
+      on_missing: called before a program is lowered that the folder lacks.
     """
 
-    def __init__(self, directory: Path, environment: bytes) -> None:
-        self._directory, self._environment = directory, environment
+    def __init__(self, directory: Path, environment: bytes, waits: bool = True) -> None:
+        self.directory, self.environment, self._waits = directory, environment, waits
+        self.on_missing: Callable[[], None] = lambda: None
 
     @classmethod
     def beside_compiled(cls, sources: Sequence[Path] | None = None) -> Self | None:
@@ -53,13 +61,12 @@ class LoweredPrograms:
         source changed since the process began, which may have read it before. `sources`: files; None: this project's.
         """
         sources = _sources() if sources is None else sources
-        directory = jax.config.jax_compilation_cache_dir
-        if not directory or not _is_as_in_sources.get() or max(map(_changed, sources)) > _process_start():
+        if not are_kept(sources):
             return None
         if dispatch.facts(jax.local_devices()[0]) is not None:
             # What it has compiled with Mosaic GPU, XLA links with a library that it knows from this import alone.
             importlib.import_module("jax.experimental.mosaic.gpu")
-        return cls(Path(directory) / "lowered", environment(sources))
+        return cls(Path(jax.config.jax_compilation_cache_dir) / "lowered", environment(sources))
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -76,21 +83,45 @@ class LoweredPrograms:
         described = _described(function, leaves, structure)
         if described is None:
             return function(*args, **kwargs)
-        name = hashlib.sha256(self._environment + described.encode()).hexdigest()
-        path = self._directory / f"{function.__name__}-{name}"
+        name = hashlib.sha256(self.environment + described.encode()).hexdigest()
+        path = self.directory / f"{function.__name__}-{name}"
         try:
-            stored = _read(path) or self._write(path, *_exported(function, leaves, structure))
+            if (stored := _read(path)) is None:
+                self.on_missing()
+                with self._claimed(int(name[:15], 16)) as is_ours:
+                    stored = _read(path) if is_ours else None
+                    if is_ours and stored is None:
+                        stored = self._write(path, *_exported(function, leaves, structure))
         except Exception as error:  # of JAX, which cannot write every program; the function's own come again
             dispatch.say_once(f"{function.__name__} is lowered anew in every run, because of {_said(error)}")
+            return function(*args, **kwargs)
+        if stored is None:
             return function(*args, **kwargs)
         exported, results = stored
         return jax.tree.unflatten(jax.tree.structure(results), exported.call(*filter(_is_traced, leaves)))
 
+    @contextlib.contextmanager
+    def _claimed(self, program: int) -> Iterator[bool]:
+        """Whether this process is to lower a program: no other one does, or it takes too long. The kernel ends the
+        claims of a process that dies. A folder that cannot be written, or locked, is used without.
+        """
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            file = self.directory.with_name(f"{self.directory.name}.claims").open("wb")  # a byte for each program
+        except OSError:
+            yield True
+            return
+        end = time.monotonic() + _PATIENCE
+        with file:
+            while not (is_ours := _is_locked(file.fileno(), program) or time.monotonic() > end) and self._waits:
+                time.sleep(0.01)
+            yield is_ours
+
     def _write(self, path: Path, exported: export.Exported, results: Any) -> tuple[export.Exported, Any]:
         stored = pickle.dumps((exported, results))
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
                 file.write(hashlib.sha256(stored).digest() + stored)
             os.replace(file.name, path)
         except OSError as error:
@@ -133,6 +164,27 @@ def environment(sources: Sequence[Path]) -> bytes:
     if gpu.own_table is not None:
         found.update(Path(gpu.own_table).read_bytes())
     return found.digest()
+
+
+def are_kept(sources: Sequence[Path] | None = None) -> bool:
+    """Whether this process keeps lowered programs, as `LoweredPrograms.beside_compiled` says."""
+    return bool(jax.config.jax_compilation_cache_dir and _is_as_in_sources.get() and are_as_begun(sources))
+
+
+def are_as_begun(sources: Sequence[Path] | None = None) -> bool:
+    """Whether no source, None: of this project, changed since this process began, which may have read it before."""
+    return max(map(_changed, _sources() if sources is None else sources)) <= _process_start()
+
+
+def _is_locked(file: int, program: int) -> bool:
+    """Lock a byte of a file, as closing it undoes; False where another process has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, program)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _sources() -> list[Path]:
@@ -194,7 +246,8 @@ def _exported(function: Callable, leaves: list[Any], structure: Any) -> tuple[ex
     jax.config.update("jax_export_ignore_forward_compatibility", True)  # as if it were lowered without being written
     try:
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CALLS]
-        found = export.export(jax.jit(flat), disabled_checks=checks)(*shapes)
+        platforms = ("cuda",) if dispatch.target() else None  # None: that of the default device
+        found = export.export(jax.jit(flat), platforms=platforms, disabled_checks=checks)(*shapes)
     finally:
         jax.config.update("jax_export_ignore_forward_compatibility", was)
     # `Exported.serialize` would need another library. The function that makes its gradient cannot be pickled.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
 import re
+from collections.abc import Iterator
 
 import jax
 
@@ -15,6 +18,7 @@ from qerl_kernels.nvfp4_matmul import tuning
 log = logging.getLogger("qerl_kernels")
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 MIN_ARCH = 80  # the first with bf16 in its tensor cores, and with `cp.async`
+_target: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("the GPU to lower for", default=None)
 
 
 @functools.cache
@@ -23,9 +27,33 @@ def say_once(message: str) -> None:
     log.warning(message)
 
 
+@contextlib.contextmanager
+def lowering_for(gpu: Gpu) -> Iterator[None]:
+    """Within this context programs are traced as if a GPU were the default device, which need not be one. Mosaic GPU
+    asks the device itself, and takes what is no GPU for a Hopper.
+    """
+    token = _target.set(gpu)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def target() -> Gpu | None:
+    """The GPU of `lowering_for`; None outside of it."""
+    return _target.get()
+
+
+def is_for_gpu() -> bool:
+    """Whether programs that are traced here run on a GPU."""
+    return target() is not None or jax.default_backend() == "gpu"
+
+
 def this_gpu() -> Gpu:
-    """The default device. An H200 where that is no NVIDIA GPU: what programs are compiled and estimated for there."""
-    return facts(jax.local_devices()[0]) or H200
+    """The default device, or that of `lowering_for`. An H200 where it is no NVIDIA GPU: what programs are compiled and
+    estimated for there.
+    """
+    return target() or facts(jax.local_devices()[0]) or H200
 
 
 def facts(device: jax.Device) -> Gpu | None:
@@ -60,7 +88,8 @@ def _arch(device: jax.Device) -> int | None:
 
 def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike, gpu: Gpu | None = None) -> str | None:
     """What keeps the Mosaic GPU kernels from running on a GPU with activations of `dtype`; None where they run. `gpu`
-    None: the default device; with one no device is started."""
+    None: that of `lowering_for`, else the default device; with one no device is started."""
+    gpu = gpu or target()
     if gpu is None and (gpu := _without_table(jax.local_devices()[0])) is None:
         return f"an NVIDIA GPU (the default device is {jax.local_devices()[0].platform})"
     if gpu.arch < MIN_ARCH:

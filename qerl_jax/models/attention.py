@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
+from qerl_kernels import dispatch
 from qerl_kernels.decode_attention.api import decode_attention
 from qerl_kernels.ops import rotate
 from qerl_kernels.rope_cache.api import rope_and_cache
@@ -112,7 +113,7 @@ def _stretched(frequencies: Float32[Array, " A"], scaling: RopeScaling) -> Float
 
 def is_flash(dtype: jnp.dtype) -> bool:
     """Whether cuDNN's flash attention computes queries of that dtype: bf16 on a GPU."""
-    return dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+    return dtype == jnp.bfloat16 and dispatch.is_for_gpu()
 
 
 def causal_attention(

@@ -45,6 +45,7 @@ from qerl_jax.run.devices import device_bytes, free_device_bytes, kernels_note, 
 from qerl_jax.run.fingerprints import prompts_date
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lock import refuse_locked
+from qerl_jax.run.lowering_workers import LoweringWorkers, useful_workers
 from qerl_jax.run.memory import refuse_division, refuse_oversized
 from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
 from qerl_jax.run.sample import try_rewards
@@ -129,6 +130,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     say(use_compilation_cache(config.compilation_cache_dir))
     programs, reader = None, ThreadPoolExecutor(1)
     rewards = ready_rewards(config, console)
+    workers = LoweringWorkers(useful_workers(hooks, replicas))
     try:
         if replicas.is_first:
             assets.model_path(config.model)  # downloads what the hub has, before anybody reads it
@@ -142,7 +144,9 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
             say(note)
         limit = smallest(replicas.gather(device_bytes()))
         refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
-        programs = Ahead(done=say, kept=LoweredPrograms.beside_compiled())
+        if kept := LoweredPrograms.beside_compiled():
+            kept.on_missing = functools.partial(workers.begin, kept, config, limit)
+        programs = Ahead(done=say, kept=kept)
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
             say(formats_note(Path(config.adapter), assets.model_path(config.model), config.loaded_format))
@@ -162,10 +166,12 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         # Again: weights in an unusual form have other programs.
         plan = make_update_plan(state, policy.frozen, limit, replicas=replicas.count)
         programs.submit(rehearse_step, config, hooks, policy, state, plan, replicas)
+        programs.submit(workers.close)
         vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None
     except BaseException:
         if programs:
             programs.cancel()
+        workers.close()
         rewards.close()
         raise
     finally:

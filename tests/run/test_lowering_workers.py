@@ -1,0 +1,121 @@
+"""Processes that lower programs for a run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+from qerl_kernels.gpu import H200, gpu_of
+
+from qerl_jax.config import Config
+from qerl_jax.driver import Described
+from qerl_jax.lowered import LoweredPrograms, as_in_sources
+from qerl_jax.parallel import ALONE, Replicas
+from qerl_jax.programs import program, record
+from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.hooks import Hooks
+from qerl_jax.run.lowering_workers import LoweringWorkers, useful_workers
+from qerl_jax.run.rehearsal import rehearse_run
+from qerl_jax.train import parse
+
+ON_GPU = "--weight-format nvfp4 --dtype bfloat16 --matmul-kernel mosaic_gpu"
+WIDE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1}
+
+
+def config_of(folder: Path, model: Path, flags: str = "", **sizes: int) -> Config:
+    """The tiny run of a model of other sizes, of which there is nothing but its config."""
+    (folder / "model").mkdir()
+    fields = json.loads((model / "config.json").read_text()) | sizes
+    (folder / "model" / "config.json").write_text(json.dumps(fields))
+    return with_rewards(parse(["--config", "tiny", "--model", str(folder / "model"), *flags.split()]))
+
+
+def text(exported: jax.export.Exported) -> str:
+    """A program without the places of its operations in the sources, which have numbers."""
+    return re.sub(r"(?m)^#loc.*\n| loc\((?:[^()]|\([^()]*\))*\)", "", exported.mlir_module())
+
+
+@pytest.mark.parametrize("flags, sizes", [("", {}), pytest.param(ON_GPU, WIDE, marks=pytest.mark.gpu)])
+def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, flags, sizes):
+    """All of its programs, to the same text, under the same names; on a GPU for that, which the worker does not see."""
+    config = config_of(tmp_path, tiny_dir, flags, **sizes)
+    own, kept = (LoweredPrograms(tmp_path / name, b"same") for name in ("own", "kept"))
+    with LoweringWorkers(1) as workers:
+        for _ in range(2):
+            workers.begin(kept, config, 1e10)
+        record(rehearse_run, config, Hooks(), 1e10, kept=own)
+        assert [process.wait(120) for process in workers.processes] == [0]
+    found = [{file.name: pickle.loads(file.read_bytes()[32:]) for file in x.directory.iterdir()} for x in (own, kept)]
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 20
+    for name, (expected, results) in found[0].items():
+        ours, own_results = found[1][name]
+        assert text(ours) == text(expected) and own_results == results
+        assert (ours.platforms, ours.in_avals) == (expected.platforms, expected.in_avals)
+
+
+def test_workers_end_with_the_run(tmp_path, tiny_dir):
+    """Whose end closes their pipes: those that wait, and those that lower, which leave most of it undone."""
+    config, kept = config_of(tmp_path, tiny_dir), LoweredPrograms(tmp_path / "kept", b"same")
+    for has_begun in (False, True):
+        with LoweringWorkers(1) as workers:
+            if has_begun:
+                workers.begin(kept, config, 1e10)
+            [worker] = workers.processes
+            worker.stdin.close()
+            assert worker.wait(60) == 0
+    assert not kept.directory.exists() or len(list(kept.directory.iterdir())) < 10
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "wb")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_program_that_another_process_lowers(tmp_path):
+    """Is left to it by a worker, and waited for by the run, until that process has died."""
+
+    def scaled(x):
+        return 2 * x
+
+    scaled.__module__, scaled.__qualname__ = "qerl_jax.made", "scaled"
+    folder, shape = tmp_path / "lowered", jax.ShapeDtypeStruct((3,), "float32")
+    command, pipes = [sys.executable, "-c", HOLD, f"{folder}.claims"], {"stdin": subprocess.PIPE}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **pipes) as other:
+        other.stdout.readline()
+        [traced] = record(program(scaled), shape, kept=LoweredPrograms(folder, b"", waits=False))
+        assert traced.results.shape == (3,) and not folder.exists() and other.poll() is None
+        threading.Timer(0.2, other.kill).start()
+        record(program(scaled), shape, kept=LoweredPrograms(folder, b""))
+        assert other.wait(0) is not None and len(list(folder.iterdir())) == 1
+
+
+def test_where_workers_are_useful(tmp_path):
+    """The only process of a command, with a cache, on a Hopper with cores to spare."""
+    hopper, ada = (Described(gpu, 1 << 34) for gpu in (H200, gpu_of("NVIDIA RTX 4090", 89, 128)))
+
+    def workers(gpus=(hopper,), cores=16, replicas=ALONE, **functions):
+        return useful_workers(Hooks(**functions), replicas, gpus, cores)
+
+    was = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert workers() == 0
+        with as_in_sources():
+            assert [workers(cores=cores) for cores in (2, 8, 16, 128)] == [0, 2, 4, 4]
+            assert [workers(gpus) for gpus in ((ada,), (), (hopper, hopper))] == [0, 0, 4]
+            assert workers(with_reference=True) == workers(replicas=Replicas(0, 2)) == 0
+            jax.config.update("jax_compilation_cache_dir", None)
+            assert workers() == 0
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
