@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_the_page_has_the_programs_of_this_file():
-    assert len(PROGRAMS) == len(re.findall(r"^```python", PAGE.read_text(), re.M)) - 1 == 5
+    assert len(PROGRAMS) == len(re.findall(r"^```python", PAGE.read_text(), re.M)) - 1 == 4
     assert {heading for heading in PROGRAMS if f'run("{heading}")' not in Path(__file__).read_text()} == set()
 
 
@@ -103,9 +103,3 @@ def test_a_noise(run, tmp_path, monkeypatch, capsys):
     resumed = train(second, **hooks)
     for one, other in zip(jax.tree.leaves(resumed.lora), jax.tree.leaves(names["state"].lora), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_two_policies(run):
-    """The learning rate alone differs, and with it the step: twice as long after one of two updates."""
-    names = run("Two policies side by side")
-    assert 0 < float(names["apart"].mean()) < 0.1

@@ -85,8 +85,8 @@ class Config:
     """Further columns passed to the rewards, each as a list of that name."""
     data_order: str = "shuffled"
     """Order of the training problems: "shuffled", anew in each epoch by the seed; "sequential", that of the dataset; or
-    the name of a column of numbers or texts by which they are sorted, smallest first, equal ones in the order of the
-    dataset (curriculum); rewards get it, too. With dataset_weights it is the order within each dataset."""
+    the name of a column by which they are sorted, smallest first (curriculum); rewards get it, too. With
+    dataset_weights it is the order within each dataset."""
     prompt_format: Literal["boxed", "think_answer"] | None = None
     """System message of every prompt by the form of the answer that it asks for: "boxed", a `\\boxed{}`, or
     "think_answer", QeRL's <think> and <answer>. None: that of the dataset, "boxed" for mathematics, unless the
@@ -125,13 +125,11 @@ class Config:
     """Passes over the dataset, where max_steps is -1; a pass is problems // (batch_size / num_generations) rollouts.
     The resolved config has the max_steps that follows. As a flag it replaces a file's max_steps."""
     batch_size: int = 256
-    """Completions per step, of `batch_size / num_generations` prompts. The longest completion bounds a rollout's time,
-    so that many cost little more than few."""
+    """Completions per step, of `batch_size / num_generations` prompts."""
     num_iterations: int = 1
     """Optimizer updates per rollout, each over the whole batch."""
     learning_rate: float = 1e-4
-    """Peak learning rate. The paper's, for models from 3B on, are 1e-5 and 5e-6; for one of 0.5B 1.5e-4 was the best of
-    three tried, beside 5e-5 and 5e-4."""
+    """Peak learning rate. The paper's, for models from 3B on, are 1e-5 and 5e-6; for one of 0.5B 1.5e-4 was best."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up: cosine to zero, linear to zero, or none."""
     warmup_ratio: float = 0.1
@@ -148,8 +146,7 @@ class Config:
     """Gradient clipping threshold (global norm)."""
 
     lora_rank: int = 32
-    """LoRA rank. 0: no adapters; train_norms is then required. The four LoRA fields have no meaning with
-    weight_format "full", which refuses other values than their defaults (and rank 0)."""
+    """LoRA rank. 0: no adapters; train_norms is then required. weight_format "full" has no adapters either."""
     lora_alpha: float | None = None
     """LoRA alpha: the scale is alpha / rank. None: alpha = rank, a scale of 1."""
     use_rslora: bool = False
@@ -165,8 +162,7 @@ class Config:
     by sequences × max_completion_length; cispo: token mean with capped ratios. Sequences out of the loss count in the
     denominators of grpo and dr_grpo."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Level of the ratio exp(logp - old_logp), which epsilon clips: per token, or per sequence (GSPO). The weight for
-    the rollout's mismatch is another ratio: importance_sampling_cap."""
+    """Level of the ratio exp(logp - old_logp), which epsilon clips: per token, or per sequence (GSPO)."""
     epsilon: float = 0.2
     """Lower clip of the ratio: 1 - epsilon."""
     epsilon_high: float | None = None
@@ -212,8 +208,7 @@ class Config:
     """Let the reward "code" execute generated programs, each in bubblewrap (Linux)."""
 
     max_completion_length: int = 1024
-    """Longest completion in tokens; QeRL's recipes have 4096. A completion that never ends holds up its step until
-    then, one that is cut off earns nothing: the report says how many were."""
+    """Longest completion in tokens; QeRL's recipes have 4096. The report says how many were cut off."""
     temperature: float = 1.0
     """Sampling temperature of rollouts, also applied to the trainer's log-probabilities."""
     top_k: int = 0
