@@ -140,22 +140,22 @@ def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsy
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
-    """The first part has the problems of 8 batches of 4 completions, and its programs are those of all parts. Seed and
-    sampling are those of the flags.
+    """The first part has the problems of 8 batches of 4 completions, rounded up, and its programs are those of all
+    parts. Seed and sampling are those of the flags.
     """
 
     def generate(policy, prompts, sampling, key, engine):
         wanted = keys.for_step(5, keys.Purpose.EVALUATE, 0)
-        assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted)) and engine.prompts == 2
-        assert sampling == Sampling(4, temperature=0.5, top_p=0.9, num_generations=16)
+        assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted)) and engine.prompts == 3
+        assert sampling == Sampling(4, temperature=0.5, top_p=0.9, num_generations=12)
         raise ValueError(f"sampling {len(prompts.ids)} prompts, {engine.slots} completions at a time")
 
     flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]
-    flags += ["--seed", "5", "--num-generations", "16", "--temperature", "0.5", "--top-p", "0.9"]
+    flags += ["--seed", "5", "--num-generations", "12", "--temperature", "0.5", "--top-p", "0.9"]
     assert main(["tiny", *flags], generate) == 2
     printed = capsys.readouterr()
     assert "left out 1 of 5 records" in printed.out
-    assert printed.err == "error: sampling 2 prompts, 4 completions at a time\n"
+    assert printed.err == "error: sampling 3 prompts, 4 completions at a time\n"
 
 
 def test_programs_are_kept_lowered(tmp_path, capsys):

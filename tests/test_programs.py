@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import re
+import sys
 import threading
 import time
 import weakref
@@ -256,6 +257,20 @@ def test_a_call_waits_for_its_own_program_only():
     counts = re.match(r"compiled (\d) programs(?: and loaded (\d) from the cache)? in ", line).groups()
     assert sum(int(count or 0) for count in counts) == 2
     assert line.endswith(f" in {ahead.seconds:.1f} s, of which the run waited {waited:.1f}")
+
+
+def test_the_interpreter_is_as_before_once_programs_are_recorded():
+    """Meanwhile it collects no garbage, and threads switch more often."""
+    before, seen = (gc.isenabled(), sys.getswitchinterval()), []
+
+    @program
+    def looking(x):
+        seen.append((gc.isenabled(), sys.getswitchinterval()))
+        return x + 5
+
+    assert compile_calls(looking, np.ones(3), threads=1) == 1
+    [(collects, switching)] = seen
+    assert not collects and switching < before[1] and (gc.isenabled(), sys.getswitchinterval()) == before
 
 
 def test_an_error_is_left_to_the_call():

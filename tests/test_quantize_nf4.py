@@ -191,8 +191,16 @@ def unquantized(tensors) -> None:
             element("weight.absmax", 5, np.nan),
             f"'{Q}.weight.absmax'[5] is nan, must lie between 0 and 3.39e+38",
         ),
-        ("plain", element("weight.quant_map", 3, -0.4), f"'{Q}.weight.quant_map'[3] is -0.4"),
-        ("double", element("weight.nested_absmax", 0, np.inf), f"'{Q}.weight.absmax'[0] is "),
+        (
+            "plain",
+            element("weight.quant_map", 3, -0.4),
+            f"'{Q}.weight.quant_map'[3] is -0.4000000059604645, NF4 has -0.39491748809814453",
+        ),
+        (
+            "double",
+            element("weight.nested_absmax", 0, np.inf),
+            f"'{Q}.weight.absmax'[0] is -inf, must lie between -3.39e+38 and 3.39e+38",
+        ),
         ("plain", unquantized, f"'{Q}' is not quantized (weight is float32), but config.json says NF4"),
     ],
 )

@@ -19,7 +19,7 @@ from qerl_kernels.formats import Nvfp4
 
 from qerl_jax import driver
 from qerl_jax.checkpoint.hf_config import model_config
-from qerl_jax.partition import AXIS, Division, leave, parts_of
+from qerl_jax.partition import AXIS, DIVISIONS, Division, bytes_on_device, joined, leave, parts_of, specs
 
 HERE = Path(__file__).parent
 RANDOM = HERE.parent / "data" / "tiny-random-qwen2-hf"
@@ -117,3 +117,52 @@ def test_blocks_that_cannot_be_divided_are_refused():
     weight = Nvfp4(np.zeros((8, 24), np.uint8), np.zeros((8, 3), np.uint8), np.ones(8, np.float32), True)
     with pytest.raises(ValueError, match="3 features, or blocks of them, cannot be divided by 2"):
         parts_of(weight, Division.INPUTS, (8,), 2)
+
+
+@pytest.mark.parametrize("numpy", [np, jnp])
+@pytest.mark.parametrize(
+    ("division", "rows", "wanted"),
+    [
+        (Division.OUTPUTS, (12,), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]),
+        (Division.OUTPUTS, (6, 3, 3), [[0, 1, 6, 9], [2, 3, 7, 10], [4, 5, 8, 11]]),  # q, k and v of each device
+        (Division.INPUTS, (12,), [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_the_parts_of_three_devices(division, rows, wanted, numpy):
+    """Rows of a weight and its bias, of each part of a fused one; or columns, and the bias whole. Joined they are the
+    parts one behind the other.
+    """
+    weight, bias = numpy.arange(12 * 6).reshape(12, 6), numpy.arange(12)
+    parts = parts_of({"weight": weight, "bias": bias}, division, rows, 3)
+    whole, axis = joined(parts, division), 0 if division is Division.OUTPUTS else 1
+    for part, own in zip(parts, wanted, strict=True):
+        assert part["weight"].tolist() == np.take(weight, own, axis).tolist()
+        assert part["bias"].tolist() == (own if axis == 0 else list(range(12)))
+    behind = [place for own in wanted for place in own]
+    assert whole["weight"].tolist() == np.take(weight, behind, axis).tolist()
+    assert whole["bias"].tolist() == (behind if axis == 0 else list(range(12)))
+
+
+def test_what_is_divided_and_what_is_whole():
+    """Column-parallel projections along their outputs, row-parallel ones along their inputs, the factor of an adapter
+    on that side. All else is whole, and counts so.
+    """
+    a, b = np.zeros((8, 2), np.float32), np.zeros((2, 16), np.float32)
+    layer = {name: {"weight": np.zeros((16, 8), np.float32), "bias": np.zeros(16, np.float32)} for name in DIVISIONS}
+    layer |= {"norm": {"weight": np.zeros(8, np.float32)}}
+    adapters = {name: {"lora": {"q_proj": {"a": a, "b": b}}} for name in DIVISIONS}
+    tree = {"layers": [layer], "lora": adapters, "embed_tokens": np.zeros((32, 8), np.float32)}
+    found = {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(spec)
+             for path, spec in jax.tree_util.tree_leaves_with_path(specs(tree))}  # fmt: skip
+    divided = {}
+    for name in ("qkv_proj", "gate_up_proj"):
+        divided |= {f"layers/0/{name}/weight": (AXIS,), f"layers/0/{name}/bias": (AXIS,)}
+        divided |= {f"lora/{name}/lora/q_proj/a": (), f"lora/{name}/lora/q_proj/b": (None, AXIS)}
+    for name in ("o_proj", "down_proj"):
+        divided |= {f"layers/0/{name}/weight": (None, AXIS), f"layers/0/{name}/bias": ()}
+        divided |= {f"lora/{name}/lora/q_proj/a": (AXIS,), f"lora/{name}/lora/q_proj/b": ()}
+    assert found == divided | {"layers/0/norm/weight": (), "embed_tokens": ()}
+    whole = 4 * (4 * (128 + 16 + 16 + 32) + 8 + 256)
+    assert bytes_on_device(tree) == whole
+    shared = 4 * (4 * 128 + 2 * 16 + 2 * 32 + 2 * 16)  # all weights; two biases, two B, two A
+    assert bytes_on_device(tree, 4) == whole - shared * 3 // 4
