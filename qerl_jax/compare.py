@@ -54,6 +54,7 @@ from qerl_jax.config import ConfigError, flags
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.reporting.console import say
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.types import Policy
 
@@ -233,7 +234,7 @@ def _show(rows: Sequence[Deviation], bounds: Sequence[float]) -> int:
     console = Console(highlight=False)
     console.print(table)
     verdict = f"first beyond the bound: {beyond[0]}" if beyond else "all within the bound"
-    console.print(verdict, soft_wrap=True, markup=False)
+    say(console, verdict)
     return 1 if beyond else 0
 
 

@@ -45,6 +45,7 @@ from qerl_jax.config import Config, ConfigError, flags
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.messages import IN_MEMORY, shown
 from qerl_jax.models.formats import WEIGHT_FORMATS
+from qerl_jax.reporting.console import say
 
 KINDS = ("peft", "vllm", "merged")
 _OF_EVALUATION = {
@@ -348,7 +349,7 @@ def _run(argv: Sequence[str]) -> int:
             arguments.base,
             arguments.weight_format,
             arguments.overwrite,
-            lambda line: bar.console.print(line, soft_wrap=True, markup=False, highlight=False),
+            lambda line: say(bar.console, line),
             progress,
         )
     print("\n".join([f"wrote {arguments.out}; use it with", *(f"  {line}" for line in use)]))

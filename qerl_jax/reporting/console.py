@@ -1,4 +1,4 @@
-"""The console of a run, which survives its reader."""
+"""The console of a run, which survives its reader, and how texts are printed."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ class RunConsole(Console):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.file.fileno())
         os.close(null)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a text as it is: a path may hold brackets, which rich would take for a style, and is not broken."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from qerl_jax.atomic import write_json
 from qerl_jax.checkpoint.run_files import HEARTBEAT_FILE
+from qerl_jax.reporting.console import say
 
 
 class Phases:
@@ -62,7 +63,7 @@ class Phases:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._console.print(f"{error}; the run continues", soft_wrap=True, markup=False)
+                say(self._console, f"{error}; the run continues")
 
     def take(self, *names: str) -> dict[str, float]:
         """`time/NAME` in seconds of some phases since they were last taken; 0 for one that did not run."""

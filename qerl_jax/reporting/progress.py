@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from qerl_jax.reporting.console import say
+
 _WIDE = 110  # columns of a terminal that has room for a bar beside the numbers
 _PLAIN_LINES = 20  # lines of a whole run where there is no terminal
 
@@ -51,12 +53,7 @@ class TrainingProgress:
         )
         self._bar.update(self._task, completed=step, text=text)
         if not self._live and (step == self._total or (step - self._start) % max(1, self._total // _PLAIN_LINES) == 0):
-            self._console.print(
-                f"step {step}/{self._total}  {text}  {metrics['step_time']:.2f} s/step",
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
+            say(self._console, f"step {step}/{self._total}  {text}  {metrics['step_time']:.2f} s/step")
 
 
 def tensor_bar() -> Progress:
@@ -69,7 +66,7 @@ def summary_table(
     console: Console, results: list[tuple[str, str]], directory: str, files: list[tuple[str, str]]
 ) -> None:
     """Print results, then the files in the run's directory."""
-    console.print(f"run finished, in {directory}", soft_wrap=True, markup=False)
+    say(console, f"run finished, in {directory}")
     table = Table(show_header=False)
     for name, value in results:
         table.add_row(name, value)

@@ -15,6 +15,7 @@ from rich.console import Console
 from qerl_jax.atomic import one_line, write_json
 from qerl_jax.checkpoint.run_files import TENSORBOARD_DIR, WANDB_FILE
 from qerl_jax.config import Config, ConfigError, to_mapping
+from qerl_jax.reporting.console import say
 
 _MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
@@ -79,11 +80,7 @@ class Sinks:
                 call(sink)
             except Exception as error:  # a service that is away raises what its library likes
                 del self._sinks[name]
-                self._console.print(
-                    f"report_to {name!r} failed and is left out from here on: {one_line(error)}",
-                    soft_wrap=True,
-                    markup=False,
-                )
+                say(self._console, f"report_to {name!r} failed and is left out from here on: {one_line(error)}")
 
 
 class _TensorBoard:

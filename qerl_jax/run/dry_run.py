@@ -15,6 +15,7 @@ from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.problems import BUNDLED
 from qerl_jax.data.prompts import EncodedProblem
+from qerl_jax.reporting.console import say
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
@@ -39,33 +40,28 @@ def _show(config: Config, rewards: Rewards, console: Console, processes: int, te
     report, fault = examined(config, limit, processes, tensor_parallel)
     if report is None:
         raise ConfigError(fault)
-    console.print(dump(config), markup=False, soft_wrap=True)
+    say(console, dump(config))
     console.print(parameter_table(report))
     console.print(memory_table(report.memory, config, devices))
     if fault:
-        console.print(fault, soft_wrap=True, markup=False)
+        say(console, fault)
     if config.rollout_backend == "vllm":
-        console.print(
-            f"vLLM takes {config.vllm_share:g} of the GPU's memory besides, for its base and KV cache.",
-            soft_wrap=True,
-            markup=False,
-        )
+        say(console, f"vLLM takes {config.vllm_share:g} of the GPU's memory besides, for its base and KV cache.")
     directory = assets.model_path(config.model, weights=False)
     tokenizer = load_tokenizer(directory, report.model.vocab_size)
-    console.print(ending_note(report.model, tokenizer), soft_wrap=True, markup=False)
+    say(console, ending_note(report.model, tokenizer))
     if config.max_steps != -1 and (note := aqn.note(config, config.num_rollouts)):
-        console.print(note, soft_wrap=True, markup=False)
+        say(console, note)
     if tokenizer is None:
-        console.print("The model directory has no tokenizer yet: no prompt is made or shown.", markup=False)
+        say(console, "The model directory has no tokenizer yet: no prompt is made or shown.")
     else:
         for line in sample_lines(config, rewards, tokenizer, local_problems(config, tokenizer, console)):
-            console.print(line, soft_wrap=True, markup=False)
+            say(console, line)
     files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"
-    console.print(
+    say(
+        console,
         f"{config.model}: {report.model.parameter_count() / 1e6:,.1f} M parameters, projections in {report.stored}, "
         f"{files}. Dry run: no weights were loaded, nothing was written.",
-        soft_wrap=True,
-        markup=False,
     )
 
 

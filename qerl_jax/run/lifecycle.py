@@ -25,6 +25,7 @@ from qerl_jax.config import Config
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
+from qerl_jax.reporting.console import say
 from qerl_jax.reporting.metrics import cut_back
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
@@ -68,14 +69,12 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if recorder.evaluations and step < config.num_rollouts:
         recorder.evaluations.drop("after")  # of a run that was finished and now goes on
     parameters = run.policy.config.parameter_count() / 1e6
-    console.print(
-        f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}", markup=False
-    )
+    say(console, f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
     if _lacks(run, recorder, "before"):
-        console.print(f"evaluating the policy on {len(run.eval_problems)} problems before training …", markup=False)
+        say(console, f"evaluating the policy on {len(run.eval_problems)} problems before training …")
         _evaluate(run, recorder, state, "before")
     if step < config.num_rollouts:
-        console.print(f"step {step + 1} waits until its programs are compiled …", markup=False)
+        say(console, f"step {step + 1} waits until its programs are compiled …")
     return recorder, state
 
 
@@ -84,20 +83,18 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
     if config.resume == "never":
         return state
     for step in checkpoints.incomplete_steps():
-        console.print(
-            f"{checkpoints.directory / str(step)} is incomplete and ignored: it has no manifest", markup=False
-        )
+        say(console, f"{checkpoints.directory / str(step)} is incomplete and ignored: it has no manifest")
     if checkpoints.latest_step() is None:
-        console.print(f"no checkpoint to resume in {config.output_dir}: starting from the beginning", markup=False)
+        say(console, f"no checkpoint to resume in {config.output_dir}: starting from the beginning")
         return state
     state = checkpoints.restore(state)
     if (before := checkpoints.max_steps(int(state.step))) != config.max_steps:
-        console.print(
+        say(
+            console,
             f"max_steps: {before} -> {config.max_steps}; learning rate and noise are those of the new length from here "
             "on",
-            markup=False,
         )
-    console.print(f"resuming after step {int(state.step)} of {config.num_rollouts}", markup=False)
+    say(console, f"resuming after step {int(state.step)} of {config.num_rollouts}")
     return state
 
 
@@ -112,7 +109,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     if recorder.checkpoints and is_done and not config.is_full:
         export_trained(run.policy, state, directory / ADAPTER_DIR)
     if is_done and _lacks(run, recorder, "after"):
-        console.print("evaluating the trained policy on the same problems …", markup=False)
+        say(console, "evaluating the trained policy on the same problems …")
         _evaluate(run, recorder, state, "after")
     if recorder.checkpoints is None:
         return
@@ -127,11 +124,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     write_report(directory, config, rows, ending)
     phases.beat("stopped" if reason else "finished")
     if reason:
-        console.print(
-            f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with",
-            markup=False,
-        )
-        console.print(run.resume_command, markup=False)
+        say(console, f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")
+        say(console, run.resume_command)
         return
     files = {
         "report": REPORT_FILE,
@@ -143,10 +137,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     }
     if config.is_full:
         del files["adapter"]
-        console.print(
-            f"the trained model: python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged",
-            markup=False,
-        )
+        say(console, f"the trained model: python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged")
     summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
     summary_table(console, summary, str(directory), list(files.items()))
 

@@ -35,6 +35,7 @@ from qerl_jax.messages import Given
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
+from qerl_jax.reporting.console import say
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import init_state
@@ -126,8 +127,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     replicas.agree()
     if config.deterministic:
         make_deterministic()
-    say = functools.partial(console.print, soft_wrap=True, markup=False)
-    say(use_compilation_cache(config.compilation_cache_dir))
+    say(console, use_compilation_cache(config.compilation_cache_dir))
     programs, reader = None, ThreadPoolExecutor(1)
     rewards = ready_rewards(config, console)
     workers = LoweringWorkers(useful_workers(hooks, replicas))
@@ -136,30 +136,30 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
             assets.model_path(config.model)  # downloads what the hub has, before anybody reads it
         replicas.agree()
         # In a thread from here on: importing transformers takes seconds, and so do starting a device and its weights.
-        say(f"reading and tokenizing {', '.join(config.dataset)} …")
+        say(console, f"reading and tokenizing {', '.join(config.dataset)} …")
         date = prompts_date(config)
         tokenizer = reader.submit(read_tokenizer, assets.model_path(config.model), config.adapter)
         problems = reader.submit(_problems, config, tokenizer, date, console)
         if note := kernels_note(config.matmul_kernel):
-            say(note)
+            say(console, note)
         limit = smallest(replicas.gather(device_bytes()))
         refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
         if kept := LoweredPrograms.beside_compiled():
             kept.on_missing = functools.partial(workers.begin, kept, config, limit)
-        programs = Ahead(done=say, kept=kept)
+        programs = Ahead(done=functools.partial(say, console), kept=kept)
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
-            say(formats_note(Path(config.adapter), assets.model_path(config.model), config.loaded_format))
-        say(f"loading {config.model} …")
+            say(console, formats_note(Path(config.adapter), assets.model_path(config.model), config.loaded_format))
+        say(console, f"loading {config.model} …")
         loaded = load(config, console, replicas.tensor_parallel, tokenizer, problems)
         policy = committed(loaded, replicas.tensor_parallel).replace(tokenizer=loaded.tokenizer, source=loaded.source)
         if config.rollout_backend == "jax":
             refuse_rollout(policy, config, replicas, free_device_bytes())
         stream, eval_problems = problems.result()
-        say(ending_note(policy.config, loaded.tokenizer))
+        say(console, ending_note(policy.config, loaded.tokenizer))
         config = config.with_max_steps(len(stream))
         if hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
-            say(note)
+            say(console, note)
         state = init_state(policy, config, hooks.optimizer)
         if replicas.tensor_parallel > 1:  # what a checkpoint restores lies where it does
             state = committed(state, replicas.tensor_parallel)
@@ -204,8 +204,7 @@ def ready_rewards(config: Config, console: Console, download: bool = True) -> Re
     """The rewards, loaded and called once, as `try_rewards` does. Raises RewardError, and DataError for a dataset
     without a first problem.
     """
-    warn = functools.partial(console.print, soft_wrap=True, markup=False)
-    grading = config.reward_workers, config.reward_timeout, warn, config.allow_code_execution
+    grading = config.reward_workers, config.reward_timeout, functools.partial(say, console), config.allow_code_execution
     rewards = load_rewards(config.reward_funcs, *grading)
     try:
         try_rewards(config, rewards, download)
@@ -222,11 +221,7 @@ def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
     options = engine_options(config, base, width, sequences, config.lora_rank, config.vllm_share)
     with console.status("starting vLLM …"):
         engine = VllmEngine(options, policy.config)
-    console.print(
-        f"vLLM {engine.version} samples with {config.vllm_share:g} of the GPU's memory; its log: {engine.log}",
-        soft_wrap=True,
-        markup=False,
-    )
+    say(console, f"vLLM {engine.version} samples with {config.vllm_share:g} of the GPU's memory; its log: {engine.log}")
     return engine
 
 
@@ -325,7 +320,7 @@ def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[Pro
         first_id += dataset.size
         notes += told
     for note in notes:
-        console.print(note, soft_wrap=True, markup=False)
+        say(console, note)
     if (column := config.order_column) is not None:
         check_sortable(column, [item.problem.extra[column] for items in sets for item in items])
     key = None if column is None else lambda item: item.problem.extra[column]

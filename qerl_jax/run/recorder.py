@@ -15,6 +15,7 @@ from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, COMPLETIONS_DIR, CONF
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.reporting import health
+from qerl_jax.reporting.console import say
 from qerl_jax.reporting.metrics import EvaluationResults, MetricsFile, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
@@ -124,7 +125,7 @@ class Recorder:
         rows = self.metrics.rows if self.metrics else []
         health.refuse_skipped(rows, config)
         if step == config.num_rollouts and (said := health.refuse_untrained(rows, config)):
-            self._run.console.print(said, markup=False)
+            say(self._run.console, said)
         self._newest, self.phases.step = state, step + 1
         self._progress.update(step, self._metrics)
         self._warn(step, rows)
@@ -150,10 +151,10 @@ class Recorder:
             run_directory.write_config(directory, self._run.config)
             found.append(CONFIG_FILE)
         if found:
-            self._run.console.print(
+            say(
+                self._run.console,
                 f"another program removed or cut {' and '.join(found)} in {directory}: written again; see whether "
                 f"{COMPLETIONS_DIR}/ and {CHECKPOINTS_DIR}/ are whole",
-                markup=False,
             )
 
     def _warn(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -161,7 +162,7 @@ class Recorder:
         for kind, sentence in health.warnings(rows).items():
             if kind not in self._warned:
                 self._warned.add(kind)
-                self._run.console.print(f"step {step}: {sentence}", markup=False)
+                say(self._run.console, f"step {step}: {sentence}")
 
     def _save_after_error(self) -> None:
         """Save the state after the newest finished step, where there is one and this replica writes, also where the
@@ -174,9 +175,7 @@ class Recorder:
             self.checkpoints.save(state)
             self.mend()
         except OSError as error:
-            console.print(f"step {step + 1} failed; {error}", markup=False)
+            say(console, f"step {step + 1} failed; {error}")
         else:
-            console.print(
-                f"step {step + 1} failed; the state after step {step} is saved, resume from it with", markup=False
-            )
-            console.print(self._run.resume_command, markup=False)
+            say(console, f"step {step + 1} failed; the state after step {step} is saved, resume from it with")
+            say(console, self._run.resume_command)
