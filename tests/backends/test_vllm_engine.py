@@ -19,8 +19,7 @@ from helpers import logprobs_of, randomized
 from processes import is_running
 
 from qerl_jax import LoraConfig, Prompts, Sampling, aqn, generate, keys, load_policy
-from qerl_jax.backends.vllm_engine import VllmEngine, Weights
-from qerl_jax.backends.vllm_rollout import VllmError, assemble, row_seeds, sampling_arguments
+from qerl_jax.backends.vllm_engine import VllmEngine, VllmError, Weights, assemble, row_seeds, sampling_arguments
 from qerl_jax.backends.vllm_settings import check, engine_options
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.config import Config, ConfigError
