@@ -18,7 +18,7 @@ import pytest
 from replicas import on_replicas, under_slurm
 
 from qerl_jax import parallel
-from qerl_jax.cluster import Cluster
+from qerl_jax.cluster import Cluster, leave
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
 
 
@@ -125,7 +125,9 @@ def link_of(store: dict[str, bytes], index: int, count: int) -> Cluster:
     """Of a process without a watcher."""
     link = object.__new__(Cluster)
     link._client, link._index, link._count, link._number = KeyValues(store), index, count, 0
-    link._is_over = threading.Event()
+    link._is_over, link._is_told = threading.Event(), threading.Event()
+    link._watcher, link._failure = threading.Thread(target=str), "replica 1 is dead"
+    link._watcher.start()
     return link
 
 
@@ -165,6 +167,34 @@ def test_the_first_failure_stays_and_its_process_says_no_other():
     for reason in ("first", "second"):
         link.announce(pickle.dumps(reason))
     assert store == {"qerl_jax/failed": pickle.dumps("first")} and link._is_over.is_set()
+
+
+def test_the_main_thread_takes_notice_once():
+    """Of the failure of another process, unless this one has failed itself. The watcher, which would end it, knows."""
+    link = link_of({}, 0, 2)
+    with pytest.raises(ReplicaError, match="replica 1 is dead"):
+        link._raise()
+    assert link._is_told.is_set() and link._is_over.is_set()
+    link._is_told.clear()
+    link._raise()
+    assert link._is_told.is_set()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_process_with_the_store_leaves_last(index, monkeypatch):
+    """The others say that they have left; it waits until they are no longer there, less long where one has failed."""
+    alive, waited, ended, begin = [[0, 1, 2], [0, 2], [0]], [], [], threading.Thread.join
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: ended.append(list(alive)))
+    link = link_of(store := {}, index, 3)
+    link._client.get_live_nodes = lambda nodes: alive.pop(0) if nodes == [0, 1, 2] else []
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, seconds: waited.append(seconds) or begin(thread, 5))
+    leave(Replicas(index, 3, link))
+    assert ended == [[] if index == 0 else [[0, 1, 2], [0, 2], [0]]] and link._is_over.is_set()
+    assert store == ({} if index == 0 else {"qerl_jax/left/1": b""})
+    alive, before = [[0]], waited[:-1]
+    link._is_told.set()
+    leave(Replicas(index, 3, link))
+    assert (before, waited[len(before) + 1 : -1]) == (([30], [5]) if index == 0 else ([], []))
 
 
 HANGS = """

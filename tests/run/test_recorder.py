@@ -22,12 +22,14 @@ from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.config import Config, load
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.metrics import MetricsFile, read_metrics
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
+from qerl_jax.run.lifecycle import begin_run
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.run.signals import StopSignals
@@ -62,6 +64,36 @@ def assert_saved(place: Path, state: TrainState) -> None:
 def after(state: TrainState, step: int) -> TrainState:
     """The state of a later step, another in every adapter."""
     return state.replace(step=jnp.int32(step), lora=jax.tree.map(lambda leaf: leaf + step, state.lora))
+
+
+def test_a_run_goes_on_or_begins_anew(running, capsys):
+    """From its checkpoint, with the tokens that it had seen, to another end; or, with `overwrite`, without anything of
+    the run that was there.
+    """
+    run, recorder, state = running
+    directory, result = run.directory, Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1)
+    recorder.checkpoints.save(after(state, 2))
+    for name in ("before", "after"):
+        recorder.evaluations.put(name, result)
+    (directory / "notes").touch()
+    start = state.replace(step=jnp.int32(0))
+
+    def begun(**changes: object) -> tuple[Recorder, TrainState, str]:
+        own = dataclasses.replace(run, config=dataclasses.replace(run.config, **changes))
+        found = begin_run(own, start.replace(config=own.config))
+        assert load(directory / "config.yaml").max_steps == own.config.max_steps
+        return *found, capsys.readouterr().out
+
+    there, found, said = begun(resume="auto", max_steps=60)
+    assert int(found.step) == 2 and (there.phases.step, there._first, there._tokens) == (3, 2, 2)
+    assert [row["step"] for row in there.metrics.rows] == [1, 2] and there.evaluations.all() == {"before": result}
+    parameters = run.policy.config.parameter_count() / 1e6
+    assert f"{run.config.model}: {parameters:,.1f} M parameters, 0 problems, into {directory}\n" in said
+    assert said.endswith("step 3 waits until its programs are compiled …\n")
+    there, found, said = begun(overwrite=True)
+    assert int(found.step) == 0 and (there.phases.step, there._first, there._tokens) == (1, 0, 0)
+    assert (there.metrics.rows, there.evaluations.all(), latest_step(directory)) == ([], {}, None)
+    assert {path.name for path in directory.iterdir()} >= {"notes"} and "resuming" not in said
 
 
 def test_a_signal_to_one_replica_stops_all_after_the_same_step(running):
