@@ -34,7 +34,7 @@ from qerl_jax.run import prepare
 from qerl_jax.run.abstract import abstract_run
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.memory import estimate_memory
-from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
+from qerl_jax.run.rehearsal import rehearse_evaluation, rehearse_evaluation_of_run, rehearse_run, rehearse_step
 from qerl_jax.train import parse
 from qerl_jax.types import Prompts
 
@@ -158,6 +158,13 @@ def test_what_the_weights_decide_is_compiled_after_them(tmp_path):
     more = record(rehearse_step, config, Hooks(), policy, init_state(policy, config), None, known=known)
     assert set(names_of(more)) == {"cast_lora", "prefill_layer", "decode_chunk", "forward_and_keep", "backward"}
     assert len(more) < len(before)
+
+
+def test_the_programs_of_an_evaluation_are_known_from_the_config(tmp_path):
+    small.bf16(tmp_path / "model")
+    config = config_of(tmp_path)
+    found = signatures(rehearse_evaluation_of_run, config, None, 5, 9)
+    assert found == signatures(rehearse_evaluation, config, committed(prepare.load(config)), None, 5, 9) != set()
 
 
 def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_programs(tmp_path):

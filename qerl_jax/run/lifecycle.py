@@ -38,7 +38,7 @@ from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
-from qerl_jax.run.rehearsal import rehearse_evaluation
+from qerl_jax.run.rehearsal import rehearse_evaluation, rehearse_evaluation_of_run
 from qerl_jax.types import Policy, TrainState
 
 
@@ -73,6 +73,8 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if _lacks(run, recorder, "before"):
         say(console, f"evaluating the policy on {len(run.eval_problems)} problems before training …")
         _evaluate(run, recorder, state, "before")
+    if run.programs:
+        run.programs.submit(run.workers.close)
     if step < config.num_rollouts:
         say(console, f"step {step + 1} waits until its programs are compiled …")
     return recorder, state
@@ -163,6 +165,7 @@ def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> Non
     if name == "before" and run.programs and run.vllm is None and own:
         longest = max(len(problem.tokens) for problem in run.eval_problems)
         policy = run.policy.replace(norms=state.norms, lora=state.lora)
+        run.workers.submit(rehearse_evaluation_of_run, run.config, run.plan, own, longest)
         run.programs.submit(rehearse_evaluation, run.config, policy, run.plan, own, longest)
     with recorder.phases("evaluation"):
         result = evaluate_state(run, state)

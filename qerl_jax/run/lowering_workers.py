@@ -2,7 +2,7 @@
 cores it took half.
 
 They start before the run has read anything, import what they need, and wait. Once the run's process lacks a program
-(`LoweredPrograms`) it says what they cannot know without its GPU; each then rehearses the run as that does, and lowers
+(`LoweredPrograms`) it says what they cannot know without its GPU; each then rehearses what the run does, and lowers
 what nobody else has begun. None starts a GPU: a program is lowered for one by its facts (`dispatch.lowering_for`). One
 that fails is not missed, because the run lowers whatever is not there.
 """
@@ -16,9 +16,10 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 
 import jax
@@ -26,33 +27,28 @@ from qerl_kernels import dispatch
 from qerl_kernels.gpu import Gpu
 
 from qerl_jax import driver
-from qerl_jax.config import Config
 from qerl_jax.lowered import LoweredPrograms, are_as_begun, are_kept
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import record
 from qerl_jax.run.hooks import Hooks
-from qerl_jax.run.rehearsal import rehearse_run
 
 _CORES_OF_ONE, _MOST = 4, 4
 
 
 @dataclass(frozen=True)
-class _Task:
-    """What a worker is told.
+class _Target:
+    """What a worker lowers for.
 
     Attributes:
       directory, environment: of the run's `LoweredPrograms`.
-      gpu: to lower for; None: the CPU.
+      gpu: None: the CPU.
       settings: JAX's, by name.
-      config, device_bytes: arguments of `rehearse_run`.
     """
 
     directory: Path
     environment: bytes
     gpu: Gpu | None
     settings: dict[str, Any]
-    config: Config
-    device_bytes: float | None
 
 
 def useful_workers(
@@ -73,26 +69,40 @@ def useful_workers(
 class LoweringWorkers:
     """So many `processes`, which end with this one. As a context they end with its block."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int = 0) -> None:
         command = [sys.executable, "-P", "-m", "qerl_jax.run.lowering_workers"]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
         nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
         options = {"stdin": pipe, "stdout": nothing, "stderr": nothing, "env": environment, "start_new_session": True}
         self.processes = [subprocess.Popen(command, **options) for _ in range(count)]
-        self._has_begun = False
+        self._messages: list[bytes] = []  # that wait for the first one
+        self._has_begun, self._lock = False, threading.Lock()
 
-    def begin(self, kept: LoweredPrograms, config: Config, device_bytes: float | None) -> None:
-        """Lower the programs of a run that `kept` lacks. Once: later calls do nothing."""
-        if self._has_begun:
+    def submit(self, rehearse: Callable, *args: Any) -> None:
+        """Lower the programs that `rehearse(*args)` calls, once `begin` has been called."""
+        if not self.processes:
             return
-        self._has_begun = True
-        gpu = dispatch.this_gpu() if dispatch.is_for_gpu() else None
-        settings = {name: value for name, value in jax.config.values.items() if name != "jax_platforms"}
-        task = pickle.dumps(_Task(kept.directory, kept.environment, gpu, settings, config, device_bytes))
+        with self._lock:
+            self._messages.append(pickle.dumps((rehearse, args)))
+            if self._has_begun:
+                self._send()
+
+    def begin(self, kept: LoweredPrograms) -> None:
+        """Lower what `kept` lacks. Later calls do nothing."""
+        with self._lock:
+            if not self._has_begun:
+                self._has_begun = True
+                gpu = dispatch.this_gpu() if dispatch.is_for_gpu() else None
+                settings = {name: value for name, value in jax.config.values.items() if name != "jax_platforms"}
+                self._messages.insert(0, pickle.dumps(_Target(kept.directory, kept.environment, gpu, settings)))
+                self._send()
+
+    def _send(self) -> None:
         for process in self.processes:
-            with contextlib.suppress(OSError):  # it has died
-                process.stdin.write(task)
+            with contextlib.suppress(OSError, ValueError):  # it has died, or was closed
+                process.stdin.write(b"".join(self._messages))
                 process.stdin.flush()
+        self._messages.clear()
 
     def close(self) -> None:
         """End them."""
@@ -109,28 +119,29 @@ class LoweringWorkers:
         self.close()
 
 
-def _end_with_pipe() -> None:
-    """End this process when the run's has closed the pipe, or has ended in whatever way."""
-    sys.stdin.buffer.read()
+def _receive(messages: SimpleQueue) -> None:
+    """Read the pipe. This process ends when the run's has closed it, or has ended in whatever way."""
+    with contextlib.suppress(EOFError):
+        while True:
+            messages.put(pickle.load(sys.stdin.buffer))
     os._exit(0)
 
 
 def _main() -> None:
-    try:
-        task: _Task = pickle.load(sys.stdin.buffer)
-    except EOFError:
-        return
-    threading.Thread(target=_end_with_pipe, daemon=True).start()
+    messages = SimpleQueue()
+    threading.Thread(target=_receive, args=(messages,), daemon=True).start()
+    target, known = messages.get(), {}
     if not are_as_begun():
         return
-    for name, value in task.settings.items():
+    for name, value in target.settings.items():
         if jax.config.values[name] != value:
             jax.config.update(name, value)
     gc.disable()
-    kept = LoweredPrograms(task.directory, task.environment, waits=False)
-    with dispatch.lowering_for(task.gpu) if task.gpu else contextlib.nullcontext():
-        record(rehearse_run, task.config, Hooks(), task.device_bytes, kept=kept)
-    os._exit(0)  # another thread waits for the pipe
+    kept = LoweredPrograms(target.directory, target.environment, waits=False)
+    with dispatch.lowering_for(target.gpu) if target.gpu else contextlib.nullcontext():
+        while True:
+            rehearse, args = messages.get()
+            record(rehearse, *args, known=known, kept=kept)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ class Run:
       hooks: functions of the user's.
       plan: of every update; None: that of a device without limit.
       programs: compiles them before their first calls; None: each is compiled at its first call.
+      workers: lower some of them.
       vllm: what samples completions under `rollout_backend` vllm, else None.
       replicas: the processes that share its work.
       date: in prompts whose chat template has one.
@@ -83,6 +84,7 @@ class Run:
     hooks: Hooks = dataclasses.field(default_factory=Hooks)
     plan: UpdatePlan | None = None
     programs: Ahead | None = None
+    workers: LoweringWorkers = dataclasses.field(default_factory=LoweringWorkers)
     vllm: VllmEngine | None = None
     replicas: Replicas = ALONE
     date: datetime.date | None = None
@@ -145,7 +147,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         limit = smallest(replicas.gather(device_bytes()))
         refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
         if kept := LoweredPrograms.beside_compiled():
-            kept.on_missing = functools.partial(workers.begin, kept, config, limit)
+            kept.on_missing = functools.partial(workers.begin, kept)
+            workers.submit(rehearse_run, config, hooks, limit)
         programs = Ahead(done=functools.partial(say, console), kept=kept)
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
@@ -166,7 +169,6 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         # Again: weights in an unusual form have other programs.
         plan = make_update_plan(state, policy.frozen, limit, replicas=replicas.count)
         programs.submit(rehearse_step, config, hooks, policy, state, plan, replicas)
-        programs.submit(workers.close)
         vllm = start_vllm(config, policy, console) if config.rollout_backend == "vllm" else None
     except BaseException:
         if programs:
@@ -177,7 +179,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     finally:
         reader.shutdown(wait=False, cancel_futures=True)
     inputs = config, directory, console, policy, rewards, stream, eval_problems
-    return Run(*inputs, hooks, plan, programs, vllm, replicas, date), state
+    return Run(*inputs, hooks, plan, programs, workers, vllm, replicas, date), state
 
 
 def _problems(

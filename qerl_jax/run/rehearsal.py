@@ -80,3 +80,9 @@ def rehearse_evaluation(
     """The calls of programs in the evaluation of a policy on so many prompts, for `programs.record`."""
     key = keys.for_step(0, keys.Purpose.EVALUATE, 0)
     engine.rehearse(policy, prompts, prompt_length, config.eval_sampling, key, within(plan, config.eval_engine))
+
+
+def rehearse_evaluation_of_run(config: Config, plan: UpdatePlan | None, prompts: int, prompt_length: int) -> None:
+    """`rehearse_evaluation` from the model's config.json alone."""
+    policy, _ = committed(abstract_run(config, None, 1))
+    rehearse_evaluation(config, policy, plan, prompts, prompt_length)

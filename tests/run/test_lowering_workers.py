@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import pickle
 import re
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import pytest
@@ -22,14 +27,14 @@ from qerl_jax.programs import program, record
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lowering_workers import LoweringWorkers, useful_workers
-from qerl_jax.run.rehearsal import rehearse_run
+from qerl_jax.run.rehearsal import rehearse_evaluation_of_run, rehearse_run
 from qerl_jax.train import parse
 
 ON_GPU = "--weight-format nvfp4 --dtype bfloat16 --matmul-kernel mosaic_gpu"
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1}
 
 
-def config_of(folder: Path, model: Path, flags: str = "", **sizes: int) -> Config:
+def config_of(folder: Path, model: Path, flags: str = "", sizes: Mapping[str, int] = MappingProxyType({})) -> Config:
     """The tiny run of a model of other sizes, of which there is nothing but its config."""
     (folder / "model").mkdir()
     fields = json.loads((model / "config.json").read_text()) | sizes
@@ -42,18 +47,25 @@ def text(exported: jax.export.Exported) -> str:
     return re.sub(r"(?m)^#loc.*\n| loc\((?:[^()]|\([^()]*\))*\)", "", exported.mlir_module())
 
 
-@pytest.mark.parametrize("flags, sizes", [("", {}), pytest.param(ON_GPU, WIDE, marks=pytest.mark.gpu)])
-def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, flags, sizes):
-    """All of its programs, to the same text, under the same names; on a GPU for that, which the worker does not see."""
-    config = config_of(tmp_path, tiny_dir, flags, **sizes)
+@pytest.mark.parametrize("is_on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, is_on_gpu):
+    """The programs of an evaluation, to the same text, under the same names; on a GPU for that, which the worker does
+    not see, and those of a step, too.
+    """
+    config = config_of(tmp_path, tiny_dir, *([ON_GPU, WIDE] if is_on_gpu else []))
     own, kept = (LoweredPrograms(tmp_path / name, b"same") for name in ("own", "kept"))
     with LoweringWorkers(1) as workers:
         for _ in range(2):
-            workers.begin(kept, config, 1e10)
-        record(rehearse_run, config, Hooks(), 1e10, kept=own)
-        assert [process.wait(120) for process in workers.processes] == [0]
+            workers.begin(kept)
+        rehearsals = [(rehearse_evaluation_of_run, config, None, 5, 9), (rehearse_run, config, Hooks(), 1e10)]
+        for rehearsal in rehearsals[: 1 + is_on_gpu]:
+            workers.submit(*rehearsal)
+            record(*rehearsal, kept=own)
+        names, end = set(os.listdir(own.directory)), time.monotonic() + 60
+        while not names <= {file.name for file in kept.directory.glob("*")} and time.monotonic() < end:
+            time.sleep(0.05)
     found = [{file.name: pickle.loads(file.read_bytes()[32:]) for file in x.directory.iterdir()} for x in (own, kept)]
-    assert found[0].keys() == found[1].keys() and len(found[0]) > 20
+    assert found[0].keys() == found[1].keys() and len(found[0]) >= 8
     for name, (expected, results) in found[0].items():
         ours, own_results = found[1][name]
         assert text(ours) == text(expected) and own_results == results
@@ -63,11 +75,11 @@ def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, flags, sizes):
 def test_workers_end_with_the_run(tmp_path, tiny_dir):
     """Whose end closes their pipes: those that wait, and those that lower, which leave most of it undone."""
     config, kept = config_of(tmp_path, tiny_dir), LoweredPrograms(tmp_path / "kept", b"same")
-    for has_begun in (False, True):
-        with LoweringWorkers(1) as workers:
-            if has_begun:
-                workers.begin(kept, config, 1e10)
-            [worker] = workers.processes
+    with LoweringWorkers(1) as waiting, LoweringWorkers(1) as lowering:
+        for workers in (waiting, lowering):
+            workers.submit(rehearse_run, config, Hooks(), 1e10)
+        lowering.begin(kept)
+        for [worker] in (waiting.processes, lowering.processes):
             worker.stdin.close()
             assert worker.wait(60) == 0
     assert not kept.directory.exists() or len(list(kept.directory.iterdir())) < 10
@@ -96,8 +108,12 @@ def test_a_program_that_another_process_lowers(tmp_path):
         [traced] = record(program(scaled), shape, kept=LoweredPrograms(folder, b"", waits=False))
         assert traced.results.shape == (3,) and not folder.exists() and other.poll() is None
         threading.Timer(0.2, other.kill).start()
-        record(program(scaled), shape, kept=LoweredPrograms(folder, b""))
+        missing, kept = [], LoweredPrograms(folder, b"")
+        kept.on_missing = functools.partial(missing.append, "scaled")
+        record(program(scaled), shape, kept=kept)
         assert other.wait(0) is not None and len(list(folder.iterdir())) == 1
+        record(program(scaled), shape, kept=kept)
+        assert missing == ["scaled"]
 
 
 def test_where_workers_are_useful(tmp_path):
