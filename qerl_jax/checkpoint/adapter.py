@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.atomic import atomic_directory, write_json
@@ -57,11 +56,11 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
 
     def lora(layer: int, part: str, old: Lora) -> Lora:
         a, b = source.lora(layer, part)
-        return dataclasses.replace(old, a=jnp.asarray(a).T, b=jnp.asarray(b).T)
+        return dataclasses.replace(old, a=jax.device_put(a.T.copy()), b=jax.device_put(b.T.copy()))
 
     def norm(layer: int, name: str, old: jax.Array) -> jax.Array:
         value = source.norm(layer, name)
-        return old if value is None else jnp.asarray(value)
+        return old if value is None else jax.device_put(np.array(value))
 
     adapters, norms = map_layers(lora, policy.lora), map_layers(norm, policy.norms)
     base = policy.norms if policy.base_norms is None and source.has_norms else policy.base_norms

@@ -70,8 +70,11 @@ class WeightReader:
         unquantized in a quantized checkpoint, unchanged. Over devices they are divided as `on_devices` does.
         """
 
+        # For each shape `jnp.asarray` compiles a copy, which a table needs: a CPU would read the mapped file.
+        put = jnp.asarray if spec.kind == "table" else jax.device_put
+
         def formed(value: Weight | np.ndarray | None) -> Weight | jax.Array | None:
-            value = jax.tree.map(jnp.asarray, value)
+            value = jax.tree.map(put, value)
             if not isinstance(value, Weight) or (self.quantization is not None and isinstance(value, Dense)):
                 return value
             return kernel_form(value, self.dtype, self.matmul_kernel)

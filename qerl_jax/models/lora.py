@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from qerl_jax.models.config import PROJECTIONS
 
@@ -83,21 +83,16 @@ class LoraConfig:
         return self.effective_alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-def init_lora(config: LoraConfig, in_features: int, out_features: int, offset: int, key: Array) -> Lora:
-    """A fresh fp32 adapter: A uniform in ±1/sqrt(K) (PEFT's Kaiming uniform with a = sqrt(5)), B zero.
-
-    The adapted policy starts as the base.
+def draw_lora_a(in_features: int, rank: int, keys: Array) -> Float32[Array, "n K R"]:
+    """LoRA A of n fresh adapters: uniform in ±1/sqrt(K) (PEFT's Kaiming uniform with a = sqrt(5)), of each its own key.
 
     Args:
-      config: rank and scale.
       in_features: K.
-      out_features: N.
-      offset: first output feature within a fused projection.
-      key: random key of A.
+      rank: R.
+      keys: n random keys.
     """
     bound = 1.0 / math.sqrt(in_features)
-    a = jax.random.uniform(key, (in_features, config.rank), jnp.float32, -bound, bound)
-    return Lora(a, jnp.zeros((config.rank, out_features), jnp.float32), config.scale, offset)
+    return jax.vmap(lambda key: jax.random.uniform(key, (in_features, rank), jnp.float32, -bound, bound))(keys)
 
 
 def fuse_lora_a(lora: Any) -> Any:

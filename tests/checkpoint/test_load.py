@@ -20,6 +20,7 @@ from oracles import torch_qwen2
 from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.packing import unpack
 
+from qerl_jax import keys
 from qerl_jax.checkpoint import load
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.load import load_policy
@@ -158,7 +159,7 @@ def test_layers_quantized_in_threads_keep_their_places(tmp_path, monkeypatch, we
     "targets", [PROJECTIONS, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj", "k_proj")], ids=len
 )
 def test_fresh_adapters(micro_dir, targets):
-    """A uniform within 1 / sqrt(K), B zero, one for each target and layer, another for every seed."""
+    """A uniform within 1 / sqrt(K), drawn by the key of its seed, layer and projection, B zero."""
     policies = [
         load_policy(micro_dir, lora=LoraConfig(3, 6.0, target_modules=targets), seed=s, dtype=jnp.float32)
         for s in (0, 1)
@@ -170,12 +171,14 @@ def test_fresh_adapters(micro_dir, targets):
         map_layers(lambda layer, part, lora, found=found: found.setdefault((layer, part), lora), policy.lora)
     assert set(seen) == {(layer, part) for layer in range(2) for part in targets}
     shapes = policies[0].config.projection_shapes()
-    drawn = []
+    drawn, seeds = [], keys.for_step(1, keys.Purpose.LORA_INIT, 0)
     for (layer, part), lora in seen.items():
         n, k = shapes[part]
         assert lora.a.shape == (k, 3) and lora.b.shape == (3, n) and lora.scale == 2.0
         a = np.asarray(lora.a)
         assert 0.8 / k**0.5 < np.abs(a).max() <= 1 / k**0.5 and (np.asarray(lora.b) == 0).all()
+        own = jax.random.fold_in(jax.random.fold_in(seeds, layer), PROJECTIONS.index(part))
+        np.testing.assert_allclose(a, (2 * jax.random.uniform(own, (k, 3)) - 1) / k**0.5, rtol=0, atol=1e-6)
         drawn += [a.tobytes(), np.asarray(previous[layer, part].a).tobytes()]
     assert len(set(drawn)) == len(drawn)
 

@@ -8,6 +8,8 @@ import pytest
 from qerl_kernels.formats import Mxfp4, Nvfp4
 from qerl_kernels.nvfp4_matmul import cases, packing, reference
 
+dequantize = jax.jit(reference.dequantize)
+
 
 def every_code_and_scale() -> Nvfp4:
     """[127, 512]: row s has scale byte s; every block of 16 holds all 16 codes, shifted by the block's number."""
@@ -58,7 +60,7 @@ def test_any_shape_round_trips(n, k, divides):
     assert (packed.shape == weight.shape and not packed.uniform) or n == 1
     np.testing.assert_array_equal(back.codes, weight.codes)
     np.testing.assert_array_equal(as_bytes(back.scales), as_bytes(weight.scales))
-    np.testing.assert_array_equal(reference.dequantize(back), reference.dequantize(weight))
+    np.testing.assert_array_equal(dequantize(back), dequantize(weight))
 
 
 def test_padding_is_zero():
@@ -94,9 +96,7 @@ def test_mxfp4_round_trips_and_is_worth_the_same(span):
     np.testing.assert_array_equal(back.codes, weight.codes)
     np.testing.assert_array_equal(back.exponents, weight.exponents)
     matrix, multiplier = packing.packed_parts(packed)
-    np.testing.assert_array_equal(
-        np.asarray(matrix, np.float32) * np.asarray(multiplier)[:, None], reference.dequantize(weight)
-    )
+    np.testing.assert_array_equal(np.asarray(matrix, np.float32) * np.asarray(multiplier)[:, None], dequantize(weight))
 
 
 def test_mxfp4_blocks_of_zeros_do_not_count():
@@ -106,7 +106,7 @@ def test_mxfp4_blocks_of_zeros_do_not_count():
     weight = Mxfp4(jnp.asarray(codes), jnp.asarray(exponents))
     back = packing.unpack(packing.pack(weight))
     np.testing.assert_array_equal(back.codes, codes)
-    np.testing.assert_array_equal(reference.dequantize(back), reference.dequantize(weight))
+    np.testing.assert_array_equal(dequantize(back), dequantize(weight))
 
 
 def test_mxfp4_of_a_wider_span_is_refused():
