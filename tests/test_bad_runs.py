@@ -352,10 +352,6 @@ def test_a_completion_with_a_broken_logit_leaves_the_others_as_they_are(tmp_path
 # what a reward of one's own does: (its body, message)
 REWARDS: dict[str, tuple[str, str]] = {
     "raises": ("raise KeyError('no such column')", "raised KeyError('no such column') in …mine.py, line 2"),
-    "never returns": (
-        "while True: pass",
-        "graded none of 1 tasks: 1 were stopped after reward_timeout 0.5 s, in 0 the process died",
-    ),
     "asks for a column": (
         "pass\n\ndef reward(completions, solution, **columns):\n    return [1.0] * len(completions)",
         "raised TypeError(…'solution'…) in …mine.py, line 4: name solution in reward_columns, if the dataset has it…",
