@@ -394,3 +394,8 @@ def test_the_table_of_a_dry_run_has_every_number_in_its_place():
         "a layer's backward pass, or the head": ["", "2048", ""],
         "peak, about": ["151", "3331", "104"],
     }
+    table = memory_table(dataclasses.replace(memory, evaluation=RolloutMemory(), copy=0), Config(), 4)
+    what, rollout, update, evaluation = ([str(cell) for cell in column.cells] for column in table.columns)
+    assert table.title == "Memory estimate on each of 4 devices (GB = 1e9 bytes)" and set(evaluation) == {""}
+    assert "keys and values of 6 sequences at a time" in what and "copy of the trained weights" not in what
+    assert (rollout[-1], update[-1]) == ("147.000 GB", "3331.000 GB")
