@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from qerl_kernels.decode_prologue.config import PrologueConfig
 from qerl_kernels.gpu import H200
 from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
@@ -152,3 +153,10 @@ def test_what_an_sm_cannot_hold_does_not_fit():
         assert not dataclasses.replace(good, **wrong).fits(4608, 3584), wrong
     assert not dataclasses.replace(good, m16_tiles=8).fits(4608 + 64, 3584)
     assert not dataclasses.replace(good, cluster=8).fits(4608, 7 * 64)
+
+
+def test_what_a_config_leaves_out():
+    """Of the attributes, in their order."""
+    assert dataclasses.astuple(GemmConfig(64)) == (64, 4, 1, 1, 2, 4, 1, False)
+    assert dataclasses.astuple(SkinnyConfig(8)) == (8, 4, 8, 1, 4, False)
+    assert dataclasses.astuple(PrologueConfig(2, 8, 1, 4)) == (2, 8, 1, 4, 1, 1)
