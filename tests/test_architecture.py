@@ -175,7 +175,7 @@ import qerl_jax
 from jax._src import xla_bridge
 print(json.dumps({
     "backends": sorted(xla_bridge._backends),
-    "heavy": sorted({"torch", "transformers", "datasets", "matplotlib", "tyro", "pyarrow"} & set(sys.modules)),
+    "heavy": sorted({"torch", "transformers", "datasets", "matplotlib", "tyro", "pyarrow", "orbax"} & set(sys.modules)),
 }))
 """
 

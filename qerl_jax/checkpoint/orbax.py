@@ -8,6 +8,7 @@ checkpoint is incomplete and as good as absent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import shutil
@@ -20,7 +21,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from qerl_jax.atomic import one_line, write_json
 from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, CONFIG_FILE
@@ -48,19 +48,25 @@ class Checkpointer:
         self._keep = keep  # not orbax's max_to_keep: that deletes the old one before the new one has its manifest
         if keep is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
+
+    @functools.cached_property
+    def _manager(self) -> Any:
+        """orbax's, made when there is a checkpoint to read or to write: step 1 does not wait for its import."""
+        import orbax.checkpoint as ocp
+
         own = jax.process_index()
         with _quiet():  # absl warns of a setting that read_only implies
             options = ocp.CheckpointManagerOptions(
                 enable_async_checkpointing=False,
-                cleanup_tmp_directories=keep is not None,
+                cleanup_tmp_directories=self._keep is not None,
                 create=False,
-                read_only=keep is None,
+                read_only=self._keep is None,
                 # Of several processes, one writes and each reads for itself.
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
                     primary_host=own, active_processes={own}, barrier_sync_key_prefix=str(own)
                 ),
             )
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
+            return ocp.CheckpointManager(self.directory, options=options)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint; None without one."""
@@ -68,7 +74,7 @@ class Checkpointer:
 
     def incomplete_steps(self) -> list[int]:
         """Steps whose manifest is missing: a kill came before it was written, or someone took it away."""
-        return sorted(set(self._manager.all_steps()) - set(self._complete()))
+        return sorted(set(self._steps()) - set(self._complete()))
 
     def save(self, state: TrainState) -> None:
         """Write the state at its step, also over an incomplete one; a complete one that is already there is left alone.
@@ -77,6 +83,8 @@ class Checkpointer:
         Raises OSError naming the directory if it cannot be written, on a full disk for one; what was written of it is
         removed, and the checkpoints before it are as they were.
         """
+        import orbax.checkpoint as ocp
+
         step = int(state.step)
         if step in self._complete():
             return
@@ -117,6 +125,8 @@ class Checkpointer:
             the run's last; names the fields with both values.
           CheckpointError: it cannot be read, or its arrays are not the state's.
         """
+        import orbax.checkpoint as ocp
+
         step = self.latest_step() if step is None else step
         if step is None:
             raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
@@ -149,6 +159,8 @@ class Checkpointer:
         """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as
         `restore` does.
         """
+        import orbax.checkpoint as ocp
+
         path, manifest = self.directory / str(step), self._read_manifest(step)
         wanted = {
             name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
@@ -163,14 +175,15 @@ class Checkpointer:
     def close(self) -> None:
         """Finish pending writes, and deletions that a kill interrupted."""
         self._prune()
-        self._manager.close()
+        if "_manager" in vars(self):
+            self._manager.close()
 
     def _prune(self) -> None:
         """Delete what is older than the newest few complete checkpoints, each one's manifest first: a kill in between
         leaves an incomplete one.
         """
         newest = sorted(self._complete())[-self._keep :] if self._keep else []
-        for step in [step for step in self._manager.all_steps() if newest and step < newest[0]]:
+        for step in [step for step in self._steps() if newest and step < newest[0]]:
             (self.directory / str(step) / MANIFEST_FILE).unlink(missing_ok=True)
             self._manager.delete(step)
 
@@ -186,8 +199,11 @@ class Checkpointer:
                 return
             time.sleep(0.1)
 
+    def _steps(self) -> list[int]:
+        return self._manager.all_steps() if any(self.directory.glob("*")) else []
+
     def _complete(self) -> list[int]:
-        return [step for step in self._manager.all_steps() if (self.directory / str(step) / MANIFEST_FILE).exists()]
+        return [step for step in self._steps() if (self.directory / str(step) / MANIFEST_FILE).exists()]
 
     def _read_manifest(self, step: int) -> dict[str, Any]:
         path = self.directory / str(step) / MANIFEST_FILE
