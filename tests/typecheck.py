@@ -63,16 +63,20 @@ def check(function: Callable) -> Callable:
     """`function` with its annotations checked at every call."""
     if function.__qualname__ == "Config.__init__":
         return function  # it turns texts and lists into its own types, and refuses what it cannot
-    try:
-        checked = _check(function)
-    except BeartypeDecorHintPep673Exception:  # `Self` means something to beartype within a decorated class only
-        return function
     is_init = function.__name__ == "__init__"
+    checked = None
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        unchecked = _is_recording() or (is_init and _called_by_jax())
-        return (function if unchecked else checked)(*args, **kwargs)
+        nonlocal checked
+        if _is_recording() or (is_init and _called_by_jax()):
+            return function(*args, **kwargs)
+        if checked is None:  # beartype takes 2 ms to compile the checks, and a process calls few of all functions
+            try:
+                checked = _check(function)
+            except BeartypeDecorHintPep673Exception:  # `Self` means something to it within a decorated class only
+                checked = function
+        return checked(*args, **kwargs)
 
     return call
 

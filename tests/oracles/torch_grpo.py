@@ -5,6 +5,7 @@ stand-in trainer.
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import math
 import textwrap
@@ -72,15 +73,19 @@ def _importance(mismatch, where, t, settings) -> float:
     return ratio if floor <= ratio <= cap else 0.0
 
 
-def trl_importance(old, behaviour, mask, settings) -> torch.Tensor:
+@functools.cache
+def _trl_importance_lines() -> types.CodeType:
     """TRL's own lines from the log-probabilities to the ratio, cut out of the method that makes its batches."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     start = source.index("                mask = completion_mask if tool_mask is None")
-    lines = source[
-        start : source.index("            # Compute the per-token log probabilities for the reference model")
-    ]
+    end = source.index("            # Compute the per-token log probabilities for the reference model")
+    return compile(textwrap.dedent(source[start:end]), "trl", "exec")
+
+
+def trl_importance(old, behaviour, mask, settings) -> torch.Tensor:
+    """The importance weights by TRL's own lines."""
     trainer = types.SimpleNamespace(
         vllm_importance_sampling_mode=settings.importance_sampling_mode,
         vllm_importance_sampling_clip_max=settings.importance_sampling_cap,
@@ -88,7 +93,7 @@ def trl_importance(old, behaviour, mask, settings) -> torch.Tensor:
     )
     names = {"torch": torch, "math": math, "self": trainer, "tool_mask": None, "completion_mask": mask.to(old.dtype)}
     names |= {"old_per_token_logps": old, "sampling_per_token_logps": behaviour}
-    exec(textwrap.dedent(lines), names)
+    exec(_trl_importance_lines(), names)
     return names["vllm_importance_sampling_ratio"]
 
 
