@@ -176,6 +176,10 @@ def test_shards_by_index(tmp_path):
     ("weight_map", "message"),
     [
         ({"a": "one.safetensors", "b": "two.safetensors"}, "puts 'b' into two.safetensors, found in one.safetensors"),
+        (
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": "one.safetensors", "a": "two.safetensors"},
+            "puts 'a' into two.safetensors, found in one.safetensors",  # behind one that may be absent
+        ),
         ({"a": "one.safetensors", "z": "one.safetensors"}, "puts 'z' into one.safetensors, found in no shard"),
         ({"a": "one.safetensors", "c": "gone.safetensors"}, "['gone.safetensors'] are missing"),
         ({"a": 3}, "weight_map must map"),
