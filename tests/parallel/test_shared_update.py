@@ -16,7 +16,7 @@ from updates import LENGTH, make_batch, make_config
 from qerl_jax.parallel import Replicas
 from qerl_jax.rl.optimizer import whole_of
 from qerl_jax.rl.plan import choose_plan, make_update_plan
-from qerl_jax.rl.reduction import check_same_state, over_replicas
+from qerl_jax.rl.reduction import check_same_state, checksum, over_replicas
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import assigned, grpo_step
 
@@ -155,3 +155,23 @@ def test_the_plan_has_a_micro_batch_for_each_replica(policy, count, prompts):
     model = dataclasses.replace(policy.config, num_layers=8)
     plan = choose_plan(model, 2, config, 64, 1024, None, replicas=count)
     assert plan.pack.tokens == prompts * 3 * 512
+
+
+def test_a_checksum_is_the_sum_of_all_words_each_times_its_odd_number():
+    """Of leaves in their order; a swap of two words, or one bit, is another sum."""
+    rng = np.random.default_rng(0)
+    tree = {
+        "a": rng.normal(size=(2, 3)).astype(np.float32),
+        "b": rng.normal(size=5).astype(jnp.bfloat16),
+        "c": np.array([True, False, True]),
+        "d": rng.integers(-100, 100, 4, np.int8),
+        "e": rng.integers(0, 2**32, 3, np.uint32),
+    }
+
+    def by_hand(tree: dict[str, np.ndarray]) -> int:
+        kinds = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+        words = [int(word) for leaf in tree.values() for word in leaf.ravel().view(kinds[leaf.dtype.itemsize])]
+        return sum(word * (2 * i + 1) for i, word in enumerate(words)) % 2**32
+
+    swapped = tree | {"a": tree["a"][::-1]}
+    assert int(checksum(tree)) == by_hand(tree) != by_hand(swapped) == int(checksum(swapped))

@@ -59,6 +59,26 @@ def test_the_parameter_table_says_where_noise_is_added():
         assert [name for name in names if name.startswith("layer norms")] == [f"layer norms ({wanted})"]
 
 
+def test_the_parameters_of_a_model_by_hand():
+    """Qwen2.5-1.5B in NVFP4: four fused projections in each of 28 layers, of 4 bits a weight, a byte for 16 of them and
+    four for each output feature; vectors but for biases in fp32, two moments and two counters.
+    """
+    hidden, inner, layers, heads, rank = 1536, 8960, 28, 2 * 128, 8
+    shapes = [(hidden + 2 * heads, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+    weights, features = (layers * sum(of) for of in ([n * k for n, k in shapes], [n for n, _ in shapes]))
+    factors = 4 * hidden + 2 * (heads + hidden) + 3 * (hidden + inner)  # q and o, k and v, the MLP's
+    adapters, vectors, table = layers * rank * factors, layers * (hidden + 2 * heads), 151936 * hidden
+    config = Config(model=str(SHAPES / "Qwen2.5-1.5B"), weight_format="nvfp4", lora_rank=rank)
+    assert [dataclasses.astuple(row) for row in memory_report(config).parameters] == [
+        ("112 projections", weights, "Nvfp4", weights // 2 + weights // 16 + 4 * features),
+        ("embedding (also the head)", table, "bfloat16", 2 * table),
+        ("biases, final norm", vectors + hidden, "bfloat16", 2 * vectors + 4 * hidden),
+        ("layer norms (frozen)", layers * 2 * hidden, "float32", 4 * layers * 2 * hidden),
+        ("adapters, rank 8 (trained)", adapters, "float32", 4 * adapters),
+        ("AdamW's moments", 2 * adapters + 2, "float32", 8 * adapters + 8),
+    ]
+
+
 def test_memory_of_full_fine_tuning_by_hand():
     """Qwen2.5-1.5B: 1.54 G weights, of them 28 * 2 * 1536 in layer norms. The checkpoint in bf16 (norms fp32), a copy
     of it in rollouts; masters, two moments, gradient and next state in fp32.
