@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,10 @@ def _zero_weights(
     def part_of(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
         if spec.kind != "projection":
             return jnp.zeros(spec.shape, jnp.float32 if spec.kind == "norm" else dtype)
-        is_dense = quantization is not None and quantization.layout_of(spec.modules(layer)[0]) is None
+        return projection(spec, quantization is not None and quantization.layout_of(spec.modules(layer)[0]) is None)
+
+    @functools.cache  # one for all layers
+    def projection(spec: TensorSpec, is_dense: bool) -> Weight:
         weight = FORMATS["bf16" if is_dense else stored].zeros(*spec.shape, dtype)
         if not runs or not format_of(weight).packs:
             return weight
