@@ -18,6 +18,7 @@ from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.safetensors import read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError, dump, to_mapping
+from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem, encode_problems
 from qerl_jax.data.stream import ProblemStream
@@ -165,6 +166,10 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     assert (columns["prompts"], columns["answer"], columns["prompt_index"]) == (["1 + 1?"] * 4, ["2"] * 4, [0] * 4)
     right, wrong = "So it is \\boxed{2}.", "So it is \\boxed{3}."
     assert columns["completions"] == [right, wrong, "I do not know.", right]
+    sets = ("gsm8k", str(tmp_path))  # the first, which nobody downloads, does not end the trials
+    hinted = dataclasses.replace(config, dataset=sets, reward_columns=("hint",))
+    with pytest.raises(DataError, match="has no column 'hint'"):
+        try_rewards(hinted, Rewards(spy=spy), download=False)
     # A dry run shows all three, in groups of two.
     config = dataclasses.replace(config, num_generations=2, reward_weights=(1.0,))
     tokenizer = load_tokenizer(model_path("tiny"))

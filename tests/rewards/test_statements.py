@@ -7,6 +7,7 @@ import time
 import pytest
 
 from qerl_jax.evaluation.grading import STATED, grader_of
+from qerl_jax.rewards.answers import parse_number
 from qerl_jax.rewards.functions import load_reward
 from qerl_jax.rewards.statements import stated_answer
 
@@ -16,6 +17,7 @@ from qerl_jax.rewards.statements import stated_answer
     [
         # The last statement counts, whatever its form.
         ("<answer> 5 </answer> \\boxed{6}", "6"),
+        ("<answer>The answer is 5</answer> \\boxed{6}", "6"),
         ("\\boxed{6}, so <answer> 5\n</answer>", "5"),
         ("The answer is 7. The final answer is $8$. I hope it is correct.", "$8$"),
         ("The answer is 7.\n#### 8", "8"),
@@ -86,3 +88,20 @@ def test_a_degenerate_completion_costs_no_time(text):
     started = time.process_time()
     stated_answer(text)
     assert time.process_time() - started < 0.2
+
+
+@pytest.mark.parametrize(
+    ("within", "beyond", "stated", "instead"),
+    [
+        ("\\boxed{" + "1" * 999 + "}", "\\boxed{" + "1" * 1000 + "}", "1" * 999, None),
+        ("\\boxed{7} " + "<answer>" * 31, "\\boxed{7} " + "<answer>" * 32, "7", None),
+        ("\\boxed{7} The answer is " + "1" * 80, "\\boxed{7} The answer is " + "1" * 81, "1" * 80, "7"),
+    ],
+    ids=["characters of a box", "marks", "characters of a sentence beside a box"],
+)
+def test_both_sides_of_each_limit(within, beyond, stated, instead):
+    assert (stated_answer(within), stated_answer(beyond)) == (stated, instead)
+
+
+def test_a_long_text_states_no_number():
+    assert (parse_number("7".rjust(1000)), parse_number("7".rjust(1001))) == (7, None)
