@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from replicas import on_replicas
 
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.compilation import committed
+from qerl_jax.run import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if "ArgumentParser(" in path.read_text())
@@ -112,6 +115,14 @@ def test_a_hostile_input_that_is_read_otherwise_is_a_failure(tool):
     assert refused_or("seed", lambda: 1).startswith("accepted as 1")
     assert refused_or("seed", lambda: int("x")).startswith("says ")
     assert refused_or("seed", lambda: [][0]).startswith("a trace: IndexError")
+
+
+def test_random_weights_are_loaded_by_the_arguments_of_stored_ones(tool):
+    """`prepare` passes them all by place."""
+    arguments = inspect.signature(prepare.load).parameters
+    with contextlib.ExitStack() as stack:
+        tool("bench_run").stand_in(stack, "0.5B", model_path("tiny"), 0.0)
+        assert inspect.signature(prepare.load).bind(*arguments)
 
 
 @pytest.mark.nightly

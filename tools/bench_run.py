@@ -179,8 +179,8 @@ def stand_in(stack: contextlib.ExitStack, size: str, model: Path, equal: float) 
     """Random weights, drawn lengths and drawn rewards in place of a run's, until the stack ends."""
     rng = np.random.default_rng(1)
 
-    def load(config: Config, console: Console, tensor_parallel: int) -> Policy:
-        del console, tensor_parallel  # nothing is read, so there is no progress to show; one GPU
+    def load(config: Config, console: Console, tensor_parallel: int, tokenizer: Any, problems: Any) -> Policy:
+        del console, tensor_parallel, tokenizer, problems  # nothing is read, so there is no progress to show; one GPU
         stored, dtype = config.weight_format or "nvfp4", jnp.dtype(config.dtype)
         policy = random_policy(size, stored, config.lora, config.matmul_kernel, dtype=dtype)
         # The config of the directory, from which the programs are compiled ahead.
