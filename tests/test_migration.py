@@ -387,5 +387,6 @@ def test_truth_values_as_other_programs_write_them():
 def test_epochs_on_the_command_line_replace_the_steps_of_the_file():
     assert parse(["--config", "tiny"]).max_steps == 50
     assert parse(["--config", "tiny", "--num_train_epochs", "2"]).max_steps == -1
+    assert parse(["--model=tiny"]) == parse(["--model", "tiny"]) != parse([])  # the bundled run is for neither
     for steps in (["--max-steps", "7"], ["--max-steps=7"], ["--max_steps", "7"], ["--max_steps=7"]):
         assert parse(["--config", "tiny", "--num-train-epochs=2", *steps]).max_steps == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -162,7 +163,7 @@ def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, 
     with runs.full_disk(limit), pytest.raises(OSError, match="cannot be written") as error:
         checkpoints.save(at(state, 3))
     path = tmp_path / "checkpoints" / "3"
-    assert str(error.value).startswith(f"checkpoint {path} cannot be written: ")
+    assert re.match(rf"checkpoint {path} cannot be written: [A-Za-z]\w*: .", str(error.value))  # a kind and its words
     assert str(error.value).endswith("the one of step 2 is there to resume from")
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "2"]
     assert_same(Checkpointer(tmp_path, keep).restore(state), at(state, 2))

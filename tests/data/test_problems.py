@@ -131,8 +131,8 @@ def test_bad_files_are_errors(tmp_path, text, words):
         ("x.parquet", b"PAR1" + b"\0" * 40 + b"PAR1", "not a parquet file"),
         ("x.json", b'{"a": 1}', "holds a dict, expected a list"),
         ("x.json", b"[1]", "row 1 is a int, expected an object"),
-        ("x.json", b"[", "is not JSON"),
-        ("x.json", b"\xff\xfe", "is not UTF-8"),
+        ("x.json", b"[", r"x\.json is not JSON: Expecting value: line 1 column 2"),
+        ("x.json", b"\xff\xfe", r"x\.json is not UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_other_bad_files(tmp_path, name, content, words):
