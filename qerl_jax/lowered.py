@@ -53,6 +53,7 @@ class LoweredPrograms:
 
     def __init__(self, directory: Path, environment: bytes, waits: bool = True) -> None:
         self.directory, self.environment, self._waits = directory, environment, waits
+        self._patience = _PATIENCE
         self.on_missing: Callable[[], None] = lambda: None
 
     @classmethod
@@ -102,20 +103,24 @@ class LoweredPrograms:
 
     @contextlib.contextmanager
     def _claimed(self, program: int) -> Iterator[bool]:
-        """Whether this process is to lower a program: no other one does, or it takes too long. The kernel ends the
-        claims of a process that dies. A folder that cannot be written, or locked, is used without.
+        """Whether this process is to lower a program: no other one does, or it takes too long, after which no other is
+        waited for either. The kernel ends the claims of a process that dies. Where the folder cannot be written or
+        locked, the process that waits lowers all.
         """
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             file = self.directory.with_name(f"{self.directory.name}.claims").open("wb")  # a byte for each program
         except OSError:
-            yield True
+            yield self._waits
             return
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + self._patience
         with file:
-            while not (is_ours := _is_locked(file.fileno(), program) or time.monotonic() > end) and self._waits:
+            while (is_locked := _is_locked(file.fileno(), program)) is False and self._waits:
+                if time.monotonic() > end:
+                    self._patience = 0.0
+                    break
                 time.sleep(0.01)
-            yield is_ours
+            yield self._waits or is_locked is True
 
     def _write(self, path: Path, exported: export.Exported, results: Any) -> tuple[export.Exported, Any]:
         stored = pickle.dumps((exported, results))
@@ -176,14 +181,14 @@ def are_as_begun(sources: Sequence[Path] | None = None) -> bool:
     return max(map(_changed, _sources() if sources is None else sources)) <= _process_start()
 
 
-def _is_locked(file: int, program: int) -> bool:
-    """Lock a byte of a file, as closing it undoes; False where another process has it."""
+def _is_locked(file: int, program: int) -> bool | None:
+    """Lock a byte of a file, as closing it undoes; False where another process has it, None where nobody can."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, program)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:  # a file system without locks
-        return True
+        return None
     return True
 
 

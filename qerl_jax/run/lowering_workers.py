@@ -58,11 +58,11 @@ def useful_workers(
     where it sees no GPU) without functions of the user's; else none.
 
     Args:
-      gpus, cores: of this machine; None: as the system says.
+      gpus, cores: that this process may use; None: as the system says.
     """
     if hooks != Hooks() or replicas != ALONE or not are_kept():
         return 0
-    gpus, cores = driver.gpus() if gpus is None else gpus, cores or os.cpu_count() or 1
+    gpus, cores = driver.gpus() if gpus is None else gpus, cores or len(os.sched_getaffinity(0))
     return min(cores // _CORES_OF_ONE, _MOST) if gpus and gpus[0].gpu.tier == "wgmma" else 0
 
 
@@ -74,7 +74,10 @@ class LoweringWorkers:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
         nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
         options = {"stdin": pipe, "stdout": nothing, "stderr": nothing, "env": environment, "start_new_session": True}
-        self.processes = [subprocess.Popen(command, **options) for _ in range(count)]
+        self.processes = []
+        with contextlib.suppress(OSError):  # the system starts no more
+            for _ in range(count):
+                self.processes.append(subprocess.Popen(command, **options))
         self._messages: list[bytes] = []  # that wait for the first one
         self._has_begun, self._lock = False, threading.Lock()
 
@@ -121,20 +124,22 @@ class LoweringWorkers:
 
 def _receive(messages: SimpleQueue) -> None:
     """Read the pipe. This process ends when the run's has closed it, or has ended in whatever way."""
-    with contextlib.suppress(EOFError):
+    try:
         while True:
             messages.put(pickle.load(sys.stdin.buffer))
-    os._exit(0)
+    finally:  # the pipe can end within a message
+        os._exit(0)
 
 
 def _main() -> None:
+    os.nice(5)  # the run goes first where cores are few
     messages = SimpleQueue()
     threading.Thread(target=_receive, args=(messages,), daemon=True).start()
     target, known = messages.get(), {}
     if not are_as_begun():
         return
     for name, value in target.settings.items():
-        if jax.config.values[name] != value:
+        if jax.config.values.get(name, value) != value:
             jax.config.update(name, value)
     gc.disable()
     kept = LoweredPrograms(target.directory, target.environment, waits=False)
@@ -145,4 +150,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    try:
+        _main()
+    finally:
+        os._exit(0)  # Python's own end aborts while the thread reads the pipe

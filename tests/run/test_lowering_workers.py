@@ -65,6 +65,7 @@ def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, is_on_gpu):
         while not names <= {file.name for file in kept.directory.glob("*")} and time.monotonic() < end:
             time.sleep(0.05)
         [worker] = workers.processes
+        worker.stdin.write(b"\x80\x05")  # a part of a message
         worker.stdin.close()  # as the end of this process would, whatever ends it
         assert worker.wait(60) == 0
     found = [{file.name: pickle.loads(file.read_bytes()[32:]) for file in x.directory.iterdir()} for x in (own, kept)]
@@ -104,6 +105,35 @@ def test_a_program_that_another_process_lowers(tmp_path):
         assert other.wait(0) is not None and len(list(folder.iterdir())) == 1
         record(program(scaled), shape, kept=kept)
         assert missing == ["scaled"]
+
+
+def test_a_folder_without_claims(tmp_path):
+    """The run lowers what it needs; a worker cannot know what others lower, and lowers nothing."""
+    (tmp_path / "file").touch()
+    for waits in (True, False):
+        with LoweredPrograms(tmp_path / "file" / "lowered", b"", waits)._claimed(1) as is_ours:
+            assert is_ours == waits
+
+
+def test_a_program_that_takes_too_long_elsewhere_is_the_last_that_is_waited_for(tmp_path):
+    folder, times = LoweredPrograms(tmp_path / "lowered", b""), []
+    folder._patience = 0.1
+    command, pipes = [sys.executable, "-c", HOLD, f"{folder.directory}.claims"], {"stdin": subprocess.PIPE}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **pipes) as other:
+        other.stdout.readline()
+        for number in range(2):
+            begin = time.monotonic()
+            with folder._claimed(number) as is_ours:
+                times.append(time.monotonic() - begin)
+                assert is_ours
+        other.kill()
+    assert times[0] >= 0.1 > times[1]
+
+
+def test_no_more_workers_than_the_system_starts(monkeypatch):
+    monkeypatch.syspath_prepend("x" * (1 << 18))  # longer than one string of a process's environment can be
+    with LoweringWorkers(2) as workers:
+        assert workers.processes == []
 
 
 def test_where_workers_are_useful(tmp_path):
