@@ -11,7 +11,7 @@ IN_MEMORY = ("train_dataset", "eval_dataset")
 
 class Given(str):
     """The name that stands in a config for an object that `train` was given: records in memory, or a function. A copy
-    of the config as plain values has the name alone.
+    of the config as plain values, or what another process is sent, has the name alone.
     """
 
     value: Any
@@ -23,6 +23,9 @@ class Given(str):
 
     def __deepcopy__(self, _: Any) -> str:
         return str(self)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
 
 
 def shown(value: Any) -> str:

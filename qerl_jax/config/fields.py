@@ -85,8 +85,8 @@ class Config:
     """Further columns passed to the rewards, each as a list of that name."""
     data_order: str = "shuffled"
     """Order of the training problems: "shuffled", anew in each epoch by the seed; "sequential", that of the dataset; or
-    the name of a column by which they are sorted, smallest first (curriculum); rewards get it, too. With
-    dataset_weights it is the order within each dataset."""
+    the name of a column by which they are sorted, smallest first (curriculum; texts as in a dictionary, "10" before
+    "2"); rewards get it, too. With dataset_weights it is the order within each dataset."""
     prompt_format: Literal["boxed", "think_answer"] | None = None
     """System message of every prompt by the form of the answer that it asks for: "boxed", a `\\boxed{}`, or
     "think_answer", QeRL's <think> and <answer>. None: that of the dataset, "boxed" for mathematics, unless the

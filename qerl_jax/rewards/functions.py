@@ -247,6 +247,8 @@ def _place(error: BaseException, reward: Reward, rows: Mapping[str, object]) -> 
         if theirs := [column for column in asked if column in NOT_PASSED and column not in rows]:
             return f"{place}: {', '.join(theirs)} of TRL is not passed here: give it a default, or leave it out"
         if missing := [column for column in asked if column not in rows]:
+            if missing == ["answer"]:
+                return f"{place}: name the column of the dataset's answers in answer_column"
             return (
                 f"{place}: name {', '.join(missing)} in reward_columns, if the dataset has it (the answer is `answer`)"
             )

@@ -17,6 +17,7 @@ from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode_problems
 from qerl_jax.evaluation import sampled_items
 from qerl_jax.evaluation.harness import ANSWER
+from qerl_jax.messages import Given
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.rl.experience import Experience, gather_experience
 from qerl_jax.rollout.engine import generate
@@ -71,10 +72,13 @@ def test_the_samples_are_those_of_one_process(policy, whole, count):
 
 
 def experience_of(whole: Rollout, places: list[int]) -> Experience:
-    """The groups of some prompts, with rewards and texts of their own for each row."""
+    """The groups of some prompts, with texts and rewards of their own for each row, by a function of the user's."""
     rows = np.flatnonzero(np.isin(whole.prompt_index, places))
     rollout = jax.tree.map(lambda array: array[rows], whole)
-    parts = {"a": rows.astype(np.float32), "a/timed_out": np.where(rows % 3, 0, np.nan).astype(np.float32)}
+    parts = {
+        Given("a", lambda: 0): rows.astype(np.float32),
+        "a/timed_out": np.where(rows % 3, 0, np.nan).astype(np.float32),
+    }
     rewards = 2 * parts["a"] + parts["a/timed_out"]
     return Experience(list(places), rollout, [f"row {row}" for row in rows], rewards, parts, len(places))
 

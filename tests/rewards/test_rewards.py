@@ -346,7 +346,11 @@ def test_reward_from_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("parameters", "said"),
-    [("completion_ids", "completion_ids of TRL is not passed here"), ("solution", "name solution in reward_columns")],
+    [
+        ("completion_ids", "completion_ids of TRL is not passed here"),
+        ("solution", "name solution in reward_columns"),
+        ("answer", "name the column of the dataset's answers in answer_column"),
+    ],
 )
 def test_a_reward_that_asks_for_what_training_does_not_pass(parameters, said):
     reward = eval(f"lambda completions, {parameters}, **_: [0.0]")
