@@ -55,7 +55,13 @@ class Devices:
     """Processes of all hosts."""
 
 
-def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int], most: int = 0) -> int:
+def run(
+    given: Devices,
+    program: Sequence[str],
+    body: Callable[[Replicas], int],
+    most: int = 0,
+    gpus: Sequence[driver.Described] | None = None,
+) -> int:
     """Exit code of a command: that of `body(replicas)` in this process where it is the only one or one of a cluster's,
     else of the processes that it starts.
 
@@ -64,16 +70,17 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
       program: the command, behind `python`.
       body: all of it. Output and errors of the input are those of the first replica.
       most: devices that the command can use; 0: any number.
+      gpus: of this machine; None: those that the driver names.
 
     Raises ConfigError for devices that are not there.
     """
-    place, gpus, cluster, size = _place(given), len(driver.gpus()), _cluster(), _size(given)
-    refuse_size(size, gpus, most)
-    if not gpus and size > 1:
+    place, there, cluster, size = _place(given), len(driver.gpus() if gpus is None else gpus), _cluster(), _size(given)
+    refuse_size(size, there, most)
+    if not there and size > 1:
         jax.config.update("jax_num_cpu_devices", size)
     if given.coordinator is not None or cluster is not None:
         _end_with_launcher()
-        replicas = dataclasses.replace(join(*place, _own_gpus(given, cluster, gpus)), tensor_parallel=size)
+        replicas = dataclasses.replace(join(*place, _own_gpus(given, cluster, there)), tensor_parallel=size)
         try:
             if most and replicas.count > most:
                 raise ConfigError(f"{replicas.count} processes were started, this command can use {most}")
@@ -92,15 +99,15 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
             return STOPPED
         finally:
             leave(replicas)
-    number = count_of(given.devices, gpus, most, size)
+    number = count_of(given.devices, there, most, size)
     flags = f"(--devices {given.devices}{f' --tensor-parallel-size {size}' if size > 1 else ''})"
     if number > 1:
-        where = f"{number * size} of {gpus} GPUs" if gpus else f"{number} processes on the CPU"
+        where = f"{number * size} of {there} GPUs" if there else f"{number} processes on the CPU"
         each = f"{number} processes with {size} each" if size > 1 else "a process each"
         print(f"{where} {flags}, {each}: they share prompts and micro-batches", flush=True)
         return launch(program, number)
-    if gpus > 1:
-        print(f"{size} of {gpus} GPUs {flags}{', which share the layers' if size > 1 else ''}", flush=True)
+    if there > 1:
+        print(f"{size} of {there} GPUs {flags}{', which share the layers' if size > 1 else ''}", flush=True)
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(size))))
     return body(Replicas(tensor_parallel=size))
 

@@ -179,7 +179,7 @@ def test_every_process_of_a_host_has_a_gpu_of_its_own():
         assert launch._own_gpus(launch.Devices(), cluster, gpus) == own
 
 
-SHARED = "they share prompts and micro-batches"
+SHARED, GPU = "they share prompts and micro-batches", driver.Described(H200, 80_000_000_000)
 
 
 @pytest.mark.parametrize(
@@ -210,11 +210,11 @@ def test_a_command_says_which_gpus_it_takes_and_takes_them(
     """A number of processes, or in this one the first GPUs."""
     calls, updates = [], {}
     config = types.SimpleNamespace(update=lambda name, value: updates.update({name: value}))
-    monkeypatch.setattr(driver, "gpus", lambda: [None] * gpus)
     monkeypatch.setattr(launch, "jax", types.SimpleNamespace(config=config))
     monkeypatch.setattr(launch, "launch", lambda program, number: calls.append((program, number)) or 7)
-    assert launch.run(launch.Devices(**given), ["-m", "it"], lambda replicas: calls.append(replicas) or 7, most) == 7
-    assert calls == [(["-m", "it"], started) if isinstance(started, int) else started]
+    program, devices = ["-m", "it"], launch.Devices(**given)
+    assert launch.run(devices, program, lambda replicas: calls.append(replicas) or 7, most, [GPU] * gpus) == 7
+    assert calls == [(program, started) if isinstance(started, int) else started]
     assert (updates, capsys.readouterr().out) == (settings, said + "\n" if said else "")
 
 
@@ -225,8 +225,7 @@ def test_a_command_says_which_gpus_it_takes_and_takes_them(
 )  # fmt: skip
 def test_the_first_process_of_a_cluster_speaks_for_all(error, code, monkeypatch, capsys):
     """What it prints, and errors of the input. The others end with its exit code; all of them leave."""
-    places, left = [], []
-    monkeypatch.setattr(driver, "gpus", lambda: [None] * 4)
+    places, left, four = [], [], [GPU] * 4
     monkeypatch.setattr(launch, "leave", left.append)
 
     def body(replicas: Replicas) -> int:
@@ -241,15 +240,15 @@ def test_the_first_process_of_a_cluster_speaks_for_all(error, code, monkeypatch,
         given = launch.Devices(coordinator="a:1", process_id=index, num_processes=2, tensor_parallel_size=2)
         if error is not None and (index == 0 or code is None):
             with pytest.raises(type(error)):
-                launch.run(given, [], body)
+                launch.run(given, [], body, gpus=four)
         else:
-            assert launch.run(given, [], body) == code
+            assert launch.run(given, [], body, gpus=four) == code
         assert left[index] == Replicas(index, 2, tensor_parallel=2)
     assert places == [("a:1", 0, 2, range(0, 2)), ("a:1", 1, 2, range(2, 4))]
     assert capsys.readouterr().out == "from 0\n"
     with pytest.raises(ConfigError, match="2 processes were started, this command can use 1"):
         monkeypatch.setattr(launch, "join", lambda *_: Replicas(0, 2))
-        launch.run(dataclasses.replace(given, tensor_parallel_size=1, process_id=0), [], body, most=1)
+        launch.run(dataclasses.replace(given, tensor_parallel_size=1, process_id=0), [], body, 1, four)
 
 
 @pytest.mark.parametrize("index", [-1, 2])
