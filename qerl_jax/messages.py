@@ -21,9 +21,6 @@ class Given(str):
         given.value = value
         return given
 
-    def __deepcopy__(self, _: Any) -> str:
-        return str(self)
-
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 import jax
 from qerl_kernels import dispatch
@@ -67,7 +67,7 @@ def useful_workers(
 
 
 class LoweringWorkers:
-    """So many `processes`, which end with this one. As a context they end with its block."""
+    """So many `processes`, which end with this one."""
 
     def __init__(self, count: int = 0) -> None:
         command = [sys.executable, "-P", "-m", "qerl_jax.run.lowering_workers"]
@@ -114,12 +114,6 @@ class LoweringWorkers:
             process.wait()
             with contextlib.suppress(OSError):
                 process.stdin.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _receive(messages: SimpleQueue) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -54,7 +55,7 @@ def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, is_on_gpu):
     """
     config = config_of(tmp_path, tiny_dir, *([ON_GPU, WIDE] if is_on_gpu else []))
     own, kept = (LoweredPrograms(tmp_path / name, b"same") for name in ("own", "kept"))
-    with LoweringWorkers(1) as workers:
+    with contextlib.closing(LoweringWorkers(1)) as workers:
         for _ in range(2):
             workers.begin(kept)
         rehearsals = [(rehearse_evaluation_of_run, config, None, 5, 9), (rehearse_run, config, Hooks(), 1e10)]
@@ -132,7 +133,7 @@ def test_a_program_that_takes_too_long_elsewhere_is_the_last_that_is_waited_for(
 
 def test_no_more_workers_than_the_system_starts(monkeypatch):
     monkeypatch.syspath_prepend("x" * (1 << 18))  # longer than one string of a process's environment can be
-    with LoweringWorkers(2) as workers:
+    with contextlib.closing(LoweringWorkers(2)) as workers:
         assert workers.processes == []
 
 
