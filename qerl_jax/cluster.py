@@ -35,7 +35,6 @@ _WATCH_SECONDS = 1.0
 _POLL_MS = 1000  # between two looks for signals while waiting for other replicas
 _HANG_SECONDS = 15  # time in which the main thread must take notice of a dead replica
 _SAVE_SECONDS = 10  # then, for what is called before the end; with a heartbeat less than launch's patience
-_LEAVE_SECONDS = 30, 5  # that the process with the key-value store waits for the others; where one of them failed
 
 
 def join(
@@ -46,7 +45,7 @@ def join(
     heartbeat_seconds: int = 20,
     hang_seconds: float = _HANG_SECONDS,
 ) -> Replicas:
-    """Meet the other processes, before JAX starts a device; from the main thread. `leave` is the end.
+    """Meet the other processes, before JAX starts a device; from the main thread. `Link.leave` is the end.
 
     Args:
       coordinator: HOST:PORT where process 0 listens; None: `jax.distributed` asks SLURM, MPI or Kubernetes for it, the
@@ -76,14 +75,6 @@ def join(
     return Replicas(state.process_id, state.num_processes, link)
 
 
-def leave(replicas: Replicas) -> None:
-    """Disconnect a process that came by `join`, after its last exchange or its failure. Process 0, with which the
-    key-value store ends, waits a while for the others.
-    """
-    if isinstance(replicas.link, Cluster):
-        replicas.link.leave()
-
-
 class Cluster:
     """The link between the processes of `jax.distributed`.
 
@@ -93,10 +84,12 @@ class Cluster:
       hang_seconds: as in `join`.
     """
 
+    _leave_seconds = 30, 5  # that process 0 waits for the others; where one of them failed
+
     def __init__(self, client: Any, index: int, count: int, hang_seconds: float):
         self._client, self._index, self._count, self._number = client, index, count, 0
         self._hang_seconds, self._before_end = hang_seconds, lambda: None
-        self._failure = "another process of the run is dead"
+        self._failure, self._shutdown = "another process of the run is dead", jax.distributed.shutdown
         self._is_over, self._is_told = threading.Event(), threading.Event()
         signal.signal(LOST, self._raise)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -130,7 +123,7 @@ class Cluster:
         return _over_devices(_reduced, values)
 
     def leave(self) -> None:
-        """See the function `leave`."""
+        """As in `Link`. Process 0, with which the key-value store ends, waits a while for the others."""
         self._is_over.set()
         if self._index:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -138,9 +131,9 @@ class Cluster:
         else:  # those that are connected when the store ends are aborted
             waiting = threading.Thread(target=self._wait_for_others, daemon=True)
             waiting.start()
-            waiting.join(_LEAVE_SECONDS[self._is_told.is_set()])
+            waiting.join(self._leave_seconds[self._is_told.is_set()])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.distributed.shutdown()
+            self._shutdown()
         self._watcher.join(_WATCH_SECONDS)
 
     def _wait_for_others(self) -> None:

@@ -13,20 +13,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from qerl_kernels.gpu import Gpu
 
 from qerl_jax import driver
-from qerl_jax.cluster import LOST, join, leave
+from qerl_jax.cluster import LOST, join
 from qerl_jax.command import FAILED, STOPPED
 from qerl_jax.config import ConfigError
 from qerl_jax.parallel import Replicas
 from qerl_jax.run.devices import usable_bytes
 
-_GRACE_SECONDS = 50  # for the others to end by themselves when one process has failed, and to save the run's state
 _SET_DEATH_SIGNAL = 1  # of prctl, Linux
 _LAUNCHER = "QERL_JAX_LAUNCHER"  # in the environment of the processes that a launcher starts: its process id
 ALL = "all"
@@ -55,13 +54,49 @@ class Devices:
     """Processes of all hosts."""
 
 
-def run(
-    given: Devices,
-    program: Sequence[str],
-    body: Callable[[Replicas], int],
-    most: int = 0,
-    gpus: Sequence[driver.Described] | None = None,
-) -> int:
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How a command starts.
+
+    Attributes:
+      processes: that it starts on this machine; 1: this process is the command, or one of those that others started.
+      place: of this process among those, as `cluster.join` takes it (coordinator, index, count, GPUs); None: there are
+        no others.
+      size: devices of a process, over which the layers are divided.
+      settings: of JAX, before it starts a device.
+      said: a line for people.
+    """
+
+    processes: int = 1
+    place: tuple[str | None, int | None, int | None, range | None] | None = None
+    size: int = 1
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    said: str = ""
+
+
+def start_of(given: Devices, gpus: int, most: int = 0, cluster: Any = None) -> Start:
+    """How a command with these flags starts, on a machine with so many GPUs; `most` as of `run`, `cluster` as JAX knows
+    it. Raises ConfigError for devices that are not there.
+    """
+    place, size = _place(given), _size(given)
+    refuse_size(size, gpus, most)
+    settings = {"jax_num_cpu_devices": size} if size > 1 and not gpus else {}
+    if given.coordinator is not None or cluster is not None:
+        return Start(1, (*place, _own_gpus(given, cluster, gpus)), size, settings)
+    number = count_of(given.devices, gpus, most, size)
+    flags = f"(--devices {given.devices}{f' --tensor-parallel-size {size}' if size > 1 else ''})"
+    if number > 1:
+        where = f"{number * size} of {gpus} GPUs" if gpus else f"{number} processes on the CPU"
+        each = f"{number} processes with {size} each" if size > 1 else "a process each"
+        said = f"{where} {flags}, {each}: they share prompts and micro-batches"
+        return Start(number, None, size, settings, said)
+    if gpus > 1:
+        said = f"{size} of {gpus} GPUs {flags}{', which share the layers' if size > 1 else ''}"
+        return Start(1, None, size, {"jax_cuda_visible_devices": ",".join(map(str, range(size)))}, said)
+    return Start(1, None, size, settings)
+
+
+def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int], most: int = 0) -> int:
     """Exit code of a command: that of `body(replicas)` in this process where it is the only one or one of a cluster's,
     else of the processes that it starts.
 
@@ -70,46 +105,42 @@ def run(
       program: the command, behind `python`.
       body: all of it. Output and errors of the input are those of the first replica.
       most: devices that the command can use; 0: any number.
-      gpus: of this machine; None: those that the driver names.
 
     Raises ConfigError for devices that are not there.
     """
-    place, there, cluster, size = _place(given), len(driver.gpus() if gpus is None else gpus), _cluster(), _size(given)
-    refuse_size(size, there, most)
-    if not there and size > 1:
-        jax.config.update("jax_num_cpu_devices", size)
-    if given.coordinator is not None or cluster is not None:
-        _end_with_launcher()
-        replicas = dataclasses.replace(join(*place, _own_gpus(given, cluster, there)), tensor_parallel=size)
-        try:
-            if most and replicas.count > most:
-                raise ConfigError(f"{replicas.count} processes were started, this command can use {most}")
-            with (
-                open(os.devnull, "w") as nothing,
-                contextlib.redirect_stdout(sys.stdout if replicas.is_first else nothing),
-            ):
-                return body(replicas)
-        except (ValueError, OSError, MemoryError):
-            if replicas.is_first:
-                raise
-            return FAILED  # the first replica says why
-        except KeyboardInterrupt:
-            if replicas.is_first:
-                raise
-            return STOPPED
-        finally:
-            leave(replicas)
-    number = count_of(given.devices, there, most, size)
-    flags = f"(--devices {given.devices}{f' --tensor-parallel-size {size}' if size > 1 else ''})"
-    if number > 1:
-        where = f"{number * size} of {there} GPUs" if there else f"{number} processes on the CPU"
-        each = f"{number} processes with {size} each" if size > 1 else "a process each"
-        print(f"{where} {flags}, {each}: they share prompts and micro-batches", flush=True)
-        return launch(program, number)
-    if there > 1:
-        print(f"{size} of {there} GPUs {flags}{', which share the layers' if size > 1 else ''}", flush=True)
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(size))))
-    return body(Replicas(tensor_parallel=size))
+    start = start_of(given, len(driver.gpus()), most, _cluster())
+    for name, value in start.settings.items():
+        jax.config.update(name, value)
+    if start.said:
+        print(start.said, flush=True)
+    if start.processes > 1:
+        return launch(program, start.processes)
+    if start.place is None:
+        return body(Replicas(tensor_parallel=start.size))
+    _end_with_launcher()
+    return as_replica(dataclasses.replace(join(*start.place), tensor_parallel=start.size), body, most)
+
+
+def as_replica(replicas: Replicas, body: Callable[[Replicas], int], most: int = 0) -> int:
+    """Exit code of `body(replicas)` in one of several processes, which leaves the others at the end. What it prints and
+    its errors of the input are those of the first; `most` as of `run`.
+    """
+    try:
+        if most and replicas.count > most:
+            raise ConfigError(f"{replicas.count} processes were started, this command can use {most}")
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(sys.stdout if replicas.is_first else nothing):
+            return body(replicas)
+    except (ValueError, OSError, MemoryError):
+        if replicas.is_first:
+            raise
+        return FAILED  # the first replica says why
+    except KeyboardInterrupt:
+        if replicas.is_first:
+            raise
+        return STOPPED
+    finally:
+        if replicas.link is not None:
+            replicas.link.leave()
 
 
 def count(given: Devices, most: int = 0) -> int:
@@ -191,9 +222,10 @@ def count_of(devices: str, gpus: int, most: int = 0, size: int = 1) -> int:
     return int(devices) // size if gpus else int(devices)
 
 
-def launch(program: Sequence[str], count: int) -> int:
+def launch(program: Sequence[str], count: int, grace_seconds: int = 50) -> int:
     """Start `python PROGRAM` as `count` processes of this machine, pass signals on to them, and wait. Returns
-    0, or the exit code of the first that failed, 128 + its number for a signal; the others then have 50 s to end.
+    0, or the exit code of the first that failed, 128 + its number for a signal; the others then have `grace_seconds` to
+    save the run's state and end.
     """
     with socket.socket() as some:
         some.bind(("localhost", 0))
@@ -220,7 +252,7 @@ def launch(program: Sequence[str], count: int) -> int:
                     start_new_session=True,  # Ctrl-C reaches them through this process, once
                 )
             )
-        return _wait(children)
+        return _wait(children, grace_seconds)
     finally:
         for child in children:
             child.kill()
@@ -229,21 +261,21 @@ def launch(program: Sequence[str], count: int) -> int:
             signal.signal(number, handler)
 
 
-def _wait(children: Sequence[subprocess.Popen]) -> int:
+def _wait(children: Sequence[subprocess.Popen], grace_seconds: int) -> int:
     """Exit code of processes that are to end together."""
     failed, end = None, float("inf")
     while any([child.poll() is None for child in children]) and time.monotonic() < end:
         time.sleep(0.1)
         bad = [index for index, child in enumerate(children) if child.poll()]
         if bad and failed is None:
-            failed, end = bad[0], time.monotonic() + _GRACE_SECONDS
+            failed, end = bad[0], time.monotonic() + grace_seconds
             if (code := children[failed].returncode) < 0:
                 print(f"process {failed} of {len(children)} was ended by {_name(-code)}", file=sys.stderr, flush=True)
                 for child in children:
                     child.send_signal(LOST)
     for index, child in enumerate(children):
         if child.poll() is None:
-            said = f"process {index} of {len(children)} did not end within {_GRACE_SECONDS} s and is killed"
+            said = f"process {index} of {len(children)} did not end within {grace_seconds} s and is killed"
             print(said, file=sys.stderr, flush=True)
     code = 0 if failed is None else children[failed].returncode
     return code if code >= 0 else 128 - code

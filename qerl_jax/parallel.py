@@ -47,6 +47,9 @@ class Link(Protocol):
     def before_end(self, action: Callable[[], None]) -> None:
         """Call `action`, in another thread, before a process that waits for a dead one's device forever is ended."""
 
+    def leave(self) -> None:
+        """Disconnect, after the last exchange or a failure."""
+
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """The arrays of all replicas, of one size."""
 

@@ -57,6 +57,9 @@ class ThreadLink:
     def before_end(self, action: Callable[[], None]) -> None:
         self.last = action
 
+    def leave(self) -> None:
+        self.has_left = True
+
     def all_gather(self, words: np.ndarray) -> np.ndarray:
         return np.stack([np.frombuffer(data, words.dtype) for data in self.exchange(words.tobytes())])
 
@@ -91,7 +94,7 @@ for task in "${tasks[@]}"; do wait "$task" || exit 1; done
 """Starts a script as the tasks of a step, in place of the command."""
 
 
-def under_slurm(count: int, script: Path, place: Path, *words: str) -> tuple[str, list[str]]:
+def under_slurm(count: int, script: Path, place: Path, *words: str, **environment: str) -> tuple[str, list[str]]:
     """(command that `tools/train.sbatch WORDS` has `srun` start, standard output of `script` as each of its tasks
     without what gloo says). Fails where one fails.
 
@@ -99,6 +102,7 @@ def under_slurm(count: int, script: Path, place: Path, *words: str) -> tuple[str
       count: tasks, on this host.
       script: a program, which finds the environment of a task.
       place: an empty directory.
+      environment: of the tasks, besides.
     """
     (place / "srun").write_text(SRUN)
     (place / "srun").chmod(0o755)
@@ -109,7 +113,7 @@ def under_slurm(count: int, script: Path, place: Path, *words: str) -> tuple[str
     own = {"PLACE": str(place), "SCRIPT": str(script), "PYTHON": sys.executable, "JAX_COORDINATOR_PORT": port}
     path = {"PATH": f"{place}:{os.environ['PATH']}"}
     job = ["bash", str(SBATCH), *words]
-    done = subprocess.run(job, env=os.environ | step | own | path, timeout=200, check=False)
+    done = subprocess.run(job, env=os.environ | step | own | path | environment, timeout=200, check=False)
     assert done.returncode == 0, "".join(file.read_text()[-3000:] for file in place.glob("*.err"))
     outputs = [(place / f"{index}.out").read_text() for index in range(count)]
     said = ["".join(line for line in output.splitlines(True) if "[Gloo]" not in line) for output in outputs]

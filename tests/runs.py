@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -96,9 +97,9 @@ def command(config_file: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "qerl_jax.train", "--config", str(config_file), *flags]
 
 
-def start(config_file: Path, *flags: str, output: Path | None = None) -> subprocess.Popen:
+def start(config_file: Path, *flags: str, output: Path | None = None, **environment: str) -> subprocess.Popen:
     """Start a run in its own process, its output appended to a file or piped."""
-    arguments = {"stderr": subprocess.STDOUT, "text": True}
+    arguments = {"stderr": subprocess.STDOUT, "text": True, "env": os.environ | environment}
     if output is None:
         return subprocess.Popen(command(config_file, *flags), stdout=subprocess.PIPE, **arguments)
     with output.open("a") as file:

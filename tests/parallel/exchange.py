@@ -61,4 +61,8 @@ def say(value: object) -> None:
 
 if __name__ == "__main__":
     size = int(os.environ.get("DEVICES_OF_A_REPLICA", "1"))
-    sys.exit(launch.run(launch.Devices(tensor_parallel_size=size), [], exchanges))
+    counts = [launch.count(launch.Devices(devices="3"))]
+    code = launch.run(launch.Devices(tensor_parallel_size=size), [], exchanges)
+    os.environ["SLURM_NTASKS"] = "1"  # a step of one process is no cluster
+    say([*counts, launch.count(launch.Devices(devices="3"))])
+    sys.exit(code)

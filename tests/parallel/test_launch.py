@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import pytest
 import runs
 import small
 from qerl_kernels.gpu import H200, Gpu
+from replicas import Store, ThreadLink
 
 from qerl_jax import driver, launch, train
 from qerl_jax.checkpoint.orbax import latest_step
@@ -23,7 +23,7 @@ from qerl_jax.command import FAILED, STOPPED
 from qerl_jax.config import ConfigError, dump
 from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.metrics import read_metrics
-from qerl_jax.run.devices import MEMORY, use_device_memory
+from qerl_jax.run.devices import usable_bytes, use_device_memory
 
 STEPS = 5
 REWARD = """
@@ -71,30 +71,29 @@ def test_processes_of_a_machine(devices, gpus, most, size, count):
         ({"coordinator": "a:1", "process_id": 0, "num_processes": 8}, 8, 0, {2}, 1),
     ],
 )
-def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, most, fitting, size, monkeypatch, capsys):
-    """Over the fewest with which the estimate fits 94 % of the smallest GPU; what is started gets their number."""
+def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, most, fitting, size, capsys):
+    """Over the fewest with which the estimate fits JAX's share of the smallest GPU; what is started is told."""
     asked = []
 
     def fits(memory: float, replicas: int, size: int, gpu: Gpu) -> bool:
         asked.append((memory, replicas * size <= gpus, gpu))
         return size in fitting
 
-    use_device_memory(environment=(environment := {}))
-    monkeypatch.setenv(MEMORY, environment[MEMORY])
+    usable = usable_bytes(80 * 10**9)
     machine = [driver.Described(H200, (80 + number) * 10**9) for number in range(gpus)]
     given = launch.Devices(**given)
     found, program = launch.sized(given, ["-m", "program"], fits, most, machine)
-    assert launch._size(found) == size and set(asked) <= {(75.2e9, True, H200)}
+    assert launch._size(found) == size and set(asked) <= {(usable, True, H200)}
     is_chosen = given.tensor_parallel_size is None and size > 1
     assert program == ["-m", "program", *(["--tensor-parallel-size", str(size)] if is_chosen else [])]
-    said = f"the memory estimate does not fit one GPU of 75.2 GB: --tensor-parallel-size {size} is chosen\n"
-    assert capsys.readouterr().out == (said if is_chosen else "")
+    said = f"fit one GPU of {usable / 1e9:.1f} GB: --tensor-parallel-size {size} is chosen\n"
+    assert capsys.readouterr().out == (f"the memory estimate does not {said}" if is_chosen else "")
 
 
-def test_a_dry_run_divides_what_does_not_fit(tmp_path, capsys, monkeypatch):
-    """The bundled policy with adapters of rank 256, on two GPUs of 65 MB: an update takes 75 and 52."""
-    monkeypatch.setenv(MEMORY, "0.94")  # a command sets it for its process, whatever a test before this one asked for
-    machine = [driver.Described(H200, 65_000_000)] * 2
+def test_a_dry_run_divides_what_does_not_fit(tmp_path, capsys):
+    """The bundled policy with adapters of rank 256, on two GPUs of which JAX takes 61 MB: an update takes 75 and 52."""
+    use_device_memory()  # as the command does, unless a test before this one did
+    machine = [driver.Described(H200, round(61e6 / usable_bytes(1)))] * 2
     flags = ["--dry-run", "--output-dir", str(tmp_path / "run"), "--rollout-memory-gb", "0.001"]
     flags += ["--lora-rank", "256", "--batch-size", "8", "--max-completion-length", "8"]
     assert train.main(flags, machine) == 0
@@ -158,17 +157,6 @@ def test_devices_that_are_not_there(devices, gpus, most, said):
     assert str(error.value) == said
 
 
-def test_processes_that_others_have_started(monkeypatch):
-    """By hand, or as a step of SLURM."""
-    by_hand = launch.Devices(coordinator="a:1", process_id=2, num_processes=3)
-    step = {"JOB_ID": "7", "STEP_NODELIST": "a,b", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
-    for name, value in step.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    assert (launch.count(launch.Devices()), launch.count(by_hand)) == (4, 3)
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert launch._cluster() is None  # a step of one process is no cluster
-
-
 def test_every_process_of_a_host_has_a_gpu_of_its_own():
     """By hand 8 processes on two hosts of 4 GPUs; by a cluster the local number, where it knows one."""
     by_hand = [launch.Devices(coordinator="a:1", process_id=index, num_processes=8) for index in range(8)]
@@ -179,43 +167,53 @@ def test_every_process_of_a_host_has_a_gpu_of_its_own():
         assert launch._own_gpus(launch.Devices(), cluster, gpus) == own
 
 
-SHARED, GPU = "they share prompts and micro-batches", driver.Described(H200, 80_000_000_000)
+SHARED = "they share prompts and micro-batches"
+ALONE, FIRST = launch.Start(), {"jax_cuda_visible_devices": "0"}
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "most", "started", "settings", "said"),
+    ("given", "gpus", "most", "start"),
     [
-        ({}, 8, 0, 8, {}, f"8 of 8 GPUs (--devices all), a process each: {SHARED}"),
-        ({"devices": "3"}, 8, 0, 3, {}, f"3 of 8 GPUs (--devices 3), a process each: {SHARED}"),
+        ({}, 8, 0, launch.Start(8, said=f"8 of 8 GPUs (--devices all), a process each: {SHARED}")),
+        ({"devices": "3"}, 8, 0, launch.Start(3, said=f"3 of 8 GPUs (--devices 3), a process each: {SHARED}")),
         (
-            {"devices": "6", "tensor_parallel_size": 2}, 8, 0, 3, {},
-            f"6 of 8 GPUs (--devices 6 --tensor-parallel-size 2), 3 processes with 2 each: {SHARED}",
+            {"devices": "6", "tensor_parallel_size": 2}, 8, 0,
+            launch.Start(
+                3, None, 2, {},
+                f"6 of 8 GPUs (--devices 6 --tensor-parallel-size 2), 3 processes with 2 each: {SHARED}",
+            ),
         ),
         (
-            {"devices": "4", "tensor_parallel_size": 4}, 8, 0, Replicas(tensor_parallel=4),
-            {"jax_cuda_visible_devices": "0,1,2,3"},
-            "4 of 8 GPUs (--devices 4 --tensor-parallel-size 4), which share the layers",
+            {"devices": "4", "tensor_parallel_size": 4}, 8, 0,
+            launch.Start(
+                1, None, 4, {"jax_cuda_visible_devices": "0,1,2,3"},
+                "4 of 8 GPUs (--devices 4 --tensor-parallel-size 4), which share the layers",
+            ),
         ),
-        ({"devices": "1"}, 8, 0, Replicas(), {"jax_cuda_visible_devices": "0"}, "1 of 8 GPUs (--devices 1)"),
-        ({}, 8, 1, Replicas(), {"jax_cuda_visible_devices": "0"}, "1 of 8 GPUs (--devices all)"),
-        ({}, 1, 0, Replicas(), {}, ""),
-        ({}, 0, 0, Replicas(), {}, ""),
-        ({"devices": "3"}, 0, 0, 3, {}, f"3 processes on the CPU (--devices 3), a process each: {SHARED}"),
-        ({"tensor_parallel_size": 2}, 0, 0, Replicas(tensor_parallel=2), {"jax_num_cpu_devices": 2}, ""),
+        ({"devices": "1"}, 8, 0, launch.Start(settings=FIRST, said="1 of 8 GPUs (--devices 1)")),
+        ({}, 8, 1, launch.Start(settings=FIRST, said="1 of 8 GPUs (--devices all)")),
+        ({}, 1, 0, ALONE),
+        ({}, 0, 0, ALONE),
+        (
+            {"devices": "3"}, 0, 0,
+            launch.Start(3, said=f"3 processes on the CPU (--devices 3), a process each: {SHARED}"),
+        ),
+        ({"tensor_parallel_size": 2}, 0, 0, launch.Start(1, None, 2, {"jax_num_cpu_devices": 2})),
+        (
+            {"coordinator": "a:1", "process_id": 1, "num_processes": 2, "tensor_parallel_size": 2}, 4, 0,
+            launch.Start(1, ("a:1", 1, 2, range(2, 4)), 2),
+        ),
     ],
 )  # fmt: skip
-def test_a_command_says_which_gpus_it_takes_and_takes_them(
-    given, gpus, most, started, settings, said, monkeypatch, capsys
-):
-    """A number of processes, or in this one the first GPUs."""
-    calls, updates = [], {}
-    config = types.SimpleNamespace(update=lambda name, value: updates.update({name: value}))
-    monkeypatch.setattr(launch, "jax", types.SimpleNamespace(config=config))
-    monkeypatch.setattr(launch, "launch", lambda program, number: calls.append((program, number)) or 7)
-    program, devices = ["-m", "it"], launch.Devices(**given)
-    assert launch.run(devices, program, lambda replicas: calls.append(replicas) or 7, most, [GPU] * gpus) == 7
-    assert calls == [(program, started) if isinstance(started, int) else started]
-    assert (updates, capsys.readouterr().out) == (settings, said + "\n" if said else "")
+def test_a_command_says_which_gpus_it_takes_and_takes_them(given, gpus, most, start):
+    """A number of processes, the first GPUs in this one, or those of its place among others."""
+    assert launch.start_of(launch.Devices(**given), gpus, most) == start
+
+
+def test_the_cluster_that_started_a_process_gives_its_place():
+    cluster = types.SimpleNamespace(get_local_process_id=lambda: 2)
+    start = launch.start_of(launch.Devices(devices="3"), 4, 0, cluster)
+    assert start == launch.Start(place=(None, None, None, range(2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -223,10 +221,8 @@ def test_a_command_says_which_gpus_it_takes_and_takes_them(
     [(None, 0), (ConfigError("no"), FAILED), (OSError("no"), FAILED), (MemoryError(), FAILED),
      (KeyboardInterrupt(), STOPPED), (KeyError("a bug"), None)],
 )  # fmt: skip
-def test_the_first_process_of_a_cluster_speaks_for_all(error, code, monkeypatch, capsys):
+def test_the_first_of_several_processes_speaks_for_all(error, code, capsys):
     """What it prints, and errors of the input. The others end with its exit code; all of them leave."""
-    places, left, four = [], [], [GPU] * 4
-    monkeypatch.setattr(launch, "leave", left.append)
 
     def body(replicas: Replicas) -> int:
         print("from", replicas.index)
@@ -235,24 +231,21 @@ def test_the_first_process_of_a_cluster_speaks_for_all(error, code, monkeypatch,
         return 0
 
     for index in (0, 1):
-        joined = Replicas(index, 2)
-        monkeypatch.setattr(launch, "join", lambda *place, joined=joined: places.append(place) or joined)
-        given = launch.Devices(coordinator="a:1", process_id=index, num_processes=2, tensor_parallel_size=2)
+        link = ThreadLink(Store(), index, 2)
         if error is not None and (index == 0 or code is None):
             with pytest.raises(type(error)):
-                launch.run(given, [], body, gpus=four)
+                launch.as_replica(Replicas(index, 2, link), body)
         else:
-            assert launch.run(given, [], body, gpus=four) == code
-        assert left[index] == Replicas(index, 2, tensor_parallel=2)
-    assert places == [("a:1", 0, 2, range(0, 2)), ("a:1", 1, 2, range(2, 4))]
+            assert launch.as_replica(Replicas(index, 2, link), body) == code
+        assert link.has_left
     assert capsys.readouterr().out == "from 0\n"
     with pytest.raises(ConfigError, match="2 processes were started, this command can use 1"):
-        monkeypatch.setattr(launch, "join", lambda *_: Replicas(0, 2))
-        launch.run(dataclasses.replace(given, tensor_parallel_size=1, process_id=0), [], body, 1, four)
+        launch.as_replica(Replicas(0, 2), body, 1)
 
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_place_beyond_the_last(index):
+    assert launch.count(launch.Devices(coordinator="a:1", process_id=1, num_processes=2)) == 2
     given = launch.Devices(coordinator="a:1", process_id=index, num_processes=2)
     with pytest.raises(ConfigError, match=f"process_id must be from 0 to num_processes - 1, got {index}"):
         launch.count(given)
@@ -293,10 +286,9 @@ DIES = "os.kill(os.getpid(), 9) if index == 1 else time.sleep(60)"
         ("os.kill(os.getppid(), signal.SIGTERM) if index == 0 else None\ntime.sleep(60)", 30, 130, ""),
     ],
 )
-def test_processes_end_together(body, grace, code, said, tmp_path, monkeypatch, capfd):
+def test_processes_end_together(body, grace, code, said, tmp_path, capfd):
     (tmp_path / "child.py").write_text(CHILD + body)
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", grace)
-    assert launch.launch([str(tmp_path / "child.py")], 3) == code
+    assert launch.launch([str(tmp_path / "child.py")], 3, grace) == code
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("ready 0\n", said)  # the others' standard output is dropped
 
@@ -394,14 +386,14 @@ def test_one_process_resumes_the_run_of_two(place, killed):
 
 
 @pytest.mark.gpu
-def test_two_gpus_train_as_one(tmp_path, monkeypatch):
+def test_two_gpus_train_as_one(tmp_path):
     if len(driver.gpus()) < 2:
         pytest.skip(f"needs two GPUs, this machine has {len(driver.gpus())}")
     write_configs(tmp_path)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # beside what this process has taken
+    beside = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # what this process has taken
     for name, count in (("one", "1"), ("two", "2")):
         flags = "--devices", count, "--batch-invariant", "--max-steps", "3"
-        with runs.start(tmp_path / f"{name}.yaml", *flags) as process:
+        with runs.start(tmp_path / f"{name}.yaml", *flags, **beside) as process:
             assert ("2 of" in runs.finish(process)) == (name == "two")
     assert_same_records(tmp_path / "one", tmp_path / "two", 3)
     assert_close_arrays(tmp_path / "one", tmp_path / "two")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ import pytest
 from replicas import on_replicas, under_slurm
 
 from qerl_jax import parallel
-from qerl_jax.cluster import Cluster, leave
+from qerl_jax.cluster import Cluster
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
 
 
@@ -181,20 +182,21 @@ def test_the_main_thread_takes_notice_once():
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_process_with_the_store_leaves_last(index, monkeypatch):
+def test_the_process_with_the_store_leaves_last(index):
     """The others say that they have left; it waits until they are no longer there, less long where one has failed."""
-    alive, waited, ended, begin = [[0, 1, 2], [0, 2], [0]], [], [], threading.Thread.join
-    monkeypatch.setattr(jax.distributed, "shutdown", lambda: ended.append(list(alive)))
+    alive, ended = [[0, 1, 2], [0, 2], [0]], []
     link = link_of(store := {}, index, 3)
+    link._leave_seconds, link._shutdown = (60, 0), lambda: ended.append(list(alive))
     link._client.get_live_nodes = lambda nodes: alive.pop(0) if nodes == [0, 1, 2] else []
-    monkeypatch.setattr(threading.Thread, "join", lambda thread, seconds: waited.append(seconds) or begin(thread, 5))
-    leave(Replicas(index, 3, link))
+    link.leave()
     assert ended == [[] if index == 0 else [[0, 1, 2], [0, 2], [0]]] and link._is_over.is_set()
     assert store == ({} if index == 0 else {"qerl_jax/left/1": b""})
-    alive, before = [[0]], waited[:-1]
+    link._client.get_live_nodes = lambda nodes: nodes
     link._is_told.set()
-    leave(Replicas(index, 3, link))
-    assert (before, waited[len(before) + 1 : -1]) == (([30], [5]) if index == 0 else ([], []))
+    began = time.monotonic()
+    link.leave()
+    assert time.monotonic() - began < 30
+    link._client.get_live_nodes = lambda nodes: []  # ends the thread that waits
 
 
 HANGS = """
@@ -222,17 +224,18 @@ def test_a_process_that_waits_for_a_dead_one_forever_saves_and_ends():
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, monkeypatch, devices):
+def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, devices):
     """Each with two devices over which its layers are divided, or with one, as the run of two in `test_launch`."""
-    monkeypatch.setenv("DEVICES_OF_A_REPLICA", str(devices))
-    words, outputs = under_slurm(2, Path(__file__).with_name("exchange.py"), tmp_path, "--model", "m")
+    own = {"DEVICES_OF_A_REPLICA": str(devices)}
+    words, outputs = under_slurm(2, Path(__file__).with_name("exchange.py"), tmp_path, "--model", "m", **own)
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
-        small, large, tree, is_on_each, first, restored, error = map(json.loads, output.splitlines())
+        small, large, tree, is_on_each, first, restored, error, processes = map(json.loads, output.splitlines())
         assert small == [[[""], []], [["é"], [0]]]
         assert large == [[0, 0], [1_500_000, 1_500_000 * 1_499_999]]
         assert tree == {"a": [[3.0] * 3] * 2, "b": [tenth, [0.0, 1.0, 2.0, 3.0]]}
         assert is_on_each
         assert first == "from 0" and restored == [0.0, 1.0, 2.0]
         assert error == ["replica 1 failed: KeyError: 'a reason'", "raised"][index]
+        assert processes == [2, 3]  # of a command that wants three: the cluster's; its own in a step of one process
