@@ -23,12 +23,12 @@ def step_metrics(
     update: Mapping[str, Array],
     num_generations: int,
     timing: Mapping[str, float],
-    correctness: str,
+    verdict: str | None,
 ) -> dict[str, float]:
     """Metrics of a step: those of the update, and of its completions and rewards.
 
-    `accuracy` is the share of completions to which the reward `correctness` gives more than 0, of those to which it
-    gives a value; NaN where it gives none.
+    `accuracy` is the share of completions to which the reward `verdict` gives 1, of those to which it gives a value;
+    NaN where it gives none, and no metric where no reward says what is right (None).
     `reward_std` is the mean over groups of the standard deviation within each; lengths are in tokens, times in seconds.
     `sampling/entropy` is the mean entropy of the sampled policy (under noise) over all completion tokens, in nats.
     `rewards/NAME/FLAG_rate` is the share of completions in which no answer could be read (`parse_failure`), that met a
@@ -39,12 +39,10 @@ def step_metrics(
     clipped = np.asarray(rollout.finish) == FinishReason.LENGTH
     ended = lengths[~clipped]
     grouped = experience.rewards.reshape(-1, num_generations)
-    verdicts = experience.reward_parts[correctness].tolist()
     metrics = {name: float(value) for name, value in update.items()}
     metrics |= {
         "reward": _mean(experience.rewards),
         "reward_std": _mean([_deviation(group) for group in grouped]),
-        "accuracy": _mean([float(value > 0) for value in verdicts if not math.isnan(value)]),
         "frac_reward_zero_std": float(equal_groups(experience.rewards, num_generations).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
@@ -60,6 +58,8 @@ def step_metrics(
         "dynamic_sampling/rounds": float(experience.resampling_rounds),
         **timing,
     }
+    if verdict is not None:
+        metrics["accuracy"] = _mean(_known(experience.reward_parts[verdict]) == 1)
     if rollout.entropies is not None:
         metrics["sampling/entropy"] = float(np.asarray(rollout.entropies).sum() / max(lengths.sum(), 1))
     for name, values in experience.reward_parts.items():
@@ -111,8 +111,12 @@ def _deviation(values: Sequence[float] | np.ndarray) -> float:
     return float(known.std(ddof=1)) if known.size > 1 else 0.0
 
 
-def completion_columns(experience: Experience, advantages: Float32[Array, " B"]) -> dict[str, list[Any]]:
-    """Columns of the step's completions file, a row for each completion."""
+def completion_columns(
+    experience: Experience, advantages: Float32[Array, " B"], order: str | None = None
+) -> dict[str, list[Any]]:
+    """Columns of the step's completions file, a row for each completion. `order`: the dataset's column that
+    `data_order` names.
+    """
     rollout = experience.rollout
     rows = [experience.problems[p].problem for p in np.asarray(rollout.prompt_index)]
     return {
@@ -120,6 +124,7 @@ def completion_columns(experience: Experience, advantages: Float32[Array, " B"])
         "prompt": [problem.prompt for problem in rows],
         "completion": experience.completions,
         "answer": [problem.answer for problem in rows],
+        **({} if order is None else {f"data_order/{order}": [problem.extra[order] for problem in rows]}),
         "reward": experience.rewards.tolist(),
         **{f"rewards/{name}": values.tolist() for name, values in experience.reward_parts.items()},
         "advantage": np.asarray(advantages).tolist(),

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from qerl_jax.config import Config
+from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.files import DataError
 from qerl_jax.data.presets import NUMBER_REWARDS
 from qerl_jax.data.problems import preset_of
+from qerl_jax.evaluation.grading import STATED
+
+_VERDICTS = (*STATED, "code")
+"""Rewards that say whether a completion is right: those they pay 1."""
 
 
 def with_rewards(config: Config) -> Config:
     """The config with `reward_funcs` and `reward_weights` filled in, from its datasets where it names none.
 
-    Raises DataError for an unknown dataset, or several whose rewards differ.
+    Raises DataError for an unknown dataset, or several whose rewards differ, and ConfigError for weights alone.
     """
     funcs, weights = config.reward_funcs, config.reward_weights
+    if funcs is None and weights is not None:
+        raise ConfigError(f"reward_weights {list(weights)} without reward_funcs")
     if funcs is None:
         rewards = dataset_rewards(config.dataset)
         funcs, weights = tuple(rewards), tuple(rewards.values())
@@ -37,10 +43,12 @@ def dataset_rewards(datasets: Sequence[str]) -> Mapping[str, float]:
 
 
 def correctness_reward(dataset: str) -> str:
-    """The reward by which an evaluation on a dataset counts a completion as correct: that of the largest weight."""
-    return largest_weight(dataset_rewards((dataset,)))
+    """The reward by which an evaluation on a dataset counts a completion as correct."""
+    return verdict_reward(dataset_rewards((dataset,)))
 
 
-def largest_weight(rewards: Mapping[str, float]) -> str:
-    """Name of the reward with the largest weight, the first among equals."""
-    return max(rewards, key=rewards.__getitem__)
+def verdict_reward(rewards: Mapping[str, float]) -> str | None:
+    """Of the rewards that say whether a completion is right the one with the largest weight, the first among equals;
+    None where there is none, as with functions of the user's.
+    """
+    return max((name for name in rewards if name in _VERDICTS), key=rewards.__getitem__, default=None)

@@ -23,7 +23,7 @@ from qerl_jax.reporting.sinks import Sinks
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rl.experience import Experience
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run.choose_rewards import largest_weight
+from qerl_jax.run.choose_rewards import verdict_reward
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.signals import StopSignals
 from qerl_jax.types import Batch, TrainState
@@ -61,7 +61,7 @@ class Recorder:
         self._metrics: dict[str, float] = {}
         self._warned: set[str] = set()
         self._newest: TrainState | None = None  # state after the newest step of this process
-        self._correctness = largest_weight(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
+        self._verdict = verdict_reward(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.metrics = MetricsFile(run.directory) if checkpoints else None
         self.evaluations = EvaluationResults(run.directory) if checkpoints else None
@@ -102,7 +102,7 @@ class Recorder:
         """
         run, step = self._run, int(state.step)
         timing = self.phases.take("rollout", "grading", "update", *(["gather"] if run.replicas.count > 1 else []))
-        metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._correctness)
+        metrics = step_metrics(experience, update_metrics, run.config.num_generations, timing, self._verdict)
         metrics |= run_metrics(
             experience, state, float(update_metrics["skipped"]), sigma, self._tokens, len(run.stream)
         )
@@ -114,7 +114,8 @@ class Recorder:
             self.mend()
             self.metrics.append(step, metrics)
             self.curves.log(step, metrics)
-            write_completions(run.directory, step, completion_columns(experience, batch.advantages))
+            columns = completion_columns(experience, batch.advantages, run.config.order_column)
+            write_completions(run.directory, step, columns)
         return metrics
 
     def end_step(self, state: TrainState) -> bool:

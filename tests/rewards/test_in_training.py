@@ -26,7 +26,7 @@ from qerl_jax.messages import Given
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.run import prepare
-from qerl_jax.run.choose_rewards import correctness_reward, largest_weight
+from qerl_jax.run.choose_rewards import correctness_reward, verdict_reward
 from qerl_jax.run.hooks import Hooks, with_objects
 from qerl_jax.run.sample import sample_lines, try_rewards
 
@@ -76,7 +76,6 @@ def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raise
     assert [row[f"rewards/{name}/timeout_rate"] for row in rows] == [0, 0.5, 0]
     assert [row[f"rewards/{name}/crash_rate"] for row in rows] == [0, 0, 0.5]
     assert [row[f"rewards/{name}/parse_failure_rate"] for row in rows] == [0, 0, 0]
-    assert [row["accuracy"] for row in rows] == [1, 1, 1]  # of what is graded: every length is above 0
     assert all(math.isfinite(row["loss"]) and row["skipped"] == 0 for row in rows)
     table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step_000002.parquet").to_pydict()
     assert [math.isnan(value) for value in table["reward"]] == [late == 1 for late in table[f"rewards/{name}/timeout"]]
@@ -105,7 +104,7 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     )
     config = runs.config(
         tmp_path / "run", prompt_column="prompt", reward_columns=("solution",), num_iterations=1, max_steps=1,
-        sigma_start=0.0, sigma_end=0.0, dynamic_sampling=False, reward_funcs=None, reward_weights=None,
+        sigma_start=0.0, sigma_end=0.0, dynamic_sampling=False, reward_funcs=None, reward_weights=(2.0, 1.0, 4.0),
     )  # fmt: skip
     given = {"reward_funcs": [longer, half, "answer"], "train_dataset": records}
     given["problems"] = lambda step: [3 - step, 1]
@@ -121,7 +120,7 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
         assert prompts == [questions[number]] * 4 and {m["role"] for (m,) in completions} == {"assistant"}
     for i, text in enumerate(texts):
         assert table["rewards/longer"][i] == len(text) and table["rewards/half"][i] == 0.5
-        assert table["reward"][i] == len(text) + 0.5 + table["rewards/answer"][i]
+        assert table["reward"][i] == 2 * len(text) + 0.5 + 4 * table["rewards/answer"][i]
     manifest = read_json(tmp_path / "run/checkpoints/1/manifest.json")
     assert datetime.date.fromisoformat(manifest["inputs"]["date in prompts"]) <= datetime.date.today()
     text = (tmp_path / "run/config.yaml").read_text()
@@ -147,8 +146,10 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     assert int(state.step) == 1
 
 
-def test_accuracy_is_counted_by_the_largest_weight_the_first_among_equals():
-    assert largest_weight({"soft_format": 0.2, "answer": 2.0, "dapo": 2.0, "overlong": 1.0}) == "answer"
+def test_accuracy_is_counted_by_a_verdict_of_the_largest_weight_the_first_among_equals():
+    assert verdict_reward({"mine.py:f": 3.0, "code": 1.0, "answer": 2.0, "dapo": 2.0, "overlong": 4.0}) == "answer"
+    assert verdict_reward({"mine.py:f": 3.0, "code": 1.0}) == "code"
+    assert verdict_reward({"soft_format": 0.2, "strict_format": 1.0, "overlong": 1.0, "mine.py:answer": 2.0}) is None
 
 
 def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
