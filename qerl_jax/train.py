@@ -197,6 +197,16 @@ class _Arguments(launch.Devices, Config):
     right, a wrong and an unreadable answer; train nothing."""
 
 
+_REPLACED = {
+    "--num-train-epochs": ("max_steps", -1),
+    "--reward-funcs": ("reward_weights", None),
+    "--dataset": ("dataset_weights", None),
+    "--prompt-format": ("system_prompt", None),
+    "--system-prompt": ("prompt_format", None),
+}
+"""The setting of a config file that a flag replaces beside its own, which would contradict it, and by what."""
+
+
 def main(argv: list[str] | None = None, gpus: Sequence[driver.Described] | None = None) -> int:
     """Command line, on a machine with these GPUs (None: those that the driver names). Exit code 0: finished; 2: bad
     input or too little memory, with a one-line error message; 130: stopped by a signal, to be resumed.
@@ -248,8 +258,9 @@ def _parsed(argv: Sequence[str]) -> tuple[_Arguments, Config]:
     given = flags.given(argv)
     file = " ".join(given.get("--config", [])) or (None if "--model" in given else "tiny")
     default = load(assets.find_config(file)) if file else Config()
-    if "--num-train-epochs" in given and "--max-steps" not in given:
-        default = dataclasses.replace(default, max_steps=-1)  # the flag counts, not the file's max_steps
+    for flag, (field, value) in _REPLACED.items():
+        if flag in given and f"--{field.replace('_', '-')}" not in given:
+            default = dataclasses.replace(default, **{field: value})
     description = f"{_Arguments.__doc__} Recipes: {', '.join(assets.recipes())}."
     found = flags.parse(_Arguments, argv, "python -m qerl_jax.train", description, _Arguments(**vars(default)))
     config = Config(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Config)})

@@ -114,7 +114,6 @@ def test_a_value_of_python_that_is_no_such_number(value):
             "{reward_funcs: [answer], reward_weights: [2, 0.2]}",
             ["1 reward_funcs", "2 reward_weights: give each one, or reward_weights None"],
         ),
-        ("reward_weights: [1]", ["reward_weights [1.0]", "without reward_funcs"]),
         ("reward_funcs: []", ["reward_funcs", "empty"]),
         ("dataset: []", ["dataset", "empty"]),
         ("dataset: {a: 3}", ["dataset must be of type str"]),
@@ -219,6 +218,8 @@ def test_rewards_come_from_the_dataset_unless_named():
     assert rewards(dataset=("bigmath", "math")) == {"math_verify": 1.0}
     assert rewards(dataset="dapomath", reward_funcs=("answer", "strict_format")) == {"answer": 1, "strict_format": 1}
     assert rewards(reward_funcs="answer", reward_weights=[3]) == {"answer": 3}
+    with pytest.raises(ConfigError, match=r"reward_weights \[1.0\] without reward_funcs"):
+        rewards(reward_weights=[1])
     with pytest.raises(DataError, match="name reward_funcs"):
         rewards(dataset=("gsm8k", "dapomath"))
     with pytest.raises(DataError, match="did you mean 'gsm8k'"):
@@ -247,6 +248,28 @@ def test_command_line_over_file(tmp_path):
     config = parse(["--config", str(path), "--max-steps", "9", "--lora_rank=4", "--report_to", "none", *sets])
     expected = {"model": "m", "learning_rate": 1e-4, "max_steps": 9, "lora_rank": 4, "system_prompt": "--x"}
     assert config == Config(dataset=("math", "gsm8k:/a/b"), dataset_weights=(1.0, 2.5), **expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "argv", "fields"),
+    [
+        ("reward_funcs: [answer, dapo]\nreward_weights: [2, 1]", "--reward-funcs code", {"reward_weights": None}),
+        (
+            "reward_funcs: [answer, dapo]\nreward_weights: [2, 1]",
+            "--reward-weights 3 1 --reward-funcs code dapo",
+            {"reward_weights": (3, 1)},
+        ),
+        ("dataset: [math, gsm8k]\ndataset_weights: [2, 1]", "--dataset amc23 math", {"dataset_weights": None}),
+        ("prompt_format: boxed", "--system-prompt=Think.", {"prompt_format": None, "system_prompt": "Think."}),
+        ("system_prompt: Think.", "--prompt-format boxed", {"prompt_format": "boxed", "system_prompt": None}),
+        ("max_steps: 7", "--num-train-epochs 2", {"max_steps": -1}),
+    ],
+)
+def test_a_flag_replaces_what_depends_on_the_files_own_setting(tmp_path, file, argv, fields):
+    path = tmp_path / "config.yaml"
+    path.write_text(file)
+    config = parse(["--config", str(path), *argv.split()])
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_recipes_by_name_and_by_path(tmp_path, monkeypatch):

@@ -76,12 +76,9 @@ def _of_lists(c: Config) -> Iterator[str]:
         yield f"prompt_format {c.prompt_format!r} and system_prompt {c.system_prompt[:40]!r}: give one of them"
     if c.reward_funcs == ():
         yield "reward_funcs is empty: there would be nothing to learn from"
-    if c.reward_weights is not None:
-        if c.reward_funcs is None:
-            yield f"reward_weights {list(c.reward_weights)} without reward_funcs"
-        elif len(c.reward_funcs) != len(c.reward_weights):
-            counts = f"{len(c.reward_funcs)} reward_funcs but {len(c.reward_weights)} reward_weights"
-            yield f"{counts}: give each one, or reward_weights None"
+    if None not in (c.reward_funcs, c.reward_weights) and len(c.reward_funcs) != len(c.reward_weights):
+        counts = f"{len(c.reward_funcs)} reward_funcs but {len(c.reward_weights)} reward_weights"
+        yield f"{counts}: give each one, or reward_weights None"
     if c.lora_rank and not c.lora_target_modules:
         yield f"lora_rank {c.lora_rank}, but lora_target_modules is empty: name at least one projection"
 

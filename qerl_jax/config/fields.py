@@ -74,7 +74,7 @@ class Config:
     PRESET:PATH (a local copy of one of these), arithmetic (bundled), or a .jsonl, .json or .parquet file or a
     directory of them."""
     dataset_weights: tuple[float, ...] | None = None
-    """Sampling weight of each dataset. None: one concatenated dataset."""
+    """Sampling weight of each dataset. None: one concatenated dataset. The flag --dataset replaces those of a file."""
     prompt_column: str = "question"
     """Problem column of a file without a preset: text, or a list of {role, content}, each content a text or a list of
     {type: "text", text}."""
@@ -196,7 +196,8 @@ class Config:
     """Rewards: "answer", "math_verify", "dapo", "code", "soft_format", "strict_format", "overlong", or
     "file.py:function"; `train(config, reward_funcs=[…])` also takes functions. None: those of the dataset."""
     reward_weights: tuple[float, ...] | None = None
-    """Weights of reward_funcs. None: 1 each, or those of the dataset."""
+    """Weights of reward_funcs. None: 1 each, or those of the dataset. The flag --reward-funcs replaces those of a
+    file."""
     reward_workers: int = 4
     """Processes that grade math_verify, code and functions of files; 0: the trainer itself, without a time limit."""
     reward_timeout: float = 20.0
