@@ -215,6 +215,10 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
     last = f"tiny: {count:.1f} M parameters, projections in nvfp4, weight files of {size:.3f} GB. Dry run: no weights"
     assert text.endswith(f"\n{last} were loaded, nothing was written.\n")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").touch()
+    assert train.main(["--config", "tiny", "--dry-run", "--output-dir", "used"]) == 0
+    assert "\nA run would be refused: output_dir used holds metrics.jsonl of a run already: " in capsys.readouterr().out
 
 
 def test_a_run_may_fill_all_positions_of_the_model(tmp_path):

@@ -21,7 +21,7 @@ from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, examined
-from qerl_jax.run.prepare import load_problems, ready_rewards
+from qerl_jax.run.prepare import check_output, load_problems, ready_rewards
 from qerl_jax.run.sample import sample_lines
 
 
@@ -29,7 +29,8 @@ def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_pa
     """Print config, parameters, memory on each device of so many processes with so many each, the first prompt and what
     the rewards pay; no weights are loaded, nothing is trained or written.
 
-    Raises ConfigError where no rollout fits, and what `load_problems` and the rewards raise.
+    An output directory that a run may not use is said last. Raises ConfigError where no rollout fits, and what
+    `load_problems` and the rewards raise.
     """
     with ready_rewards(config, console, download=False) as rewards:
         _show(config, rewards, console, processes, tensor_parallel)
@@ -63,6 +64,10 @@ def _show(config: Config, rewards: Rewards, console: Console, processes: int, te
         f"{config.model}: {report.model.parameter_count() / 1e6:,.1f} M parameters, projections in {report.stored}, "
         f"{files}. Dry run: no weights were loaded, nothing was written.",
     )
+    try:
+        check_output(config)
+    except (ConfigError, OSError) as error:
+        say(console, f"A run would be refused: {error}")
 
 
 def local_problems(config: Config, tokenizer: Any, console: Console) -> list[EncodedProblem]:

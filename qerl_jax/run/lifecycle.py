@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from qerl_jax import aqn
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.hub import is_hub_id
 from qerl_jax.checkpoint.orbax import Checkpointer
@@ -70,6 +71,8 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
         recorder.evaluations.drop("after")  # of a run that was finished and now goes on
     parameters = run.policy.config.parameter_count() / 1e6
     say(console, f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
+    if step == 0 and run.hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
+        say(console, note)
     if _lacks(run, recorder, "before"):
         say(console, f"evaluating the policy on {len(run.eval_problems)} problems before training …")
         _evaluate(run, recorder, state, "before")

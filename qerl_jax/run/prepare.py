@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from qerl_jax import aqn
 from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.backends.vllm_settings import engine_options
@@ -125,6 +124,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     """
     directory = Path(config.output_dir)
     if replicas.is_first:
+        check_output(config)
         check(config, replicas.count, replicas.tensor_parallel)
     replicas.agree()
     if config.deterministic:
@@ -161,8 +161,6 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         stream, eval_problems = problems.result()
         say(console, ending_note(policy.config, loaded.tokenizer))
         config = config.with_max_steps(len(stream))
-        if hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
-            say(console, note)
         state = init_state(policy, config, hooks.optimizer)
         if replicas.tensor_parallel > 1:  # what a checkpoint restores lies where it does
             state = committed(state, replicas.tensor_parallel)
@@ -227,14 +225,17 @@ def start_vllm(config: Config, policy: Policy, console: Console) -> VllmEngine:
     return engine
 
 
-def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
-    """Check everything that needs no weights, for a run of so many processes with so many devices each, and a dry run
-    alike. The rewards of `config`
-    are filled in. Raises ConfigError, CheckpointError, DataError, RewardError, OSError, or ValueError for a
-    `weight_format` that is not the stored one.
-    """
+def check_output(config: Config) -> None:
+    """Raise ConfigError or OSError where a run may not write into its output directory."""
     run_directory.check(Path(config.output_dir), config)
     refuse_locked(Path(config.output_dir))
+
+
+def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
+    """Check everything that needs no weights, for a run of so many processes with so many devices each, and a dry run
+    alike. The rewards of `config` are filled in. Raises ConfigError, CheckpointError, DataError, RewardError, OSError,
+    or ValueError for a `weight_format` that is not the stored one.
+    """
     sinks.check(config)
     check_rewards(config.reward_funcs, config.allow_code_execution)
     if config.eval_dataset:

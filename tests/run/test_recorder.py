@@ -43,7 +43,7 @@ def running(tmp_path) -> tuple[Run, Recorder, TrainState]:
     model = small.bf16(tmp_path / "model", shards=1)
     config = Config(
         model=str(model), output_dir=str(directory), reward_funcs=("answer",), reward_weights=(1.0,), max_steps=50,
-        num_iterations=1, save_steps=50, dtype="float32",
+        num_iterations=1, save_steps=50, dtype="float32", sigma_start=1e-2, sigma_end=5e-4, num_stages=70,
     )  # fmt: skip
     policy = load_policy(model, lora=config.lora, dtype=jnp.float32)
     state = init_state(policy, config).replace(step=jnp.int32(2))
@@ -89,10 +89,11 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
     assert [row["step"] for row in there.metrics.rows] == [1, 2] and there.evaluations.all() == {"before": result}
     parameters = run.policy.config.parameter_count() / 1e6
     assert f"{run.config.model}: {parameters:,.1f} M parameters, 0 problems, into {directory}\n" in said
-    assert said.endswith("step 3 waits until its programs are compiled …\n")
+    assert said.endswith("step 3 waits until its programs are compiled …\n") and "num_stages" not in said
     there, found, said = begun(overwrite=True)
     assert int(found.step) == 0 and (there.phases.step, there._first, there._tokens) == (1, 0, 0)
     assert (there.metrics.rows, there.evaluations.all(), latest_step(directory)) == ([], {}, None)
+    assert "50 updates are no more than num_stages 70" in said
     assert {path.name for path in directory.iterdir()} >= {"notes"} and "resuming" not in said
 
 
