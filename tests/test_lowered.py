@@ -97,7 +97,7 @@ def test_functions_that_text_cannot_name(tmp_path, traced):
     assert traced == ["of_user", "with_static"] * 2 and not list(tmp_path.iterdir())
 
 
-def test_sources_and_only_those_of_a_command_decide(tmp_path, monkeypatch):
+def test_sources_and_only_those_of_a_command_decide(tmp_path):
     """Another byte is another environment, also of the GPU's own tuning table; a source newer than the process, or a
     process that may have replaced functions, keeps nothing.
     """
@@ -107,14 +107,12 @@ def test_sources_and_only_those_of_a_command_decide(tmp_path, monkeypatch):
     assert environment([file]) == before
     file.write_text("x = 2")
     assert environment([file]) != before
-    with monkeypatch.context() as patch:
-        gpu = dataclasses.replace(H200, own_table=str(tmp_path / "table.json"))
-        patch.setattr(dispatch, "this_gpu", lambda: gpu)
-        tables = []
-        for rows in ("[]", "[1]"):
-            (tmp_path / "table.json").write_text(rows)
+    tables = []
+    for rows in ("[]", "[1]"):
+        (tmp_path / "table.json").write_text(rows)
+        with dispatch.lowering_for(dataclasses.replace(H200, own_table=str(tmp_path / "table.json"))):
             tables.append(environment([file]))
-        assert tables[0] != tables[1]
+    assert tables[0] != tables[1]
     os.utime(file, (1, 1))
     was = jax.config.jax_compilation_cache_dir
     try:

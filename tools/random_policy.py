@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from make_checkpoint import hf_config
+from qerl_kernels import dispatch
 from qerl_kernels.formats import Nvfp4
 
 from qerl_jax.checkpoint.hf_config import parse_config
@@ -69,13 +70,13 @@ def random_policy(
     """
     config = parse_config({**hf_config(size), "eos_token_id": []}, {}, size)
     config = dataclasses.replace(config, tensor_parallel=tensor_parallel)
-    keys = _keys(seed)
+    keys, missing = _keys(seed), dispatch.missing_for_mosaic_gpu(dtype)
 
     def tensor(spec: TensorSpec, layer: int | None) -> Weight | jax.Array:
         return on_devices(whole(spec), spec, tensor_parallel, formed)
 
     def formed(value: Weight | jax.Array) -> Weight | jax.Array:
-        return kernel_form(value, dtype, matmul_kernel) if isinstance(value, Nvfp4) else value
+        return kernel_form(value, matmul_kernel, missing) if isinstance(value, Nvfp4) else value
 
     def whole(spec: TensorSpec) -> Weight | jax.Array:
         if spec.kind == "norm":

@@ -23,7 +23,7 @@ import ahead
 import jax
 import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases, config
-from qerl_kernels.kernel_times import kernel_medians
+from qerl_kernels.kernel_times import kernel_medians, profiled
 from record import add_commit, meta
 
 CALLS, SKIPPED = 24, 4  # calls of a configuration; the first ones are not counted
@@ -118,7 +118,8 @@ def durations(trials: list[Trial], jobs: int) -> list[float]:
         return out
 
     jax.block_until_ready((sweep(flush), [rewrite(sets[0][0], one) for _, sets in calls]))
-    return kernel_medians(run, lambda name: "decode_prologue" in name, [(SKIPPED, CALLS - SKIPPED)] * len(trials))
+    counts = [(SKIPPED, CALLS - SKIPPED)] * len(trials)
+    return kernel_medians(profiled(run), lambda name: "decode_prologue" in name, counts)
 
 
 def regrets(rows: list[dict]) -> dict[tuple, tuple[float, float | None]]:

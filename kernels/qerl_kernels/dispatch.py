@@ -86,16 +86,18 @@ def _arch(device: jax.Device) -> int | None:
     return 10 * int(found[1]) + int(found[2]) if device.platform == "gpu" and found else None
 
 
-def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike, gpu: Gpu | None = None) -> str | None:
-    """What keeps the Mosaic GPU kernels from running on a GPU with activations of `dtype`; None where they run. `gpu`
-    None: that of `lowering_for`, else the default device; with one no device is started."""
+def missing_for_mosaic_gpu(
+    dtype: jax.typing.DTypeLike, gpu: Gpu | None = None, version: str = jax.__version__
+) -> str | None:
+    """What keeps the Mosaic GPU kernels from running on a GPU with activations of `dtype`, by JAX of this version; None
+    where they run. `gpu` None: that of `lowering_for`, else the default device; with one no device is started."""
     gpu = gpu or target()
     if gpu is None and (gpu := _without_table(jax.local_devices()[0])) is None:
         return f"an NVIDIA GPU (the default device is {jax.local_devices()[0].platform})"
     if gpu.arch < MIN_ARCH:
         return f"compute capability 8.0 or later (this is {gpu.name}, {gpu.arch / 10})"
-    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
-        return f"jax 0.11 or later (this is {jax.__version__})"
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 11):
+        return f"jax 0.11 or later (this is {version})"
     if dtype != jax.numpy.bfloat16:
         return f"bf16 activations (these are {jax.numpy.dtype(dtype).name})"
     return None
@@ -114,6 +116,6 @@ def choose(kernel: str, requested: str | None, missing: str | None) -> str:
         raise ValueError(f"{kernel}: implementation 'mosaic_gpu' needs {missing}")
     if requested is not None:
         return requested
-    if missing and jax.default_backend() == "gpu":
+    if missing and is_for_gpu():
         say_once(f"{kernel}: the XLA path runs, because Mosaic GPU needs {missing}")
     return "xla" if missing else "mosaic_gpu"

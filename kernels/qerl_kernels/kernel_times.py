@@ -33,19 +33,19 @@ def profiled(run: Callable[[], Any]) -> list[Kernel]:
 
 
 def kernel_medians(
-    run: Callable[[], Any], ours: Callable[[str], bool], calls: Sequence[tuple[int, int]]
+    kernels: Sequence[Kernel], ours: Callable[[str], bool], calls: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """Median kernel duration in microseconds of each function that `run` calls one after the other, by the profiler.
+    """Median kernel duration in microseconds of each of several functions that were called one after the other.
 
     Args:
-      run: calls each function as often as `calls` says, in that order.
+      kernels: as `profiled` saw them, of a call of each function as often as `calls` says, in that order.
       ours: True for the name of a kernel to count.
       calls: for each function (warm-up calls, counted calls).
 
     Raises:
       ValueError: the profile has another number of kernels.
     """
-    found, wanted = [kernel.duration_ns for kernel in profiled(run) if ours(kernel.name)], sum(map(sum, calls))
+    found, wanted = [kernel.duration_ns for kernel in kernels if ours(kernel.name)], sum(map(sum, calls))
     if len(found) != wanted:
         raise ValueError(f"JAX's profiler saw {len(found)} of {wanted} kernels (it needs CUDA's CUPTI)")
     times = iter(found)

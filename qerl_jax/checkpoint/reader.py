@@ -53,6 +53,7 @@ class WeightReader:
         self.tensors, self.config, self.weight_format = tensors, config, weight_format
         self.quantization = quantization
         self.dtype, self.matmul_kernel = dtype, matmul_kernel
+        self.missing = dispatch.missing_for_mosaic_gpu(dtype)
 
     def read(self, spec: TensorSpec, layer: int | None = None) -> Weight | np.ndarray:
         """A tensor on the host: a projection dense or quantized, a bias in the compute dtype, a norm in fp32, and a
@@ -77,7 +78,7 @@ class WeightReader:
             value = jax.tree.map(put, value)
             if not isinstance(value, Weight) or (self.quantization is not None and isinstance(value, Dense)):
                 return value
-            return kernel_form(value, self.dtype, self.matmul_kernel)
+            return kernel_form(value, self.matmul_kernel, self.missing)
 
         return on_devices(value, spec, self.config.tensor_parallel, formed)
 
@@ -129,15 +130,14 @@ def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
         raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
 
 
-def kernel_form(weight: Weight, dtype: DTypeLike, matmul_kernel: str) -> Weight:
+def kernel_form(weight: Weight, matmul_kernel: str, missing: str | None) -> Weight:
     """The weight in the form that `matmul_kernel` reads: unchanged for "xla", packed for "mosaic_gpu", and for "auto"
-    packed where the Pallas kernels can run.
+    packed where the Pallas kernels can run, which is where they miss nothing (`dispatch.missing_for_mosaic_gpu`).
 
     An MXFP4 weight whose exponents span too wide a range for the packed form is left unpacked, with one warning.
 
     Raises ValueError if "mosaic_gpu" cannot run, with the missing requirement, or if the weight is not 4-bit.
     """
-    missing = dispatch.missing_for_mosaic_gpu(dtype)
     if matmul_kernel == "mosaic_gpu":
         if not format_of(weight).packs:
             packed = [name.upper() for name, own in FORMATS.items() if own.packs]

@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 from helpers import assert_trees_equal, fp32_policy
 from oracles import torch_qwen2
-from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul.packing import unpack
 
 from qerl_jax import keys
-from qerl_jax.checkpoint import load
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.reader import kernel_form
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4, PackedNvfp4, mxfp4, nf4, nvfp4
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
@@ -104,12 +103,9 @@ def test_a_tied_head_may_stand_in_the_file_once_more(tmp_path):
     assert_trees_equal(fp32_policy(twice).frozen, fp32_policy(tmp_path / "tied").frozen)
 
 
-@pytest.mark.parametrize(
-    ("missing", "dtype"), [("a Hopper GPU", jnp.float32), (None, jnp.bfloat16)], ids=["xla", "mosaic_gpu"]
-)
-def test_dtypes_and_formats(micro_dir, dtype, missing, monkeypatch):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dtypes_and_formats(micro_dir, dtype):
     """4-bit weights are packed where the kernels run and nowhere else."""
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: missing)
     for name, kind in (("bf16", Dense), (None, Dense), ("nvfp4", Nvfp4), ("mxfp4", Mxfp4), ("nf4", Nf4)):
         policy = load_policy(micro_dir, name, LoraConfig(rank=2), dtype)
         layer = policy.frozen["layers"][0]
@@ -120,17 +116,17 @@ def test_dtypes_and_formats(micro_dir, dtype, missing, monkeypatch):
             ("mlp", "down_proj"),
         ):
             weight = layer[block][fused]["weight"]
-            packed = missing is None and kind in (Nvfp4, Mxfp4)
-            assert isinstance(weight, PackedNvfp4) == packed
-            assert isinstance(unpack(weight) if packed else weight, kind)
+            assert isinstance(weight, kind) and kernel_form(weight, "auto", "a GPU") is weight
+            packed = kernel_form(weight, "auto", None)
+            assert isinstance(packed, PackedNvfp4) == (kind in (Nvfp4, Mxfp4))
+            assert isinstance(unpack(packed) if packed is not weight else weight, kind)
         assert policy.frozen["embed_tokens"].dtype == dtype == policy.dtype
         assert {x.dtype for x in jax.tree.leaves((policy.norms, policy.lora))} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4"])
-def test_layers_quantized_in_threads_keep_their_places(tmp_path, monkeypatch, weight_format):
-    """Five different layers by three threads: each is the quantization of its own tensors, told in order."""
-    monkeypatch.setattr(load, "_THREADS", 3)
+def test_layers_quantized_in_threads_keep_their_places(tmp_path, weight_format):
+    """Five different layers: each is the quantization of its own tensors, told in order."""
     torch_qwen2.make(tmp_path / "m", seed=2, hidden_size=64, intermediate_size=128, num_hidden_layers=5)
     tensors = st.open_checkpoint(tmp_path / "m")
     told: list[tuple[int, int]] = []

@@ -77,9 +77,12 @@ ACCUMULATING = {
 
 
 @contextlib.contextmanager
-def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that are called within run on the CPU, and none that was traced before or is called afterwards."""
-    monkeypatch.setattr(gpu_callbacks, "wgmma", _wgmma)
+def interpreting(monkeypatch: pytest.MonkeyPatch, stand_ins: dict[types.ModuleType, dict]) -> Iterator[None]:
+    """Kernels that are called within run on the CPU, and none that was traced before or is called afterwards; by these
+    stand-ins for names of the kernels' modules."""
+    for module, names in {gpu_callbacks: {"wgmma": _wgmma}, **stand_ins}.items():
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
     jax.clear_caches()
     faulthandler.dump_traceback_later(WAIT_S, exit=True)
     try:

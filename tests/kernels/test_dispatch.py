@@ -17,14 +17,9 @@ from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 from qerl_jax.checkpoint.reader import kernel_form
 
 
-def on(monkeypatch, capability: str | None, version: str = "0.11.2") -> None:
-    """A machine with a GPU of this compute capability; None: without one."""
-    platform = "cpu" if capability is None else "gpu"
-    device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind=f"GPU {capability}")
-    monkeypatch.setattr(jax, "__version__", version)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    dispatch.say_once.cache_clear()
+def device(capability: str, **more: int) -> types.SimpleNamespace:
+    """A GPU of this compute capability as JAX describes it."""
+    return types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=f"GPU {capability}", **more)
 
 
 @pytest.mark.parametrize(
@@ -33,24 +28,33 @@ def on(monkeypatch, capability: str | None, version: str = "0.11.2") -> None:
         ("7.5", "0.11.2", jnp.bfloat16, "compute capability 8.0 or later (this is GPU 7.5, 7.5)"),
         ("8.0", "0.11.2", jnp.bfloat16, None),
         ("12.0", "0.12.0", jnp.bfloat16, None),
-        ("gfx942", "0.12.0", jnp.bfloat16, "an NVIDIA GPU (the default device is gpu)"),
         ("9.0", "0.10.2", jnp.bfloat16, "jax 0.11 or later (this is 0.10.2)"),
         ("9.0", "0.11.2", jnp.float32, "bf16 activations (these are float32)"),
-        (None, "0.10.2", jnp.bfloat16, "an NVIDIA GPU (the default device is cpu)"),
         ("9.0", "1.0.0", jnp.bfloat16, None),
     ],
 )
-def test_where_the_kernels_run(monkeypatch, caplog, capability, version, dtype, missing):
-    on(monkeypatch, capability, version)
-    assert dispatch.missing_for_mosaic_gpu(dtype) == missing
-    for _ in range(2):
-        chosen = dispatch.choose("nvfp4_matmul", None, dispatch.missing_for_mosaic_gpu(dtype))
-        assert chosen == ("xla" if missing else "mosaic_gpu")
+def test_where_the_kernels_run(caplog, capability, version, dtype, missing):
+    gpu = dispatch.facts(device(capability))
+    assert dispatch.missing_for_mosaic_gpu(dtype, gpu, version) == missing
+    dispatch.say_once.cache_clear()
+    with dispatch.lowering_for(gpu):
+        chosen = [dispatch.choose("nvfp4_matmul", None, missing) for _ in range(2)]
+    assert chosen == ["xla" if missing else "mosaic_gpu"] * 2
     said = f"nvfp4_matmul: the XLA path runs, because Mosaic GPU needs {missing}"
-    assert [record.message for record in caplog.records] == ([said] if missing and capability else [])
+    assert [record.message for record in caplog.records] == [said] * bool(missing)
     if missing:
         with pytest.raises(ValueError, match="implementation 'mosaic_gpu' needs"):
             dispatch.choose("nvfp4_matmul", "mosaic_gpu", missing)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a CPU")
+def test_without_an_nvidia_gpu_xla_runs_and_nothing_is_said(caplog):
+    """The facts are those of an H200, for which programs are compiled there."""
+    missing = dispatch.missing_for_mosaic_gpu(jnp.bfloat16)
+    assert missing == "an NVIDIA GPU (the default device is cpu)"
+    dispatch.say_once.cache_clear()
+    assert dispatch.choose("nvfp4_matmul", None, missing) == "xla" and not caplog.records
+    assert dispatch.this_gpu() == H200 and dispatch.facts(device("gfx942")) is None
 
 
 @pytest.mark.parametrize(
@@ -65,19 +69,19 @@ def test_where_the_kernels_run(monkeypatch, caplog, capability, version, dtype, 
         (8, 1, 64, (0, 8), "caches whose slots are a multiple of 8 (these are 0 and 8)"),
     ],
 )
-def test_which_decode_attention_the_kernel_computes(monkeypatch, heads, kv_heads, width, slots, missing):
-    on(monkeypatch, "9.0")
+def test_which_decode_attention_the_kernel_computes(heads, kv_heads, width, slots, missing):
     shapes = (3, heads, width), (2, kv_heads, slots[0], width), (3, kv_heads, slots[1], width)
     assert attention._missing(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)) == missing
 
 
 @pytest.mark.parametrize("span", [30, 31])
-def test_mxfp4_of_a_wide_span_stays_as_it_is_and_is_said_once(monkeypatch, caplog, span):
+def test_mxfp4_of_a_wide_span_stays_as_it_is_and_is_said_once(caplog, span):
     exponents = np.full((64, 2), 100, np.uint8)
     exponents[5, 1] += span
     weight = Mxfp4(jnp.full((64, 32), 0x22, jnp.uint8), jnp.asarray(exponents))
-    on(monkeypatch, "9.0")
-    found = [kernel_form(weight, jnp.bfloat16, "auto") for _ in range(2)]
+    dispatch.say_once.cache_clear()
+    with dispatch.lowering_for(H200):
+        found = [kernel_form(weight, "auto", None) for _ in range(2)]
     if span == 30:
         assert all(isinstance(one, PackedNvfp4) for one in found) and not caplog.records
     else:
@@ -99,22 +103,14 @@ def test_mxfp4_of_a_wide_span_stays_as_it_is_and_is_said_once(monkeypatch, caplo
         ("10.3", 148, 227, [148, 0, 0, 0, 0], "warp"),
     ],
 )
-def test_facts_of_a_gpu(monkeypatch, capability, sms, smem_kib, clusters, tier):
+def test_facts_of_a_gpu(capability, sms, smem_kib, clusters, tier):
     """As of JAX's device; shared memory by compute capability where that does not say."""
-    on(monkeypatch, capability)
-    jax.local_devices()[0].core_count = sms
-    jax.local_devices()[0].shared_memory_per_block_optin = 100 * 1024
-    assert dispatch.this_gpu().smem_bytes == 100 * 1024
-    del jax.local_devices()[0].shared_memory_per_block_optin
-    gpu = dispatch.this_gpu()
+    known = device(capability, core_count=sms, shared_memory_per_block_optin=100 * 1024)
+    assert dispatch.facts(known).smem_bytes == 100 * 1024
+    gpu = dispatch.facts(device(capability, core_count=sms))
     assert (gpu.arch / 10, gpu.sms, gpu.smem_bytes, gpu.tier) == (float(capability), sms, smem_kib * 1024, tier)
     assert [gpu.resident_clusters(ctas) for ctas in (1, 2, 3, 4, 16)] == clusters
     assert gpu.has_tcgen05 == (capability == "10.3")
-
-
-def test_without_a_gpu_the_facts_are_those_of_an_h200(monkeypatch):
-    on(monkeypatch, None)
-    assert dispatch.this_gpu() == H200
 
 
 ROW = {"kernel": "skinny", "direction": "forward", "n": 3584, "k": 3584, "m": 8, "us": 9.5,
@@ -137,12 +133,12 @@ ROW = {"kernel": "skinny", "direction": "forward", "n": 3584, "k": 3584, "m": 8,
 def test_a_gpu_takes_its_own_table_where_that_is_sound(monkeypatch, tmp_path, caplog, stored, fault):
     """Its rows come before those of the tier's; what is no table for this GPU is left out in one line."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    on(monkeypatch, "8.9")
-    borrowed = tuning.config_for(8, 3584, 3584, gpu=dispatch.this_gpu())
+    borrowed = tuning.config_for(8, 3584, 3584, gpu=dispatch.facts(device("8.9")))
     path = user_table("GPU 8.9")
     path.parent.mkdir(parents=True)
     path.write_text(stored if isinstance(stored, str) else json.dumps(stored))
-    gpus = [dispatch.this_gpu() for _ in range(2)]
+    dispatch.say_once.cache_clear()
+    gpus = [dispatch.facts(device("8.9")) for _ in range(2)]
     assert gpus[0].own_table == (None if fault else str(path))
     found = tuning.config_for(8, 3584, 3584, gpu=gpus[0])
     assert found == (borrowed if fault else SkinnyConfig(**ROW["config"])) and found != (

@@ -44,11 +44,6 @@ def reduced(partials: np.ndarray, rows: int) -> np.ndarray:
 @pytest.fixture
 def gemms(monkeypatch):
     """Runs GEMM kernels in the interpreter."""
-
-    def put(module, **names) -> None:
-        for name, value in names.items():
-            monkeypatch.setattr(module, name, value)
-
     u32 = lambda *shape: shaped(shape, jnp.uint32)  # noqa: E731
 
     def store(out_s, y):
@@ -68,24 +63,26 @@ def gemms(monkeypatch):
 
         plgpu.commit_smem()
 
-    put(operand, load=load, dequantize=lambda *tile: on_numpy(dequantize, TILE, *tile))
-
     def wgmma_wait(pending):
         """Orders the reads of what it waits for before the next copy, for which the interpreter asks for a fence."""
         plgpu.wgmma_wait(pending)
         plgpu.commit_smem()
 
-    fenced = Namespace(plgpu, wgmma_wait=wgmma_wait)
-    put(mainloop, plgpu=fenced)
-    put(producer, plgpu=Namespace(plgpu, warp_map=warp_map), reduce_partials=reduce)
-    put(epilogue, load=load, **ACCUMULATING)
-    put(
-        transposed,
-        load_transposed=lambda *refs: on_numpy(load_transposed, (u32(4, 128), u32(8, 128)), *(r[...] for r in refs)),
-        dequantize_transposed=lambda *held: on_numpy(dequantize_transposed, TILE, *held),
-        store_transposed=store,
-    )
-    with interpreting(monkeypatch):
+    def loaded_transposed(*refs):
+        return on_numpy(load_transposed, (u32(4, 128), u32(8, 128)), *(ref[...] for ref in refs))
+
+    stand_ins = {
+        operand: {"load": load, "dequantize": lambda *tile: on_numpy(dequantize, TILE, *tile)},
+        mainloop: {"plgpu": Namespace(plgpu, wgmma_wait=wgmma_wait)},
+        producer: {"plgpu": Namespace(plgpu, warp_map=warp_map), "reduce_partials": reduce},
+        epilogue: {"load": load, **ACCUMULATING},
+        transposed: {
+            "load_transposed": loaded_transposed,
+            "dequantize_transposed": lambda *held: on_numpy(dequantize_transposed, TILE, *held),
+            "store_transposed": store,
+        },
+    }
+    with interpreting(monkeypatch, stand_ins):
         yield
 
 
@@ -160,13 +157,11 @@ def test_tcgen05_gemm(monkeypatch, m, n, k):
 
     stand_in = lambda *tiles: on_numpy(of_tiles, shaped((128, 64), BF16), *tiles)  # noqa: E731
     fenced = Namespace(plgpu, commit_tmem=commit_tmem)
-    for name, value in {"load": load, "dequantize": stand_in, "plgpu": fenced}.items():
-        monkeypatch.setattr(tcgen05, name, value)
     packed, matrix = random_packed(n, k)
     x = jax.random.normal(jax.random.key(m), (m, k), BF16)
     bias = jnp.arange(n, dtype=BF16)
     expected = np.asarray(x, np.float64) @ matrix.T + np.asarray(bias, np.float64)
-    with interpreting(monkeypatch):
+    with interpreting(monkeypatch, {tcgen05: {"load": load, "dequantize": stand_in, "plgpu": fenced}}):
         y = tcgen05.gemm(x, packed, bias=bias, gpu=gpu_of("NVIDIA B200", 100, 148))
     assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2.0**-8 * np.abs(expected) + 1e-4)
 
@@ -204,14 +199,13 @@ def attentions(monkeypatch):
     def add_values(out, weights, values, tokens):
         return on_numpy(with_values, shaped(out.shape), out, weights.astype(BF16), values[...], tokens)
 
-    stand_ins = {"load": load, "scores": scores, "add_values": add_values, "store_output": store_output}
-    for name, value in stand_ins.items():
-        monkeypatch.setattr(consumer, name, value)
-    for name, value in {"load": load, "keep": keep, "receive": receive, "warpgroup_sync": lambda: None}.items():
-        monkeypatch.setattr(combine, name, value)
     fence = lambda: lambda emit: plgpu.commit_smem  # noqa: E731
-    monkeypatch.setattr(stages, "plgpu", Namespace(plgpu, inline_mgpu=fence))
-    with interpreting(monkeypatch):
+    stand_ins = {
+        consumer: {"load": load, "scores": scores, "add_values": add_values, "store_output": store_output},
+        combine: {"load": load, "keep": keep, "receive": receive, "warpgroup_sync": lambda: None},
+        stages: {"plgpu": Namespace(plgpu, inline_mgpu=fence)},
+    }
+    with interpreting(monkeypatch, stand_ins):
         yield
 
 

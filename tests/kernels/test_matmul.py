@@ -1,20 +1,21 @@
 """`nvfp4_matmul` on the CPU: the XLA path against the reference, its gradients, and what dispatch says."""
 
 import dataclasses
+import functools
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qerl_kernels import dispatch
 from qerl_kernels.decode_prologue.api import lora_prologue
 from qerl_kernels.gpu import H200
 from qerl_kernels.nvfp4_matmul import api, packing, reference, tuning
 from qerl_kernels.nvfp4_matmul.api import nvfp4_matmul
-from qerl_kernels.nvfp4_matmul.lora_input import LoraForm, split_lora_x
+from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
 from qerl_kernels.nvfp4_matmul.route import Problem, Route
 from test_packing import mxfp4, random_weight
+from test_route import calls, here, matmul  # noqa: F401
 
 
 def adapters(k, widths, rank, dtype=jnp.float32):
@@ -52,20 +53,18 @@ def test_bias_and_adapters_are_added():
     np.testing.assert_allclose(y - plain, bias + delta, atol=2e-3 * float(jnp.abs(plain).max()), rtol=1e-4)
 
 
-def test_many_rows_are_multiplied_in_blocks(monkeypatch):
+def test_many_rows_are_multiplied_in_blocks():
     """Each row has its terms; how many rows there are at a time."""
-    weight, x = packing.pack(random_weight(96, 80, 1)), jax.random.normal(jax.random.key(0), (12, 80))
-    loras, bias = adapters(80, (64, 32), 8), jnp.arange(96.0)
-
-    def product(x):
-        return nvfp4_matmul(x, weight, bias, loras, implementation="xla")
-
-    whole = np.asarray(product(x))
-    monkeypatch.setattr(api, "WIDE_BYTES", 4 * 96 * 5)
-    assert "scan[" in str(jax.make_jaxpr(product)(x))
-    np.testing.assert_allclose(product(x), whole, atol=1e-6 * abs(whole).max())
-    assert [api.rows_at_once(m, 96) for m in (5, 6, 7, 12, 25, 26)] == [5, 3, 7, 4, 5, 26]
-    monkeypatch.undo()
+    x, own = jnp.arange(48.0).reshape(12, 4), jnp.arange(36.0).reshape(12, 3)
+    terms = lambda x, own: x[:, 1:] * own  # noqa: E731
+    by_rows = lambda x, own: api._by_rows(terms, five, x, own)  # noqa: E731
+    five = api.WIDE_BYTES // (4 * 5)  # features of which five rows are taken at once
+    np.testing.assert_array_equal(by_rows(x, own), terms(x, own))
+    assert "length=3\n" in str(jax.make_jaxpr(by_rows)(x, own))
+    assert [api.rows_at_once(m, five) for m in (5, 6, 7, 12, 25, 26)] == [5, 3, 7, 4, 5, 26]
+    weight, loras = packing.pack(random_weight(37888, 16, 1)), adapters(16, (18944, 18944), 8)
+    product = functools.partial(nvfp4_matmul, weight=weight, loras=loras, implementation="xla")
+    assert "length=8\n" in str(jax.make_jaxpr(product)(jax.ShapeDtypeStruct((8192, 16), jnp.float32)))
     # of gate and up of 7B, 14B, 32B; qkv of 7B
     cases = (8192, 37888), (8192, 27648), (8192, 55296), (4608, 37888), (8192, 4608)
     assert [api.rows_at_once(m, n) for m, n in cases] == [1024, 2048, 1024, 1536, 8192]
@@ -146,34 +145,13 @@ def exact_gradients(dy, x, weight, loras):
     return list(zip(once(as_float64), once(lambda array: np.abs(as_float64(array))), strict=True))
 
 
-@pytest.fixture
-def equations(monkeypatch):
-    """The kernels' equations in place of the kernels; dx has one multiplier for all output features, as the kernel."""
-
-    def launched(route, x, weight, bias, lora_x, lora_b):
-        matrix, row = packing.packed_parts(weight)
-        wide, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
-        if route.problem.transposed:
-            return (row[0] * (wide @ matrix)).astype(x.dtype)
-        y = row * (wide @ matrix.T) + bias
-        if lora_b:
-            ranks = [b.shape[0] for b in lora_b]
-            each = split_lora_x(lora_x, ranks) if lora_x.shape[1] > sum(ranks) else [lora_x]
-            terms = [own.astype(jnp.float32) @ b.astype(jnp.float32) for own, b in zip(each, lora_b, strict=True)]
-            y = y + route.problem.adapters[0][-1] * jnp.concatenate(terms, axis=1)
-        return y.astype(x.dtype)
-
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
-    monkeypatch.setattr(api, "fused_lora_x", lambda *_: None)
-    monkeypatch.setattr(api, "_launch", launched)
-
-
 ADJACENT = ((8, 0, 64, 0.5), (16, 64, 64, 0.5))
 ALIKE = ((8, 0, 32, 0.5), (8, 32, 32, 0.5), (8, 64, 32, 2.0), (8, 112, 16, 0.5))  # the first two are one product
 GAP = ((8, 0, 32, 0.5), (8, 64, 32, 0.5))
 APART = ((8, 0, 48, 0.5), (16, 64, 32, 2.0))  # the kernel adds none of them
 
 
+@pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize(
     ("implementation", "dtype", "rows", "parts"),
     [
@@ -186,7 +164,7 @@ APART = ((8, 0, 48, 0.5), (16, 64, 32, 2.0))  # the kernel adds none of them
         ("mosaic_gpu", "bfloat16", "uniform", ((8, 0, 64, 0.5), (8, 64, 64, 0.5))),
     ],
 )
-def test_each_gradient(equations, implementation, dtype, rows, parts):
+def test_each_gradient(implementation, dtype, rows, parts):
     """Against float64. A result is rounded to the dtype at most three times on its way (dy over the row multipliers,
     one product, the sum), once for each addend of an fp32 sum of at most N + K + R, each time relative to the sum of
     absolute values; 2 % are left for the products of errors.
@@ -203,7 +181,7 @@ def test_each_gradient(equations, implementation, dtype, rows, parts):
             types.SimpleNamespace(a=a, b=b, scale=lora.scale, offset=lora.offset)
             for lora, (a, b) in zip(loras, pairs, strict=True)
         ]
-        return nvfp4_matmul(x, packed, bias, adapters, implementation=implementation)
+        return matmul(x, packed, bias, adapters, implementation=implementation)
 
     _, pullback = jax.vjp(product, x, jnp.ones(n), [(lora.a, lora.b) for lora in loras])
     found = jax.tree.leaves(pullback(dy))

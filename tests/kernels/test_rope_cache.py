@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qerl_kernels.rope_cache import api
 from qerl_kernels.rope_cache.api import rope_and_cache
 
 ROWS, HEADS, KV_HEADS, SLOTS, WIDTH = 5, 6, 2, 4, 8
@@ -69,13 +70,10 @@ def test_refusals():
             rope_and_cache(qkv, angles, slots, keys, values, implementation="mosaic_gpu")
 
 
-def test_what_the_kernel_does_not_hold_is_named(monkeypatch):
-    from qerl_kernels import dispatch
-
-    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype: None)
-    qkv, angles, slots, keys, values = arguments()
-    call = lambda *caches: rope_and_cache(qkv, angles, slots, *caches, implementation="mosaic_gpu")  # noqa: E731
-    with pytest.raises(ValueError, match="a head dim of 64 or 128"):
-        call(keys, values)
-    with pytest.raises(ValueError, match=r"caches of bfloat16 \(these are bfloat16 and float32\)"):
-        call(keys, values.astype(jnp.float32))
+def test_what_the_kernel_does_not_hold_is_named():
+    qkv, _, _, keys, values = arguments()
+    assert api._missing(qkv, keys, values) == "a head dim of 64 or 128 (this is 8)"
+    other = values.astype(jnp.float32)
+    assert api._missing(qkv, keys, other) == "caches of bfloat16 (these are bfloat16 and float32)"
+    wide = jax.ShapeDtypeStruct((*keys.shape[:3], 64), keys.dtype)
+    assert api._missing(qkv, wide, wide) is None

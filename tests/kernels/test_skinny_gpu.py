@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_oracle import activations, adapters, assert_repeats, bits, check, exact, kernel, needs_gpu, weight_of
+from qerl_kernels import dispatch
 from qerl_kernels.nvfp4_matmul import packing, tuning
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
 from qerl_kernels.nvfp4_matmul.route import route
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 from qerl_kernels.nvfp4_matmul.skinny.kernel import skinny_matmul
+from test_tuning import timed
 
 pytestmark = needs_gpu
 # tile_m, m16_tiles, warps, cluster, stages
@@ -95,7 +97,7 @@ def test_skinny_that_computes_x_a(config, k, widths, ranks):
     assert_repeats(lambda x: call(x, config=config, lora_a=a), x)
 
 
-def test_a_gemm_that_computes_x_a_is_called_so(monkeypatch):
+def test_a_gemm_that_computes_x_a_is_called_so(tmp_path):
     """From the entry point with a table that says so; NaN in one row stays there."""
     n, k = 1024, 3584
     config = SkinnyConfig(8, 8, 8, 4, 2, computes_lora_x=True)
@@ -104,11 +106,11 @@ def test_a_gemm_that_computes_x_a_is_called_so(monkeypatch):
     loras = adapters(k, (768, 256), 32)
     found = {}
     for how in (config, plain):
-        monkeypatch.setattr(tuning, "table", lambda name, how=how: (tuning.Row("forward", n, k, 8, how, 5.0),))
-        form = LoraForm.A if how.computes_lora_x else LoraForm.PARTIALS
-        assert route(8, packed, loras, x.dtype).lora_form is form
-        found[how] = np.asarray(kernel(x, packed, None, loras), np.float64)
-        spoilt = np.asarray(kernel(x.at[3].set(jnp.nan), packed, None, loras), np.float64)
+        row, form = tuning.Row("forward", n, k, 8, how, 5.0), LoraForm.A if how.computes_lora_x else LoraForm.PARTIALS
+        with dispatch.lowering_for(timed(tmp_path / str(how.computes_lora_x), row, gpu=dispatch.this_gpu())):
+            assert route(8, packed, loras, x.dtype).lora_form is form
+            found[how] = np.asarray(kernel(x, packed, None, loras), np.float64)
+            spoilt = np.asarray(kernel(x.at[3].set(jnp.nan), packed, None, loras), np.float64)
         assert np.isnan(spoilt[3]).all()
         np.testing.assert_array_equal(np.delete(spoilt, 3, 0), np.delete(found[how], 3, 0))
     assert np.linalg.norm(found[config] - found[plain]) <= 2e-3 * np.linalg.norm(found[plain])

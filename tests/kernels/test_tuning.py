@@ -1,17 +1,25 @@
 """The choice of configs: what the table's config becomes for a number of rows, against counting waves by hand."""
 
 import dataclasses
+import functools
 import json
 import math
 
 import pytest
 from qerl_kernels.decode_prologue.config import PrologueConfig
-from qerl_kernels.gpu import H200
+from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 
+N, K = 4608, 4096  # of no model whose GEMMs were timed: nearer than any of those to itself
 WIDE = GemmConfig(tile_m=256, warpgroups_n=2, k_tiles=1, stages=4, lookahead=True)
+
+
+def timed(path, *rows: tuning.Row, gpu: Gpu = H200) -> Gpu:
+    """A GPU with a tuning table of its own."""
+    path.write_text(json.dumps({"rows": [tuning.to_json(row) for row in rows]}))
+    return dataclasses.replace(gpu, own_table=str(path))
 
 
 def waves(config: GemmConfig, m: int, n: int) -> int:
@@ -46,32 +54,30 @@ def test_ctas_that_share_an_sm_make_the_waves_shorter():
     assert tuning.balance_waves(two, 4096, 3584).tile_m == 232
 
 
-def test_the_direction_decides_which_features_count(monkeypatch):
+def test_the_direction_decides_which_features_count(tmp_path):
     """dx has as many features as the weight has columns. A timed row is taken as it is, for the m and the shape it was
     timed at."""
     row = tuning.Row("dx", 37888, 3584, 4096, WIDE, None)
-    monkeypatch.setattr(tuning, "table", lambda name: (row,))
-    assert tuning.config_for(4096, 37888, 3584, transposed=True).tile_m == 232
-    monkeypatch.setattr(tuning, "table", lambda name: (dataclasses.replace(row, us=1500.0),))
-    assert tuning.config_for(4096, 37888, 3584, transposed=True) == WIDE
-    assert tuning.config_for(4000, 37888, 3584, transposed=True).tile_m < 256
-    assert tuning.config_for(4096, 37824, 3584, transposed=True).tile_m == 232
+    dx = functools.partial(tuning.config_for, transposed=True)
+    assert dx(4096, 37888, 3584, gpu=timed(tmp_path / "untimed", row)).tile_m == 232
+    gpu = timed(tmp_path / "timed", dataclasses.replace(row, us=1500.0))
+    assert dx(4096, 37888, 3584, gpu=gpu) == WIDE
+    assert dx(4000, 37888, 3584, gpu=gpu).tile_m < 256
+    assert dx(4096, 37824, 3584, gpu=gpu).tile_m == 232
 
 
-def test_the_nearest_shape_is_by_ratio(monkeypatch):
-    """3000 features are 2.9 times 1024, and 8192 are 2.7 times 3000."""
+def test_the_nearest_shape_is_by_ratio(tmp_path):
+    """3000 features are 2.9 times 1024, and 8192 are 2.7 times 3000; those of H200's table are farther away."""
     near, far = (dataclasses.replace(WIDE, stages=stages) for stages in (3, 4))
-    rows = [tuning.Row("forward", n, 1024, 128, config, 1.0) for n, config in ((8192, near), (1024, far))]
-    monkeypatch.setattr(tuning, "table", lambda name: tuple(rows))
-    assert tuning.config_for(128, 3000, 1024) == near
+    rows = [tuning.Row("forward", n, 1 << 20, 128, config, 1.0) for n, config in ((8192, near), (1024, far))]
+    assert tuning.config_for(128, 3000, 1 << 20, gpu=timed(tmp_path / "table", *rows)) == near
 
 
 def test_a_gpus_own_row_comes_before_its_tiers(tmp_path):
     row = next(row for row in tuning.table() if row.us and isinstance(row.config, GemmConfig))
     own = dataclasses.replace(row, config=dataclasses.replace(row.config, stages=row.config.stages - 1))
-    (tmp_path / "own.json").write_text(json.dumps({"rows": [tuning.to_json(own)]}))
-    gemm, gpu = (row.m, row.n, row.k), dataclasses.replace(H200, own_table=str(tmp_path / "own.json"))
-    found = [tuning.config_for(*gemm, transposed=row.direction == "dx", gpu=each) for each in (H200, gpu)]
+    gemm, gpus = (row.m, row.n, row.k), (H200, timed(tmp_path / "own.json", own))
+    found = [tuning.config_for(*gemm, transposed=row.direction == "dx", gpu=gpu) for gpu in gpus]
     assert found == [row.config, own.config]
 
 
@@ -102,45 +108,44 @@ def test_every_m_has_a_config_that_fits(case):
         assert holds(tuning.config_for(m, n, k, adapters=parts), n, k, m, has_lora=True)
 
 
-def test_a_row_may_hold_either_kernel(monkeypatch):
+def test_a_row_may_hold_either_kernel(tmp_path):
     """As the tuner stores it and the table reads it. The skinny config is used as it is up to its m, in every shape;
     never with `batch_invariant`, nor with adapters that do not fit it."""
     config = SkinnyConfig(8, m16_tiles=8, warps=16, cluster=2, stages=2)
-    rows = [tuning.Row("forward", 4608, 3584, 8, config, 5.5), tuning.Row("forward", 4608, 3584, 4096, WIDE, None)]
+    rows = [tuning.Row("forward", N, K, 8, config, 5.5), tuning.Row("forward", N, K, 4096, WIDE, None)]
     stored = json.loads(json.dumps([tuning.to_json(row) for row in rows]))
     assert [row["kernel"] for row in stored] == ["skinny", "gemm"]
     assert [tuning.from_json(row) for row in stored] == rows
-    monkeypatch.setattr(tuning, "table", lambda name: tuple(rows))
+    config_for = functools.partial(tuning.config_for, gpu=timed(tmp_path / "table", *rows))
     for m in range(1, 9):
-        assert tuning.config_for(m, 4608, 3584) == config
-    assert isinstance(tuning.config_for(9, 4608, 3584), GemmConfig)
-    assert isinstance(tuning.config_for(8, 4608, 3584, batch_invariant=True), GemmConfig)
-    narrower = tuning.config_for(8, 4608 + 64, 3584)  # 73 tiles of 64: not divided by 128
-    assert narrower == dataclasses.replace(config, m16_tiles=4) and narrower.fits(4608 + 64, 3584)
-    assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3584), (64, 512), (8, 512)]) == config
-    for adapters in ([(32, 3584), (32, 512)], [(72, 4608)], [(12, 4608)], [(32, 4592), (32, 16)]):
-        assert tuning.config_for(8, 4608, 3584, adapters=adapters) is None
+        assert config_for(m, N, K) == config
+    assert isinstance(config_for(9, N, K), GemmConfig)
+    assert isinstance(config_for(8, N, K, batch_invariant=True), GemmConfig)
+    narrower = config_for(8, N + 64, K)  # 73 tiles of 64: not divided by 128
+    assert narrower == dataclasses.replace(config, m16_tiles=4) and narrower.fits(N + 64, K)
+    assert config_for(8, N, K, adapters=[(32, 3584), (64, 512), (8, 512)]) == config
+    for adapters in ([(32, 3584), (32, 512)], [(72, N)], [(12, N)], [(32, 4592), (32, 16)]):
+        assert config_for(8, N, K, adapters=adapters) is None
 
 
-def test_x_a_is_computed_only_where_the_adapters_allow_it(monkeypatch):
+def test_x_a_is_computed_only_where_the_adapters_allow_it(tmp_path):
     """CTAs of 128 features: 3584, 512 and 512 are multiples, 3584 + 64 is not. A of rank 64 takes 8 KiB a stage, and
     three stages of each of eight warps more than an SM has. Stored, the field is there where it is true."""
     config = SkinnyConfig(8, m16_tiles=8, warps=8, cluster=2, stages=2, computes_lora_x=True)
-    rows = [tuning.Row("forward", 4608, 3584, 8, config, 5.5), tuning.Row("forward", 4608, 3584, 16, WIDE, None)]
+    rows = [tuning.Row("forward", N, K, 8, config, 5.5), tuning.Row("forward", N, K, 16, WIDE, None)]
     stored = json.loads(json.dumps([tuning.to_json(row) for row in rows]))
     assert stored[0]["config"]["computes_lora_x"] is True and [tuning.from_json(row) for row in stored] == rows
     plain = dataclasses.replace(config, computes_lora_x=False)
     assert "computes_lora_x" not in tuning.to_json(dataclasses.replace(rows[0], config=plain))["config"]
-    monkeypatch.setattr(tuning, "table", lambda name: tuple(rows))
-    three = [(32, 3584), (16, 512), (32, 512)]
-    assert tuning.config_for(8, 4608, 3584, adapters=three) == config
-    assert tuning.config_for(8, 4608, 3584) == plain
-    assert tuning.config_for(8, 4608, 3584, adapters=[(32, 3648), (32, 960)]) == plain
+    config_for = functools.partial(tuning.config_for, 8, N, K, gpu=timed(tmp_path / "table", *rows))
+    assert config_for(adapters=[(32, 3584), (16, 512), (32, 512)]) == config
+    assert config_for() == plain
+    assert config_for(adapters=[(32, 3648), (32, 960)]) == plain
     deeper = dataclasses.replace(config, stages=3)
-    assert [rank for rank in (0, 8, 32, 64, 72) if deeper.fits(4608, 3584, rank)] == [8]
-    monkeypatch.setattr(tuning, "table", lambda name: (dataclasses.replace(rows[0], config=deeper),))
-    assert tuning.config_for(8, 4608, 3584, adapters=[(16, 4608)]) == deeper
-    assert tuning.config_for(8, 4608, 3584, adapters=[(64, 4608)]) == dataclasses.replace(deeper, computes_lora_x=False)
+    assert [rank for rank in (0, 8, 32, 64, 72) if deeper.fits(N, K, rank)] == [8]
+    gpu = timed(tmp_path / "deeper", dataclasses.replace(rows[0], config=deeper))
+    for rank, expected in ((16, deeper), (64, dataclasses.replace(deeper, computes_lora_x=False))):
+        assert tuning.config_for(8, N, K, adapters=[(rank, N)], gpu=gpu) == expected
 
 
 def test_what_an_sm_cannot_hold_does_not_fit():

@@ -44,8 +44,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(autouse=True, scope="module")
 def gpu(request):
     """Every kernel is called as for this GPU; what was traced for another is forgotten."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "this_gpu", lambda: request.param)
+    with dispatch.lowering_for(request.param):
         jax.clear_caches()
         yield request.param
     jax.clear_caches()

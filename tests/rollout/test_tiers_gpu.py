@@ -24,13 +24,12 @@ MARGIN = 2  # another order of sums; XLA's own rollout is 1.3 times as far as it
 
 
 @pytest.fixture(params=[None, 80, 89], ids=["Hopper", "sm_80", "sm_89"])
-def tier(request, monkeypatch):
+def tier(request):
     """Kernels and shared memory (163 and 99 KiB) of this compute capability; None: of the GPU as it is."""
-    if request.param is not None:
-        gpu = gpu_of("GPU A", request.param, dispatch.this_gpu().sms)
-        monkeypatch.setattr(dispatch, "this_gpu", lambda: gpu)
+    gpu = dispatch.this_gpu()
     jax.clear_caches()
-    yield
+    with dispatch.lowering_for(gpu if request.param is None else gpu_of("GPU A", request.param, gpu.sms)):
+        yield
     jax.clear_caches()
 
 

@@ -54,7 +54,8 @@ def decode_attention(
     _check(q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     arrays = q, prompt_k, prompt_v, prompt_index, prompt_lengths, k, v, lengths
-    if dispatch.choose("decode_attention", implementation, _missing(q, prompt_k, k)) == "xla":
+    missing = dispatch.missing_for_mosaic_gpu(q.dtype) or _missing(q, prompt_k, k)
+    if dispatch.choose("decode_attention", implementation, missing) == "xla":
         if not batch_invariant:
             return reference.decode_attention(*arrays, scale)
 
@@ -68,10 +69,7 @@ def decode_attention(
 
 
 def _missing(q: Array, prompt_k: Array, k: Array) -> str | None:
-    """What the kernel needs and these arrays or this GPU lack; None where it runs."""
-    missing = dispatch.missing_for_mosaic_gpu(q.dtype)
-    if missing:
-        return missing
+    """What the kernel needs and these arrays lack; None where it takes them."""
     if q.shape[2] not in (64, 128):
         return f"a head dim of 64 or 128 (this is {q.shape[2]})"
     if q.shape[1] > 8 * k.shape[1]:

@@ -124,7 +124,7 @@ def fused_lora_x(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks: Se
     def lora_x(x, a):
         if x.shape[0] > MAX_TOKENS:
             return reference.lora_x(x, a, ranks)
-        return lora_prologue(x, a, ranks, implementation="mosaic_gpu")
+        return _launch("lora_prologue", x, (x,), a, ranks)[0]
 
     @lora_x.def_vmap
     def batched(size, in_batched, x, a):

@@ -44,7 +44,8 @@ def rope_and_cache(
       ValueError: the shapes do not belong together, or the implementation asked for cannot run here.
     """
     _check_shapes(qkv, angles, slots, keys, values)
-    if dispatch.choose("rope_and_cache", implementation, _missing(qkv, keys, values)) == "xla":
+    missing = dispatch.missing_for_mosaic_gpu(qkv.dtype) or _missing(qkv, keys, values)
+    if dispatch.choose("rope_and_cache", implementation, missing) == "xla":
         return reference.rope_and_cache(qkv, angles, slots, keys, values)
     from qerl_kernels.rope_cache import kernel  # jax ≥ 0.11: imported where it runs
 
@@ -53,10 +54,7 @@ def rope_and_cache(
 
 
 def _missing(qkv: Array, keys: Array, values: Array) -> str | None:
-    """What the kernel needs and these arrays or this GPU lack; None where it runs."""
-    missing = dispatch.missing_for_mosaic_gpu(qkv.dtype)
-    if missing:
-        return missing
+    """What the kernel needs and these arrays lack; None where it takes them."""
     if keys.dtype != qkv.dtype or values.dtype != qkv.dtype:
         return f"caches of {qkv.dtype} (these are {keys.dtype} and {values.dtype})"
     if keys.shape[3] not in (64, 128):

@@ -21,7 +21,7 @@ from qerl_kernels.decode_prologue import reference
 from qerl_kernels.decode_prologue.api import lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.formats import PackedNvfp4
 from qerl_kernels.gpu import H200, Gpu
-from qerl_kernels.kernel_times import kernel_medians
+from qerl_kernels.kernel_times import kernel_medians, profiled
 from qerl_kernels.nvfp4_matmul import cases, packing, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm, split_lora_x
@@ -290,7 +290,8 @@ class Timer:
                     y = call(layers[i % len(layers)])
                 jax.block_until_ready(y)
 
-        return dict(zip(several, kernel_medians(run, lambda name: OURS.search(name) is not None, counts), strict=True))
+        times = kernel_medians(profiled(run), lambda name: OURS.search(name) is not None, counts)
+        return dict(zip(several, times, strict=True))
 
     def prologue_us(self, trial: Trial) -> float | None:
         """Microseconds of this GEMM's prologue; None where it is the same for all. A launch that one of them does
