@@ -62,14 +62,12 @@ def settings() -> Iterator[Callable[[], tuple]]:
         jax.config.update(f"jax_{name}", value)
 
 
-def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path, monkeypatch):
-    mine, limit = str(tmp_path / "mine"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path):
+    mine = str(tmp_path / "mine")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 60)
-    monkeypatch.setenv(limit, "60")
-    use_compilation_cache(mine)
+    use_compilation_cache(mine, {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "60"})
     assert settings() == (mine, True, 60)
-    monkeypatch.delenv(limit)
-    assert use_compilation_cache(mine) == f"compiled programs are kept in {mine} (compilation_cache_dir)"
+    assert use_compilation_cache(mine, {}) == f"compiled programs are kept in {mine} (compilation_cache_dir)"
     assert settings() == (mine, True, 0)
     (tmp_path / "file").touch()
     assert f"{tmp_path / 'file'} is not writable" in use_compilation_cache(str(tmp_path / "file"))
@@ -79,10 +77,8 @@ def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path, monke
     assert not (tmp_path / "unused").exists()
 
 
-def test_the_default_directory(monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_cache_dir() == Path.home() / ".cache" / "qerl-jax" / "compiled"
+def test_the_default_directory():
+    assert default_cache_dir({}) == Path.home() / ".cache" / "qerl-jax" / "compiled"
 
 
 def test_the_counter_names_what_is_compiled_once():

@@ -29,21 +29,23 @@ def download(model: str, weights: bool) -> Path:
       ConfigError: no such model, no access, or no connection and no copy in the cache.
     """
     import huggingface_hub
-    from huggingface_hub import errors
 
     patterns = [*_SMALL_FILES, *(_WEIGHTS if weights else [])]
     skipped = [*_ELSEWHERE, *([] if weights else ["*.safetensors.index.json"])]
-    where = f"model {model} is no directory here"
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns, ignore_patterns=skipped))
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"{where}, and its licence must be accepted first: see https://huggingface.co/{model}, then set HF_TOKEN"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ConfigError(f"{where}, and the hub has no model of that name that HF_TOKEN may read") from error
     except Exception as error:  # whatever the hub's client raises without a connection, which differs by version
-        raise ConfigError(
-            f"{where}, and it cannot be downloaded ({one_line(error)}); offline, name a "
-            "directory with config.json, safetensors and tokenizer"
-        ) from error
+        raise ConfigError(f"model {model} is no directory here, and {_refusal(model, error)}") from error
+
+
+def _refusal(model: str, error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"its licence must be accepted first: see https://huggingface.co/{model}, then set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no model of that name that HF_TOKEN may read"
+    return (
+        f"it cannot be downloaded ({one_line(error)}); offline, name a directory with config.json, safetensors and "
+        "tokenizer"
+    )
