@@ -19,18 +19,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float32, UInt32
 
 from qerl_jax import partition
-from qerl_jax.parallel import ReplicaError, Replicas, Values
+from qerl_jax.parallel import ReplicaError, Replicas, Vector
 from qerl_jax.programs import program
 
 LOST = signal.SIGUSR2
 """Tells a process that another one of its run is dead."""
 
 _AXIS = "replica"
+_KEPT = 64  # exchanges whose messages are deleted at once
 _WATCH_SECONDS = 1.0
 _POLL_MS = 1000  # between two looks for signals while waiting for other replicas
 _HANG_SECONDS = 15  # time in which the main thread must take notice of a dead replica
@@ -98,10 +100,10 @@ class Cluster:
     def exchange(self, message: bytes) -> list[bytes]:
         """As in `Link`."""
         number, self._number = self._number, self._number + 1
-        self._client.key_value_set_bytes(_key(number, self._index), message)
-        messages = [message if i == self._index else self._get(_key(number, i)) for i in range(self._count)]
-        if number:  # whoever is at this exchange has read the one before
-            self._client.key_value_delete(_key(number - 1, self._index))
+        self._client.key_value_set_bytes(_message_key(self._index, number), message)
+        messages = [message if i == self._index else self._get(_message_key(i, number)) for i in range(self._count)]
+        if number and number % _KEPT == 0:  # whoever is at this exchange has read those before
+            self._client.key_value_delete(_key(self._index, number // _KEPT - 1))
         return messages
 
     def announce(self, message: bytes) -> None:
@@ -118,9 +120,9 @@ class Cluster:
         """As in `Link`."""
         return np.asarray(_over_devices(_gathered, jax.device_put(words)))
 
-    def all_reduce(self, values: Values) -> Values:
+    def all_reduce(self, vector: Vector, sizes: tuple[int, ...]) -> list[Vector]:
         """As in `Link`."""
-        return _over_devices(_reduced, values)
+        return _over_devices(_reduced, vector, sizes)
 
     def leave(self) -> None:
         """As in `Link`. Process 0, with which the key-value store ends, waits a while for the others."""
@@ -194,6 +196,10 @@ def _key(*parts: object) -> str:
     return "/".join(map(str, ("qerl_jax", *parts)))
 
 
+def _message_key(index: int, number: int) -> str:
+    return _key(index, number // _KEPT, number)
+
+
 def replica_mesh() -> jax.sharding.Mesh:
     """A row for each process, by its index, of its devices. Raises ValueError where some have more than others."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -204,9 +210,9 @@ def replica_mesh() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(devices).reshape(jax.process_count(), -1), (_AXIS, partition.AXIS))
 
 
-def _over_devices(collective: Callable, values: Any) -> Any:
-    """The replicated result of a program over the arrays of all replicas, end to end. Several devices of a replica hold
-    the same array, and do the same.
+def _over_devices(collective: Callable, values: Any, *static: Any) -> Any:
+    """The replicated results of a program over the arrays of all replicas, end to end. Several devices of a replica
+    hold the same array, and do the same.
     """
     mesh = replica_mesh()
     if (count := jax.local_device_count()) == 1:
@@ -216,18 +222,22 @@ def _over_devices(collective: Callable, values: Any) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
     shape = (jax.process_count() * values.size,)
     if isinstance(values, jax.ShapeDtypeStruct):
-        result = collective(mesh, jax.ShapeDtypeStruct(shape, values.dtype, sharding=sharding))
-        return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=own)
+        results = collective(mesh, jax.ShapeDtypeStruct(shape, values.dtype, sharding=sharding), *static)
+        return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=own), results)
 
-    def each(array: Array) -> list[Array]:
+    def parts(array: Array) -> list[Array]:
         return [shard.data for shard in array.addressable_shards]
 
-    everywhere = jax.make_array_from_single_device_arrays(shape, sharding, each(jax.device_put(values, own)))
-    result = collective(mesh, everywhere)
-    return jax.make_array_from_single_device_arrays(result.shape, own, each(result))
+    def on_own(array: Array) -> Array:
+        if count == 1:
+            return array.addressable_data(0)
+        return jax.make_array_from_single_device_arrays(array.shape, own, parts(array))
+
+    everywhere = jax.make_array_from_single_device_arrays(shape, sharding, parts(jax.device_put(values, own)))
+    return jax.tree.map(on_own, collective(mesh, everywhere, *static))
 
 
-def _on_each(mesh: jax.sharding.Mesh, function: Callable, values: Array) -> Array:
+def _on_each(mesh: jax.sharding.Mesh, function: Callable, values: Array) -> Any:
     own, same = PartitionSpec(_AXIS), PartitionSpec()
     return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=same, check_vma=False)(values)
 
@@ -237,6 +247,7 @@ def _gathered(mesh: jax.sharding.Mesh, words: UInt32[Array, " DX"]) -> UInt32[Ar
     return _on_each(mesh, lambda own: jax.lax.all_gather(own, _AXIS), words)
 
 
-@program(static_argnums=0)
-def _reduced(mesh: jax.sharding.Mesh, values: Float32[Array, " DX"]) -> Float32[Array, " X"]:
-    return _on_each(mesh, lambda own: jax.lax.psum(own, _AXIS), values)
+@program(static_argnums=(0, 2))
+def _reduced(mesh: jax.sharding.Mesh, vector: Float32[Array, " DX"], sizes: tuple[int, ...]) -> list[Array]:
+    ends = np.cumsum(sizes)[:-1]
+    return _on_each(mesh, lambda own: jnp.split(jax.lax.psum(own, _AXIS), ends), vector)

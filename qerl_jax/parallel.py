@@ -12,22 +12,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt32
 
-from qerl_jax.compilation import committed
-from qerl_jax.programs import program
-
 T = TypeVar("T")
-Values = Float32[Array, " X"] | jax.ShapeDtypeStruct
+Vector = Float32[Array, " _"] | jax.ShapeDtypeStruct
 _SMALL = 1 << 16  # bytes of a value that travels through the key-value store
 _CHUNK = 1 << 20  # words of 4 bytes of a larger one that travel at once: one program whatever its size
-_BUCKET = 1 << 26  # words of the arrays that are summed together
 
 
 class ReplicaError(ValueError):
@@ -53,8 +48,8 @@ class Link(Protocol):
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """The arrays of all replicas, of one size."""
 
-    def all_reduce(self, values: Values) -> Values:
-        """The sum over replicas, the same bits on each; shapes give shapes."""
+    def all_reduce(self, vector: Vector, sizes: tuple[int, ...]) -> list[Vector]:
+        """The sum over replicas in parts of these sizes, the same bits on each; shapes give shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,26 +106,16 @@ class Replicas:
         if any(other != values[0] for other in values):
             raise ValueError(f"the replicas differ in {name}: {values}")
 
-    def sum(self, tree: T) -> T:
-        """The sum over replicas of a tree of fp32 arrays, the same bits on each; shapes give shapes.
+    def sum(self, vector: Vector, sizes: tuple[int, ...]) -> list[Vector]:
+        """The sum over replicas of a vector, in parts of these sizes, the same bits on each. A shape gives shapes.
 
-        The device's work on the arrays ends before the replicas agree to go on, so that a lack of memory comes to light
+        The device's work on the vector ends before the replicas agree to go on, so that a lack of memory comes to light
         before another device waits. Raises as `gather`.
         """
-        if self.link is None:
-            return tree
-        leaves, structure = jax.tree.flatten(tree)
-        if any(leaf.dtype != jnp.float32 for leaf in leaves):
-            raise ValueError(f"sums over replicas are in fp32, not {sorted({leaf.dtype.name for leaf in leaves})}")
-        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            jax.block_until_ready(leaves)
+        if not isinstance(vector, jax.ShapeDtypeStruct):
+            jax.block_until_ready(vector)
             self.agree()
-        summed: list[Array] = []
-        for bucket in _buckets(leaves):
-            shapes = tuple(leaf.shape for leaf in bucket)
-            summed += _split(self.link.all_reduce(_joined(bucket)), shapes)
-        tree = jax.tree.unflatten(structure, summed)
-        return tree if self.tensor_parallel == 1 else committed(tree, self.tensor_parallel)
+        return self.link.all_reduce(vector, sizes)
 
     def __enter__(self) -> Self:
         return self
@@ -166,28 +151,3 @@ def in_order(shares: Sequence[Sequence[T]]) -> list[T]:
 
 
 _NONE: Any = object()
-
-
-def _buckets(leaves: Sequence[Array]) -> Iterator[list[Array]]:
-    """The arrays, in order, in groups of at most `_BUCKET` words, or of one."""
-    bucket: list[Array] = []
-    words = 0
-    for leaf in leaves:
-        if bucket and words + leaf.size > _BUCKET:
-            yield bucket
-            bucket, words = [], 0
-        bucket.append(leaf)
-        words += leaf.size
-    if bucket:
-        yield bucket
-
-
-@program
-def _joined(leaves: list[Array]) -> Float32[Array, " X"]:
-    return jnp.concatenate([leaf.ravel() for leaf in leaves])
-
-
-@program(static_argnums=1)
-def _split(values: Float32[Array, " X"], shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(jnp.split(values, ends[:-1]), shapes, strict=True)]

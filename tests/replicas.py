@@ -63,8 +63,8 @@ class ThreadLink:
     def all_gather(self, words: np.ndarray) -> np.ndarray:
         return np.stack([np.frombuffer(data, words.dtype) for data in self.exchange(words.tobytes())])
 
-    def all_reduce(self, values: jax.Array) -> jax.Array:
-        return jnp.asarray(self.all_gather(np.asarray(values)).sum(axis=0))
+    def all_reduce(self, vector: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+        return jnp.split(self.all_gather(np.asarray(vector)).sum(axis=0), np.cumsum(sizes)[:-1])
 
 
 def on_replicas(count: int, function: Callable[[Replicas], Any]) -> list[Any]:

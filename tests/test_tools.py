@@ -191,6 +191,11 @@ def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, 
         assert (row["devices"], row["batch"]) == (2, 8) and row["step_seconds"] > row["rollout_seconds"] > 0
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(2 * 4 * 4)
         assert row["update_seconds"] > 0 and row["gather_seconds"] > 0 and row["all_reduce_seconds"] > 0
+        assert all(row[name] > 0 for name in bench.PARTS)
+        adapters = jax.tree.leaves(policy.lora)
+        assert row["all_reduce_arrays"] == len(adapters) and row["all_reduce_bytes"] == 4 * sum(
+            a.size for a in adapters
+        )
     alone = rows[0] | {"kind": "one", "devices": 1, "batch": 4, "step_seconds": 3.0}
     bench.show([alone, rows[0] | {"step_seconds": 2.0}])
     assert "weak, 2 devices, batch 8: rollout 1.000, update 1.000, step 1.500; " in capsys.readouterr().out

@@ -10,7 +10,9 @@ measured: one that fails or hangs loses only itself.
 
 Seconds are medians over `--repeats` steps after one of warm-up, each of the slowest process: rollout, update with its
 all-reduces, whole step. `gather_seconds` is that of the last process, which waits for nobody; `all_reduce_seconds` is a
-sum of the adapters' gradients by itself.
+sum of the adapters' gradients by itself, of `all_reduce_arrays` arrays and `all_reduce_bytes`. Its parts, each awaited:
+`join` them to a vector, `agree` to go on, the `collective`; and the optimizer's step from the vectors (`optimizer`) and
+from the arrays, as on one GPU (`optimizer_alone`).
 
 `--train` instead runs `python -m qerl_jax.train` with the flags behind it, once for each number of GPUs, into
 DIR/run-N: seconds from the command to its end, and the accuracy of its last evaluation.
@@ -53,10 +55,11 @@ from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.parallel import Replicas
 from qerl_jax.programs import compile_calls
 from qerl_jax.rl.experience import Experience, gather_experience
+from qerl_jax.rl.metrics import empty_sums
+from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import make_update_plan
-from qerl_jax.rl.reduction import check_same_state
-from qerl_jax.rl.state import trained_trees
-from qerl_jax.rl.step import grpo_step
+from qerl_jax.rl.reduction import check_same_state, joined, over_replicas
+from qerl_jax.rl.step import grpo_step, layers_of, trained_names
 from qerl_jax.rollout.shares import generate_share
 from qerl_jax.run.devices import device_bytes, use_device_memory
 from qerl_jax.run.hooks import Hooks
@@ -65,6 +68,7 @@ from qerl_jax.run.rehearsal import rehearse_step
 
 FILE = "scaling.json"
 PHASES = ("rollout", "gather", "update", "step")
+PARTS = ("join_seconds", "agree_seconds", "collective_seconds", "optimizer_seconds", "optimizer_alone_seconds")
 
 
 def main() -> None:
@@ -204,13 +208,44 @@ def measure(
         times.append(time.perf_counter())
         return [*np.diff(times), times[-1] - times[0]]
 
-    gradients = jax.tree.map(jnp.zeros_like, trained_trees(state.lora, state.norms, state.weights, config))
+    names = trained_names(state)
+    layers = layers_of(state.lora, state.norms, state.weights)
+    sums = empty_sums(["loss", "tokens", "trained_tokens"])
 
-    def all_reduce(_: int) -> float:
-        replicas.agree()
-        began = time.perf_counter()
-        jax.block_until_ready(replicas.sum(gradients))
-        return time.perf_counter() - began
+    def all_reduce(_: int) -> dict[str, float]:
+        """Seconds of a sum of gradients, and of its parts."""
+        parts = parts_of([zeros_like({name: layer[name] for name in names}) for layer in layers])
+        times = {}
+
+        def timed(name: str, function: Callable[[], Any]) -> Any:
+            replicas.agree()
+            began = time.perf_counter()
+            result = jax.block_until_ready(function())
+            times[name] = time.perf_counter() - began
+            return result
+
+        jax.block_until_ready(parts)
+        summed, _ = timed("all_reduce", lambda: over_replicas(replicas, parts, sums))
+        sizes = (*(sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts), replicas.count * len(sums))
+        vector = timed("join", lambda: joined(parts, sums, np.int32(replicas.index), replicas.count))
+        timed("agree", replicas.agree)
+        timed("collective", lambda: replicas.link.all_reduce(vector, sizes))
+        timed("optimizer", lambda: apply_gradients(state, summed, sums))
+        timed("optimizer_alone", lambda: apply_gradients(state, parts, sums))
+        return times
+
+    def sum_of_gradients() -> dict[str, Any]:
+        """A row's columns."""
+        each = replicas.gather([all_reduce(i) for i in range(args.repeats + 1)][1:])  # [replica][repeat]
+        slowest = {
+            name: [max(times[name] for times in some) for some in zip(*each, strict=True)] for name in each[0][0]
+        }
+        arrays = [leaf for layer in layers for name in names for leaf in jax.tree.leaves(layer[name])]
+        return {
+            **{f"{name}_seconds": statistics.median(times) for name, times in slowest.items()},
+            "all_reduce_arrays": len(arrays),
+            "all_reduce_bytes": sum(leaf.nbytes for leaf in arrays),
+        }
 
     began = time.perf_counter()
     if ahead is not None:
@@ -218,7 +253,6 @@ def measure(
     step(0)
     first = time.perf_counter() - began
     steps = replicas.gather([step(i + 1) for i in range(args.repeats)])  # [replica][repeat][phase]
-    sums = replicas.gather([all_reduce(i) for i in range(args.repeats + 1)][1:])
     slowest, fastest = np.max(steps, axis=0), np.min(steps, axis=0)
     seconds = {f"{name}_seconds": float(np.median(slowest[:, i])) for i, name in enumerate(PHASES)}
     seconds["gather_seconds"] = float(np.median(fastest[:, PHASES.index("gather")]))
@@ -233,7 +267,7 @@ def measure(
         "tokens_per_micro_batch": plan.pack.tokens,
         "seconds": seconds["step_seconds"],
         **seconds,
-        "all_reduce_seconds": statistics.median(np.max(sums, axis=0).tolist()) if replicas.count > 1 else 0.0,
+        **(sum_of_gradients() if replicas.count > 1 else {"all_reduce_seconds": 0.0}),
         "first_call_s": first,
         "tokens_per_s": int(limits.sum()) / seconds["step_seconds"],
     }
@@ -261,6 +295,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['kind']}, {row['devices']} devices, batch {row['batch']}: "
             + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
             + f"; gather {1e3 * row['gather_seconds']:.1f} ms, all-reduce {1e3 * row['all_reduce_seconds']:.1f} ms"
+            + f" ({', '.join(f'{name} {1e3 * row[name]:.1f}' for name in PARTS if name in row)})"
         )
 
 

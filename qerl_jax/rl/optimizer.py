@@ -8,7 +8,10 @@ whether it stays finite and once to be kept, because XLA then makes one kernel f
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +30,35 @@ from qerl_jax.rl.state import at_layer, from_layers, outside_layers, trained_tre
 from qerl_jax.types import TrainState
 
 
-def apply_gradients(
-    state: TrainState, gradients: list[Any], sums: Sums, outside: Any = None
-) -> tuple[TrainState, dict[str, Array]]:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["structure", "shapes"])
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A tree of arrays as one vector, in the order of its leaves.
+
+    Attributes:
+      values: fp32.
+      structure: of the tree.
+      shapes: of its leaves.
+    """
+
+    values: Float32[Array, " X"]
+    structure: jax.tree_util.PyTreeDef
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def like(cls, tree: Any, values: Float32[Array, " X"]) -> Flat:
+        """The vector in the form of a tree."""
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(values, structure, tuple(leaf.shape for leaf in leaves))
+
+    def tree(self) -> Any:
+        """The tree. Within a program its leaves are views of the vector, which fuse with what reads them."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        ends = zip(self.shapes, sizes, itertools.accumulate(sizes), strict=True)
+        return jax.tree.unflatten(self.structure, [self.values[end - n : end].reshape(shape) for shape, n, end in ends])
+
+
+def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tuple[TrainState, dict[str, Array]]:
     """The state after the optimizer's step, if loss, gradient and the state itself are finite, else that before it, and
     the update's metrics.
 
@@ -38,12 +67,9 @@ def apply_gradients(
 
     Args:
       state: before the update.
-      gradients: the gradient of each layer's trained trees.
+      parts: the gradient, from `parts_of`; each may be `Flat`.
       sums: sums over the update's tokens.
-      outside: the gradient of the trained weights that are in no layer; None: there are none.
     """
-    parts = [as_tree(gradient) for gradient in gradients]
-    parts += [] if outside is None else [as_outside_tree(outside)]
     squares = zeros_like(sums["loss"])
     for part in parts:
         squares = add_squares(part, squares)
@@ -51,15 +77,18 @@ def apply_gradients(
     whole = whole_of(state)
     if isinstance(state.optimizer, AdamW):
         update = Partial(AdamW.update, state.optimizer)
-        before, join = [at_layer(whole, i) for i in range(len(gradients))], from_layers
-        before += [] if outside is None else [outside_layers(whole)]
+        layers = state.model.num_layers
+        before, join = [at_layer(whole, i) for i in range(layers)], from_layers
+        before += [outside_layers(whole)] if len(parts) > layers else []
     else:
         update = Partial(state.optimizer.update)
-        before, join, parts = [whole], lambda trees: trees[0], [from_layers(parts)]
+        before, join = [whole], lambda trees: trees[0]
+        parts = [from_layers([unflattened(part) if isinstance(part, Flat) else part for part in parts])]
     for old, part in zip(before, parts, strict=True):
         finite = stays_finite(update, old, part, factor, finite)
     jax.block_until_ready(finite)  # the last activations are freed then; else the next state would be beside them
-    after = [apply(update, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
+    step = apply_flat if isinstance(parts[0], Flat) else apply
+    after = [step(update, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
     return state.replace(**join(after)), metrics | {"skipped": skipped(finite)}
 
 
@@ -75,20 +104,24 @@ def zeros_like(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def as_tree(gradient: dict[str, Any]) -> dict[str, Any]:
-    """A layer's gradient in the form of `at_layer`."""
-    return {name: {"layers": {0: own}} if own else {} for name, own in gradient.items()}
+def parts_of(gradients: Sequence[dict[str, Any]], outside: dict[str, Any] | None = None) -> list[Any]:
+    """The gradient of each layer's trained trees in the form of `at_layer`; behind them that of the weights in no
+    layer, if some are trained, in the form of `outside_layers`.
+    """
+    parts = [{name: {"layers": {0: own}} if own else {} for name, own in each.items()} for each in gradients]
+    return parts if outside is None else [*parts, {"norms": {"layers": {}}, "weights": outside}]
 
 
-def as_outside_tree(gradient: dict[str, Any]) -> dict[str, Any]:
-    """The gradient of the weights that are in no layer, in the form of `outside_layers`."""
-    return {"norms": {"layers": {}}, "weights": gradient}
+@program
+def unflattened(flat: Flat) -> Any:
+    """The tree of a vector."""
+    return flat.tree()
 
 
 @program
 def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
     """The total with the sum of squares of a part of the gradient."""
-    return total + jnp.sum(jnp.square(_as_one(jax.tree.leaves(gradient))))
+    return total + jnp.sum(jnp.square(as_one(gradient)))
 
 
 @program
@@ -119,7 +152,7 @@ def stays_finite(
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             by_shape[leaf.shape].append(jnp.abs(leaf).astype(jnp.float32))
     largest = [functools.reduce(jnp.maximum, leaves) for leaves in by_shape.values()]  # NaN if one is
-    return finite & jnp.isfinite(_as_one(largest)).all()
+    return finite & jnp.isfinite(as_one(largest)).all()
 
 
 @program(donate_argnums=2)
@@ -129,18 +162,35 @@ def apply(
     """The optimizer's state and the parameters after its step, or `before` where an update is not finite. Arguments as
     in `stays_finite`, `finite` from the last part; the gradient is donated.
     """
+    return _applied(update, before, gradient, factor, finite)
+
+
+@program
+def apply_flat(
+    update: Partial, before: dict[str, Any], gradient: Flat, factor: Float32[Array, ""], finite: Bool[Array, ""]
+) -> dict[str, Any]:
+    """`apply`, but for the donation: no result has the shape of the vector."""
+    return _applied(update, before, gradient, factor, finite)
+
+
+def _applied(
+    update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+) -> dict[str, Any]:
     after = _stepped(update, before, gradient, factor)
     return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)
 
 
 def _stepped(update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
+    gradient = gradient.tree() if isinstance(gradient, Flat) else gradient
     params = {name: before[name] for name in gradient}
     gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
     updates, opt_state = update(gradient, before["opt_state"], params)
     return {"opt_state": opt_state, **optax.apply_updates(params, updates)}
 
 
-def _as_one(leaves: Sequence[Array]) -> Float[Array, " X"]:
+def as_one(tree: Any) -> Float[Array, " X"]:
+    """The arrays of a tree in one vector; inside jit."""
+    leaves = jax.tree.leaves(tree)
     return jnp.concatenate([leaf.ravel() for leaf in leaves]) if leaves else jnp.zeros(0)
 
 

@@ -7,6 +7,7 @@ Axes: D replicas.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,42 +18,49 @@ from jaxtyping import Array, Float32, Int, UInt32
 from qerl_jax.parallel import Replicas
 from qerl_jax.programs import program
 from qerl_jax.rl.metrics import Sums, add_sums
-from qerl_jax.rl.optimizer import whole_of
+from qerl_jax.rl.optimizer import Flat, as_one, whole_of
 from qerl_jax.rl.state import at_layer, outside_layers
 from qerl_jax.types import TrainState
 
 
-def over_replicas(
-    replicas: Replicas, gradients: list[Any], sums: Sums, outside: Any = None
-) -> tuple[list[Any], Sums, Any]:
+def over_replicas(replicas: Replicas, parts: Sequence[Any], sums: Sums) -> tuple[Sequence[Any], Sums]:
     """Gradients and sums over the micro-batches of all replicas, the same bits on each, by one all-reduce.
+
+    Each part of several replicas' gradients comes as one vector (`Flat`), from which the optimizer's programs read
+    arrays, so that nothing copies hundreds of small ones behind the all-reduce.
 
     Args:
       replicas: this one and the others.
-      gradients, sums, outside: of its own micro-batches, as in `optimizer.apply_gradients`.
+      parts, sums: of its own micro-batches, as in `optimizer.apply_gradients`.
 
     Raises ReplicaError where another replica failed before it came here.
     """
     if replicas.count == 1:
-        return gradients, sums, outside
-    placed = in_place(sums, np.int32(replicas.index), replicas.count)
-    gradients, placed, outside = replicas.sum((gradients, placed, outside))
-    return gradients, of_all(placed), outside
+        return parts, sums
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts]
+    vector = joined(parts, sums, np.int32(replicas.index), replicas.count)
+    *vectors, placed = replicas.sum(vector, (*sizes, replicas.count * len(sums)))
+    parts = [Flat.like(part, vector) for part, vector in zip(parts, vectors, strict=True)]
+    return parts, of_all(placed, tuple(sorted(sums)), replicas.count)
 
 
-@program(static_argnames="count")
-def in_place(sums: Sums, index: Int[Array, ""], count: int) -> dict[str, Float32[Array, " D"]]:
-    """Zeros for each replica but the one at `index`, so that the sums over replicas hold the values of each, from which
-    extremes can be taken.
+@program(static_argnums=3)
+def joined(parts: Sequence[Any], sums: Sums, index: Int[Array, ""], count: int) -> Float32[Array, " X"]:
+    """All parts in one vector, and behind them the sums, with zeros for each replica but the one at `index`, so that
+    the sum over replicas holds the values of each, from which extremes can be taken.
     """
-    return {name: jnp.zeros(count).at[index].set(value) for name, value in sums.items()}
+    own = jnp.stack([sums[name] for name in sorted(sums)])
+    placed = jnp.zeros((count, own.size)).at[index].set(own)
+    # Without the barrier XLA would make one kernel of all arrays, which is slower than one for each part and theirs.
+    return jnp.concatenate(jax.lax.optimization_barrier([*map(as_one, parts), placed.ravel()]))
 
 
-@program
-def of_all(placed: dict[str, Float32[Array, " D"]]) -> Sums:
-    """Sums and extremes over all replicas. Each has counted the tokens in the loss of the whole batch."""
-    count = len(placed["tokens"])
-    each = [{name: values[i] for name, values in placed.items()} for i in range(count)]
+@program(static_argnums=(1, 2))
+def of_all(placed: Float32[Array, " _"], names: tuple[str, ...], count: int) -> Sums:
+    """Sums and extremes over all replicas, in the names' order. Each has counted the tokens in the loss of the whole
+    batch.
+    """
+    each = [dict(zip(names, values, strict=True)) for values in placed.reshape(count, len(names))]
     return functools.reduce(add_sums, each) | {"tokens": each[0]["tokens"]}
 
 

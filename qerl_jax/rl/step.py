@@ -28,7 +28,7 @@ from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
 from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, assign_any, prompts_of
-from qerl_jax.rl.optimizer import apply_gradients, zeros_like
+from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
 from qerl_jax.rl.reduction import over_replicas
 from qerl_jax.rl.state import outside_layers, trained_trees
@@ -292,7 +292,10 @@ def _update(
         d_x = _backward(work, shape, layers, gradients, kept, d_x, packed)
         if outside is not None:
             outside = head.embed_backward(outside, d_x, sequences, packed)
-    state, metrics = apply_gradients(state, *over_replicas(work.replicas, gradients, sums, outside))
+    parts = parts_of(gradients, outside)
+    del gradients, outside  # frees this replica's own behind the sum
+    parts, sums = over_replicas(work.replicas, parts, sums)
+    state, metrics = apply_gradients(state, parts, sums)
     return state, metrics, logprobs
 
 

@@ -24,16 +24,17 @@ def exchanges(replicas: Replicas) -> int:
     say([[part["texts"], part["numbers"].tolist()] for part in small])
     large = replicas.gather(np.arange(1_500_000 * index) * (index + 1))  # 0 and 12 MB: several chunks, unequal sizes
     say([[part.size, int(part.sum())] for part in large])
-    tree = replicas.sum({"a": jnp.full((2, 3), 2.0**index), "b": [jnp.float32(0.1), jnp.arange(4.0) * index]})
-    say(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), tree))
-    say(all(leaf.devices() == set(jax.local_devices()) for leaf in jax.tree.leaves(tree)))
+    vector = jnp.concatenate([jnp.full(1, jnp.float32(0.1)), jnp.arange(4.0) * index])
+    parts = replicas.sum(vector, (1, 0, 4))
+    say([np.asarray(part).tolist() for part in parts])
+    say(all(part.devices() == set(jax.local_devices()) for part in parts))
     say(replicas.broadcast(f"from {index}"))
     say(restored(replicas))
     try:
         with replicas:
             if index == 1:
                 raise KeyError("a reason")
-            replicas.sum(jnp.ones(2))
+            replicas.sum(jnp.ones(2), (2,))
     except ReplicaError as error:
         say(str(error))
     except KeyError:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from replicas import on_replicas, under_slurm
 
-from qerl_jax import parallel
 from qerl_jax.cluster import Cluster
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
 
@@ -48,26 +47,17 @@ def test_values_arrive_by_index_whatever_their_size():
         assert first == 10
 
 
-@pytest.mark.parametrize("bucket", [10, 5])
-def test_sums_are_those_of_numpy_in_buckets_too(monkeypatch, bucket):
-    monkeypatch.setattr(parallel, "_BUCKET", bucket)  # arrays of 6, 6 and 1 elements: two buckets, or one for each
-    rng = np.random.default_rng(0)
-    trees = [{"a": rng.normal(size=(2, 3)), "b": [rng.normal(size=6), rng.normal(size=())]} for _ in range(4)]
-    trees = jax.tree.map(np.float32, trees)
-    expected = jax.tree.map(lambda *leaves: sum(leaves), *trees)
-    for found in on_replicas(4, lambda replicas: replicas.sum(jax.tree.map(jnp.asarray, trees[replicas.index]))):
-        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), found, expected)
-        assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
-
-
-def test_sums_refuse_what_is_not_fp32():
-    found = on_replicas(2, lambda replicas: replicas.sum([jnp.ones(2), jnp.ones(2, jnp.bfloat16)]))
-    assert [str(error) for error in found] == ["sums over replicas are in fp32, not ['bfloat16', 'float32']"] * 2
+def test_sums_are_those_of_numpy():
+    vectors = np.float32(np.random.default_rng(0).normal(size=(4, 7)))
+    for found in on_replicas(4, lambda replicas: replicas.sum(jnp.asarray(vectors[replicas.index]), (4, 0, 3))):
+        for got, want in zip(found, np.split(vectors.sum(axis=0), [4, 4]), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6)
+            assert got.shape == want.shape
 
 
 def test_one_process_alone_keeps_its_values():
     alone, value = Replicas(), object()
-    assert alone.gather(value) == [value] and alone.broadcast(value) is value and alone.sum(value) is value
+    assert alone.gather(value) == [value] and alone.broadcast(value) is value
     assert list(alone.share(3)) == [0, 1, 2]
     alone.check_equal(value, "a value")
 
@@ -77,7 +67,7 @@ def test_a_failure_ends_all_with_its_reason():
         replicas.agree()
         if replicas.index == 1:
             raise KeyError("a reason")
-        replicas.sum(jnp.ones(2))
+        replicas.sum(jnp.ones(2), (2,))
 
     first, second, third = on_replicas(3, fails)
     assert isinstance(second, KeyError)
@@ -118,8 +108,9 @@ class KeyValues:
             raise jax.errors.JaxRuntimeError("NOT_FOUND")
         return self.store[key]
 
-    def key_value_delete(self, key):
-        del self.store[key]
+    def key_value_delete(self, directory):
+        for key in [key for key in self.store if key.startswith(f"{directory}/")]:
+            del self.store[key]
 
 
 def link_of(store: dict[str, bytes], index: int, count: int) -> Cluster:
@@ -132,17 +123,18 @@ def link_of(store: dict[str, bytes], index: int, count: int) -> Cluster:
     return link
 
 
-def test_an_exchange_takes_the_messages_of_its_number_and_leaves_none_behind():
-    """Of 30 exchanges the store keeps the last one's messages alone. A look that ends without one is repeated."""
+def test_an_exchange_takes_the_messages_of_its_number_and_old_ones_are_deleted():
+    """Of 200 exchanges the store keeps those from number 192 on. A look that ends without a message is repeated."""
     store: dict[str, bytes] = {}
     links = [link_of(store, index, 2) for index in range(2)]
-    for number in range(30):
-        store.setdefault(f"qerl_jax/{number}/1", b"b%d" % number)  # the other process is there first
+    for number in range(200):
+        other = f"qerl_jax/1/{number // 64}/{number}"
+        store.setdefault(other, b"b%d" % number)  # the other process is there first
         links[0]._client.deadlines = 2
         assert links[0].exchange(b"a%d" % number) == [b"a%d" % number, b"b%d" % number]
-        del store[f"qerl_jax/{number}/1"]
+        del store[other]
         assert links[1].exchange(b"b%d" % number) == [b"a%d" % number, b"b%d" % number]
-        assert sorted(store) == [f"qerl_jax/{number}/0", f"qerl_jax/{number}/1"]
+    assert sorted(store) == [f"qerl_jax/{index}/3/{number}" for index in range(2) for number in range(192, 200)]
     with pytest.raises(ReplicaError, match="the other replicas are out of reach: UNAVAILABLE: socket closed"):
         links[0].exchange(b"")
 
@@ -231,10 +223,10 @@ def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, 
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
-        small, large, tree, is_on_each, first, restored, error, processes = map(json.loads, output.splitlines())
+        small, large, parts, is_on_each, first, restored, error, processes = map(json.loads, output.splitlines())
         assert small == [[[""], []], [["é"], [0]]]
         assert large == [[0, 0], [1_500_000, 1_500_000 * 1_499_999]]
-        assert tree == {"a": [[3.0] * 3] * 2, "b": [tenth, [0.0, 1.0, 2.0, 3.0]]}
+        assert parts == [[tenth], [], [0.0, 1.0, 2.0, 3.0]]
         assert is_on_each
         assert first == "from 0" and restored == [0.0, 1.0, 2.0]
         assert error == ["replica 1 failed: KeyError: 'a reason'", "raised"][index]

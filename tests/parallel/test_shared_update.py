@@ -109,10 +109,12 @@ def test_sums_and_extremes_are_over_all_replicas():
         {"loss": 0.0, "tokens": 9.0, "trained_tokens": 0.0, "a/max": -np.inf, "a/min": np.inf},
     ]
     sums = jax.tree.map(jnp.float32, sums)
-    gradients = [[{"lora": jnp.full(3, 10.0**i)}] for i in range(3)]
-    found = on_replicas(3, lambda replicas: over_replicas(replicas, gradients[replicas.index], sums[replicas.index]))
-    for gradient, total, outside in found:
-        np.testing.assert_array_equal(gradient[0]["lora"], [111.0] * 3)
+    parts = [[{"lora": {"a": jnp.full((3, 2), 10.0**i), "b": jnp.float32(i)}}, {"lora": {}}] for i in range(3)]
+    found = on_replicas(3, lambda replicas: over_replicas(replicas, parts[replicas.index], sums[replicas.index]))
+    for (first, second), total in found:
+        np.testing.assert_array_equal(first.tree()["lora"]["a"], [[111.0] * 2] * 3)
+        np.testing.assert_array_equal(first.tree()["lora"]["b"], 3)
+        assert second.tree() == {"lora": {}}
         assert {name: float(value) for name, value in total.items()} == {
             "loss": 1.5,
             "tokens": 9.0,
@@ -120,7 +122,6 @@ def test_sums_and_extremes_are_over_all_replicas():
             "a/max": 3.0,
             "a/min": -1.0,
         }
-        assert outside is None
 
 
 def test_states_that_differ_in_a_bit_end_the_run(alone):

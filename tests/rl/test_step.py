@@ -280,7 +280,8 @@ def test_parameters_that_overflow_under_a_finite_gradient_are_not_applied(micro,
     lora["layers"][1] = jax.tree.map(lambda leaf: leaf.at[0, 0].set(largest), lora["layers"][1])
     state = init_state(micro.replace(lora=lora), config, own)
     gradients = [{"lora": jax.tree.map(lambda leaf: -jnp.ones_like(leaf), lora["layers"][i])} for i in (0, 1)]
-    after, metrics = optimizer.apply_gradients(state, gradients, empty_sums(["loss", "tokens", "trained_tokens"]))
+    parts = optimizer.parts_of(gradients)
+    after, metrics = optimizer.apply_gradients(state, parts, empty_sums(["loss", "tokens", "trained_tokens"]))
     assert np.isfinite(metrics["grad_norm"]) and float(metrics["skipped"]) == float(largest > 1)
     if largest > 1:
         assert_trees_equal((after.lora, after.opt_state), (state.lora, state.opt_state))
@@ -296,9 +297,24 @@ def test_a_single_parameter_that_becomes_nan_is_not_applied(micro):
     gradients = [{"lora": jax.tree.map(jnp.ones_like, lora["layers"][i])} for i in (0, 1)]
     for adapters, is_skipped in ((lora, True), (jax.tree.map(jnp.ones_like, lora), False)):
         state = init_state(micro.replace(lora=adapters), make_config(), own)
-        after, metrics = optimizer.apply_gradients(state, gradients, empty_sums(["loss", "tokens", "trained_tokens"]))
+        parts = optimizer.parts_of(gradients)
+        after, metrics = optimizer.apply_gradients(state, parts, empty_sums(["loss", "tokens", "trained_tokens"]))
         assert float(metrics["skipped"]) == is_skipped
         assert_trees_equal(after.lora, adapters if is_skipped else jax.tree.map(jnp.zeros_like, lora))
+
+
+@pytest.mark.parametrize("own", [None, optax.sgd(0.1)], ids=["adamw", "own"])
+def test_a_gradient_in_vectors_makes_the_step_of_its_arrays(micro, own):
+    state, rng = init_state(micro, make_config(), own), np.random.default_rng(0)
+    layers = [micro.lora["layers"][i] for i in (0, 1)]
+    gradients = [{"lora": jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), one)} for one in layers]
+    parts, sums = optimizer.parts_of(gradients), empty_sums(["loss", "tokens", "trained_tokens"])
+    vectors = [optimizer.Flat.like(part, optimizer.as_one(part)) for part in parts]
+    assert_trees_equal([vector.tree() for vector in vectors], parts)
+    (found, metrics), (wanted, expected) = (optimizer.apply_gradients(state, each, sums) for each in (vectors, parts))
+    for a, b in zip(*(jax.tree.leaves((after.lora, after.opt_state)) for after in (found, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-6)
 
 
 def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch, monkeypatch):
