@@ -64,7 +64,8 @@ def sample_lines(config: Config, rewards: Rewards, tokenizer: Any, items: Sequen
     texts = _texts(config, problem, tagged="<answer>" in prompt)
     totals, parts = _pay(config, rewards, problem, texts)
     weights = ", ".join(f"{w:g} × {name}" for name, w in zip(config.reward_funcs, config.reward_weights, strict=True))
-    yield f"The reward is {weights}. It pays, where the answer is {problem.answer!r}:"
+    gold = f", where the answer is {problem.answer!r}" if problem.answer else ""
+    yield f"The reward is {weights}. It pays{gold}:"
     for i, (kind, text) in enumerate(texts.items()):
         each = ", ".join(f"{name} {parts[name][i]:g}" for name in config.reward_funcs)
         yield f"  {totals[i]:g} for {kind} answer, {text!r} ({each})"

@@ -186,6 +186,12 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
         "  3.5 for an unreadable answer, 'I do not know.' (spy 0.25, other 6)",
     ]
     assert seen[1]["prompt_index"] == [0, 0, 1, 1] and seen[1]["answer"] == ["2"] * 4
+    without_answer, _ = encode_problems([Problem(0, "1 + 1?", "")], tokenizer, "", 64)
+    one = dict.fromkeys(paying, lambda **_: [1.0, 0.0])
+    assert list(sample_lines(config, Rewards(**one), tokenizer, without_answer))[2:] == [
+        "The reward is 2 × spy, 0.5 × other. It pays:",
+        "  2.5 for an unreadable answer, 'I do not know.' (spy 1, other 1)",
+    ]
 
 
 def test_objects_that_are_no_rewards_and_no_records(tmp_path):
