@@ -72,6 +72,17 @@ def nvfp4(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
+def unloadable(directory: Path, **changes: object) -> Path:
+    """An NVFP4 model, `changes` in its config.json, that is refused as soon as somebody reads its weights."""
+
+    def without_scale(tensors: dict) -> None:
+        tensors[next(name for name in tensors if name.endswith("weight_global_scale"))][...] = 0
+
+    change_tensors(nvfp4(directory), without_scale)
+    change_json(directory / "config.json", **changes)
+    return directory
+
+
 def modelopt(directory: Path, seed: int = 0) -> Path:
     """The same with ModelOpt's names, and its multiplier where compressed-tensors has a divisor."""
     source = nvfp4(directory.with_name(directory.name + "-ct"), seed)

@@ -7,12 +7,7 @@ disk. One line that names what is wrong and both values, exit code 2, everything
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import io
-import resource
 import shutil
-import signal
-import sys
 from pathlib import Path
 
 import jax
@@ -24,7 +19,7 @@ from command_lines import ROWS, assert_says, error_of, evaluation, lines, replac
 from qerl_jax import train
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.of_run import find_source
-from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
+from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.command import STOPPED
 from qerl_jax.evaluate import main as evaluate
 from qerl_jax.evaluation import Evaluation
@@ -32,7 +27,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
 from qerl_jax.rl import step as update_step
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run import prepare, recorder
+from qerl_jax.types import TrainState
 
 PRESETS = Path(__file__).parent / "data" / "presets"
 
@@ -47,17 +42,14 @@ def finished(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("place")
     (place / "rows.jsonl").write_text(lines(ROWS))
     small.nvfp4(place / "model")
-    real = Checkpointer.save
+    with contextlib.ExitStack() as disk, pytest.raises(OSError) as full:
 
-    def no_room_for_the_second(checkpoints, state):
-        with runs.full_disk(1_000 if int(state.step) == 2 else resource.RLIM_INFINITY):
-            real(checkpoints, state)
+        def no_room_for_the_second(_, state: TrainState) -> None:
+            if int(state.step) == 2:
+                disk.enter_context(runs.full_disk(1_000))
 
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(Checkpointer, "save", no_room_for_the_second)
-        assert train.main(training(place)) == 2
-    (place / "full_disk.txt").write_text(said.getvalue().strip().replace(str(place / "run"), "OUT"))
+        train.train(train.parse(training(place)), on_step=no_room_for_the_second)
+    (place / "full_disk.txt").write_text(f"error: {full.value}".replace(str(place / "run"), "OUT"))
     (place / "left.txt").write_text(str([path.name for path in (place / "run/checkpoints").iterdir()]))
     assert train.main(training(place, "--resume", "auto")) == 0
     return place
@@ -163,32 +155,19 @@ def test_runs(case, used, capfd):
     assert contents(used / "run") == before
 
 
-# how a run is asked for that cannot work: (what is missing, flags, message)
-MISSING: dict[str, tuple[str, list[str], str]] = {
-    "math-verify": (
-        "math_verify",
-        ["--eval-dataset", f"math500:{PRESETS / 'math500'}", "--reward-workers", "0"],
-        "reward 'math_verify' needs the package math-verify: …",
-    ),
+# how a run is asked for that cannot work: (flags, message)
+MISSING: dict[str, tuple[list[str], str]] = {
     "permission to run code": (
-        "nothing",
         ["--eval-dataset", f"codeforces:{PRESETS / 'codeforces'}"],
         "reward 'code' runs programs that the policy wrote: refused without allow_code_execution …",
     ),
-    "W&B": (
-        "wandb",
-        ["--report-to", "wandb"],
-        "report_to 'wandb' needs the package wandb, which is not installed: …",
-    ),
+    "W&B, or who its user is": (["--report-to", "wandb"], "report_to 'wandb'…"),
 }
 
 
 @pytest.mark.parametrize("case", MISSING)
-def test_a_run_that_cannot_begin_does_not_overwrite(case, used, capfd, monkeypatch):
-    module, flags, message = MISSING[case]
-    monkeypatch.setitem(sys.modules, module, None)  # its import fails
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+def test_a_run_that_cannot_begin_does_not_overwrite(case, used, capfd):
+    flags, message = MISSING[case]
     before = contents(used / "run")
     assert_says(error_of(train.main, training(used, "--overwrite", *flags), used, capfd), message)
     assert contents(used / "run") == before
@@ -204,59 +183,33 @@ def test_checkpoints_without_a_config_are_not_begun_over(used, capfd):
     assert contents(used / "run") == before
 
 
-class ComesLate:
-    """A SIGTERM that is there from the second look on: one between two looks of a step ends the step after it."""
-
-    looks = 0
-
-    def __init__(self, answers: bool):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    @property
-    def requested(self) -> int:
-        self.looks += 1
-        return signal.SIGTERM if self.looks > 1 else 0
-
-
-def test_a_run_that_ends_early_says_truly_what_is_saved(place, monkeypatch, capfd):
-    """An error in step 3, a signal as step 4 ends, an interrupt in step 5: only the last loses a finished step."""
-    name, run = f"{place / 'mine.py'}:reward", place / "run"
+def test_a_run_that_ends_early_says_truly_what_is_saved(place, capfd):
+    """An error in step 3, an interrupt in step 4, which loses no finished step either, and one in a first step."""
+    name, run, raised = f"{place / 'mine.py'}:reward", place / "run", place / "raised"
     (place / "mine.py").write_text(
+        "import pathlib\n"
         "calls = 0\n"
         "def reward(completions, **columns):\n"
         "    global calls\n"
         "    calls += 1\n"
-        "    if calls > 5:\n"  # one before the run, then one for each of a step's two prompts
-        "        raise KeyError('late')\n"
+        f"    exec(pathlib.Path({str(raised)!r}).read_text())\n"  # calls: one before the run, then one for each prompt
         "    return [float(len(text)) for text in completions]\n"
     )
     flags = [*training(place, "--reward-funcs", name, "--reward-workers", "0", "--max-steps", "7")]
     flags[flags.index("--save-steps") + 1] = "50"
+    raised.write_text("if calls > 5: raise KeyError('late')")
     said = error_of(train.main, flags, place, capfd)
-    assert_says(said, f"reward '{name}' raised KeyError('late') in {place / 'mine.py'}, line 6")
+    assert_says(said, f"reward '{name}' raised KeyError('late') in {place / 'mine.py'}, line …")
     assert [row["step"] for row in read_metrics(run)] == [1, 2] and latest_step(run) == 2
 
-    with monkeypatch.context() as patch:
-        patch.setattr(recorder, "StopSignals", ComesLate)
-        assert train.main([*flags, "--resume", "auto"]) == STOPPED
-    said = capfd.readouterr().out
-    assert "resuming after step 2 of 7" in said and "stopped by SIGTERM after step 4 of 7, checkpoint saved" in said
-    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4] and latest_step(run) == 4
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "generate", interrupted)
+    raised.write_text("if calls > 3: raise KeyboardInterrupt")
     assert train.main([*flags, "--resume", "auto"]) == STOPPED
-    said = capfd.readouterr().err
-    assert "interrupted; the newest checkpoint is that of step 4, resume from it with" in said
-    assert f"--config {run}/config.yaml --resume auto" in said
+    said = capfd.readouterr()
+    assert "resuming after step 2 of 7" in said.out
+    assert "interrupted; the newest checkpoint is that of step 3, resume from it with" in said.err
+    assert f"--config {run}/config.yaml --resume auto" in said.err
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3] and latest_step(run) == 3
+    raised.write_text("if calls > 1: raise KeyboardInterrupt")
     assert train.main(replaced(flags, "--output-dir", str(place / "new"))) == STOPPED
     assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to resume from"
 
@@ -364,12 +317,13 @@ REWARDS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", REWARDS)
-def test_rewards_that_cannot_be_used(case, place, capfd, monkeypatch):
+def test_rewards_that_cannot_be_used(case, tmp_path, capfd):
     """A run and a dry run refuse them before any weights are loaded; nothing is written."""
+    place, _ = tmp_path, small.unloadable(tmp_path / "model")
+    (place / "rows.jsonl").write_text(lines(ROWS))
     body, message = REWARDS[case]
     name = f"{place / 'mine.py'}:reward"
     (place / "mine.py").write_text(f"def reward(completions, **columns):\n    {body}\n")
-    monkeypatch.setattr(prepare, "load_policy", None)
     flags = ["--reward-funcs", name, "--reward-timeout", "0.5", "--reward-workers", "1"]
     for more in [], ["--dry-run"]:
         said = error_of(train.main, training(place, *flags, *more), place, capfd)

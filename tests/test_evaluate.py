@@ -78,18 +78,14 @@ def test_output_replaces_nothing_but_a_result(tmp_path, capsys, text):
     assert (capsys.readouterr().err, file.read_text()) == (said, text)
 
 
-def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, monkeypatch, capsys):
+def test_a_result_that_cannot_be_written_is_printed_all_the_same(tmp_path, capsys):
     """A disk that is full at the end."""
-
-    def full(path, value):
-        raise OSError(f"{path} cannot be written: No space left on device")
-
-    monkeypatch.setattr(sys.modules["qerl_jax.evaluate"], "write_json", full)
     flags = ["--dataset", "arithmetic", "--samples", "4", *SHORT, "--output", str(tmp_path / "result.json")]
-    assert main(["tiny", *flags, "--temperature", "0"]) == 2  # with the programs of the first test
+    with runs.full_disk(10):
+        assert main(["tiny", *flags, "--temperature", "0"]) == 2  # with the programs of the first test
     printed = capsys.readouterr()
     assert "4 problems" in printed.out and "format" in printed.out
-    assert printed.err.startswith("error: ") and "No space left on device" in printed.err
+    assert printed.err.startswith("error: ") and "result.json cannot be written: " in printed.err
 
 
 def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path):

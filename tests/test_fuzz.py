@@ -1,5 +1,5 @@
-"""620 random mutations of models, adapters, configs and datasets, through the command line's `main`: each is refused by
-one line and exit code 2, or what was loaded is exactly what the files say, by independent readers.
+"""620 random mutations of models, adapters, configs and datasets, read as a run reads them: each is refused by one line
+and exit code 2, or what was loaded is exactly what the files say, by independent readers.
 
 A wrong success is: a safetensors file that the format's own library refuses; a weight, a scale or a shape that differs
 from the stored bytes; a value that is not finite; a key that was read as something else than it states; a tokenizer
@@ -25,13 +25,17 @@ import yaml
 from command_lines import time_limit
 from oracles.stored_bytes import loaded_bytes
 
-from qerl_jax import train
+from qerl_jax import command, train
 from qerl_jax.checkpoint import names
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config, to_mapping
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.run import lifecycle, prepare
+from qerl_jax.reporting.console import RunConsole
+from qerl_jax.run import prepare
+from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.fingerprints import fingerprints
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.types import Policy
 
 SECONDS = 20  # limit of a case; they take some 30 ms
@@ -60,46 +64,30 @@ def first_and_rest(first: int, count: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("cases", [pytest.param(range(first), id="first"), rest])
 
 
-class Loaded(Exception):
-    """Everything the run reads has been read, and was accepted."""
-
-
 @pytest.fixture
-def attempt(monkeypatch, capsys, nothing_compiled_ahead):
-    """Run `main` up to where it has read all its input. Returns its error or None, and the config and what `load` and
-    `load_problems` gave.
-    """
-    seen = {}
-
-    def remember(module, name):
-        real = getattr(module, name)
-
-        def call(config, *others, **named):
-            seen.setdefault("config", config)
-            return seen.setdefault(name, real(config, *others, **named))
-
-        monkeypatch.setattr(module, name, call)
-
-    def stop(*_: object, **__: object):
-        raise Loaded
-
-    remember(train, "train")
-    remember(prepare, "load")
-    remember(prepare, "load_problems")
-    monkeypatch.setattr(lifecycle, "Checkpointer", stop)
+def attempt(capsys, nothing_compiled_ahead):
+    """Do what a run does up to where it has read all its input. Returns its error or None, and what it read."""
 
     def run(flags: list[str]) -> tuple[str | None, dict]:
-        seen.clear()
-        try:
-            with time_limit(SECONDS):
-                code = train.main(flags)
-        except Loaded:
-            seen["said"] = capsys.readouterr().out
+        seen = {}
+
+        def body() -> int:
+            seen["config"] = train.parse(flags)
+            loaded, _ = prepare.prepare(with_rewards(seen["config"]), RunConsole(), Hooks())
+            with loaded.programs, loaded.rewards:
+                fingerprints(loaded.config, loaded.stream.sets, loaded.eval_problems)
+            seen.update(load=loaded.policy, load_problems=(loaded.stream, loaded.eval_problems))
+            return 0
+
+        with time_limit(SECONDS):
+            code = command.run(body)
+        said = capsys.readouterr()
+        if code == 0:
+            seen["said"] = said.out
             return None, seen
-        error = capsys.readouterr().err
         assert code == 2
-        assert error.startswith("error: ") and len(error) > 20 and "Traceback" not in error, error
-        return error, seen
+        assert said.err.startswith("error: ") and len(said.err) > 20 and "Traceback" not in said.err, said.err
+        return said.err, seen
 
     return run
 

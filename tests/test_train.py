@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import runs
+import small
 from command_lines import replaced
 from rich.console import Console
 
@@ -33,7 +34,7 @@ from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
-from qerl_jax.types import Sampling
+from qerl_jax.types import Sampling, TrainState
 
 
 @pytest.fixture(scope="module")
@@ -193,15 +194,12 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
         assert silence in output
 
 
-def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    """Config, table and estimate on the terminal; no policy loaded, no directory made; bad input as in a run."""
-
-    def refuse(*_):
-        raise AssertionError("the policy was loaded")
-
-    monkeypatch.setattr(prepare, "load_policy", refuse)
-    monkeypatch.chdir(tmp_path)
-    assert train.main(["--config", "tiny", "--dry-run", "--seed", "5", "--output-dir", "[red]out"]) == 0
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, capsys):
+    """Config, table and estimate on the terminal; no weights read, no directory made; bad input as in a run."""
+    model = small.unloadable(tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+    flags = ["--model", str(model), "--dry-run", "--seed", "5", "--output-dir", str(tmp_path / "[red]out")]
+    assert train.main(["--config", "tiny", *flags]) == 0
     text = capsys.readouterr().out
     assert "seed: 5" in text and "[red]out" in text and "adapters, rank 16" in text and "peak, about" in text
     # The prompt as the template renders it, and the rewards' own values: 2 × answer + 0.2 × soft_format.
@@ -209,16 +207,17 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, monkeypatch, caps
     assert "The reward is 2 × answer, 0.2 × soft_format." in text
     assert "  2.2 for a right answer" in text and "  0.2 for a wrong answer" in text
     assert "  0 for an unreadable answer, 'I do not know.' (answer 0, soft_format 0)" in text
-    model = model_path("tiny")
-    count = sum(tensor.size for tensor in open_checkpoint(model).values()) / 1e6
+    count = sum(tensor.size for tensor in open_checkpoint(model.with_name("model-bf16")).values()) / 1e6
     size = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
-    last = f"tiny: {count:.1f} M parameters, projections in nvfp4, weight files of {size:.3f} GB. Dry run: no weights"
-    assert text.endswith(f"\n{last} were loaded, nothing was written.\n")
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "metrics.jsonl").touch()
-    assert train.main(["--config", "tiny", "--dry-run", "--output-dir", "used"]) == 0
-    assert "\nA run would be refused: output_dir used holds metrics.jsonl of a run already: " in capsys.readouterr().out
+    files = f"weight files of {size:.3f} GB. Dry run: no weights were loaded, nothing was written."
+    assert text.endswith(f"\n{model}: {count:.1f} M parameters, projections in nvfp4, {files}\n")
+    assert sorted(tmp_path.rglob("*")) == before
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "metrics.jsonl").touch()
+    assert train.main(["--config", "tiny", "--dry-run", "--output-dir", str(used)]) == 0
+    said = f"\nA run would be refused: output_dir {used} holds metrics.jsonl of a run already: "
+    assert said in capsys.readouterr().out
 
 
 def test_a_run_may_fill_all_positions_of_the_model(tmp_path):
@@ -229,6 +228,11 @@ def test_a_run_may_fill_all_positions_of_the_model(tmp_path):
 
 
 NVFP4 = str(Path(__file__).parent / "data/nvfp4/fixture-compressed-tensors-tiny-qwen2")
+
+
+@pytest.fixture(scope="module")
+def unloadable(tmp_path_factory) -> Path:
+    return small.unloadable(tmp_path_factory.mktemp("unloadable") / "model", max_position_embeddings=512)
 
 
 @pytest.mark.parametrize(
@@ -246,44 +250,40 @@ NVFP4 = str(Path(__file__).parent / "data/nvfp4/fixture-compressed-tensors-tiny-
         (["--dataset", "empty"], "has no file of the split 'train'"),
     ],
 )
-def test_a_run_and_a_dry_run_refuse_before_they_load_anything(flags, words, tmp_path, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise AssertionError("something was loaded")
-
-    monkeypatch.setattr(prepare, "load_policy", refuse)
-    monkeypatch.setattr(prepare, "load_rewards", refuse)
-    monkeypatch.chdir(tmp_path)
+def test_a_run_and_a_dry_run_refuse_before_they_load_anything(flags, words, tmp_path, unloadable, capsys):
+    """Neither weights nor rewards, which would be refused as well."""
     (tmp_path / "empty").mkdir()
-    lengths = [] if "--config" in flags else ["--max-prompt-length", "80", "--max-completion-length", "16"]
-    given = replaced(["--model", "tiny", *lengths], *flags)
+    (tmp_path / "rewards.py").write_text("raise AssertionError('it was loaded')")
+    given = ["--model", str(unloadable), "--output-dir", str(tmp_path / "run")]
+    given += ["--reward-funcs", f"{tmp_path / 'rewards.py'}:reward"]
+    given += [] if "--config" in flags else ["--max-prompt-length", "80", "--max-completion-length", "16"]
+    given = replaced(given, *(str(tmp_path / flag) if flag == "empty" else flag for flag in flags))
     for dry in ([], ["--dry-run"]):
         assert train.main([*given, *dry]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and words in error and error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path, monkeypatch):
-    """A behaviour log-probability that is not a number poisons loss and gradient. A run that only skips is an error."""
-    real, real_step, states = train.generate, train.train_step, []
+def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path):
+    """A loss that is not a number poisons the gradient. A run that only skips is an error."""
+    states: list[TrainState] = []
 
-    def poisoned(*arguments, **options):
-        rollout = real(*arguments, **options)
-        return rollout.replace(logprobs=rollout.logprobs.at[0].set(jnp.nan))
+    def poisoned(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
+        return logp * jnp.nan, {}
 
-    monkeypatch.setattr(train, "generate", poisoned)
-    monkeypatch.setattr(train, "train_step", lambda *given: states.append(real_step(*given)) or states[-1])
     directory = tmp_path / "poisoned"
     config = runs.config(directory, max_steps=1, dynamic_sampling=False)
     with pytest.raises(ValueError, match="none of 1 steps trained anything: loss, gradient or new parameters"):
-        train.train(config)
+        train.train(config, token_loss=poisoned, on_step=lambda _, state: states.append(state))
     policy = prepare.load(config)
     for old, new in zip(jax.tree.leaves(policy.lora), jax.tree.leaves(states[0].lora), strict=True):
         np.testing.assert_array_equal(old, new)
     assert read_metrics(directory)[0]["skipped"] == config.num_iterations
     assert not (directory / "adapter").exists()
     dumped = np.load(directory / "nonfinite" / "step_000001.npz")
-    assert np.isnan(dumped["logprobs"]).any() and dumped["advantages"].shape == (8,)
+    recorded = pyarrow.parquet.read_table(directory / "completions" / "step_000001.parquet").to_pydict()
+    assert dumped["advantages"].shape == (8,) and dumped["advantages"].tolist() == recorded["advantage"]
 
 
 def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):

@@ -35,6 +35,18 @@ from qerl_jax.run.recorder import Recorder
 from qerl_jax.run.signals import StopSignals
 from qerl_jax.types import TrainState
 
+SHOWN = {
+    "reward": 0.5, "entropy": 1.0, "aqn/sigma": 0.0, "completions/mean_length": 20.0, "tokens_per_second": 100.0,
+    "step_time": 1.0,
+}  # fmt: skip
+
+
+def recorder_of(run: Run, checkpoints: Checkpointer) -> Recorder:
+    """After two steps, of which the progress bar shows these numbers."""
+    recorder = Recorder(run, checkpoints, 2, 2)
+    recorder._metrics = SHOWN
+    return recorder
+
 
 @pytest.fixture
 def running(tmp_path) -> tuple[Run, Recorder, TrainState]:
@@ -52,7 +64,7 @@ def running(tmp_path) -> tuple[Run, Recorder, TrainState]:
     run_directory.write_config(directory, config)
     for step in (1, 2):
         MetricsFile(directory).append(step, {"num_tokens": step, "kl": float("nan")})
-    return run, Recorder(run, checkpoints, 2, 2), state
+    return run, recorder_of(run, checkpoints), state
 
 
 def assert_saved(place: Path, state: TrainState) -> None:
@@ -112,6 +124,26 @@ def test_a_signal_to_one_replica_stops_all_after_the_same_step(running):
     assert_saved(run.directory, after(state, 3))
 
 
+class ComesLate:
+    """A SIGTERM that is there from the second look on: one between two looks of a step ends the step after it."""
+
+    looks = 0
+
+    @property
+    def requested(self) -> int:
+        self.looks += 1
+        return signal.SIGTERM if self.looks > 1 else 0
+
+
+def test_a_signal_that_comes_late_stops_the_run_with_a_checkpoint_all_the_same(running):
+    run, recorder, state = running
+    with recorder:
+        recorder._signals = ComesLate()
+        assert not recorder.end_step(after(state, 3)) and latest_step(run.directory) is None
+        assert recorder.end_step(after(state, 4)) and recorder.stopped == signal.SIGTERM
+    assert latest_step(run.directory) == 4
+
+
 class Panic(BaseException):
     """As a library in Rust raises it."""
 
@@ -119,12 +151,11 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     ("error", "deleted"), [(ValueError("no"), "nothing"), (KeyboardInterrupt(), "checkpoints"), (Panic(), "all")]
 )
-def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, monkeypatch, error, deleted):
+def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, error, deleted):
     """Step 3 is saved, step 4 finished, step 5 raises; meanwhile somebody may have deleted what was there."""
     run, recorder, state = running
     recorder.checkpoints.save(after(state, 3))
     with pytest.raises(type(error)), recorder:
-        monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
         assert not recorder.end_step(after(state, 4)) and recorder.phases.step == 5
         if deleted != "nothing":
             shutil.rmtree(run.directory if deleted == "all" else run.directory / "checkpoints")
@@ -183,33 +214,32 @@ def test_a_step_that_fails_first_saves_nothing(running):
     assert latest_step(run.directory) is None
 
 
-def test_a_checkpoint_that_cannot_be_written_is_tried_once(running, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_is_tried_once(running):
     """Its own error says what is saved."""
-    run, recorder, state = running
+    run, _, state = running
     tries: list[int] = []
 
-    def save(state: TrainState) -> None:
-        tries.append(int(state.step))
-        raise OSError("checkpoint cannot be written")
+    class Full(Checkpointer):
+        def save(self, state: TrainState) -> None:
+            tries.append(int(state.step))
+            raise OSError("checkpoint cannot be written")
 
-    monkeypatch.setattr(recorder.checkpoints, "save", save)
+    recorder = recorder_of(run, Full(run.directory, 1))
     with pytest.raises(OSError, match="checkpoint cannot be written"), recorder:
-        monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
         recorder.end_step(state.replace(step=jnp.int32(run.config.max_steps)))  # the last, which is always saved
     assert tries == [run.config.max_steps]
 
 
-def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(running, monkeypatch):
-    """As `| head` does: the next line that is printed fails."""
+def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(running):
+    """As `| head` does: the next line that is printed, the step's, fails."""
     run, _, state = running
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
         console = RunConsole(file=closed)
         other = dataclasses.replace(run, console=console)
-        recorder = Recorder(other, Checkpointer(run.directory, 1), 2, 2)
+        recorder = recorder_of(other, Checkpointer(run.directory, 1))
         with recorder:
-            monkeypatch.setattr(recorder._progress, "update", lambda *_: console.print("step 3 of 50"))
             assert not console.is_closed and recorder.end_step(state)
             console.print("nothing")
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)
@@ -260,7 +290,7 @@ def row(step: int, **changes: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("before", [0.0, 0.5])
-def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, monkeypatch, capsys, before):
+def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, capsys, before):
     """Steps 1 and 2 ran before the resume, with this gradient norm; step 4 is the last. No state that trained nothing
     is saved, and nobody told to resume from it."""
     run, _, state = running
@@ -268,10 +298,9 @@ def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, m
     for step in (1, 2):
         MetricsFile(run.directory).append(step, row(step, grad_norm=before, frac_reward_zero_std=1.0))
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=4))
-    recorder = Recorder(run, Checkpointer(run.directory, 1, {"model": "abc"}), 2, 2)
+    recorder = recorder_of(run, Checkpointer(run.directory, 1, {"model": "abc"}))
     ends = contextlib.nullcontext() if before else pytest.raises(ValueError, match="none of 4 steps trained anything")
     with ends, recorder:
-        monkeypatch.setattr(recorder._progress, "update", lambda *_: None)
         for step in (3, 4):
             recorder.metrics.rows.append(row(step, frac_reward_zero_std=1.0))
             recorder.end_step(after(state, step))
