@@ -96,12 +96,12 @@ def _tier_note(gpu: Gpu) -> str:
     return f"{gpu.name} (compute capability {gpu.arch / 10}): {words}"
 
 
-def make_deterministic() -> None:
+def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
     """Have XLA compile for GPUs only operations whose result is the same in every run; those of CPUs always are.
 
     Raises ValueError if a device has been started in this process without those flags.
     """
-    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = environment.get("XLA_FLAGS", "").split()
     missing = [flag for flag in DETERMINISTIC_FLAGS if flag not in flags]
     if not missing:
         return
@@ -112,4 +112,4 @@ def make_deterministic() -> None:
             "deterministic is set, but JAX has started its devices already: set it before anything runs, or put "
             f"XLA_FLAGS={' '.join(missing)!r} into the environment"
         )
-    os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
+    environment["XLA_FLAGS"] = " ".join([*flags, *missing])

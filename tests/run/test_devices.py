@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import subprocess
 import sys
@@ -12,13 +11,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 from qerl_kernels import dispatch
-from qerl_kernels.gpu import Gpu, user_table
+from qerl_kernels.gpu import Gpu, gpu_of
 
 from qerl_jax import driver, train
 from qerl_jax.evaluate import main as evaluate
 from qerl_jax.run.devices import (
     DETERMINISTIC_FLAGS,
     MEMORY,
+    _tier_note,
     device_bytes,
     kernels_note,
     make_deterministic,
@@ -51,17 +51,6 @@ def test_flags_are_added_once_and_xla_knows_them():
     assert flags.split() == ["--xla_cpu_enable_fast_math=false", *DETERMINISTIC_FLAGS] and result == "2"
 
 
-def test_jaxs_inner_module_is_needed_only_by_those_who_ask(monkeypatch):
-    """A jax that has moved it breaks `deterministic`, and nothing else."""
-    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", None)
-    monkeypatch.delattr("jax._src.xla_bridge")
-    monkeypatch.delitem(sys.modules, "qerl_jax.run.devices")
-    again = importlib.import_module("qerl_jax.run.devices")
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    with pytest.raises(ImportError):
-        again.make_deterministic()
-
-
 @pytest.mark.parametrize(
     ("version", "capability", "kernel", "python", "words"),
     [
@@ -83,9 +72,8 @@ def test_a_gpu_with_an_older_jax_is_told_what_to_install(version, capability, ke
     assert ("Python 3.12" in note) == python.startswith("3.11")
 
 
-def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have(tmp_path, monkeypatch):
+def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have():
     """Those of `tune` once it has left a table."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def note(capability, sms):
         device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="GPU A", core_count=sms)
@@ -97,29 +85,23 @@ def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have(tmp_path, monkeyp
     assert "prefill, decode of up to 128 sequences and the update's forward pass" in note("10.3", 148)
     ada = note("8.9", 128)
     assert "update by dequantization" in ada and ada.endswith("python -m qerl_jax.tune MODEL times them")
-    own = user_table("GPU A")
-    own.parent.mkdir(parents=True)
-    own.write_text('{"meta": {"gpu": "GPU A"}, "rows": []}')
-    assert own.is_relative_to(tmp_path) and note("8.9", 128).endswith(f"configs of {own}")
-    assert "never" not in note("9.0", 114)
+    tuned = dataclasses.replace(gpu_of("GPU A", 89, 128), own_table="table.json")
+    assert _tier_note(tuned).endswith("; configs of table.json")
 
 
 def test_a_cpu_is_told_nothing():
     assert kernels_note("auto") is None
 
 
-def test_too_late_is_an_error(monkeypatch, tmp_path, capsys):
+def test_too_late_is_an_error(tmp_path, capsys):
     jax.devices()
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
     with pytest.raises(ValueError, match="JAX has started its devices already"):
-        make_deterministic()
-    monkeypatch.setenv(MEMORY, "0.5")
+        make_deterministic({})
     flags = ["--dataset", "arithmetic", "--deterministic", "--max-completion-length", "8", "--max-prompt-length", "96"]
     for main, own in ((train.main, ["--model", "tiny", "--output-dir", str(tmp_path)]), (evaluate, ["tiny"])):
         assert main([*own, *flags]) == 2
         assert "JAX has started its devices already" in capsys.readouterr().err
-    monkeypatch.setenv("XLA_FLAGS", " ".join(DETERMINISTIC_FLAGS))
-    make_deterministic()
+    make_deterministic({"XLA_FLAGS": " ".join(DETERMINISTIC_FLAGS)})
 
 
 OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
